@@ -9,19 +9,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Float(NamedTuple):
-    """A binary floating-point format.
+    """A binary floating-point format."""
 
-    Attributes:
-        bits: Bits of the significand, including the hidden one.
-        low: Exponent of the smallest normal number.
-        high: Exponent of the largest number.
-        largest: Largest finite number.
-    """
-
-    bits: int
-    low: int
-    high: int
-    largest: float
+    bits: int  # bits of the significand, including the hidden one
+    low: int  # exponent of the smallest normal number
+    high: int  # exponent of the largest number
+    largest: float  # largest finite number
 
     @property
     def unit(self) -> float:

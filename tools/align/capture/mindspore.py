@@ -36,15 +36,11 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|mtp)\.(\d+)(?:\.|$)")
 
 @dataclass(frozen=True)
 class Filter:
-    """Selects the operators to record.
+    """Selects the operators to record."""
 
-    Attributes:
-        layers: Numbers of layers; None: all layers, and operators outside of layers.
-        only: Patterns of names such as ``Primitive.*.attention.*``; empty: all.
-    """
-
+    # Numbers of layers; None: all layers, and operators outside of layers
     layers: frozenset[int] | None = None
-    only: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()  # patterns of names such as `Primitive.*.attention.*`; empty: all
 
     def __call__(self, node: TappedOperator) -> bool:
         """Return whether an operator is recorded."""

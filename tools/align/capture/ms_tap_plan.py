@@ -26,22 +26,14 @@ _PART = re.compile(r"^(?P<attribute>.+?)-(?P<kind>[^-]*)$")
 
 @dataclass(eq=False)
 class Tensor:
-    """A tensor of a run, with the taps that record it in each graph.
-
-    Attributes:
-        shape: Shape in the graph.
-        dtype: Canonical name.
-        taps: Number of the tap, by graph.
-        constant: Its values, if the graph has them.
-        parameter: Name of the weight or state whose value it is.
-        early: A tap of the main graph records it before any function runs, so that no function needs its own tap.
-    """
+    """A tensor of a run, with the taps that record it in each graph."""
 
     shape: tuple[int, ...]
-    dtype: str
-    taps: dict[str, int] = field(default_factory=dict[str, int])
-    constant: Any = None
-    parameter: str | None = None
+    dtype: str  # canonical name
+    taps: dict[str, int] = field(default_factory=dict[str, int])  # number of the tap, by graph
+    constant: Any = None  # its values, if the graph has them
+    parameter: str | None = None  # name of the weight or state whose value it is
+    # A tap of the main graph records it before any function runs, so that no function needs its own tap
     early: bool = False
 
 
@@ -56,48 +48,31 @@ Argument = Tensor | Number | list["Argument"]
 
 @dataclass(frozen=True)
 class TappedOperator:
-    """An operator of a tapped graph.
+    """An operator of a tapped graph."""
 
-    Attributes:
-        path: Cell that it belongs to, such as ``model.layers.0.attention``; the same for backward operators.
-        classes: Classes of the cells of the path.
-        kind: Primitive; for a custom operator of this package ``Telechat`` and its name.
-        backward: Whether it belongs to the backward pass.
-        index: Number among those of the same path, kind and direction.
-        inputs: Its inputs.
-        outputs: Its outputs; for an operator that writes to weights, their new values.
-        attributes: Attributes of the primitive.
-        graph: Function that it belongs to.
-        writes: Positions of the inputs that it writes to.
-        weight: Weight whose gradient it reduces.
-        layouts: Layouts of inputs and of outputs, as the parallel compiler has recorded them.
-    """
-
+    # Cell that it belongs to, such as `model.layers.0.attention`; the same for backward operators
     path: tuple[str, ...]
-    classes: tuple[str, ...]
-    kind: str
-    backward: bool
-    index: int
+    classes: tuple[str, ...]  # classes of the cells of the path
+    kind: str  # primitive; for a custom operator of this package `Telechat` and its name
+    backward: bool  # whether it belongs to the backward pass
+    index: int  # number among those of the same path, kind and direction
     inputs: list[Argument]
-    outputs: list[Argument]
+    outputs: list[Argument]  # its outputs; for an operator that writes to weights, their new values
     attributes: Mapping[str, Any]
-    graph: str
-    writes: tuple[int, ...] = ()
-    weight: str = ""
+    graph: str  # function that it belongs to
+    writes: tuple[int, ...] = ()  # positions of the inputs that it writes to
+    weight: str = ""  # weight whose gradient it reduces
+    # Layouts of inputs and of outputs, as the parallel compiler has recorded them
     layouts: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
 
 
 @dataclass
 class TapPlan:
-    """The plan of what a tapped graph records.
+    """The plan of what a tapped graph records."""
 
-    Attributes:
-        nodes: Operators, in an order in which they can run.
-        taps: Number of taps.
-    """
-
+    # Operators, in an order in which they can run
     nodes: list[TappedOperator] = field(default_factory=list[TappedOperator])
-    taps: int = 0
+    taps: int = 0  # number of taps
 
 
 def constant_tensor(proto: Any) -> Tensor:

@@ -21,19 +21,12 @@ Region = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint.
+    """A tensor of a checkpoint."""
 
-    Attributes:
-        group: ``model`` or ``optimizer``.
-        dtype: Canonical name.
-        shape: Whole shape.
-        shards: Its shards, each with its region.
-    """
-
-    group: str
-    dtype: str
+    group: str  # `model` or `optimizer`
+    dtype: str  # canonical name
     shape: tuple[int, ...]
-    shards: list[tuple[Region, TensorRecord]]
+    shards: list[tuple[Region, TensorRecord]]  # its shards, each with its region
 
     @property
     def nbytes(self) -> int:
@@ -48,18 +41,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose tensors are read on demand.
-
-    Attributes:
-        path: Its folder.
-        step: Number of finished training steps.
-        layout: Its layout, as it describes it.
-        tensors: Its tensors by name.
-    """
+    """A checkpoint whose tensors are read on demand."""
 
     path: Path
-    step: int
-    layout: str
+    step: int  # number of finished training steps
+    layout: str  # its layout, as it describes it
     tensors: Mapping[str, StoredTensor]
 
 

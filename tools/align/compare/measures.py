@@ -21,20 +21,13 @@ EPSILON = 1e-7
 
 
 class Check(NamedTuple):
-    """One line of a standard.
+    """One line of a standard."""
 
-    Attributes:
-        metric: Name of the metric.
-        observed: Value found.
-        limit: Value allowed.
-        ok: Whether the standard is met.
-        at: Flat index of the worst element; None: the check is of the tensor as a whole.
-    """
-
-    metric: str
-    observed: float
-    limit: float
-    ok: bool
+    metric: str  # name of the metric
+    observed: float  # value found
+    limit: float  # value allowed
+    ok: bool  # whether the standard is met
+    # Flat index of the worst element; None: the check is of the tensor as a whole
     at: int | None = None
 
     @property

@@ -112,27 +112,19 @@ MSPROBE_EPSILON: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Profile:
-    """A standard.
+    """A standard."""
 
-    Attributes:
-        source: Where its numbers are published.
-        measures: Returns a measure for a target type and a golden type; None: the standard does not cover them.
-        same_dtype: Whether the types must be equal.
-        third: Whether it needs a third run, whose errors against the golden run are compared with the target's.
-        cases: Number of tensors that the standard requires.
-        nan_differs: Whether NaN are unequal, so that equal bits may fail.
-        kind: Tensors of wider types are judged by the thresholds of this type, from which their values were computed.
-        name: As on the command line.
-    """
-
-    source: str
+    source: str  # where its numbers are published
+    # Returns a measure for a target type and a golden type; None: the standard does not cover them
     measures: Callable[[str, str], Measure | None]
-    same_dtype: bool = False
+    same_dtype: bool = False  # whether the types must be equal
+    # Whether it needs a third run, whose errors against the golden run are compared with the target's
     third: bool = False
-    cases: int = 0
-    nan_differs: bool = False
+    cases: int = 0  # number of tensors that the standard requires
+    nan_differs: bool = False  # whether NaN are unequal, so that equal bits may fail
+    # Tensors of wider types are judged by the thresholds of this type, from which their values were computed
     kind: str | None = None
-    name: str = ""
+    name: str = ""  # as on the command line
 
     def line(self, dtype: str) -> str:
         """Return the type whose thresholds apply to a tensor of this type."""

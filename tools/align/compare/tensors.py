@@ -17,18 +17,12 @@ CHUNK = 1 << 13
 
 
 class Compared(NamedTuple):
-    """What a standard says of a tensor.
+    """What a standard says of a tensor."""
 
-    Attributes:
-        status: ``not judged``: the standard does not apply.
-        checks: Lines of the standard.
-        note: What a reader must know, or why it was not judged.
-        element: Index of the worst element; empty: the worst line is of the tensor as a whole.
-    """
-
-    status: Literal["pass", "diverged", "not judged"]
-    checks: list[Check]
-    note: str = ""
+    status: Literal["pass", "diverged", "not judged"]  # `not judged`: the standard does not apply
+    checks: list[Check]  # lines of the standard
+    note: str = ""  # what a reader must know, or why it was not judged
+    # Index of the worst element; empty: the worst line is of the tensor as a whole
     element: tuple[int, ...] = ()
 
     @property

@@ -36,21 +36,13 @@ _FLAGS = 3  # checksum and squares are given
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The fingerprint of a tensor, in 2 KiB.
+    """The fingerprint of a tensor, in 2 KiB."""
 
-    Attributes:
-        buckets: The sketch, ``[241]`` in float64; infinities and NaN count as 0 in it.
-        total: Number of elements.
-        special: Number of infinities and NaN.
-        checksum: See the module.
-        squares: Sum of the squares of the finite elements.
-    """
-
-    buckets: Array
-    total: int
-    special: int = 0
-    checksum: int = 0
-    squares: float = 0.0
+    buckets: Array  # the sketch, `[241]` in float64; infinities and NaN count as 0 in it
+    total: int  # number of elements
+    special: int = 0  # number of infinities and NaN
+    checksum: int = 0  # see the module
+    squares: float = 0.0  # sum of the squares of the finite elements
 
     @property
     def norm(self) -> float:

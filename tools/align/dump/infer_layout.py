@@ -21,34 +21,22 @@ MOST = 4096
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits the shapes.
-
-    Attributes:
-        layout: The layout.
-        copies: Number of shards that could be compared with a copy.
-        problem: Why it is rejected; None: it is not.
-        digest: Digest of the merged tensor.
-    """
+    """A layout that fits the shapes."""
 
     layout: TensorLayout
-    copies: int = 0
-    problem: str | None = None
-    digest: str = ""
+    copies: int = 0  # number of shards that could be compared with a copy
+    problem: str | None = None  # why it is rejected; None: it is not
+    digest: str = ""  # digest of the merged tensor
 
 
 @dataclass(frozen=True)
 class Inferred:
-    """The result of inferring a layout.
+    """The result of inferring a layout."""
 
-    Attributes:
-        layout: The layout; None: it cannot be inferred, and the tensor is not comparable.
-        why: How it was decided, or why it was not.
-        candidates: All that fit the shapes.
-    """
-
+    # The layout; None: it cannot be inferred, and the tensor is not comparable
     layout: TensorLayout | None
-    why: str
-    candidates: tuple[Candidate, ...]
+    why: str  # how it was decided, or why it was not
+    candidates: tuple[Candidate, ...]  # all that fit the shapes
 
 
 def infer(

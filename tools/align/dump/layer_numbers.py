@@ -17,13 +17,11 @@ _LAYER = re.compile(r"(?P<head>(?:^|\.)(?:layers|layer|h|blocks))\.(?P<number>\d
 class LayerNumbers:
     """Which layers each stage and chunk holds, in order.
 
-    Args:
-        layers: Global numbers of the layers by (stage, chunk).
-
     Raises:
         LayoutError: A layer is on two stages or on none.
     """
 
+    # Global numbers of the layers by (stage, chunk)
     layers: Mapping[tuple[int, int], Sequence[int]]
 
     def __post_init__(self) -> None:

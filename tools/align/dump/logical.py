@@ -39,15 +39,11 @@ _NPY: Any = np.lib.format  # NumPy's stubs leave it without types
 
 
 class Shard(NamedTuple):
-    """The values that one rank holds.
-
-    Attributes:
-        values: Array or record.
-        call: Number of the call, where the calls of a rank hold different shards (micro-batches).
-    """
+    """The values that one rank holds."""
 
     rank: int
-    values: TensorRecord | Array
+    values: TensorRecord | Array  # array or record
+    # Number of the call, where the calls of a rank hold different shards (micro-batches)
     call: int = 0
 
 
@@ -61,23 +57,14 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """A copy that is not equal to the first one.
+    """A copy that is not equal to the first one."""
 
-    Attributes:
-        key: Rank, and call, that holds it.
-        reference: Rank and call of the first copy.
-        elements: Number of elements that differ by more than the bound.
-        index: Index of the first of them in the whole tensor.
-        value: The copy's value at that index.
-        expected: The first copy's value at that index.
-    """
-
-    key: ShardKey
-    reference: ShardKey
-    elements: int
-    index: tuple[int, ...]
-    value: Any
-    expected: Any
+    key: ShardKey  # rank, and call, that holds it
+    reference: ShardKey  # rank and call of the first copy
+    elements: int  # number of elements that differ by more than the bound
+    index: tuple[int, ...]  # index of the first of them in the whole tensor
+    value: Any  # the copy's value at that index
+    expected: Any  # the first copy's value at that index
 
     def __str__(self) -> str:
         return (
@@ -88,16 +75,12 @@ class Difference:
 
 @dataclass
 class Copies:
-    """The results of comparing copies while a tensor was merged.
+    """The results of comparing copies while a tensor was merged."""
 
-    Attributes:
-        compared: Copies that were compared with the first copy; none: every shard is held once.
-        bitwise: Whether all copies are equal to the last bit.
-        differences: Copies beyond the bound, by rank and call.
-    """
-
+    # Copies that were compared with the first copy; none: every shard is held once
     compared: set[ShardKey] = field(default_factory=set[ShardKey])
-    bitwise: bool = True
+    bitwise: bool = True  # whether all copies are equal to the last bit
+    # Copies beyond the bound, by rank and call
     differences: dict[ShardKey, Difference] = field(default_factory=dict[ShardKey, Difference])
 
     @property

@@ -40,49 +40,36 @@ _CHUNK = re.compile(r"^(Cell|Module)\.(\d+)\.")
 
 
 class Outcome(NamedTuple):
-    """The result of merging one tensor.
+    """The result of merging one tensor."""
 
-    Attributes:
-        key: Key of the call in the merged dump.
-        place: Position of the tensor in the call, such as ``output.0``.
-        ranks: Ranks that hold a shard.
-        how: Source of the layout: ``dump``, ``said``, ``inferred``, ``copies``, ``one rank``, ``none``.
-        copies: ``none``, ``bitwise``, ``within bound``, ``differ``.
-        problem: Why it was not merged, or where copies differ; None: it was merged and they do not.
-        merged: Whether it is in the merged dump.
-    """
-
-    key: str
-    place: str
-    ranks: tuple[int, ...]
-    how: str
-    copies: str = "none"
+    key: str  # key of the call in the merged dump
+    place: str  # position of the tensor in the call, such as `output.0`
+    ranks: tuple[int, ...]  # ranks that hold a shard
+    how: str  # source of the layout: `dump`, `said`, `inferred`, `copies`, `one rank`, `none`
+    copies: str = "none"  # `none`, `bitwise`, `within bound`, `differ`
+    # Why it was not merged, or where copies differ; None: it was merged and they do not
     problem: str | None = None
-    merged: bool = True
+    merged: bool = True  # whether it is in the merged dump
 
 
 @dataclass(frozen=True)
 class Said:
-    """Information that a dump lacks.
+    """Information that a dump lacks."""
 
-    Attributes:
-        tensors: TensorLayout and whole shape by a pattern for ``KEY PLACE``; the first match counts.
-        stages: Pipeline stage of each rank.
-        layers: The layers of each stage, where a stage counts its own from 0.
-        calls: Number of calls of one name and direction on one rank that are micro-batches of one step; 1: none are.
-        batch: Axes that shard the batch; a dimension that they shard is also divided into micro-batches within a rank.
-        reference: A run on one device: layouts that are not given are inferred from its shapes and verified.
-        mesh: Axes and their lengths for that inference, outermost first; None: unknown.
-    """
-
+    # TensorLayout and whole shape by a pattern for `KEY PLACE`; the first match counts
     tensors: Mapping[str, tuple[TensorLayout, tuple[int, ...] | None]] = field(
         default_factory=dict[str, tuple[TensorLayout, tuple[int, ...] | None]]
     )
-    stages: Mapping[int, int] = field(default_factory=dict[int, int])
+    stages: Mapping[int, int] = field(default_factory=dict[int, int])  # pipeline stage of each rank
+    # The layers of each stage, where a stage counts its own from 0
     layers: LayerNumbers | None = None
+    # Number of calls of one name and direction on one rank that are micro-batches of one step; 1: none are
     calls: int = 1
+    # Axes that shard the batch; a dimension that they shard is also divided into micro-batches within a rank
     batch: tuple[str, ...] = ("dp", "dp_outer", "dp_inner")
+    # A run on one device: layouts that are not given are inferred from its shapes and verified
     reference: RankDump | None = None
+    # Axes and their lengths for that inference, outermost first; None: unknown
     mesh: Mapping[str, int] | None = None
 
     @staticmethod

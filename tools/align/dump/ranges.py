@@ -42,33 +42,23 @@ class ShardKey(NamedTuple):
 
 
 class ShardRanges(NamedTuple):
-    """The ranges of a shard in the whole tensor.
+    """The ranges of a shard in the whole tensor."""
 
-    Attributes:
-        dims: Its ranges in each dimension of the whole; a range beyond the end of a dimension is filler.
-        term: The term of a reduction that it belongs to.
-        flat: Its range in the flattened region ``dims``; None: it is the whole region.
-    """
-
+    # Its ranges in each dimension of the whole; a range beyond the end of a dimension is filler
     dims: tuple[Runs, ...]
-    term: int = 0
+    term: int = 0  # the term of a reduction that it belongs to
+    # Its range in the flattened region `dims`; None: it is the whole region
     flat: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The ranges of all shards of a tensor; made and checked by :func:`locate` or :func:`locate_regions`.
-
-    Attributes:
-        places: The ranges of each shard.
-        reduce: How the terms of a partial value combine; None: there is only one.
-        divide: Divisor of their sum (``mean``).
-    """
+    """The ranges of all shards of a tensor; made and checked by :func:`locate` or :func:`locate_regions`."""
 
     shape: Shape
-    places: Mapping[ShardKey, ShardRanges]
-    reduce: str | None = None
-    divide: int = 1
+    places: Mapping[ShardKey, ShardRanges]  # the ranges of each shard
+    reduce: str | None = None  # how the terms of a partial value combine; None: there is only one
+    divide: int = 1  # divisor of their sum (`mean`)
 
 
 def locate(

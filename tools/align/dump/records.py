@@ -45,69 +45,54 @@ class TensorLayout:
     """The layout of a tensor over devices.
 
     Each axis of the mesh shards a dimension, holds terms of a reduction, or holds copies.
-
-    Attributes:
-        mesh: Length of each axis, outermost first.
-        axes: Names of the axes.
-        ranks: Global rank of each device, in the order of the mesh; axes in :attr:`local` and :attr:`calls` do not
-            count devices.
-        dims: For each dimension of the tensor the axes that shard it, outermost first; empty: not sharded.
-        partial: Axes over which values must still be reduced, with the reduction (``sum``, ``mean``, ``max``, ``min``,
-            ``prod``, ``all``).
-        interleaved: Axes over which the shards of a dimension are interleaved: shard p of n holds the indices p, p + n
-            ... in blocks of :attr:`block`.
-        block: For each dimension the size of such a block; 1 where not given.
-        local: Axes along which one tensor holds all shards, one after another (MindSpore's ``interleaved_parallel``).
-        calls: Axis whose shards are the calls of one rank (micro-batches), in order.
-        sizes: For a dimension the lengths of its shards, in order, where they are not equal.
-        owned: For a dimension the indices that each of its shards holds, in the order in which it holds them (experts
-            of a rank, positions of a balanced context).
-        padded: For a dimension its length including filler at the end.
-        flat: Axes over which each shard, made as ``dims`` says, is flattened, padded and divided further (ZeRO);
-            ``sizes`` and ``padded`` of the dimension :data:`FLAT` apply to it.
     """
 
-    mesh: tuple[int, ...]
+    mesh: tuple[int, ...]  # length of each axis, outermost first
     axes: tuple[str, ...]
+    # Global rank of each device, in the order of the mesh; axes in `local` and `calls` do not count devices
     ranks: tuple[int, ...]
+    # For each dimension of the tensor the axes that shard it, outermost first; empty: not sharded
     dims: tuple[tuple[str, ...], ...]
+    # Axes over which values must still be reduced, with the reduction (`sum`, `mean`, `max`, `min`, `prod`, `all`)
     partial: Mapping[str, str] = field(default_factory=dict[str, str])
+    # Axes over which the shards of a dimension are interleaved: shard p of n holds the indices p, p + n ... in blocks
+    # of `block`
     interleaved: frozenset[str] = frozenset()
-    block: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()  # for each dimension the size of such a block; 1 where not given
+    # Axes along which one tensor holds all shards, one after another (MindSpore's `interleaved_parallel`)
     local: frozenset[str] = frozenset()
+    # Axis whose shards are the calls of one rank (micro-batches), in order
     calls: str | None = None
+    # For a dimension the lengths of its shards, in order, where they are not equal
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    # For a dimension the indices that each of its shards holds, in the order in which it holds them (experts of a
+    # rank, positions of a balanced context)
     owned: Mapping[int, tuple[tuple[int, ...], ...]] = field(
         default_factory=dict[int, tuple[tuple[int, ...], ...]]
     )
+    # For a dimension its length including filler at the end
     padded: Mapping[int, int] = field(default_factory=dict[int, int])
+    # Axes over which each shard, made as `dims` says, is flattened, padded and divided further (ZeRO); `sizes` and
+    # `padded` of the dimension `FLAT` apply to it
     flat: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of one call on one rank.
+    """One tensor of one call on one rank."""
 
-    Attributes:
-        dtype: Canonical name of the type that the program computed in (``bfloat16``, ``int32`` ...), not of the file.
-        shape: Shape on this rank.
-        stats: Statistics from the dump.
-        crc: Checksum from the dump, as written there.
-        path: File with the values; None: not dumped. Places of one file are the same tensor.
-        layout: Its layout over devices; None: unknown.
-        requires_grad: Value in the dump.
-        fingerprint: Sketch and checksum, if the capture made them (``fingerprint.py``).
-        read: Returns the values; set by the reader.
-    """
-
+    # Canonical name of the type that the program computed in (`bfloat16`, `int32` ...), not of the file
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape on this rank
     stats: Stats | None = None
-    crc: str | None = None
+    crc: str | None = None  # checksum from the dump, as written there
+    # File with the values; None: not dumped. Places of one file are the same tensor.
     path: Path | None = None
-    layout: TensorLayout | None = None
+    layout: TensorLayout | None = None  # its layout over devices; None: unknown
     requires_grad: bool | None = None
+    # Sketch and checksum, if the capture made them (`fingerprint.py`)
     fingerprint: bytes | None = field(default=None, repr=False)
+    # Returns the values; set by the reader
     read: Callable[[], Array] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -140,33 +125,20 @@ Value = TensorRecord | Scalar | None | list["Value"] | dict[str, "Value"]
 
 @dataclass(frozen=True)
 class Call:
-    """One execution of an operator or module on one rank.
+    """One execution of an operator or module on one rank."""
 
-    Attributes:
-        key: Key in the dump, unique on the rank.
-        kind: ``api``, ``module`` or ``parameters_grad``.
-        name: Without number and direction: ``Mint.matmul``, ``Cell.layers.0.attention.MLA``.
-        index: Number of the call among those of the same name and direction, from 0.
-        phase: See :class:`Phase`.
-        inputs: Positional arguments; backward: gradients of the outputs.
-        kwargs: Arguments by name.
-        outputs: Results; backward: gradients of the inputs.
-        parameters: Weights of a module, or their gradients.
-        parent: Key of the module that it ran in.
-        stack: Lines of the call stack, innermost first.
-    """
-
-    key: str
-    kind: str
-    name: str
-    index: int
+    key: str  # key in the dump, unique on the rank
+    kind: str  # `api`, `module` or `parameters_grad`
+    name: str  # without number and direction: `Mint.matmul`, `Cell.layers.0.attention.MLA`
+    index: int  # number of the call among those of the same name and direction, from 0
     phase: Phase
-    inputs: list[Value]
+    inputs: list[Value]  # positional arguments; backward: gradients of the outputs
     kwargs: Mapping[str, Value]
-    outputs: list[Value]
+    outputs: list[Value]  # results; backward: gradients of the inputs
+    # Weights of a module, or their gradients
     parameters: Mapping[str, Value] = field(default_factory=dict[str, Value])
-    parent: str | None = None
-    stack: tuple[str, ...] = ()
+    parent: str | None = None  # key of the module that it ran in
+    stack: tuple[str, ...] = ()  # lines of the call stack, innermost first
 
     @property
     def stage(self) -> Phase:

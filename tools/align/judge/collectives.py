@@ -128,19 +128,13 @@ def is_exchange(call: Call) -> bool:
 
 
 class Meeting(NamedTuple):
-    """The calls of several ranks that belong together: a collective, or a message.
+    """The calls of several ranks that belong together: a collective, or a message."""
 
-    Attributes:
-        kind: Kind of collective, as in :data:`KINDS`, or :data:`MESSAGE`.
-        group: Ranks that belong together; of a message the one that sends, then the one that receives.
-        keys: Key of the call on each of them that is in the dump.
-        given: A call whose operation is believed.
-    """
-
-    kind: str
+    kind: str  # kind of collective, as in `KINDS`, or `MESSAGE`
+    # Ranks that belong together; of a message the one that sends, then the one that receives
     group: list[int]
-    keys: dict[int, str]
-    given: Call
+    keys: dict[int, str]  # key of the call on each of them that is in the dump
+    given: Call  # a call whose operation is believed
 
     def received(self, bound: Mapping[int, Mapping[str, Any]]) -> Pieces:
         """Return what each rank of the group should receive, by what each has sent: its arguments, see :func:`bind`."""
@@ -157,20 +151,13 @@ class Meeting(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What a rank received.
-
-    Attributes:
-        call: The rank's call.
-        verdict: The verdict on what it received.
-        meeting: The calls that belong together.
-        expected: What each rank of the group should have received; empty: unknown.
-    """
+    """What a rank received."""
 
     rank: int
     call: Call
-    verdict: Verdict
-    meeting: Meeting
-    expected: Pieces = ()
+    verdict: Verdict  # the verdict on what it received
+    meeting: Meeting  # the calls that belong together
+    expected: Pieces = ()  # what each rank of the group should have received; empty: unknown
 
 
 class Exchange(NamedTuple):

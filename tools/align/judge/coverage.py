@@ -55,17 +55,12 @@ class Share:
 
 @dataclass
 class Coverage:
-    """What was judged, by phase, and why the rest was not.
+    """What was judged, by phase, and why the rest was not."""
 
-    Attributes:
-        shares: By phase, or :data:`SHARED`.
-        reasons: For each reason the number of calls and the bytes that were not judged.
-        by_other_run: Tensors that were judged by the other run alone.
-    """
-
-    shares: dict[str, Share] = field(default_factory=dict[str, Share])
+    shares: dict[str, Share] = field(default_factory=dict[str, Share])  # by phase, or `SHARED`
+    # For each reason the number of calls and the bytes that were not judged
     reasons: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    by_other_run: int = 0
+    by_other_run: int = 0  # tensors that were judged by the other run alone
 
     def count(self, phase: str, nbytes: int, lacking: Mapping[str, int]) -> None:
         """Count a call or tensor of some bytes; ``lacking`` has the bytes not judged, by reason."""

@@ -24,27 +24,17 @@ _FEW = 16  # rows from which on the mean of their scales is known
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a tensor is from the reference's, relative to its size.
+    """How far a tensor is from the reference's, relative to its size."""
 
-    Attributes:
-        rows: By row of the last dimension, in L2; one number where only statistics are known.
-        sizes: L2 norms of the reference's rows.
-        scale: Mean over the rows of the part of their difference that is a scale.
-        spread: Standard deviation of that mean; infinite: not known.
-        most: The largest distance of a row or column.
-        peak: Largest difference of an element, relative to the element and its row, over the root mean square of all.
-        exact: Whether the tensors are known to be equal to the last bit.
-        basis: ``values``, ``statistics`` or ``checksum``.
-    """
-
-    rows: Array
-    sizes: Array
-    scale: float = 0.0
-    spread: float = np.inf
-    most: float = 0.0
+    rows: Array  # by row of the last dimension, in L2; one number where only statistics are known
+    sizes: Array  # L2 norms of the reference's rows
+    scale: float = 0.0  # mean over the rows of the part of their difference that is a scale
+    spread: float = np.inf  # standard deviation of that mean; infinite: not known
+    most: float = 0.0  # the largest distance of a row or column
+    # Largest difference of an element, relative to the element and its row, over the root mean square of all
     peak: float = 0.0
-    exact: bool = False
-    basis: str = "values"
+    exact: bool = False  # whether the tensors are known to be equal to the last bit
+    basis: str = "values"  # `values`, `statistics` or `checksum`
 
     @property
     def whole(self) -> float:

@@ -18,23 +18,15 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 
 @dataclass(frozen=True)
 class Wrong:
-    """A divergent call.
+    """A divergent call."""
 
-    Attributes:
-        verdict: What is wrong.
-        call: The call.
-        reference: Data flow of its rank in the trusted run.
-        target: Data flow of its rank in the judged run.
-        others: The other ranks of the judged run.
-        wrong_outputs: How many of its outputs are wrong.
-    """
-
-    verdict: Verdict
+    verdict: Verdict  # what is wrong
     call: Call
-    reference: DataFlow
-    target: DataFlow
+    reference: DataFlow  # data flow of its rank in the trusted run
+    target: DataFlow  # data flow of its rank in the judged run
+    # The other ranks of the judged run
     others: Mapping[int, RankDump] = field(default_factory=dict[int, RankDump])
-    wrong_outputs: int = 1
+    wrong_outputs: int = 1  # how many of its outputs are wrong
 
     @property
     def forward(self) -> Call | None:

@@ -34,23 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Difference:
-    """A wrong floating-point tensor: what it holds, what it should hold, and how far it may be from that.
+    """A wrong floating-point tensor: what it holds, what it should hold, and how far it may be from that."""
 
-    Attributes:
-        x: What it holds.
-        value: What it should hold.
-        bound: How far each element may be from it.
-        call: The call that made it or was given it.
-        tensor: Its record in the call.
-        finding: The divergent call; None: a collective.
-    """
-
-    x: Array
-    value: Array
-    bound: Array
-    call: Call
-    tensor: TensorRecord
-    finding: "Wrong | None" = None
+    x: Array  # what it holds
+    value: Array  # what it should hold
+    bound: Array  # how far each element may be from it
+    call: Call  # the call that made it or was given it
+    tensor: TensorRecord  # its record in the call
+    finding: "Wrong | None" = None  # the divergent call; None: a collective
 
     @cached_property
     def wrong(self) -> Array:

@@ -52,21 +52,15 @@ _ROWWISE = frozenset(
 
 @dataclass
 class _Answer:
-    """How a call answers to its inputs.
+    """How a call answers to its inputs."""
 
-    Attributes:
-        given: Distances of its inputs; a backward call's include those of its forward call.
-        made: Distance of each output; None: not known.
-        own: Its own rounding, relative.
-        flow: Distances of what it is given and of what it makes, then the same of its forward call.
-        known: Whether all inputs can be compared.
-    """
-
+    # Distances of its inputs; a backward call's include those of its forward call
     given: list[Distance]
-    made: dict[str, Distance | None]
-    own: float
+    made: dict[str, Distance | None]  # distance of each output; None: not known
+    own: float  # its own rounding, relative
+    # Distances of what it is given and of what it makes, then the same of its forward call
     flow: list[tuple[list[Distance], list[Distance]]]
-    known: bool
+    known: bool  # whether all inputs can be compared
 
     @property
     def same(self) -> bool:

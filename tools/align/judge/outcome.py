@@ -17,35 +17,27 @@ Seen = tuple[int, int, str, str, float]
 
 @dataclass(frozen=True)
 class Finding:
-    """A divergent call.
-
-    Attributes:
-        step: Step.
-        order: Position in the order of the run.
-        verdict: What is wrong with it.
-        call: The call; None: the target lacks it.
-        family: Kind of fault, see ``fault_kind.py``; ``unknown`` where no kind explains it.
-        evidence: Why it is that kind.
-        residual: Difference from what it should be, over the bound, where both are known.
-        phase: Phase of the step, see ``context.py``; None: known from the key alone.
-        modules: Module, or weight, of the reference and of the target in which two programs differ first.
-        layer: Number of its layer, from the data flow where its name does not say it.
-        values: What the runs have at the worst element, by side; only of the first finding.
-        about: What is known around the call, for the first one of a rank; a reproducer is made from it.
-    """
+    """A divergent call."""
 
     step: int
     rank: int
-    order: float
-    verdict: Verdict
-    call: Call | None
+    order: float  # position in the order of the run
+    verdict: Verdict  # what is wrong with it
+    call: Call | None  # the call; None: the target lacks it
+    # Kind of fault, see `fault_kind.py`; `unknown` where no kind explains it
     family: str = "unknown"
-    evidence: str = ""
+    evidence: str = ""  # why it is that kind
+    # Difference from what it should be, over the bound, where both are known
     residual: Array | None = field(default=None, repr=False, compare=False)
+    # Phase of the step, see `context.py`; None: known from the key alone
     phase: Phase | None = None
+    # Module, or weight, of the reference and of the target in which two programs differ first
     modules: tuple[str, str] | None = None
+    # Number of its layer, from the data flow where its name does not say it
     layer: int | None = None
+    # What the runs have at the worst element, by side; only of the first finding
     values: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+    # What is known around the call, for the first one of a rank; a reproducer is made from it
     about: Wrong | Exchange | None = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
@@ -75,26 +67,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a comparison.
+    """The outcome of a comparison."""
 
-    Attributes:
-        verdict: ``pass``, ``diverged``, or ``inconclusive``, see ``coverage.py``.
-        findings: Divergent calls, the first ones first.
-        judged: How many tensors were judged, by status.
-        unknown: Why calls were not judged, with the number of calls for each reason.
-        calls: Every call in order, with its worst verdict (step, rank, key, status, ratio).
-        reason: Why nothing can be concluded.
-        coverage: What was judged of each phase.
-        settings: Settings that differ between programs of two frameworks, by module.
-    """
-
-    verdict: str
+    verdict: str  # `pass`, `diverged`, or `inconclusive`, see `coverage.py`
+    # Divergent calls, the first ones first
     findings: list[Finding] = field(default_factory=list[Finding])
+    # How many tensors were judged, by status
     judged: Mapping[str, int] = field(default_factory=dict[str, int])
+    # Why calls were not judged, with the number of calls for each reason
     unknown: Mapping[str, int] = field(default_factory=dict[str, int])
-    reason: str = ""
+    reason: str = ""  # why nothing can be concluded
+    # Every call in order, with its worst verdict (step, rank, key, status, ratio)
     calls: list[Seen] = field(default_factory=list[Seen], repr=False)
-    coverage: Coverage = field(default_factory=Coverage)
+    coverage: Coverage = field(default_factory=Coverage)  # what was judged of each phase
+    # Settings that differ between programs of two frameworks, by module
     settings: list[str] = field(default_factory=list[str])
 
     @property

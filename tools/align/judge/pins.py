@@ -47,21 +47,13 @@ _MOSTLY = 0.5
 
 
 class Choice(NamedTuple):
-    """How a call chooses.
+    """How a call chooses."""
 
-    Attributes:
-        chosen: Place of the indices [..., slot].
-        scores: Place of the scores [..., candidate].
-        bias: Place of what is added to the scores [candidate]; empty: nothing.
-        sign: -1 where the smallest are chosen.
-        axis: Dimension of the candidates, which the indices may lack.
-    """
-
-    chosen: str
-    scores: str
-    bias: str
-    sign: float
-    axis: int = -1
+    chosen: str  # place of the indices [..., slot]
+    scores: str  # place of the scores [..., candidate]
+    bias: str  # place of what is added to the scores [candidate]; empty: nothing
+    sign: float  # -1 where the smallest are chosen
+    axis: int = -1  # dimension of the candidates, which the indices may lack
 
     def of(self, call: Call) -> tuple[Array, Array]:
         """Return the scores [row, candidate] that a call has in its dump, and its indices [row, slot]."""
@@ -142,24 +134,15 @@ def _candidates(call: Call) -> Iterator[Choice]:
 
 
 class Chosen(NamedTuple):
-    """The scores of a call that chooses, against those of the other run.
+    """The scores of a call that chooses, against those of the other run."""
 
-    Attributes:
-        rank: Rank of the call.
-        choice: How it chooses.
-        ratio: Largest difference of a score over what is allowed, by row.
-        apart: Largest difference of a score, by row.
-        flipped: Whether this run chose otherwise, by row.
-        margin: By how much the other run preferred its choice to this run's, by row.
-    """
-
-    rank: int
+    rank: int  # rank of the call
     call: Call
-    choice: Choice
-    ratio: Array
-    apart: Array
-    flipped: Array
-    margin: Array
+    choice: Choice  # how it chooses
+    ratio: Array  # largest difference of a score over what is allowed, by row
+    apart: Array  # largest difference of a score, by row
+    flipped: Array  # whether this run chose otherwise, by row
+    margin: Array  # by how much the other run preferred its choice to this run's, by row
 
     @property
     def comparable(self) -> bool:

@@ -21,30 +21,19 @@ STATES = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Point(NamedTuple):
-    """A tensor that both runs must have.
+    """A tensor that both runs must have."""
 
-    Attributes:
-        values: The whole tensor; None: not known.
-        dtype: Type that the program computed in.
-        rank: First rank that has it.
-        place: Position of the tensor in the call.
-        problem: Why it is not known: copies that differ, no layout.
-        ranks: Ranks that have it.
-        differs: Ranks whose copies must be equal hold different values.
-        parts: The tensors that it was put together from, if there are several.
-        sizes: Their numbers of elements.
-    """
-
-    values: Array | None
-    dtype: str
-    rank: int
+    values: Array | None  # the whole tensor; None: not known
+    dtype: str  # type that the program computed in
+    rank: int  # first rank that has it
     key: str
-    place: str
-    problem: str = ""
-    ranks: tuple[int, ...] = ()
-    differs: bool = False
+    place: str  # position of the tensor in the call
+    problem: str = ""  # why it is not known: copies that differ, no layout
+    ranks: tuple[int, ...] = ()  # ranks that have it
+    differs: bool = False  # ranks whose copies must be equal hold different values
+    # The tensors that it was put together from, if there are several
     parts: tuple[tuple[str, str], ...] = ()
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # their numbers of elements
 
 
 def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:

@@ -26,17 +26,11 @@ _SMALL = 1e-15  # smaller numbers, and larger than its inverse, keep a division 
 
 
 class Side(NamedTuple):
-    """What a run did to make a tensor.
+    """What a run did to make a tensor."""
 
-    Attributes:
-        module: Module, or weight, that it belongs to.
-        calls: The calls since tensors that agree, the last one first.
-        line: Line of the source of the last one.
-    """
-
-    module: str
-    calls: list[Call]
-    line: str
+    module: str  # module, or weight, that it belongs to
+    calls: list[Call]  # the calls since tensors that agree, the last one first
+    line: str  # line of the source of the last one
 
     def text(self) -> str:
         """Return it in words."""

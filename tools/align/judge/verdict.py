@@ -13,30 +13,19 @@ Status = Literal["pass", "diverged", "not judged"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one tensor.
+    """The verdict on one tensor."""
 
-    Attributes:
-        key: Key of the call in the dump.
-        place: Position of the tensor in the call, such as ``output.0``; empty: the whole call.
-        status: See :data:`Status`.
-        ratio: Largest error over its bound; 0 where integers are equal, infinite where they are not.
-        reason: One sentence: where the error is largest, or why it was not judged.
-        element: Index of that element.
-        wrong: Number of elements beyond their bound.
-        elements: Number of elements compared.
-        basis: What it was judged by: ``replay`` (or data flow), ``other run``.
-        not_finite: Number of wrong elements where NaN or infinity is found or expected.
-    """
-
-    key: str
-    place: str
-    status: Status
+    key: str  # key of the call in the dump
+    place: str  # position of the tensor in the call, such as `output.0`; empty: the whole call
+    status: Status  # see `Status`
+    # Largest error over its bound; 0 where integers are equal, infinite where they are not
     ratio: float = 0.0
-    reason: str = ""
-    element: tuple[int, ...] = ()
-    wrong: int = 0
-    elements: int = 0
-    not_finite: int = 0
+    reason: str = ""  # one sentence: where the error is largest, or why it was not judged
+    element: tuple[int, ...] = ()  # index of that element
+    wrong: int = 0  # number of elements beyond their bound
+    elements: int = 0  # number of elements compared
+    not_finite: int = 0  # number of wrong elements where NaN or infinity is found or expected
+    # What it was judged by: `replay` (or data flow), `other run`
     basis: Literal["replay", "other run"] = "replay"
 
 

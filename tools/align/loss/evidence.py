@@ -34,47 +34,32 @@ ROUNDING = 6e-8
 
 @dataclass(frozen=True)
 class Settings:
-    """Thresholds of the tests.
+    """Thresholds of the tests."""
 
-    Attributes:
-        margin: A lasting relative difference below this is acceptable (which must be proved, not assumed).
-        negligible: A lasting difference below this is no divergence, however certain it is.
-        spike: A difference of a single step below this is no divergence.
-        alpha: Probability of `diverged` for two equivalent runs; half of it goes to single steps and stretches.
-        steps: The fewest steps for a `pass`.
-    """
-
+    # A lasting relative difference below this is acceptable (which must be proved, not assumed)
     margin: float = 0.003
+    # A lasting difference below this is no divergence, however certain it is
     negligible: float = 0.0005
-    spike: float = 0.03
+    spike: float = 0.03  # a difference of a single step below this is no divergence
+    # Probability of `diverged` for two equivalent runs; half of it goes to single steps and stretches
     alpha: float = 0.005
-    steps: int = gates.STEPS
+    steps: int = gates.STEPS  # the fewest steps for a `pass`
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference that noise does not explain.
+    """A difference that noise does not explain."""
 
-    Attributes:
-        kind: ``not finite``, ``first loss``, ``early departure``, ``single step``, ``lasting difference`` or ``passing
-            difference``.
-        first: First step concerned.
-        last: Last step concerned.
-        size: Relative difference; positive: the target's loss is higher.
-        low: Lower end of the 90 % range of the first step, where it is estimated.
-        high: Upper end of that range.
-        p: Probability of such a difference under noise; None where noise cannot cause it.
-        text: The finding in words.
-    """
-
+    # `not finite`, `first loss`, `early departure`, `single step`, `lasting difference` or `passing difference`
     kind: str
-    first: int
-    last: int
-    size: float
-    low: int
-    high: int
+    first: int  # first step concerned
+    last: int  # last step concerned
+    size: float  # relative difference; positive: the target's loss is higher
+    low: int  # lower end of the 90 % range of the first step, where it is estimated
+    high: int  # upper end of that range
+    # Probability of such a difference under noise; None where noise cannot cause it
     p: float | None
-    text: str
+    text: str  # the finding in words
 
 
 @dataclass(frozen=True)
@@ -89,47 +74,33 @@ class Spike:
 
 @dataclass
 class Report:
-    """The verdict and its evidence; :meth:`plain` is what ``--json`` writes.
+    """The verdict and its evidence; :meth:`plain` is what ``--json`` writes."""
 
-    Attributes:
-        steps: Common steps of the curves; the three fields after it hold their losses there.
-        bases: Losses of the base runs.
-        target: Losses of the judged run.
-        every: Training steps from one value to the next.
-        settings: Thresholds of the tests.
-        inputs: Path, kind, metric and steps of each curve.
-        verdict: pass, diverged or inconclusive.
-        sentence: The verdict for a person.
-        reasons: Why it is inconclusive; empty if it is not.
-        findings: What noise does not explain, the earliest first.
-        gate: The published standard's answer; None if no step can be report.
-        bias: Mean difference, its error, interval and test; None where noise could not be estimated.
-        power: What difference the test would have found.
-        noise: Noise of the differences: ``spread`` of single steps, ``correlation_time`` in values, ``inflation`` of
-            standard errors, ``wander`` (lasting differences of equivalent runs, as a standard deviation).
-        spikes: Jumps of either curve.
-        notes: What a reader should know.
-        difference: Relative difference at each step; NaN where a loss is not finite.
-        envelope: Half-width in which the smoothed difference of equivalent runs stays (95 %).
-    """
-
+    # Common steps of the curves; the three fields after it hold their losses there
     steps: NDArray[np.int64]
-    bases: list[Floats]
-    target: Floats
-    every: int
-    settings: Settings
-    inputs: list[dict[str, Any]]
-    verdict: str = ""
-    sentence: str = ""
+    bases: list[Floats]  # losses of the base runs
+    target: Floats  # losses of the judged run
+    every: int  # training steps from one value to the next
+    settings: Settings  # thresholds of the tests
+    inputs: list[dict[str, Any]]  # path, kind, metric and steps of each curve
+    verdict: str = ""  # pass, diverged or inconclusive
+    sentence: str = ""  # the verdict for a person
+    # Why it is inconclusive; empty if it is not
     reasons: list[str] = field(default_factory=list[str])
+    # What noise does not explain, the earliest first
     findings: list[Finding] = field(default_factory=list[Finding])
-    gate: gates.Gate | None = None
+    gate: gates.Gate | None = None  # the published standard's answer; None if no step can be report
+    # Mean difference, its error, interval and test; None where noise could not be estimated
     bias: dict[str, float] | None = None
-    power: dict[str, float] | None = None
+    power: dict[str, float] | None = None  # what difference the test would have found
+    # Noise of the differences: `spread` of single steps, `correlation_time` in values, `inflation` of standard
+    # errors, `wander` (lasting differences of equivalent runs, as a standard deviation)
     noise: dict[str, float] | None = None
-    spikes: list[Spike] = field(default_factory=list[Spike])
-    notes: list[str] = field(default_factory=list[str])
+    spikes: list[Spike] = field(default_factory=list[Spike])  # jumps of either curve
+    notes: list[str] = field(default_factory=list[str])  # what a reader should know
+    # Relative difference at each step; NaN where a loss is not finite
     difference: Floats | None = None
+    # Half-width in which the smoothed difference of equivalent runs stays (95 %)
     envelope: Floats | None = None
 
     def plain(self) -> dict[str, Any]:

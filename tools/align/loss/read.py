@@ -39,25 +39,15 @@ _START = re.compile(r"\{ Epoch:\[")
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of one run.
+    """Losses of one run."""
 
-    Attributes:
-        path: File or folder that they were read from.
-        kind: Format of the file.
-        metric: The file's name of the loss.
-        steps: Steps, increasing.
-        loss: Loss of each step; NaN and infinity are kept.
-        norm: Norm of the gradient; NaN where there is none.
-        notes: What the reader had to correct or leave out.
-    """
-
-    path: str
-    kind: str
-    metric: str
-    steps: NDArray[np.int64]
-    loss: Floats
-    norm: Floats
-    notes: tuple[str, ...] = ()
+    path: str  # file or folder that they were read from
+    kind: str  # format of the file
+    metric: str  # the file's name of the loss
+    steps: NDArray[np.int64]  # steps, increasing
+    loss: Floats  # loss of each step; NaN and infinity are kept
+    norm: Floats  # norm of the gradient; NaN where there is none
+    notes: tuple[str, ...] = ()  # what the reader had to correct or leave out
 
 
 class _Row(NamedTuple):

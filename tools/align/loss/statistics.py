@@ -142,17 +142,12 @@ def whiten(d: Floats, most: int = 6) -> Whitened:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Means of whitened differences over blocks of nearly equal length.
+    """Means of whitened differences over blocks of nearly equal length."""
 
-    Attributes:
-        means: Mean of each block.
-        edges: Index of each block's first difference in d, and one past the last.
-        inflation: Factor on standard errors: 1, or more where long blocks vary more than short ones suggest, or where
-            base runs differ from each other more than noise explains.
-    """
-
-    means: Floats
-    edges: NDArray[np.int64]
+    means: Floats  # mean of each block
+    edges: NDArray[np.int64]  # index of each block's first difference in d, and one past the last
+    # Factor on standard errors: 1, or more where long blocks vary more than short ones suggest, or where base runs
+    # differ from each other more than noise explains
     inflation: float = 1.0
 
     @classmethod

@@ -22,33 +22,25 @@ _MANY = 2048  # rows of an expert that are not put in order
 
 @dataclass(frozen=True)
 class Link:
-    """An entry of a map: the names of one tensor in both runs.
+    """An entry of a map: the names of one tensor in both runs."""
 
-    Attributes:
-        name: Name in reports.
-        reference: ``KEY PLACE`` in the reference, ``weight NAME PLACE`` in the update of a weight, ``use NAME operand``
-            or ``use NAME result`` of the call that uses it; several tensors are joined.
-        target: The same in the target.
-        transposed: The reference's last two dimensions are exchanged.
-        target_transposed: The target's are, where ``width`` is given.
-        in_any_order: Values along the last dimension are sorted before comparison (choices of a top-k); of a tensor over
-            all experts, those of the chosen ones.
-        width: If given, weights are joined as rows of this length, see :func:`as_rows`.
-        rows: Where the rows (of a result, the columns) of the reference are in the target's order; empty: the same.
-        joined: Along which dimension several tensors are concatenated; empty: they are stacked.
-        tokens: If given, the reference's rows are tokens in this order, as ``[sequence, batch]``, and the target's in the
-            other, as ``[batch, sequence]``.
-    """
-
-    name: str
+    name: str  # name in reports
+    # `KEY PLACE` in the reference, `weight NAME PLACE` in the update of a weight, `use NAME operand` or `use NAME
+    # result` of the call that uses it; several tensors are joined
     reference: tuple[str, ...]
-    target: tuple[str, ...]
-    transposed: bool = False
-    target_transposed: bool = False
+    target: tuple[str, ...]  # the same in the target
+    transposed: bool = False  # the reference's last two dimensions are exchanged
+    target_transposed: bool = False  # the target's are, where `width` is given
+    # Values along the last dimension are sorted before comparison (choices of a top-k); of a tensor over all experts,
+    # those of the chosen ones
     in_any_order: bool = False
-    width: int = 0
+    width: int = 0  # if given, weights are joined as rows of this length, see `as_rows`
+    # Where the rows (of a result, the columns) of the reference are in the target's order; empty: the same
     rows: tuple[int, ...] = ()
+    # Along which dimension several tensors are concatenated; empty: they are stacked
     joined: Literal["", "first", "last"] = ""
+    # If given, the reference's rows are tokens in this order, as `[sequence, batch]`, and the target's in the other,
+    # as `[batch, sequence]`
     tokens: tuple[int, ...] = ()
 
 

@@ -82,21 +82,16 @@ def _attention(a: Arguments) -> Any:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees.
+    """Which keys a query sees."""
 
-    Attributes:
-        mode: Ascend's ``sparse_mode``: 0, 1 and 5 take the mask as it is; 2 and 3 are causal from the upper left and
-            the lower right; 4 is a band from the lower right; 6 is 3 and a prefix.
-        before, after: Keys of the band before and after the query's own; negative: all.
-        given: True or 1 where a key is hidden; ``[S, S]`` or with dimensions before.
-        prefix: Keys of each batch that all queries see.
-    """
-
+    # Ascend's `sparse_mode`: 0, 1 and 5 take the mask as it is; 2 and 3 are causal from the upper left and the lower
+    # right; 4 is a band from the lower right; 6 is 3 and a prefix
     mode: int = 0
-    before: int = -1
-    after: int = -1
+    before: int = -1  # keys of the band before the query's own; negative: all
+    after: int = -1  # keys of the band after it; negative: all
+    # True or 1 where a key is hidden; `[S, S]` or with dimensions before
     given: Array | None = None
-    prefix: Sequence[int] = ()
+    prefix: Sequence[int] = ()  # keys of each batch that all queries see
 
     def seen(self, queries: int, keys: int) -> Array | None:
         """Return ``[..., queries, keys]``; None: all keys are seen."""

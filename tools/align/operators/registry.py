@@ -65,24 +65,17 @@ UNFIT = (NotJudgedError, LookupError, ValueError, TypeError, AttributeError)
 
 @dataclass(frozen=True)
 class Formula:
-    """The formula of an operator.
+    """The formula of an operator."""
 
-    Attributes:
-        name: Canonical name.
-        signature: Arguments in order; ``*name`` takes all that remain.
-        defaults: Default values by name.
-        compute: The formula.
-        exact: Whether the result consists of the inputs' values (moves, comparisons) and is only rounded to its type.
-        stores: Whether programs compute it in several kernels, which round intermediate results to the tensor's type.
-        guesses: Usual values of settings that dumps may lack, by name and from the other arguments.
-    """
-
-    name: str
-    signature: tuple[str, ...]
-    defaults: dict[str, Any]
+    name: str  # canonical name
+    signature: tuple[str, ...]  # arguments in order; `*name` takes all that remain
+    defaults: dict[str, Any]  # default values by name
     compute: Callable[["Arguments"], Sequence[Output]]
+    # Whether the result consists of the inputs' values (moves, comparisons) and is only rounded to its type
     exact: bool = False
+    # Whether programs compute it in several kernels, which round intermediate results to the tensor's type
     stores: bool = False
+    # Usual values of settings that dumps may lack, by name and from the other arguments
     guesses: Mapping[str, Callable[["Arguments"], Sequence[Any]]] = field(
         default_factory=dict[str, Any]
     )

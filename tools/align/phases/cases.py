@@ -43,31 +43,21 @@ _HEADS = 8
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """One operator at the sizes of a recipe.
+    """One operator at the sizes of a recipe."""
 
-    Attributes:
-        operator: Name in ``ops/select.py``.
-        what: Its sizes, in words.
-        build: Makes the cell that computes it; called once for each backend.
-        inputs: Floating-point inputs, for which gradients are computed.
-        formula: The same computation on :class:`Approx`; its first argument is the backend, because MindSpore's own
-            exponential on CPU is less exact than ours. Several results are a list.
-        constants: Further inputs: tables, labels, indices.
-        backends: The backends that accept these inputs; empty: all.
-        backward: Whether its first result is differentiated; otherwise all its results are judged.
-        dtype: Type of its values; empty: the recipe's.
-        stored: Type to which it rounds intermediate results: float32 on CPU, whatever the type of its inputs.
-    """
-
-    operator: str
-    what: str
-    build: Callable[[], Any]
-    inputs: Sequence[Array]
+    operator: str  # name in `ops/select.py`
+    what: str  # its sizes, in words
+    build: Callable[[], Any]  # makes the cell that computes it; called once for each backend
+    inputs: Sequence[Array]  # floating-point inputs, for which gradients are computed
+    # The same computation on `Approx`; its first argument is the backend, because MindSpore's own exponential on CPU
+    # is less exact than ours. Several results are a list.
     formula: Callable[..., Any]
-    constants: Sequence[Array] = ()
-    backends: Sequence[str] = ()
+    constants: Sequence[Array] = ()  # further inputs: tables, labels, indices
+    backends: Sequence[str] = ()  # the backends that accept these inputs; empty: all
+    # Whether its first result is differentiated; otherwise all its results are judged
     backward: bool = True
-    dtype: str = ""
+    dtype: str = ""  # type of its values; empty: the recipe's
+    # Type to which it rounds intermediate results: float32 on CPU, whatever the type of its inputs
     stored: str = "float32"
 
 

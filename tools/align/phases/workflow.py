@@ -25,33 +25,21 @@ Phase = dict[str, Any]
 
 @dataclass(frozen=True)
 class PhasesPlan:
-    """The settings of a check.
+    """The settings of a check."""
 
-    Attributes:
-        recipe: Name or file of the recipe.
-        out: Folder of the reports.
-        overrides: ``KEY=VALUE`` for the recipe.
-        reference: Dump of the trusted run; None: the step is judged by replay alone.
-        target: Dump of a step of the recipe; None: it is captured.
-        map: File that links the tensors of the two dumps, if their calls differ.
-        bases: Curves of trusted runs.
-        curve: Curve of the recipe's run; None: it is trained for as many steps as the recipe says.
-        steps: Fewest steps that a curve must have.
-        again: Whether to run all phases, even those that are done.
-        go_on: Whether to run the phases after one that diverged, too.
-    """
-
-    recipe: str
-    out: Path
-    overrides: Sequence[str] = ()
+    recipe: str  # name or file of the recipe
+    out: Path  # folder of the reports
+    overrides: Sequence[str] = ()  # `KEY=VALUE` for the recipe
+    # Dump of the trusted run; None: the step is judged by replay alone
     reference: Path | None = None
-    target: Path | None = None
-    map: Path | None = None
-    bases: Sequence[str] = ()
+    target: Path | None = None  # dump of a step of the recipe; None: it is captured
+    map: Path | None = None  # file that links the tensors of the two dumps, if their calls differ
+    bases: Sequence[str] = ()  # curves of trusted runs
+    # Curve of the recipe's run; None: it is trained for as many steps as the recipe says
     curve: str | None = None
-    steps: int = 1000
-    again: bool = False
-    go_on: bool = False
+    steps: int = 1000  # fewest steps that a curve must have
+    again: bool = False  # whether to run all phases, even those that are done
+    go_on: bool = False  # whether to run the phases after one that diverged, too
     say: Callable[[str], None] = field(default=print, compare=False)
 
 

@@ -7,21 +7,13 @@ from xml.sax.saxutils import escape, quoteattr
 
 @dataclass(frozen=True)
 class JunitCase:
-    """One judged item.
+    """One judged item."""
 
-    Attributes:
-        group: Group of the case (JUnit's ``classname``).
-        name: Name of what was judged.
-        failure: Why it failed; None: it did not fail.
-        skipped: Why it was not judged; None: it was judged.
-        text: Details of a failure.
-    """
-
-    group: str
-    name: str
-    failure: str | None = None
-    skipped: str | None = None
-    text: str = ""
+    group: str  # group of the case (JUnit's `classname`)
+    name: str  # name of what was judged
+    failure: str | None = None  # why it failed; None: it did not fail
+    skipped: str | None = None  # why it was not judged; None: it was judged
+    text: str = ""  # details of a failure
 
     def __str__(self) -> str:
         """Return the case as XML."""
