@@ -15,8 +15,7 @@ from replayed import replay
 from telechat_moe.errors import BadInputError
 from telechat_moe.ops.attention import FlashAttention
 from telechat_moe.tools.align.capture.mindspore import Tapped, capture
-from telechat_moe.tools.align.dump import fingerprint, msprobe
-from telechat_moe.tools.align.dump import statistics as metrics
+from telechat_moe.tools.align.dump import fingerprint, msprobe, value_files
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
@@ -209,7 +208,7 @@ def test_fingerprints_are_those_of_the_values(tmp_path, dtype):
     scale = np.abs(expected.buckets).max()
     np.testing.assert_allclose(found.buckets, expected.buckets, rtol=0, atol=1e-12 * scale)
     assert found.squares == pytest.approx(expected.squares, rel=1e-12)
-    given = metrics.stats(full.load())
+    given = value_files.stats(full.load())
     for name in ("max", "min", "mean", "norm"):
         a, b = getattr(numbers.stats, name), getattr(given, name)
         assert (a is None) == (b is None), name

@@ -9,7 +9,6 @@ import pytest
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.infer_layout import infer
-from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
 from telechat_moe.tools.align.dump.layout_dict import from_dict, shared, to_dict
 from telechat_moe.tools.align.dump.logical import (
     Bound,
@@ -19,6 +18,7 @@ from telechat_moe.tools.align.dump.logical import (
     logical,
     logical_regions,
 )
+from telechat_moe.tools.align.dump.merge import LayerNumbers
 from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout, TensorRecord
 

@@ -10,10 +10,9 @@ from telechat_moe.cli.align import merge as verb
 from telechat_moe.cli.verb import VerbParser
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
-from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
 from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.logical import Bound
-from telechat_moe.tools.align.dump.merge import Said, into, merge_ranks
+from telechat_moe.tools.align.dump.merge import LayerNumbers, Said, into, merge_ranks
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,

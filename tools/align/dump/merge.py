@@ -18,7 +18,6 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.infer_layout import infer
-from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, Shard, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
@@ -36,6 +35,7 @@ from telechat_moe.tools.align.numerics import is_float
 MICRO = "micro-batch"
 _LATER = [Phase.REDUCTION, Phase.OPTIMIZER]
 _KEYS = {"tensors", "stages", "layers", "micro_batches", "batch_axes", "mesh"}
+_LAYER = re.compile(r"(?P<head>(?:^|\.)(?:layers|layer|h|blocks))\.(?P<number>\d+)(?=\.|$)")
 _CHUNK = re.compile(r"^(Cell|Module)\.(\d+)\.")
 
 
@@ -50,6 +50,53 @@ class Outcome(NamedTuple):
     # Why it was not merged, or where copies differ; None: it was merged and they do not
     problem: str | None = None
     merged: bool = True  # whether it is in the merged dump
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """Which layers each stage and chunk holds, in order.
+
+    Megatron numbers the layers of each stage and chunk from 0; MindSpore uses the numbers of the whole model.
+
+    Raises:
+        LayoutError: A layer is on two stages or on none.
+    """
+
+    # Global numbers of the layers by (stage, chunk)
+    layers: Mapping[tuple[int, int], Sequence[int]]
+
+    def __post_init__(self) -> None:
+        owner: dict[int, tuple[int, int]] = {}
+        for stage, numbers in self.layers.items():
+            for n in numbers:
+                if n in owner:
+                    raise LayoutError(f"layer {n} is on {_name(owner[n])} and on {_name(stage)}")
+                owner[n] = stage
+        for n in range(len(owner)):
+            if n not in owner:
+                raise LayoutError(f"layer {n} of {len(owner)} is on no stage")
+
+    def rename(self, name: str, stage: int, chunk: int = 0) -> str:
+        """Return a name with the number of its layer in the whole model; a name without a layer stays as it is.
+
+        ``layers.1.attention`` of chunk 1 on stage 0 is ``layers.5.attention`` with 8 layers on 2 x 2 chunks.
+
+        Raises:
+            LayoutError: The stage and chunk hold fewer layers.
+        """
+        found = _LAYER.search(name)
+        if found is None:
+            return name
+        local, numbers = int(found["number"]), self.layers.get((stage, chunk), ())
+        if local >= len(numbers):
+            raise LayoutError(
+                f"layer {local} of {_name((stage, chunk))}, which hold {len(numbers)} layers"
+            )
+        return f"{name[: found.start()]}{found['head']}.{numbers[local]}{name[found.end() :]}"
+
+
+def _name(stage: tuple[int, int]) -> str:
+    return f"stage {stage[0]}, chunk {stage[1]}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump import fingerprint, value_files
-from telechat_moe.tools.align.dump import statistics as metrics
 from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.msprobe import DATA, FINGERPRINT
 from telechat_moe.tools.align.dump.records import (
@@ -127,7 +126,7 @@ class _Writer:
         values = record.load() if record.read is not None else None
         stats, mark = record.stats, record.fingerprint
         if values is not None and values.dtype.kind in "fiub":
-            stats = stats or metrics.stats(values)
+            stats = stats or value_files.stats(values)
             if self._prints and mark is None:
                 mark = fingerprint.of(values).to_bytes()
         entry: dict[str, Any] = {

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.numerics import Array
+from telechat_moe.tools.align.dump.records import Stats
+from telechat_moe.tools.align.numerics import Array, dot
 
 _NPY: Any = np.lib.format  # NumPy's stubs leave it without types
 
@@ -52,7 +53,7 @@ _BROKEN = (
 _MAX_PICKLE = 1 << 16
 _MAX_COUNT = 1 << 62
 _SMALL, _LARGE = 1 << 16, 1 << 24  # bytes
-_STEP = 1 << 20  # elements
+_STEP, _FEW = 1 << 20, 1 << 18  # elements
 _RELEASE = 1 << 22  # elements after which the pages of mapped files are released
 
 
@@ -225,6 +226,21 @@ def chunks(arrays: Sequence[Array], elements: int) -> Iterator[tuple[int, list[A
             released = begin
             for array in arrays:
                 release(array)
+
+
+def stats(values: Array) -> Stats | None:
+    """Return largest, smallest and mean value and L2 norm; None for no elements. NaN makes all of them NaN."""
+    if values.size == 0:
+        return None
+    high, low, total, squares = -math.inf, math.inf, 0.0, 0.0
+    for _, (part,) in chunks([values], _FEW):
+        x = part.astype(np.float64)
+        high, low = float(np.maximum(high, x.max())), float(np.minimum(low, x.min()))
+        total += float(x.sum())
+        squares += dot(x, x)
+    if values.dtype.kind == "b":
+        return Stats(high, low, None, None)
+    return Stats(high, low, total / values.size, math.sqrt(squares))
 
 
 def within(path: Path, root: Path) -> Path:

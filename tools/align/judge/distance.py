@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from telechat_moe.tools.align.dump import fingerprint, statistics
+from telechat_moe.tools.align.dump import fingerprint
 from telechat_moe.tools.align.dump.fingerprint import Fingerprint
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
-from telechat_moe.tools.align.dump.value_files import chunks
+from telechat_moe.tools.align.dump.value_files import chunks, stats
 from telechat_moe.tools.align.numerics import einsum
 from telechat_moe.tools.align.operators.approx import Array
 
@@ -93,7 +93,7 @@ def stats_of(record: TensorRecord) -> Stats | None:
     """Return the statistics of a tensor, computed where the dump has only values."""
     if record.stats is not None or record.read is None:
         return record.stats
-    return statistics.stats(record.load())
+    return stats(record.load())
 
 
 def _of_values(golden: Array, target: Array) -> Distance:
