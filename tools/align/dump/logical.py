@@ -1,6 +1,6 @@
 """Merge the shards of many ranks into one tensor, and compare the copies that several ranks hold.
 
-Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-batch shards are all ranges of indices
+Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-batch shards are all indices
 (``ranges.py``). A layout that contradicts its shards is refused. Copies of one shard are compared: where they differ,
 the finding names rank, element and values.
 
@@ -18,11 +18,11 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.ranges import (
+    Indices,
     LayoutError,
-    Runs,
+    ShardIndices,
     ShardKey,
     ShardMap,
-    ShardRanges,
     locate,
     locate_regions,
 )
@@ -113,7 +113,7 @@ class Logical:
 
     Args:
         shards: What the ranks hold.
-        where: Ranges of the shards in the whole tensor.
+        where: What they hold of the whole tensor.
         bound: How far copies may differ; None: not at all.
         keep: Whether to go on with the first copy where copies differ; otherwise :class:`CopiesDifferError` at the end.
 
@@ -140,9 +140,9 @@ class Logical:
         for key in self._keys:
             if shards[key].dtype != self.dtype:
                 raise LayoutError(f"{key} holds {shards[key].dtype}, {first} {self.dtype}")
-        holders: dict[ShardRanges, int] = {}
+        holders: dict[Any, int] = {}
         for key in self._keys:
-            holders.setdefault(where.places[key], key.rank)
+            holders.setdefault(where.places[key].mark, key.rank)
         self._copied = len(holders) < len(self._keys)
         self.ranks = tuple(sorted({*holders.values()}))
 
@@ -356,9 +356,9 @@ def _common_layout(records: Mapping[ShardKey, TensorRecord]) -> TensorLayout:
     return layout
 
 
-def _part(record: TensorRecord, place: ShardRanges, box: Box) -> tuple[Any, Array] | None:
+def _part(record: TensorRecord, place: ShardIndices, box: Box) -> tuple[Any, Array] | None:
     """Return the positions in a block of what a shard holds of it, as an index, and the values; None: it holds nothing."""
-    found = [_overlap(runs, s.start, s.stop) for runs, s in zip(place.dims, box, strict=True)]
+    found = [_overlap(held, s.start, s.stop) for held, s in zip(place.dims, box, strict=True)]
     pairs = [pair for pair in found if pair is not None]
     if len(pairs) < len(found):
         return None
@@ -366,7 +366,7 @@ def _part(record: TensorRecord, place: ShardRanges, box: Box) -> tuple[Any, Arra
     if place.flat is None:
         return _picked(where, [s.stop - s.start for s in box]), _taken(record, own)
     begin, end = place.flat
-    lengths = [sum(b - a for a, b in runs) for runs in place.dims]
+    lengths = [*map(len, place.dims)]
     held: list[Array] = [np.arange(n)[o] for n, o in zip(lengths, own, strict=True)]
     inner = math.prod(lengths[1:])
     if held and (int(held[0].max() + 1) * inner <= begin or int(held[0].min()) * inner >= end):
@@ -386,28 +386,18 @@ def _part(record: TensorRecord, place: ShardRanges, box: Box) -> tuple[Any, Arra
     return tuple(a[n] for a, n in zip(at, np.nonzero(inside), strict=True)), values
 
 
-def _overlap(runs: Runs, low: int, high: int) -> tuple[Indexer, Indexer] | None:
+def _overlap(held: Indices, low: int, high: int) -> tuple[Indexer, Indexer] | None:
     """Return the elements of a dimension between ``low`` and ``high`` that a shard holds.
 
     Returns:
         Positions counted from ``low``, and positions in the shard; None: the shard has nothing there.
     """
-    parts: list[tuple[int, int, int]] = []
-    local = 0
-    for a, b in runs:
-        begin, end = max(a, low), min(b, high)
-        if begin < end:
-            parts.append((begin - low, local + begin - a, end - begin))
-        local += b - a
-    if len(parts) == 1:
-        where, own, n = parts[0]
-        return slice(where, where + n), slice(own, own + n)
-    if not parts:
-        return None
-    return (
-        np.concatenate([np.arange(where, where + n) for where, _, n in parts]),
-        np.concatenate([np.arange(own, own + n) for _, own, n in parts]),
-    )
+    if isinstance(held, range):
+        begin, end = max(held.start, low), min(held.stop, high)
+        where, own = (slice(begin - first, end - first) for first in (low, held.start))
+        return (where, own) if begin < end else None
+    inside = np.flatnonzero((held >= low) & (held < high))
+    return (held[inside] - low, inside) if inside.size else None
 
 
 def _taken(record: TensorRecord, indexers: Sequence[Indexer]) -> Array:

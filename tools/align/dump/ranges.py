@@ -1,4 +1,4 @@
-"""Compute the ranges of indices of the whole tensor that each shard of a layout holds, or refuse the layout.
+"""Compute the indices of the whole tensor that each shard of a layout holds, or refuse the layout.
 
 Every refusal is a :class:`LayoutError` whose message says what contradicts what.
 """
@@ -8,19 +8,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
+from telechat_moe.tools.align.numerics import Array
 
 KINDS = ("sum", "mean", "max", "min", "prod", "all")
 """Reductions that a partial value may need."""
 
 Shape = tuple[int, ...]
-Runs = tuple[tuple[int, int], ...]
-"""Ranges (begin, end) of a dimension of the whole, in the order in which a shard holds them."""
+Indices = range | Array
+"""Indices of a dimension of the whole, in the order in which a shard holds them."""
 
 _MAX_CELLS = 1 << 26
 
@@ -41,22 +42,28 @@ class ShardKey(NamedTuple):
         return f"rank {self.rank}" + (f" call {self.call}" if self.call else "")
 
 
-class ShardRanges(NamedTuple):
-    """The ranges of a shard in the whole tensor."""
+class ShardIndices(NamedTuple):
+    """What a shard holds of the whole tensor."""
 
-    # Its ranges in each dimension of the whole; a range beyond the end of a dimension is filler
-    dims: tuple[Runs, ...]
+    # Its indices in each dimension of the whole; those beyond the end of a dimension are filler
+    dims: tuple[Indices, ...]
     term: int = 0  # the term of a reduction that it belongs to
     # Its range in the flattened region `dims`; None: it is the whole region
     flat: tuple[int, int] | None = None
 
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        """The same for copies, and for nothing else."""
+        dims = (d if isinstance(d, range) else d.tobytes() for d in self.dims)
+        return *dims, self.term, self.flat
+
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The ranges of all shards of a tensor; made and checked by :func:`locate` or :func:`locate_regions`."""
+    """What all shards of a tensor hold; made and checked by :func:`locate` or :func:`locate_regions`."""
 
     shape: Shape
-    places: Mapping[ShardKey, ShardRanges]  # the ranges of each shard
+    places: Mapping[ShardKey, ShardIndices]
     reduce: str | None = None  # how the terms of a partial value combine; None: there is only one
     divide: int = 1  # divisor of their sum (`mean`)
 
@@ -64,7 +71,7 @@ class ShardMap:
 def locate(
     layout: TensorLayout, shapes: Mapping[ShardKey, Shape], shape: Shape | None = None
 ) -> ShardMap:
-    """Return the ranges of the shards of a layout.
+    """Return what the shards of a layout hold.
 
     Args:
         shape: Shape of the whole tensor; needed where filler hides it (``padded``, ``flat``).
@@ -79,21 +86,22 @@ def locate(
     _check_keys(shapes, found, "a shard of {}, which the layout does not list")
     shards = _Shards(layout)
     lengths = _lengths(layout, shards, shapes, shape)
-    places: dict[ShardKey, ShardRanges] = {}
+    places: dict[ShardKey, ShardIndices] = {}
     for key, place in found.items():
-        dims = tuple(shards.runs(d, n, place) for d, n in enumerate(lengths))
-        local = tuple(sum(b - a for a, b in runs) for runs in dims)
-        flat = None
+        dims = tuple(shards.indices(d, n, place) for d, n in enumerate(lengths))
+        local, flat = tuple(map(len, dims)), None
         if layout.flat:
-            runs = shards.runs(FLAT, shards.length(FLAT, math.prod(local)), place)
-            flat = runs[0] if runs else (0, 0)
-            local = (flat[1] - flat[0],)
+            held = shards.indices(FLAT, shards.length(FLAT, math.prod(local)), place)
+            flat = (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
+            local = (len(held),)
         if shapes[key] != local:
             raise LayoutError(
                 f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
                 f"{describe(layout)} has {list(local)} there"
             )
-        places[key] = ShardRanges(dims, _position(tuple(layout.partial), shards.sizes, place), flat)
+        places[key] = ShardIndices(
+            dims, _position(tuple(layout.partial), shards.sizes, place), flat
+        )
     whole = tuple(shape) if shape is not None else tuple(lengths)
     divide = math.prod(shards.sizes[a] for a, kind in layout.partial.items() if kind == "mean")
     return ShardMap(whole, places, _reduction(layout), divide)
@@ -104,7 +112,7 @@ def locate_regions(
     shapes: Mapping[ShardKey, Shape],
     shape: Shape,
 ) -> ShardMap:
-    """Return the ranges of shards whose regions are given, as (begin, end) of every dimension.
+    """Return what shards hold whose regions are given, as (begin, end) of every dimension.
 
     Raises:
         LayoutError: Regions overlap, leave gaps, or do not fit shards or shape.
@@ -123,13 +131,12 @@ def locate_regions(
             raise LayoutError(
                 f"{key} holds a shard of shape {list(shapes[key])}, its region {_text(region)} is {list(found)}"
             )
-    places = {key: ShardRanges(tuple(_joined([r]) for r in x)) for key, x in regions.items()}
+    places = {key: ShardIndices(tuple(range(a, b) for a, b in x)) for key, x in regions.items()}
     counts = Counter(p.dims for p in places.values())
     if len(set(counts.values())) > 1:
         (rare, few), (_, many) = counts.most_common()[-1], counts.most_common()[0]
-        raise LayoutError(
-            f"region {_text(r[0] for r in rare if r)} has {few} copies, others {many}"
-        )
+        named = _text((held[0], held[-1] + 1) for held in rare if len(held))
+        raise LayoutError(f"region {named} has {few} copies, others {many}")
     _check_tiling(shape, {tuple(region) for region in regions.values()})
     return ShardMap(shape, places)
 
@@ -270,13 +277,13 @@ class _Shards:
     def __init__(self, layout: TensorLayout) -> None:
         self.layout = layout
         self.sizes = dict(zip(layout.axes, layout.mesh, strict=True))
-        self.said: dict[int, list[Runs]] = {}
-        """The ranges of each shard of a dimension, where the layout lists them."""
+        self.said: dict[int, list[Indices]] = {}
+        """The indices of each shard of a dimension, where the layout lists them."""
         for d, lengths in layout.sizes.items():
             if any(n < 0 for n in lengths):
                 raise LayoutError(f"{_name(d)} has shards of the lengths {list(lengths)}")
             ends = accumulate(lengths)
-            self.said[d] = [_joined([(b - n, b)]) for n, b in zip(lengths, ends, strict=True)]
+            self.said[d] = [range(end - n, end) for n, end in zip(lengths, ends, strict=True)]
         for d, owned in layout.owned.items():
             held = Counter(i for part in owned for i in part)
             for i, count in held.items():
@@ -284,7 +291,7 @@ class _Shards:
                     raise LayoutError(
                         f"index {i} of {_name(d)} is owned {count} times by shards that hold {len(held)} in all"
                     )
-            self.said[d] = [_joined((i, i + 1) for i in part) for part in owned]
+            self.said[d] = [np.array(part, np.int64) for part in owned]
 
     def axes(self, d: int) -> tuple[str, ...]:
         return self.layout.flat if d == FLAT else self.layout.dims[d]
@@ -304,25 +311,23 @@ class _Shards:
             raise LayoutError(
                 f"{_name(d)} is sharded into {self.number(d)}, {len(self.said[d])} shards are listed"
             )
-        total = sum(b - a for runs in self.said[d] for a, b in runs)
+        total = sum(map(len, self.said[d]))
         if length is not None and length != total:
             raise LayoutError(f"the shards of {_name(d)} are {total} long together, it is {length}")
         return total
 
-    def runs(self, d: int, length: int, place: Mapping[str, int]) -> Runs:
-        """Return the ranges of one shard of a dimension."""
+    def indices(self, d: int, length: int, place: Mapping[str, int]) -> Indices:
+        """Return the indices of one shard of a dimension."""
         if d in self.said:
             return self.said[d][_position(self.axes(d), self.sizes, place, self.layout.local)]
         block = dict(enumerate(self.layout.block)).get(d, 1)
-        found: list[tuple[int, int]] = [(0, length)]
+        parts: list[Indices] = [range(length)]
         for axis in self.axes(d):
             n = self.sizes[axis]
             choose: Sequence[int] = range(n) if axis in self.layout.local else (place[axis],)
             turns = block if axis in self.layout.interleaved else 0
-            found = [
-                run for part in found for p in choose for run in _cut(part, n, p, turns, d, axis)
-            ]
-        return _joined(found)
+            parts = [_cut(part, n, p, turns, d, axis) for part in parts for p in choose]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _position(
@@ -339,32 +344,18 @@ def _position(
     return number
 
 
-def _cut(
-    run: tuple[int, int], n: int, p: int, block: int, d: int, axis: str
-) -> list[tuple[int, int]]:
-    """Return the ranges of shard p of n of a range; with blocks, shards take turns."""
-    begin, length = run[0], run[1] - run[0]
-    if length % (n * max(block, 1)):
+def _cut(part: Indices, n: int, p: int, block: int, d: int, axis: str) -> Indices:
+    """Return shard p of n of some indices; with blocks, shards take turns."""
+    if len(part) % (n * max(block, 1)):
         what = "flattened elements" if d == FLAT else f"indices of dimension {d}"
         raise LayoutError(
-            f"{length} {what} cannot be divided into {n} equal shards over {axis}"
+            f"{len(part)} {what} cannot be divided into {n} equal shards over {axis}"
             + (f" in blocks of {block}" if block > 1 else "")
         )
-    if not block:
-        part = length // n
-        return [(begin + p * part, begin + (p + 1) * part)]
-    return [(i, i + block) for i in range(begin + p * block, begin + length, n * block)]
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return ranges without empty ones, with neighbours joined."""
-    found: list[tuple[int, int]] = []
-    for a, b in runs:
-        if found and found[-1][1] == a:
-            found[-1] = (found[-1][0], b)
-        elif b > a:
-            found.append((a, b))
-    return tuple(found)
+    if block:
+        return np.asarray(part).reshape(-1, n, block)[:, p].reshape(-1)
+    each = len(part) // n
+    return part[p * each : (p + 1) * each]
 
 
 def _check_tiling(shape: Shape, regions: Iterable[Sequence[tuple[int, int]]]) -> None:

@@ -277,12 +277,11 @@ def _index(whole: tuple[int, ...], record: TensorRecord, rank: int) -> Array | N
         return number.reshape(-1) if number.size == math.prod(shape) else None
     keys = {ShardKey(r): shape for r in layout.ranks}
     try:
-        ranges = locate(layout, keys, whole if layout.flat else None).places[ShardKey(rank)]
-        index = [np.concatenate([np.arange(a, b) for a, b in runs]) for runs in ranges.dims]
-        part = number[np.ix_(*index)].reshape(-1)
+        held = locate(layout, keys, whole if layout.flat else None).places[ShardKey(rank)]
+        part = number[np.ix_(*map(np.asarray, held.dims))].reshape(-1)
     except (LayoutError, LookupError, ValueError):
         return None
-    return part if ranges.flat is None else part[slice(*ranges.flat)]
+    return part if held.flat is None else part[slice(*held.flat)]
 
 
 def chose_otherwise(reference: Sequence[RankDump], target: Sequence[RankDump]) -> int:
