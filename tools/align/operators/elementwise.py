@@ -107,17 +107,6 @@ def _power(a: Arguments) -> Any:
     return _pow(*_pair(a))
 
 
-_TWO: dict[str, Callable[[Any, Any], Any]] = {
-    "rsub": lambda x, y: y - x,
-    "mul multiply": operator.mul,
-    "maximum": _larger,
-    "minimum": _smaller,
-}
-for _names, _function in _TWO.items():
-    op(_names, PAIR)(lambda a, f=_function: f(*_pair(a)))
-primitive("Muls", PAIR)(lambda a: operator.mul(*_pair(a)))
-
-
 @op("div truediv true_divide divide RealDiv Divs", "input other | rounding_mode=None")
 def _div(a: Arguments) -> Any:
     if a.rounding_mode == "floor" or (a.rounding_mode == "trunc" and whole(a.input, a.other)):
@@ -138,58 +127,57 @@ def _floordiv(a: Arguments) -> Any:
 
 
 ops(
-    PAIR,
     {
-        "floordiv floor_divide FloorDiv": _floordiv,
-        "mod remainder fmod": lambda a: _of_integers(a, "remainder", np.remainder),
+        ("floordiv floor_divide FloorDiv", PAIR): _floordiv,
+        ("mod remainder fmod", PAIR): lambda a: _of_integers(a, "remainder", np.remainder),
     },
     exact=True,
 )
 ops(
-    PAIR,
     {
-        "rtruediv rdiv": lambda a: floating(a.other, a.input) / a.input,
-        "rpow": lambda a: (floating(a.input) * np.log(float(plain(a.other)))).exp(),
-    },
+        ("rsub", PAIR): lambda a: operator.sub(*_pair(a)[::-1]),
+        ("mul multiply", PAIR): lambda a: operator.mul(*_pair(a)),
+        ("maximum", PAIR): lambda a: _larger(*_pair(a)),
+        ("minimum", PAIR): lambda a: _smaller(*_pair(a)),
+        ("rtruediv rdiv", PAIR): lambda a: floating(a.other, a.input) / a.input,
+        ("rpow", PAIR): lambda a: (floating(a.input) * np.log(float(plain(a.other)))).exp(),
+        ("neg negative", "input"): lambda a: -a.input,
+        ("abs absolute", "input"): lambda a: abs(a.input),
+        ("square", "input"): lambda a: a.input * a.input,
+    }
 )
+primitive("Muls", PAIR)(lambda a: operator.mul(*_pair(a)))
+
+
+def of_input(function: Callable[[Approx], Approx]) -> Callable[[Arguments], Approx]:
+    """Return the formula that is a function of ``input``."""
+    return lambda a: function(floating(a.input))
+
+
 ops(
-    "input",
     {
-        "neg negative": lambda a: -a.input,
-        "abs absolute": lambda a: abs(a.input),
-        "square": lambda a: a.input * a.input,
-    },
+        ("exp", "input"): of_input(Approx.exp),
+        ("log", "input"): of_input(Approx.log),
+        ("sqrt", "input"): of_input(Approx.sqrt),
+        ("rsqrt", "input"): of_input(Approx.rsqrt),
+        ("sigmoid", "input"): of_input(Approx.sigmoid),
+        ("tanh", "input"): of_input(Approx.tanh),
+        ("erf", "input"): of_input(Approx.erf),
+        ("sin", "input"): of_input(Approx.sin),
+        ("cos", "input"): of_input(Approx.cos),
+        ("reciprocal", "input"): of_input(lambda x: 1 / x),
+        ("log1p", "input"): of_input(
+            lambda x: x.apply(np.log1p(x.value), 1 / (1 + x.value), lambda x, y: 1 / (x + 1))
+        ),
+        ("expm1", "input"): of_input(
+            lambda x: x.apply(np.expm1(x.value), np.exp(x.value), lambda x, y: y + 1)
+        ),
+        ("silu swish", "input | inplace=False"): of_input(lambda x: x * x.sigmoid()),
+        ("relu", "input | inplace=False"): of_input(  # NaN stays
+            lambda x: x.times((~(x.value <= 0)).astype(np.float64))
+        ),
+    }
 )
-
-_ONE: dict[str, Callable[[Approx], Approx]] = {
-    "exp": Approx.exp,
-    "log": Approx.log,
-    "sqrt": Approx.sqrt,
-    "rsqrt": Approx.rsqrt,
-    "sigmoid": Approx.sigmoid,
-    "tanh": Approx.tanh,
-    "erf": Approx.erf,
-    "sin": Approx.sin,
-    "cos": Approx.cos,
-    "reciprocal": lambda x: 1 / x,
-    "log1p": lambda x: x.apply(np.log1p(x.value), 1 / (1 + x.value), lambda x, y: 1 / (x + 1)),
-    "expm1": lambda x: x.apply(np.expm1(x.value), np.exp(x.value), lambda x, y: y + 1),
-}
-for _name, _of in _ONE.items():
-    op(_name, "input")(lambda a, f=_of: f(floating(a.input)))
-
-
-@op("silu swish", "input | inplace=False")
-def silu(a: Arguments) -> Any:
-    """``x * sigmoid(x)``."""
-    x = floating(a.input)
-    return x * x.sigmoid()
-
-
-@op("relu", "input | inplace=False")
-def _relu(a: Arguments) -> Any:
-    x = floating(a.input)
-    return x.times((~(x.value <= 0)).astype(np.float64))  # NaN stays
 
 
 @op("gelu", "input | approximate='none'")
@@ -293,12 +281,6 @@ def _cast(a: Arguments) -> Any:
     return a.input  # the output's type shows the type of the cast
 
 
-for _name, _value in (("zeros_like", 0.0), ("ones_like", 1.0)):
-    op(_name, "input *rest | dtype=None device=None", exact=True)(
-        lambda a, value=_value: like(a.input, np.full(np.shape(plain(a.input)), value))
-    )
-
-
 def _sizes(a: Arguments) -> tuple[int, ...]:
     size = a.size[0] if len(a.size) == 1 and isinstance(a.size[0], list | tuple) else a.size
     return tuple(int(plain(n)) for n in size)
@@ -310,15 +292,24 @@ for _name, _make in (("zeros", np.zeros), ("ones", np.ones)):
     op(f"new_{_name}", f"input *size {_FACTORY}", exact=True)(lambda a, make=_make: make(_sizes(a)))
 
 
-@op("full", f"size fill_value {_FACTORY}", exact=True)
-def _full(a: Arguments) -> Any:
-    return np.full(tuple(int(n) for n in a.size), plain(a.fill_value))
+def _filled(a: Arguments, value: Any) -> Any:
+    return like(a.input, np.full(np.shape(plain(a.input)), float(plain(value))))
 
 
-op("full_like", "input fill_value | dtype=None device=None", exact=True)(
-    lambda a: like(a.input, np.full(np.shape(plain(a.input)), float(plain(a.fill_value))))
+_LIKE = "| dtype=None device=None"
+ops(
+    {
+        ("full", f"size fill_value {_FACTORY}"): lambda a: np.full(
+            tuple(int(n) for n in a.size), plain(a.fill_value)
+        ),
+        ("zeros_like", f"input *rest {_LIKE}"): lambda a: _filled(a, 0.0),
+        ("ones_like", f"input *rest {_LIKE}"): lambda a: _filled(a, 1.0),
+        ("full_like", f"input fill_value {_LIKE}"): lambda a: _filled(a, a.fill_value),
+        ("fill", "input value"): lambda a: np.full(np.shape(plain(a.input)), plain(a.value)),
+        ("copy_", "input other | non_blocking=False"): lambda a: a.other,
+    },
+    exact=True,
 )
-op("fill", "input value", exact=True)(lambda a: np.full(np.shape(plain(a.input)), plain(a.value)))
 
 
 @op("dropout", "input p=0.5 training=True inplace=False")
@@ -326,6 +317,3 @@ def _dropout(a: Arguments) -> Any:
     if a.training and a.p:
         raise NotJudgedError("dropout draws at random")
     return a.input
-
-
-op("copy_", "input other | non_blocking=False", exact=True)(lambda a: a.other)

@@ -10,7 +10,7 @@ from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax, softmax_gradient
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, ops
 
 
 def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: str) -> Approx:
@@ -31,16 +31,6 @@ def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: st
     return loss.sum() if reduction == "sum" else loss.sum() / factor.sum()
 
 
-@op(
-    "cross_entropy",
-    "input target | weight=None ignore_index=-100 reduction='mean' label_smoothing=0.0 "
-    "size_average=None reduce=None",
-    stores=True,
-)
-def _cross_entropy(a: Arguments) -> Any:
-    return log_probabilities_and_loss(a)[1]
-
-
 def log_probabilities_and_loss(a: Arguments) -> tuple[Approx, Approx]:
     """Return the logarithms of the probabilities, and their cross entropy with the labels."""
     x = floating(a.input)
@@ -50,9 +40,20 @@ def log_probabilities_and_loss(a: Arguments) -> tuple[Approx, Approx]:
     return log_p, _picked(log_p, a.target, int(a.ignore_index), a.weight, a.reduction)
 
 
-@op("nll_loss", "input target weight=None | ignore_index=-100 reduction='mean'", stores=True)
-def _nll_loss(a: Arguments) -> Any:
-    return _picked(floating(a.input), a.target, int(a.ignore_index), a.weight, a.reduction)
+_LABELS = "ignore_index=-100 reduction='mean'"
+_OLD = "label_smoothing=0.0 size_average=None reduce=None"
+ops(
+    {
+        (
+            "cross_entropy",
+            f"input target | weight=None {_LABELS} {_OLD}",
+        ): lambda a: log_probabilities_and_loss(a)[1],
+        ("nll_loss", f"input target weight=None | {_LABELS}"): lambda a: _picked(
+            floating(a.input), a.target, int(a.ignore_index), a.weight, a.reduction
+        ),
+    },
+    stores=True,
+)
 
 
 @op("mse_loss", "input target | reduction='mean'", stores=True)

@@ -174,11 +174,11 @@ def _topk(a: Arguments) -> Any:
     return _ordered(a, order)
 
 
+_SORT = "input dim=-1 descending=False stable=False"
 ops(
-    "input dim=-1 descending=False stable=False",
     {
-        "sort SortExt": lambda a: _ordered(a, _order(a, a.descending)),
-        "argsort": lambda a: _order(a, a.descending),
+        ("sort SortExt", _SORT): lambda a: _ordered(a, _order(a, a.descending)),
+        ("argsort", _SORT): lambda a: _order(a, a.descending),
     },
     exact=True,
 )

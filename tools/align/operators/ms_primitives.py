@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
-from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
+from telechat_moe.tools.align.operators.elementwise import (
+    floating,
+    integers,
+    of_input,
+    plain,
+    whole,
+)
 from telechat_moe.tools.align.operators.indexing import along
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.reductions import (
@@ -227,38 +233,23 @@ def _log_softmax(a: Arguments) -> Any:
     return log_softmax(x, a.dims(len(x.shape))[0]).plus((EXP + LOG) * x.unit)
 
 
-@primitive("SiLU", "input", stores=True)
-def _silu(a: Arguments) -> Any:
-    x = floating(a.input)
-    return x * _sigmoid(x)
-
-
-@primitive("Exp", "input | base=-1.0 scale=1.0 shift=0.0")
-def _exp(a: Arguments) -> Any:
-    _natural(a)
-    return loose(floating(a.input).exp(), a.input)
-
-
-@primitive("Log", "input | base=-1.0 scale=1.0 shift=0.0")
-def _log(a: Arguments) -> Any:
-    _natural(a)
-    x = floating(a.input)
-    return x.log().plus(LOG * x.unit)
-
-
-ops(
-    "input",
-    {
-        "Sigmoid": lambda a: _sigmoid(floating(a.input)),
-        "Tanh": lambda a: floating(a.input).tanh().plus(TANH * floating(a.input).unit),
-    },
-    register=primitive,
-)
-
-
-def _natural(a: Arguments) -> None:
+def _natural(a: Arguments) -> Approx:
     if (float(a.base), float(a.scale), float(a.shift)) != (-1.0, 1.0, 0.0):
         raise NotJudgedError("an exponential or logarithm of another base")
+    return floating(a.input)
+
+
+_BASE = "input | base=-1.0 scale=1.0 shift=0.0"
+primitive("SiLU", "input", stores=True)(of_input(lambda x: x * _sigmoid(x)))
+ops(
+    {
+        ("Sigmoid", "input"): of_input(_sigmoid),
+        ("Tanh", "input"): of_input(lambda x: x.tanh().plus(TANH * x.unit)),
+        ("Exp", _BASE): lambda a: loose(_natural(a).exp(), a.input),
+        ("Log", _BASE): lambda a: _natural(a).log().plus(LOG * floating(a.input).unit),
+    },
+    primitive,
+)
 
 
 # ------------------------------------------------------------------ derivatives that are primitives themselves
@@ -271,36 +262,36 @@ def _silu_grad(a: Arguments) -> Any:
     return floating(a.grad) * (s * (1 + x * (1 - s)))
 
 
-_SLOPES: dict[str, Callable[[Approx, Approx], Approx]] = {
-    "SigmoidGrad": lambda y, g: g * (y * (1 - y)),
-    "TanhGrad": lambda y, g: g * (1 - y * y),
-    "RsqrtGrad": lambda y, g: g * (y * y * y) * -0.5,
-    "SqrtGrad": lambda y, g: g / (y * 2.0),
-    "ReciprocalGrad": lambda y, g: -(g * (y * y)),
-}
-for _name, _slope in _SLOPES.items():
-    primitive(_name, "output grad", stores=True)(
-        lambda a, slope=_slope: slope(floating(a.output), floating(a.grad))
-    )
+def _of_output(slope: Callable[[Approx, Approx, Any], Approx]) -> Callable[[Arguments], Approx]:
+    """Return a gradient from the result y, the coming gradient g, and how it is summed along ``dim``."""
+
+    def formula(a: Arguments) -> Approx:
+        y = floating(a.output)
+        return slope(y, floating(a.grad), lambda x: x.sum(a.dims(len(y.shape)), True))
+
+    return formula
 
 
-@primitive("ReluGrad", "grad output", exact=True)
-def _relu_grad(a: Arguments) -> Any:
-    return floating(a.grad).times((plain(a.output) > 0).astype(np.float64))
-
-
-@primitive("LogSoftmaxGrad", "output grad dim=-1", stores=True)
-def _log_softmax_grad(a: Arguments) -> Any:
-    """Compute ``g - exp(y) sum(g)``."""
-    y, g = floating(a.output), floating(a.grad)
-    return g - loose(y.exp(), y) * g.sum(a.dims(len(y.shape)), True)
-
-
-@primitive("SoftmaxBackward SoftmaxGrad", "grad output dim=-1", stores=True)
-def _softmax_grad(a: Arguments) -> Any:
-    """Compute ``y (g - sum(g y))``."""
-    y, g = floating(a.output), floating(a.grad)
-    return softmax_gradient(y, g, (g * y).sum(a.dims(len(y.shape)), True))
+primitive("ReluGrad", "grad output", exact=True)(
+    lambda a: floating(a.grad).times((plain(a.output) > 0).astype(np.float64))
+)
+ops(
+    {
+        ("SigmoidGrad", "output grad"): _of_output(lambda y, g, _: g * (y * (1 - y))),
+        ("TanhGrad", "output grad"): _of_output(lambda y, g, _: g * (1 - y * y)),
+        ("RsqrtGrad", "output grad"): _of_output(lambda y, g, _: g * (y * y * y) * -0.5),
+        ("SqrtGrad", "output grad"): _of_output(lambda y, g, _: g / (y * 2.0)),
+        ("ReciprocalGrad", "output grad"): _of_output(lambda y, g, _: -(g * (y * y))),
+        ("LogSoftmaxGrad", "output grad dim=-1"): _of_output(
+            lambda y, g, total: g - loose(y.exp(), y) * total(g)
+        ),
+        ("SoftmaxBackward SoftmaxGrad", "grad output dim=-1"): _of_output(
+            lambda y, g, total: softmax_gradient(y, g, total(g * y))
+        ),
+    },
+    primitive,
+    stores=True,
+)
 
 
 @primitive("PowTensorScalar", "input exponent", stores=True)
@@ -309,12 +300,18 @@ def _pow(a: Arguments) -> Any:
     return floating(a.input) * 1.0 if n == 1 else floating(a.input) ** n
 
 
-primitive("TensorMove Identity StopGradient", "input", exact=True)(lambda a: _kept(a.input))
-primitive("Assign", "input value", exact=True)(lambda a: _kept(a.value))
-
-
 def _kept(x: Any) -> Any:
     return x if isinstance(x, Approx) else plain(x)
+
+
+ops(
+    {
+        ("TensorMove Identity StopGradient", "input"): lambda a: _kept(a.input),
+        ("Assign", "input value"): lambda a: _kept(a.value),
+    },
+    primitive,
+    exact=True,
+)
 
 
 # ------------------------------------------------------------------ what writes to weights

@@ -131,12 +131,11 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         raise NotJudgedError(f"argument {name!r} is not in the dump")
 
-    def dims(self, ndim: int, value: Any = ...) -> tuple[int, ...]:
+    def dims(self, ndim: int) -> tuple[int, ...]:
         """Return ``dim`` as a tuple of dimensions >= 0; None: all."""
-        given = self.dim if value is ... else value
-        if given is None or given == () or given == []:
+        if self.dim in (None, (), []):
             return tuple(range(ndim))
-        places = given if is_sequence(given) else (given,)
+        places = self.dim if is_sequence(self.dim) else (self.dim,)
         return tuple(int(p) % max(ndim, 1) for p in places)
 
 
@@ -162,10 +161,7 @@ def op(
     Args:
         names: Names of the operator, the canonical one first.
         signature: Positional arguments, ``|``, arguments given only by name; ``name=value`` for a default.
-        exact: See :class:`Formula`.
-        stores: See :class:`Formula`.
         is_primitive: Whether the names are the exact ones of MindSpore primitives.
-        guesses: See :class:`Formula`.
     """
 
     def register(function: Computes) -> Computes:
@@ -181,15 +177,10 @@ def op(
 primitive = partial(op, is_primitive=True)
 
 
-def ops(
-    signature: str,
-    formulas: Mapping[str, Computes],
-    exact: bool = False,
-    register: Callable[..., Callable[[Computes], Computes]] = op,
-) -> None:
-    """Register formulas of one signature by their names, with :func:`op` or :func:`primitive`."""
-    for names, function in formulas.items():
-        register(names, signature, exact)(function)
+def ops(table: Mapping[tuple[str, str], Computes], register: Any = op, **flags: bool) -> None:
+    """Register formulas by names and signature, with :func:`op` or :func:`primitive` and their flags."""
+    for (names, signature), function in table.items():
+        register(names, signature, **flags)(function)
 
 
 def _formula(

@@ -11,7 +11,13 @@ from telechat_moe.tools.align.numerics import Array
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.joining import concatenate
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
+from telechat_moe.tools.align.operators.registry import (
+    Arguments,
+    NotJudgedError,
+    op,
+    ops,
+    primitive,
+)
 
 
 def move(x: Any, function: Callable[[Array], Array], repeats: bool = False) -> Any:
@@ -27,18 +33,16 @@ def ints(values: Any) -> tuple[int, ...]:
     return tuple(int(v) for v in given)
 
 
-Moves = Mapping[tuple[str, str], Callable[[Array, Arguments], Array]]
-"""By names and signature what an operator makes of the array ``input``."""
+Move = Callable[[Array, Arguments], Array]
 
 
-def moves(table: Moves, repeats: bool = False, register: Any = op) -> None:
-    """Register operators, or primitives, that move the elements of ``input``; see :meth:`Approx.moved`."""
-    for (names, signature), function in table.items():
-        register(names, signature, exact=True)(partial(_moved, function, repeats))
+def moves(table: Mapping[tuple[str, str], Move], repeats: bool = False, register: Any = op) -> None:
+    """Register what operators, or primitives, make of ``input`` by moving elements; see :meth:`Approx.moved`."""
 
+    def moved(function: Move, a: Arguments) -> Any:
+        return move(a.input, lambda x: function(x, a), repeats)
 
-def _moved(function: Callable[[Array, Arguments], Array], repeats: bool, a: Arguments) -> Any:
-    return move(a.input, lambda x: function(x, a), repeats)
+    ops({key: partial(moved, f) for key, f in table.items()}, register, exact=True)
 
 
 def _flatten(x: Array, a: Arguments) -> Array:
