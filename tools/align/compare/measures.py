@@ -8,6 +8,7 @@ otherwise the error is infinite. A class names what its standard does differentl
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -42,21 +43,14 @@ class Check(NamedTuple):
         return self.observed / self.limit
 
 
+@dataclass(eq=False)
 class Chunk:
-    """A range of the elements of two flattened tensors.
+    """A range of the elements of two flattened tensors."""
 
-    Args:
-        target: Elements of the judged run.
-        golden: Elements of the trusted run, as many.
-        begin: Index of the first element.
-        bench: Elements of a third run, as many; None: there is none.
-    """
-
-    def __init__(
-        self, target: Array, golden: Array, begin: int = 0, bench: Array | None = None
-    ) -> None:
-        self.raw, self.raw_golden, self.raw_bench = target, golden, bench
-        self.begin = begin
+    raw: Array  # elements of the judged run
+    raw_golden: Array  # elements of the trusted run, as many
+    begin: int = 0  # index of the first element
+    raw_bench: Array | None = None  # elements of a third run, as many; None: there is none
 
     @cached_property
     def target(self) -> Array:
@@ -112,15 +106,10 @@ def errors(target: Array, golden: Array) -> tuple[Array, Array | None]:
 
 
 class Measure(ABC):
-    """Takes chunks and reports in the end whether a standard is met.
+    """Takes chunks and reports in the end whether a standard is met."""
 
-    Attributes:
-        note: What a reader must know about the result.
-        undefined: Why the standard does not apply to these tensors.
-    """
-
-    note = ""
-    undefined = ""
+    note = ""  # what a reader must know about the result
+    undefined = ""  # why the standard does not apply to these tensors
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
@@ -135,12 +124,9 @@ class _OfElements(Measure):
     """A standard for each element; its line shows the worst one."""
 
     metric = "error"
-    limit = 0.0
-
-    def __init__(self) -> None:
-        self.wrong = 0
-        self.observed = 0.0
-        self.at: int | None = None
+    limit = observed = 0.0
+    wrong = 0
+    at: int | None = None
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
@@ -150,12 +136,10 @@ class _OfElements(Measure):
 class Close(_OfElements):
     """``|target - golden| <= atol + rtol |golden|`` everywhere, as ``numpy.isclose`` and torch have it.
 
-    Args:
-        nan_equal: Two NaN in the same position agree.
+    ``nan_equal``: two NaN in the same position agree.
     """
 
     def __init__(self, rtol: float, atol: float, nan_equal: bool = False) -> None:
-        super().__init__()
         self.rtol, self.atol, self.nan_equal = rtol, atol, nan_equal
         self.limit, self._ratio = atol, 0.0
 
@@ -184,16 +168,11 @@ class Ulps(_OfElements):
     """Distance in steps from number to number of a type, as repeated ``nextafter`` would count them.
 
     The golden value is first rounded to the type; -0 and 0 are one number, and infinity is infinitely far.
-
-    Args:
-        dtype: Type that the target was computed in.
-        most: Steps allowed.
     """
 
     metric = "ULP"
 
     def __init__(self, dtype: str, most: float) -> None:
-        super().__init__()
         self.dtype, self.limit = dtype, most
 
     def add(self, chunk: Chunk) -> None:
@@ -208,10 +187,9 @@ class Ulps(_OfElements):
 class RelativeErrors:
     """Mean and largest relative error, and root of the mean square error."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.at: int | None = None
-        self.mare = self._sum = self._squares = 0.0
+    count = 0
+    at: int | None = None
+    mare = _sum = _squares = 0.0
 
     def add(self, chunk: Chunk) -> None:
         """Measure a chunk."""
@@ -241,17 +219,12 @@ class RelativeErrors:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
 
+@dataclass
 class Relative(RelativeErrors, Measure):
-    """MERE and MARE: mean and largest ``|target - golden| / (|golden| + 1e-7)``, over elements that are numbers in both.
+    """MERE and MARE: mean and largest ``|target - golden| / (|golden| + 1e-7)``, over elements that are numbers in both."""
 
-    Args:
-        mean: Upper limit of MERE, exclusive.
-        largest: Upper limit of MARE, exclusive.
-    """
-
-    def __init__(self, mean: float, largest: float) -> None:
-        super().__init__()
-        self.mean, self.largest = mean, largest
+    mean: float  # upper limit of MERE, exclusive
+    largest: float  # upper limit of MARE, exclusive
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
@@ -261,17 +234,15 @@ class Relative(RelativeErrors, Measure):
         ]
 
 
+@dataclass
 class DoubleBenchmark(Measure):
-    """The target's MARE, MERE and RMSE against the golden run, over those of a third run.
+    """The target's MARE, MERE and RMSE against the golden run, over those of a third run."""
 
-    Args:
-        limits: Limits of the three ratios.
-        least: Lower limit of the third run's errors (without it, a third run without error would forbid any error).
-    """
-
-    def __init__(self, limits: tuple[float, float, float], least: float) -> None:
-        self.limits, self.least = limits, least
-        self.own, self.third = RelativeErrors(), RelativeErrors()
+    limits: tuple[float, float, float]  # of the three ratios
+    # Lower limit of the third run's errors (without it, a third run without error would forbid any error)
+    least: float
+    own: RelativeErrors = field(default_factory=RelativeErrors)
+    third: RelativeErrors = field(default_factory=RelativeErrors)
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
@@ -293,27 +264,23 @@ class DoubleBenchmark(Measure):
         return found
 
 
+@dataclass
 class Mixed(Measure):
     """Mixed tolerance: nearly all elements within rtol and atol, and a cap on the largest absolute error.
 
     The cap is ``max(floor, 32 ULP)``, the ULP of the golden value at the largest error, narrowed to the target's type.
     Infinities and NaN must be in the same positions; a golden value that overflows the target's type is infinity.
-
-    Args:
-        dtype: Type of the target.
-        floor: Lower limit of the cap.
-        unmatched: Share of elements that may be beyond the tolerance.
-        ulps: ULPs of the cap.
     """
 
-    def __init__(
-        self, dtype: str, rtol: float, atol: float, floor: float, unmatched: float, ulps: float
-    ) -> None:
-        self.dtype, self.rtol, self.atol, self.floor = dtype, rtol, atol, floor
-        self.unmatched, self.ulps = unmatched, ulps
-        self._beyond = self._count = self._misplaced = 0
-        self._worst, self._golden = 0.0, 0.0
-        self._at: int | None = None
+    dtype: str  # of the target
+    rtol: float
+    atol: float
+    floor: float  # lower limit of the cap
+    unmatched: float  # share of elements that may be beyond the tolerance
+    ulps: float  # of the cap
+    _at = None  # the index of the largest error
+    _beyond = _count = _misplaced = 0
+    _worst = _golden = 0.0
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""

@@ -1,6 +1,7 @@
 """Measures of a tensor as a whole: MindFormers' PrecisionChecker, msprobe's acc_check."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,23 +9,21 @@ from telechat_moe.tools.align.compare.measures import Check, Chunk, Measure
 from telechat_moe.tools.align.numerics import Array, dot
 
 
+@dataclass
 class Cosine(Measure):
     """MindFormers' PrecisionChecker: cosine, sum of magnitudes, divergence of the softmax over all elements.
 
     As published, the sum of magnitudes may be too small by any amount; a note says if a tensor passes because of that.
-
-    Args:
-        cosine: Lower limit, exclusive.
-        magnitude: Upper limit of ``sum |target| / sum |golden| - 1``, exclusive.
-        divergence: Upper limit of the Kullback-Leibler divergence, exclusive.
     """
 
-    def __init__(self, cosine: float, magnitude: float, divergence: float) -> None:
-        self.limits = cosine, magnitude, divergence
-        self._dots = np.zeros(3)
-        self._sums = np.zeros(2)
+    cosine: float  # lower limit, exclusive
+    magnitude: float  # upper limit of `sum |target| / sum |golden| - 1`, exclusive
+    divergence: float  # upper limit of the Kullback-Leibler divergence, exclusive
+    _cross = 0.0
+
+    def __post_init__(self) -> None:
+        self._dots, self._sums = np.zeros(3), np.zeros(2)
         self._softmax = [_Softmax(), _Softmax()]
-        self._cross = 0.0
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
@@ -41,7 +40,7 @@ class Cosine(Measure):
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
-        least, most, divergence = self.limits
+        least, most, divergence = self.cosine, self.magnitude, self.divergence
         dot, aa, gg = self._dots.tolist()
         norm = math.sqrt(aa) * math.sqrt(gg)
         if aa == 0 and gg == 0:
@@ -90,27 +89,27 @@ def _high(x: Array, squares: float) -> float:
     return mean if mean > 2 * _TINY else float(np.abs(x).max())
 
 
+@dataclass
 class Thousandths(Measure):
     """msprobe's acc_check: cosine, then largest error, then shares with a relative error of 1 %, 0.1 %, 0.01 %.
 
     As published, only the shares test NaN, so a tensor with few NaN passes; a note says where.
-
-    Args:
-        cosine: Lower limit, exclusive, if there are several elements that are not all zero.
-        error: A tensor whose largest error is below this passes without further tests.
-        shares: For each test the limit of the relative error, which also limits the share of elements beyond it; True:
-            failing is an error, False: a warning.
-        epsilon: Added to the golden value's magnitude: unit roundoff of the golden tensor's type.
     """
 
-    def __init__(
-        self, cosine: float, error: float, shares: tuple[tuple[float, bool], ...], epsilon: float
-    ) -> None:
-        self.cosine, self.error, self.shares, self.epsilon = cosine, error, shares, epsilon
+    cosine: float  # lower limit, exclusive, if there are several elements that are not all zero
+    error: float  # a tensor whose largest error is below this passes without further tests
+    # For each test the limit of the relative error, which also limits the share of elements beyond it; True: failing
+    # is an error, False: a warning
+    shares: tuple[tuple[float, bool], ...]
+    epsilon: (
+        float  # added to the golden value's magnitude: unit roundoff of the golden tensor's type
+    )
+    _count = _special = 0
+    _largest = 0.0
+
+    def __post_init__(self) -> None:
         self._dots, self._highest = np.zeros(3), np.zeros(2)
-        self._count = self._special = 0
-        self._largest = 0.0
-        self._below = np.zeros(len(shares), np.int64)
+        self._below = np.zeros(len(self.shares), np.int64)
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
