@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,21 +53,15 @@ class Filter:
         return found is not None and int(found[1]) in self.layers
 
 
+@dataclass
 class Tapped:
-    """A net with taps in its graph; it is called like the net and shares its weights.
+    """A net with taps in its graph; it is called like the net and shares its weights."""
 
-    Args:
-        net: A cell whose mode (training or not) is set.
-        wanted: Selects the operators to tap.
-        states: See :func:`tapped`.
-    """
-
-    def __init__(
-        self, net: Any, wanted: Callable[[TappedOperator], bool] = Filter(), states: bool = True
-    ) -> None:
-        self.net, self.wanted, self.states = net, wanted, states
-        self.cell: Any = None
-        self.plan = TapPlan()
+    net: Any  # a cell whose mode (training or not) is set
+    wanted: Callable[[TappedOperator], bool] = Filter()  # selects the operators to tap
+    states: bool = True  # see `tapped`
+    cell: Any = None
+    plan: TapPlan = field(default_factory=TapPlan)
 
     def compile(self, *inputs: Any) -> None:
         """Compile for inputs like these."""

@@ -1,6 +1,7 @@
 """Assemble the calls of a rank from what taps have written: ``calls(plan, folder)``."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,28 +77,18 @@ def index(folder: Path) -> dict[int, list[Written]]:
     return found
 
 
+@dataclass
 class Reader:
-    """The records of one rank in one step.
+    """The records of one rank in one step."""
 
-    Args:
-        plan: Plan of its graph.
-        folder: Folder with ``values.bin`` and ``index.txt``.
-        mode: What was written of each tensor.
-        layouts: Layouts of tensors, by their ``id``.
-        groups: Global ranks of communication groups, by name.
-    """
+    plan: TapPlan  # of its graph
+    folder: Path  # with `values.bin` and `index.txt`
+    mode: str  # what was written of each tensor
+    layouts: Mapping[int, TensorLayout] = field(default_factory=dict[int, TensorLayout])  # by `id`
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict[str, list[int]])  # by name
 
-    def __init__(
-        self,
-        plan: TapPlan,
-        folder: Path,
-        mode: str,
-        layouts: Mapping[int, TensorLayout] | None = None,
-        groups: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
-        self.plan, self.folder, self.mode = plan, folder, mode
-        self.layouts, self.groups = layouts or {}, groups or {}
-        self.index = index(folder)
+    def __post_init__(self) -> None:
+        self.index = index(self.folder)
         self._records: dict[tuple[int, int], TensorRecord] = {}
 
     def calls(self) -> dict[str, Call]:

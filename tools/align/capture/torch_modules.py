@@ -5,7 +5,7 @@ The model is the first module that is called from outside of any other; names be
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,17 +18,15 @@ from telechat_moe.tools.align.dump.records import Call, Phase, Value
 from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 
+@dataclass
 class Modules:
-    """Records the outputs of modules as calls of kind ``module``.
+    """Records the outputs of modules as calls of kind ``module``."""
 
-    Args:
-        calls: The calls to add to.
-        record: Makes a record of a value.
-        outputs: Whether to record outputs; otherwise only names are collected.
-    """
+    calls: dict[str, Call]  # those to add to
+    record: Any  # makes a record of a value
+    outputs: bool  # whether to record outputs; otherwise only names are collected
 
-    def __init__(self, calls: dict[str, Call], record: Any, outputs: bool) -> None:
-        self.calls, self.record, self.outputs = calls, record, outputs
+    def __post_init__(self) -> None:
         self.modules: dict[int, str] = {}
         self.weights: dict[int, str] = {}
         self.count = Counter[str]()

@@ -8,7 +8,7 @@ runs. Within that the other run's choice is legal here, whatever this run chose;
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import Any, NamedTuple
@@ -150,19 +150,17 @@ class Chosen(NamedTuple):
         return bool(np.median(self.apart) < VAGUE)
 
 
+@dataclass(eq=False)
 class Believed:
-    """What a step of a trusted run determines.
+    """What a step of a trusted run determines."""
 
-    Args:
-        ranks: All ranks of its step.
-        kind: The narrowest type that it computes in.
-        factor: How much coarser that is than the other run's; at least 1.
-    """
+    ranks: Sequence[RankDump]  # all ranks of its step
+    kind: str  # the narrowest type that it computes in
+    factor: float = 1.0  # how much coarser that is than the other run's; at least 1
 
-    def __init__(self, ranks: Sequence[RankDump], kind: str, factor: float = 1.0) -> None:
-        self.ranks, self.kind, self.factor = ranks, kind, factor
+    def __post_init__(self) -> None:
         self.seen: list[Chosen] = []
-        self._updates = named(ranks, weight_of)
+        self._updates = named(self.ranks, weight_of)
         self._whole = cache(self._merged)
         self.outside = cache(self._from_outside)
 

@@ -9,7 +9,7 @@ steps after it.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -43,30 +43,21 @@ class Judged(NamedTuple):
     checks: Sequence[Check] = ()
 
 
+@dataclass(eq=False)
 class Standard:
-    """A published standard, and what it says of each tensor of a run.
+    """A published standard, and what it says of each tensor of a run."""
 
-    Args:
-        profile: The standard.
-        reference: The trusted run.
-        target: The judged run.
-        third: A third run, for standards that need one.
+    profile: Profile
+    reference: Dump
+    target: Dump
+    third: Dump | None = None  # a third run, for standards that need one
+    replayed = 0  # how many tensors pass by isolated replay
 
-    Attributes:
-        tensors: Each tensor, in order.
-        replayed: How many tensors pass by isolated replay.
-        flips: Choices that legally came out otherwise, as step, rank and key.
-    """
-
-    def __init__(
-        self, profile: Profile, reference: Dump, target: Dump, third: Dump | None = None
-    ) -> None:
-        self.profile = profile
+    def __post_init__(self) -> None:
         self.tensors: list[Judged] = []
-        self.replayed = 0
-        self._checks: dict[tuple[str, str], Sequence[Check]] = {}  # of the last call
         self.flips: list[tuple[int, int, str]] = []
-        self._reference, self._target, self._third = reference, target, third
+        """Choices that legally came out otherwise, as step, rank and key."""
+        self._checks: dict[tuple[str, str], Sequence[Check]] = {}  # of the last call
         self._third_of = cache(self._aligned)
 
     def verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
@@ -210,22 +201,22 @@ class Standard:
         return left
 
     def _aligned(self, step: int, rank: int) -> RankDump | None:
-        third = self._third.ranks.get((step, rank)) if self._third is not None else None
-        return third and aligned(self._reference.ranks[step, rank], third)[0]
+        third = self.third.ranks.get((step, rank)) if self.third is not None else None
+        return third and aligned(self.reference.ranks[step, rank], third)[0]
 
     @cached_property
     def _orders(self) -> dict[tuple[int, int, str], int]:
         """The position of each call of the reference in its step."""
-        dumps = self._reference.ranks.items()
+        dumps = self.reference.ranks.items()
         return {(*at, key): i for at, dump in dumps for i, key in enumerate(dump.calls)}
 
     @cached_property
     def _first(self) -> tuple[float, float]:
         """Step and position of the first call whose integers came out otherwise; infinite: none did."""
         found = [(math.inf, math.inf)]
-        for at in self._reference.ranks.keys() & self._target.ranks.keys():
-            golden = self._reference.ranks[at]
-            calls = aligned(golden, self._target.ranks[at])[0].calls
+        for at in self.reference.ranks.keys() & self.target.ranks.keys():
+            golden = self.reference.ranks[at]
+            calls = aligned(golden, self.target.ranks[at])[0].calls
             moved = (k for k, c in golden.calls.items() if k in calls and _chose(c, calls[k]))
             first = next(moved, None)
             found += [(at[0], self._orders[(*at, first)])] if first is not None else []
