@@ -25,9 +25,9 @@ from benchmarks.align_bounds.inputs import (
     Spec,
     narrow,
 )
+from telechat_moe.numerics import FLOATS
 from telechat_moe.tools.align.judge.replay import exactly, free_choices
 from telechat_moe.tools.align.judge.verdict import judge
-from telechat_moe.tools.align.numerics import FLOATS
 from telechat_moe.tools.align.operators import Arguments, Formula, find
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.indexing import CHOOSES

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.align_bounds import check as bounds
 from benchmarks.align_bounds import specs as bounds_specs
 from benchmarks.align_bounds.inputs import ORDERS, Machine, draw, narrow
-from telechat_moe.tools.align.numerics import round_to
+from telechat_moe.numerics import round_to
 from telechat_moe.tools.align.operators import registry
 from telechat_moe.tools.align.operators.approx import Approx
 

@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.ops.measure import processor
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data import write_indexed
+from telechat_moe.numerics import is_float
 from telechat_moe.recipe import load
 from telechat_moe.recipe.weights import weights
 from telechat_moe.tools.align.dump import summary
@@ -37,7 +38,6 @@ from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecor
 from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.judge.pins import chose_otherwise
-from telechat_moe.tools.align.numerics import is_float
 
 RECIPE, STEPS, ROWS = "telechat3_moe/pretrain_tiny.yaml", 3, 4
 _MODEL = {

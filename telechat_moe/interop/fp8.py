@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from telechat_moe.numerics import widen
 from telechat_moe.tensor_files import Bytes, Entry
 
 FP8 = "F8_E4M3"
@@ -24,11 +25,7 @@ BLOCK = (128, 128)
 
 def e4m3_values() -> NDArray[np.float32]:
     """Return the value of each of the 256 codes."""
-    code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, (code & 7) / 8
-    size = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7.0))
-    size[(code & 127) == 127] = np.nan
-    return np.where(code & 128, -size, size).astype(np.float32)
+    return widen(np.arange(256, dtype=np.uint8), "float8_e4m3")
 
 
 _VALUES = e4m3_values()

@@ -8,6 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import widen
 from telechat_moe.tensor_files import DTYPES, Output
 from telechat_moe.train.optimizer import AdamW
 
@@ -87,6 +88,5 @@ def load_weights(model: nn.Cell, weights: Iterable[Output], source: str | Path) 
 def _widen(dtype: str, shape: Sequence[int], data: np.ndarray) -> np.ndarray:
     """Return the values as float32."""
     if dtype == "BF16":
-        bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(shape)
+        return widen(np.frombuffer(data, np.uint16), "bfloat16").reshape(shape)
     return data.view(DTYPES[dtype]).reshape(shape).astype(np.float32, copy=False)

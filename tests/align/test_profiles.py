@@ -9,10 +9,10 @@ import pytest
 from acc_pairs import pair
 
 from telechat_moe.errors import UsageError
+from telechat_moe.numerics import ulp_steps
 from telechat_moe.tools.align.compare import profiles
 from telechat_moe.tools.align.compare.measures import Chunk
 from telechat_moe.tools.align.compare.profiles import NAMES, Profile, read
-from telechat_moe.tools.align.compare.ulp import ulp_steps
 
 NAN, INF = math.nan, math.inf
 RNG = np.random.default_rng
@@ -452,7 +452,7 @@ def test_real_acc_check_answers_the_same():
 def round_as(x, dtype):
     if dtype != "bfloat16":
         return x.astype(dtype)
-    from telechat_moe.tools.align.numerics import round_to
+    from telechat_moe.numerics import round_to
 
     return round_to(x, dtype).astype(np.float32)
 

@@ -11,10 +11,10 @@ import planted
 import tiny_moe
 from recorded import rank_dump
 
+from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.capture.torch_functions import capture
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.propagate import Followed
-from telechat_moe.tools.align.numerics import is_float
 
 pytestmark = pytest.mark.torch
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import from_bytes
 from telechat_moe.tools.align.capture.ms_tap_plan import (
     Argument,
     Number,
@@ -26,7 +27,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.dump.value_files import from_bytes
 from telechat_moe.tools.align.narrowing import is_list, is_sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore.train import mind_ir_pb2 as pb
 
 from telechat_moe.graph.mindir import NUMPY, value_of
-from telechat_moe.tools.align.dump.value_files import from_bytes
+from telechat_moe.numerics import from_bytes
 
 TYPES: Mapping[int, str] = {
     **{n: np.dtype(kind).name for n, kind in NUMPY.items()},

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from telechat_moe.tools.align.compare.ulp import ulp_steps
-from telechat_moe.tools.align.numerics import FLOATS, Array, dot, round_to, spacing, widened
+from telechat_moe.numerics import FLOATS, Array, dot, round_to, spacing, ulp_steps, widened
 
 EPSILON = 1e-7
 """Added to the golden value's magnitude in MERE and MARE, so that zero has a relative error."""

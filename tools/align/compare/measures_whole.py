@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telechat_moe.numerics import Array, dot
 from telechat_moe.tools.align.compare.measures import Check, Chunk, Measure
-from telechat_moe.tools.align.numerics import Array, dot
 
 
 @dataclass

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import UsageError
+from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.compare.measures import (
     Bitwise,
     Close,
@@ -23,7 +24,6 @@ from telechat_moe.tools.align.compare.measures import (
     Ulps,
 )
 from telechat_moe.tools.align.compare.measures_whole import Cosine, Thousandths
-from telechat_moe.tools.align.numerics import FLOATS, is_float
 
 HF32 = "tfloat32"
 """The precision that Ascend's HF32 keeps of a float32."""

@@ -6,11 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from telechat_moe.numerics import is_float, widen
 from telechat_moe.tools.align.compare.measures import Array, Check, Chunk, Measure
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.dump import value_files
 from telechat_moe.tools.align.dump.logical import BLOCK_BYTES, Logical
-from telechat_moe.tools.align.numerics import is_float
 
 CHUNK = 1 << 13
 """Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
@@ -83,13 +83,13 @@ def _parts(arrays: Sequence[Array | Logical]) -> Iterator[list[Array]]:
 def _blocks(whole: Logical) -> Iterator[Array]:
     """Yield the blocks of a tensor; bits of bfloat16, which a checkpoint holds, in float32."""
     for _, block in whole.blocks(BLOCK_BYTES):
-        yield value_files.widen(block, whole.dtype) if _is_bits(whole, block) else block
+        yield widen(block, whole.dtype) if _is_bits(whole, block) else block
 
 
 def element(whole: Logical, index: tuple[int, ...]) -> Any:
     """Return an element of a tensor as a Python number."""
     found = whole.at(index)
-    return (value_files.widen(found, whole.dtype) if _is_bits(whole, found) else found).item()
+    return (widen(found, whole.dtype) if _is_bits(whole, found) else found).item()
 
 
 def _is_bits(whole: Logical, values: Array) -> bool:

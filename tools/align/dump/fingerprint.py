@@ -19,9 +19,9 @@ from functools import lru_cache
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import Array, dot, einsum, widened
 from telechat_moe.tools.align.dump.records import TensorRecord
 from telechat_moe.tools.align.dump.value_files import chunks
-from telechat_moe.tools.align.numerics import Array, dot, einsum, widened
 
 BUCKETS = 241
 """The number of buckets: a prime, so that no common length of a row returns to the same bucket in every row."""

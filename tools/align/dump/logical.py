@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import is_float, ulps
 from telechat_moe.tools.align.dump.ranges import (
     Indices,
     LayoutError,
@@ -28,7 +29,6 @@ from telechat_moe.tools.align.dump.ranges import (
 )
 from telechat_moe.tools.align.dump.records import Array, TensorLayout, TensorRecord
 from telechat_moe.tools.align.dump.value_files import boxes
-from telechat_moe.tools.align.numerics import is_float, ulps
 
 BLOCK_BYTES = 16 << 20
 Box = tuple[slice, ...]

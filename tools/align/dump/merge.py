@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import WIDENED, is_float
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, Shard, logical
@@ -29,8 +30,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.dump.value_files import WIDENED
-from telechat_moe.tools.align.numerics import is_float
 
 MICRO = "micro-batch"
 _LATER = [Phase.REDUCTION, Phase.OPTIMIZER]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
-from telechat_moe.tools.align.numerics import Array
 
 KINDS = ("sum", "mean", "max", "min", "prod", "all")
 """Reductions that a partial value may need."""

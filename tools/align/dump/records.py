@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from telechat_moe.tools.align.numerics import Array
+from telechat_moe.numerics import Array
 
 
 class Phase(str, Enum):

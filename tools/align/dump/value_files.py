@@ -23,13 +23,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import WIDENED, Array, dot, widen
 from telechat_moe.tools.align.dump.records import Stats
-from telechat_moe.tools.align.numerics import Array, dot
 
 _NPY: Any = np.lib.format  # NumPy's stubs leave it without types
-
-WIDENED = {"bfloat16", "float8_e4m3", "float8_e5m2"}
-"""Types that NumPy lacks: files hold them widened to float32, or as their bits."""
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -96,31 +93,6 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     if np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind in "fc"):
         return narrow
     raise BadInputError(f"{path}: holds {values.dtype.name}, the dump says {dtype}")
-
-
-def widen(bits: Array, dtype: str) -> Array:
-    """Return bfloat16 or float8, given as its bits, in float32.
-
-    Args:
-        bits: uint16 or uint8.
-        dtype: ``bfloat16``, ``float8_e4m3`` (finite, without infinity) or ``float8_e5m2``.
-    """
-    if dtype == "bfloat16":
-        return np.left_shift(bits.astype(np.uint32), np.uint32(16)).view(np.float32)
-    if dtype == "float8_e5m2":
-        return (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-    # A float16 has the same fraction further left, and an exponent whose bias is 8 more.
-    code = bits.astype(np.uint16)
-    half = ((code & 0x80) << 8 | (code & 0x7F) << 7).view(np.float16)
-    wide = half.astype(np.float32) * np.float32(256)
-    return np.where(code & 0x7F == 0x7F, np.copysign(np.float32(np.nan), wide), wide)
-
-
-def from_bytes(content: bytes, dtype: str) -> Array:
-    """Return the flat values of a type's bytes; bfloat16 in float32."""
-    if dtype == "bfloat16":
-        return widen(np.frombuffer(content, np.uint16), dtype)
-    return np.frombuffer(content, np.dtype(dtype))
 
 
 def _widened(bits: Array) -> Array:

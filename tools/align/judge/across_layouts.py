@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -44,7 +45,6 @@ from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
-from telechat_moe.tools.align.numerics import FLOATS, is_float
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

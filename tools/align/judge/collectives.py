@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -23,7 +24,6 @@ from telechat_moe.tools.align.dump.records import (
     Value,
 )
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
-from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.joining import concatenate
 

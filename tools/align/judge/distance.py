@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from telechat_moe.numerics import einsum
 from telechat_moe.tools.align.dump import fingerprint
 from telechat_moe.tools.align.dump.fingerprint import Fingerprint
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
 from telechat_moe.tools.align.dump.value_files import chunks, stats
-from telechat_moe.tools.align.numerics import einsum
 from telechat_moe.tools.align.operators.approx import Array
 
 VAGUE = 0.35

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.edges import wanted
 from telechat_moe.tools.align.judge.replay import arguments_of, believed, expected_gradient
 from telechat_moe.tools.align.judge.verdict import Verdict
-from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.registry import UNFIT

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Phase, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, apart, sum_verdict, total_of
 from telechat_moe.tools.align.judge.distance import VAGUE, distance
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
-from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 _ALSO = 4.0  # factor on the distance of earlier outputs

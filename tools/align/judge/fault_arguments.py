@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
-from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.reductions import wrong_softmax
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS, is_float, round_to, spacing
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import Received
 from telechat_moe.tools.align.judge.data_flow import digest
@@ -25,7 +26,6 @@ from telechat_moe.tools.align.judge.fault_arguments import (
 )
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import values_of
-from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to, spacing
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
 from telechat_moe.tools.align.judge.replay import arguments_of
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
-from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.registry import UNFIT

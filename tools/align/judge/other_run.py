@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.distance import VAGUE, Distance, differing, distance
 from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
-from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Array
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.pins import narrowest
 from telechat_moe.tools.align.judge.points import weight_of
-from telechat_moe.tools.align.numerics import FLOATS
 from telechat_moe.tools.align.operators import find
 
 STEP = "|"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -25,7 +26,6 @@ from telechat_moe.tools.align.dump.records import (
 from telechat_moe.tools.align.judge.data_flow import Place, content_of
 from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.points import STATES, named, put_together, weight_of
-from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 
 _ROUNDINGS = (

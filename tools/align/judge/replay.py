@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import flat
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
-from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import Arguments, Formula, find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.gradients import gradients

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.compare.checkpoints import Stored
 from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
@@ -26,7 +27,6 @@ from telechat_moe.tools.align.judge.pairing import aligned, split
 from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
-from telechat_moe.tools.align.numerics import is_float
 
 LARGEST = 1 << 22
 """The most elements of a call that is replayed: in float64, with their bounds, they must fit into memory."""

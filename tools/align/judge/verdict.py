@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 Status = Literal["pass", "diverged", "not judged"]

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import Array, is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.points import Point, point, weight_of
-from telechat_moe.tools.align.numerics import Array, is_float
 from telechat_moe.tools.align.operators import find
 
 _MANY = 2048  # rows of an expert that are not put in order

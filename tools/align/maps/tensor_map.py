@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import Array, is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.points import point, update_places
 from telechat_moe.tools.align.maps.links import Link, Uses, as_rows, exchanged
 from telechat_moe.tools.align.maps.weight_names import Roles, module_role, roles_of
-from telechat_moe.tools.align.numerics import Array, is_float
 
 _NEAR = 0.05  # relative L2 distance of rows that are nearly equal
 _MOST = 0.9  # share of rows that must be found

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import FLOATS, Array, round_to, spacing
+from telechat_moe.numerics import FLOATS, Array, round_to, spacing
 from telechat_moe.tools.align.operators.rounding_errors import (
     ROUNDING,
     Axes,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import Array
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.operators.approx import Approx, Back, Parents, fit
 
 

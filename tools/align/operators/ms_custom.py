@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import FLOATS, round_to
+from telechat_moe.numerics import FLOATS, round_to
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.fused import combine_rows, rotate

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from telechat_moe.tools.align.numerics import FLOATS
+from telechat_moe.numerics import FLOATS
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op

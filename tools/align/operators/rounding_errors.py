@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import FLOATS, Array, Float
+from telechat_moe.numerics import FLOATS, Array, Float
 
 Axes = int | tuple[int, ...] | None
 

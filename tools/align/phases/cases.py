@@ -12,6 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from telechat_moe.numerics import round_to
 from telechat_moe.ops import (
     attention,
     cross_entropy,
@@ -24,7 +25,6 @@ from telechat_moe.ops import (
 )
 from telechat_moe.ops.select import backend as chosen_backend
 from telechat_moe.tools.align.narrowing import is_sequence
-from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.ms_primitives import LOG
 from telechat_moe.tools.align.operators.registry import call
