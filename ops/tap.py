@@ -1,4 +1,4 @@
-"""Record the inputs of a graph's ``Tap`` operators, which ``tools/align/capture/ms_graph.py`` inserts."""
+"""Record the inputs of a graph's ``Tap`` operators, which ``graph/tap.py`` inserts."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def lying(content: bytes, lie: Lie) -> tuple[bytes, str]:
 
 def _name(model: Any, node: Any) -> str:
     """Return the name of an operator's calls in a dump; empty for a node that is no operator."""
-    from telechat_moe.tools.align.capture.ms_tap_plan import cell_of, kind_of
+    from telechat_moe.graph.tap_plan import cell_of, kind_of
 
     primitive = model.primitive(node)
     if primitive is None or node.domain.startswith("tap"):
@@ -279,9 +279,9 @@ class RealStep:
     def __init__(self, recipe: "Recipe", steps: int = 1) -> None:
         from mindspore.graph.api import _cell_graph_executor as executor
 
+        from telechat_moe.graph.tap import tapped
         from telechat_moe.launch.sharded_run import record_steps
         from telechat_moe.ops import native
-        from telechat_moe.tools.align.capture.ms_graph import tapped
         from telechat_moe.train.trainer import Trainer
 
         native.load()

@@ -1,6 +1,6 @@
 """Record what a MindSpore graph computes, on CPU: ``capture(net, x, out="dump")``, or a recipe's training steps.
 
-The net is compiled as MindSpore compiles it (MindIR), gets a tap behind each operator (``ms_graph.py``) and runs. So a
+The net is compiled as MindSpore compiles it (MindIR), gets a tap behind each operator (``graph/tap.py``) and runs. So a
 net that differentiates and updates is recorded with forward, backward and updates, and fused operators appear as they
 run.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.graph.tap import tapped
+from telechat_moe.graph.tap_plan import TappedOperator, TapPlan
 from telechat_moe.ops import native
 from telechat_moe.ops.tap import recording
-from telechat_moe.tools.align.capture.ms_graph import tapped
 from telechat_moe.tools.align.capture.ms_layout import layouts
 from telechat_moe.tools.align.capture.ms_read import VALUES, Reader, name_of
-from telechat_moe.tools.align.capture.ms_tap_plan import TappedOperator, TapPlan
 from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import Dump, RankDump, TensorLayout
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.graph.tap_plan import Argument, TappedOperator, TapPlan, Tensor
 from telechat_moe.tools.align.capture.ms_read import UPDATES, tensors
-from telechat_moe.tools.align.capture.ms_tap_plan import Argument, TappedOperator, TapPlan, Tensor
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import TensorLayout

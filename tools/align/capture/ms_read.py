@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.numerics import from_bytes
-from telechat_moe.tools.align.capture.ms_tap_plan import (
+from telechat_moe.graph.tap_plan import (
     Argument,
     Number,
     TappedOperator,
     TapPlan,
     Tensor,
 )
+from telechat_moe.numerics import from_bytes
 from telechat_moe.tools.align.dump.msprobe import canonical
 from telechat_moe.tools.align.dump.records import (
     Call,

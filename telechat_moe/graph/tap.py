@@ -2,7 +2,7 @@
 
 A graph that MindSpore has compiled for training holds forward, backward and updates in one (MindSpore's own dump of
 such graphs needs Ascend). The graph is unchanged except for the order of writes to a weight: they follow the taps that
-read it. The plan says which operator took its inputs from where, so that ``ms_read.py`` can assemble the records.
+read it. The plan says which operator took its inputs from where, so that ``tools/align/capture/ms_read.py`` can assemble the records.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mindspore.train import mind_ir_pb2 as pb
 
 from telechat_moe.graph.mindir import Editor, Model, output_shapes, value_of
-from telechat_moe.tools.align.capture.ms_tap_plan import (
+from telechat_moe.graph.tap_plan import (
     TYPES,
     Argument,
     Number,
@@ -27,7 +27,6 @@ from telechat_moe.tools.align.capture.ms_tap_plan import (
     scalar_of,
     weight_of,
 )
-from telechat_moe.tools.align.narrowing import is_list
 
 _PASS = {"Depend", "Load", "UpdateState", "MakeTuple", "MakeList", "TupleGetItem", "ListGetItem"}
 _CALLS = {"Partial", "Switch", "SwitchLayer", "Return", "call"}
@@ -196,7 +195,7 @@ class _Tapper:
             self.env[name] = [_Named(i, v) for i, v in zip(node.input, values, strict=True)]
         elif kind in ("TupleGetItem", "ListGetItem"):
             whole, place = values[0], values[1]
-            if is_list(whole) and isinstance(place, Number):
+            if isinstance(whole, list) and isinstance(place, Number):
                 self.env[name] = whole[place.value].value
             else:
                 self.env[name] = self._of_shapes(node)
@@ -295,7 +294,7 @@ class _Tapper:
             self._see(name, made)
             return [made]
         found: list[Argument] = []
-        for i, item in enumerate(made if is_list(made) else []):
+        for i, item in enumerate(made if isinstance(made, list) else []):
             get = self.editor.primitive("TupleGetItem")
             number = self.editor.constant(i)
             kind = next(k for k, v in TYPES.items() if v == item.value.dtype)
@@ -306,7 +305,7 @@ class _Tapper:
 
     def _see(self, name: str, value: Any) -> None:
         """Tap a value unless it is tapped already."""
-        if is_list(value):
+        if isinstance(value, list):
             for item in value:
                 if item.name:
                     self._see(item.name, item.value)
@@ -376,7 +375,7 @@ def _plain(value: Any) -> Any:
     """Return a value in the form that the plan keeps."""
     if isinstance(value, _Variable):
         return value.tensor
-    if is_list(value):
+    if isinstance(value, list):
         return [_plain(item.value) for item in value]
     return value if isinstance(value, Tensor | Number) else Number(None)
 
