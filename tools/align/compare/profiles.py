@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from telechat_moe.errors import UsageError
 from telechat_moe.numerics import FLOATS, is_float
@@ -110,13 +110,17 @@ MSPROBE_EPSILON: Mapping[str, float] = {
 }
 
 
+Measures = Callable[[str, str], Measure | None]
+Line = TypeVar("Line")
+
+
 @dataclass(frozen=True)
 class Profile:
     """A standard."""
 
     source: str  # where its numbers are published
     # Returns a measure for a target type and a golden type; None: the standard does not cover them
-    measures: Callable[[str, str], Measure | None]
+    measures: Measures
     same_dtype: bool = False  # whether the types must be equal
     # Whether it needs a third run, whose errors against the golden run are compared with the target's
     third: bool = False
@@ -133,12 +137,7 @@ class Profile:
         return dtype if self.kind == HF32 and dtype != "float32" else self.kind
 
     def measure(self, dtype: str, golden: str) -> Measure | None:
-        """Return a measure for a tensor; None: the standard does not cover its type.
-
-        Args:
-            dtype: Type of the target.
-            golden: Type of the golden tensor.
-        """
+        """Return a measure for types of target and golden tensor; None: the standard does not cover them."""
         if not is_float(dtype) and not dtype.startswith("complex") and self.name != "bitwise":
             return Equal()
         return self.measures(self.line(dtype), golden)
@@ -188,28 +187,26 @@ def _kind(value: str) -> str:
     return kind
 
 
-def _ascend(level: str) -> Profile:
-    def measures(dtype: str, golden: str) -> Measure | None:
-        least = ASCEND_LEAST.get(dtype)
-        return None if least is None else DoubleBenchmark(ASCEND_RATIO[level], least)
+def _by_type(lines: Mapping[str, Line], made: Callable[[str, Line], Measure]) -> Measures:
+    """Return the measures of a standard that has a line for each type that it covers."""
+    return lambda dtype, golden: made(dtype, lines[dtype]) if dtype in lines else None
 
+
+def _ascend(level: str) -> Profile:
+    ratios = ASCEND_RATIO[level]
+    measures = _by_type(ASCEND_LEAST, lambda _, least: DoubleBenchmark(ratios, least))
     source = "CANN operator precision standard, double benchmark"
     return Profile(source, measures, third=True, cases=ASCEND_CASES[level])
 
 
 def _ecosystem() -> Profile:
-    def measures(dtype: str, golden: str) -> Measure | None:
-        limit = ECOSYSTEM.get(dtype)
-        return None if limit is None else Relative(limit, 10 * limit)
-
+    measures = _by_type(ECOSYSTEM, lambda _, limit: Relative(limit, 10 * limit))
     return Profile("CANN ecosystem standard, single benchmark", measures)
 
 
 def _mixed(lines: Mapping[str, Tolerance]) -> Profile:
-    def measures(dtype: str, golden: str) -> Measure | None:
-        found = lines.get(dtype)
-        return None if found is None else Mixed(dtype, *found, MIXED_UNMATCHED, MIXED_ULPS)
-
+    share = MIXED_UNMATCHED, MIXED_ULPS
+    measures = _by_type(lines, lambda dtype, line: Mixed(dtype, *line, *share))
     return Profile("cann/opbase mixed_tolerance_standard.md", measures)
 
 
@@ -248,10 +245,6 @@ def _ulp(max: float = 1.0) -> Profile:
     return Profile(source, lambda dtype, golden: Ulps(dtype, max) if dtype in FLOATS else None)
 
 
-def _bitwise() -> Profile:
-    return Profile("equal bytes", lambda dtype, golden: Bitwise(), same_dtype=True)
-
-
 _STANDARDS: Mapping[str, Callable[..., Profile]] = {
     **{f"ascend-{level}": partial(_ascend, level) for level in ASCEND_RATIO},
     "ecosystem": _ecosystem,
@@ -262,7 +255,7 @@ _STANDARDS: Mapping[str, Callable[..., Profile]] = {
     "torch": _torch,
     "close": _close,
     "ulp": _ulp,
-    "bitwise": _bitwise,
+    "bitwise": lambda: Profile("equal bytes", lambda *_: Bitwise(), same_dtype=True),
 }
 NAMES = tuple(_STANDARDS)
 _BY_TYPE = tuple(n for n in NAMES if n not in ("mindformers", "close", "ulp", "bitwise"))
