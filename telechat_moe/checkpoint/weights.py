@@ -10,6 +10,7 @@ import numpy as np
 
 from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.checkpoint.manifest import Region
+from telechat_moe.checkpoint.stored import tensors_of
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import require_checksums
 from telechat_moe.recipe import ModelConfig
@@ -21,7 +22,6 @@ from telechat_moe.tensor_files import (
     Entry,
     Output,
     read_entries,
-    read_header,
 )
 
 # Zero between steps.
@@ -125,15 +125,12 @@ def read_weights(source: Path, *, verify: bool = True) -> dict[str, Entry]:
         checkpoint.verify(source)
     elif problem := manifest.incomplete(source):
         raise problem
-    described = manifest.read(source)["tensors"].get("model", {})
-    shards = {name: manifest.pieces(tensor) for name, tensor in described.items()}
-    files = {file for found in shards.values() for file, _ in found}
-    headers = {file: read_header(source / file) for file in sorted(files)}
     entries: dict[str, Entry] = {}
-    for name, found in shards.items():
-        parts = tuple((headers[file][name], region) for file, region in found)
-        first, shape = parts[0][0], tuple(described[name]["shape"])
-        nbytes = sum(part.nbytes for part, _ in parts)
-        whole = ShardedEntry(first.file, first.dtype, shape, first.start, nbytes, parts)
-        entries[name] = first if len(parts) == 1 else whole
+    for name, tensor in tensors_of(source, manifest.read(source)).items():
+        if tensor.group == "model":
+            first, nbytes = tensor.shards[0][0], sum(part.nbytes for part, _ in tensor.shards)
+            about = first.file, first.dtype, tensor.shape, first.start, nbytes
+            entries[name] = (
+                first if len(tensor.shards) == 1 else ShardedEntry(*about, tensor.shards)
+            )
     return entries

@@ -9,12 +9,12 @@ import test_reshard as saved
 
 from telechat_moe import files, tensor_files
 from telechat_moe.checkpoint import checkpoint, reshard
+from telechat_moe.checkpoint.stored import open_checkpoint
 from telechat_moe.cli.align import bisect
 from telechat_moe.cli.verb import VerbParser
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.align.compare import tensors as blockwise
-from telechat_moe.tools.align.compare.checkpoints import open_checkpoint
 from telechat_moe.tools.align.dump import recipe_layout
 from telechat_moe.tools.align.dump.logical import Shard, logical
 

@@ -124,7 +124,6 @@ def _standard(args: argparse.Namespace) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
-    from telechat_moe.tools.align.compare.checkpoints import is_checkpoint
     from telechat_moe.tools.align.dump import summary
     from telechat_moe.tools.align.judge import across_layouts, bisect, pairing, reproduce
     from telechat_moe.tools.align.judge.collectives import with_groups
@@ -137,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     alone = args.target is None
     if alone and (args.map or args.rtol or args.standard):
         raise UsageError("--map, --rtol and --standard need two dumps: REFERENCE TARGET")
-    if not alone and (is_checkpoint(Path(args.reference)) or is_checkpoint(Path(args.target))):
+    if not alone and any(map(_is_checkpoint, (args.reference, args.target))):
         return _checkpoints(args, profile)
     name = args.reference if alone else args.target
     reference = summary.read(Path(args.reference))
@@ -166,15 +165,24 @@ def run(args: argparse.Namespace) -> int:
     return _written(args, outcome, report, name)
 
 
+def _is_checkpoint(path: str) -> bool:
+    if not any(Path(path).glob("*.json")):  # a dump: the import would take longer than it
+        return False
+    from telechat_moe.checkpoint.stored import is_checkpoint
+
+    return is_checkpoint(Path(path))
+
+
 def _checkpoints(args: argparse.Namespace, profile: Any) -> int:
     """Judge the tensors of two checkpoints by a standard."""
-    from telechat_moe.tools.align.compare import checkpoints, profiles
+    from telechat_moe.checkpoint.stored import open_checkpoint
+    from telechat_moe.tools.align.compare import profiles
     from telechat_moe.tools.align.judge.standard import judge_checkpoints
     from telechat_moe.tools.align.report import bisect_page as page
 
     if args.map or args.rtol or args.benchmark or args.reproducer:
         raise UsageError("--map, --rtol, --benchmark and --reproducer need dumps, not checkpoints")
-    reference, target = map(checkpoints.open_checkpoint, (Path(args.reference), Path(args.target)))
+    reference, target = map(open_checkpoint, (Path(args.reference), Path(args.target)))
     progress: Any = partial(tracked, what="comparing")
     chosen = profile or profiles.read("bitwise")
     standard, outcome = judge_checkpoints(chosen, reference, target, progress)

@@ -11,15 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telechat_moe.numerics import is_float
-from telechat_moe.tools.align.compare.checkpoints import Stored
+from telechat_moe.tools.align.compare.checkpoints import merged
 from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.tensors import Compared, compare, element
 from telechat_moe.tools.align.dump.logical import Logical
-from telechat_moe.tools.align.dump.records import Array, Call, Dump, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import (
+    Array,
+    Call,
+    Dump,
+    RankDump,
+    TensorRecord,
+    nbytes_of,
+)
 from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.distance import checksum, distance
 from telechat_moe.tools.align.judge.outcome import Outcome
@@ -27,6 +34,9 @@ from telechat_moe.tools.align.judge.pairing import aligned, split
 from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
+
+if TYPE_CHECKING:
+    from telechat_moe.checkpoint.stored import Stored
 
 LARGEST = 1 << 22
 """The most elements of a call that is replayed: in float64, with their bounds, they must fit into memory."""
@@ -225,8 +235,8 @@ class Standard:
 
 def judge_checkpoints(
     profile: Profile,
-    reference: Stored,
-    target: Stored,
+    reference: "Stored",
+    target: "Stored",
     progress: Callable[[list[str]], Iterator[str]] = iter,
 ) -> tuple[Standard, Outcome]:
     """Return what a standard says of the tensors of two checkpoints; those that one of them lacks are not judged.
@@ -242,7 +252,8 @@ def judge_checkpoints(
     for name in progress(sorted(reference.tensors.keys() | target.tensors)):
         verdict = _stored(standard, name, reference, target)
         standard.keep(target.step, 0, [verdict])
-        nbytes = (target.tensors.get(name) or reference.tensors[name]).nbytes
+        stored = target.tensors.get(name) or reference.tensors[name]
+        nbytes = nbytes_of(stored.dtype, stored.shape)
         left = {verdict.reason: nbytes} if verdict.status == "not judged" else {}
         coverage.count(verdict.place, nbytes, left)
         judged[verdict.status] += 1
@@ -257,7 +268,7 @@ def judge_checkpoints(
     return standard, Outcome(verdict, [], judged, unknown, reason, seen, coverage)
 
 
-def _stored(standard: Standard, name: str, reference: Stored, target: Stored) -> Verdict:
+def _stored(standard: Standard, name: str, reference: "Stored", target: "Stored") -> Verdict:
     golden, mine = reference.tensors.get(name), target.tensors.get(name)
     if golden is None or mine is None:
         path, one = (reference.path, golden) if mine is None else (target.path, mine)
@@ -268,7 +279,7 @@ def _stored(standard: Standard, name: str, reference: Stored, target: Stored) ->
     ):
         if theirs != own:
             return not_judged(name, f"{what} {own}, reference {theirs}", mine.group)
-    arrays = mine.merged(), golden.merged()
+    arrays = merged(mine), merged(golden)
     found = standard.of(name, mine.group, arrays, mine.dtype, golden.dtype)
     if found.status != "diverged" or len(found.element) < len(mine.shape):
         return found

@@ -1,0 +1,93 @@
+"""Open a checkpoint to read its tensors shard by shard, whatever layout wrote it.
+
+A checkpoint is a folder with ``checkpoint.json`` (whole tensors, or what several ranks wrote together) or one with
+``pieces.json`` (``telechat-moe ckpt reshard``).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe import tensor_files
+from telechat_moe.checkpoint import checkpoint, manifest, reshard
+from telechat_moe.errors import BadInputError
+from telechat_moe.sharding.shards import Region
+from telechat_moe.tensor_files import Entry
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    group: str  # `model` or `optimizer`
+    dtype: str  # NumPy's name, or `bfloat16`
+    shape: tuple[int, ...]
+    shards: tuple[tuple[Entry, Region], ...]  # each with its (begin, end) in every dimension
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint whose tensors are read on demand."""
+
+    path: Path
+    step: int  # number of finished training steps
+    layout: str  # its layout, as it describes it
+    tensors: Mapping[str, StoredTensor]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, or what ``telechat-moe ckpt reshard`` made of one."""
+    return any((path / name).exists() for name in (manifest.FILE, reshard.FILE))
+
+
+def open_checkpoint(path: Path) -> Stored:
+    """Open a checkpoint after comparing all its checksums.
+
+    Raises:
+        BadInputError: It is missing, broken or not a checkpoint of this package.
+    """
+    if (path / reshard.FILE).exists():
+        content = reshard.verify(path)
+    else:
+        checkpoint.verify(path)
+        content = manifest.read(path)
+    layout = content.get("layout", "whole tensors")
+    said = layout if isinstance(layout, str) else json.dumps(layout)
+    return Stored(path, content["step"], said, tensors_of(path, content))
+
+
+def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name.
+
+    Args:
+        content: Its ``checkpoint.json`` or ``pieces.json``.
+
+    Raises:
+        BadInputError: A file is broken, or a shard is not described.
+    """
+    shards: dict[str, list[tuple[str, Region]]] = {}
+    if content["format"] == reshard.FORMAT:
+        described = {n: (entry["group"], entry) for n, entry in content["tensors"].items()}
+        for file in content["files"]:
+            metadata = tensor_files.metadata(np.memmap(path / file, np.uint8, "r"))
+            for name, region in json.loads(metadata["regions"]).items():
+                shards.setdefault(name, []).append((file, tuple((a, b) for a, b in region)))
+    else:
+        described = {n: (g, x) for g, found in content["tensors"].items() for n, x in found.items()}
+        shards = {name: manifest.pieces(entry) for name, (_, entry) in described.items()}
+    if unknown := shards.keys() - described.keys():
+        raise BadInputError(f"{path}: {min(unknown)} has a shard and no description")
+    files = {file: tensor_files.read_header(path / file) for file in content["files"]}
+    return {
+        name: StoredTensor(
+            group,
+            "bfloat16" if entry["dtype"] == "BF16" else tensor_files.DTYPES[entry["dtype"]].name,
+            tuple(entry["shape"]),
+            tuple((files[file][name], region) for file, region in shards.get(name, ())),
+        )
+        for name, (group, entry) in described.items()
+    }
