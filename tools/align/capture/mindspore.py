@@ -159,9 +159,6 @@ def _write(out: Path, readers: Mapping[tuple[int, int], Reader], values: str) ->
     return dump
 
 
-# ------------------------------------------------------------------ a recipe
-
-
 def capture_recipe(
     recipe: "Recipe",
     out: Path | str,

@@ -322,9 +322,6 @@ def logical_regions(
     return Logical(records, ranges)
 
 
-# ------------------------------------------------------------------------------------- helpers
-
-
 def _records(shards: Sequence[Shard]) -> dict[ShardKey, TensorRecord]:
     found: dict[ShardKey, TensorRecord] = {}
     for shard in shards:

@@ -118,9 +118,6 @@ def _dump(root: Path, calls: list[_Place]) -> Dump:
     return Dump(root, {at: RankDump(*at, "", "", "", own) for at, own in found.items()})
 
 
-# ------------------------------------------------------------------ the calls involved
-
-
 def _involved(finding: Finding, about: Wrong | Exchange) -> tuple[str, list[_Place], list[_Place]]:
     """Return what is wrong in words, and the calls of the reference and of the target that show it."""
     said = finding.verdict.reason

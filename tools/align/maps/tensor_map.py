@@ -99,9 +99,6 @@ def _weights(ranks: Sequence[RankDump]) -> Iterator[_Weight]:
             yield _Weight(name, record, places, roles_of(name))
 
 
-# ------------------------------------------------------------------ pairs of weights
-
-
 def _by_names(reference: list[_Weight], target: list[_Weight]) -> Iterator[_Group]:
     """Yield the weights of both runs that have roles in common; fused ones bring several together."""
     clusters: list[set[str]] = []
@@ -232,9 +229,6 @@ def _shares(one: _Weight, other: _Weight) -> bool:
         if np.mean(_near(large[_nearest(large, small)], small)) >= _MOST:
             return True
     return False
-
-
-# ------------------------------------------------------------------ entries
 
 
 def _of_weights(group: _Group) -> Iterator[Link]:

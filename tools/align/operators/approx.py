@@ -152,7 +152,6 @@ class Approx:
     # ------------------------------------------------------------------ element by element
 
     def __add__(self, other: Any) -> "Approx":
-        """Sum."""
         o = self.constant(other)
         parents: Parents = [(self, lambda g: fit(g, self)), (o, lambda g: fit(g, o))]
         return self.made(self.value + o.value, [(1.0, self), (1.0, o)], 1.0, parents)
@@ -160,19 +159,15 @@ class Approx:
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> "Approx":
-        """Difference."""
         return self + -self.constant(other)
 
     def __rsub__(self, other: Any) -> "Approx":
-        """Difference."""
         return -self + other
 
     def __neg__(self) -> "Approx":
-        """Negative, exact."""
         return self.times(np.asarray(-1.0))
 
     def __mul__(self, other: Any) -> "Approx":
-        """Product."""
         o = self.constant(other)
         a, b = self.stop(), o.stop()
         parents: Parents = [(self, lambda g: fit(g * b, self)), (o, lambda g: fit(g * a, o))]
@@ -199,7 +194,6 @@ class Approx:
         return result
 
     def __rtruediv__(self, other: Any) -> "Approx":
-        """Quotient."""
         return self.constant(other) / self
 
     def apply(

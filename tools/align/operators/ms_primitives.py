@@ -314,9 +314,6 @@ ops(
 )
 
 
-# ------------------------------------------------------------------ what writes to weights
-
-
 @primitive(
     "AdamWeightDecay",
     "weight exp_avg exp_avg_sq lr beta1 beta2 eps weight_decay grad clip=None | new1=None "

@@ -20,8 +20,6 @@ from telechat_moe.tools.align.operators.optimizers import adamw
 from telechat_moe.tools.align.operators.reductions import softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
-# ------------------------------------------------------------------ norms, softmax and positions
-
 
 @op("scaled_upper_triang_masked_softmax", "input scale=1.0", stores=True)
 def _causal_softmax(a: Arguments) -> Any:
@@ -77,9 +75,6 @@ def _rotary_of_angles(a: Arguments) -> Any:
     cos, sin, n = angle.cos(), angle.sin(), angle.shape[-1]
     turned = rotate(x[..., :n], cos, sin, bool(a.interleaved))
     return turned if n == x.shape[-1] else concatenate([turned, x[..., n:]], -1)
-
-
-# ------------------------------------------------------------------ experts
 
 
 def _legal_choice(score: Approx, best: Array, made: Any) -> Array:
@@ -239,9 +234,6 @@ def _finalize(a: Arguments) -> Any:
 def _expert_tokens(a: Arguments) -> Any:
     """Return how many rows belong to the experts up to each one."""
     return np.bincount(integers(a.experts), minlength=int(plain(a.num_expert))).cumsum()
-
-
-# ------------------------------------------------------------------ loss and update
 
 
 @op(

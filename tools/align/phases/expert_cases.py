@@ -41,9 +41,6 @@ def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCa
     return [*found, *_grouped(config, rows, draw)]
 
 
-# ------------------------------------------------------------------ tokens to experts and back
-
-
 def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) -> Array:
     """Return distinct experts for each token; the first are chosen more often, the last of three or more never."""
     known = max(per_token, experts - 1) if experts > 2 else experts
@@ -128,9 +125,6 @@ class _ThereAndBack(nn.Cell):
         return rows * Tensor(np.resize(found, (rows.shape[0], 1)))  # rows after them belong to none
 
 
-# ------------------------------------------------------------------ products of experts
-
-
 def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, wide = config.hidden_size, config.moe_intermediate_size
     compute = getattr(ms, config.compute_dtype)
@@ -207,9 +201,6 @@ def _into_main_grad(compute: Any) -> Callable[..., Sequence[Any]]:
         return back(x, weight, sizes, kept, coming)[0], kept
 
     return run
-
-
-# ------------------------------------------------------------------ the update
 
 
 def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:

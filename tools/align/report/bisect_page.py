@@ -199,9 +199,6 @@ def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
     return html.facts(rows)
 
 
-# ---------------------------------------------------------------- the graph
-
-
 def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> str:
     """Draw the calls around the first divergent one, from top to bottom in the direction of data."""
     levels: dict[int, list[Mapping[str, Any]]] = {}
@@ -287,9 +284,6 @@ def _edge(places: Mapping[str, tuple[float, float]], edge: Mapping[str, Any], fi
     )
 
 
-# ---------------------------------------------------------------- the residual
-
-
 def _fields(residual: Array) -> dict[str, Any]:
     """Return the residual as a grid: rows are the first dimension, columns all others."""
     rows = residual.reshape(residual.shape[0] if residual.ndim > 1 else 1, -1)
@@ -340,9 +334,6 @@ def _blocks(x: Array) -> Array:
         starts = np.linspace(0, x.shape[axis], parts, endpoint=False).astype(int)
         x = np.maximum.reduceat(x, starts, axis)
     return x
-
-
-# ---------------------------------------------------------------- tables
 
 
 def _near(outcome: Outcome) -> list[dict[str, Any]]:
