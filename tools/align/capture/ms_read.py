@@ -16,7 +16,7 @@ from telechat_moe.graph.tap_plan import (
     TapPlan,
     Tensor,
 )
-from telechat_moe.numerics import from_bytes
+from telechat_moe.numerics import Array, from_bytes
 from telechat_moe.tools.align.dump.msprobe import canonical
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -28,8 +28,6 @@ from telechat_moe.tools.align.dump.records import (
     Value,
 )
 from telechat_moe.tools.align.narrowing import is_list, is_sequence
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 VALUES, STATISTICS, FINGERPRINT = "tensor", "statistics", "fingerprint"
 MODES: Sequence[str] = (VALUES, STATISTICS, FINGERPRINT)

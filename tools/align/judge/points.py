@@ -6,16 +6,15 @@ adds the tensors that a map names.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, Shard, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import Call, RankDump, TensorRecord
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 STATES = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
 

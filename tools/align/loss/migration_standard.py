@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from telechat_moe.tools.align.loss.statistics import Floats
 
 FIRST = (0.005, 0.005)
 """Absolute and relative error of the first loss."""

@@ -10,10 +10,9 @@ from telechat_moe import html
 from telechat_moe.html import Axes, Html
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.evidence import Report
+from telechat_moe.tools.align.loss.statistics import Floats
 from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS
 from telechat_moe.tools.align.report.junit import JunitCase, suite
-
-Floats = NDArray[np.float64]
 
 
 def page(report: Report) -> str:

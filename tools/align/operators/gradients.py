@@ -8,25 +8,17 @@ from telechat_moe.tools.align.operators.approx import Approx
 def gradients(
     outputs: Sequence[tuple[Approx, Approx]], inputs: Sequence[Approx]
 ) -> list[Approx | None]:
-    """Return the gradient of each input.
-
-    Args:
-        outputs: Results, each with its incoming gradient.
-        inputs: Operands whose gradients are wanted.
-
-    Returns:
-        Gradients in the order of ``inputs``; None: no output depends on that input.
-    """
+    """Return the gradient of each input, from results with their incoming gradients; None: no result depends on it."""
     found: dict[int, Approx] = {}
+
+    def add(node: Approx, part: Approx) -> None:
+        found[id(node)] = found[id(node)] + part if id(node) in found else part
+
     for output, gradient in outputs:
-        found[id(output)] = found[id(output)] + gradient if id(output) in found else gradient
+        add(output, gradient)
     for node in _sorted([output for output, _ in outputs]):
-        gradient = found.get(id(node))
-        if gradient is None:
-            continue
-        for parent, back in node.parents:
-            part = back(gradient)
-            found[id(parent)] = found[id(parent)] + part if id(parent) in found else part
+        for parent, back in node.parents if id(node) in found else ():
+            add(parent, back(found[id(node)]))
     return [found[id(x)].stop() if id(x) in found else None for x in inputs]
 
 

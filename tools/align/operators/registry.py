@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.narrowing import is_list, is_sequence
 from telechat_moe.tools.align.operators.approx import Approx
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Output = Approx | Array
 
 SAME_NAME = {
