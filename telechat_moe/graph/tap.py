@@ -2,7 +2,8 @@
 
 A graph that MindSpore has compiled for training holds forward, backward and updates in one (MindSpore's own dump of
 such graphs needs Ascend). The graph is unchanged except for the order of writes to a weight: they follow the taps that
-read it. The plan says which operator took its inputs from where, so that ``tools/align/capture/ms_read.py`` can assemble the records.
+read it. The plan says which operator took its inputs from where, so that ``tools/align/capture/ms_read.py`` can assemble
+the records.
 """
 
 from collections import Counter

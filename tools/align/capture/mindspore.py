@@ -19,9 +19,9 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.tap import tapped
 from telechat_moe.graph.tap_plan import TappedOperator, TapPlan
 from telechat_moe.ops import native
-from telechat_moe.ops.tap import recording
+from telechat_moe.ops.tap import VALUES, recording
 from telechat_moe.tools.align.capture.ms_layout import layouts
-from telechat_moe.tools.align.capture.ms_read import VALUES, Reader, name_of
+from telechat_moe.tools.align.capture.ms_read import Reader, name_of
 from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import Dump, RankDump, TensorLayout
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError
 from telechat_moe.graph.tap_plan import (
     Argument,
     Number,
@@ -17,6 +16,7 @@ from telechat_moe.graph.tap_plan import (
     Tensor,
 )
 from telechat_moe.numerics import Array, from_bytes
+from telechat_moe.ops.tap import STATISTICS, VALUES, Written, index
 from telechat_moe.tools.align.dump.msprobe import canonical
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -28,10 +28,6 @@ from telechat_moe.tools.align.dump.records import (
     Value,
 )
 from telechat_moe.tools.align.narrowing import is_list, is_sequence
-
-VALUES, STATISTICS, FINGERPRINT = "tensor", "statistics", "fingerprint"
-MODES: Sequence[str] = (VALUES, STATISTICS, FINGERPRINT)
-"""What a tap writes, in the order of the library's numbers."""
 
 _LONG = 32  # numbers in a list, from which it is written as one text
 
@@ -46,33 +42,6 @@ UPDATES: Mapping[str, tuple[str, ...]] = {
     "ApplyMomentum": ("weight", "momentum_buffer", "lr", "grad", "momentum"),
 }
 """Operators that update one weight, and their arguments in order."""
-
-
-class Written(NamedTuple):
-    """One tensor in ``values.bin``."""
-
-    begin: int
-    size: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def index(folder: Path) -> dict[int, list[Written]]:
-    """Return what each tap has written, in the order of its runs.
-
-    Raises:
-        BadInputError: The folder does not have the library's format.
-    """
-    found: dict[int, list[Written]] = {}
-    try:
-        with (folder / "index.txt").open(encoding="ascii") as file:
-            for line in file:
-                tap, begin, size, dtype, *shape = line.split()
-                entry = Written(int(begin), int(size), canonical(dtype), tuple(map(int, shape)))
-                found.setdefault(int(tap), []).append(entry)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{folder}/index.txt: not what taps write: {error}") from None
-    return found
 
 
 @dataclass
@@ -175,17 +144,17 @@ class Reader:
         return self._records[site]
 
     def _written(self, entry: Written, layout: TensorLayout | None) -> TensorRecord:
+        dtype = canonical(entry.dtype)
         if self.mode == VALUES:
-            read = partial(_load, self.folder / "values.bin", entry)
-            return TensorRecord(entry.dtype, entry.shape, layout=layout, read=read)
-        content = _bytes(self.folder / "values.bin", entry)
+            return TensorRecord(dtype, entry.shape, layout=layout, read=partial(_load, entry))
+        content = entry.read()
         if self.mode == STATISTICS:
             numbers = np.frombuffer(content, np.float64).tolist()
-            if entry.dtype == "bool":
+            if dtype == "bool":
                 numbers[2:] = None, None
             stats = Stats(*([None] * 4 if 0 in entry.shape else numbers))
-            return TensorRecord(entry.dtype, entry.shape, stats, layout=layout)
-        return TensorRecord(entry.dtype, entry.shape, layout=layout, fingerprint=content)
+            return TensorRecord(dtype, entry.shape, stats, layout=layout)
+        return TensorRecord(dtype, entry.shape, layout=layout, fingerprint=content)
 
 
 def _taps(tensor: Tensor, graph: str) -> list[int]:
@@ -257,14 +226,5 @@ def _scalar(value: Any) -> Value:
     return Scalar(type(value).__name__, value) if value is not None else None
 
 
-def _bytes(path: Path, entry: Written) -> bytes:
-    with path.open("rb") as file:
-        file.seek(entry.begin)
-        content = file.read(entry.size)
-    if len(content) != entry.size:
-        raise BadInputError(f"{path}: it ends before byte {entry.begin + entry.size}")
-    return content
-
-
-def _load(path: Path, entry: Written) -> Array:
-    return from_bytes(_bytes(path, entry), entry.dtype).reshape(entry.shape)
+def _load(entry: Written) -> Array:
+    return from_bytes(entry.read(), canonical(entry.dtype)).reshape(entry.shape)
