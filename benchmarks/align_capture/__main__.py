@@ -24,10 +24,10 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import mini_recipe
 import numpy as np
 
+from telechat_moe.graph.tap import Tapped
 from telechat_moe.ops import native
 from telechat_moe.ops.tap import recording
 from telechat_moe.recipe import load
-from telechat_moe.tools.align.capture.mindspore import Filter, Tapped
 from telechat_moe.train.trainer import Trainer
 
 BAR = 1.10
@@ -103,7 +103,7 @@ def measure(hidden: int, length: int, pairs: int, folder: Path) -> dict[str, obj
     inputs = (*trainer.engine.optimizer.scalars(1, 0.0), *batch)
     plain, taps = (
         Plain(trainer.engine.train_step),
-        Tapped(trainer.engine.train_step, Filter(), False),
+        Tapped(trainer.engine.train_step, states=False),
     )
     for step in (plain, taps):
         step.compile(*inputs)

@@ -309,15 +309,14 @@ class RealStep:
             between: Given the number of the step that follows and the weights (MindSpore parameters by name).
             inputs: From the right inputs of a step to those that it is given.
         """
-        import mindspore as ms
         from mindspore import Tensor, nn
 
+        from telechat_moe.graph.tap import load
         from telechat_moe.ops.tap import recording
-        from telechat_moe.tools.align.capture.mindspore import _loaded
         from telechat_moe.tools.align.capture.ms_read import Reader
 
         content, key = lying(self.content, lie) if lie else (self.content, "")
-        cell = nn.GraphCell(_loaded(content, ms))
+        cell = nn.GraphCell(load(content))
         weights = {p.name.split(":")[-1]: p for p in cell.get_parameters()}
         for name, parameter in weights.items():
             if name in self.initial:

@@ -6,11 +6,15 @@ read it. The plan says which operator took its inputs from where, so that ``tool
 the records.
 """
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import mindspore as ms
+from mindspore import nn
+from mindspore.graph.api import _cell_graph_executor as executor
 from mindspore.train import mind_ir_pb2 as pb
 
 from telechat_moe.graph.mindir import Editor, Model, output_shapes, value_of
@@ -28,6 +32,7 @@ from telechat_moe.graph.tap_plan import (
     scalar_of,
     weight_of,
 )
+from telechat_moe.ops import native
 
 _PASS = {"Depend", "Load", "UpdateState", "MakeTuple", "MakeList", "TupleGetItem", "ListGetItem"}
 _CALLS = {"Partial", "Switch", "SwitchLayer", "Return", "call"}
@@ -385,3 +390,52 @@ def states_of(kind: str, writes: Sequence[int]) -> Sequence[int]:
     """Return which inputs of an operator are the states of an optimizer."""
     weights = {"AdamWeightDecay": 1, "ApplyMomentum": 1, "TelechatAdamW": len(writes) // 3}
     return writes[weights[kind] :] if kind in weights else ()
+
+
+@dataclass
+class Tapped:
+    """A net with taps in its graph; it is called like the net and shares its weights."""
+
+    net: Any  # a cell whose mode (training or not) is set
+    wanted: Wanted = lambda node: True  # selects the operators to tap
+    states: bool = True  # see `tapped`
+    cell: Any = None
+    plan: TapPlan = field(default_factory=TapPlan)
+
+    def compile(self, *inputs: Any) -> None:
+        """Compile for inputs like these."""
+        native.load()
+        phase, _ = executor.compile(self.net, *inputs, phase="export.mindir")
+        mindir = executor._get_func_graph_proto(self.net, phase, "mind_ir")
+        content, self.plan = tapped(mindir, str(native.path()), self.wanted, self.states)
+        self.cell = nn.GraphCell(load(content))
+        own = {p.name: p for p in self.net.get_parameters()}
+        named = [(p, p.name.split(":")[-1]) for p in self.cell.get_parameters()]
+        self.weights = [(p, own[name]) for p, name in named if name in own]
+        self.started = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the net; weights that the net writes change in the net itself, too."""
+        if self.cell is None:
+            self.compile(*inputs)
+        assert self.cell is not None
+        for parameter, own in self.weights:
+            value = ms.Tensor(own.asnumpy())
+            # After the first run a graph's branches keep using a parameter's old memory.
+            if self.started:
+                ms.ops.assign(parameter, value)
+            else:
+                parameter.set_data(value)
+        result = self.cell(*inputs)
+        self.started = True
+        for parameter, own in self.weights:
+            ms.ops.assign(own, ms.Tensor(parameter.asnumpy()))
+        return result
+
+
+def load(content: bytes) -> Any:
+    """Return the graph in a serialised MindIR."""
+    with tempfile.NamedTemporaryFile(suffix=".mindir") as file:
+        file.write(content)
+        file.flush()
+        return ms.load(file.name)

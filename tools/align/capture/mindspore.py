@@ -8,15 +8,14 @@ run.
 import fnmatch
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.tap import tapped
+from telechat_moe.graph.tap import Tapped, tapped
 from telechat_moe.graph.tap_plan import TappedOperator, TapPlan
 from telechat_moe.ops import native
 from telechat_moe.ops.tap import VALUES, recording
@@ -51,61 +50,6 @@ class Filter:
             return True
         found = _LAYER.search(name)
         return found is not None and int(found[1]) in self.layers
-
-
-@dataclass
-class Tapped:
-    """A net with taps in its graph; it is called like the net and shares its weights."""
-
-    net: Any  # a cell whose mode (training or not) is set
-    wanted: Callable[[TappedOperator], bool] = Filter()  # selects the operators to tap
-    states: bool = True  # see `tapped`
-    cell: Any = None
-    plan: TapPlan = field(default_factory=TapPlan)
-
-    def compile(self, *inputs: Any) -> None:
-        """Compile for inputs like these."""
-        import mindspore as ms
-        from mindspore import nn
-        from mindspore.graph.api import _cell_graph_executor as executor
-
-        native.load()
-        phase, _ = executor.compile(self.net, *inputs, phase="export.mindir")
-        mindir = executor._get_func_graph_proto(self.net, phase, "mind_ir")
-        content, self.plan = tapped(mindir, str(native.path()), self.wanted, self.states)
-        self.cell = nn.GraphCell(_loaded(content, ms))
-        own = {p.name: p for p in self.net.get_parameters()}
-        named = [(p, p.name.split(":")[-1]) for p in self.cell.get_parameters()]
-        self.weights = [(p, own[name]) for p, name in named if name in own]
-        self.started = False
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run the net; weights that the net writes change in the net itself, too."""
-        from mindspore import Tensor, ops
-
-        if self.cell is None:
-            self.compile(*inputs)
-        assert self.cell is not None
-        for parameter, own in self.weights:
-            value = Tensor(own.asnumpy())
-            # After the first run a graph's branches keep using a parameter's old memory.
-            if self.started:
-                ops.assign(parameter, value)
-            else:
-                parameter.set_data(value)
-        result = self.cell(*inputs)
-        self.started = True
-        for parameter, own in self.weights:
-            ops.assign(own, Tensor(parameter.asnumpy()))
-        return result
-
-
-def _loaded(content: bytes, ms: Any) -> Any:
-    """Return the graph in a serialised MindIR."""
-    with tempfile.NamedTemporaryFile(suffix=".mindir") as file:
-        file.write(content)
-        file.flush()
-        return ms.load(file.name)
 
 
 def capture(
