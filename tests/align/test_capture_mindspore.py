@@ -14,9 +14,10 @@ from replayed import replay
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.tap import Tapped
+from telechat_moe.ops import fingerprint
 from telechat_moe.ops.attention import FlashAttention
 from telechat_moe.tools.align.capture.mindspore import capture
-from telechat_moe.tools.align.dump import fingerprint, msprobe, value_files
+from telechat_moe.tools.align.dump import msprobe, value_files
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump import fingerprint
-from telechat_moe.tools.align.dump.fingerprint import Fingerprint
+from telechat_moe.ops import fingerprint
+from telechat_moe.ops.fingerprint import Fingerprint
 
 MASK = (1 << 64) - 1
 DTYPES = ["float32", "float64", "float16", "int64", "int8", "uint16", "bool"]

@@ -16,7 +16,8 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump import fingerprint, msprobe, msprobe_write, summary
+from telechat_moe.ops import fingerprint
+from telechat_moe.tools.align.dump import msprobe, msprobe_write, summary
 from telechat_moe.tools.align.dump.records import Phase, Scalar, TensorRecord
 
 

@@ -14,9 +14,10 @@ import pytest
 from test_across import GRADIENT, four, one
 
 from telechat_moe.cli import main
+from telechat_moe.ops import fingerprint
 from telechat_moe.tools.align.compare.profiles import NAMES, read
 from telechat_moe.tools.align.compare.tensors import CHUNK
-from telechat_moe.tools.align.dump import fingerprint, msprobe_write, value_files
+from telechat_moe.tools.align.dump import msprobe_write, value_files
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from telechat_moe.ops import native
+from telechat_moe.ops import fingerprint, native
 from telechat_moe.ops.tap import recording
-from telechat_moe.tools.align.dump import fingerprint
 
 BLOCK = 32 * fingerprint.BUCKETS
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 5 * BLOCK + 3, 33 * BLOCK + 11]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump import fingerprint, value_files
+from telechat_moe.ops import fingerprint
+from telechat_moe.tools.align.dump import value_files
 from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.msprobe import DATA, FINGERPRINT
 from telechat_moe.tools.align.dump.records import (
@@ -129,6 +130,7 @@ class _Writer:
             stats = stats or value_files.stats(values)
             if self._prints and mark is None:
                 mark = fingerprint.of(values).to_bytes()
+                value_files.release(values)
         entry: dict[str, Any] = {
             "type": "torch.Tensor" if self._torch else "mindspore.Tensor",
             "dtype": self._dtype(record.dtype),

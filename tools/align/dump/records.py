@@ -90,7 +90,7 @@ class TensorRecord:
     path: Path | None = None
     layout: TensorLayout | None = None  # its layout over devices; None: unknown
     requires_grad: bool | None = None
-    # Sketch and checksum, if the capture made them (`fingerprint.py`)
+    # Sketch and checksum, if the capture made them (`ops/fingerprint.py`)
     fingerprint: bytes | None = field(default=None, repr=False)
     # Returns the values; set by the reader
     read: Callable[[], Array] | None = field(default=None, repr=False, compare=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from telechat_moe.numerics import einsum
-from telechat_moe.tools.align.dump import fingerprint
-from telechat_moe.tools.align.dump.fingerprint import Fingerprint
+from telechat_moe.ops import fingerprint
+from telechat_moe.ops.fingerprint import Fingerprint
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
 from telechat_moe.tools.align.dump.value_files import chunks, stats
 from telechat_moe.tools.align.operators.approx import Array
@@ -56,7 +56,7 @@ def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
     if golden.read is not None and target.read is not None:
         return _of_values(golden.load(), target.load())
     if golden.fingerprint is not None or target.fingerprint is not None:
-        one, other = fingerprint.of_record(golden), fingerprint.of_record(target)
+        one, other = _fingerprint(golden), _fingerprint(target)
         if one is not None and other is not None:
             return _of_fingerprints(one, other, golden.dtype == target.dtype)
     crcs = checksum(golden, target), checksum(target, golden)
@@ -66,6 +66,13 @@ def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
     if found is None and None not in crcs and golden.dtype == target.dtype:
         return Distance(np.full(1, np.inf), np.zeros(1), most=np.inf, basis="checksum")
     return found
+
+
+def _fingerprint(record: TensorRecord) -> Fingerprint | None:
+    """Return a tensor's fingerprint, made of its values if the dump has those instead; None: it has neither."""
+    if record.fingerprint is not None:
+        return Fingerprint.from_bytes(record.fingerprint)
+    return None if record.read is None else fingerprint.of(record.load())
 
 
 def _of_fingerprints(golden: Fingerprint, target: Fingerprint, same: bool) -> Distance:

@@ -1,8 +1,8 @@
 """Fingerprints of tensors: 2 KiB each, which show whether two tensors are equal and how far apart they are.
 
 ``of(values)`` is the fingerprint of a tensor. ``distance`` estimates the relative L2 distance of two tensors from their
-fingerprints alone; the checksum is equal only for equal bits in equal positions. The kernel of ``ops/tap.py`` computes
-the same numbers.
+fingerprints alone; the checksum is equal only for equal bits in equal positions. The kernel of ``tap.py`` computes the
+same numbers; here they are defined.
 
 The sketch is a count sketch (Charikar, Chen and Farach-Colton 2002) with a cheap hash: element i of the whole,
 row-major, is lane ``i % 241`` of row ``i // 241``; 32 rows are a block. The element is multiplied by a sign for its
@@ -15,13 +15,12 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import Array, dot, einsum, widened
-from telechat_moe.tools.align.dump.records import TensorRecord
-from telechat_moe.tools.align.dump.value_files import chunks
 
 BUCKETS = 241
 """The number of buckets: a prime, so that no common length of a row returns to the same bucket in every row."""
@@ -83,17 +82,13 @@ def of(values: Array) -> Fingerprint:
     float32.
     """
     values = _numbers(values)
-    sketch = _Sketch()
-    for begin, (part,) in chunks([values], _CHUNK):
-        sketch.add(part, begin)
+    sketch, begin = _Sketch(), 0
+    flags: Any = ["external_loop", "buffered", "zerosize_ok"], ["readonly", "contig"]
+    for part in np.nditer(values, *flags, order="C", buffersize=_CHUNK):
+        flat: Array = np.asarray(part)
+        sketch.add(flat, begin)
+        begin += flat.size
     return Fingerprint(sketch.buckets, values.size, sketch.special, sketch.checksum, sketch.squares)
-
-
-def of_record(record: TensorRecord) -> Fingerprint | None:
-    """Return a tensor's fingerprint, made of its values if the dump has those instead; None: it has neither."""
-    if record.fingerprint is not None:
-        return Fingerprint.from_bytes(record.fingerprint)
-    return None if record.read is None else of(record.load())
 
 
 def distance(target: Fingerprint, golden: Fingerprint) -> float:
