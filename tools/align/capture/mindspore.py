@@ -56,14 +56,11 @@ def capture(
     net: Any,
     *inputs: Any,
     out: Path | str,
-    values: str = VALUES,
+    values: str = VALUES,  # or `statistics`, `fingerprint`
     layers: Iterable[int] | None = None,
     only: Sequence[str] = (),
 ) -> Any:
     """Run a net once, write what it computes as a tree of msprobe, and return its result.
-
-    Args:
-        values: ``tensor``, ``statistics`` or ``fingerprint``.
 
     Raises:
         BadInputError: ``out`` exists.
@@ -120,9 +117,6 @@ def capture_recipe(
 
     Args:
         steps: Steps to record, from 0.
-        values: As in :func:`capture`.
-        wanted: Selects the operators to record.
-        ranks: Ranks to record; None: all.
         edit: Changes the graph of each rank before it runs, to test that a fault is found.
 
     Raises:

@@ -30,11 +30,7 @@ _ELEMENTWISE = frozenset(_ONE_BY_ONE.split())
 
 
 def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayout]:
-    """Return the layouts of the tensors of a rank's graph by their ``id``.
-
-    Args:
-        plan: Plan of its graph.
-    """
+    """Return the layouts of the tensors of a rank's graph by their ``id``."""
     from telechat_moe.sharding.recipe import mesh_of
     from telechat_moe.sharding.shards import WeightShards
 

@@ -328,11 +328,7 @@ def _weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any],
 
 @contextmanager
 def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
-    """Record the torch functions that are called in the block and their backward; yield the calls.
-
-    Args:
-        modules: Whether to record what modules return, too.
-    """
+    """Record the torch functions called in the block and their backward, and maybe what modules return; yield the calls."""
     calls: dict[str, Call] = {}
     names = Modules(calls, record, modules)
     recorder = _Recorder(calls, names)

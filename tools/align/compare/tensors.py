@@ -39,8 +39,6 @@ def compare(
     Args:
         arrays: Values of the target, of the reference and, for a standard that needs it, of a third run; all of them
             arrays, or tensors that are merged as they are read.
-        dtype: Type that the target was computed in.
-        golden_dtype: Type of the reference.
     """
     target, golden = arrays[:2]
     if golden.shape != target.shape:

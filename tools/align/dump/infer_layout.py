@@ -48,7 +48,6 @@ def infer(
 
     Args:
         shards: What the ranks hold; the mesh lists the ranks in ascending order.
-        shape: Shape of the whole tensor, from a run on one device.
         mesh: Axes and their lengths, outermost first; None: unknown, every nesting is tried.
 
     Raises:

@@ -28,7 +28,6 @@ def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> Tensor
     """Return the layout that a dump describes.
 
     Args:
-        found: The value of ``layout``.
         shard_size: The value of ``hsdp_shard_size``: the number of copies that share a tensor's first dimension.
 
     Raises:

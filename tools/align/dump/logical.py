@@ -287,7 +287,6 @@ def logical(
     """Return the tensor that shards form; nothing is read yet.
 
     Args:
-        shards: What the ranks hold, in any order.
         layout: Their layout; None: each shard is a record that has one.
         shape: Shape of the whole tensor; needed where filler hides it.
 
@@ -384,11 +383,7 @@ def _part(record: TensorRecord, place: ShardIndices, box: Box) -> tuple[Any, Arr
 
 
 def _overlap(held: Indices, low: int, high: int) -> tuple[Indexer, Indexer] | None:
-    """Return the elements of a dimension between ``low`` and ``high`` that a shard holds.
-
-    Returns:
-        Positions counted from ``low``, and positions in the shard; None: the shard has nothing there.
-    """
+    """Return where a shard holds something between ``low`` and ``high``: counted from ``low``, and in it; None: nowhere."""
     if isinstance(held, range):
         begin, end = max(held.start, low), min(held.stop, high)
         where, own = (slice(begin - first, end - first) for first in (low, held.start))

@@ -187,16 +187,11 @@ def merge_ranks(
     bound: Bound | None = None,
     keep: bool = False,
 ) -> tuple[RankDump, list[Outcome]]:
-    """Merge the ranks of a step.
+    """Return the ranks of a step as one, rank 0, without tensors that could not be merged, and what came of each tensor.
 
     Args:
-        said: Information that the dump lacks.
-        write: Writes merged tensors.
         bound: How far copies may differ.
         keep: Whether to write tensors whose copies differ, too, with the first copy.
-
-    Returns:
-        The merged dump, as rank 0, without tensors that could not be merged; and the result for each tensor.
 
     Raises:
         BadInputError: The dump is broken.

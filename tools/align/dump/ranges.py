@@ -71,10 +71,7 @@ class ShardMap:
 def locate(
     layout: TensorLayout, shapes: Mapping[ShardKey, Shape], shape: Shape | None = None
 ) -> ShardMap:
-    """Return what the shards of a layout hold.
-
-    Args:
-        shape: Shape of the whole tensor; needed where filler hides it (``padded``, ``flat``).
+    """Return what the shards of a layout hold; ``shape`` of the whole is needed where filler hides it.
 
     Raises:
         LayoutError: The layout contradicts itself, the shards, or the shape.
@@ -148,9 +145,6 @@ def describe(layout: TensorLayout) -> str:
     text = f"{mesh or 'one device'}: [{dims}]"
     text += "".join(f", {kind} over {axis}" for axis, kind in layout.partial.items())
     return text + (f", flat over {'*'.join(layout.flat)}" if layout.flat else "")
-
-
-# ---------------------------------------------------------------------------------- the layout itself
 
 
 def _check_axes(layout: TensorLayout) -> None:
@@ -243,9 +237,6 @@ def _coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
             place = dict(zip(extent, at, strict=True))
             found[ShardKey(rank, call)] = place | ({layout.calls: call} if layout.calls else {})
     return found
-
-
-# -------------------------------------------------------------------------------------- cutting
 
 
 def _lengths(

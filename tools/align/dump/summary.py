@@ -35,14 +35,10 @@ def inspect(
     path: Path,
     step: int | None = None,
     rank: int | None = None,
-    calls: bool = False,
-    verify: bool = False,
+    calls: bool = False,  # list every call
+    verify: bool = False,  # open every file of values
 ) -> dict[str, Any]:
     """Return what a dump, or one step or rank of it, holds, as ``telechat-moe align inspect --help`` describes it.
-
-    Args:
-        calls: Whether to list every call.
-        verify: Whether to open every file of values.
 
     Raises:
         BadInputError: The dump is broken, or has no such step or rank.

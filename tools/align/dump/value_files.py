@@ -58,9 +58,7 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     """Return the values of a tensor, mapped where the file holds a NumPy type.
 
     Args:
-        path: ``.npy`` or ``.pt`` file.
         dtype: Canonical name of the type that the program computed in.
-        shape: Shape in the dump.
         root: Folder that must contain the file after links are followed.
 
     Raises:
@@ -112,12 +110,7 @@ def _widened(bits: Array) -> Array:
 
 
 def save_pt(path: Path, values: Array, dtype: str) -> None:
-    """Write a tensor as ``torch.save`` does; equal values give equal bytes.
-
-    Args:
-        values: The values; bfloat16 widened.
-        dtype: Canonical name of the type to store.
-    """
+    """Write a tensor (bfloat16 widened) in a type as ``torch.save`` does; equal values give equal bytes."""
     names = {name: storage for storage, name in _STORAGES.items()}
     if dtype == "bfloat16":
         wide = np.ascontiguousarray(values, np.float32).reshape(-1)
@@ -179,13 +172,9 @@ def boxes(shape: Sequence[int], elements: int) -> Iterator[tuple[slice, ...]]:
 
 
 def chunks(arrays: Sequence[Array], elements: int) -> Iterator[tuple[int, list[Array]]]:
-    """Yield flat chunks of arrays of one shape, in C order, with the index of their first element.
+    """Yield flat chunks of so many elements of arrays of one shape, in C order, with the index of their first element.
 
     What was read of mapped arrays is released. A chunk may be overwritten by the next one.
-
-    Args:
-        arrays: Arrays, maybe mapped.
-        elements: As many elements make a chunk; the last one may have fewer.
     """
     begin = released = 0
     flags: Any = ["external_loop", "buffered", "zerosize_ok"]

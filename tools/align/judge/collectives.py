@@ -439,9 +439,6 @@ def _other_reduction(
     return None
 
 
-# ------------------------------------------------------------------ groups
-
-
 def with_groups(dump: Dump) -> Dump:
     """Return a dump whose collectives name their groups, taken from the layouts of their inputs."""
     return Dump(dump.root, {key: _corrected(rank) for key, rank in dump.ranks.items()})

@@ -173,8 +173,6 @@ def _of_integers(found: Array, value: Array) -> Answer:
     return "wrong index", f"{wrong} of {a.size} numbers differ"
 
 
-# ------------------------------------------------------------------ hypotheses
-
 _MOST_TERMS = 4096  # of a product's sums, whose weights are solved for
 _MOST_ROUNDINGS = 64  # of a narrow accumulator, in units of the largest value
 
@@ -345,17 +343,14 @@ def _lost_part(d: _Difference) -> Answer | None:
         gram += np.eye(len(gram)) * 1e-12 * np.trace(gram)
         if not np.any(np.diag(gram)) or not np.all(np.isfinite(weights)):
             continue
-        lost = np.flatnonzero(_solved(gram, weights) > 0.5)
+        found: Array = np.linalg.solve(gram, weights)
+        lost = np.flatnonzero(found > 0.5)
         explained = d.value - (p[..., lost] @ q[:, lost]).reshape(d.x.shape)
         if 0 < len(lost) < len(gram) and d.fits(explained):
             whole = lost[-1] - lost[0] + 1 == len(lost)
             said = f"{lost[0]} to {lost[-1]}" if whole else ", ".join(map(str, lost[:6]))
             return "lost part of K", f"{len(lost)} of {len(gram)} terms are not added: {said}"
     return None
-
-
-def _solved(matrix: Array, right: Array) -> Array:
-    return np.linalg.solve(matrix, right)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _factors(d: _Difference) -> Iterator[tuple[Array, Array]]:

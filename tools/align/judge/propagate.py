@@ -93,8 +93,6 @@ class Followed:
         sigma = np.hypot(own.sigma * factor.value, own.value * factor.sigma)
         return Held(own.value * factor.value, sigma)
 
-    # ------------------------------------------------------------------ one rank
-
     def _rank(self, dump: RankDump) -> Generator[bool, None, None]:
         """Follow a rank; yield whenever it waits for others, and whether it has got on since."""
         held, tensors = self._held[dump.rank], self._flows[dump.rank].tensors
@@ -186,8 +184,6 @@ class Followed:
         back = flow.dump.calls[place[0]].phase is Phase.BACKWARD
         return back or place[1] == "input.grad" or place[0] in flow.late
 
-    # ------------------------------------------------------------------ operators
-
     def _fed(self, rank: int, call: Call) -> dict[str, Held]:
         """Return the tensors that a call is given here, by place."""
         given = {place: self.of(rank, (call.key, place)) for place, _ in call.given()}
@@ -235,8 +231,6 @@ class Followed:
             if x is not None:
                 found[place] = _stored(x, self._finer(record.dtype), formula.exact)
         return found
-
-    # ------------------------------------------------------------------ exchanges
 
     def _exchange(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
         """Return what an exchange gives, as soon as all its ranks have come to it."""

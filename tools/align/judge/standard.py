@@ -207,7 +207,7 @@ class Standard:
             elif v.place.startswith("output"):
                 left.append(not_judged(v.key, _FOLLOWS, v.place))
             if chosen and v.status == "diverged" and left and left[-1].status == "pass":
-                self.flips.append((*_place(call, target), v.key))
+                self.flips.append((split(call.key, target.step)[0], target.rank, v.key))
         return left
 
     def _aligned(self, step: int, rank: int) -> RankDump | None:
@@ -291,10 +291,6 @@ def _stored(standard: Standard, name: str, reference: "Stored", target: "Stored"
 def finite(x: float) -> float | None:
     """Return a number; None if it is infinite or NaN, which JSON has not."""
     return x if math.isfinite(x) else None
-
-
-def _place(call: Call, target: RankDump) -> tuple[int, int]:
-    return split(call.key, target.step)[0], target.rank
 
 
 def _whole(dtype: str) -> bool:

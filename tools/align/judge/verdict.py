@@ -40,7 +40,6 @@ def judge(
     """Compare a tensor with its reference.
 
     Args:
-        place: Position of the tensor in the call.
         found: What the program computed, widened.
         expected: What it should have computed; a plain array must be matched exactly.
         dtype: Type of the program's tensor.

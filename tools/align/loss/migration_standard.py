@@ -66,13 +66,9 @@ def gate(
     every: int = 1,
     least: int = STEPS,
 ) -> Gate:
-    """Judge a run by the standard.
+    """Judge a run by the standard, from losses and norms of the gradient (NaN: unknown) at the compared steps.
 
     Args:
-        bases: Losses of the base runs at the compared steps.
-        target: Losses of the judged run.
-        norms: Norms of the gradient of the base runs; NaN where unknown.
-        target_norm: That of the judged run.
         every: Training steps from one value to the next.
         least: Fewest steps for a verdict.
     """

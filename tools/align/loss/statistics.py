@@ -365,14 +365,11 @@ def detectable(error: float, chance: float, limit: float) -> float:
 
 
 def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
-    """Return the indices at which single differences exceed what the tail of the noise explains.
+    """Return the indices and sizes of single differences that exceed what the tail of the noise explains.
 
     In equivalent runs, positive and negative differences have the same tail: each side is judged by the other one's
     (Hill's estimate over the largest fiftieth), so that noise with heavy tails is no finding. The probability of any
     finding under noise is ``alpha``; differences below ``least`` are none.
-
-    Returns:
-        Index and difference of each finding.
     """
     from scipy.ndimage import maximum_filter1d
 

@@ -35,7 +35,6 @@ def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = Non
 
     Args:
         bases: Runs of the benchmark: same weights, data and settings, without enforced determinism.
-        settings: Margins and risks of the tests.
     """
     chosen = settings or Settings()
     curves = [*bases, target]

@@ -98,8 +98,6 @@ class Approx:
         inner = inner * (2.0 if dtype == "float64" else 1.0)
         return inner + 0.5 * spacing(np.abs(self.value) + inner, dtype)
 
-    # ------------------------------------------------------------------ making results
-
     def made(
         self,
         value: Any,
@@ -148,8 +146,6 @@ class Approx:
     def stop(self) -> "Approx":
         """Return the same numbers without their history."""
         return self.like(self.value, self.sigma, self.limit)
-
-    # ------------------------------------------------------------------ element by element
 
     def __add__(self, other: Any) -> "Approx":
         o = self.constant(other)
@@ -206,7 +202,6 @@ class Approx:
         """Return the result of a function.
 
         Args:
-            value: Values of the function.
             slope: Derivatives of the function, for the error of the argument.
             derivative: Computes the derivative from argument and result, as a backward kernel does.
             ulps: Accuracy of the function.
@@ -310,8 +305,6 @@ class Approx:
                 [(self, lambda g: fit(g.times(factor), self))],
             )
 
-    # ------------------------------------------------------------------ reductions
-
     def sum(self, axis: Axes = None, keepdims: bool = False) -> "Approx":
         """Sum in any order."""
         value = self.value.sum(axis, keepdims=True)
@@ -397,8 +390,6 @@ class Approx:
             (o, lambda g: fit(a.swap(-1, -2).matmul(g), o)),
         ]
         return self._stored_sum(value, np.sqrt(variance), limit, parents)
-
-    # ------------------------------------------------------------------ moves
 
     def moved(self, move: Callable[[Array], Array], repeats: bool = False) -> "Approx":
         """Return all arrays moved by the same function (indexing, reshaping, transposition, repetition).

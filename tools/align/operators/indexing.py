@@ -219,13 +219,10 @@ CHOOSES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "ArgMaxWithValue": 0
 
 
 def same_choice(x: Array, found: Array, expected: Array, dim: int | None) -> Array:
-    """Return where an index may replace another because both refer to equal elements.
+    """Return where an index found may replace the expected one because both refer to equal elements.
 
     Args:
-        x: What was chosen from.
-        found: Indices of the program.
-        expected: Indices of the reference.
-        dim: Dimension that they index; None: the flat array.
+        dim: Dimension of ``x`` that they index; None: the flat array.
     """
     if dim is None:
         flat = x.reshape(-1)

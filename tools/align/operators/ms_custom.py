@@ -54,9 +54,6 @@ def _back(
     ]
 
 
-# ------------------------------------------------------------------ products
-
-
 def _operands(a: Arguments, *names: str) -> list[Approx]:
     return [_operand(getattr(a, name), a.bf16) for name in names]
 
@@ -117,9 +114,6 @@ def _grouped_swiglu_grad(a: Arguments) -> Any:
     dx1, dgate = _back([grouped_product(x, gate, a.sizes)], [dg], [x, gate])
     dx2, dup = _back([grouped_product(x, up, a.sizes)], [du], [x, up])
     return [dx1 + dx2, dgate, dup]
-
-
-# ------------------------------------------------------------------ attention
 
 
 def _heads(*tensors: Approx) -> list[Approx]:
@@ -222,9 +216,6 @@ def _assemble_grad(a: Arguments) -> Any:
     return _back(_assembled(a, *inputs), grads, inputs)
 
 
-# ------------------------------------------------------------------ experts
-
-
 def highest(x: Array, count: int) -> Array:
     """Return the indices of the highest values of each row, of equal ones the first."""
     return np.argsort(-x, 1, kind="stable")[:, :count]
@@ -321,9 +312,6 @@ def _unpermute_grad(a: Arguments) -> Any:
     return _back([result], [a.grad], [y, weight])
 
 
-# ------------------------------------------------------------------ loss, norm of gradients
-
-
 def _losses(a: Arguments, x: Approx) -> tuple[Approx, Approx]:
     """Return the loss ``(1,)``, and each row's maximum and log-sum-exp above it ``[T, 2]``."""
     label, mask = integers(a.label), plain(a.mask).astype(np.float64)
@@ -354,9 +342,6 @@ def _square_sums(a: Arguments) -> Any:
     sums = [(floating(x) * floating(x)).sum().reshape(1) for x in a.input]
     each = concatenate(sums, 0)
     return [each.sum().sqrt().reshape(1), each]
-
-
-# ------------------------------------------------------------------ programs of the virtual machine
 
 
 _ARITHMETIC = (

@@ -252,9 +252,6 @@ ops(
 )
 
 
-# ------------------------------------------------------------------ derivatives that are primitives themselves
-
-
 @primitive("SiLUGrad", "grad input", stores=True)
 def _silu_grad(a: Arguments) -> Any:
     """Compute ``g s (1 + x (1 - s))``."""

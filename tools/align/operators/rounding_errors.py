@@ -16,7 +16,6 @@ def rounding(size: Array, roundings: float, stored: str, accumulated: str) -> Ar
     """Return the largest error of a result.
 
     Args:
-        size: Magnitudes of the results.
         roundings: Number of unit roundoffs of the stored type; those above 1 count in the accumulating type.
         stored: Type that the result is rounded to.
         accumulated: Type that the operation computes in.
@@ -45,7 +44,6 @@ def sum_errors(
     of equal terms are equal, not independent. The limit is ``n u`` times the sum of magnitudes, by Cauchy's inequality.
 
     Args:
-        squares: Sum of squares.
         kind: Type that they are accumulated in.
         same: Share of the pairs of terms that are equal, see :func:`alike`.
         walk: Mean square of the partial sums in the order of the terms, where known.

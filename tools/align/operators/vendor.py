@@ -78,13 +78,7 @@ def _rotary_of_angles(a: Arguments) -> Any:
 
 
 def _legal_choice(score: Approx, best: Array, made: Any) -> Array:
-    """Return the program's choice where the errors of the scores allow it, else the best.
-
-    Args:
-        score: ``[T, E]``.
-        best: Indices of the highest ``[T, K]``.
-        made: Record of the program's indices, or None.
-    """
+    """Return the program's choice ``[T, K]`` where the errors of the scores ``[T, E]`` allow it, else the best."""
     found = None if made is None else made.load().astype(np.int64)
     if (
         found is None

@@ -38,9 +38,6 @@ def plain(
     """Return everything that the page shows as plain JSON types: what ``align bisect --json`` writes.
 
     Args:
-        outcome: From :func:`telechat_moe.tools.align.judge.bisect.bisect`.
-        reference: Name of the trusted run.
-        target: Name of the judged run.
         graph: The neighbourhood of the first divergent call, from ``neighbourhood.py``.
         standard: The published standard that tensors were judged by.
     """

@@ -1,12 +1,11 @@
 """Write verdicts as JUnit XML, which CI systems show."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 
-@dataclass(frozen=True)
-class JunitCase:
+class JunitCase(NamedTuple):
     """One judged item."""
 
     group: str  # group of the case (JUnit's `classname`)
@@ -15,7 +14,7 @@ class JunitCase:
     skipped: str | None = None  # why it was not judged; None: it was judged
     text: str = ""  # details of a failure
 
-    def __str__(self) -> str:
+    def xml(self) -> str:
         """Return the case as XML."""
         inner = ""
         if self.failure is not None:
@@ -27,7 +26,7 @@ class JunitCase:
 
 def suite(name: str, cases: Sequence[JunitCase]) -> str:
     """Return a suite of cases as JUnit XML."""
-    body = "".join(map(str, cases))
+    body = "".join(case.xml() for case in cases)
     failures, skipped = body.count("<failure "), body.count("<skipped ")
     counts = f'tests="{len(cases)}" failures="{failures}" errors="0" skipped="{skipped}"'
     return (
