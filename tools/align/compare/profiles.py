@@ -255,7 +255,7 @@ _STANDARDS: Mapping[str, Callable[..., Profile]] = {
     "torch": _torch,
     "close": _close,
     "ulp": _ulp,
-    "bitwise": lambda: Profile("equal bytes", lambda *_: Bitwise(), same_dtype=True),
+    "bitwise": lambda: Profile("equal bytes", lambda dtype, golden: Bitwise(), same_dtype=True),
 }
 NAMES = tuple(_STANDARDS)
 _BY_TYPE = tuple(n for n in NAMES if n not in ("mindformers", "close", "ulp", "bitwise"))

@@ -343,8 +343,7 @@ def _lost_part(d: _Difference) -> Answer | None:
         gram += np.eye(len(gram)) * 1e-12 * np.trace(gram)
         if not np.any(np.diag(gram)) or not np.all(np.isfinite(weights)):
             continue
-        found: Array = np.linalg.solve(gram, weights)
-        lost = np.flatnonzero(found > 0.5)
+        lost = np.flatnonzero(np.linalg.solve(gram, weights) > 0.5)  # pyright: ignore
         explained = d.value - (p[..., lost] @ q[:, lost]).reshape(d.x.shape)
         if 0 < len(lost) < len(gram) and d.fits(explained):
             whole = lost[-1] - lost[0] + 1 == len(lost)

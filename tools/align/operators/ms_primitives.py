@@ -259,7 +259,10 @@ def _silu_grad(a: Arguments) -> Any:
     return floating(a.grad) * (s * (1 + x * (1 - s)))
 
 
-def _of_output(slope: Callable[[Approx, Approx, Any], Approx]) -> Callable[[Arguments], Approx]:
+_Sum = Callable[[Approx], Approx]
+
+
+def _of_output(slope: Callable[[Approx, Approx, _Sum], Approx]) -> Callable[[Arguments], Approx]:
     """Return a gradient from the result y, the coming gradient g, and how it is summed along ``dim``."""
 
     def formula(a: Arguments) -> Approx:
