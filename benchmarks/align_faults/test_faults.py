@@ -25,6 +25,7 @@ from benchmarks.align_faults.weights import Shape
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
 from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.bisect import bisect
+from telechat_moe.tools.align.judge.shards import in_shards, is_own
 
 FOLDER = Path(baselines.__file__).parent
 ROOT = FOLDER.parents[1]
@@ -361,6 +362,54 @@ def test_dumps_that_cannot_be_recomputed(noise):
     assert all(others.keys() == {*baselines.METHODS} for *_, others in found)
     if noise == "sums":
         assert [exact for _, exact, _ in found].count(True) >= 2
+
+
+@pytest.mark.parametrize(
+    ("dumps", "number"),
+    [
+        ("complete", 0),  # tokens shifted
+        ("complete", 24),  # weights of another seed
+        ("weights", 38),  # a doubled gradient is sent
+        ("vendor", 33),  # of the sum of two ranks' terms, which one rank makes at once
+        ("vendor", 37),  # a bit of what an operator was given
+    ],
+)
+def test_a_call_is_named_by_a_reference_of_another_layout(dumps, number):
+    found = incomplete.wrong(dumps, number, 0, "layout")
+    assert found is not None
+    assert found[:2] == ("diverged", True)
+
+
+@pytest.mark.parametrize("number", [26, 29])
+def test_the_norm_of_a_shard_is_no_term_of_the_norm(number):
+    """Test right pairs in which it is near one by chance."""
+    assert incomplete.right("vendor", number, 0, "layout")[0] == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2", "tp2", "tp4 sp", "cp2 tp2", "pp2", "ep2 tp2", "tp2 extends ep", "zero dp2"]
+)
+def test_a_reference_in_the_shards_of_another_layout(layout):
+    """Test in right runs that what takes the reference's shards makes them, too."""
+    pair = suite.in_layout(Base(layout, seed=4), "one")
+    for reference, target in (pair, pair[::-1]):
+        one, two = run(reference).dump(), run(target).dump()
+        shards, known, far = in_shards(one, two), 0, list[str]()
+        for at, dump in two.ranks.items():
+            for key, call in dump.calls.items():
+                golden = dict(shards.ranks[at].calls[key].tensors())
+                known += not is_own(shards.ranks[at].calls[key], call)
+                given = all(_near(t, golden[place]) for place, t in call.given())
+                made = all(_near(t, golden[place], 1e-3) for place, t in call.made())
+                far += [] if made or not given else [key]
+        assert not far
+        assert known > 0.5 * sum(len(dump.calls) for dump in two.ranks.values())
+
+
+def _near(one, other, limit=1e-5):
+    x, y = (t.load().astype(np.float64) for t in (one, other))
+    size = float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+    return np.allclose(x, y, rtol=limit, atol=limit * size)
 
 
 def test_a_lost_operator_is_no_fused_one():

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.across_layouts import across
-from telechat_moe.tools.align.judge.propagate import Followed
-from telechat_moe.tools.align.judge.sizes import Sizes, agreed
+from telechat_moe.tools.align.judge.propagate import Followed, Sizes, agreed
 from telechat_moe.tools.align.operators.approx import Approx
 
 RNG = np.random.default_rng(0)

@@ -37,9 +37,10 @@ from telechat_moe.tools.align.judge.distance import (
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import named_differently, narrowest_of
 from telechat_moe.tools.align.judge.pins import Believed, Held, chose_otherwise, narrowest, set_part
-from telechat_moe.tools.align.judge.points import STATES, Point, by_weight
+from telechat_moe.tools.align.judge.points import STATES, Point, at_worst, by_weight
 from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.shards import in_shards
 from telechat_moe.tools.align.judge.sides import Sides
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Status, Verdict
@@ -102,7 +103,8 @@ def across(
     elif named_differently(reference.at(steps[0]), target.at(steps[0])):
         links = tensor_map(reference, target)
     grouped = with_groups(target)
-    outcome = bisect(grouped, target, Known(), itself=True, progress=progress)
+    believed = grouped if links else in_shards(reference, grouped)
+    outcome = bisect(believed, target, Known(), itself=True, progress=progress)
     findings, judged = list(outcome.findings), dict(outcome.judged)
     recomputed = sum(judged.values())
     points, unknown = _Points(outcome, tolerance, standard), Counter(outcome.unknown)
@@ -234,7 +236,7 @@ class _Points:
                 if said:
                     verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
                     finding = replace(finding, verdict=verdict, family="unknown", evidence="")
-                kept = _at_worst(one, other), other._replace(values=None)
+                kept = at_worst(one, other), other._replace(values=None)
                 if finding.verdict.status == "pass":
                     self.sides.agreed.append(kept)
                 compared.append((finding, kept))
@@ -281,7 +283,14 @@ class _Points:
             if first.evidence:
                 family = first.family if family == "programs differ" else family
                 said = f"{first.evidence}; {said}"
-            placed[0] = replace(first, family=family, evidence=said, modules=modules), one, other
+            first = replace(first, family=family, evidence=said, modules=modules)
+            sent = self.sides.unmade(other) if self.believed is not None else None
+            if sent is not None:
+                rank, call, place = sent
+                said = f"{place} of {call.key} is not what a call made; {first.verdict.reason}"
+                verdict = replace(first.verdict, key=call.key, place=place, reason=said)
+                first = replace(first, rank=rank, call=call, verdict=verdict)
+            placed[0] = first, one, other
         return [f for f, _, _ in placed]
 
     def _counted(self, finding: Finding, dtype: str) -> Finding:
@@ -461,16 +470,6 @@ class _Points:
             narrow = min(kinds if before else (*kinds, self.kinds[1]), key=lambda d: FLOATS[d].bits)
             found = TOLERANCE.get(narrow, TOLERANCE["bfloat16"])
         return found + AMPLIFIED * self.drift
-
-
-def _at_worst(one: Point, other: Point) -> Point:
-    """Return a point without its values, at the part (of a stack of experts) that differs most."""
-    x, y = one.values, other.values
-    if len(one.parts) > 1 and x is not None and y is not None and x.size == y.size:
-        at = int(np.argmax(np.abs(x.reshape(-1) - y.reshape(-1))))
-        key, place = one.parts[int(np.searchsorted(np.cumsum(one.sizes), at, "right"))]
-        one = one._replace(key=key, place=place)
-    return one._replace(values=None)
 
 
 def _same_rule(update: Call, near: Mapping[str, tuple[Point, Point]]) -> bool:

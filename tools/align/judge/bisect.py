@@ -32,6 +32,7 @@ from telechat_moe.tools.align.judge.other_run import OtherRun
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome, Seen
 from telechat_moe.tools.align.judge.pairing import STEP, aligned, content_of, split, without_repeats
 from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.shards import is_own
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
 
@@ -70,7 +71,8 @@ def bisect(
     Args:
         known: Results of earlier comparisons with the same reference; new ones are added.
         first: Stop at the first divergent operator of each rank; only what was judged until then is counted.
-        itself: The reference is the target: calls that cannot be recomputed are not judged by it.
+        itself: The reference is the target, perhaps with tensors of another layout in its shards (``shards.py``); that
+            calls agree with it shows nothing.
         progress: Called as calls are recomputed.
         standard: Judge tensors by a published standard, in place of recomputation and data flow.
     """
@@ -106,7 +108,7 @@ def bisect(
     if findings:
         f = findings[0]
         calls = [run[f.step, f.rank].calls.get(f.verdict.key) for run in (believed, ours)]
-        values = values_at(f.verdict, None if itself else calls[0], calls[1])
+        values = values_at(f.verdict, None if is_own(*calls) else calls[0], calls[1])
         findings[0] = replace(f, values=values)
     findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
     verdict, reason = answer(bool(findings), run.coverage)
@@ -155,6 +157,8 @@ class _Comparison:
         self.theirs[target.rank] = theirs
         wrong: dict[str, list[Verdict]] = {}
         for verdict in (*broken_edges(theirs, ours), *wrong_sums(theirs, ours)):
+            if self.itself and _may_differ(verdict, theirs, ours):
+                continue
             if verdict.status == "not judged":
                 self._count(verdict, target)
             else:
@@ -192,7 +196,10 @@ class _Comparison:
         places = {key: i for i, key in enumerate(target.calls)}
         known = [(split(k, target.step)[0], places[k] - begins[k]) for k in wrong if k in places]
         limit = min([self.limit, *known])
-        other = None if self.itself else OtherRun(reference, target)
+        calls = reference.calls
+        if self.itself:
+            calls = {k: c for k, c in calls.items() if not is_own(c, target.calls.get(k))}
+        other = OtherRun(replace(reference, calls=calls), target)
         kind = "api" if any(c.kind == "api" for c in target.calls.values()) else "module"
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
@@ -204,14 +211,16 @@ class _Comparison:
                 return
             if is_exchange(call):
                 verdicts, others = [v for v in others if v.status == "not judged"], []
-                if not verdicts or other is None:
+                if not verdicts:
                     self.coverage.add(call, verdicts)
                     continue
                 self.judged.subtract(v.status for v in verdicts)  # they are counted below
                 self.unknown.subtract(v.reason for v in verdicts)
             else:
                 verdicts = self._verdicts(call, reference, target)
-            verdicts = verdicts if other is None else other.judged(call, verdicts)
+            judged = other.judged(call, verdicts)
+            if not self.itself or worst(judged).status == "diverged":
+                verdicts = judged
             first = worst(verdicts)
             known = 0.0 if self.itself else 4 * _also_wrong(key, reference)
             if first.status == "diverged" and first.ratio <= known:
@@ -308,6 +317,13 @@ class _Comparison:
             return f
         name = f"{f.step}{STEP}{f.call.key}" if joined else f.call.key
         return replace(f, phase=phase_of(replace(f.call, key=name), self.theirs[f.rank]))
+
+
+def _may_differ(verdict: Verdict, theirs: DataFlow, ours: DataFlow) -> bool:
+    """Return whether a verdict on an input may follow from another layout: of what only collectives or updates take."""
+    place = verdict.key, verdict.place
+    made = not theirs.sources_of(place) and ours.sources_of(place)
+    return verdict.status == "not judged" or bool(made) or verdict.key in ours.late
 
 
 def _where(target: RankDump, key: str) -> tuple[int, int]:

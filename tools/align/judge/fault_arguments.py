@@ -137,10 +137,10 @@ def leaves(call: Call) -> list[tuple[str, Value]]:
     return found
 
 
-def changed(call: Call, change: Callable[[str, Value], Value]) -> Call:
-    """Return a call with each argument, and each one inside of a list or mapping, replaced.
+def changed(call: Call, change: Callable[[str, Value], Value], results: bool = False) -> Call:
+    """Return a call with each argument, and each one inside of a list or mapping, replaced; with ``results`` these, too.
 
-    ``change`` takes the place of an argument, such as ``input.0.1``, and the argument.
+    ``change`` takes the place of a value, such as ``input.0.1``, and the value.
     """
 
     def walk(place: str, value: Value) -> Value:
@@ -152,7 +152,8 @@ def changed(call: Call, change: Callable[[str, Value], Value]) -> Call:
 
     inputs = [walk(f"input.{i}", v) for i, v in enumerate(call.inputs)]
     kwargs = {k: walk(f"input.{k}", v) for k, v in call.kwargs.items()}
-    return replace(call, inputs=inputs, kwargs=kwargs)
+    made = [walk(f"output.{i}", v) for i, v in enumerate(call.outputs)] if results else call.outputs
+    return replace(call, inputs=inputs, kwargs=kwargs, outputs=made)
 
 
 def _with(call: Call, changes: Mapping[str, Value]) -> Call:

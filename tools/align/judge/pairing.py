@@ -85,13 +85,10 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
     calls belong together. Where the runs share no names (other scopes, another front end), operators serve as names.
     """
     ours, theirs = _forwards(target), _forwards(reference)
-    if [key for key, _ in ours] == [key for key, _ in theirs]:
+    if [c.key for c in ours] == [c.key for c in theirs]:
         return target, {}
-    mine, other = ([call.name for _, call in calls] for calls in (ours, theirs))
-    if not {*mine} & {*other}:
-        mine, other = ([_operator(call) for _, call in calls] for calls in (ours, theirs))
-    new = {key: f"{_head(key)}{_EXTRA}.forward" for key, _ in ours}
-    new |= {ours[a][0]: theirs[b][0] for a, b in _pairs(mine, other, ours, theirs)}
+    new = {c.key: f"{_head(c.key)}{_EXTRA}.forward" for c in ours}
+    new |= {ours[a].key: theirs[b].key for a, b in paired(ours, theirs)}
     known = {_head(key): _head(name) for key, name in new.items()}
     calls: dict[str, Call] = {}
     names: dict[str, str] = {}
@@ -104,13 +101,11 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
     return replace(target, calls=calls), names
 
 
-def _pairs(
-    mine: list[str],
-    other: list[str],
-    ours: list[tuple[str, Call]],
-    theirs: list[tuple[str, Call]],
-) -> Iterator[tuple[int, int]]:
+def paired(ours: Sequence[Call], theirs: Sequence[Call]) -> Iterator[tuple[int, int]]:
     """Yield pairs of calls that belong together: by the order of names, else by name and content in any order."""
+    mine, other = ([call.name for call in calls] for calls in (ours, theirs))
+    if not {*mine} & {*other}:
+        mine, other = ([_operator(call) for call in calls] for calls in (ours, theirs))
     left, right = set(range(len(mine))), set(range(len(other)))
     for a, b, size in SequenceMatcher(None, mine, other, autojunk=False).get_matching_blocks():
         yield from ((a + i, b + i) for i in range(size))
@@ -118,9 +113,9 @@ def _pairs(
         right -= set(range(b, b + size))
     waiting: dict[bytes, list[int]] = {}
     for b in sorted(right):
-        waiting.setdefault(_content(theirs[b][1]), []).append(b)
+        waiting.setdefault(_content(theirs[b]), []).append(b)
     for a in sorted(left):
-        found = waiting.get(_content(ours[a][1]))
+        found = waiting.get(_content(ours[a]))
         if found:
             yield a, found.pop(0)
 
@@ -131,12 +126,12 @@ def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
     A backward call of such a call is assigned to the other.
     """
     forwards = _forwards(dump)
-    only = {key for key, call in forwards if key not in other.calls and not is_exchange(call)}
+    only = {c.key for c in forwards if c.key not in other.calls and not is_exchange(c)}
     kinds = {_operator(dump.calls[key]) for key in only}
     first: dict[bytes, str] = {}
-    for key, call in forwards:
-        if key not in only and _operator(call) in kinds:
-            first.setdefault(_content(call), key)
+    for call in forwards:
+        if call.key not in only and _operator(call) in kinds:
+            first.setdefault(_content(call), call.key)
     repeats = {key: first[mark] for key in only if (mark := _content(dump.calls[key])) in first}
     if not repeats:
         return dump
@@ -192,10 +187,7 @@ def _operator(call: Call) -> str:
     return formula.name if formula is not None else call.name.rsplit(".", 1)[-1]
 
 
-def _forwards(dump: RankDump) -> list[tuple[str, Call]]:
+def _forwards(dump: RankDump) -> list[Call]:
     """Return the operators' calls except backward ones, in order."""
-    return [
-        (key, call)
-        for key, call in dump.calls.items()
-        if call.kind == "api" and call.phase is not Phase.BACKWARD
-    ]
+    calls = dump.calls.values()
+    return [c for c in calls if c.kind == "api" and c.phase is not Phase.BACKWARD]

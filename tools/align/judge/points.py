@@ -119,6 +119,16 @@ def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
     return Point(values, first.dtype, have[0], key, place, ranks=have)
 
 
+def at_worst(one: Point, other: Point) -> Point:
+    """Return a point without its values, at the part (of a stack of experts) that differs most."""
+    x, y = one.values, other.values
+    if len(one.parts) > 1 and x is not None and y is not None and x.size == y.size:
+        at = int(np.argmax(np.abs(x.reshape(-1) - y.reshape(-1))))
+        key, place = one.parts[int(np.searchsorted(np.cumsum(one.sizes), at, "right"))]
+        one = one._replace(key=key, place=place)
+    return one._replace(values=None)
+
+
 def factor_of(call: Call, place: str) -> TensorRecord | None:
     """Return what an update multiplies a gradient at a place by; None: nothing, or no gradient."""
     factor = call.kwargs.get("clip") if place == "input.grad" else None

@@ -205,5 +205,4 @@ def _copied(call: Call, read: Callable[[TensorRecord], Callable[[], Array] | Non
         grad = value.requires_grad
         return TensorRecord(value.dtype, value.shape, requires_grad=grad, read=read(value))
 
-    outputs = changed(replace(call, inputs=call.outputs, kwargs={}), copied).inputs
-    return replace(changed(call, copied), outputs=outputs, parameters={})
+    return replace(changed(call, copied, results=True), parameters={})

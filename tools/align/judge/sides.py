@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord, Value
+from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, walk
 from telechat_moe.tools.align.judge.fault_arguments import leaves
 from telechat_moe.tools.align.judge.points import Point, weight_of
@@ -72,6 +73,24 @@ class Sides:
             waiting += [c for c in made - known - seen if c is not None]
             seen |= {c for c in made if c is not None}
         return reached and not waiting
+
+    def unmade(self, point: Point) -> tuple[int, Call, str] | None:
+        """Return rank, collective and place of what is sent on the way to a tensor although no call made it; None: nothing.
+
+        Most of what is sent late must have been made, or the dump lacks the calls that make it.
+        """
+        for flow in self.target:
+            calls = flow.dump.calls
+            late = [c for k, c in calls.items() if k in flow.late and is_exchange(c)]
+            sent = [(c.key, place) for c in late for place, _ in c.given()]
+            known = [p for p in sent if p not in flow.content]
+            known += [p for p in sent if flow.sources_of(p) or flow.terms_of(p)]
+            lone = dict(p for p in sent if p not in known)
+            if point.key in calls and 2 * len(lone) < len(sent):
+                for call in _upstream(flow, (point.key, point.place), set()):
+                    if call.key in lone:
+                        return flow.dump.rank, call, lone[call.key]
+        return None
 
     def explained(self, one: Point, other: Point) -> tuple[str, str, tuple[str, str]]:
         """Return the kind of a difference, why, and the modules of both runs in which it begins."""
