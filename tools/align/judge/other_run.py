@@ -71,8 +71,8 @@ class _Answer:
     def gain(self) -> float | None:
         """Distance of the outputs over that of the inputs; None: not known."""
         found = [d.whole for d in self.made.values() if d is not None and np.isfinite(d.whole)]
-        came = float(np.sqrt(sum(d.whole**2 for d in self.given)))
-        return max(found) / (came + self.own) if found and self.known else None
+        came = float(np.sqrt(sum(d.whole**2 for d in self.given))) + self.own
+        return max(found) / came if found and self.known and came else None
 
     @cached_property
     def worst(self) -> float | None:
