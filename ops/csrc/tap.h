@@ -1,4 +1,4 @@
-// Fingerprints of tensors (tools/align/dump/fingerprint.py): a sketch of 241 buckets and an order-free checksum.
+// Fingerprints of tensors (ops/fingerprint.py): a sketch of 241 buckets and an order-free checksum.
 #pragma once
 #include <cstdint>
 

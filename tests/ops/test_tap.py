@@ -1,4 +1,4 @@
-"""The tap's fingerprints beside the NumPy formulas of ``tools/align/dump/fingerprint.py``: every path of the kernel."""
+"""The tap's fingerprints beside the NumPy formulas of ``ops/fingerprint.py``: every path of the kernel."""
 
 import numpy as np
 import pytest

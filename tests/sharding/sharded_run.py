@@ -8,16 +8,14 @@ A case is ``LAYOUT:OPTIMIZER`` or ``LAYOUT:OPTIMIZER:FAULT``; ``OPTIMIZER-deep``
 device leaves marks on a process.
 """
 
-import math
 import os
 import pickle
-import random
 import sys
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from sharded_layouts import LAYOUTS, Layout
 
 from telechat_moe.recipe import load
 
@@ -25,200 +23,6 @@ STEPS, RATE = 10, 3e-3
 RECORDED = 3  # steps whose states are compared
 BETAS = (0.9, 0.95)
 MOMENTS = {"momentum": ("momentum",), "adamw": ("adam_m", "adam_v")}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Degrees as in :class:`telechat_moe.sharding.mesh.Mesh`; what else a recipe chooses."""
-
-    dp: int = 1
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-    sp: bool = False
-    expert_tp: bool = False
-    zero: bool = False
-    dispatcher: str = "auto"
-    micro: int = 1
-    policy: str | None = None
-    documents: bool = False
-    tied: bool = False
-    z_loss: bool = False
-    recompute: str = ""  # whole: layers; else names of modules
-    vpp: int = 1
-    scheduler: str = "1f1b"
-    offset: tuple[tuple[int, ...], ...] = ()  # by chunk and stage
-    mtp: int = 1
-    hop: str = ""  # between nodes: gather or once
-    node: int = 0
-    crowd: bool = False  # every token goes to the same experts
-    per_token: bool = False
-    length: int = 16
-
-    @property
-    def devices(self) -> int:
-        return self.dp * self.tp * self.cp * self.pp
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of a micro-batch, over all devices."""
-        return self.dp if self.cp > 1 else max(4, self.dp)
-
-    @property
-    def single(self) -> "Layout":
-        """The same batch and model on one device."""
-        plain = {"policy", "documents", "tied", "z_loss", "mtp", "crowd", "per_token", "length"}
-        same = {k: v for k, v in asdict(self).items() if k in plain}
-        return Layout(micro=self.micro_batches, **same)
-
-    @property
-    def micro_batches(self) -> int:
-        return max(2, self.micro) if self.pp > 1 else self.micro
-
-
-LAYOUTS = {
-    # two processes
-    "tp2": Layout(tp=2),
-    "tp2-sp": Layout(tp=2, sp=True, z_loss=True),
-    "tp2-sp-tied": Layout(tp=2, sp=True, tied=True),
-    "tp2-sp-recompute": Layout(tp=2, sp=True, recompute="whole"),
-    "dp2-ep2-recompute": Layout(dp=2, ep=2, recompute="mla_up,norms,swiglu,permute"),
-    "dp2-ep2": Layout(dp=2, ep=2),
-    "dp2-ep2-routed": Layout(dp=2, ep=2, dispatcher="alltoallv"),
-    "dp2-accumulate": Layout(dp=2, ep=2, micro=2),
-    "dp2-zero": Layout(dp=2, zero=True),
-    "dp2-tokens": Layout(dp=2, ep=2, micro=2, mtp=2, per_token=True),
-    "cp2-tokens": Layout(cp=2, micro=2, per_token=True),
-    "pp2-tokens": Layout(pp=2, micro=4, per_token=True),
-    "pp2-vpp2-v-tokens": Layout(
-        pp=2, vpp=2, micro=4, scheduler="zero_bubble_v", mtp=0, per_token=True
-    ),
-    "dp2-many": Layout(dp=2, ep=2, micro=2, length=256),
-    "tp2-sp-ep2-recompute": Layout(tp=2, sp=True, ep=2, recompute="whole", z_loss=True),
-    "cp2": Layout(cp=2),
-    "pp2": Layout(pp=2),
-    "pp2-vpp2": Layout(pp=2, vpp=2, micro=4),
-    "pp2-vpp2-gpipe": Layout(pp=2, vpp=2, micro=4, scheduler="gpipe", mtp=0),
-    "pp2-vpp2-smart": Layout(pp=2, vpp=2, micro=4, scheduler="seqsmartvpp"),
-    "pp2-vpp2-v": Layout(pp=2, vpp=2, micro=4, scheduler="zero_bubble_v", z_loss=True),
-    "pp2-vpp2-empty-chunk": Layout(pp=2, vpp=2, micro=4, offset=((0, 1), (0, -1))),
-    "pp2-vpp2-recompute": Layout(pp=2, vpp=2, micro=2, recompute="whole"),
-    "tp2-sp-ep2": Layout(tp=2, sp=True, ep=2),
-    "tp2-sp-width": Layout(tp=2, sp=True, expert_tp=True),
-    # four
-    "tp4-sp-ep2-tied": Layout(tp=4, sp=True, ep=2, tied=True),
-    "dp2-tp2-sp-documents": Layout(dp=2, tp=2, sp=True, documents=True),
-    "dp2-tp2-sp-ep4": Layout(dp=2, tp=2, sp=True, ep=4),
-    "dp2-tp2-ep4": Layout(dp=2, tp=2, ep=4),
-    "dp2-tp2-sp-ep2": Layout(dp=2, tp=2, sp=True, ep=2),
-    "dp2-tp2-sp-ep2-width": Layout(dp=2, tp=2, sp=True, ep=2, expert_tp=True),
-    "dp2-tp2-ep2-width": Layout(dp=2, tp=2, ep=2, expert_tp=True),
-    "dp2-tp2-sp-ep4-gather": Layout(dp=2, tp=2, sp=True, ep=4, dispatcher="allgather"),
-    "dp2-tp2-sp-ep2-width-gather": Layout(
-        dp=2, tp=2, sp=True, ep=2, expert_tp=True, dispatcher="allgather"
-    ),
-    "dp2-tp2-sp-ep4-capacity": Layout(dp=2, tp=2, sp=True, ep=4, policy="probs"),
-    "dp2-tp2-ep4-capacity-gather": Layout(
-        dp=2, tp=2, ep=4, dispatcher="allgather", policy="position"
-    ),
-    "dp2-tp2-sp-zero": Layout(dp=2, tp=2, sp=True, zero=True),
-    "dp4-ep2-zero": Layout(dp=4, ep=2, zero=True),
-    "pp2-tp2-sp": Layout(pp=2, tp=2, sp=True),
-    "pp2-dp2-ep2": Layout(pp=2, dp=2, ep=2),
-    "pp2-dp2-zero": Layout(pp=2, dp=2, zero=True),
-    "pp2-dp2-zero-vpp2": Layout(pp=2, dp=2, vpp=2, micro=4, zero=True, ep=2),
-    "pp2-tp2-sp-ep2-v": Layout(
-        pp=2, tp=2, sp=True, ep=2, vpp=2, micro=4, scheduler="zero_bubble_v"
-    ),
-    "dp2-tp2-sp-ep4-zero-accumulate": Layout(dp=2, tp=2, sp=True, ep=4, zero=True, micro=3),
-    "dp2-tp2-sp-ep4-routed": Layout(dp=2, tp=2, sp=True, ep=4, dispatcher="alltoallv"),
-    "dp2-tp2-ep2-width-routed": Layout(dp=2, tp=2, ep=2, expert_tp=True, dispatcher="alltoallv"),
-    "pp2-dp2-ep2-routed-vpp2": Layout(pp=2, dp=2, ep=2, vpp=2, micro=4, dispatcher="alltoallv"),
-    "pp4-vpp2": Layout(pp=4, vpp=2, micro=4, mtp=0),
-    "cp2-tp2-sp-ep4": Layout(cp=2, tp=2, sp=True, ep=4),
-    "dp2-cp2-ep2": Layout(dp=2, cp=2, ep=2),
-    "cp4-tokens": Layout(cp=4, micro=2, per_token=True),
-    "dp2-pp2-zero-tokens": Layout(dp=2, pp=2, micro=4, zero=True, per_token=True),
-    "cp2-tp2-sp-recompute": Layout(cp=2, tp=2, sp=True, ep=4, recompute="whole", z_loss=True),
-    # eight
-    "dp2-tp2-pp2-sp-ep4": Layout(dp=2, tp=2, pp=2, sp=True, ep=4),
-    "dp2-cp2-tp2-sp-ep8": Layout(dp=2, cp=2, tp=2, sp=True, ep=8),
-    "dp4-tp2-sp-ep2-width-zero": Layout(dp=4, tp=2, sp=True, ep=2, expert_tp=True, zero=True),
-}
-
-
-def drawn(seed: int, count: int) -> dict[str, Layout]:
-    """Return layouts of two to eight devices that nobody chose."""
-    chance, found = random.Random(seed), {}
-    degrees = [x for x in product((1, 2, 4), repeat=4) if 1 < math.prod(x) <= 8 and x[2] < 4]
-    while len(found) < count:
-        dp, tp, cp, pp = chance.choice(degrees)
-        width = chance.random() < 0.25
-        spread = dp if width else dp * tp * cp
-        policy = chance.choice([None, None, "probs", "position"]) if cp == 1 and pp == 1 else None
-        chunks = chance.choice([1, 2]) if pp > 1 else 1
-        layout = Layout(
-            dp, tp, cp, pp,
-            ep=chance.choice([n for n in (1, 2, 4, 8) if spread % n == 0]),
-            sp=tp > 1 and chance.random() < 0.7,
-            expert_tp=width and tp > 1,
-            zero=dp > 1 and chance.random() < 0.5,
-            dispatcher=chance.choice(["alltoall", "allgather"] + ["alltoallv"] * (policy is None)),
-            micro=chance.choice([pp, 2 * pp][chunks - 1 :] if pp > 1 else [1, 1, 2, 3]),
-            policy=policy,
-            tied=pp == 1 and chance.random() < 0.3,
-            z_loss=chance.random() < 0.3,
-            recompute=chance.choice(["", "", "whole", "mla_up,norms,swiglu,permute"]),
-            vpp=chunks,
-            scheduler=chance.choice(["1f1b", "gpipe", "zero_bubble_v"] if chunks > 1 else ["1f1b"]),
-            mtp=chance.choice([0, 1]),
-        )  # fmt: skip
-        if layout not in found.values():
-            found[f"drawn-{len(found)}"] = layout
-    return found
-
-
-LAYOUTS |= drawn(18, 12)
-# Two hops to the experts: between nodes of ``node`` devices, and within a node.
-GATHER, ONCE = {"hop": "gather", "node": 2}, {"hop": "once", "node": 2}
-EXACT = {**GATHER, "dispatcher": "alltoallv"}
-SP = {"tp": 2, "sp": True}
-LAYOUTS |= {
-    "dp2-ep2-once-nodes-of-one": Layout(dp=2, ep=2, hop="once", node=1),
-    # four processes
-    "dp4-ep4-gather": Layout(dp=4, ep=4, **GATHER),
-    "dp4-ep4-gather-exact": Layout(dp=4, ep=4, **EXACT),
-    "dp4-ep4-gather-capacity": Layout(dp=4, ep=4, **GATHER, policy="probs"),
-    "dp4-ep4-gather-exact-crowd": Layout(dp=4, ep=4, **EXACT, crowd=True),
-    "dp4-ep4-once": Layout(dp=4, ep=4, **ONCE, zero=True, micro=2),
-    "dp4-ep4-once-capacity": Layout(dp=4, ep=4, **ONCE, policy="position"),
-    "dp4-ep4-once-crowd": Layout(dp=4, ep=4, **ONCE, crowd=True),
-    "dp4-ep4-once-crowd-capacity": Layout(dp=4, ep=4, **ONCE, crowd=True, policy="probs"),
-    "tp4-sp-ep4-gather-exact": Layout(tp=4, sp=True, ep=4, **EXACT),
-    "dp2-tp2-ep4-gather": Layout(dp=2, tp=2, ep=4, **GATHER),
-    "dp2-tp2-sp-ep4-gather-capacity": Layout(dp=2, **SP, ep=4, **GATHER, policy="position"),
-    "dp2-tp2-sp-ep4-once": Layout(dp=2, **SP, ep=4, **ONCE),
-    "dp2-tp2-ep4-once-recompute": Layout(dp=2, tp=2, ep=4, **ONCE, recompute="permute,swiglu"),
-    "cp2-tp2-sp-ep4-once": Layout(cp=2, **SP, ep=4, **ONCE),
-    "dp2-cp2-ep4-gather": Layout(dp=2, cp=2, ep=4, **GATHER),
-    # eight
-    "dp8-ep8-gather": Layout(dp=8, ep=8, **GATHER),
-    "dp8-ep8-gather-nodes-of-four": Layout(dp=8, ep=8, hop="gather", node=4, policy="probs"),
-    "dp8-ep8-once": Layout(dp=8, ep=8, **ONCE, policy="probs"),
-    "dp8-ep8-once-nodes-of-four": Layout(dp=8, ep=8, hop="once", node=4),
-    "dp8-ep4-once": Layout(dp=8, ep=4, **ONCE),
-    "dp4-tp2-sp-ep8-exact": Layout(
-        dp=4, **SP, ep=8, hop="gather", node=4, dispatcher="alltoallv", recompute="whole"
-    ),
-    "dp2-cp2-tp2-sp-ep8-once": Layout(dp=2, cp=2, **SP, ep=8, hop="once", node=4),
-    "dp4-tp2-sp-ep4-width-once": Layout(
-        dp=4, **SP, ep=4, expert_tp=True, hop="once", node=4, policy="probs"
-    ),
-    "dp4-tp2-ep4-width-gather": Layout(dp=4, tp=2, ep=4, expert_tp=True, hop="gather", node=4),
-    "pp2-dp4-ep4-once": Layout(pp=2, dp=4, ep=4, **ONCE),
-    "pp2-dp2-tp2-sp-ep4-gather-vpp2": Layout(pp=2, dp=2, **SP, ep=4, **GATHER, vpp=2, micro=4),
-}
 
 
 @dataclass(frozen=True)
@@ -321,12 +125,7 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         settings["telechat_moe.moe_capacity_tokens"] = 8
     if layout.per_token:
         settings["model.model_config.calculate_per_token_loss"] = True
-    if layout.documents:
-        columns = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
-        settings["train_dataset.input_columns"] = columns
-        settings["train_dataset.construct_args_key"] = columns
-        for key in ("reset_position_ids", "create_attention_mask", "reset_attention_mask"):
-            settings[f"train_dataset.data_loader.config.{key}"] = True
+    settings |= within_documents(layout)
     if layout.vpp > 1:
         settings["model.model_config.pp_interleave_num"] = layout.vpp
         settings["parallel.pipeline_config.pipeline_interleave"] = True
@@ -336,6 +135,15 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
     if layout.zero:
         settings["parallel.parallel_optimizer_config.parallel_optimizer_threshold"] = 0
     return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in settings.items()])
+
+
+def within_documents(layout: Layout) -> dict[str, object]:
+    """Return the settings by which attention stays within documents, if it does."""
+    columns = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
+    settings = {f"train_dataset.{k}": columns for k in ("input_columns", "construct_args_key")}
+    keys = ("reset_position_ids", "create_attention_mask", "reset_attention_mask")
+    settings |= {f"train_dataset.data_loader.config.{key}": True for key in keys}
+    return settings if layout.documents else {}
 
 
 def batches(case: Case, folder: Path) -> list[tuple[np.ndarray, ...]]:
@@ -361,15 +169,9 @@ def batches(case: Case, folder: Path) -> list[tuple[np.ndarray, ...]]:
         f"{name}config.eod_mask_loss": True,
         f"{name}config.seq_length": layout.length,
         "model.model_config.seq_length": layout.length,
-        f"{name}config.reset_position_ids": layout.documents,
         "lr_schedule.warmup_steps": 1,
     }
-    if layout.documents:
-        columns = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
-        overrides |= {"train_dataset.input_columns": columns}
-        overrides |= {"train_dataset.construct_args_key": columns}
-        overrides |= {f"{name}config.create_attention_mask": True}
-        overrides |= {f"{name}config.reset_attention_mask": True}
+    overrides |= within_documents(layout)
     r = load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in overrides.items()])
     found = []
     with Loader(open_recipe(r), rows) as loader:
