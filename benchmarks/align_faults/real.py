@@ -263,6 +263,9 @@ class _Watched:
     def set_limits(self, *limits: float) -> None:
         self.step.set_limits(*limits)
 
+    def count_tokens(self, batches: Any) -> None:
+        self.step.count_tokens(batches)
+
     def __call__(self, *inputs: Any) -> Any:
         self.inputs.append(inputs)
         return self.step(*inputs)

@@ -20,7 +20,7 @@ NODE_DEVICES = 8
 def hop_between_nodes(model: "ModelConfig") -> tuple[str, int]:
     """Return a value of :data:`HOPS` and the devices of a node; ``("", 0)``: tokens reach their experts in one hop."""
     hop = HOPS.get(model.moe_token_dispatcher_type or "", "")
-    return hop, (model.npu_nums_per_device or NODE_DEVICES) if hop else 0
+    return hop, model.npu_nums_per_device if hop else 0
 
 
 def expert_shares(ep: int, degrees: Sequence[int]) -> list[int] | None:

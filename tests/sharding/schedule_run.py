@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from sharded_run import LENGTH, Layout, make_optimizer, make_scalars, recipe
+from sharded_run import Layout, make_optimizer, make_scalars, recipe
 
 from telechat_moe.graph import reorder
 from telechat_moe.tools.plan.schedules.check import check
@@ -152,10 +152,10 @@ def work(folder: Path, case: str) -> None:
     ms.set_device("CPU")
     init()
     rank, made, layout = get_rank(), set(), CASES[case]
-    rows = layout.sequences * layout.micro_batches
-    tokens = np.random.default_rng(3).integers(1, 64, (2, 2, rows, LENGTH)).astype(np.int32)
-    places = np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1))
-    weight = np.ones((rows, LENGTH), np.float32)
+    rows, length = layout.sequences * layout.micro_batches, layout.length
+    tokens = np.random.default_rng(3).integers(1, 64, (2, 2, rows, length)).astype(np.int32)
+    places = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    weight = np.ones((rows, length), np.float32)
     for job in sorted(p.name for p in folder.iterdir() if (p / "ranks.json").exists()):
         program = RankProgram(Job.read(folder / job), rank, made)
         program.set_parameters({n: _start(n, program) for n in program.parameters})

@@ -94,7 +94,7 @@ def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
         return
     kind, (hop, node) = m.moe_token_dispatcher_type, hop_between_nodes(m)
     if not hop:
-        if m.npu_nums_per_device not in (None, NODE_DEVICES):
+        if m.npu_nums_per_device != NODE_DEVICES:
             found = f"{m.npu_nums_per_device} with moe_token_dispatcher_type {kind or 'alltoall'}, where it has no effect"
             yield at, found, f"remove it, or one of {', '.join(HOPS)} there"
         return

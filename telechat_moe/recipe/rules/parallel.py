@@ -365,7 +365,7 @@ def schedule(r: Recipe) -> Iterator[Broken]:
             f"{name} without pipeline_interleave",
             "1f1b, or True there",
         )
-    if name in ("seqpipe", "seqvpp") and p.seq_split_num == 1:
+    if name == "seqvpp" and p.seq_split_num == 1:
         found = f"{name} with parallel_config.seq_split_num 1"
         yield at + "pipeline_scheduler", found, "another scheduler, or seq_split_num > 1"
     if name == "seqsmartvpp" and pp % 2 and pp > 1:

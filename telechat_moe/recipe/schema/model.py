@@ -7,7 +7,7 @@ recipe may rely on: MindFormers would silently take it from a class default of a
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from telechat_moe.recipe.experts import HOPS
+from telechat_moe.recipe.experts import HOPS, NODE_DEVICES
 from telechat_moe.recipe.fields import (
     ONLY_DEFAULT,
     OWN,
@@ -114,14 +114,16 @@ class ModelConfig(MindFormersModelKeys):
     """MindFormers' model class. `deepseek_v3` is the same architecture with the names and class
     defaults of DeepSeek-V3, which fill the keys that a recipe leaves out."""
 
-    moe_token_dispatcher_type: Text | None = field(default=None, metadata=acts("nodes", *HOPS))
+    moe_token_dispatcher_type: Text | None = field(
+        default="alltoall", metadata=acts("nodes", *HOPS)
+    )
     """Which way tokens take between devices; `telechat_moe.sharding.dispatcher` says in which form. `alltoall` (None): in one
     hop. The others need `expert_parallel` over several nodes and take a hop between nodes first, then one within the
     node. `alltoall_deredundency`: every token goes to every node. `alltoall_zero_redundancy`: once to each node that
     has one of its experts; MindFormers sends it once to each device that has one instead, with the same result."""
 
-    npu_nums_per_device: Positive | None = field(default=None, metadata=acts("gathered", 1))
-    """Devices of a node, whose ranks follow each other, where `moe_token_dispatcher_type` takes two hops. None: 8."""
+    npu_nums_per_device: Positive = field(default=NODE_DEVICES, metadata=acts("gathered", 1))
+    """Devices of a node, whose ranks follow each other, where `moe_token_dispatcher_type` takes two hops."""
 
     vocab_size: Positive = field(default=2048, metadata=WRITTEN)
     """Rows of the embedding. A multiple of `model_parallel`."""

@@ -154,6 +154,9 @@ class _Step:
     def set_limits(self, *limits: float) -> None:
         self.plain.set_limits(*limits)
 
+    def count_tokens(self, batches: Any) -> None:
+        self.plain.count_tokens(batches)
+
     def __call__(self, *inputs: Any) -> Any:
         return self.tapped(*inputs)
 
