@@ -189,7 +189,7 @@ def try_fault(fault: Fault, base: Base, planted: Planted, seed: int = 0) -> Resu
         target = engine.dump()
         reference, known = right(base)
         begin = time.perf_counter()
-        outcome = bisect(reference, target, known, first=True)
+        outcome = bisect(reference, target, known)
         found.seconds = time.perf_counter() - begin
         _score(found, fault, planted, outcome)
         if outcome.findings and found.ranks:

@@ -261,11 +261,7 @@ def test_a_long_run_in_parts():
 def family(change):
     site = next(s for s in sites_of(Base("one")) if s.op == "linear")
     planted = Planted(site, None, "result", lambda outs, *_: [change(outs[0].copy())])
-    return (
-        bisect(run(Base("one")).dump(), run(Base("one"), planted).dump(), first=True)
-        .findings[0]
-        .family
-    )
+    return bisect(run(Base("one")).dump(), run(Base("one"), planted).dump()).findings[0].family
 
 
 def test_residuals_that_no_class_makes():

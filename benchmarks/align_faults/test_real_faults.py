@@ -44,7 +44,7 @@ def three(tmp_path_factory):
 
 
 def named(right, dump, known, key, families):
-    first = bisect(right, dump, known, first=True).findings[0]
+    first = bisect(right, dump, known).findings[0]
     said = first.as_json()
     assert fnmatch.fnmatchcase(first.verdict.key, key), said
     assert first.family in families.split(" | "), said

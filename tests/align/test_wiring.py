@@ -48,7 +48,7 @@ def missed(base: Base, phases: Container[str] = PHASES) -> tuple[int, list[str]]
         if before.dtype.kind != "f" or not np.any(finite):
             continue
         tried += 1
-        outcome = bisect(reference, target, known, first=True)
+        outcome = bisect(reference, target, known)
         first = outcome.findings[0] if outcome.findings else None
         if first is None or (first.verdict.key, outcome.ranks) != (site.key, [*site.ranks]):
             kind = (site.name, site.tag, i)

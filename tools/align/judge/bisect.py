@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import (
     Exchange,
@@ -61,7 +59,6 @@ def bisect(
     reference: Dump,
     target: Dump,
     known: Known | None = None,
-    first: bool = False,
     itself: bool = False,
     progress: Progress | None = None,
     standard: Standard | None = None,
@@ -70,7 +67,6 @@ def bisect(
 
     Args:
         known: Results of earlier comparisons with the same reference; new ones are added.
-        first: Stop at the first divergent operator of each rank; only what was judged until then is counted.
         itself: The reference is the target, perhaps with tensors of another layout in its shards (``shards.py``); that
             calls agree with it shows nothing.
         progress: Called as calls are recomputed.
@@ -79,7 +75,7 @@ def bisect(
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
         return Outcome("inconclusive", reason="the dumps have no step and rank in common")
-    run = _Comparison(known, first, itself, progress or _quiet, standard)
+    run = _Comparison(known, itself, progress or _quiet, standard)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
@@ -124,14 +120,9 @@ class _Comparison:
     """One comparison: its counts, and the results that are known already."""
 
     def __init__(
-        self,
-        known: Known | None,
-        first: bool,
-        itself: bool,
-        progress: Progress,
-        standard: Standard | None,
+        self, known: Known | None, itself: bool, progress: Progress, standard: Standard | None
     ) -> None:
-        self.known, self.first, self.itself = known or Known(), first, itself
+        self.known, self.itself = known or Known(), itself
         self.progress, self.standard = progress, standard
         self.remembers = known is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
@@ -139,7 +130,6 @@ class _Comparison:
         self.open: dict[tuple[int, int, str], list[Verdict]] = {}  # of collectives and inputs
         self.seen: list[Seen] = []
         self.theirs: dict[int, DataFlow] = {}
-        self.limit: tuple[float, float] = (np.inf, np.inf)  # step and order of the first finding
 
     def alone(self, dump: Dump, place: tuple[int, int], is_target: bool) -> None:
         """Count a step and rank that only one run has; its calls are not judged."""
@@ -169,7 +159,7 @@ class _Comparison:
             if verdict.status == "diverged":
                 wrong.setdefault(verdict.key, []).append(verdict)
         begins = _begins(target)
-        self._replayed(reference, target, wrong, begins)
+        self._replayed(reference, target, wrong)
         made = [
             Finding(*_where(target, key), ours.order[key] - begins[key], verdicts[0], call)
             for key, verdicts in wrong.items()
@@ -180,22 +170,14 @@ class _Comparison:
             right |= replaced.new | replaced.lost
         made += _missing(reference, target, ours, begins, right)
         made.sort(key=lambda f: (f.step, f.order))
-        self._limit(made)
         if made and made[0].call is not None:
             known = {"phase": phase_of(made[0].call, theirs), "layer": layer_of(made[0].call, ours)}
             made[0] = replace(_with_family(made[0], theirs, ours, others), **known)
         return [_in_step(f) for f in made]
 
     def _replayed(
-        self,
-        reference: RankDump,
-        target: RankDump,
-        wrong: dict[str, list[Verdict]],
-        begins: Mapping[str, int],
+        self, reference: RankDump, target: RankDump, wrong: dict[str, list[Verdict]]
     ) -> None:
-        places = {key: i for i, key in enumerate(target.calls)}
-        known = [(split(k, target.step)[0], places[k] - begins[k]) for k in wrong if k in places]
-        limit = min([self.limit, *known])
         calls = reference.calls
         if self.itself:
             calls = {k: c for k, c in calls.items() if not is_own(c, target.calls.get(k))}
@@ -207,8 +189,6 @@ class _Comparison:
             if call.kind != kind or call.only_numbers:
                 continue
             others = self.open.get((step, target.rank, name), [])
-            if self.first and (step, i - begins[key]) > limit:
-                return
             if is_exchange(call):
                 verdicts, others = [v for v in others if v.status == "not judged"], []
                 if not verdicts:
@@ -230,8 +210,6 @@ class _Comparison:
             self._see((step, target.rank, name), call, verdicts, others)
             if first.status == "diverged":
                 wrong.setdefault(key, []).append(first)
-                if self.first:
-                    return
 
     def _by_standard(
         self, standard: Standard, reference: RankDump, target: RankDump
@@ -291,9 +269,6 @@ class _Comparison:
             step, key = split(verdict.key, target.step)
             self.open.setdefault((step, target.rank, key), []).append(verdict)
 
-    def _limit(self, findings: list[Finding]) -> None:
-        self.limit = min([self.limit, *((f.step, f.order) for f in findings)])
-
     def of_collectives(
         self, believed: Mapping[int, RankDump], ours: Mapping[int, RankDump]
     ) -> list[Finding]:
@@ -308,7 +283,6 @@ class _Comparison:
                 about = Exchange(received, ours, believed)
                 where = ours[rank].step, rank, order
                 found.append(Finding(*where, verdict, received.call, *family, about=about))
-        self._limit(found)
         return found
 
     def with_phase(self, f: Finding, joined: bool) -> Finding:
