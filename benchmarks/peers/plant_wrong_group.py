@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.mindir import Editor, Model, Operation, value_of
 from telechat_moe.recipe import load
 from telechat_moe.tools.align.capture.mindspore import capture_recipe
+from telechat_moe.train import rank_graph
 
 
 def with_fault(graph: RankGraph, weight: str, fault: str) -> RankGraph:
@@ -128,8 +130,13 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     args = parser.parse_args()
     recipe = load(args.recipe, args.overrides)
-    edit = lambda graph: with_fault(graph, args.weight, args.fault)  # noqa: E731
-    capture_recipe(recipe, args.out, range(args.steps), edit=edit)
+    compiled = rank_graph.compile_recipe
+
+    def planted(*given: Any, **named: Any) -> list[RankGraph]:
+        return [with_fault(g, args.weight, args.fault) for g in compiled(*given, **named)]
+
+    with mock.patch.object(rank_graph, "compile_recipe", planted):  # the graphs of all ranks
+        capture_recipe(recipe, args.out, range(args.steps))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ run.
 import fnmatch
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +25,7 @@ from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import Dump, RankDump, TensorLayout
 
 if TYPE_CHECKING:
-    from telechat_moe.graph.compile import RankGraph
     from telechat_moe.recipe import Recipe
-
-Edit = Callable[["RankGraph"], "RankGraph"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|mtp)\.(\d+)(?:\.|$)")
 
@@ -108,7 +105,6 @@ def capture_recipe(
     values: str = VALUES,
     wanted: Filter = Filter(),
     ranks: Sequence[int] | None = None,
-    edit: Edit | None = None,
 ) -> Dump:
     """Run the first steps of a recipe as in training, and write what the selected operators compute.
 
@@ -117,7 +113,6 @@ def capture_recipe(
 
     Args:
         steps: Steps to record, from 0.
-        edit: Changes the graph of each rank before it runs, to test that a fault is found.
 
     Raises:
         BadInputError: ``out`` exists, or the recipe cannot run here.
@@ -128,7 +123,7 @@ def capture_recipe(
                 f"--steps up to {steps.stop - 1}: {recipe.source} has {recipe.train_steps} steps, numbered from 0"
             )
         if recipe.devices > 1:
-            found = _sharded(recipe, taps, steps, values, wanted, ranks, edit)
+            found = _sharded(recipe, taps, steps, values, wanted, ranks)
         else:
             found = _single(recipe, taps, steps, values, wanted)
         readers = {
@@ -188,7 +183,6 @@ def _sharded(
     values: str,
     wanted: Filter,
     ranks: Sequence[int] | None,
-    edit: Edit | None,
 ) -> _Found:
     from telechat_moe.graph.execute import Job
     from telechat_moe.graph.inline import inlined
@@ -203,8 +197,6 @@ def _sharded(
     graphs: list[Any] = []
     plans = dict[int, TapPlan]()
     for graph in compile_recipe(recipe, target="CPU", full_batch=True):
-        if edit is not None:
-            graph = edit(graph)
         if graph.rank in chosen:
             content, plans[graph.rank] = tapped(
                 inlined(graph.mindir), str(native.path()), wanted, values == VALUES
