@@ -12,7 +12,8 @@ from typing import TypeVar, cast
 import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump
+from telechat_moe.tools.align.judge.distance import relative_distance
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -138,16 +139,13 @@ class DataFlow:
         """The gradients of each weight that several calls use, by number of elements."""
         found: dict[int, list[list[Place]]] = {}
         for content, places in self.given.items():
-            if len(places) > 1 and not any(map(self._differentiated, self.makers.get(content, []))):
+            made = [key for key, _ in self.makers.get(content, [])]  # weights have no backward call
+            if len(places) > 1 and not any(backward_key(key) in self.dump.calls for key in made):
                 uses = self._gradients_of(places)
                 if len(uses) > 1:
                     size = int(np.prod(self.tensors[uses[0]].shape))
                     found.setdefault(size, []).append(uses)
         return found
-
-    def _differentiated(self, place: Place) -> bool:
-        """Return whether a call has a backward call; if it has, its output is no weight."""
-        return backward_key(place[0]) in self.dump.calls
 
     def _gradients_of(self, places: Iterable[Place]) -> list[Place]:
         """Return the gradients that forward calls send back for some of their inputs."""
@@ -269,8 +267,8 @@ class DataFlow:
                     if other is None or other.shape != tensor.shape or place[0] != "o":
                         continue
                     if other.read and tensor.read and is_float(other.dtype):
-                        distance = apart(other, tensor)
-                        most = max(most, distance if np.isfinite(distance) else 0.0)
+                        far = relative_distance(tensor.load(), other.load())
+                        most = max(most, far if np.isfinite(far) else 0.0)
         return self._noise.get(key, 0.0)
 
     def makers_of(self, key: str) -> list[Place]:
@@ -371,15 +369,6 @@ def content_of(values: Array) -> bytes:
     """Return a digest of values, and of their shape where they are all alike; dimensions of size 1 do not count."""
     plain = values.size < 2 or values.min() == values.max()
     return digest(values) + (repr(values.squeeze().shape).encode() if plain else b"")
-
-
-def apart(record: TensorRecord, tensor: TensorRecord) -> float:
-    """Return the relative L2 distance of two tensors of one shape; infinite if either is not finite."""
-    a, b = (t.load().astype(np.float64) for t in (record, tensor))
-    if not np.all(np.isfinite(a)) or not np.all(np.isfinite(b)):
-        return 0.0 if np.array_equal(a, b, equal_nan=True) else np.inf
-    size = float(np.linalg.norm(a))
-    return float(np.linalg.norm(a - b)) / size if size else 0.0
 
 
 def _gradient_place(call: Call, back: Call, name: str) -> str | None:

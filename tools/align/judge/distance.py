@@ -166,8 +166,9 @@ def differing(golden: TensorRecord, target: TensorRecord) -> Distance | None:
     return replace(found, rows=rows, most=float(rows.max(initial=0.0)))
 
 
-def relative_distance(x: Array, y: Array, limit: float) -> float:
-    """Return the relative L2 distance of whole tensors divided by what is allowed."""
+def relative_distance(x: Array, y: Array, limit: float = 1.0) -> float:
+    """Return the relative L2 distance of whole tensors divided by what is allowed; infinite if either is not finite."""
+    x, y = (v.astype(np.float64, copy=False) for v in (x, y))
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         same = np.array_equal(np.isfinite(x), np.isfinite(y))
         return 0.0 if same and np.array_equal(x, y, equal_nan=True) else math.inf

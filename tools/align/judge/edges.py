@@ -12,8 +12,8 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Phase, TensorRecord
-from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, apart, sum_verdict, total_of
-from telechat_moe.tools.align.judge.distance import VAGUE, distance
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, sum_verdict, total_of
+from telechat_moe.tools.align.judge.distance import VAGUE, distance, relative_distance
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
@@ -81,18 +81,16 @@ def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
     if not state and phase is not Phase.FORWARD:
         return None
     verdict = _as_given(place, reference.tensors[place], target.tensors[place])
-    if (
-        verdict is not None
-        and not state
-        and not (target.is_used(place) or reference.is_used(place))
-    ):
-        return None  # uninitialised memory, perhaps: nothing follows from it
-    if verdict is not None and place[0] in reference.late and not state:
-        return _as_summed(place, reference, target)
-    if verdict is not None and _rounded_in_passing(place, reference, target):
+    if verdict is None:
         return None
-    unknown = verdict is not None and not state and not reference.is_weight(place)
-    if unknown and _maybe_computed(place, reference, target):
+    if not state and not (target.is_used(place) or reference.is_used(place)):
+        return None  # uninitialised memory, perhaps: nothing follows from it
+    if not state and place[0] in reference.late:
+        return _as_summed(place, reference, target)
+    if _rounded_in_passing(place, reference, target):
+        return None
+    known = state or reference.is_weight(place)
+    if not known and _maybe_computed(place, reference, target):
         return _unknown(place)
     return verdict
 
@@ -126,7 +124,8 @@ def _maybe_computed(place: Place, reference: DataFlow, target: DataFlow) -> bool
     record, tensor = reference.tensors[place], target.tensors[place]
     if not is_float(record.dtype) or record.shape != tensor.shape:
         return False
-    return apart(record, tensor) <= _ALSO * target.noise(reference, place[0])
+    far = relative_distance(tensor.load(), record.load())
+    return far <= _ALSO * target.noise(reference, place[0])
 
 
 def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
