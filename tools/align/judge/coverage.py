@@ -89,11 +89,6 @@ class Coverage:
         phase = Phase.BACKWARD if call.stage is Phase.REDUCTION else call.stage
         self.count(phase.value, total, lacking)
 
-    @property
-    def enough(self) -> bool:
-        """Whether enough of each phase was judged for a pass."""
-        return bool(self.shares) and all(s.least >= ENOUGH for s in self.shares.values())
-
     def lacks(self) -> str:
         """Return in words which phases were judged too little for a pass; empty: none."""
         if not any(s.judged_calls for s in self.shares.values()):
