@@ -40,9 +40,7 @@ class Inferred:
 
 
 def infer(
-    shards: Sequence[Shard],
-    shape: Sequence[int],
-    mesh: Mapping[str, int] | None = None,
+    shards: Sequence[Shard], shape: Sequence[int], mesh: Mapping[str, int] | None = None
 ) -> Inferred:
     """Infer the layout of the shards of a tensor whose shape is known.
 

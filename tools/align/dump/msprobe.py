@@ -374,12 +374,8 @@ def _data_file(context: _Context, place: str, name: Any) -> Path | None:
     if name in (None, "", "-1", -1):
         return None
     pure = PurePosixPath(context.want(f"{place}.data_name", name, str, "the name of a file"))
-    if (
-        pure.is_absolute()
-        or ".." in pure.parts
-        or "\0" in name
-        or pure.suffix not in (".npy", ".pt")
-    ):
+    leads_out = pure.is_absolute() or ".." in pure.parts or "\0" in name
+    if leads_out or pure.suffix not in (".npy", ".pt"):
         raise context.bad(f"{place}.data_name", name, f"the name of a .npy or .pt file in {DATA}/")
     return context.data / name
 

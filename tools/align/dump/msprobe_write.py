@@ -26,16 +26,7 @@ from telechat_moe.tools.align.dump.records import (
 )
 from telechat_moe.tools.align.narrowing import is_object
 
-_MINDSPORE = {
-    "bfloat16": "BFloat16",
-    "bool": "Bool",
-    "float8_e4m3": "Float8E4M3FN",
-    "float8_e5m2": "Float8E5M2",
-    "uint8": "UInt8",
-    "uint16": "UInt16",
-    "uint32": "UInt32",
-    "uint64": "UInt64",
-}
+_MINDSPORE = {"bfloat16": "BFloat16", "float8_e4m3": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
 _TORCH = {"float8_e4m3": "float8_e4m3fn"}
 
 
@@ -161,7 +152,7 @@ class _Writer:
     def _dtype(self, name: str) -> str:
         if self._torch:
             return "torch." + _TORCH.get(name, name)
-        return _MINDSPORE.get(name, name.capitalize())
+        return _MINDSPORE.get(name, name.capitalize().replace("Uint", "UInt"))
 
     def _save(self, place: str, dtype: str, values: Any) -> str:
         suffix = ".pt" if self._torch else ".npy"

@@ -41,9 +41,7 @@ def weight(
         assert region is not None  # the stage of `first` is the weight's
         if shape and region[0][1] - region[0][0] < shape[0] // cuts.mesh.size(dims[0]):
             dims[0] = (*dims[0], *free)
-    partial = (
-        {} if reduce is None else dict.fromkeys((a for a in free if cuts.mesh.sizes[a] > 1), reduce)
-    )
+    partial = {a: reduce for a in free if reduce is not None and cuts.mesh.sizes[a] > 1}
     mesh = tuple(cuts.mesh.sizes[a] for a in AXES)
     ranks = tuple(range(first, first + cuts.mesh.stage_devices))
     return TensorLayout(mesh, AXES, ranks, tuple(dims), partial), shape

@@ -63,9 +63,8 @@ def tensor_map(reference: Dump, target: Dump) -> list[Link]:
     theirs, ours = Uses(a), Uses(b)
     groups = [*_by_names(*weights)]
     used = {w.name for g in groups for w in g.reference}, {w.name for g in groups for w in g.target}
-    left = [
-        [w for w in run if w.name not in known] for run, known in zip(weights, used, strict=True)
-    ]
+    pairs = zip(weights, used, strict=True)
+    left = [[w for w in run if w.name not in known] for run, known in pairs]
     groups += _by_values(left[0], left[1], theirs, ours)
     if not groups:
         count = " and ".join(str(len(w)) for w in weights)
@@ -117,9 +116,7 @@ def _by_names(reference: list[_Weight], target: list[_Weight]) -> Iterator[_Grou
 
 def _parts(run: list[_Weight], names: set[str]) -> list[_Weight]:
     found = [(w.roles, w) for w in run if w.roles is not None and names.issuperset(w.roles.names)]
-    order = sorted(
-        names, key=lambda n: ("gate", "up", "down").index(n) if n in ("gate", "up", "down") else n
-    )
+    order = sorted(names)
     return [w for _, w in sorted(found, key=lambda f: (order.index(f[0].names[0]), f[0].expert))]
 
 
@@ -190,11 +187,8 @@ def _by_values(
     clusters: list[tuple[list[_Weight], list[_Weight]]] = []
     for weight in target:
         rows = as_rows(weight.record.load(), weight.record.shape[-1], False)
-        fits = [
-            r
-            for r in reference
-            if len(r.record.shape) > 1 and rows is not None and _shares(r, weight)
-        ]
+        able = [r for r in reference if len(r.record.shape) > 1] if rows is not None else []
+        fits = [r for r in able if _shares(r, weight)]
         near = [c for c in clusters if any(r in c[0] for r in fits)]
         clusters = [c for c in clusters if not any(c is n for n in near)]
         one = {id(r): r for r in (*fits, *(r for c in near for r in c[0]))}
@@ -203,17 +197,13 @@ def _by_values(
     known = {id(w) for g in groups for w in (*g.reference, *g.target)}
     alike: dict[bytes, tuple[list[_Weight], list[_Weight]]] = {}
     for i, (run, uses) in enumerate(((reference, theirs), (target, ours))):
-        for weight in sorted(
-            (w for w in run if id(w) not in known), key=lambda w: uses.first(w.name)
-        ):
-            if len(weight.record.shape) == 1:
-                mark = np.float32(weight.record.load()).tobytes()
-                alike.setdefault(mark, ([], []))[i].append(weight)
+        lone = [w for w in run if id(w) not in known and len(w.record.shape) == 1]
+        for weight in sorted(lone, key=lambda w: uses.first(w.name)):
+            mark = np.float32(weight.record.load()).tobytes()
+            alike.setdefault(mark, ([], []))[i].append(weight)
     for one, other in alike.values():
-        if len(one) == len(other):
-            groups += [
-                _Group([a], [b], 1, (False, False), ()) for a, b in zip(one, other, strict=True)
-            ]
+        pairs = zip(one, other, strict=True) if len(one) == len(other) else ()
+        groups += [_Group([a], [b], 1, (False, False), ()) for a, b in pairs]
     return groups
 
 

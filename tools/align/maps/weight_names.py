@@ -13,45 +13,37 @@ _EXPERT = re.compile(
     r"(?:experts\.)?(?:local_)?experts\.(?P<a>\d+)\.|(?<=linear_fc[12]\.weight)(?P<b>\d+)$"
 )
 _OUTSIDE = {
-    r"(.*\.)?(embed_tokens|word_embeddings|embedding)\.(weight|embedding_weight|embedding_table)": (
-        "embedding",
-    ),
-    r"(.*\.)?(final_layernorm|final_norm|norm_out|norm)\.(weight|gamma)": ("norm",),
-    r"(.*\.)?(lm_head|output_layer|head)\.weight": ("head",),
+    r"(.*\.)?(embed_tokens|word_embeddings|embedding)\.(weight|embedding_weight|embedding_table)": "embedding",
+    r"(.*\.)?(final_layernorm|final_norm|norm_out|norm)\.(weight|gamma)": "norm",
+    r"(.*\.)?(lm_head|output_layer|head)\.weight": "head",
 }
 _FFN = {
     "": ("mlp|ffn", "ffn"),
     "shared": (r"(mlp\.)?(shared_experts|shared_expert|moe\.shared)", "moe.shared"),
     "experts": (r"(mlp\.|moe\.)?experts", "moe.experts"),
 }
-_INNER = {
-    r"(input_layernorm|input_norm|attention_norm|self_attention\.linear_qkv\.layer_norm)": (
-        "input_norm",
-    ),
-    r"(post_attention_layernorm|pre_mlp_layernorm|ffn_norm|mlp\.linear_fc1\.layer_norm)": (
-        "ffn_norm",
-    ),
-    r"(mlp\.gate|mlp\.router|moe\.router|block_sparse_moe\.gate)": ("moe.router",),
-    r"\w+\.(q_a_proj|linear_q_down_proj|q_down)": ("attention.q_down",),
-    r"\w+\.(q_a_layernorm|q_layernorm|q_norm|linear_q_up_proj\.layer_norm)": ("attention.q_norm",),
-    r"\w+\.(q_b_proj|linear_q_up_proj|linear_qb|q_up)": ("attention.q_up",),
-    r"\w+\.(q_proj|linear_q_proj|linear_q)": ("attention.q_proj",),
-    r"\w+\.(k_proj|linear_k)": ("attention.k_proj",),
-    r"\w+\.(v_proj|linear_v)": ("attention.v_proj",),
-    r"\w+\.(kv_a_proj_with_mqa|linear_kv_down_proj|kv_down)": ("attention.kv_down",),
-    r"\w+\.(kv_a_layernorm|kv_layernorm|k_layernorm|kv_norm|linear_kv_up_proj\.layer_norm)": (
-        "attention.kv_norm",
-    ),
-    r"\w+\.(kv_b_proj|linear_kv_up_proj|linear_kvb|kv_up)": ("attention.kv_up",),
-    r"(self_attn|self_attention|attention)\.(o_proj|linear_proj|wo|out)": ("attention.out",),
+_INNER = {  # within a layer; a fused weight has several roles
+    r"(input_layernorm|input_norm|attention_norm|self_attention\.linear_qkv\.layer_norm)": "input_norm",
+    r"(post_attention_layernorm|pre_mlp_layernorm|ffn_norm|mlp\.linear_fc1\.layer_norm)": "ffn_norm",
+    r"(mlp\.gate|mlp\.router|moe\.router|block_sparse_moe\.gate)": "moe.router",
+    r"\w+\.(q_a_proj|linear_q_down_proj|q_down)": "attention.q_down",
+    r"\w+\.(q_a_layernorm|q_layernorm|q_norm|linear_q_up_proj\.layer_norm)": "attention.q_norm",
+    r"\w+\.(q_b_proj|linear_q_up_proj|linear_qb|q_up)": "attention.q_up",
+    r"\w+\.(q_proj|linear_q_proj|linear_q)": "attention.q_proj",
+    r"\w+\.(k_proj|linear_k)": "attention.k_proj",
+    r"\w+\.(v_proj|linear_v)": "attention.v_proj",
+    r"\w+\.(kv_a_proj_with_mqa|linear_kv_down_proj|kv_down)": "attention.kv_down",
+    r"\w+\.(kv_a_layernorm|kv_layernorm|k_layernorm|kv_norm|linear_kv_up_proj\.layer_norm)": "attention.kv_norm",
+    r"\w+\.(kv_b_proj|linear_kv_up_proj|linear_kvb|kv_up)": "attention.kv_up",
+    r"(self_attn|self_attention|attention)\.(o_proj|linear_proj|wo|out)": "attention.out",
     **{
-        rf"({path})\.({names})": tuple(f"{role}.{part}" for part in parts)
+        rf"({path})\.({names})": " ".join(f"{role}.{part}" for part in parts.split())
         for path, role in _FFN.values()
         for names, parts in {
-            "gate_proj|gate|w1": ("gate",),
-            "up_proj|up|w3": ("up",),
-            "linear_fc1|gate_up_proj|weight1": ("gate", "up"),
-            "down_proj|down|linear_fc2|w2|weight2": ("down",),
+            "gate_proj|gate|w1": "gate",
+            "up_proj|up|w3": "up",
+            "linear_fc1|gate_up_proj|weight1": "gate up",
+            "down_proj|down|linear_fc2|w2|weight2": "down",
         }.items()
     },
 }
@@ -72,7 +64,7 @@ def roles_of(name: str) -> Roles | None:
     if layer is None or layer["inner"] is None:
         known = (roles for pattern, roles in _OUTSIDE.items() if re.fullmatch(pattern, name))
         found = next(known, None)
-        return None if found is None else Roles(found)
+        return None if found is None else Roles((found,))
     inner = layer["inner"].removeprefix("block.").removeprefix("transformer_layer.")
     expert = _EXPERT.search(inner)
     plain = _EXPERT.sub(lambda m: "experts." if m["a"] else "", inner)
@@ -81,7 +73,7 @@ def roles_of(name: str) -> Roles | None:
         if re.fullmatch(pattern, plain):
             number = int(expert["a"] or expert["b"]) if expert else 0
             stack = "mtp" if layer["mtp"] else "layers"
-            return Roles(tuple(f"{stack}.{layer['layer']}.{r}" for r in roles), number)
+            return Roles(tuple(f"{stack}.{layer['layer']}.{r}" for r in roles.split()), number)
     return None
 
 

@@ -130,11 +130,7 @@ class Approx:
         return self.like(value, _known(sigma, value), _known(limit, value), parents)
 
     def like(
-        self,
-        value: Any,
-        sigma: Any = 0.0,
-        limit: Any = 0.0,
-        parents: Parents = (),
+        self, value: Any, sigma: Any = 0.0, limit: Any = 0.0, parents: Parents = ()
     ) -> "Approx":
         """Return other values with the same types."""
         return Approx(value, self.stored, self.accumulated, sigma, limit, parents)

@@ -126,13 +126,8 @@ def _floordiv(a: Arguments) -> Any:
     return _of_integers(a, "floor division", np.floor_divide)
 
 
-ops(
-    {
-        ("floordiv floor_divide FloorDiv", PAIR): _floordiv,
-        ("mod remainder fmod", PAIR): lambda a: _of_integers(a, "remainder", np.remainder),
-    },
-    exact=True,
-)
+op("floordiv floor_divide FloorDiv", PAIR, exact=True)(_floordiv)
+op("mod remainder fmod", PAIR, exact=True)(lambda a: _of_integers(a, "remainder", np.remainder))
 ops(
     {
         ("rsub", PAIR): lambda a: operator.sub(*_pair(a)[::-1]),
@@ -154,17 +149,10 @@ def of_input(function: Callable[[Approx], Approx]) -> Callable[[Arguments], Appr
     return lambda a: function(floating(a.input))
 
 
+for _name in ("exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "sin", "cos"):
+    op(_name, "input")(of_input(getattr(Approx, _name)))
 ops(
     {
-        ("exp", "input"): of_input(Approx.exp),
-        ("log", "input"): of_input(Approx.log),
-        ("sqrt", "input"): of_input(Approx.sqrt),
-        ("rsqrt", "input"): of_input(Approx.rsqrt),
-        ("sigmoid", "input"): of_input(Approx.sigmoid),
-        ("tanh", "input"): of_input(Approx.tanh),
-        ("erf", "input"): of_input(Approx.erf),
-        ("sin", "input"): of_input(Approx.sin),
-        ("cos", "input"): of_input(Approx.cos),
         ("reciprocal", "input"): of_input(lambda x: 1 / x),
         ("log1p", "input"): of_input(
             lambda x: x.apply(np.log1p(x.value), 1 / (1 + x.value), lambda x, y: 1 / (x + 1))
@@ -243,26 +231,14 @@ for _names, _function in {
     "logical_and": np.logical_and,
     "logical_or": np.logical_or,
     "logical_xor": np.logical_xor,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
+    "and bitwise_and": np.bitwise_and,
+    "or bitwise_or": np.bitwise_or,
     "xor": np.bitwise_xor,
-    "bitwise_and": np.bitwise_and,
-    "bitwise_or": np.bitwise_or,
 }.items():
     op(_names, PAIR, exact=True)(lambda a, f=_function: f(plain(a.input), plain(a.other)))
-for _name, _function in {
-    "logical_not": np.logical_not,
-    "invert": np.invert,
-    "bitwise_not": np.invert,
-    "isnan": np.isnan,
-    "isinf": np.isinf,
-    "isfinite": np.isfinite,
-    "sign": np.sign,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "round": np.rint,
-    "trunc": np.trunc,
-}.items():
+_OF_NUMPY = "logical_not invert bitwise_not isnan isinf isfinite sign floor ceil round trunc"
+for _name in _OF_NUMPY.split():
+    _function = getattr(np, _name)
     op(_name, "input", exact=True)(lambda a, f=_function: _typed(a.input, f))
 
 

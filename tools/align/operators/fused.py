@@ -10,7 +10,7 @@ from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax, softmax_gradient
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, ops
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
 
 def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: str) -> Approx:
@@ -42,17 +42,11 @@ def log_probabilities_and_loss(a: Arguments) -> tuple[Approx, Approx]:
 
 _LABELS = "ignore_index=-100 reduction='mean'"
 _OLD = "label_smoothing=0.0 size_average=None reduce=None"
-ops(
-    {
-        (
-            "cross_entropy",
-            f"input target | weight=None {_LABELS} {_OLD}",
-        ): lambda a: log_probabilities_and_loss(a)[1],
-        ("nll_loss", f"input target weight=None | {_LABELS}"): lambda a: _picked(
-            floating(a.input), a.target, int(a.ignore_index), a.weight, a.reduction
-        ),
-    },
-    stores=True,
+op("cross_entropy", f"input target | weight=None {_LABELS} {_OLD}", stores=True)(
+    lambda a: log_probabilities_and_loss(a)[1]
+)
+op("nll_loss", f"input target weight=None | {_LABELS}", stores=True)(
+    lambda a: _picked(floating(a.input), a.target, int(a.ignore_index), a.weight, a.reduction)
 )
 
 

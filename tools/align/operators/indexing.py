@@ -9,7 +9,7 @@ import numpy as np
 from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, ops
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 from telechat_moe.tools.align.operators.shapes import arranged, move, moves
 
 
@@ -32,11 +32,8 @@ def _embedding(a: Arguments) -> Any:
 )
 def _gather(a: Arguments) -> Any:
     """Compute ``torch.gather(x, dim, index)``, or MindSpore's ``gather(x, indices, axis)``, which takes rows."""
-    if (
-        isinstance(a.index, int | float)
-        or (np.ndim(plain(a.index)) == 0 and np.ndim(plain(a.dim)) > 0)
-        or not isinstance(a.dim, int)
-    ):
+    number = np.ndim(plain(a.index)) == 0 and np.ndim(plain(a.dim)) > 0
+    if number or isinstance(a.index, int | float) or not isinstance(a.dim, int):
         rows, axis = integers(a.dim), int(plain(a.index))
         return move(a.input, lambda x: x.take(rows, axis), True)
     index, dim = integers(a.index), int(a.dim)
@@ -175,13 +172,8 @@ def _topk(a: Arguments) -> Any:
 
 
 _SORT = "input dim=-1 descending=False stable=False"
-ops(
-    {
-        ("sort SortExt", _SORT): lambda a: _ordered(a, _order(a, a.descending)),
-        ("argsort", _SORT): lambda a: _order(a, a.descending),
-    },
-    exact=True,
-)
+op("sort SortExt", _SORT, exact=True)(lambda a: _ordered(a, _order(a, a.descending)))
+op("argsort", _SORT, exact=True)(lambda a: _order(a, a.descending))
 
 
 def _order(a: Arguments, descending: bool) -> Array:
@@ -211,10 +203,8 @@ def _argmax_with_value(a: Arguments) -> Any:
     return [chosen.squeeze(dim), move(value, lambda v: v.squeeze(dim))]
 
 
-CHOOSES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "ArgMaxWithValue": 0} | {
-    "max": 1,
-    "min": 1,
-}
+_CHOICES = "argsort argmax ArgMaxWithValue", "topk sort max min"
+CHOOSES = {name: i for i, names in enumerate(_CHOICES) for name in names.split()}
 """For each operator whose indices are free among equal elements, the number of the output that holds them."""
 
 

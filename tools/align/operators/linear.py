@@ -123,10 +123,8 @@ def _grouped_matmul(a: Arguments) -> Any:
     Source: Ascend/op-plugin, npu_grouped_matmul.
     """
     given = a.__dict__
-    if any(
-        given.get(name) is not None
-        for name in (*_QUANTIZED.replace("=None", "").split(), "per_token_scale")
-    ):
+    scales = (*_QUANTIZED.replace("=None", "").split(), "per_token_scale")
+    if any(given.get(name) is not None for name in scales):
         raise NotJudgedError("quantized grouped matmul")
     if given.get("act_type") or given.get("transpose_a"):
         raise NotJudgedError("grouped matmul with an activation, or with a transposed input")

@@ -112,12 +112,10 @@ def _logsumexp(a: Arguments) -> Any:
 def _norm(a: Arguments) -> Any:
     x, dims = floating(a.input), a.dims(len(a.input.shape))
     kind = a.p if a.ord is None else a.ord
-    if kind in (1, np.inf, "inf"):
-        return (
-            abs(x).sum(dims, bool(a.keepdim))
-            if kind == 1
-            else x.constant(np.abs(x.value).max(dims, keepdims=bool(a.keepdim), initial=0.0))
-        )
+    if kind == 1:
+        return abs(x).sum(dims, bool(a.keepdim))
+    if kind in (np.inf, "inf"):
+        return x.constant(np.abs(x.value).max(dims, keepdims=bool(a.keepdim), initial=0.0))
     if kind not in (2, "fro", None):
         raise NotJudgedError(f"norm with p = {kind}")
     return (x * x).sum(dims, bool(a.keepdim)).sqrt()

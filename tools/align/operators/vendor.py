@@ -79,13 +79,10 @@ def _rotary_of_angles(a: Arguments) -> Any:
 
 def _legal_choice(score: Approx, best: Array, made: Any) -> Array:
     """Return the program's choice ``[T, K]`` where the errors of the scores ``[T, E]`` allow it, else the best."""
-    found = None if made is None else made.load().astype(np.int64)
-    if (
-        found is None
-        or found.shape != best.shape
-        or found.min() < 0
-        or found.max() >= score.shape[1]
-    ):
+    if made is None:
+        return best
+    found = made.load().astype(np.int64)
+    if found.shape != best.shape or found.min() < 0 or found.max() >= score.shape[1]:
         return best
     # Kernels sort scores that they rounded to float32.
     value, slack = score.value, score.bound("float32")
@@ -174,10 +171,8 @@ def _mindspore_routing(a: Arguments) -> Any:
 )
 def _routing(a: Arguments) -> Any:
     """Return the tokens sorted by expert, the row of each pair or the pair of each row, and the experts' tokens."""
-    if int(a.quant_mode) != -1 or list(a.active_expert_range or ()) not in (
-        [],
-        [0, int(a.expert_num)],
-    ):
+    some = list(a.active_expert_range or ()) not in ([], [0, int(a.expert_num)])
+    if int(a.quant_mode) != -1 or some:
         raise NotJudgedError("quantized routing, or to some of the experts")
     x, expert = floating(a.x), integers(a.expert_idx)
     K, flat, E = expert.shape[1], expert.reshape(-1), int(a.expert_num)

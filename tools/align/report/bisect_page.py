@@ -111,43 +111,29 @@ def following(
 ) -> list[dict[str, str]]:
     """Return the three commands that help most after an outcome, and what each shows."""
     runs = dict(zip("ab", map(shlex.quote, (reference, target)), strict=True))
-    compare = _BY_BOUNDS if by_standard else _BY_STANDARD
-    found = [compare if step is None else step for step in _NEXT[outcome.verdict]]
+    other = "bisect {a} {b}" if by_standard else "bisect {a} {b} --standard mixed"
     return [
-        {"command": f"telechat-moe align {command.format(**runs)}", "shows": said}
-        for command, said in found
+        {"command": f"telechat-moe align {command.format(**runs)}", "shows": _SHOWS[command]}
+        for command in (c or other for c in _NEXT[outcome.verdict])
     ]
 
 
-_BY_STANDARD = (
-    "bisect {a} {b} --standard mixed",
-    "how far every tensor is apart, by a published standard",
-)
-_BY_BOUNDS = "bisect {a} {b}", "which operator is wrong by itself, by derived bounds"
-_NEXT: Mapping[str, Sequence[tuple[str, str] | None]] = {
-    "diverged": (
-        (
-            "bisect {a} {b} --reproducer wrong",
-            "the wrong call alone, as data and a script to mend it by",
-        ),
-        ("bisect {a}", "whether the reference itself is right"),
-        None,
-    ),
-    "pass": (
-        None,
-        (
-            "bisect {a} {b} --standard ecosystem",
-            "whether the kernels are as exact as a benchmark allows",
-        ),
-        ("loss A.jsonl B.jsonl", "whether the loss curves of both runs agree"),
-    ),
-    "inconclusive": (
-        ("inspect {b} --calls", "what the dump holds; below is what to dump for a verdict"),
-        ("bisect {b}", "what of it is right by itself"),
-        None,
-    ),
+_NEXT: Mapping[str, Sequence[str]] = {
+    "diverged": ("bisect {a} {b} --reproducer wrong", "bisect {a}", ""),
+    "pass": ("", "bisect {a} {b} --standard ecosystem", "loss A.jsonl B.jsonl"),
+    "inconclusive": ("inspect {b} --calls", "bisect {b}", ""),
 }
-"""Commands that help after a verdict, and what each shows; None: the other way to judge."""
+"""Commands that help after a verdict; empty: the other way to judge."""
+_SHOWS = {
+    "bisect {a} {b}": "which operator is wrong by itself, by derived bounds",
+    "bisect {a} {b} --standard mixed": "how far every tensor is apart, by a published standard",
+    "bisect {a} {b} --standard ecosystem": "whether the kernels are as exact as a benchmark allows",
+    "bisect {a} {b} --reproducer wrong": "the wrong call alone, as data and a script to mend it by",
+    "bisect {a}": "whether the reference itself is right",
+    "bisect {b}": "what of it is right by itself",
+    "inspect {b} --calls": "what the dump holds; below is what to dump for a verdict",
+    "loss A.jsonl B.jsonl": "whether the loss curves of both runs agree",
+}
 
 
 def junit(outcome: Outcome, target: str) -> str:
@@ -376,16 +362,10 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
 
 def _standard(standard: Mapping[str, Any]) -> str:
     """Return the tensors that are furthest apart by a standard."""
-    rows = [
-        [
-            html.verdict(t["status"]),
-            t["step"],
-            t["rank"],
-            code(f"{t['operator']} {t['tensor']}"),
-            t["reason"],
-        ]
-        for t in standard["tensors"]
-    ]
+    rows: list[list[object]] = []
+    for t in standard["tensors"]:
+        tensor = code(f"{t['operator']} {t['tensor']}")
+        rows.append([html.verdict(t["status"]), t["step"], t["rank"], tensor, t["reason"]])
     titles = ["", "step ", "rank ", "tensor", "why"]
     notes = html.items([*standard["notes"], *(f"chosen otherwise: {f}" for f in standard["flips"])])
     title = escape(f"Tensors by {standard['name']} ({standard['source']}), worst first")
@@ -418,9 +398,5 @@ def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
 def _share(share: Mapping[str, int], unit: str) -> list[object]:
     judged, total = share[f"judged_{unit}"], share[unit]
     part = judged / total if total else 1.0
-    said = (
-        f"{judged:,} of {total:,}"
-        if unit == "calls"
-        else f"{size_text(judged)} of {size_text(total)}"
-    )
+    said = " of ".join(f"{n:,}" if unit == "calls" else size_text(n) for n in (judged, total))
     return [f"{said}, {part:.0%}", html.bar(part, "pass" if part >= ENOUGH else "not")]
