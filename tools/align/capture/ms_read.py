@@ -8,13 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.graph.tap_plan import (
-    Argument,
-    Number,
-    TappedOperator,
-    TapPlan,
-    Tensor,
-)
+from telechat_moe.graph.tap_plan import Argument, Number, TappedOperator, TapPlan, Tensor
 from telechat_moe.numerics import Array, from_bytes
 from telechat_moe.ops.tap import STATISTICS, VALUES, Written, index
 from telechat_moe.tools.align.dump.msprobe import canonical

@@ -103,9 +103,8 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, calls: dict[str, Call], modules: Modules) -> None:
         super().__init__()
         self.calls, self.modules, self.count = calls, modules, Counter[str]()
-        self.origin: dict[
-            str, tuple[str | None, tuple[str, ...]]
-        ] = {}  # modules, lines of the script
+        # The module of each call, and lines of the script
+        self.origin: dict[str, tuple[str | None, tuple[str, ...]]] = {}
         self.paused = False  # in an optimizer, whose updates are recorded as a whole
         self._pending: dict[str, tuple[list[Any], list[Any]]] = {}
 
@@ -124,10 +123,9 @@ class _Recorder(TorchFunctionMode):
         gradients: list[torch.Tensor | None] = []
         own, into = args, _versions((*args, *kwargs.values()))
         if not _writes(name, kwargs) and torch.is_grad_enabled():
-            own = _each(args, lambda x: self._use(x, gradients, key))
-            kwargs = {
-                k: _each(v, lambda x: self._use(x, gradients, key)) for k, v in kwargs.items()
-            }
+            use = partial(self._use, gradients=gradients, key=key)
+            own = _each(args, use)
+            kwargs = {k: _each(v, use) for k, v in kwargs.items()}
         result = func(*own, **kwargs)
         result, gradients = _own_node(result, args, own, gradients)
         outputs = result if is_sequence(result) else [result]
@@ -304,11 +302,8 @@ class _Optimizers:
 
     @staticmethod
     def _state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Value]:
-        found = {
-            k: record(v)
-            for k, v in optimizer.state.get(p, {}).items()
-            if k in _STATES and v is not None
-        }
+        state = optimizer.state.get(p, {})
+        found = {k: record(v) for k, v in state.items() if k in _STATES and v is not None}
         return {"weight": record(p), "grad": record(p.grad), **found}
 
 

@@ -86,11 +86,6 @@ class Chunk:
     def _errors(self) -> tuple[Array, Array | None]:
         return errors(self.target, self.golden)
 
-    def against_golden(self) -> "Chunk":
-        """Return a chunk with the third run's elements instead of the target's."""
-        assert self.raw_bench is not None
-        return Chunk(self.raw_bench, self.raw_golden, self.begin)
-
 
 def errors(target: Array, golden: Array) -> tuple[Array, Array | None]:
     """Return ``|target - golden|`` of float64 elements, and where one is infinite or NaN (None: nowhere)."""
@@ -246,7 +241,8 @@ class DoubleBenchmark(Measure):
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
         self.own.add(chunk)
-        self.third.add(chunk.against_golden())
+        assert chunk.raw_bench is not None
+        self.third.add(Chunk(chunk.raw_bench, chunk.raw_golden, chunk.begin))
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""

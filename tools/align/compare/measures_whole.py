@@ -101,9 +101,7 @@ class Thousandths(Measure):
     # For each test the limit of the relative error, which also limits the share of elements beyond it; True: failing
     # is an error, False: a warning
     shares: tuple[tuple[float, bool], ...]
-    epsilon: (
-        float  # added to the golden value's magnitude: unit roundoff of the golden tensor's type
-    )
+    epsilon: float  # added to the golden value's magnitude: unit roundoff of its tensor's type
     _count = _special = 0
     _largest = 0.0
 

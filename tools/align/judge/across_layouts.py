@@ -10,7 +10,7 @@ shows at a point; other faults show at their operator.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float
-from telechat_moe.tools.align.dump.records import (
-    Call,
-    Dump,
-    RankDump,
-    TensorRecord,
-    nbytes_of,
-)
+from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
 from telechat_moe.tools.align.judge.bisect import Known, Progress, bisect
 from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
@@ -34,6 +28,7 @@ from telechat_moe.tools.align.judge.distance import (
     relative_distance,
     rows_scaled,
 )
+from telechat_moe.tools.align.judge.fault_arguments import Answer
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import named_differently, narrowest_of
 from telechat_moe.tools.align.judge.pins import Believed, Held, chose_otherwise, narrowest, set_part
@@ -75,6 +70,7 @@ _FIRST_ORDER = 0.04  # distances from which on a derivation to first order is no
 
 _ROWS = "scale of rows"
 _OTHERWISE = "the programs compute it differently: all that is computed from it agrees"
+_UNKNOWN: Answer = ("unknown", "")
 _LATE = "the steps before, in which runs part by rounding, are not in the dumps"
 
 
@@ -158,10 +154,9 @@ class _Points:
         self.flipped = 0  # rows that chose otherwise, in this step or before
         self.kinds = "float32", "float32"
         """The narrowest types that reference and target compute in."""
+        self.coarser = 1.0  # how much coarser the reference computes than the target; at least 1
         self.drift = 0.0  # how far weights are apart before the step, where it is not followed on the reference's
-        self.exact = (
-            False  # whether the distance allowed for the last point holds for it to first order
-        )
+        self.exact = False  # whether what is allowed for the last point holds to first order
         self.step = -1
         self.late = False  # whether steps are not in the dumps that this one follows from
         self.last: dict[str, tuple[Array | None, Array | None]] = {}
@@ -173,7 +168,8 @@ class _Points:
     def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
         """Follow the target's program through a step."""
         self.kinds = narrowest_of(a), narrowest_of(b)
-        self.units = tuple(max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b))
+        one, other = (max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b))
+        self.coarser = max(1.0, one / other)
         self.last = self.last if step == self.step + 1 else {}
         self.late = not self.last and step > 0
         self.step, self.sides = step, Sides(a, b)
@@ -182,12 +178,6 @@ class _Points:
         self.followed = Followed(b, self.believed, self.followed) if able else None
         if pinned:
             self.flipped += chose_otherwise(a, b)
-
-    @property
-    def coarser(self) -> float:
-        """How much coarser the reference computes than the target; at least 1."""
-        one, other = self.units
-        return max(1.0, one / other)
 
     def choices(self, step: int, b: Sequence[RankDump]) -> Iterator[Finding]:
         """Yield a finding for the scores of each choice of the step."""
@@ -268,14 +258,10 @@ class _Points:
         factors = Counter(f.evidence for f in findings if f.evidence)
         # One wrong gradient changes the norm, so clipping scales all others by one factor.
         clipped = {f.verdict.key for f in findings if factors[f.evidence] > _FEW}
-        placed = [
-            (
-                replace(f, order=self.sides.position(other) + _BEHIND * (f.verdict.key in clipped)),
-                one,
-                other,
-            )
-            for f, (one, other) in zip(findings, points, strict=True)
-        ]
+        placed: list[tuple[Finding, Point, Point]] = []
+        for f, (one, other) in zip(findings, points, strict=True):
+            late = _BEHIND * (f.verdict.key in clipped)
+            placed.append((replace(f, order=self.sides.position(other) + late), one, other))
         placed.sort(key=lambda p: (not _begins(p[0]), p[0].order))
         if placed:
             first, one, other = placed[0]
@@ -322,11 +308,8 @@ class _Points:
         if status == "not judged" and judged.get(gradient) != "pass":
             return ""
         if when == "after" and (finding.step, other.key) in self.right and finding.call:
-            return (
-                "what the update makes of its gradient and states"
-                if _same_rule(finding.call, near)
-                else ""
-            )
+            said = "what the update makes of its gradient and states"
+            return said if _same_rule(finding.call, near) else ""
         last = self.last.get(state, (None, None))
         if when == "before" and all(
             x is not None and p.values is not None and np.array_equal(x, p.values)
@@ -344,10 +327,7 @@ class _Points:
         order = list(owner.calls).index(other.key) if owner is not None else 0
 
         def finding(
-            status: Status,
-            said: str,
-            off: float = math.inf,
-            kind: tuple[str, str] = ("unknown", ""),
+            status: Status, said: str, off: float = math.inf, kind: Answer = _UNKNOWN
         ) -> Finding:
             size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
             verdict = Verdict(other.key, other.place, status, off, said, elements=size)
@@ -365,32 +345,24 @@ class _Points:
             return finding("diverged", f"{name}: {said}", kind=("settings differ", said))
         if self.standard is not None:
             return finding(*self._by_standard(self.standard, name, one, other, step))
-        return self._by_distance(name, one, other, ranks, finding)
+        return finding(*self._by_distance(name, one, other, ranks, x, y))
 
     def _by_distance(
-        self,
-        name: str,
-        one: Point,
-        other: Point,
-        ranks: Sequence[RankDump],
-        finding: Callable[..., Finding],
-    ) -> Finding:
-        """Return the finding for a point by how far the whole tensors are apart."""
-        assert other.values is not None
-        assert one.values is not None
-        x, y = other.values, one.values
+        self, name: str, one: Point, other: Point, ranks: Sequence[RankDump], x: Array, y: Array
+    ) -> tuple[Status, str, float, Answer]:
+        """Return what a point comes to by how far the whole tensors x of the target and y are apart."""
         state, _, when = name.rpartition(" ")
         self.exact = self.believed is not None and when == "before" and state in self.last
         if self.exact:
             last = self.last[state][1]
             same = last is not None and np.array_equal(last, x)
             said = f"{name}: {'' if same else 'not '}what the update of the step before made"
-            return finding("pass" if same else "diverged", said, 0.0 if same else math.inf)
+            return ("pass", said, 0.0, _UNKNOWN) if same else ("diverged", said, math.inf, _UNKNOWN)
         y = y.astype(np.float64)
         found = self._followed(other, y, ranks) if self.believed is not None else None
         if found is None and self.flipped and when != "before":
             said = f"{self.flipped} rows chose otherwise, and {name} cannot be followed"
-            return finding("not judged", said, 0.0)
+            return "not judged", said, 0.0, _UNKNOWN
         x, squares = found or (x.astype(np.float64).reshape(y.shape), None)
         if self.believed is None:
             squares = self._squares(other, ranks, y.size)
@@ -398,20 +370,20 @@ class _Points:
         self.exact = found is not None and limit < _FIRST_ORDER
         if found is not None and limit > VAGUE:
             said = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
-            return finding("not judged", said, 0.0)
+            return "not judged", said, 0.0, _UNKNOWN
         off = relative_distance(x, y, limit)
         if self.believed is None and when == "before" and math.isfinite(off):
             self.drift = max(self.drift, off * limit if state.startswith("weight ") else 0.0)
         said = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
         if off <= 1:
-            return finding("pass", said, off)
+            return "pass", said, off, _UNKNOWN
         if self.late and (when == "before" or found is None) and self.believed is not None:
-            return finding("not judged", f"{said}; {_LATE}", 0.0)
+            return "not judged", f"{said}; {_LATE}", 0.0, _UNKNOWN
         kind = factor_between(x, y)
         if ".experts." in name and x.ndim > 1 and rows_scaled(x, y, 2 * limit):
             kind = _ROWS, "a factor for each row, such as the router's weights"
             said = f"{said}; {kind[1]}"
-        return finding("diverged", said, off, kind)
+        return "diverged", said, off, kind
 
     def _by_standard(
         self, standard: Standard, name: str, one: Point, other: Point, step: int

@@ -17,20 +17,13 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
-from telechat_moe.tools.align.dump.records import (
-    Call,
-    Phase,
-    RankDump,
-    TensorRecord,
-)
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import Place, content_of
 from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.points import STATES, named, put_together, weight_of
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 
-_ROUNDINGS = (
-    16.0  # of scores, by which a choice may seem wrong: an operator may round within itself
-)
+_ROUNDINGS = 16.0  # of scores, by which a choice may seem wrong: operators round within themselves
 _ROWS = 1 << 12  # of a table
 _AT_ONCE = 1 << 22  # elements that are compared at once
 
@@ -121,11 +114,7 @@ def _candidates(call: Call) -> Iterator[Choice]:
             continue
         for name, scores in floats:
             wide, slots = scores.shape[-1], index.shape[-1]
-            if (
-                scores.shape[:-1] != index.shape[:-1]
-                or not 0 < slots < wide
-                or not len(scores.shape)
-            ):
+            if scores.shape[:-1] != index.shape[:-1] or not 0 < slots < wide:
                 continue
             biases = [p for p, t in floats if t.shape == (wide,) and p.startswith("input")]
             for bias in (*biases, ""):

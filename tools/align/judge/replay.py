@@ -276,11 +276,8 @@ def _match(
         if gradient is None and number is not None and not tensors[number].value.size:
             continue  # of an expert without tokens
         if gradient is None:
-            lacks = (
-                f"no input has shape {record.shape}"
-                if number is None
-                else "no formula for this gradient"
-            )
+            lacks = "no formula for this gradient"
+            lacks = f"no input has shape {record.shape}" if number is None else lacks
             verdicts.append(not_judged(call.key, f"{place}: {lacks}", place))
         else:
             verdicts.append(judge(call.key, place, record.load(), gradient, record.dtype))

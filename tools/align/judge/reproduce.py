@@ -123,11 +123,9 @@ def _involved(finding: Finding, about: Wrong | Exchange) -> tuple[str, list[_Pla
     said = finding.verdict.reason
     if isinstance(about, Exchange):
         keys, step = about.received.meeting.keys.items(), finding.step
-        theirs = [
-            (step, r, _bare(about.reference[r].calls[k]))
-            for r, k in keys
-            if r in about.reference and k in about.reference[r].calls
-        ]
+        runs = about.reference
+        shared = [(r, k) for r, k in keys if r in runs and k in runs[r].calls]
+        theirs = [(step, r, _bare(runs[r].calls[k])) for r, k in shared]
         return said, theirs, [(step, r, about.target[r].calls[k]) for r, k in keys]
     place = about.verdict.place
     if place and not place.startswith("output"):

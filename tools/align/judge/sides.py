@@ -95,13 +95,8 @@ class Sides:
     def explained(self, one: Point, other: Point) -> tuple[str, str, tuple[str, str]]:
         """Return the kind of a difference, why, and the modules of both runs in which it begins."""
         agreed = [*zip(*self.agreed, strict=True)] or [(), ()]
-        theirs, ours = (
-            self._side(run, point, known)
-            for run, point, known in (
-                (self.reference, one, agreed[0]),
-                (self.target, other, agreed[1]),
-            )
-        )
+        theirs = self._side(self.reference, one, agreed[0])
+        ours = self._side(self.target, other, agreed[1])
         modules = theirs.module, ours.module
         where = f"reference: {theirs.text()}; target: {ours.text()}"
         wrong = next((k for k in map(self._wrong, theirs.calls) if k), "")
@@ -149,9 +144,7 @@ class Sides:
         weight = weight_of(flow.dump.calls[point.key])
         if weight is not None and (point.place != "input.grad" or not path):
             return Side(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
-        own = last.name.partition(".")[2].rpartition(".")[
-            0
-        ]  # of a graph, whose names have the module
+        own = last.name.partition(".")[2].rpartition(".")[0]  # names in a graph have the module
         return Side(path or own, calls, line)
 
 

@@ -18,13 +18,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.tools.align.judge.coverage import answer
 from telechat_moe.tools.align.loss import migration_standard as gates
-from telechat_moe.tools.align.loss.evidence import (
-    Finding,
-    Report,
-    Settings,
-    examine,
-    find_spikes,
-)
+from telechat_moe.tools.align.loss.evidence import Finding, Report, Settings, examine, find_spikes
 from telechat_moe.tools.align.loss.read import Curve
 
 PASS, DIVERGED, INCONCLUSIVE = "pass", "diverged", "inconclusive"

@@ -220,10 +220,8 @@ def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
             first, second = x(*shape, scale=1e-3), x(*shape, scale=1e-3) ** 2
             states = [0 * first, 0 * second] if step == 1 else [first, second]
             taken += [x(*shape, scale=0.02), *states, grad]
-        build, formula = (
-            partial(_Update, given, shapes, rate, step),
-            partial(_updated, given, rate, step),
-        )
+        build = partial(_Update, given, shapes, rate, step)
+        formula = partial(_updated, given, rate, step)
         found.append(
             OperatorCase("adamw", f"update {step} at rate {rate:g}", build, taken, formula,
                  backward=False, dtype="float32")
@@ -251,10 +249,8 @@ class _Update:
         self, given: Any, shapes: Sequence[tuple[int, ...]], rate: float, step: int
     ) -> None:
         names = [f"w{i}" for i in range(len(shapes) - 1)] + ["norm"]
-        self.params = [
-            Parameter(Tensor(np.zeros(s, np.float32)), name=n)
-            for s, n in zip(shapes, names, strict=True)
-        ]
+        zeros = [Tensor(np.zeros(shape, np.float32)) for shape in shapes]
+        self.params = [Parameter(x, name=n) for x, n in zip(zeros, names, strict=True)]
         self.core = AdamW(self.params, tuple(given.betas), given.eps, given.weight_decay, ["norm"])
         self.scalars = self.core.scalars(step, rate)
 

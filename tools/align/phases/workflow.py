@@ -51,9 +51,8 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
     """
     plan.out.mkdir(parents=True, exist_ok=True)
     phases: list[Phase] = []
-    for number, (title, work) in enumerate(
-        zip(TITLES, (_operators, _step, _curve), strict=True), 1
-    ):
+    works = zip(TITLES, (_operators, _step, _curve), strict=True)
+    for number, (title, work) in enumerate(works, 1):
         wrong = [p["title"] for p in phases if p["verdict"] == "diverged"]
         if wrong and not plan.go_on:
             said = f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
