@@ -351,8 +351,9 @@ def test_a_miss_is_counted():
 @pytest.mark.parametrize("noise", ["sums", "fusion", "layout"])
 def test_dumps_that_cannot_be_recomputed(noise):
     """Test right pairs, none of which may be called wrong, and faults that only the other run shows."""
-    right = [incomplete.right("vendor", number, 0, noise)[0] for number in range(2)]
-    assert "diverged" not in right
+    for dumps in ("vendor", "statistics"):
+        right = [incomplete.right(dumps, number, 0, noise)[0] for number in range(2)]
+        assert "diverged" not in right, dumps
     found = [one for number in range(3) if (one := incomplete.wrong("vendor", number, 0, noise))]
     assert len(found) >= 2
     assert all(others.keys() == {*baselines.METHODS} for *_, others in found)

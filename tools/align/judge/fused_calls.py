@@ -63,14 +63,12 @@ class Replaced:
             made = ours.made()
             if len(made) != len(call.made()):
                 yield Verdict(key, "", "diverged", np.inf, said)
-                continue
-            expected = self._evaluated(call, 0)
-            if expected is None:
+            elif (expected := self._evaluated(call, 0)) is None:
                 yield not_judged(key, "takes other tensors than in the reference")
-                continue
-            for i, (_, tensor) in enumerate(made):
-                found = judge(key, f"output.{i}", tensor.load(), expected[i], tensor.dtype)
-                yield replace(found, place="", reason=f"{said}; {found.reason}")
+            else:
+                for i, (_, tensor) in enumerate(made):
+                    found = judge(key, f"output.{i}", tensor.load(), expected[i], tensor.dtype)
+                    yield replace(found, place="", reason=f"{said}; {found.reason}")
 
     def _judged(self, place: Place, sources: list[Place], tensor: TensorRecord) -> Verdict | None:
         expected = self._imagined(sources[-1], 0)
@@ -99,12 +97,13 @@ class Replaced:
 
     @cached_property
     def unjudged(self) -> frozenset[str]:
-        """Calls that may replace one another: each run has some of its own, and an operator has no formula."""
-        own = [self.reference.dump.calls[k] for k in self.lost]
-        own += [self.target.dump.calls[k] for k in self.new]
-        able = frozenset(call.key for call in own if not is_exchange(call))
-        unknown = any(find(call.name) is None for call in own if call.key in able)
-        return able if unknown and able & self.lost and able & self.new else frozenset()
+        """Calls that may replace one another: each run has some, and one has no formula or no values."""
+        own = ((self.reference, self.lost), (self.target, self.new))
+        calls = [run.dump.calls[key] for run, keys in own for key in keys]
+        calls = [call for call in calls if not is_exchange(call)]
+        known = all(find(c.name) and any(t.read for _, t in c.tensors()) for c in calls)
+        able = frozenset(call.key for call in calls)
+        return able if not known and able & self.lost and able & self.new else frozenset()
 
     def _imagined(self, place: Place, depth: int) -> Approx | Array | None:
         """Return what an output of a missing call would be, computed from the target's tensors."""
@@ -175,8 +174,9 @@ def _leaf(value: Approx | Array, dtype: str) -> Approx | Array:
 
 def _only_in(one: DataFlow, other: DataFlow) -> frozenset[str]:
     """Return the keys of the forward calls that only one of two runs makes."""
-    theirs = other.dump.calls
-    return frozenset(k for k, c in one.dump.calls.items() if k not in theirs and _counts(c))
+    return frozenset(
+        k for k, c in one.dump.calls.items() if k not in other.dump.calls and _counts(c)
+    )
 
 
 def _counts(call: Call) -> bool:
