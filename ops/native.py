@@ -28,6 +28,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any] | None]] = {
     "telechat_attributes_number": (None, [POINTER, TEXT, ctypes.c_double]),
     "telechat_attributes_list": (None, [POINTER, TEXT, POINTER, NUMBER]),
     "telechat_infer": (NUMBER, None),
+    "telechat_link_trial": (None, [ctypes.c_double, ctypes.c_double, NUMBER]),
+    "telechat_link_times": (NUMBER, [POINTER, NUMBER]),
     "telechat_tap_begin": (NUMBER, [TEXT, NUMBER]),
     "telechat_tap_end": (NUMBER, []),
     "dvm_create": (POINTER, [POINTER, NUMBER]),

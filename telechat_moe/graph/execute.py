@@ -12,7 +12,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
-from telechat_moe.graph.reorder import Pass, in_order
+from telechat_moe.graph.reorder import Pair, Pass, in_order
 from telechat_moe.graph.rewrite import for_cpu
 
 # Parameters that a step reads and the host sets before each call.
@@ -51,7 +51,7 @@ class Job:
     def write(
         folder: Path,
         graphs: Sequence[RankGraph],
-        orders: Mapping[int, Sequence[Pass]] | None = None,
+        orders: Mapping[int, Sequence[Pass | Pair]] | None = None,
     ) -> "Job":
         """Rewrite the graphs of all ranks for CPU and write them.
 

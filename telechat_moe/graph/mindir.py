@@ -241,9 +241,15 @@ class Editor:
         return name
 
     def custom(
-        self, name: str, library: str, *, writes: bool = False, **attributes: int | Sequence[int]
+        self,
+        name: str,
+        library: str,
+        *,
+        writes: bool = False,
+        several: bool = False,
+        **attributes: int | Sequence[int],
     ) -> str:
-        """Add a primitive of an operator of a native library that has one output; ``writes``: and a side effect."""
+        """Add a primitive of an operator of a native library; ``writes``: with a side effect, ``several``: outputs."""
         where = f"{library}:{name}"
         names = {"func_name": where, "uniq_name": f"Custom__{where}", "reg_op_name": name}
         reference = self.primitive(
@@ -251,7 +257,7 @@ class Editor:
         )
         primitive = self.model.primitives[reference.removeprefix("REF::")]
         flags = {
-            "multi_output": 0,
+            "multi_output": int(several),
             "cpp_infer_shape": 1,
             "autodiff": 0,
             "side_effect_mem": int(writes),

@@ -7,13 +7,20 @@ own order, whatever the order of the passes: sums have the same bits.
 
 Between two passes there is a token: it waits for the one, and the other waits for it. MindSpore runs kernels in any
 order that their inputs allow.
+
+An order with pairs of passes overlaps exchanges of routed rows (:mod:`telechat_moe.graph.exchanges`) with computation:
+in turn, each pass of a pair runs up to the start of its next exchange, and then what needs neither that exchange nor a
+later one. So a pass waits for an exchange only when the other one has come as far. A pass alone does the same, and
+only its own shared experts and weight gradients run beside its exchanges.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.graph.exchanges import split
 from telechat_moe.graph.inline import WRITES, inline_calls, order_writes
 from telechat_moe.graph.mindir import Editor, Model, Operation, find_value
 from telechat_moe.graph.nodes import Graph, data_inputs
@@ -21,14 +28,18 @@ from telechat_moe.graph.schedule import Event, pass_of
 from telechat_moe.ops import native
 
 Pass = tuple[str, int, int]
-"""``F``, ``D``, ``W`` or ``B`` (D, then W); chunk of the stage; micro-batch."""
+"""``F``, ``D``, ``W`` or ``B`` (D and W); chunk of the stage; micro-batch."""
+Side = tuple[Pass, ...]
+Pair = tuple[str, int, int, int, int]
+"""``FB`` or ``FD``; chunk and micro-batch of the forward, then of the backward."""
+PAIRS = ("FB", "FD")
 SUMS = "accu_grads."
 FLOAT32 = 1
 # They compute nothing, or MindSpore's backend drops them, so a token does not hold them back.
 _LIGHT = ("Load", "UpdateState", "TupleGetItem", "MakeTuple", "Depend")
 
 
-def in_order(mindir: bytes, order: Sequence[Pass]) -> bytes:
+def in_order(mindir: bytes, order: Sequence[Pass | Pair]) -> bytes:
     """Return a serialised graph without calls, its passes in an order; see :func:`impose`."""
     model = Model(mindir)
     passes = passes_of_calls(model)
@@ -44,18 +55,20 @@ def passes_of_calls(model: Model) -> dict[str, Event]:
     return {name: pass_of(graph, name) for name in graph.calls}
 
 
-def impose(model: Model, passes: Mapping[str, Event], order: Sequence[Pass]) -> None:
+def impose(model: Model, passes: Mapping[str, Event], order: Sequence[Pass | Pair]) -> None:
     """Put the passes of the main graph into an order.
 
     Args:
         model: Without calls (:func:`telechat_moe.graph.inline.inline_calls`).
         passes: For each node of a call, what the call was.
-        order: All passes of the stage.
+        order: All passes of the stage; with a pair among them exchanges run beside computation.
 
     Raises:
         BadInputError: The order lacks a pass, has one twice, or has it before one that it needs.
     """
-    _Orderer(model, passes).run(order)
+    waits = split(model) if any(kind in PAIRS for kind, *_ in order) else {}
+    of_starts = {start: passes[wait] for start, wait in waits.items() if wait in passes}
+    _Orderer(model, {**passes, **of_starts}, waits).run(order)
 
 
 def _show(one: Pass) -> str:
@@ -63,8 +76,8 @@ def _show(one: Pass) -> str:
 
 
 class _Orderer:
-    def __init__(self, model: Model, passes: Mapping[str, Event]) -> None:
-        self.model, self.main = model, model.proto.graph
+    def __init__(self, model: Model, passes: Mapping[str, Event], waits: Mapping[str, str]) -> None:
+        self.model, self.main, self.waits = model, model.proto.graph, waits
         self.nodes: dict[str, Any] = {node.name: node for node in self.main.node}
         kinds = ((name, model.primitive(node)) for name, node in self.nodes.items())
         self.kinds = {name: p.op_type if p is not None else "" for name, p in kinds}
@@ -145,28 +158,56 @@ class _Orderer:
         )
         return ("D" if backward else "F", chunk, micro)
 
-    def run(self, order: Sequence[Pass]) -> None:
+    def run(self, order: Sequence[Pass | Pair]) -> None:
         done: set[Pass] = set()
-        for kind, *where in order:
-            for letter in "DW" if kind == "B" else kind:
-                one: Pass = (letter, where[0], where[1])
-                if one in done:
-                    raise BadInputError(f"the schedule has {_show(one)} twice")
-                done.add(one)
-                if letter == "F" and one not in self.members:
-                    raise BadInputError(f"the graph has no {_show(one)}")
-                self._add_pass(one)
-                if letter == "W":
-                    self._add_sums()
+        for step in order:
+            for sides in self._sides(*step):
+                for one in (one for side in sides for one in side):
+                    if one in done:
+                        raise BadInputError(f"the schedule has {_show(one)} twice")
+                    done.add(one)
+                    if one[0] == "F" and one not in self.members:
+                        raise BadInputError(f"the graph has no {_show(one)}")
+                self._add_passes(sides)
         missing = min(self.members.keys() - done, default=None)
         if missing is not None:
             raise BadInputError(f"the schedule lacks {_show(missing)}")
-        self._add(self.nodes, None)
+        self._add(self.nodes, ())
         del self.main.node[:]
         self.main.node.extend(self.fresh.node)
 
-    def _add_pass(self, one: Pass) -> None:
-        self._add(self.members.get(one, ()), one)
+    def _sides(self, kind: str, *where: int) -> list[list[Side]]:
+        """Return what runs one after the other; each is one or two sides, passes that take turns at exchanges."""
+        forward, backward = where[:2], where[-2:]
+        whole: Side = tuple((letter, *backward) for letter in ("D" if kind == "FD" else "DW"))
+        if kind in PAIRS:
+            return [[(("F", *forward),), whole]]
+        if kind != "B":
+            return [[((kind, *forward),)]]
+        return [[whole]] if self.waits else [[(one,)] for one in whole]
+
+    def _add_passes(self, sides: Sequence[Side]) -> None:
+        """Add passes that take turns: each up to the start of an exchange, then what need not wait for it."""
+        for turns in zip_longest(*map(self._turns, sides)):
+            for side, turn in zip(sides, turns, strict=True):
+                for names in turn or ():
+                    self._add(names, side)
+        if any(one[0] == "W" for side in sides for one in side):
+            self._add_sums()
+
+    def _turns(self, side: Side) -> list[tuple[list[str], list[str]]]:
+        """Return for each exchange of a side, and behind the last, its start, and what needs none but those before it."""
+        members = [name for one in side for name in self.members.get(one, ())]
+        starts = [name for name in members if name in self.waits]
+        number = {self.waits[name]: i + 1 for i, name in enumerate(starts)}
+        need: dict[str, int] = {}  # the last exchange behind a node, from 1
+        for name, node in self.nodes.items():
+            need[name] = max([number.get(name, 0), *(need.get(i, 0) for i in node.input)])
+        free: list[list[str]] = [[] for _ in range(len(starts) + 1)]
+        for name in members:
+            if name not in self.waits:
+                free[need[name]].append(name)
+        return [(starts[i : i + 1], rest) for i, rest in enumerate(free)]
 
     def _add_sums(self) -> None:
         """Add to the gradients what is there by now."""
@@ -178,19 +219,19 @@ class _Orderer:
         for name in ready:
             self._write(self.nodes[name])
 
-    def _add(self, names: Iterable[str], one: Pass | None) -> None:
-        """Add nodes and what they need, behind the last token, and a token behind them."""
+    def _add(self, names: Iterable[str], side: Side) -> None:
+        """Add nodes of passes and what they need, behind the last token, and a token behind them."""
         fresh: list[str] = []
         for name in names:
-            self._collect(name, one, fresh)
+            self._collect(name, side, fresh)
         behind: set[str] = set()
         for name in fresh:
             self._hold_back(name, behind)
             self._write(self.nodes[name])
-        if one is not None and fresh:
-            self.token = self._make_token(fresh, one)
+        if side and fresh:
+            self.token = self._make_token(fresh, side[0])
 
-    def _collect(self, name: str, one: Pass | None, fresh: list[str]) -> None:
+    def _collect(self, name: str, side: Side, fresh: list[str]) -> None:
         """Append a node behind all that it needs and that is not there yet."""
         waiting = [(name, iter(self.nodes[name].input))] if name not in self.done else []
         self.done.add(name)
@@ -199,9 +240,10 @@ class _Orderer:
             for source in inputs:
                 if source in self.nodes and source not in self.done:
                     other = self.pass_of.get(source)
-                    if other not in (None, one):
+                    if other is not None and other not in side:
+                        early = side[0] if side else other
                         raise BadInputError(
-                            f"the schedule has {_show(one or other)} before {_show(other)}"
+                            f"the schedule has {_show(early)} before {_show(other)}"
                         )
                     self.done.add(source)
                     waiting.append((source, iter(self.nodes[source].input)))

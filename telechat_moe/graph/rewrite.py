@@ -9,7 +9,7 @@ AllGather        AllReduce of a concatenation that is zero except for this rank'
 ReduceScatter    AllReduce, then this rank's slice
 AlltoAll         gather, then this rank's slices of all shards
 Send, Receive    messages of the native library, by rank and tag (:mod:`telechat_moe.graph.links`)
-AlltoAllV        such messages, too; the cells of the model say so (:data:`EXCHANGES`)
+AlltoAllV        such messages, too; the cells of the model say so (:mod:`telechat_moe.graph.exchanges`)
 ===============  =====================================================================
 
 Every value is exact: zeros are added, or the same terms in AllReduce's own order. All collectives of a graph are
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.graph.exchanges import EXCHANGES, WAITS
 from telechat_moe.graph.inline import inline
 from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, Model, Operation
 from telechat_moe.ops import native
@@ -178,8 +179,6 @@ FORMS = {
     "Receive": "a message through a socket",
     "AlltoAllV": "the same rows, as messages through sockets",
 }
-EXCHANGES = ("MoeDispatch", "MoeCombine")
-"""Operators of the native library that exchange as many rows as the routing says."""
 REWRITES: dict[str, Callable[[_Site], None]] = {
     "AllGather": _all_gather,
     "ReduceScatter": _reduce_scatter,
@@ -216,7 +215,7 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
             chained.CopyFrom(node)
             operation = Operation(graph.name, chained, primitive)
             if operation.kind == "Custom":
-                if operation.attribute("reg_op_name") in EXCHANGES:
+                if operation.attribute("reg_op_name") in (*EXCHANGES, *WAITS):
                     peers = _exchange(operation, editor, before)
                     for found in messages.values():
                         found |= peers
@@ -251,15 +250,19 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
 def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[Message]:
     """Make an exchange of rows follow the collective before it; return the messages to all other devices."""
     ranks, member = operation.attribute("ranks"), operation.attribute("member")
+    name = operation.attribute("reg_op_name")
     (shape, element), *_ = operation.shapes()
-    rows, times = shape[0], operation.attribute("times")
-    rows = rows // times if operation.attribute("reg_op_name") == "MoeDispatch" else rows * times
+    if name in WAITS:  # it waits with its token; a start waits for nothing
+        place, given, element = -1, [1], FLOAT32
+    else:
+        rows, times = shape[0], operation.attribute("times")
+        rows = rows // times if name == "MoeDispatch" else rows * times
+        place, given = 0, [rows, *shape[1:]]
     if before is not None:
         depend = editor.primitive("Depend", side_effect_propagate=1)
-        inputs = [operation.node.input[0], before]
-        operation.node.input[0] = editor.node(
-            depend, inputs, [rows, *shape[1:]], element, operation.scope
-        )
+        inputs = [operation.node.input[place], before]
+        chained = editor.node(depend, inputs, given, element, operation.scope)
+        operation.node.input[place] = chained
     others = [rank for i, rank in enumerate(ranks) if i != member]
     return {(rank, operation.attribute("tag"), ()) for rank in others}
 

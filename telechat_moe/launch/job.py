@@ -38,8 +38,8 @@ from telechat_moe.train.metrics import last_step
 
 LOGS = "log"
 RESOLVED = "recipe.yaml"
-Orders = Mapping[int, Sequence[tuple[str, int, int]]]
-"""For each rank the order of its passes (:data:`telechat_moe.graph.reorder.Pass`)."""
+Orders = Mapping[int, Sequence[tuple[str, int, int] | tuple[str, int, int, int, int]]]
+"""For each rank the order of its passes (:data:`telechat_moe.graph.reorder.Pass`) and pairs of them."""
 _NOT_IN_GRAPH = (
     *("callbacks", "load_checkpoint", "lr_schedule", "output_dir", "resume_training", "seed"),
     *("telechat_moe", "train_dataset", "train_dataset_task"),
@@ -89,14 +89,16 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         orders: See :meth:`telechat_moe.graph.execute.Job.write`.
 
     Raises:
-        BadInputError: The recipe chooses a pipeline schedule and no orders are given.
+        BadInputError: The recipe chooses the order of passes and no orders are given.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
     keep_others_out()
-    schedule = recipe.telechat_moe.sharding.pipeline_schedule
-    if schedule is not None and orders is None:
+    own = recipe.telechat_moe.sharding
+    chosen = {"overlap_exchange": own.overlap_exchange, "pipeline_schedule": own.pipeline_schedule}
+    key = next((key for key, value in chosen.items() if value), None)
+    if key is not None and orders is None:
         raise BadInputError(
-            f"{recipe.source}: telechat_moe.sharding.pipeline_schedule: {schedule}, which this command does not take; "
+            f"{recipe.source}: telechat_moe.sharding.{key}: {chosen[key]}, which this command does not take; "
             "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
         )
     key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"

@@ -212,7 +212,7 @@ def one_process(recipe: Recipe) -> Recipe:
         recipe.runner_config, batch_size=rows, gradient_accumulation_steps=micro_batches(recipe)
     )
     pipeline = replace(recipe.parallel_config, pipeline_stage=1)
-    sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None)
+    sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)
     operators = replace(recipe.telechat_moe.operators, default="plain")
     own = replace(recipe.telechat_moe, operators=operators, sharding=sharding)
     return replace(

@@ -52,7 +52,7 @@ _DROPPED = {
 """Keys that MindFormers reads and then makes nothing of, and what to write instead."""
 _IN_PLUGIN = re.compile(
     r"(model|recompute_config|swap_config)(\.|$)"
-    r"|telechat_moe\.(moe_|operators|sharding(?!\.pipeline_schedule)|weight_decay_exclude)"
+    r"|telechat_moe\.(moe_|operators|sharding(?!\.(overlap_exchange|pipeline_schedule))|weight_decay_exclude)"
 )
 """Keys that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
 _DECIDES: dict[Use, re.Pattern[str]] = {

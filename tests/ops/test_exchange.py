@@ -2,6 +2,7 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
 import pytest
@@ -147,3 +148,82 @@ def test_devices_that_disagree_about_the_width_are_told_so() -> None:
         with pytest.raises(NativeError, match="sent 36 bytes for 1 of 2 rows"):
             dispatch(0, 2, np.zeros((2, WIDTH), np.float32), sizes)
         done.result()
+
+
+def halves(name: str, member: int, tag: int) -> tuple[Kernel, Kernel]:
+    """Return the kernels that start and end an exchange of two devices."""
+    given = {**attributes(member, 2), "tag": tag}
+    return Kernel(f"{name}Start", given), Kernel(f"{name}Wait", given)
+
+
+def test_exchanges_under_way_together_end_in_any_order() -> None:
+    """Both devices start two exchanges, neither waiting for the other, and end them the other way round."""
+    rows = [
+        (np.arange(6 * WIDTH).reshape(6, WIDTH) + 100 * r + 1).astype(np.float32) for r in (0, 1)
+    ]
+    sizes = [np.array([2, 4], np.int32), np.array([5, 1], np.int32)]
+    token = np.ones(1, np.float32)
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(dispatch, r, 2, rows[r], sizes[r]) for r in (0, 1)]
+        wanted = [task.result() for task in tasks]
+    started = {}
+    for r in (0, 1):  # one after the other: a start waits for nothing
+        for tag, sign in ((-7, 1), (-8, -1)):
+            start, started[r, tag] = halves("MoeDispatch", r, tag)
+            start([sign * rows[r], sizes[r]], [token])
+            assert token == 0
+            assert start.shapes([rows[r], sizes[r]]) == [(1,)]
+    for tag, sign in ((-8, -1), (-7, 1)):
+        for r in (1, 0):
+            out = [np.full_like(x, 77) for x in wanted[r]]
+            started[r, tag]([rows[r], sizes[r], token], out)
+            np.testing.assert_array_equal(out[0], sign * wanted[r][0])
+            np.testing.assert_array_equal(out[1], wanted[r][1])
+            np.testing.assert_array_equal(out[2], wanted[r][2])
+            shapes = started[r, tag].shapes([rows[r], sizes[r], token], 3)
+            assert shapes == [x.shape for x in out]
+    ends = [halves("MoeCombine", r, -9) for r in (0, 1)]
+    for r in (0, 1):
+        ends[r][0]([wanted[r][0], sizes[r], wanted[r][2]], [token])
+    for r in (0, 1):
+        back = np.full_like(rows[r], 77)
+        given = [wanted[r][0], sizes[r], wanted[r][2], token]
+        ends[r][1](given, [back])
+        np.testing.assert_array_equal(back, rows[r])
+        assert ends[r][1].shapes(given) == [back.shape]
+
+
+def test_what_was_not_started_is_not_waited_for() -> None:
+    rows, sizes, token = np.ones((2, WIDTH), np.float32), np.array([1, 1], np.int32), np.ones(1)
+    start, _ = halves("MoeDispatch", 1, -11)
+    _, wait = halves("MoeDispatch", 0, -11)
+    start([rows, sizes], [token.astype(np.float32)])
+    out = [np.zeros((4, WIDTH), np.float32), np.zeros(1, np.int32), np.zeros(2, np.int32)]
+    with pytest.raises(NativeError, match="exchange -11 is waited for and was not started"):
+        wait([rows, sizes, token.astype(np.float32)], out)
+
+
+def test_a_slowed_link_delays_exchanges_and_says_when_they_were_there() -> None:
+    """Two parts of 28 bytes on a link of 0.02 s and 0.001 s a byte: the second is behind the first."""
+    library, times = native.load(), np.zeros(64)
+    library.telechat_link_trial(0.02, 0.001, 1)
+    rows, sizes = np.ones((2, WIDTH), np.float32), np.array([0, 2], np.int32)
+    token, part = np.ones(1, np.float32), 4 + 2 * WIDTH * 4
+    try:
+        for tag, r in product((-12, -13), (0, 1)):
+            halves("MoeDispatch", r, tag)[0]([rows, sizes], [token])
+        for tag in (-12, -13):
+            _, wait = halves("MoeDispatch", 1, tag)
+            out = [np.zeros((4, WIDTH), np.float32), np.zeros(1, np.int32), np.zeros(2, np.int32)]
+            wait([rows, sizes, token], out)
+        count = library.telechat_link_times(times.ctypes.data, len(times))
+    finally:
+        library.telechat_link_trial(0.0, 0.0, 0)
+    found = times[:count].reshape(-1, 6)
+    assert found[:, 0].tolist() == [-12, -13]
+    assert found[:, 1].tolist() == [part, part]
+    started, arrived, waited, ended = found.T[2:]
+    assert (arrived - started >= 0.02 + 0.001 * part).all()
+    assert arrived[1] - started[0] >= 0.02 + 0.001 * 2 * part  # one after the other
+    assert (started <= waited).all()
+    assert (arrived <= ended).all()

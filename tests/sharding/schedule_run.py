@@ -19,6 +19,8 @@ import numpy as np
 from sharded_run import Layout, make_optimizer, make_scalars, recipe
 
 from telechat_moe.graph import reorder
+from telechat_moe.graph.exchanges import split
+from telechat_moe.graph.mindir import Editor, Model, output_shapes
 from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times, loop_route, v_route
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
@@ -27,15 +29,24 @@ from telechat_moe.tools.plan.schedules.synthesise import synthesise
 
 CASES = {
     "short": Layout(pp=2, micro=3, mtp=0),
+    "beside": Layout(dp=2, ep=2, micro=3, mtp=0, dispatcher="alltoallv"),
     "two": Layout(pp=2, micro=4),
     "two-in-turn": Layout(pp=2, micro=4, vpp=2),
     "two-v": Layout(pp=2, micro=4, vpp=2, scheduler="zero_bubble_v"),
     "two-spread": Layout(pp=2, dp=2, ep=2, micro=4, zero=True),
+    "two-beside": Layout(pp=2, dp=2, ep=2, micro=4, dispatcher="alltoallv"),
+    "two-v-beside": Layout(
+        pp=2, dp=2, ep=2, micro=4, vpp=2, scheduler="zero_bubble_v", dispatcher="alltoallv"
+    ),
+    "nodes-beside": Layout(dp=4, ep=4, micro=3, dispatcher="alltoallv", hop="once", node=2),
     "four": Layout(pp=4, micro=4, mtp=0),
     "four-v": Layout(pp=4, micro=8, vpp=2, scheduler="zero_bubble_v", mtp=0),
 }
 OWN = "own"
-FAULTS = {"sums-as-they-come": "random 0", "another-micro-batch": "1f1b"}
+FAULTS = {
+    "short": {"sums-as-they-come": "random 0", "another-micro-batch": "1f1b"},
+    "beside": {"read-early": "1f1b-overlap-full"},
+}
 
 
 def random_program(stages: int, route: tuple[int, ...], micro_batches: int, seed: int) -> Program:
@@ -73,6 +84,11 @@ def programs(case: str) -> Iterator[Program]:
         yield generate("zb-h1", pp, micro, chunks)
         yield random_program(pp, route, micro, 0)
         return
+    if layout.dispatcher == "alltoallv":  # with pairs, beside which rows travel
+        v_names = ("dualpipev",) if v_shape else ()
+        for name in v_names or ("1f1b-overlap", "1f1b-overlap-full"):
+            yield generate(name, pp, micro, chunks)
+        return
     for name in GENERATORS:
         need, _ = GENERATORS[name]
         if (
@@ -102,6 +118,8 @@ def planted(fault: str):
 
         return patch.object(reorder._Orderer, "_add_sums", as_they_come)
 
+    if fault == "read-early":
+        return patch.object(reorder, "split", split_and_read_early)
     impose = reorder.impose
 
     def with_two_exchanged(model, *given) -> None:
@@ -118,13 +136,33 @@ def planted(fault: str):
     return patch.object(reorder, "impose", with_two_exchanged)
 
 
+def split_and_read_early(model: Model) -> dict[str, str]:
+    """Split the exchanges; one that waits for rows takes those that it has sent instead."""
+    waits = split(model)
+    main = model.proto.graph
+    fresh = type(main)()
+    editor = Editor(model, fresh.node)
+    places = {node.name: i for i, node in enumerate(main.node)}
+    kinds = {n: model.primitive(main.node[places[n]]).instance_name for n in waits.values()}
+    node = main.node[places[next(n for n, kind in kinds.items() if kind == "MoeCombineWait")]]
+    ((shape, _),) = output_shapes(node)
+    ends = [editor.constant(list(place)) for place in ([0, 0], shape, [1, 1])]
+    zero = editor.constant(0)
+    node.op_type = editor.primitive("StridedSlice")
+    node.input[1:] = [*ends, *[zero] * 5]
+    fresh.node.extend(main.node)
+    del main.node[:]
+    main.node.extend(fresh.node)
+    return waits
+
+
 def compile_case(folder: Path, case: str) -> None:
     """Compile the graphs of a case once and write a job for each program."""
     from telechat_moe.graph.execute import Job
     from telechat_moe.sharding.recipe import mesh_of
     from telechat_moe.train.rank_graph import compile_recipe
 
-    chosen = recipe(CASES[case], 2 if case == "short" else 4)
+    chosen = recipe(CASES[case], 2 if case in FAULTS else 4)
     momentum = make_optimizer("momentum")
     graphs = compile_recipe(chosen, target="CPU", optimizer=momentum, shared_graph=True)
     (folder / "graphs.pickle").write_bytes(pickle.dumps(graphs))
@@ -132,9 +170,12 @@ def compile_case(folder: Path, case: str) -> None:
     Job.write(folder / OWN, graphs)
     for program in programs(case):
         check(program)
-        made[program.name] = {r: stage_order(program, mesh.stage(r)) for r in range(mesh.devices)}
+        paired = CASES[case].dispatcher == "alltoallv"
+        made[program.name] = {
+            rank: stage_order(program, mesh.stage(rank), paired) for rank in range(mesh.devices)
+        }
         Job.write(folder / program.name, graphs, made[program.name])
-    for fault, name in FAULTS.items() if case == "short" else ():
+    for fault, name in FAULTS.get(case, {}).items():
         with planted(fault):
             Job.write(folder / fault, graphs, made[name])
     (folder / "orders.pickle").write_bytes(pickle.dumps(made))

@@ -13,19 +13,29 @@ import schedule_run as run
 import sharded_compare as compare
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.mindir import Model
+from telechat_moe.graph.mindir import Model, find_value
 from telechat_moe.graph.reorder import in_order
 from telechat_moe.graph.rewrite import for_cpu
 
-SLOW = [name for name in run.CASES if name != "short"]
+SLOW = [name for name in run.CASES if name not in run.FAULTS]
+
+
+def compiled(tmp_path_factory: pytest.TempPathFactory, case: str) -> Path:
+    folder = tmp_path_factory.mktemp(case)
+    compare.call(folder, "compile", [case], script=run.__file__)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory) -> Path:
     """A compiled pipeline of two stages and three micro-batches."""
-    folder = tmp_path_factory.mktemp("short")
-    compare.call(folder, "compile", ["short"], script=run.__file__)
-    return folder
+    return compiled(tmp_path_factory, "short")
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory) -> Path:
+    """One stage and three micro-batches on two devices that exchange rows beside computation."""
+    return compiled(tmp_path_factory, "beside")
 
 
 def differences(folder: Path, job: str, devices: int) -> list[str]:
@@ -55,8 +65,44 @@ def run_all(folder: Path, case: str) -> None:
 def test_bits_of_the_own_order(short: Path):
     """dX and dW in one go and apart, in the schedule's and in any order; what is wrong on purpose is seen."""
     run_all(short, "short")
-    for fault in run.FAULTS:
+    for fault in run.FAULTS["short"]:
         assert differences(short, fault, 2), fault
+
+
+def test_exchanges_beside_computation(beside: Path):
+    """They have the bits of exchanges that the graph waits for; rows that are read before they arrive are seen."""
+    run_all(beside, "beside")
+    for fault in run.FAULTS["beside"]:
+        assert differences(beside, fault, 2), fault
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_runs_beside_an_exchange(beside: Path, rank: int):
+    """Products must run after the start and before the wait of every exchange, but for the combines of passes alone."""
+    model = Model((beside / "1f1b-overlap-full" / f"rank_{rank}.mindir").read_bytes())
+    behind, starts, products = dict[str, set[str]](), dict[int, str](), set[str]()
+    found: list[tuple[str, int]] = []
+    for node in model.proto.graph.node:
+        behind[node.name] = set().union(*({i} | behind[i] for i in node.input if i in behind))
+        if (primitive := model.primitive(node)) is None:
+            continue
+        kind, tag = (find_value(primitive.attribute, key) for key in ("reg_op_name", "tag"))
+        kind = kind or primitive.op_type
+        if kind.endswith("Start"):
+            starts[tag] = node.name
+        elif kind.endswith("Wait"):
+            start = starts.pop(tag)
+            between = {n for n in behind[node.name] if start in behind[n]}
+            found.append((kind, len(between & products)))
+        elif kind in ("MatMul", "BatchMatMul", "GroupedMatmul", "GroupedMatmulGrad"):
+            products.add(node.name)
+    assert not starts
+    alone, pair = (
+        ["MoeDispatchWait", "MoeCombineWait"],
+        ["MoeDispatchWait"] * 2 + ["MoeCombineWait"] * 2,
+    )
+    assert [kind for kind, _ in found] == [*alone, *pair, *pair, *alone]
+    assert [i for i, (_, product) in enumerate(found) if not product] == [1, 11]
 
 
 @pytest.mark.slow

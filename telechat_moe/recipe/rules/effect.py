@@ -206,6 +206,30 @@ def passes(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield at, found, expected
 
 
+def background_exchange(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Rows travel in the background where several CPU processes exchange them, and other micro-batches have work."""
+    own, p, at = r.telechat_moe.sharding, r.parallel_config, f"{OWN}sharding.overlap_exchange"
+    if not own.overlap_exchange or not isinstance(r.model.model_config, ModelConfig):
+        return
+    hop, _ = hop_between_nodes(r.model.model_config)
+    routed = own.dispatcher == "alltoallv" or (own.dispatcher == "auto" and hop == "once")
+    if compiled:
+        found = "True in a graph for Ascend, whose exchanges MindSpore overlaps"
+        yield at, found, f"remove it, and {switches.KEY} with pp_1f1b_overlap"
+    elif r.devices == 1 or p.expert_parallel == 1:
+        found = "True where no rows travel: every device has all experts"
+        yield at, found, "remove it, or expert_parallel > 1"
+    elif not routed:
+        found = f"True with {OWN}sharding.dispatcher {own.dispatcher}, which exchanges in collectives of MindSpore"
+        yield at, found, "remove it, or dispatcher alltoallv"
+    elif p.pipeline_stage > 1 and own.pipeline_schedule is None:
+        found = "True with MindSpore's own order of passes, which pairs none"
+        yield at, found, f"remove it, or {OWN}sharding.pipeline_schedule 1f1b-overlap"
+    elif p.pipeline_stage == 1 and r.runner_config.gradient_accumulation_steps == 1:
+        found = "True with one micro-batch a step, beside whose exchanges no other one computes"
+        yield at, found, "remove it, or runner_config.gradient_accumulation_steps > 1"
+
+
 def sequence_pipeline(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Parts of a sequence need keys and values of the parts before; MindFormers' legacy Llama keeps them, MLA does not."""
     name = getattr(r.parallel.pipeline_config, "pipeline_scheduler", "1f1b")

@@ -138,6 +138,11 @@ class Sharding:
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.
     False: whole experts on all devices of the expert group (TP-extend-EP)."""
 
+    overlap_exchange: bool = field(default=False, metadata=acts("exchanges"))
+    """On CPU processes, with `alltoallv`: rows travel between devices in the background while the graph computes what does
+    not need them: the other pass of a pair of `pipeline_schedule` (`1f1b-overlap`, `dualpipev`; with one stage each
+    forward beside the backward of the micro-batch before), shared experts and weight gradients. The same bits."""
+
     pipeline_schedule: str | None = field(default=None, metadata=acts("stages", "1f1b", "zb-h1"))
     """Order of a pipeline's passes on CPU processes: a published schedule of the planner (`telechat-moe plan schedule`),
     `synthesised`, or a JSON file of a program. dX and dW run apart where it says so. Its chunks must be where the layout

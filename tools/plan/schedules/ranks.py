@@ -8,44 +8,59 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, micro_batches, stages_of
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.program import Program, Times, loop_route, v_route
+from telechat_moe.tools.plan.schedules.program import PAIRS, Program, Times, loop_route, v_route
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
 
 KEY = "telechat_moe.sharding.pipeline_schedule"
-RankOrder = list[tuple[str, int, int]]
-"""Passes in order: `F`, `D`, `W` or `B`; number of the chunk among those of the stage; micro-batch."""
+ONE_STAGE = "1f1b-overlap-full"
+RankOrder = list[tuple[str, int, int] | tuple[str, int, int, int, int]]
+"""Passes in order: `F`, `D`, `W` or `B`; number of the chunk among those of the stage; micro-batch. Pairs: `FB` or
+`FD`; both of the forward, then of the backward."""
 
 
 def rank_orders(recipe: Recipe) -> dict[int, RankOrder] | None:
     """Return the passes of each rank in their order; None where the recipe leaves the order to MindSpore.
 
-    A pair of a forward and a backward becomes the one after the other.
+    A pair of a forward and a backward becomes the one after the other, unless exchanges run beside computation.
 
     Raises:
         BadInputError: No such program, or it deadlocks, or it has other stages, chunks or micro-batches, or its chunks
-            are on other stages than the recipe's.
+            are on other stages than the recipe's, or it has no pairs where exchanges run beside computation.
     """
-    program = program_of(recipe)
+    program, paired = program_of(recipe), recipe.telechat_moe.sharding.overlap_exchange
     if program is None:
         return None
+    if paired and not any(op.kind in PAIRS for own in program.ops for op in own):
+        raise BadInputError(
+            f"{recipe.source}: {KEY}: {program.name} with {program.micro_batches} micro-batches has no pair of a forward and "
+            "a backward, so telechat_moe.sharding.overlap_exchange would have no effect; expected a program with pairs, such "
+            "as 1f1b-overlap, or more micro-batches"
+        )
     mesh = mesh_of(recipe)
-    return {rank: stage_order(program, mesh.stage(rank)) for rank in range(mesh.devices)}
+    return {rank: stage_order(program, mesh.stage(rank), paired) for rank in range(mesh.devices)}
 
 
-def stage_order(program: Program, stage: int) -> RankOrder:
-    """Return the passes of a stage."""
+def stage_order(program: Program, stage: int, paired: bool = False) -> RankOrder:
+    """Return the passes of a stage; ``paired``: with its pairs, else the forward of each, then the backward."""
     held = program.chunks_of_stage[stage]
-    parts = (part for op in program.ops[stage] for part in op.parts())
-    return [(kind.value, held.index(chunk), micro) for kind, chunk, micro in parts]
+    order: RankOrder = []
+    for op in program.ops[stage]:
+        if paired and op.kind in PAIRS:
+            at = (held.index(op.chunk), op.micro, held.index(op.back_chunk), op.back_micro)
+            order.append((op.kind.value, *at))
+        else:
+            order += [(kind.value, held.index(chunk), micro) for kind, chunk, micro in op.parts()]
+    return order
 
 
 def program_of(recipe: Recipe) -> Program | None:
     """Return the program that a recipe chooses, checked against its layout; None: it chooses none."""
-    name = recipe.telechat_moe.sharding.pipeline_schedule
-    stages = stages_of(recipe)
+    own, stages = recipe.telechat_moe.sharding, stages_of(recipe)
+    name, pp, micro = own.pipeline_schedule, mesh_of(recipe).pp, micro_batches(recipe)
+    if stages is None and own.overlap_exchange:
+        return generate(ONE_STAGE, 1, micro, 1)
     if name is None or stages is None:
         return None
-    pp, micro = mesh_of(recipe).pp, micro_batches(recipe)
     chunks = stages.chunks
     route = v_route(pp, chunks) if stages.v_shape else loop_route(pp, chunks)
     where = f"{recipe.source}: {KEY}: {name}"
