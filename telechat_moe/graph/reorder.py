@@ -29,10 +29,10 @@ from telechat_moe.ops import native
 
 Pass = tuple[str, int, int]
 """``F``, ``D``, ``W`` or ``B`` (D and W); chunk of the stage; micro-batch."""
-Side = tuple[Pass, ...]
 Pair = tuple[str, int, int, int, int]
 """``FB`` or ``FD``; chunk and micro-batch of the forward, then of the backward."""
-PAIRS = ("FB", "FD")
+Side = tuple[Pass, ...]
+"""A pass, or D and W of one, that takes turns with another; see :meth:`_Orderer._add_passes`."""
 SUMS = "accu_grads."
 FLOAT32 = 1
 # They compute nothing, or MindSpore's backend drops them, so a token does not hold them back.
@@ -66,7 +66,7 @@ def impose(model: Model, passes: Mapping[str, Event], order: Sequence[Pass | Pai
     Raises:
         BadInputError: The order lacks a pass, has one twice, or has it before one that it needs.
     """
-    waits = split(model) if any(kind in PAIRS for kind, *_ in order) else {}
+    waits = split(model) if any(len(step) == 5 for step in order) else {}
     of_starts = {start: passes[wait] for start, wait in waits.items() if wait in passes}
     _Orderer(model, {**passes, **of_starts}, waits).run(order)
 
@@ -161,7 +161,7 @@ class _Orderer:
     def run(self, order: Sequence[Pass | Pair]) -> None:
         done: set[Pass] = set()
         for step in order:
-            for sides in self._sides(*step):
+            for sides in self._sides(step):
                 for one in (one for side in sides for one in side):
                     if one in done:
                         raise BadInputError(f"the schedule has {_show(one)} twice")
@@ -176,14 +176,16 @@ class _Orderer:
         del self.main.node[:]
         self.main.node.extend(self.fresh.node)
 
-    def _sides(self, kind: str, *where: int) -> list[list[Side]]:
+    def _sides(self, step: Pass | Pair) -> list[list[Side]]:
         """Return what runs one after the other; each is one or two sides, passes that take turns at exchanges."""
-        forward, backward = where[:2], where[-2:]
-        whole: Side = tuple((letter, *backward) for letter in ("D" if kind == "FD" else "DW"))
-        if kind in PAIRS:
-            return [[(("F", *forward),), whole]]
-        if kind != "B":
-            return [[((kind, *forward),)]]
+        if len(step) == 5:
+            kind, chunk, micro, *back = step
+            letters = "D" if kind == "FD" else "DW"
+            return [
+                [(("F", chunk, micro),), tuple((letter, back[0], back[1]) for letter in letters)]
+            ]
+        kind, chunk, micro = step
+        whole = tuple((letter, chunk, micro) for letter in ("DW" if kind == "B" else kind))
         return [[whole]] if self.waits else [[(one,)] for one in whole]
 
     def _add_passes(self, sides: Sequence[Side]) -> None:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import check_private, keep_others_out
@@ -24,8 +25,12 @@ def is_scheduler() -> bool:
     return os.environ.get("MS_ROLE") == "MS_SCHED"
 
 
-def main(job: Path) -> int:
-    """Meet the other processes and run the steps of a job's task; return the exit code."""
+def main(job: Path, run: Callable[[Path, int, Any], None] | None = None) -> int:
+    """Meet the other processes and run the steps of a job's task; return the exit code.
+
+    Args:
+        run: What to do instead, with the job's folder, the rank and the task.
+    """
     keep_others_out()
     use_cores(int(os.environ["MS_WORKER_NUM"]), 0, bind=False)
     die_with_parent()
@@ -41,7 +46,7 @@ def main(job: Path) -> int:
 
         meet()
         check_private(job / "ranks.json")
-        run_rank(job, rank, control.task())
+        (run or run_rank)(job, rank, control.task())
 
     return run_supervised(control, rank, work)
 

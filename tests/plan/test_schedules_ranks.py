@@ -48,6 +48,46 @@ def test_ranks_of_a_stage_run_its_passes():
     ]
 
 
+EXCHANGES = {
+    "parallel_config.data_parallel": 2,
+    "parallel_config.expert_parallel": 2,
+    "telechat_moe.sharding.dispatcher": "alltoallv",
+    "telechat_moe.sharding.overlap_exchange": True,
+}
+
+
+def test_pairs_stay_pairs_where_exchanges_run_beside_computation():
+    """Stage 1 runs one forward ahead, then a forward beside the dX before it (Megatron-LM's overlap), its dW behind."""
+    orders = rank_orders(recipe("1f1b-overlap", **EXCHANGES))
+    assert orders is not None
+    assert orders[3][:3] == [("F", 0, 0), ("FD", 0, 1, 0, 0), ("W", 0, 0)]
+    alone = rank_orders(recipe("1f1b-overlap"))
+    assert alone is not None
+    assert alone[1][:4] == [("F", 0, 0), ("F", 0, 1), ("D", 0, 0), ("W", 0, 0)]
+    in_a_v = rank_orders(recipe("dualpipev", **EXCHANGES, **IN_A_V))
+    assert in_a_v is not None
+    both = {(one[1], one[3]) for one in in_a_v[0] if len(one) == 5}
+    assert both == {(0, 1), (1, 0)}  # a forward of one chunk beside a backward of the other
+
+
+def test_one_stage_pairs_its_micro_batches():
+    one = {
+        "parallel_config.pipeline_stage": 1,
+        "parallel_config.micro_batch_num": 1,
+        "runner_config.gradient_accumulation_steps": 3,
+        "callbacks": "[]",
+        "model.model_config.moe_router_enable_expert_bias": False,
+    }
+    orders = rank_orders(recipe("null", **EXCHANGES, **one))
+    pairs = [("F", 0, 0), ("FB", 0, 1, 0, 0), ("FB", 0, 2, 0, 1), ("B", 0, 2)]
+    assert orders == {0: pairs, 1: pairs}
+
+
+def test_a_program_without_pairs_leaves_nothing_beside_an_exchange():
+    with pytest.raises(BadInputError, match="zb-h1 with 4 micro-batches has no pair"):
+        rank_orders(recipe("zb-h1", **EXCHANGES))
+
+
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipev", "synthesised"])
 def test_chunks_in_a_v(schedule: str):
     """Stage 0 holds chunks 0 and 3: the forward of its second one comes after both of stage 1."""

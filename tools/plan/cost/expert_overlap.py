@@ -136,8 +136,11 @@ def layer_times(architecture: Architecture, layout: Layout, device: Device) -> L
     return LayerTimes(*forward, once, *split(dx_s), *split(dw_s))
 
 
-class _Streams:
-    """Two in-order streams; an item starts when its stream is free and what it waits for has ended."""
+class Streams:
+    """Two in-order streams; an item starts when its stream is free and what it waits for has ended.
+
+    ``compute`` and ``exchange`` append an item of some seconds that waits until `after` (us), and return when it ends (us).
+    """
 
     def __init__(self) -> None:
         self._busy: tuple[list[Interval], list[Interval]] = ([], [])
@@ -157,7 +160,7 @@ def _append(stream: list[Interval], seconds: float, after: float = 0.0) -> float
 
 def _steady(p: LayerTimes, layers: int, pairs: int) -> OverlapSummary:
     """Run pairs of a forward and a backward chunk whose phases alternate as in DualPipe."""
-    s = _Streams()
+    s = Streams()
     combined = 0.0  # what the next forward phase waits for
     gradients = s.exchange(p.exchange)
     total = layers * pairs
@@ -175,7 +178,7 @@ def _steady(p: LayerTimes, layers: int, pairs: int) -> OverlapSummary:
 
 def _forwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
     """Run one chunk forward, as one micro-batch or as two halves in turn; `p` is of one of them."""
-    s = _Streams()
+    s = Streams()
     combined = [0.0] * halves
     for _ in range(layers):
         dispatched = [s.exchange(p.exchange, s.compute(p.attention, end)) for end in combined]
@@ -188,7 +191,7 @@ def _forwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
 
 def _backwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
     """Run one chunk backward, as a micro-batch or as two halves in turn; dW runs during the all-to-all after its dX."""
-    s = _Streams()
+    s = Streams()
 
     def dispatch(after: float) -> float:
         end = s.exchange(p.exchange, after)

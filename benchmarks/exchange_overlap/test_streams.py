@@ -1,0 +1,40 @@
+"""The hidden share of a step worked out by hand: measured, and simulated with the same computation."""
+
+import pytest
+
+from benchmarks.exchange_overlap.streams import Exchange, Link, Step, events, measured, simulated
+
+# 2 s of computation, a start, 3 s, another start, 1 s, a wait of 4 s for the first, 1 s, a wait of 2 s, 2 s to the end.
+FIRST = Exchange(-1, 1000, started=2.0, arrived=10.0, waits=6.0, goes_on=10.0)
+SECOND = Exchange(-2, 500, started=5.0, arrived=13.0, waits=11.0, goes_on=13.0)
+STEP = Step(0.0, 15.0, [FIRST, SECOND])
+
+
+def test_computation_is_what_the_graph_does_not_wait() -> None:
+    assert [(e.kind, e.exchange, e.computed) for e in events(STEP)] == [
+        ("start", 0, 2.0),
+        ("start", 1, 3.0),
+        ("wait", 0, 1.0),
+        ("wait", 1, 1.0),
+        ("end", -1, 2.0),
+    ]
+    found = measured(STEP)
+    assert found.compute_us == pytest.approx(9e6)
+    assert found.communication_us == pytest.approx(11e6)  # from 2 to 13, both at once in between
+    assert found.exposed_us == pytest.approx(6e6)
+    assert found.overlap == pytest.approx(5 / 11)
+
+
+def test_waiting_at_once_hides_nothing() -> None:
+    assert measured(Step(0.0, 9.0, [Exchange(-1, 8, 2.0, 5.0, 2.0, 5.0)])).overlap == 0.0
+
+
+def test_the_simulation_does_not_see_how_long_the_graph_waited() -> None:
+    """Exchanges of 3 s and 2 s, one after the other: 2 to 5 and 5 to 7; computation 0 to 6, 6 to 7 and 7 to 9."""
+    found = simulated(STEP, Link(1.0, 0.002))
+    assert found.span_us == pytest.approx(9e6)
+    assert found.communication_us == pytest.approx(5e6)
+    assert found.exposed_us == 0.0
+    slower = simulated(STEP, Link(6.0, 0.0))  # 2 to 8, 8 to 14: idle 6 to 8 and 9 to 14
+    assert slower.exposed_us == pytest.approx(7e6)
+    assert slower.span_us == pytest.approx(16e6)
