@@ -176,6 +176,7 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     kind = dispatcher(recipe, "CPU")
     drops = kind == "alltoall" and dispatcher(recipe, "Ascend") == "alltoall"
     hop, _ = hop_between_nodes(recipe.model_config)
+    beside = recipe.telechat_moe.sharding.overlap_exchange
     forms = PLAIN | ROUTED if kind == "alltoallv" else PLAIN
     return {
         "counted": f"operators on the first rank of each of {mesh.pp} stage(s), collectives on all ranks",
@@ -198,7 +199,8 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
             for name in COLLECTIVES
             if every[name] > rewritten[name]
         },
-        "order": "all collectives of a rank run one after another, in the order of the graph",
+        "order": "all collectives of a rank run one after another, in the order of the graph"
+        + (", exchanges of rows beside computation" if beside else ""),
         "dispatch": HOPS[hop] + DISPATCH["capacity" if drops else kind]
         if mesh.ep > 1
         else "no expert group",

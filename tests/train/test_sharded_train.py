@@ -35,6 +35,15 @@ DP2_EP2 = {
     "runner_config__batch_size": 2,
     "model__model_config__batch_size": 2,
 }
+BESIDE = {
+    **DP2_EP2,
+    "runner_config__batch_size": 1,
+    "model__model_config__batch_size": 1,
+    "runner_config__gradient_accumulation_steps": 2,
+    "callbacks__1__gradient_accumulation_steps": 2,
+    "telechat_moe__sharding__dispatcher": "alltoallv",
+    "telechat_moe__sharding__overlap_exchange": True,
+}
 TP2_PP2 = {
     **SPREAD,
     "parallel_config__model_parallel": 2,
@@ -216,6 +225,28 @@ def test_a_rank_that_hangs_in_training_is_named(
     assert process.returncode == 1, text
     assert f"rank 1 (process {pids[1]}) hangs in step" in text
     assert f"the last good checkpoint is {newest(prepared).path}" in text
+    wait_for_ends(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sign", "says"),
+    [(signal.SIGKILL, "was killed by SIGKILL in step"), (signal.SIGSTOP, "hangs in step")],
+)
+def test_a_rank_that_leaves_rows_on_their_way_is_named(
+    tmp_path: Path, data: Path, start, hold: Hold, sign: signal.Signals, says: str
+) -> None:
+    """The other rank has started exchanges, and waits for them."""
+    output = tmp_path / "run"
+    hold.at(8)
+    process = start(output, **SAME, **BESIDE)
+    wait_for_step(output, 8, process)
+    pids = [rank(output, r) for r in (0, 1)]
+    os.kill(pids[1], sign)
+    hold.release()
+    text, _ = process.communicate()
+    assert process.returncode == 1, text
+    assert f"rank 1 (process {pids[1]}) {says}" in text
     wait_for_ends(pids)
 
 
