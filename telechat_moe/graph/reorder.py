@@ -218,7 +218,10 @@ class _Orderer:
             while additions and self.nodes[additions[0]].input[1] in self.done:
                 ready.append(additions[0])
                 self.sums[weight] = additions = additions[1:]
+        fresh: list[str] = []
         for name in ready:
+            self._collect(name, (), fresh)
+        for name in fresh:
             self._write(self.nodes[name])
 
     def _add(self, names: Iterable[str], side: Side) -> None:
