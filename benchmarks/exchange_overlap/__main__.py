@@ -59,8 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--latency-ms", type=float, default=2.0, metavar="MS", help="default 2")
     parser.add_argument(
-        "--megabytes-per-s", type=float, default=50.0, metavar="MB",
-        help="of the link between two processes, each way (default 50)",
+        "--megabytes-per-s", type=float, default=10.0, metavar="MB",
+        help="of the link between two processes, each way (default 10)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="default 9")
     add_json(parser)
