@@ -207,13 +207,13 @@ def test_a_slowed_link_delays_exchanges_and_says_when_they_were_there() -> None:
     """Two parts of 28 bytes on a link of 0.02 s and 0.001 s a byte: the second is behind the first."""
     library, times = native.load(), np.zeros(64)
     library.telechat_link_trial(0.02, 0.001, 1)
-    rows, sizes = np.ones((2, WIDTH), np.float32), np.array([0, 2], np.int32)
+    rows, sizes = np.ones((2, WIDTH), np.float32), np.array([2, 0], np.int32)
     token, part = np.ones(1, np.float32), 4 + 2 * WIDTH * 4
     try:
         for tag, r in product((-12, -13), (0, 1)):
             halves("MoeDispatch", r, tag)[0]([rows, sizes], [token])
         for tag in (-12, -13):
-            _, wait = halves("MoeDispatch", 1, tag)
+            _, wait = halves("MoeDispatch", 0, tag)  # it started first
             out = [np.zeros((4, WIDTH), np.float32), np.zeros(1, np.int32), np.zeros(2, np.int32)]
             wait([rows, sizes, token], out)
         count = library.telechat_link_times(times.ctypes.data, len(times))

@@ -129,7 +129,6 @@ def _whole_pair(s: Source) -> Sample:
 
 for _name, _function, _torch in (
     ("and", np.bitwise_and, "bitwise_and"), ("or", np.bitwise_or, "bitwise_or"), ("xor", np.bitwise_xor, "bitwise_xor"),
-    ("bitwise_and", np.bitwise_and, "bitwise_and"), ("bitwise_or", np.bitwise_or, "bitwise_or"),
     ("floordiv", np.floor_divide, "floor_divide"), ("mod", np.mod, "remainder"),
 ):  # fmt: skip
     exact(_name, _whole_pair, _function, _torch)
