@@ -197,9 +197,8 @@ def _sharded(
     graphs: list[Any] = []
     plans = dict[int, TapPlan]()
     for graph in compile_recipe(recipe, target="CPU", full_batch=True):
-        content = own = inlined(graph.mindir)
-        if orders is not None:
-            content = in_order(graph.mindir, orders[graph.rank])
+        own = inlined(graph.mindir)
+        content = own if orders is None else in_order(graph.mindir, orders[graph.rank])
         if graph.rank in chosen:
             content, plans[graph.rank] = tapped(
                 content, str(native.path()), wanted, values == VALUES, planned=own
@@ -209,8 +208,5 @@ def _sharded(
     groups = Job.write(job, graphs).groups
     where = {"folder": str(taps), "steps": list(steps), "values": values, "ranks": list(chosen)}
     run_ranks(recipe, job, taps / LOGS, steps.stop, where)
-    found: _Found = {}
-    for rank in chosen:
-        known = (plans[rank], layouts(plans[rank], recipe, rank), groups)
-        found |= {(step, rank): known for step in steps}
-    return found
+    known = {rank: (plans[rank], layouts(plans[rank], recipe, rank), groups) for rank in chosen}
+    return {(step, rank): known[rank] for rank in chosen for step in steps}
