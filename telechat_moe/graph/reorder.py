@@ -293,8 +293,9 @@ class _Orderer:
         depend = self.editor.primitive("Depend", side_effect_propagate=1)
         start = self.editor.node(depend, [zero, waits], [1], FLOAT32, scope)
         self.tokens += 1
-        # An operator that MindSpore does not fold; while taps record, it writes its number down.
-        tap = self.editor.custom("Tap", str(native.path()), tap=self.tokens)
+        # An operator that MindSpore does not fold. While taps record, it writes its number down: below zero, as the
+        # taps of `graph/tap.py` count from zero.
+        tap = self.editor.custom("Tap", str(native.path()), tap=-self.tokens)
         return self.editor.node(tap, [start], [1], FLOAT32, scope)
 
     def _write(self, node: Any) -> None:

@@ -82,7 +82,11 @@ Wanted = Callable[[TappedOperator], bool]
 
 
 def tapped(
-    mindir: bytes, library: str, wanted: Wanted = lambda node: True, states: bool = True
+    mindir: bytes,
+    library: str,
+    wanted: Wanted = lambda node: True,
+    states: bool = True,
+    planned: bytes | None = None,
 ) -> tuple[bytes, TapPlan]:
     """Return a graph with taps behind the selected operators, and the plan of what they record.
 
@@ -91,11 +95,18 @@ def tapped(
         library: Path of the library that has the operator ``Tap``.
         wanted: Selects operators; it is called with an operator without its outputs.
         states: Record an optimizer's states before their update, too, not only after it.
+        planned: The graph in another order, in which the plan has and numbers the main graph's operators.
     """
     model = Model(mindir)
     tapper = _Tapper(model, library, wanted, states)
+    if planned is not None:
+        tapper.numbers = _numbers(Model(planned))
     main = model.proto.graph
     tapper.run(main, None)
+    if planned is not None:
+        place = {name: i for i, name in enumerate(tapper.numbers)}
+        named = sorted(zip(tapper.names, tapper.plan.nodes, strict=True), key=lambda x: place[x[0]])
+        tapper.plan.nodes[:] = [node for _, node in named]
     tapper.called = True
     done = {main.name}
     while tapper.waiting:
@@ -107,6 +118,19 @@ def tapped(
     return model.proto.SerializeToString(), tapper.plan
 
 
+def _numbers(model: Model) -> dict[str, int]:
+    """Return the number of each operator of the main graph among those of its cell, kind and direction."""
+    counts, found = Counter[Any](), dict[str, int]()
+    for node in model.proto.graph.node:
+        primitive = model.primitive(node)
+        if primitive is not None and primitive.op_type not in _PASS | _CALLS:
+            path, _, backward = cell_of(node.domain)
+            place = (path, kind_of(primitive), backward)
+            found[node.name] = counts[place]
+            counts[place] += 1
+    return found
+
+
 class _Tapper:
     def __init__(self, model: Model, library: str, wanted: Wanted, states: bool) -> None:
         self.model, self.library, self.wanted, self.states = model, library, wanted, states
@@ -114,6 +138,8 @@ class _Tapper:
         self.variables: dict[str, _Variable] = {}
         self.waiting: dict[str, list[_Named] | None] = {}
         self.counts = Counter[Any]()
+        self.numbers: Mapping[str, int] = {}
+        self.names: list[str] = []  # of the plan's nodes
         self.references = self._references()
         self.constants: dict[str, Any] = {}
         self.update_state = ""
@@ -181,6 +207,8 @@ class _Tapper:
         values = [self.env.get(i, self.constants.get(i)) for i in node.input]
         if kind in _PASS:
             self._passing(kind, node, name, values)
+        elif kind == "Custom" and kind_of(primitive) == "TelechatTap":  # between two passes
+            self._keep(node)
         elif kind in _CALLS:
             self._order(node, values)
             self._keep(node)
@@ -267,8 +295,8 @@ class _Tapper:
             i for i, v in enumerate(values[:most]) if effect and isinstance(v, _Variable)
         )
         shown = TappedOperator(
-            path, classes, kind, backward, self.counts[place], inputs, [], known, self.graph.name, writes,
-            weight_of(node), layouts_of(attributes),
+            path, classes, kind, backward, self.numbers.get(name, self.counts[place]), inputs, [], known,
+            self.graph.name, writes, weight_of(node), layouts_of(attributes),
         )  # fmt: skip
         self.counts[place] += 1
         wanted = self.wanted(shown)
@@ -294,6 +322,7 @@ class _Tapper:
         else:
             outputs = self._made(name, made)
         self.plan.nodes.append(replace(shown, outputs=outputs))
+        self.names.append(name)
 
     def _made(self, name: str, made: Any) -> list[Argument]:
         if isinstance(made, Tensor):

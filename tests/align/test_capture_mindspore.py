@@ -9,6 +9,7 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 pytestmark = pytest.mark.mindspore
 
 import mindspore as ms
+import mini_recipe
 from mindspore import Parameter, Tensor, nn, ops
 from replayed import replay
 
@@ -16,7 +17,8 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.tap import Tapped
 from telechat_moe.ops import fingerprint
 from telechat_moe.ops.attention import FlashAttention
-from telechat_moe.tools.align.capture.mindspore import capture
+from telechat_moe.recipe import load
+from telechat_moe.tools.align.capture.mindspore import Filter, capture, capture_recipe
 from telechat_moe.tools.align.dump import msprobe, value_files
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
@@ -260,3 +262,16 @@ def test_uses_of_a_tensor_share_its_file(recorded):
     _, _, rank = recorded
     made = named(rank, ".SumExt").inputs[0]
     assert any(t.path == made.path for _, t in named(rank, ".SiLU").made())
+
+
+def test_a_recipe_in_one_process(tmp_path, data):
+    """The router counts each token once for each of its experts."""
+    _, name, _, *sets = mini_recipe.arguments(data, tmp_path / "run")
+    recipe = load(name, sets[1::2], use="train")
+    wanted = Filter(frozenset({1}), ("*.router.AssignAdd*",))
+    dump = capture_recipe(recipe, tmp_path / "dump", range(1, 2), wanted=wanted)
+    assert list(dump.ranks) == [(1, 0)]
+    (counts,) = msprobe.read(tmp_path / "dump").ranks[1, 0].calls.values()
+    config = recipe.model_config
+    pairs = recipe.runner_config.batch_size * config.seq_length * config.num_experts_per_tok
+    assert counts.outputs[0].load().sum() == pairs

@@ -18,6 +18,14 @@ import mini_recipe
 from test_workflow_hf import ROOT, align
 
 WEIGHT = "layers.1.attention.q_up.weight"
+PIPELINE = {
+    **mini_recipe.SPREAD,
+    "parallel_config__pipeline_stage": 2,
+    "parallel_config__micro_batch_num": 4,
+    "callbacks__1__micro_batch_num": 4,
+    "runner_config__batch_size": 1,
+    "model__model_config__batch_size": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +99,20 @@ def test_a_reduction_left_out_or_made_twice_is_named(dumps, fault):
     if fault == "missing":
         assert first["family"] == "missing reduction"
     assert report["ranks"] == [0, 1, 2, 3]
+
+
+def test_two_schedules_of_a_pipeline_pass(tmp_path):
+    """The planner's order is captured as it is trained, its operators named as in any other order."""
+    (tmp_path / "data").mkdir()
+    given = mini_recipe.arguments(
+        mini_recipe.write_data(tmp_path / "data"), tmp_path / "run", **PIPELINE
+    )
+    for name in ("1f1b", "zb-h1"):
+        schedule = f"telechat_moe.sharding.pipeline_schedule={name}"
+        code, said = align(
+            "capture", given[1], "--out", name, *given[3:], "--set", schedule, cwd=tmp_path
+        )
+        assert code == 0, said
+    code, report = bisect(tmp_path, "1f1b", "zb-h1")
+    assert code == 0, report["first"]
+    assert not report["not_judged"]

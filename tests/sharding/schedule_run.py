@@ -16,7 +16,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from sharded_run import Layout, make_optimizer, make_scalars, recipe
+from sharded_momentum import Momentum
+from sharded_run import RATE, Layout, recipe
 
 from telechat_moe.graph import reorder
 from telechat_moe.graph.exchanges import split
@@ -163,8 +164,7 @@ def compile_case(folder: Path, case: str) -> None:
     from telechat_moe.train.rank_graph import compile_recipe
 
     chosen = recipe(CASES[case], 2 if case in FAULTS else 4)
-    momentum = make_optimizer("momentum")
-    graphs = compile_recipe(chosen, target="CPU", optimizer=momentum, shared_graph=True)
+    graphs = compile_recipe(chosen, target="CPU", optimizer=Momentum, shared_graph=True)
     (folder / "graphs.pickle").write_bytes(pickle.dumps(graphs))
     mesh, made = mesh_of(chosen), {}
     Job.write(folder / OWN, graphs)
@@ -200,9 +200,9 @@ def work(folder: Path, case: str) -> None:
     for job in sorted(p.name for p in folder.iterdir() if (p / "ranks.json").exists()):
         program = RankProgram(Job.read(folder / job), rank, made)
         program.set_parameters({n: _start(n, program) for n in program.parameters})
-        scalars, found = make_scalars("momentum"), []
+        scalars, found = Momentum([]).scalars, []
         for step, (ids, labels) in enumerate(tokens):
-            answers = program(*scalars(step + 1), *map(Tensor, (ids, labels, weight, places)))
+            answers = program(*scalars(step + 1, RATE), *map(Tensor, (ids, labels, weight, places)))
             found.append([answer.asnumpy().copy() for answer in answers])
         result = (found, program.shards())
         (folder / job / f"out_{rank}.pickle").write_bytes(pickle.dumps(result))

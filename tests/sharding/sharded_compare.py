@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,10 @@ def run_cases(folder: Path, names: Sequence[str]) -> dict[str, Found]:
     cases = [run.Case.of(name) for name in names]
     devices = {case.layout.devices for case in cases}
     assert len(devices) == 1, devices
-    call(folder, "compile", names)
-    call(folder, "reference", names)
+    with ThreadPoolExecutor(1) as pool:  # one process leaves cores idle
+        single = pool.submit(call, folder, "reference", names)
+        call(folder, "compile", names)
+        single.result()
     call(folder, "work", names, devices.pop())
     return {case.name: read(folder, case) for case in cases}
 
@@ -78,11 +81,10 @@ def _free_port() -> int:
 
 def read(folder: Path, case: run.Case) -> Found:
     """Read what a case wrote."""
-    place = folder / case.folder
     reference = pickle.loads((folder / f"{case.reference}.pickle").read_bytes())
-    outs = [place / f"out_{rank}.pickle" for rank in range(case.layout.devices)]
+    outs = [folder / f"{case.folder}_{rank}.pickle" for rank in range(case.layout.devices)]
     ranks = [pickle.loads(out.read_bytes()) for out in outs]
-    return Found(case, reference, ranks, Job.read(place))
+    return Found(case, reference, ranks, Job.read(folder / case.job))
 
 
 def whole(
@@ -173,7 +175,7 @@ def errors(found: Found) -> dict[str, float]:
     scale = np.where(reference == 0, 1.0, np.abs(reference))
     measured = {"loss": float(np.max(np.abs(ours - reference) / scale))}
     loads, expected_loads = compared_loads(found)
-    measured["load"] = float(np.max(np.abs(loads / expected_loads - 1)))
+    measured["load"] = float(np.max(np.abs(loads - expected_loads) / np.maximum(expected_loads, 1)))
     pairs = zip(gradients(found, 0), gradients(found, 1), strict=True)
     measured["gradient"], *later = (max(difference(a[n], b[n]) for n in b) for a, b in pairs)
     measured["later gradient"] = max(later)

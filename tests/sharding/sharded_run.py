@@ -4,8 +4,8 @@
     python sharded_run.py reference FOLDER CASE...    one process, the model as it is
     msrun ... sharded_run.py work FOLDER CASE...      one process a rank
 
-A case is ``LAYOUT:OPTIMIZER`` or ``LAYOUT:OPTIMIZER:FAULT``; ``OPTIMIZER-deep`` has four layers. A program of its own, because compiling for a simulated
-device leaves marks on a process.
+A case is ``LAYOUT:OPTIMIZER`` or ``LAYOUT:OPTIMIZER:FAULT``. Compiling takes most of the time, so graphs have both optimizers. A program of its
+own, because compiling for a simulated device leaves marks on a process.
 """
 
 import os
@@ -27,7 +27,7 @@ MOMENTS = {"momentum": ("momentum",), "adamw": ("adam_m", "adam_v")}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, what updates its weights, and what is done wrong on purpose."""
+    """A layout, which optimizer updates its weights, and what is done wrong on purpose."""
 
     name: str
     layout: Layout
@@ -38,14 +38,20 @@ class Case:
     @staticmethod
     def of(name: str) -> "Case":
         chosen, optimizer, *fault = name.split(":")
-        optimizer, _, deep = optimizer.partition("-")
         layout = LAYOUTS[chosen]
-        layers = max(4 if deep or layout.pp > 1 else 2, layout.pp * layout.vpp)
+        # The first is dense, an MTP layer sparse: two sparse ones at least.
+        layers = 4 if layout.pp > 1 else 3 - min(layout.mtp, 1)
+        layers = max(layers, layout.pp * layout.vpp)
         return Case(name, layout, optimizer, layers, fault[0] if fault else "")
 
     @property
     def folder(self) -> str:
         return self.name.replace(":", "_")
+
+    @property
+    def job(self) -> str:
+        """Folder of the graphs, which the optimizers share."""
+        return "_".join([self.name.split(":")[0], *[self.fault] * bool(self.fault)])
 
     @property
     def reference(self) -> str:
@@ -188,29 +194,32 @@ def tensor_of(columns: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 def make_optimizer(kind: str):
     """Return what makes the optimizer of a step."""
-    from sharded_momentum import Momentum
+    from sharded_momentum import Either, Momentum
 
     from telechat_moe.train.optimizer import AdamW
 
-    if kind == "momentum":
-        return lambda params: Momentum(params)
-    return lambda params: AdamW(params, BETAS, 1e-8, 0.1)
+    def adamw(params):
+        return AdamW(params, BETAS, 1e-8, 0.1)
+
+    def either(params):
+        return Either(adamw(params), Momentum(params))
+
+    return {"momentum": Momentum, "adamw": adamw, "either": either}[kind]
 
 
 # ------------------------------------------------------------------ compile
 
 
 def compile_cases(folder: Path, cases: list[Case]) -> None:
-    """Write the graphs of each case; those that differ in a rewriting fault share theirs."""
+    """Write the graphs of each case; those that differ in a fault of the rewriting are compiled once."""
     import sharded_faults as faults
 
     from telechat_moe.graph.execute import Job
     from telechat_moe.train.rank_graph import compile_recipe
 
     done: dict[str, list] = {}
-    for case in cases:
-        compiled = case.name if case.fault in faults.LAYOUT else case.name.rsplit(":", 1)[0]
-        compiled = case.name if not case.fault else compiled
+    for case in {case.job: case for case in cases}.values():
+        compiled = case.job if case.fault in faults.LAYOUT else case.name.split(":")[0]
         if compiled not in done:
             with faults.in_layout(case.fault):
                 means = case.fault == "mean-of-means"
@@ -218,10 +227,10 @@ def compile_cases(folder: Path, cases: list[Case]) -> None:
                 done[compiled] = compile_recipe(
                     recipe(layout, case.layers),
                     target="CPU",
-                    optimizer=make_optimizer(case.optimizer),
+                    optimizer=make_optimizer("either"),
                 )
         with faults.in_rewriting(case.fault):
-            Job.write(folder / case.folder, done[compiled])
+            Job.write(folder / case.job, done[compiled])
 
 
 # ------------------------------------------------------------------ one process
@@ -265,7 +274,7 @@ def reference(folder: Path, cases: list[Case]) -> None:
             step.set_train()
         start = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
         rows, found = batches(case, folder), {"start": start, "steps": [], "states": []}
-        size, prefixes = layout.sequences, MOMENTS[case.optimizer]
+        size, prefixes = layout.sequences, [x for names in MOMENTS.values() for x in names]
         for s, batch in enumerate(rows):
             parts = [
                 tuple(Tensor(x[i * size : (i + 1) * size]) for x in batch) for i in range(micro)
@@ -307,35 +316,32 @@ def work(folder: Path, cases: list[Case]) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     init()
+    scalars = make_optimizer("either")([]).scalars
     rank, made = get_rank(), set()
+    programs: dict[str, RankProgram] = {}
     for case in cases:
         config = recipe(case.layout, case.layers).model_config
         given = pickle.loads((folder / f"{case.reference}.pickle").read_bytes())
-        program = RankProgram(Job.read(folder / case.folder), rank, made)
-        program.set_parameters(given["start"])
-        scalars = make_scalars(case.optimizer)
+        used = case.job in programs
+        if not used:
+            programs[case.job] = RankProgram(Job.read(folder / case.job), rank, made)
+        program = programs[case.job]
+        program.set_parameters(given["start"], in_place=used)
         found = {"steps": [], "states": []}
         for s, batch in enumerate(given["batches"][: 3 if case.fault else STEPS]):
             with faults.in_counting(case.fault):
                 masks, micro = [batch[LOSS_MASK]], case.layout.micro_batches
                 program.set_token_weights(token_weights.token_weights(config, masks, micro))
-            losses, norm, applied, loads, dropped = program(*scalars(s + 1), *map(Tensor, batch))
+            losses, norm, applied, loads, dropped = program(
+                *scalars(s + 1, RATE, case.optimizer), *map(Tensor, batch)
+            )
             answer = (losses.asnumpy().copy(), float(norm.asnumpy()), loads.asnumpy().copy())
             found["steps"].append((*answer, bool(applied.asnumpy())))
             found["dropped"] = found.get("dropped", 0.0) + float(dropped.asnumpy()[0])
             if s < RECORDED:
                 found["states"].append(program.shards())
         found["last"] = program.shards()
-        (folder / case.folder / f"out_{rank}.pickle").write_bytes(pickle.dumps(found))
-
-
-def make_scalars(kind: str):
-    """Return what gives the scalars of a step; the weights do not matter for it."""
-    from mindspore import Parameter, Tensor
-
-    weight = Parameter(Tensor(np.zeros(1, np.float32)), name="any")
-    optimizer = make_optimizer(kind)([weight])
-    return lambda step: optimizer.scalars(step, RATE)
+        (folder / f"{case.folder}_{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

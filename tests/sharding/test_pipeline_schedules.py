@@ -13,9 +13,12 @@ import schedule_run as run
 import sharded_compare as compare
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.graph.inline import inlined
 from telechat_moe.graph.mindir import Model, find_value
 from telechat_moe.graph.reorder import in_order
 from telechat_moe.graph.rewrite import for_cpu
+from telechat_moe.graph.tap import tapped
+from telechat_moe.ops import native
 
 SLOW = [name for name in run.CASES if name not in run.FAULTS]
 
@@ -152,3 +155,18 @@ def test_an_order_of_other_passes_is_refused(short: Path, change, message: str):
     order = pickle.loads((short / "orders.pickle").read_bytes())["zb-h1"][0]
     with pytest.raises(BadInputError, match=message):
         in_order(graph.mindir, change(order))
+
+
+def test_taps_name_operators_alike_in_any_order(short: Path):
+    """So that what two schedules compute can be compared call by call."""
+    graph = pickle.loads((short / "graphs.pickle").read_bytes())[0]
+    orders = pickle.loads((short / "orders.pickle").read_bytes())
+    own, library = inlined(graph.mindir), str(native.path())
+    plans = [
+        tapped(in_order(graph.mindir, orders[name][0]), library, planned=own)[1]
+        for name in ("1f1b", "random 0")
+    ]
+    first, second = ([(n.path, n.kind, n.backward, n.index) for n in p.nodes] for p in plans)
+    assert first == second
+    assert len(set(first)) == len(first) > 500
+    assert not any(kind == "TelechatTap" for _, kind, *_ in first)

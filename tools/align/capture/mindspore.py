@@ -146,11 +146,8 @@ class _Step:
     def __init__(self, step: Any, wanted: Filter, states: bool) -> None:
         self.plain, self.tapped = step, Tapped(step, wanted, states)
 
-    def set_limits(self, *limits: float) -> None:
-        self.plain.set_limits(*limits)
-
-    def count_tokens(self, batches: Any) -> None:
-        self.plain.count_tokens(batches)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.tapped(*inputs)
@@ -186,10 +183,13 @@ def _sharded(
 ) -> _Found:
     from telechat_moe.graph.execute import Job
     from telechat_moe.graph.inline import inlined
+    from telechat_moe.graph.reorder import in_order
     from telechat_moe.launch.job import LOGS
     from telechat_moe.launch.sharded_run import run_ranks
+    from telechat_moe.tools.plan.schedules.ranks import rank_orders
     from telechat_moe.train.rank_graph import compile_recipe
 
+    orders = rank_orders(recipe)
     chosen = range(recipe.devices) if ranks is None else ranks
     if outside := [r for r in chosen if not 0 <= r < recipe.devices]:
         raise BadInputError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
@@ -197,18 +197,16 @@ def _sharded(
     graphs: list[Any] = []
     plans = dict[int, TapPlan]()
     for graph in compile_recipe(recipe, target="CPU", full_batch=True):
+        own = inlined(graph.mindir)
+        content = own if orders is None else in_order(graph.mindir, orders[graph.rank])
         if graph.rank in chosen:
             content, plans[graph.rank] = tapped(
-                inlined(graph.mindir), str(native.path()), wanted, values == VALUES
+                content, str(native.path()), wanted, values == VALUES, planned=own
             )
-            graph = replace(graph, mindir=content)
-        graphs.append(graph)
+        graphs.append(replace(graph, mindir=content))
     job = taps / "job"
     groups = Job.write(job, graphs).groups
     where = {"folder": str(taps), "steps": list(steps), "values": values, "ranks": list(chosen)}
     run_ranks(recipe, job, taps / LOGS, steps.stop, where)
-    found: _Found = {}
-    for rank in chosen:
-        known = (plans[rank], layouts(plans[rank], recipe, rank), groups)
-        found |= {(step, rank): known for step in steps}
-    return found
+    known = {rank: (plans[rank], layouts(plans[rank], recipe, rank), groups) for rank in chosen}
+    return {(step, rank): known[rank] for rank in chosen for step in steps}
