@@ -134,26 +134,23 @@ def test_rows_behind_those_of_the_experts_go_nowhere() -> None:
         assert not back[r][2:].any()
 
 
-def test_devices_that_disagree_about_the_width_are_told_so() -> None:
-    """Rank 1 has wider rows: what it sends cannot be the rows that it announces."""
-    sizes = np.array([1, 1], np.int32)
-
-    def wide() -> None:
-        out = [np.zeros((4, 8), np.float32), np.zeros(1, np.int32), np.zeros(2, np.int32)]
-        with pytest.raises(NativeError, match="sent 16 bytes for 1 of 2 rows"):
-            Kernel("MoeDispatch", attributes(1, 2))([np.zeros((2, 8), np.float32), sizes], out)
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(wide)
-        with pytest.raises(NativeError, match="sent 36 bytes for 1 of 2 rows"):
-            dispatch(0, 2, np.zeros((2, WIDTH), np.float32), sizes)
-        done.result()
-
-
 def halves(name: str, member: int, tag: int) -> tuple[Kernel, Kernel]:
     """Return the kernels that start and end an exchange of two devices."""
     given = {**attributes(member, 2), "tag": tag}
     return Kernel(f"{name}Start", given), Kernel(f"{name}Wait", given)
+
+
+def test_devices_that_disagree_about_the_width_are_told_so() -> None:
+    """Rank 1 has wider rows: what it sends cannot be the rows that it announces."""
+    sizes, token = np.array([1, 1], np.int32), np.ones(1, np.float32)
+    rows = [np.zeros((2, width), np.float32) for width in (WIDTH, 8)]
+    both = [halves("MoeDispatch", r, -10) for r in (0, 1)]
+    for r, (start, _) in enumerate(both):
+        start([rows[r], sizes], [token])
+    for r, (_, wait) in enumerate(both):
+        out = [np.zeros((4, rows[r].shape[1]), np.float32), np.zeros(1, np.int32)]
+        with pytest.raises(NativeError, match=f"sent {(36, 16)[r]} bytes for 1 of 2 rows"):
+            wait([rows[r], sizes, token], [*out, np.zeros(2, np.int32)])
 
 
 def test_exchanges_under_way_together_end_in_any_order() -> None:
