@@ -230,6 +230,12 @@ def test_no_limit_follows_from_deviations_that_overflow(number):
     assert (pair.target.steps, pair.flips > 0, pair.verdict) == (2, True, "pass")
 
 
+def test_a_shard_is_put_together_from_the_parts_that_are_most_like_it():
+    """Test token ids of context parallelism, whose two halves are among four shards of the sequence."""
+    pair = suite.judge_pair(*suite.pair_of(list(LAYOUTS), 0, 2107))
+    assert (pair.reference.layout, pair.target.layout, pair.verdict) == ("tp4 sp", "cp2", "pass")
+
+
 @pytest.mark.parametrize("number", [7, 2023])
 def test_another_setting_shows_though_tokens_go_elsewhere(number):
     """Test an eps of 3e-3 in place of 1e-6, with which every operator computes correctly."""

@@ -1,8 +1,7 @@
 """Put a reference of another layout into the shards of the target, so that calls can be compared one by one.
 
 Where ranks of both layouts run the same calls in one order but for collectives, the n-th of a micro-batch belong together. A tensor of the target is then one of the reference's, a block of it, made of blocks of it, or
-a term of a sum. The values decide which, so what agrees with the reference shows nothing; what differs in every way is
-wrong.
+a term of a sum. The values decide which, so what agrees with the reference shows nothing; what differs in every way is wrong.
 """
 
 import math
@@ -92,8 +91,7 @@ def _agree(call: Call, cut: Call) -> tuple[bool, bool]:
     off = {place: _apart(t.load(), golden[place].load()) for place, t in call.tensors()}
     given = max(off[place] for place, _ in call.given())
     made = [off[place] if math.prod(t.shape) >= _FEW else 1.0 for place, t in call.made()]
-    alike = given < _NEAR
-    return alike, alike and max(made, default=1.0) < BEYOND * (given + _ROUNDING)
+    return given < _NEAR, given < _NEAR and max(made, default=1.0) < BEYOND * (given + _ROUNDING)
 
 
 def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call]]:
@@ -135,8 +133,7 @@ def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str
         for place, record in call.tensors():
             count += 1
             known = place in mate and record.read and mate[place].read
-            part = _part(record.load(), mate[place].load()) if known else None
-            alike += 1 - _apart(*part[:2]) if part is not None else 0.0
+            alike += 1 - _unlike(record.load(), mate[place].load()) if known else 0.0
     return alike / max(1, count), pairs
 
 
@@ -170,7 +167,7 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | N
             return best
         rest = np.sum(others, 0)
         made, free = np.zeros(x.shape, mates[0].dtype), np.ones(x.shape, np.bool_)
-        left = mates
+        left = sorted(mates, key=lambda mate: _unlike(x + rest, mate))
         for allowed in (None, free):  # first the best places, in which there may be copies
             for mate in [*left] if free.any() else ():
                 part = _part(x + rest, mate, allowed)
@@ -195,10 +192,15 @@ def _part(x: Array, y: Array, free: Array | None = None) -> tuple[Array, Array, 
         return (x, y, ...) if x.shape == y.shape else None
     larger = y.size > x.size
     whole, part = (y, x) if larger else (x, y)
-    places = _places(whole.shape, part.shape)
-    able = (at for at in places if larger or free is None or free[at].all())
+    able = (a for a in _places(whole.shape, part.shape) if larger or free is None or free[a].all())
     at = _most_alike(part, able, whole.__getitem__)
     return None if at is None else (x, y[at], ...) if larger else (x[at], y, at)
+
+
+def _unlike(x: Array, y: Array) -> float:
+    """Return how unlike the parts are that two tensors have of each other."""
+    part = _part(x, y)
+    return 1.0 if part is None else _apart(*part[:2])
 
 
 def _places(whole: tuple[int, ...], part: tuple[int, ...]) -> Iterator[Any]:
