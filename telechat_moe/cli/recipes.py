@@ -274,10 +274,16 @@ def _problems(name: str, args: argparse.Namespace) -> tuple[str, list[Problem], 
     if use != "train":
         return use, [], open_keys
     from telechat_moe.interop import hf
+    from telechat_moe.tools.plan.schedules.ranks import rank_orders
     from telechat_moe.train import preflight
 
     start = {"resume": args.resume, "overwrite": args.overwrite}
-    return use, preflight.examine(recipe, **start, weights=hf.weights)[1], open_keys
+    problems = preflight.examine(recipe, **start, weights=hf.weights)[1]
+    try:
+        rank_orders(recipe)
+    except RecipeError as error:
+        problems = [*problems, *error.problems]
+    return use, problems, open_keys
 
 
 def run_cp(args: argparse.Namespace) -> int:

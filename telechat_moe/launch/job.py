@@ -89,7 +89,7 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         orders: See :meth:`telechat_moe.graph.execute.Job.write`.
 
     Raises:
-        BadInputError: The recipe chooses the order of passes and no orders are given.
+        RecipeError: The recipe chooses the order of passes and no orders are given.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
     keep_others_out()
@@ -97,10 +97,10 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
     chosen = {"overlap_exchange": own.overlap_exchange, "pipeline_schedule": own.pipeline_schedule}
     key = next((key for key, value in chosen.items() if value), None)
     if key is not None and orders is None:
-        raise BadInputError(
-            f"{recipe.source}: telechat_moe.sharding.{key}: {chosen[key]}, which this command does not take; "
-            "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
-        )
+        found = f"{chosen[key]}, which this command does not take"
+        expected = "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
+        problem = recipe.problem(f"telechat_moe.sharding.{key}", found, expected)
+        raise RecipeError([problem])
     key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")

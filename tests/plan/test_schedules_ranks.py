@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from telechat_moe.errors import BadInputError
-from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe import Recipe, RecipeError, find, load
 from telechat_moe.tools.plan.schedules.program import Program
 from telechat_moe.tools.plan.schedules.published import generate
 from telechat_moe.tools.plan.schedules.ranks import rank_orders
@@ -84,7 +83,7 @@ def test_one_stage_pairs_its_micro_batches():
 
 
 def test_a_program_without_pairs_leaves_nothing_beside_an_exchange():
-    with pytest.raises(BadInputError, match="zb-h1 with 4 micro-batches has no pair"):
+    with pytest.raises(RecipeError, match="zb-h1 with 4 micro-batches has no pair"):
         rank_orders(recipe("zb-h1", **EXCHANGES))
 
 
@@ -109,8 +108,8 @@ def test_without_a_schedule_the_order_is_mindspores():
 @pytest.mark.parametrize(
     ("schedule", "layout", "message"),
     [
-        ("dualpipe", {}, "holds each weight once. Take dualpipev"),
-        ("zb-v", {}, "schedule zb-v: 1 chunks a stage, expected 2"),
+        ("dualpipe", {}, "holds each weight once; dualpipev"),
+        ("zb-v", {}, "schedule zb-v: 1 chunks a stage; 2 chunks a stage"),
         (
             "zb-v",
             IN_TURN,
@@ -119,14 +118,18 @@ def test_without_a_schedule_the_order_is_mindspores():
         (
             "interleaved",
             IN_A_V,
-            r"on \[0, 1, 1, 0\]; expected pipeline_interleave True with pp_int",
+            r"on \[0, 1, 1, 0\]; pipeline_interleave True with pp_int",
         ),
-        ("zigzag", {}, "expected one of gpipe, 1f1b, .*, synthesised, or a JSON file of a program"),
-        ("none.json", {}, "cannot be read"),
+        (
+            "zigzag",
+            {},
+            "no such schedule; one of gpipe, 1f1b, .*, synthesised, or a JSON file of a program",
+        ),
+        ("none.json", {}, "cannot be read: No such file or directory; a file"),
     ],
 )
 def test_what_the_layout_cannot_express_is_refused(schedule, layout, message: str):
-    with pytest.raises(BadInputError, match=message) as error:
+    with pytest.raises(RecipeError, match=message) as error:
         rank_orders(recipe(schedule, **layout))
     assert f"telechat_moe.sharding.pipeline_schedule: {schedule}" in str(error.value)
 
@@ -141,8 +144,43 @@ def test_a_program_from_a_file(tmp_path: Path):
     path = write(tmp_path, generate("gpipe", 2, 4, 1))
     assert rank_orders(recipe(path)) == rank_orders(recipe("gpipe"))
     for stages, micro in ((2, 2), (4, 4)):
-        with pytest.raises(BadInputError, match=f"for {stages} stages and {micro} micro-batches"):
+        with pytest.raises(RecipeError, match=f"for {stages} stages and {micro} micro-batches"):
             rank_orders(recipe(write(tmp_path, generate("gpipe", stages, micro, 1))))
+
+
+def test_what_the_recipe_says_is_refused_with_its_line(tmp_path: Path):
+    text = find("telechat3_moe/pretrain_tiny.yaml").read_text()
+    assert "\n  sharding:" not in text
+    at = text.splitlines().index("telechat_moe:") + 1
+    lines = text.splitlines()
+    lines.insert(at, "  sharding: {pipeline_schedule: zigzag}")
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    with pytest.raises(RecipeError, match="no such schedule") as error:
+        rank_orders(load(tmp_path / "mine.yaml", [f"{k}={v}" for k, v in STAGES.items()]))
+    assert [problem.line for problem in error.value.problems] == [at + 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", r"not JSON \(Expecting value: line 1"),
+        ("[]", "no program: "),
+        ("{}", "no program: it lacks 'name'"),
+        ('{"routes": []}', "do not fit together"),
+        ('{"routes": [[0, 2]]}', "do not fit together"),
+        ('{"route_of": [0, 0, 0, 5]}', "do not fit together"),
+        ('{"ops": [[], [], []]}', "do not fit together"),
+        ('{"ops": [[["F", 0]], []]}', "no program: "),
+        ('{"ops": [[["F", 0, 0]], []]}', "program gpipe: F of chunk 0, micro-batch 1: 0 times"),
+    ],
+)
+def test_a_file_that_holds_no_program_is_refused(tmp_path: Path, content: str, said: str):
+    path = tmp_path / "mine.json"
+    changed = json.loads(content) if len(content) > 2 else None
+    good = generate("gpipe", 2, 4, 1).to_json()
+    path.write_text(content if changed is None else json.dumps(good | changed))
+    with pytest.raises(RecipeError, match=said):
+        rank_orders(recipe(path))
 
 
 def test_a_deadlock_is_refused_with_its_cycle(tmp_path: Path):
@@ -151,5 +189,5 @@ def test_a_deadlock_is_refused_with_its_cycle(tmp_path: Path):
     first[3], first[4] = first[4], first[3]  # wants a gradient before it sends the last activation
     second = list(good.ops[1])
     program = Program("swapped", 2, 4, good.routes, (tuple(first), tuple(second)))
-    with pytest.raises(BadInputError, match=r"deadlocks, each waits for the next:\n.*stage"):
+    with pytest.raises(RecipeError, match=r"deadlocks, each waits for the next:\n.*stage"):
         rank_orders(recipe(write(tmp_path, program)))

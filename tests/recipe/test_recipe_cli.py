@@ -171,6 +171,26 @@ def test_check_for_training_looks_at_files(
     assert "telechat_moe.evaluation.data_path.1" in out
 
 
+def test_check_for_training_looks_at_the_schedule(capsys: Capture) -> None:
+    changes = {
+        "use_parallel": True,
+        "parallel.parallel_mode": 1,
+        "parallel.full_batch": True,
+        "parallel_config.pipeline_stage": 2,
+        "parallel_config.micro_batch_num": 4,
+        "callbacks.1.micro_batch_num": 4,
+    }
+    said: dict[str, str] = {}
+    for name in ("zb-h1", "zb-v", "zigzag"):
+        changes["telechat_moe.sharding.pipeline_schedule"] = name
+        words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+        main(["check", TINY, *words])
+        said[name] = capsys.readouterr().out
+    assert "pipeline_schedule" not in said["zb-h1"]
+    assert "pipeline_schedule: zb-v: schedule zb-v: 1 chunks a stage; 2" in said["zb-v"]
+    assert "pipeline_schedule: zigzag: no such schedule; one of gpipe" in said["zigzag"]
+
+
 def test_check_json(tmp_path: Path, capsys: Capture) -> None:
     code, report = run_json(capsys, "check", TINY, "--set", "seed=-1")
     assert code == 1

@@ -143,7 +143,7 @@ class Sharding:
     not need them: the other pass of a pair of `pipeline_schedule` (`1f1b-overlap`, `dualpipev`; with one stage each
     forward beside the backward of the micro-batch before), shared experts and weight gradients. The same bits."""
 
-    pipeline_schedule: str | None = field(default=None, metadata=acts("stages", "1f1b", "zb-h1"))
+    pipeline_schedule: Text | None = field(default=None, metadata=acts("stages", "1f1b", "zb-h1"))
     """Order of a pipeline's passes on CPU processes: a published schedule of the planner (`telechat-moe plan schedule`),
     `synthesised`, or a JSON file of a program. dX and dW run apart where it says so. Its chunks must be where the layout
     has them: one a stage, in turn, or in a V (`zero_bubble_v`). None: MindSpore's own order."""

@@ -33,6 +33,7 @@ class Kind(str, Enum):
     """A forward and a D of two micro-batches, overlapped."""
 
 
+PROGRAM_FILE = "what `telechat-moe plan schedule --json` writes as `program`"
 PAIRS = frozenset({Kind.FB, Kind.FD})
 """Kinds that compute two micro-batches."""
 
@@ -142,7 +143,7 @@ class Program:
             BadInputError: The data is no program.
         """
         try:
-            return Program(
+            program = Program(
                 str(data["name"]),
                 int(data["stages"]),
                 int(data["micro_batches"]),
@@ -150,10 +151,25 @@ class Program:
                 tuple(tuple(Op(Kind(k), *map(int, of)) for k, *of in own) for own in data["ops"]),
                 tuple(int(r) for r in data["route_of"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise BadInputError(f"no program: it lacks {error}; expected {PROGRAM_FILE}") from None
+        except (TypeError, ValueError) as error:
+            raise BadInputError(f"no program: {error}; expected {PROGRAM_FILE}") from None
+        if not program._fits():
             raise BadInputError(
-                f"program: {error!r}; expected what `telechat-moe plan schedule --json` writes as `program`"
-            ) from None
+                f"no program: stages, routes and operations do not fit together; expected {PROGRAM_FILE}"
+            )
+        return program
+
+    def _fits(self) -> bool:
+        """Return whether each micro-batch has a route, each route as many chunks, and each stage operations."""
+        return (
+            self.stages == len(self.ops)
+            and len({len(route) for route in self.routes}) == 1
+            and len(self.route_of) in (0, self.micro_batches)
+            and all(0 <= stage < self.stages for route in self.routes for stage in route)
+            and all(0 <= route < len(self.routes) for route in self.route_of)
+        )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,9 @@ def generate(name: str, stages: int, micro_batches: int, chunks: int) -> Program
         )
     need, make = GENERATORS[name]
     if need not in (0, chunks):
-        raise BadInputError(f"schedule {name}: {chunks} chunks a stage, expected {need}")
+        raise BadInputError(
+            f"schedule {name}: {chunks} chunks a stage; expected {need} chunks a stage"
+        )
     return make(stages, micro_batches, chunks)
 
 

@@ -5,10 +5,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.recipe import Recipe
+from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.sharding.recipe import mesh_of, micro_batches, stages_of
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.program import PAIRS, Program, Times, loop_route, v_route
+from telechat_moe.tools.plan.schedules.program import (
+    PAIRS,
+    PROGRAM_FILE,
+    Program,
+    Times,
+    loop_route,
+    v_route,
+)
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
 
 KEY = "telechat_moe.sharding.pipeline_schedule"
@@ -24,18 +31,19 @@ def rank_orders(recipe: Recipe) -> dict[int, RankOrder] | None:
     A pair of a forward and a backward becomes the one after the other, unless exchanges run beside computation.
 
     Raises:
-        BadInputError: No such program, or it deadlocks, or it has other stages, chunks or micro-batches, or its chunks
+        RecipeError: No such program, or it deadlocks, or it has other stages, chunks or micro-batches, or its chunks
             are on other stages than the recipe's, or it has no pairs where exchanges run beside computation.
     """
     program, paired = program_of(recipe), recipe.telechat_moe.sharding.overlap_exchange
     if program is None:
         return None
     if paired and not any(op.kind in PAIRS for own in program.ops for op in own):
-        raise BadInputError(
-            f"{recipe.source}: {KEY}: {program.name} with {program.micro_batches} micro-batches has no pair of a forward and "
-            "a backward, so telechat_moe.sharding.overlap_exchange would have no effect; expected a program with pairs, such "
-            "as 1f1b-overlap, or more micro-batches"
+        found = (
+            f"{program.name} with {program.micro_batches} micro-batches has no pair of a forward and a backward, so "
+            "telechat_moe.sharding.overlap_exchange would have no effect"
         )
+        expected = "a program with pairs, such as 1f1b-overlap, or more micro-batches"
+        raise RecipeError([recipe.problem(KEY, found, expected)])
     mesh = mesh_of(recipe)
     return {rank: stage_order(program, mesh.stage(rank), paired) for rank in range(mesh.devices)}
 
@@ -63,13 +71,14 @@ def program_of(recipe: Recipe) -> Program | None:
         return None
     chunks = stages.chunks
     route = v_route(pp, chunks) if stages.v_shape else loop_route(pp, chunks)
-    where = f"{recipe.source}: {KEY}: {name}"
     try:
         program = _program(name, pp, micro, chunks, "v" if stages.v_shape else "loop")
         _check_fit(program, pp, micro, route)
         check(program)
     except BadInputError as error:
-        raise BadInputError(f"{where}: {error}") from None
+        found, _, expected = str(error).partition("; expected ")
+        problem = recipe.problem(KEY, f"{name}: {found}", expected or "a program that can run")
+        raise RecipeError([problem]) from None
     return program
 
 
@@ -83,11 +92,17 @@ def _program(name: str, stages: int, micro: int, chunks: int, placement: str) ->
         return generate(name, stages, micro, chunks)
     if not name.endswith(".json"):
         known = ", ".join(GENERATORS)
-        raise BadInputError(f"expected one of {known}, synthesised, or a JSON file of a program")
+        raise BadInputError(
+            f"no such schedule; expected one of {known}, synthesised, or a JSON file of a program"
+        )
     try:
         data = json.loads(Path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"cannot be read: {error}") from None
+    except OSError as error:
+        raise BadInputError(
+            f"cannot be read: {error.strerror}; expected a file, found from the working folder"
+        ) from None
+    except ValueError as error:
+        raise BadInputError(f"not JSON ({error}); expected a program, {PROGRAM_FILE}") from None
     if isinstance(data, dict) and "program" in data:
         data = cast("dict[str, Any]", data)["program"]
     return Program.from_json(data)
@@ -98,13 +113,13 @@ def _check_fit(program: Program, stages: int, micro: int, route: tuple[int, ...]
     (route_of_program, *others) = program.routes
     if others:
         raise BadInputError(
-            "its micro-batches enter from both ends, so every stage would hold the weights of two; a layout of the recipe "
-            "holds each weight once. Take dualpipev, which needs each once"
+            "its micro-batches enter from both ends, so every stage would hold the weights of two, and a layout of the "
+            "recipe holds each weight once; expected dualpipev, which needs each once"
         )
     if (program.stages, program.micro_batches) != (stages, micro):
         raise BadInputError(
-            f"it is for {program.stages} stages and {program.micro_batches} micro-batches; the recipe has "
-            f"{stages} (parallel_config.pipeline_stage) and {micro} (parallel_config.micro_batch_num)"
+            f"it is for {program.stages} stages and {program.micro_batches} micro-batches; expected {stages} stages "
+            f"(parallel_config.pipeline_stage) and {micro} micro-batches (parallel_config.micro_batch_num)"
         )
     if route_of_program == route:
         return
