@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.plan_published import exchanges
-from telechat_moe.tools.plan.cost.expert_exchange import HANDED_ON, Routing, hit
+from telechat_moe.tools.plan.cost.expert_exchange import Routing, hit
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_destinations_are_those_of_drawn_tokens(routing: Routing, parts: int) ->
 def test_rows_that_the_fit_did_not_see_are_within_a_tenth() -> None:
     rows = exchanges.published()
     shares, handed = exchanges.fit(rows)
-    assert handed == pytest.approx(HANDED_ON, abs=5e-4)
+    assert handed == pytest.approx(exchanges.HANDED_ON, abs=5e-4)
     assert shares.intra_share < 1
     assert shares.inter_share < 1
     unseen = [row for row in rows if row.name not in exchanges.FITTED]

@@ -111,7 +111,8 @@ def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield key, found, expected
     elif rest or ep % inner:
         found = f"{node} with {group}, which does not spread over whole nodes"
-        yield at, found, f"a multiple of {stride}, of which expert_parallel is one"
+        sizes = [str(stride * n) for n in range(1, ep) if ep % n == 0]
+        yield at, found, f"one of {', '.join(sizes)}"
     chosen, other = own.sharding.dispatcher, f"{OWN}sharding.dispatcher"
     if chosen == "allgather":
         found = f"allgather with {kind}: every device sees all tokens in one hop"

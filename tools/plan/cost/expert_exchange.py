@@ -4,8 +4,7 @@
     alltoall_deredundency     all tokens are gathered across nodes among equal local ranks, then pairs go within the node
     alltoall_zero_redundancy  a token goes once to each node that has one of its experts, then pairs go within the node
 
-The second and third come back the other way: within the node, then reduced across nodes. DeepEP's kernels are of the third
-kind, but both parts run at once, and within a node a token goes once to each device.
+The second and third come back the other way: within the node, then reduced across nodes.
 
 Symbols: T tokens of a device, b bytes of one, K experts a token, n nodes of g devices, E experts. Destinations are
 uniform; with n_group and topk_group they are uniform within groups of experts that are uniform.
@@ -22,10 +21,6 @@ from telechat_moe.tools.plan.cost.collectives import all_gather, all_to_all, lat
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
 from telechat_moe.tools.plan.cost.device import Constants, Device
 from telechat_moe.tools.plan.cost.layout import Exchange, Layout
-
-HANDED_ON = 0.905
-"""Rate of a node's links for what also comes from or goes to other nodes, over their rate within one node: fitted to
-DeepEP V1 (EP16 against EP8), see `benchmarks/plan_published/exchanges.py`."""
 
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
@@ -101,20 +96,6 @@ def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device, c: Const
         leaving = size * reached(x, nodes) * (1 - 1 / nodes)
         across = leaving / (device.inter_bandwidth * c.inter_share) + latency(nodes, nodes, c)
     return np.where(nodes > 1, within + across, direct)
-
-
-def fused_exchange_s(
-    routing: Routing, tokens: float, token_bytes: float, members: int, device: Device, c: Constants
-) -> float:
-    """Return the seconds of DeepEP's kernel: links within nodes and ports between them are busy at once."""
-    inside = min(members, device.node_devices)
-    nodes = members // inside
-    size = tokens * token_bytes
-    # All that a device receives over its links, from its node or handed on; one of `inside` comes from itself.
-    within = size * hit(routing, members) * (1 - 1 / inside)
-    across = size * hit(routing, nodes) * (1 - 1 / nodes)
-    links = device.intra_bandwidth * c.intra_share * (HANDED_ON if nodes > 1 else 1.0)
-    return max(within / links, across / (device.inter_bandwidth * c.inter_share))
 
 
 def choices(architecture: Architecture, layout: Layout, device: Device) -> dict[Exchange, float]:
