@@ -25,6 +25,7 @@ must be equal, the activations that are alive at the peak within 5 %.
 With --mindformers it is MindFormers' own model (extra `mindformers`), unchanged, from the same recipe or from one
 that comes with MindFormers.
 """
+HIDDEN_ON = "ascend-910b"
 EXAMPLES = """\
 telechat-moe dryrun telechat3_moe/pretrain_tiny.yaml
 telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
@@ -56,10 +57,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hidden-on",
-        default="ascend-910b",
         metavar="DEVICE",
         help="where `pp_1f1b_overlap` pairs passes, say how much of each all-to-all they hide on this device "
-        "(`plan devices`; default ascend-910b)",
+        f"(a device of `plan`; default {HIDDEN_ON})",
     )
     parser.add_argument(
         "--target",
@@ -126,6 +126,7 @@ def _compile(
 ) -> tuple[dict[str, Any], Any, list[Any], Any]:
     """Return report, mesh, the graph of each stage asked for, and the one to check."""
     from telechat_moe.graph.report import report
+    from telechat_moe.tools.plan.cost.device import load_device
 
     devices = None if other else args.devices
     find = _mindformers if mindformers else _ours
@@ -145,17 +146,21 @@ def _compile(
         )
     if check in ranks:
         raise UsageError(f"--check-rank {check} is the rank that others are derived from")
+    if args.hidden_on and not subject.overlapped and not other:
+        raise UsageError(
+            f"--hidden-on {args.hidden_on}: {name} pairs no passes; it needs context.ascend_config."
+            "parallel_speed_up_json_path with pp_1f1b_overlap"
+        )
+    device = load_device(args.hidden_on or HIDDEN_ON) if subject.overlapped else None
     wanted = [*ranks, *([check] if check is not None else [])]
     what = f"compiling {subject.model}'s {Path(name).name}, {mesh.describe()}"
     with counted(what, len(wanted)) as step:
         graphs = compile_(wanted, step)
     stages, checked = graphs[: len(ranks)], graphs[len(ranks) :]
     result = report(subject, stages, args.target)
-    if any(stage["overlap"] for stage in result["stages"]):
-        from telechat_moe.tools.plan.cost.device import load_device
+    if device is not None:
         from telechat_moe.tools.plan.cost.graph_overlap import hide
 
-        device = load_device(args.hidden_on)
         for stage in result["stages"]:
             hide(stage["overlap"], device)
         result["hidden_on"] = device.name
@@ -207,7 +212,7 @@ def _mindformers(
 
 
 def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
-    from telechat_moe.graph.report import difference_tables, tables
+    from telechat_moe.graph.report import difference_tables, overlap_text, tables
 
     print(
         f"{result['recipe']}, {result['model']}'s model: {result['layout']}, {result['devices']} devices, target {result['target']}, "
@@ -240,6 +245,8 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
         )
     for problem in result["unmatched_transfers"]:
         print(f"NOT MATCHED: {problem}")
+    if nothing := overlap_text(result):
+        print(f"NOT OVERLAPPED: {nothing}")
     _show_check(result["check"])
     _show_confirm(result.get("confirm", []))
     for name, text in result["notes"].items():

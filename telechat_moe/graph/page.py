@@ -14,6 +14,7 @@ from telechat_moe.graph.report import (
     difference_tables,
     module_rows,
     overlap_table,
+    overlap_text,
 )
 from telechat_moe.graph.schedule import Event, timeline
 from telechat_moe.html import Html
@@ -66,7 +67,8 @@ def _head(result: dict[str, Any]) -> str:
         kind = "good" if check["same"] else "bad"
         detail = "".join(f"<br>{escape(text)}" for text in check["differences"])
         lines.append(f"<p class={kind}>{escape(said[0].upper() + said[1:])}.{detail}</p>")
-    lines += [html.tag("p", text, "bad") for text in result["unmatched_transfers"]]
+    wrong = [*result["unmatched_transfers"], *filter(None, [overlap_text(result)])]
+    lines += [html.tag("p", text, "bad") for text in wrong]
     return "".join(lines)
 
 

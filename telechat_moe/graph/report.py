@@ -79,6 +79,7 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
         "limits": LIMITS,
         "notes": NOTES,
         "stages": [_stage(r, g, mesh) for r, g in zip(readings, graphs, strict=True)],
+        "overlapped": list(subject.overlapped),
         "unmatched_transfers": unmatched(orders),
         "check": None,
     }
@@ -264,6 +265,14 @@ def tables(result: dict[str, Any]) -> list[Table]:
         found.append((f"{name}: all-to-alls of passes that overlap", *overlap_table(stage)))
     found.append(("memory of a device", *_memory_table(result)))
     return [table for table in found if table[2]]
+
+
+def overlap_text(result: Mapping[str, Any]) -> str:
+    """Say that ``pp_1f1b_overlap`` overlaps nothing in the stages that were compiled; empty: it does, or is not there."""
+    found = any(pair["exchanges"] for stage in result["stages"] for pair in stage["overlap"])
+    if found or not result["overlapped"]:
+        return ""
+    return f"pp_1f1b_overlap names {', '.join(result['overlapped'])}, of which no pair of passes here has one"
 
 
 def overlap_table(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -19,7 +19,7 @@ from telechat_moe.graph.mindir import Model
 from telechat_moe.graph.nodes import Graph, call_counts, module_of
 from telechat_moe.graph.page import page
 from telechat_moe.graph.read import Expected, read, sent_bytes
-from telechat_moe.graph.report import NOTES, Subject, difference
+from telechat_moe.graph.report import NOTES, Subject, difference, overlap_text, report
 from telechat_moe.graph.schedule import Event, in_flight, timeline, unmatched
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.units import size_text
@@ -299,6 +299,7 @@ def report_of(compiled, times=1):
         "limits": module.LIMITS,
         "notes": NOTES,
         "stages": [stage],
+        "overlapped": [],
         "unmatched_transfers": [],
         "check": None,
     }
@@ -370,6 +371,7 @@ def test_sizes():
         (["--mindformers", "--target", "CPU"], 2, "Ascend's operators only"),
         (["--html", "/no/such/folder/x.html"], 2, "does not exist"),
         (["--set", "nonsense=1"], 3, "nonsense"),
+        (["--hidden-on", "ascend-910b"], 2, "pairs no passes; it needs"),
     ],
 )
 def test_refusals(arguments, code, words, capsys):
@@ -385,6 +387,17 @@ def test_without_mindformers(option, monkeypatch, capsys):
     monkeypatch.setattr("telechat_moe.graph.report.report", lambda *args: result)
     assert main(["dryrun", "telechat3_moe/pretrain_tiny.yaml", option]) == 3
     assert "found no mindformers, no mindspore, no numpy. Install" in capsys.readouterr().err
+
+
+def test_a_switch_that_overlaps_nothing_is_said():
+    graphs = [called_graph().compiled()]
+    named = _subject()._replace(overlapped=("MorphAllGather",))
+    assert "names MorphAllGather, of which no pair" in overlap_text(report(named, graphs, "Ascend"))
+    assert not overlap_text(report(_subject(), graphs, "Ascend"))
+    result = report(named, graphs, "Ascend")
+    assert "names MorphAllGather, of which no pair" in page(result)
+    result["stages"][0]["overlap"] = [{"exchanges": []}, {"exchanges": ["AlltoAllV"]}]
+    assert not overlap_text(result)
 
 
 def _subject():
