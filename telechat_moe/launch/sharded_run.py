@@ -27,7 +27,7 @@ from telechat_moe.launch.job import (
 from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.recipe.experts import hop_between_nodes
+from telechat_moe.recipe.experts import drops, hop_between_nodes
 from telechat_moe.sharding.recipe import dispatcher, mesh_of, micro_batches
 from telechat_moe.train import preflight
 from telechat_moe.train.monitor import SilentMonitor
@@ -69,15 +69,13 @@ DISPATCH = {
     "between the same devices, padded, and none is dropped.",
     "alltoallv": "each device sends the rows that the routing says, as on Ascend; they arrive sorted by expert, in a buffer for "
     "the worst routing.",
-    "capacity": "buffers of the recipe's capacity and a static all-to-all, on Ascend too; what does not fit is "
-    "dropped on both.",
-    "allgather": "tokens of the expert group are gathered by every device, on Ascend too; none is dropped.",
+    "buffers": "buffers of the same size for every expert and a static all-to-all, on Ascend too.",
+    "allgather": "tokens of the expert group are gathered by every device, on Ascend too.",
 }
 HOPS = {
     "": "",
     "gather": "Tokens of all nodes are gathered, on Ascend too. Within a node: ",
-    "once": "A token is sent once to each node that has one of its experts, on Ascend too; pairs without a capacity are "
-    "dropped before. Within a node: ",
+    "once": "A token is sent once to each node that has one of its experts, on Ascend too. Within a node: ",
 }
 
 
@@ -174,8 +172,6 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     rewritten: Counter[str] = sum((Counter(counts) for counts in job.rewritten), Counter())
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
     kind = dispatcher(recipe, "CPU")
-    drops = kind == "alltoall" and dispatcher(recipe, "Ascend") == "alltoall"
-    hop, _ = hop_between_nodes(recipe.model_config)
     beside = recipe.telechat_moe.sharding.overlap_exchange
     forms = PLAIN | ROUTED if kind == "alltoallv" else PLAIN
     return {
@@ -201,10 +197,18 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
         },
         "order": "all collectives of a rank run one after another, in the order of the graph"
         + (", exchanges of rows beside computation" if beside else ""),
-        "dispatch": HOPS[hop] + DISPATCH["capacity" if drops else kind]
-        if mesh.ep > 1
-        else "no expert group",
+        "dispatch": dispatch_text(recipe),
     }
+
+
+def dispatch_text(recipe: Recipe) -> str:
+    """Say how rows reach their experts here, and what of that is otherwise on Ascend."""
+    if mesh_of(recipe).ep == 1:
+        return "no expert group"
+    kind, (hop, _) = dispatcher(recipe, "CPU"), hop_between_nodes(recipe.model_config)
+    way = "buffers" if kind == dispatcher(recipe, "Ascend") == "alltoall" else kind
+    dropped = " What does not fit into the experts' capacity is dropped, on Ascend too."
+    return HOPS[hop] + DISPATCH[way] + dropped * drops(recipe.model_config)
 
 
 def one_process(recipe: Recipe) -> Recipe:

@@ -23,6 +23,7 @@ from telechat_moe.ops.permute import (
 )
 from telechat_moe.ops.select import backend
 from telechat_moe.recipe import ModelConfig
+from telechat_moe.recipe.experts import drops
 
 
 class SortedDispatch(nn.Cell):
@@ -198,11 +199,6 @@ def expert_backend(config: ModelConfig) -> str:
     if permute == "ascend" and drops(config):
         return "plain"
     return permute
-
-
-def drops(config: ModelConfig) -> bool:
-    """Return whether experts have a capacity; without policy or factor they do not."""
-    return bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
 
 
 def build_dispatch(config: ModelConfig) -> nn.Cell:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from telechat_moe.recipe.schema.model import ModelConfig
+    from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 
 HOPS = {"alltoall_deredundency": "gather", "alltoall_zero_redundancy": "once"}
 """Values of `moe_token_dispatcher_type` with a hop between nodes -> which tokens make it: all, or once to nodes that need it."""
@@ -21,6 +21,11 @@ def hop_between_nodes(model: "ModelConfig") -> tuple[str, int]:
     """Return a value of :data:`HOPS` and the devices of a node; ``("", 0)``: tokens reach their experts in one hop."""
     hop = HOPS.get(model.moe_token_dispatcher_type or "", "")
     return hop, model.npu_nums_per_device if hop else 0
+
+
+def drops(model: "ModelConfig | OtherModelConfig") -> bool:
+    """Return whether experts have a capacity; without policy or factor they do not."""
+    return bool(model.moe_token_drop_policy) and model.moe_expert_capacity_factor is not None
 
 
 def expert_shares(ep: int, degrees: Sequence[int]) -> list[int] | None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from telechat_moe.recipe import Recipe
-from telechat_moe.recipe.experts import hop_between_nodes
+from telechat_moe.recipe.experts import drops, hop_between_nodes
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.stages import StageChunk, Stages, assign_layers
 
@@ -82,12 +82,13 @@ def dispatcher(recipe: Recipe, target: str) -> str:
     """Return how rows reach their experts on a target, within a node where there are two hops."""
     asked = recipe.telechat_moe.sharding.dispatcher
     config = recipe.model_config
-    drops = bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
     if asked == "auto" and hop_between_nodes(config)[0] == "once":
         return "alltoallv"  # buffers for the worst routing would take every token to every node
     if asked == "auto":
         blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
-        return "alltoallv" if target == "Ascend" and not drops and not blocks else "alltoall"
+        return (
+            "alltoallv" if target == "Ascend" and not drops(config) and not blocks else "alltoall"
+        )
     return asked
 
 

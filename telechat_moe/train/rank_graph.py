@@ -9,12 +9,11 @@ from mindspore.common.initializer import initializer
 
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.model import CausalLM
-from telechat_moe.model.dispatch import drops
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
-from telechat_moe.recipe.experts import hop_between_nodes
+from telechat_moe.recipe.experts import drops, hop_between_nodes
 from telechat_moe.recipe.speed_up import path_of
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch

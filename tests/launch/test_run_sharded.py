@@ -192,3 +192,25 @@ def test_routed_rows_travel_alone(
     assert "AlltoAll" not in rewritten
     assert "native library" in {r["ascend"]: r["cpu"] for r in found["operators"]}["GroupedMatmul"]
     assert "the rows that the routing says" in found["dispatch"]
+
+
+@pytest.mark.parametrize(
+    ("form", "capacity", "said"),
+    [
+        ("auto", False, "none is dropped."),
+        ("auto", True, "buffers of the same size for every expert and a static all-to-all"),
+        ("alltoall", False, "buffers of the same size for every expert and a static all-to-all"),
+        ("allgather", True, "gathered by every device, on Ascend too. What does not fit"),
+    ],
+)
+def test_a_report_says_how_rows_travel_and_whether_any_are_dropped(
+    form: str, capacity: bool, said: str
+) -> None:
+    model = "model__model_config__moe_"
+    drops = {f"{model}expert_capacity_factor": 1.5, f"{model}token_drop_policy": "probs"}
+    given = {"telechat_moe__sharding__dispatcher": form} | (drops if capacity else {})
+    values = {k.replace("__", "."): v for k, v in {**DP2_EP2, **given}.items()}
+    recipe = load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in values.items()])
+    text = sharded_run.dispatch_text(recipe)
+    assert said in text
+    assert text.endswith("capacity is dropped, on Ascend too.") == capacity

@@ -68,6 +68,10 @@ GROUPED = "telechat_moe.operators.grouped_matmul"
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"  # dp4 tp8, 192 experts
 GATHER = {TYPE: "alltoall_deredundency", EP: 16}
 ONCE = {TYPE: "alltoall_zero_redundancy", EP: 16}
+CAPACITY = {
+    "model.model_config.moe_expert_capacity_factor": 1.5,
+    "model.model_config.moe_token_drop_policy": "probs",
+}
 WIDTHS = {**ONCE, EP: 4, "telechat_moe.sharding.expert_tensor_parallel": True}
 
 
@@ -81,7 +85,8 @@ def refusals(settings: dict[str, object]) -> list[Problem]:
 
 @pytest.mark.parametrize(
     "settings",
-    [GATHER, ONCE, {**ONCE, NODE: 1}, {**GATHER, NODE: 4}, {**WIDTHS, NODE: 16}, {NODE: 8}],
+    [GATHER, ONCE, {**ONCE, NODE: 1}, {**GATHER, NODE: 4}, {**WIDTHS, NODE: 16}, {NODE: 8}]
+    + [{**ONCE, **CAPACITY, FORM: form} for form in ("auto", "alltoallv")],
     ids=str,
 )
 def test_layouts_of_whole_nodes_are_taken(settings: dict[str, object]) -> None:
@@ -96,6 +101,7 @@ def test_layouts_of_whole_nodes_are_taken(settings: dict[str, object]) -> None:
         ({**ONCE, EP: 8}, TYPE, "no token to another node"),
         ({**GATHER, NODE: 16}, TYPE, "no token to another node"),
         ({**GATHER, NODE: 3}, NODE, "whole nodes"),
+        ({**GATHER, **CAPACITY, FORM: "alltoallv"}, FORM, "drops no token"),
         ({**WIDTHS, NODE: 4}, NODE, "8 devices an expert"),
         ({**WIDTHS, NODE: 32}, TYPE, "no token to another node"),
         ({**GATHER, FORM: "allgather"}, FORM, "one hop"),

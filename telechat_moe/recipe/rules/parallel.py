@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from telechat_moe.recipe.experts import expert_degrees
+from telechat_moe.recipe.experts import HOPS, drops, expert_degrees
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 
@@ -185,13 +185,12 @@ def tied_table(r: Recipe) -> Iterator[Broken]:
 
 
 def capacity_tokens(r: Recipe) -> Iterator[Broken]:
-    """Tokens that share an expert's capacity are as many on each device; `alltoallv` drops none."""
+    """Tokens that share an expert's capacity are as many on each device; `alltoallv` drops none, unless tokens travel once a node."""
     m, p, own = r.model.model_config, r.parallel_config, r.telechat_moe
-    drops = bool(m.moe_token_drop_policy) and m.moe_expert_capacity_factor is not None
-    if not drops or not r.trains:
+    if not drops(m) or not r.trains:
         return
     factor, chosen = m.moe_expert_capacity_factor, own.sharding.dispatcher
-    if chosen == "alltoallv":
+    if chosen == "alltoallv" and HOPS.get(m.moe_token_dispatcher_type or "") != "once":
         found = f"alltoallv, which drops no token, with moe_expert_capacity_factor {factor:g}"
         yield "telechat_moe.sharding.dispatcher", found, "alltoall, or no capacity factor"
     share, batch = own.moe_capacity_tokens, r.runner_config.batch_size

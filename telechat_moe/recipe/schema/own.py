@@ -131,8 +131,8 @@ class Sharding:
     )
     """In which form rows reach their experts, within a node where `moe_token_dispatcher_type` takes two hops. `alltoallv`:
     exactly the rows that were routed. `alltoall`: padded buffers, of `moe_expert_capacity_factor` or, dropless, of the worst
-    case. `allgather`: every device sees all tokens of its expert group. `auto`: `alltoallv` on Ascend without a
-    capacity and with `alltoall_zero_redundancy`, else `alltoall`, also for CPU processes."""
+    case. `allgather`: every device sees all tokens of its expert group. `auto`: `alltoallv` with
+    `alltoall_zero_redundancy`, and on Ascend where no tokens are dropped; else `alltoall`."""
 
     expert_tensor_parallel: bool = field(default=False, metadata=acts("halves"))
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.

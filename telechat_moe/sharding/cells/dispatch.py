@@ -18,7 +18,6 @@ from mindspore.ops.auto_generate import (
     SplitWithSize,
 )
 
-from telechat_moe.model.dispatch import drops
 from telechat_moe.model.experts import ExpertProducts, Experts
 from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.permute import (
@@ -32,6 +31,7 @@ from telechat_moe.ops.permute import (
     Unpermute,
 )
 from telechat_moe.recipe import ModelConfig
+from telechat_moe.recipe.experts import drops
 from telechat_moe.sharding.cells.collective import ALONE, Group, Morphed, sum_over
 
 
@@ -45,7 +45,7 @@ class DispatchSpec(NamedTuple):
             expert-parallel group.
         tensor: Tensor-parallel group if each expert's width is sharded over it, else None.
         scatter: The result is sharded over ``tensor`` by rows (sequence parallel) instead of repeated.
-        capacity_tokens: Tokens that share a capacity; None: those of the device. ``alltoallv`` drops none.
+        capacity_tokens: Tokens that share a capacity; None: those of the device. ``alltoallv`` in one hop drops none.
         dropped: ``[1]`` fp32, the state that counts pairs without a place; None: none is dropped.
     """
 
