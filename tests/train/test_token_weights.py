@@ -43,18 +43,6 @@ def test_two_micro_batches_with_unequal_masks():
     assert means == pytest.approx((2 + (17 + 21 + 22 + 27) / 4) / 2)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4])
-def test_one_token_weighs_one_on_any_number_of_context_parallel_devices(splits):
-    """Counted on one device before an average over devices, it would weigh a half of two and a quarter of four."""
-    mask = np.zeros((1, LENGTH), np.float32)
-    mask[0, 3] = 1
-    parts = np.split(mask, splits, 1)
-    weight = token_weights(config_of(num_nextn_predict_layers=0), [mask], 1)[0]
-    assert sum(weight * part.sum() for part in parts) == pytest.approx(1)
-    mistaken = np.mean([part.sum() / max(part.sum(), 1) for part in parts])
-    assert mistaken == 1 / splits
-
-
 def test_each_depth_has_its_own_count_and_a_mask_that_keeps_nothing_gives_a_number():
     mask = np.zeros((2, LENGTH), np.float32)
     mask[0, :3], mask[1, 1] = 1, 1
