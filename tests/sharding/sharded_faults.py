@@ -12,6 +12,7 @@ LAYOUT = (
     *("cut-softmax", "no-sum-of-balance", "no-sum-of-widths", "no-sum-of-vocabulary"),
     *("nodes-of-other-devices", "no-token-to-other-nodes"),
     *("mean-of-means", "loads-in-bf16", "loads-twice", "balance-by-shards"),
+    *("balance-of-one-device", "balance-counted-again"),
 )
 
 
@@ -37,8 +38,8 @@ def in_layout(fault: str) -> Iterator[None]:
         losses = parallel.RouterLosses.__init__
 
         def alone(self, *args):
-            with mock.patch.object(parallel, "sum_over", return_value=None):
-                losses(self, *args)
+            losses(self, *args)
+            self.sum_losses = None
 
         with mock.patch.object(parallel.RouterLosses, "__init__", alone):
             yield
@@ -126,19 +127,56 @@ def _loads(twice: bool):
 
 @contextmanager
 def _balance_by_shards():
-    """Add the balance loss and the z-loss once for each device that shares a sequence."""
+    """Add the balance loss and the z-loss once for each device that is counted together."""
     from telechat_moe.sharding.cells.collective import RouterLosses
 
     whole = RouterLosses.body
 
     def body(self, logits_tE, score_tE, chosen_tE):
-        return whole(self, logits_tE, score_tE, chosen_tE) * self.shared
+        return whole(self, logits_tE, score_tE, chosen_tE) * self.group.size
 
     with mock.patch.object(RouterLosses, "body", body):
         yield
 
 
+@contextmanager
+def _balance_of_one_device():
+    """Take every device's own load for that of its group."""
+    from telechat_moe.sharding.cells.collective import RouterLosses
+
+    whole = RouterLosses.__init__
+
+    def alone(self, *args):
+        whole(self, *args)
+        self.sum_counts = None
+
+    with mock.patch.object(RouterLosses, "__init__", alone):
+        yield
+
+
+@contextmanager
+def _balance_counted_again():
+    """Let the backward pass count a step's load again, which then has the micro-batches in between."""
+    from telechat_moe.sharding import recompute
+    from telechat_moe.train import rank_graph
+
+    marked = recompute.recompute
+
+    def again(model, *args):
+        marked(model, *args)
+        for layer in model.layers:
+            if getattr(layer, "is_moe", False):
+                router = layer.moe.router
+                for primitive in (router.add_load, *router.losses.kept()):
+                    primitive.recompute(True)
+
+    with mock.patch.object(rank_graph, "recompute", again):
+        yield
+
+
 ROUTER = {
+    "balance-of-one-device": _balance_of_one_device,
+    "balance-counted-again": _balance_counted_again,
     "loads-in-bf16": partial(_loads, twice=False),
     "loads-twice": partial(_loads, twice=True),
     "balance-by-shards": _balance_by_shards,
