@@ -44,8 +44,8 @@ def all_runs(folder: Path, names: Sequence[str], seeds: Sequence[int], steps: in
     folder.mkdir(parents=True, exist_ok=True)
     text: Text | None = None
     runs: dict[str, list[Any]] = {name: [] for name in names}
-    for seed in seeds:
-        for name in names:
+    for name in names:
+        for seed in seeds:
             path = folder / f"{name.replace(' ', '_').replace(',', '')}_{seed}_{steps}.json"
             if not path.exists():
                 text = text or Text(VOCABULARY, LENGTH)

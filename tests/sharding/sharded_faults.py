@@ -35,13 +35,7 @@ def in_layout(fault: str) -> Iterator[None]:
         ):
             yield
     elif fault == "no-sum-of-balance":
-        losses = parallel.RouterLosses.__init__
-
-        def alone(self, *args):
-            losses(self, *args)
-            self.sum_losses = None
-
-        with mock.patch.object(parallel.RouterLosses, "__init__", alone):
+        with _without_sum(1):
             yield
     elif fault == "no-sum-of-widths":
         with mock.patch.object(parallel_dispatch, "sum_over", return_value=None):
@@ -140,17 +134,22 @@ def _balance_by_shards():
 
 
 @contextmanager
-def _balance_of_one_device():
-    """Take every device's own load for that of its group."""
-    from telechat_moe.sharding.cells.collective import RouterLosses
+def _without_sum(number: int):
+    """Leave out a sum over devices of the router's losses: 0 that of the counts, 1 that of the losses."""
+    from telechat_moe.sharding.cells import collective
 
-    whole = RouterLosses.__init__
+    whole, sum_over = collective.RouterLosses.__init__, collective.sum_over
 
     def alone(self, *args):
-        whole(self, *args)
-        self.sum_counts = None
+        groups = iter(range(2))
 
-    with mock.patch.object(RouterLosses, "__init__", alone):
+        def left_out(group):
+            return None if next(groups) == number else sum_over(group)
+
+        with mock.patch.object(collective, "sum_over", left_out):
+            whole(self, *args)
+
+    with mock.patch.object(collective.RouterLosses, "__init__", alone):
         yield
 
 
@@ -168,14 +167,14 @@ def _balance_counted_again():
             if getattr(layer, "is_moe", False):
                 router = layer.moe.router
                 for primitive in (router.add_load, *router.losses.kept()):
-                    primitive.recompute(True)
+                    primitive.add_prim_attr("recompute", True)
 
     with mock.patch.object(rank_graph, "recompute", again):
         yield
 
 
 ROUTER = {
-    "balance-of-one-device": _balance_of_one_device,
+    "balance-of-one-device": partial(_without_sum, 0),
     "balance-counted-again": _balance_counted_again,
     "loads-in-bf16": partial(_loads, twice=False),
     "loads-twice": partial(_loads, twice=True),
