@@ -140,6 +140,18 @@ class TelechatMoeForCausalLM(PreTrainedModel):
         loads = self.balance.move(self.routers, self.recipe.model_config.n_routed_experts)
         return [(f"router.{i}", Tensor(load)) for i, load in enumerate(loads)]
 
+    def get_gpt_model(self) -> "TelechatMoeForCausalLM":
+        """Return this model, of which ``MFLossMonitor`` asks :meth:`reset_accu_gbs_fi` after each step."""
+        return self
+
+    def reset_accu_gbs_fi(self) -> None:
+        """Forget the tokens that ``gbs_aux_loss`` counted, unless :meth:`update_topk_bias` needs them and does."""
+        if self.bias_rate:
+            return
+        for router in self.routers:
+            if router is not None:  # set_data would not reach a graph that has run
+                ops.assign(router.expert_load, ops.zeros_like(router.expert_load))
+
     def is_moe_model(self) -> bool:
         """Return whether there are experts."""
         return self.recipe.model_config.num_moe_layers > 0
@@ -177,6 +189,8 @@ def transformer_config(recipe: Recipe) -> MLATransformerConfig:
             "moe_router_score_function": "sigmoid",
             "moe_router_bias_update_rate": m.moe_router_bias_update_rate,
         }
+        if m.moe_router_load_balancing_type == "gbs_aux_loss":  # MindFormers' monitor acts on it
+            experts["moe_router_load_balancing_type"] = "gbs_aux_loss"
     return MLATransformerConfig(
         multi_latent_attention=True,
         num_layers=m.num_hidden_layers,

@@ -28,7 +28,7 @@ from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.experts import drops, hop_between_nodes
-from telechat_moe.sharding.recipe import dispatcher, mesh_of, micro_batches
+from telechat_moe.sharding.recipe import balance_groups, dispatcher, mesh_of, micro_batches
 from telechat_moe.train import preflight
 from telechat_moe.train.monitor import SilentMonitor
 from telechat_moe.train.ranks import Ranks
@@ -220,7 +220,8 @@ def one_process(recipe: Recipe) -> Recipe:
     pipeline = replace(recipe.parallel_config, pipeline_stage=1)
     sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)
     operators = replace(recipe.telechat_moe.operators, default="plain")
-    own = replace(recipe.telechat_moe, operators=operators, sharding=sharding)
+    moe = replace(recipe.telechat_moe.moe, balance_group="dp")
+    own = replace(recipe.telechat_moe, operators=operators, sharding=sharding, moe=moe)
     return replace(
         recipe,
         use_parallel=False,
@@ -232,9 +233,12 @@ def one_process(recipe: Recipe) -> Recipe:
 
 def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
     """Return the results of the first steps, run in this process with plain operators."""
+    from telechat_moe.model.balance import set_groups
     from telechat_moe.train.trainer import Trainer
 
-    return record_steps(Trainer(one_process(recipe), overwrite=True, weights=hf.weights), steps)
+    trainer = Trainer(one_process(recipe), overwrite=True, weights=hf.weights)
+    set_groups(trainer.engine.model, balance_groups(recipe))
+    return record_steps(trainer, steps)
 
 
 class Recording(NamedTuple):

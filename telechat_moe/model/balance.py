@@ -7,19 +7,27 @@ from telechat_moe.recipe import ModelConfig
 
 
 class BalanceLoss(nn.Cell):
-    """Balance loss over each sequence, or over the whole micro-batch.
+    """Balance loss over groups of tokens: sequences, devices, expert groups, the micro-batch, or a step.
 
-    With ``f_i = E / (K n) * (pairs of expert i)`` and ``P_i`` the mean normalised score of expert i,
-    both over the ``n`` tokens of a sequence (``seq_aux_loss``) or of the micro-batch (``aux_loss``)::
+    With ``f_i = E / (K n) * (pairs of expert i)`` and ``P_i`` the mean normalised score of expert i, both over the ``n``
+    tokens of a group::
 
-        loss = coefficient * mean over groups of tokens ( sum_i f_i P_i )
+        loss = coefficient * mean over groups ( sum_i f_i P_i )
 
-    Source: DeepSeek-V3, equations 17 to 20.
+    A group is a sequence (``seq_aux_loss``), else the micro-batch, unless :attr:`groups` says otherwise. With
+    ``gbs_aux_loss`` ``f`` is the mean over the step's micro-batches up to this one. No gradient flows through ``f``.
+
+    Attributes:
+        groups: Runs of consecutive tokens, equally long, that are the groups of one micro-batch; None: as above.
+
+    Source: DeepSeek-V3, equations 17 to 20; MindFormers, ``TopKRouter``; Pangu Ultra MoE's loss over expert groups.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind = config.moe_router_load_balancing_type
+        self.groups: int | None = None
+        self.by_step = self.kind == "gbs_aux_loss"
         self.active = bool(config.moe_aux_loss_coeff) and self.kind != "none"
         self.num_experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
         self.coefficient = config.moe_aux_loss_coeff
@@ -30,24 +38,52 @@ class BalanceLoss(nn.Cell):
         self.eps = Tensor(1e-20, ms.float32)
         self.divide = ops.RealDiv()
         self.fraction = ops.ReduceMean()
+        self.sum_counts, self.to_share = ops.ReduceSum(), ops.RealDiv()
         self.mean_score = ops.ReduceMean()
         self.product = ops.Mul()
         self.total = ops.ReduceSum()
         self.scale = ops.Mul()
 
-    def construct(self, score_TE: Tensor, chosen_TE: Tensor, batch: int) -> Tensor:
-        """Return the loss, ``(1,)`` fp32; ``chosen`` is 1 where a token chose an expert."""
+    def share(self, count_E: Tensor) -> Tensor:
+        """Return each expert's share of all pairs that were counted, ``[1, E]``."""
+        return self.reshape(self.to_share(count_E, self.sum_counts(count_E)), (1, -1))
+
+    def construct(self, score_TE: Tensor, chosen_TE: Tensor, count_E: Tensor, batch: int) -> Tensor:
+        """Return the loss.
+
+        Args:
+            score_TE: Scores, fp32.
+            chosen_TE: 1 where a token chose an expert, else 0; fp32.
+            count_E: Tokens that each expert got in the step's micro-batches up to this one, fp32.
+            batch: Sequences ``B`` in ``T = B * S``.
+
+        Returns:
+            ``(1,)`` fp32.
+        """
         if not self.active:
             return self.zero
         E = self.num_experts
-        groups = batch if self.kind == "seq_aux_loss" else 1
+        groups = self.groups or (batch if self.kind == "seq_aux_loss" else 1)
         score_TE = self.divide(score_TE, self.add_eps(self.sum_experts(score_TE, -1), self.eps))
-        fraction_gE = self.fraction(self.reshape(chosen_TE, (groups, -1, E)), 1)
+        if self.by_step:
+            fraction_gE, chosen = self.share(count_E), 1
+        else:
+            fraction_gE, chosen = (
+                self.fraction(self.reshape(chosen_TE, (groups, -1, E)), 1),
+                self.top_k,
+            )
         score_gE = self.mean_score(self.reshape(score_TE, (groups, -1, E)), 1)
         total = self.reshape(
             self.total(self.product(ops.stop_gradient(fraction_gE), score_gE)), (1,)
         )
-        return self.scale(total, Tensor(self.coefficient * E / (self.top_k * groups), ms.float32))
+        return self.scale(total, Tensor(self.coefficient * E / (chosen * groups), ms.float32))
+
+
+def set_groups(model: nn.Cell, groups: int | None) -> None:
+    """Give every balance loss of a built model its :attr:`BalanceLoss.groups`, before it is compiled."""
+    for _, cell in model.cells_and_names():
+        if isinstance(cell, BalanceLoss):
+            cell.groups = groups
 
 
 class ZLoss(nn.Cell):

@@ -51,7 +51,7 @@ class Router(nn.Cell):
         )
         self.choose = routing(rule)
         self.no_bias = Tensor(np.zeros(self.num_experts, np.float32))
-        self.accumulate_load = ops.AssignAdd()
+        self.add_load, self.accumulate_load = ops.Add(), ops.AssignAdd()
         self.balance = BalanceLoss(config)
         self.z_loss = ZLoss(config.moe_z_loss_coeff or 0.0)
         self.losses: nn.Cell | None = None  # replaces both where tokens are spread over devices
@@ -74,9 +74,12 @@ class Router(nn.Cell):
         logits_TE = self.to_float(self.gate(self.to_router(x_TH, self.dtype), gate), ms.float32)
         bias = self.expert_bias if self.use_bias else self.no_bias
         score_TE, index_TK, weight_TK, chosen_TE, load_E = self.choose(logits_TE, bias)
+        count_E = load_E
         if self.training:
+            if self.balance.by_step:
+                count_E = self.add_load(self.expert_load, load_E)
             self.accumulate_load(self.expert_load, load_E)
         if self.losses is not None:
-            return index_TK, weight_TK, self.losses(logits_TE, score_TE, chosen_TE)
-        aux = self.balance(score_TE, chosen_TE, batch) + self.z_loss(logits_TE)
+            return index_TK, weight_TK, self.losses(logits_TE, score_TE, chosen_TE, count_E)
+        aux = self.balance(score_TE, chosen_TE, count_E, batch) + self.z_loss(logits_TE)
         return index_TK, weight_TK, aux

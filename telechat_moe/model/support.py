@@ -22,11 +22,5 @@ def check_supported(config: ModelConfig) -> None:
             problems.append(
                 f"model.model_config.{name}: found {value!r}, this model has only {only}"
             )
-    balance = config.moe_router_load_balancing_type
-    if config.moe_aux_loss_coeff and balance not in ("seq_aux_loss", "aux_loss", "none"):
-        problems.append(
-            f"model.model_config.moe_router_load_balancing_type: found {balance!r}, this model has "
-            "only 'seq_aux_loss', 'aux_loss' or 'none' (or moe_aux_loss_coeff 0)"
-        )
     if problems:
         raise BadInputError("\n".join(problems))

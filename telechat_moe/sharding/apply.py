@@ -32,7 +32,7 @@ from telechat_moe.sharding.cells.dispatch import (
     RoutedRowsDispatch,
 )
 from telechat_moe.sharding.cells.hierarchical import RoutedNodeDispatch, SortedNodeDispatch
-from telechat_moe.sharding.layouts import Rule
+from telechat_moe.sharding.layouts import Rule, balance_axes
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.placement import Placement, unplaced
 from telechat_moe.sharding.stages import StageChunk, Stages
@@ -46,6 +46,7 @@ class Options:
 
     Args:
         dispatcher: ``alltoall``, ``allgather`` or ``alltoallv``.
+        balance_group: ``telechat_moe.moe.balance_group``.
         hop: Which tokens pass between nodes in a first hop, see :data:`telechat_moe.recipe.experts.HOPS`; empty: there is none.
         sequences: ``B`` of a micro-batch, over all devices.
         stages: Where the cells are in the pipeline; None without one.
@@ -61,6 +62,7 @@ class Options:
     shared_graph: bool = False
     stubs: bool = False
     hop: str = ""
+    balance_group: str = "dp"
 
 
 def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
@@ -322,16 +324,12 @@ def _router(p: Placement, router: Router, options: Options) -> None:
         return logits, ms.int32, logits, logits, bias
 
     router.choose = p.local(router.choose, "Routing", shapes, types)
-    within, across = mesh.axes("cp", "tp"), mesh.axes("dp")
-    rows = mesh.size(within)
-    length = options.sequences * router.config.seq_length // mesh.stage_devices
+    balance = router.balance
     losses = router.losses = RouterLosses(
-        router.balance,
+        balance,
         router.z_loss,
-        options.sequences,
-        mesh.dp,
-        mesh.index(p.rank, within) * length if rows > 1 else 0,
-        p.group(within),
-        p.group(across),
+        options.sequences // mesh.dp if balance.kind == "seq_aux_loss" else 1,
+        p.group(balance_axes(mesh, balance.kind, options.balance_group)),
+        p.group(mesh.axes("dp", "cp", "tp")),
     )
-    p.morphed(losses.run, "RouterLosses")
+    p.morphed(losses.run, "RouterLosses.by_step" if balance.by_step else "RouterLosses")

@@ -136,6 +136,7 @@ TABLE: dict[str, dict[str, Rule]] = {
         "weight_to_router": _layout(". ."),
         "gate": _layout("device .", ". ."),
         "to_float": _layout("device ."),
+        "add_load": _layout(".", "."),
         "accumulate_load": _layout(".", "."),
     },
     "Dispatch": {"accumulate": _layout(".", ".")},
@@ -178,6 +179,7 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "VocabularyRows": (("tp .", "token"), ("stream .",)),
     "Routing": (("device .", "."), ("device .", "device .", "device .", "device .", ".")),
     "RouterLosses": (("device .", "device .", "device ."), (".",)),
+    "RouterLosses.by_step": (("device .", "device .", "."), (".",)),
     "TokenCrossEntropy": (("token tp", "token"), ("token",)),
     # Shape-only stubs of the cells of other pipeline stages.
     "EmbeddingStub": (("stream",), ("stream .",)),
@@ -193,6 +195,22 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("stream .", "."),
     ),
 }
+
+
+def balance_axes(mesh: Mesh, kind: str, group: str) -> tuple[str, ...]:
+    """Return the axes of the devices whose tokens a balance loss counts together.
+
+    Args:
+        kind: ``moe_router_load_balancing_type``.
+        group: ``telechat_moe.moe.balance_group``.
+    """
+    if kind == "seq_aux_loss":
+        return mesh.axes("cp", "tp")
+    if kind == "sub_seq_aux_loss":
+        return ()
+    if kind == "aux_loss" and group == "ep":
+        return mesh.axes("ep", "cp", "tp") if mesh.expert_tp else mesh.axes("ep")
+    return mesh.axes("dp", "cp", "tp")
 
 
 def resolve(word: str, mesh: Mesh) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.experts import drops, hop_between_nodes
+from telechat_moe.sharding.layouts import balance_axes
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.stages import StageChunk, Stages, assign_layers
 
@@ -35,6 +36,15 @@ def micro_batches(recipe: Recipe) -> int:
     if recipe.parallel_config.pipeline_stage > 1:
         return recipe.parallel_config.micro_batch_num
     return recipe.runner_config.gradient_accumulation_steps
+
+
+def balance_groups(recipe: Recipe) -> int | None:
+    """Return into how many runs of rows the layout divides a micro-batch for its balance loss; None: by sequence."""
+    mesh, kind = mesh_of(recipe), recipe.model_config.moe_router_load_balancing_type
+    if kind == "seq_aux_loss":
+        return None
+    axes = balance_axes(mesh, kind, recipe.telechat_moe.moe.balance_group)
+    return mesh.stage_devices // mesh.size(axes)
 
 
 def stages_of(recipe: Recipe) -> Stages | None:

@@ -7,7 +7,7 @@ from mindspore import nn, ops
 from telechat_moe.model.block import Block
 from telechat_moe.model.causal_lm import CausalLM
 from telechat_moe.model.mtp import MTPLayer
-from telechat_moe.sharding.cells.collective import Morphed
+from telechat_moe.sharding.cells.collective import Morphed, RouterLosses
 from telechat_moe.sharding.placement import primitives
 
 
@@ -84,8 +84,12 @@ def recompute(
             continue
         block = cell if isinstance(cell, Block) else cell.block
         if block.is_moe:  # counted in the forward pass only
-            block.moe.router.accumulate_load.recompute(False)
-            block.moe.dispatch.accumulate.recompute(False)
+            router = block.moe.router
+            counters = [router.add_load, router.accumulate_load, block.moe.dispatch.accumulate]
+            if isinstance(router.losses, RouterLosses):
+                counters += router.losses.kept()
+            for primitive in counters:
+                primitive.recompute(False)
         if whole:
             cell.recompute(mp_comm_recompute=communication)
             continue

@@ -36,6 +36,10 @@ LAYOUTS = {
     "pp2": {"pp": 2},
     "pp2tp2": {"pp": 2, "tp": 2, "sp": True},
     "recompute": {"dp": 2, "recompute": True},
+    **{
+        f"balance_{kind}": {"dp": 4, "ep": 2, "balance": kind}
+        for kind in ("sub_seq_aux_loss", "ep", "aux_loss", "gbs_aux_loss")
+    },
     # Ascend's primitives, and micro-batches that share one network.
     "shared": {**SHARED, "ep": 2},
     "flat": {
@@ -96,6 +100,11 @@ def overrides(layout):
         "telechat_moe.sharding.expert_tensor_parallel": layout.get("etp", False),
         "telechat_moe.sharding.dispatcher": layout.get("dispatcher", "auto"),
     }
+    if balance := layout.get("balance"):
+        settings["model.model_config.moe_router_load_balancing_type"] = balance.replace(
+            "ep", "aux_loss"
+        )
+        settings["telechat_moe.moe.balance_group"] = "ep" if balance == "ep" else "dp"
     if layout.get("hop"):
         settings["model.model_config.moe_token_dispatcher_type"] = layout["hop"]
         settings["model.model_config.npu_nums_per_device"] = NODE

@@ -65,10 +65,14 @@ class Sizes:
         # Ranks of each group that rank 0 is in.
         self.tensor = tuple(range(self.tp))
         self.context = tuple(range(0, self.cp * self.tp, self.tp))
-        self.data = tuple(range(0, self.devices, self.cp * self.tp))
         self.tokens = tuple(range(0, self.devices, self.tp))
         self.within = tuple(range(self.cp * self.tp))
         self.all = tuple(range(self.devices))
+        # What the balance loss counts over which ranks: loads of sequences, else of all their tokens.
+        balance = layout.get("balance", "seq_aux_loss")
+        groups = {"seq_aux_loss": self.within, "sub_seq_aux_loss": (), "ep": range(self.ep)}
+        self.counted = tuple(groups.get(balance, self.all))
+        self.counts = EXPERTS * (self.sequences // self.dp if balance == "seq_aux_loss" else 1)
         step = self.cp * self.tp if self.etp else 1
         self.experts = tuple(range(0, self.ep * step, step))
         self.node = self.experts[: small.NODE]
@@ -131,9 +135,8 @@ def block(s, ledger, name, moe):
     if not s.sp:  # under sequence parallelism, all devices have the whole shared expert
         mlp(s, ledger, f"{name}.moe.shared")
     experts(s, ledger, f"{name}.moe")
-    per_sequence = s.sequences // s.dp * EXPERTS
-    ledger.put("local", "AllReduce", s.within, per_sequence, times=2)  # chosen, scores
-    ledger.put("local", "AllReduce", s.data, 1)
+    ledger.put("local", "AllReduce", s.counted, s.counts)  # what the balance loss counts
+    ledger.put("local", "AllReduce", s.all, 1)
 
 
 def experts(s, ledger, module):
@@ -263,8 +266,8 @@ REVERSE = {"AllGather": "ReduceScatter", "ReduceScatter": "AllGather"}
 def test_backward_mirrors_forward(found, name):
     """Each collective that is differentiated comes back as its transpose, of the same bytes.
 
-    Not differentiated: maximum of the logits, number of tokens, chosen experts and the fraction of tokens. The
-    balance losses of all layers have the same derivative over dp, which the compiler computes once.
+    Not differentiated: maximum of the logits, number of tokens, chosen experts and what the balance loss counts. The
+    balance losses of all layers have the same derivative, which the compiler computes once.
     """
     s = Sizes(small.LAYOUTS[name])
     expected = Counter()
@@ -273,8 +276,8 @@ def test_backward_mirrors_forward(found, name):
     gone = Ledger()
     gone.put("", "AllReduce", s.tensor, s.token, times=2)
     gone.put("", "AllReduce", s.tokens, 1, times=2)
-    gone.put("", "AllReduce", s.within, s.sequences // s.dp * EXPERTS, times=2)
-    gone.put("", "AllReduce", s.data, 1)
+    gone.put("", "AllReduce", s.counted, s.counts, times=2)
+    gone.put("", "AllReduce", s.all, 1)
     if s.gathers:
         gone.put("", "ReduceScatter", s.experts, s.device * s.ep * TOP_K, times=2)
     if s.hops:

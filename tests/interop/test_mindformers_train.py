@@ -50,6 +50,21 @@ def test_one_process(one: tuple[Path, runs.Curve], ours: tuple[Path, runs.Curve]
 
 
 @pytest.mark.slow
+def test_a_step_counts_its_own_tokens(tmp_path: Path) -> None:
+    """``gbs_aux_loss`` without a bias, whose update would clear what was counted; MindFormers' monitor does."""
+    section = "model__model_config__"
+    changes = {
+        section + "moe_router_load_balancing_type": "gbs_aux_loss",
+        section + "moe_aux_loss_coeff": 0.1,
+        section + "moe_router_enable_expert_bias": False,
+        "callbacks__1__balance_via_topk_bias": False,
+    }
+    recipe = runs.write_recipe(tmp_path, **changes)
+    theirs = runs.mean(runs.through_mindformers(recipe))
+    assert_equal_curves(theirs, runs.through_ours(recipe, tmp_path / "ours"))
+
+
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, processes=2)
     theirs = runs.mean(runs.through_mindformers(recipe, 2))

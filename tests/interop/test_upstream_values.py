@@ -62,6 +62,8 @@ def assert_same_loads(found):
     [
         "as the 105B recipe",
         pytest.param("two sequences", marks=pytest.mark.slow),
+        pytest.param("parts of sequences", marks=pytest.mark.slow),
+        pytest.param("third micro-batch of a step", marks=pytest.mark.slow),
         pytest.param("other layouts", marks=pytest.mark.slow),
         pytest.param("no compressed query, no latent norms", marks=pytest.mark.slow),
         pytest.param("groups of experts", marks=pytest.mark.slow),

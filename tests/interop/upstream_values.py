@@ -52,6 +52,15 @@ OF_105B = {"routed_scaling_factor": 2.8, "num_experts_per_tok": 4, "n_routed_exp
 CASES: dict[str, dict[str, Any]] = {
     "as the 105B recipe": {"both": OF_105B},
     "two sequences": {"rows": 2, "ours": {"moe_router_load_balancing_type": "aux_loss"}},
+    "parts of sequences": {
+        "rows": 2,
+        "both": {"moe_router_load_balancing_type": "sub_seq_aux_loss"},
+    },
+    "third micro-batch of a step": {
+        "rows": 2,
+        "before": 2,
+        "both": {"moe_router_load_balancing_type": "gbs_aux_loss"},
+    },
     "other layouts": {
         "rows": 1,
         "both": {
@@ -140,10 +149,10 @@ def random_weights(model: Any, seed: int) -> dict[str, np.ndarray]:
     return weights
 
 
-def batch_of(case: dict[str, Any]) -> list[np.ndarray]:
+def batch_of(case: dict[str, Any], seed: int = 3) -> list[np.ndarray]:
     """Return ids, labels, loss mask and positions; some labels do not count."""
     rows, length = case.get("rows", 1), case.get("length", LENGTH)
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(seed)
     tokens = rng.integers(1, VOCABULARY, (rows, length + 1)).astype(np.int32)
     if case.get("pad_token"):
         tokens[0, 5] = PAD
@@ -156,8 +165,10 @@ def batch_of(case: dict[str, Any]) -> list[np.ndarray]:
     return [tokens[:, :-1].copy(), labels, mask, position]
 
 
-def run(model: Any, batch: list[np.ndarray]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Return ``(lm, mtp, aux)`` and the gradients of their sum by name."""
+def run(
+    model: Any, batch: list[np.ndarray], before: list[list[np.ndarray]]
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Return ``(lm, mtp, aux)`` and the gradients of their sum by name; micro-batches ``before`` are of the same step."""
     trained = model.trainable_params()
 
     def total(ids: Tensor, labels: Tensor, mask: Tensor, position: Tensor) -> Any:
@@ -165,6 +176,8 @@ def run(model: Any, batch: list[np.ndarray]) -> tuple[list[float], dict[str, np.
         return (losses[0] + losses[1] + losses[2]).sum(), losses
 
     grad = ms.value_and_grad(total, None, trained, has_aux=True)
+    for other in before:
+        grad(*[Tensor(a) for a in other])
     (_, losses), gradients = grad(*[Tensor(a) for a in batch])
     named = {p.name: g.asnumpy().copy() for p, g in zip(trained, gradients, strict=True)}
     return [float(x.asnumpy()[0]) for x in losses[:3]], named
@@ -189,15 +202,15 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     for parameter in ours.get_parameters():
         if parameter.name in weights:
             parameter.set_data(Tensor(weights[parameter.name]))
-    batch = batch_of(case)
-    our_losses, our_gradients = run(ours, batch)
+    batch, before = batch_of(case), [batch_of(case, 10 + i) for i in range(case.get("before", 0))]
+    our_losses, our_gradients = run(ours, batch, before)
     with replaced() as backends:
         model = upstream_model(case, config, folder)
         model.set_train()
         own = {p.name: p for p in model.get_parameters()}
         for key, value in upstream_names.to_upstream(weights, config).items():
             own[key].set_data(Tensor(value))
-        losses, gradients = run(model, batch)
+        losses, gradients = run(model, batch, before)
         loads = routers(model, "expert_load")
         model.update_topk_bias()
         bias = routers(model, "expert_bias")

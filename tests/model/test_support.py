@@ -46,8 +46,6 @@ def test_all_at_once() -> None:
         tiny_config(),
         sandwich_norm=True,
         hidden_dropout=0.1,
-        moe_aux_loss_coeff=0.1,
-        moe_router_load_balancing_type="gbs_aux_loss",
     )
     with pytest.raises(BadInputError) as error:
         check_supported(config)
@@ -55,13 +53,4 @@ def test_all_at_once() -> None:
     assert [line.split(":")[0].split(".")[-1] for line in lines] == [
         "sandwich_norm",
         "hidden_dropout",
-        "moe_router_load_balancing_type",
     ]
-
-
-def test_a_balance_loss_that_is_off_may_have_any_name() -> None:
-    check_supported(
-        dataclasses.replace(
-            tiny_config(), moe_aux_loss_coeff=0.0, moe_router_load_balancing_type="gbs_aux_loss"
-        )
-    )

@@ -12,6 +12,7 @@ LAYOUT = (
     *("cut-softmax", "no-sum-of-balance", "no-sum-of-widths", "no-sum-of-vocabulary"),
     *("nodes-of-other-devices", "no-token-to-other-nodes"),
     *("mean-of-means", "loads-in-bf16", "loads-twice", "balance-by-shards"),
+    *("balance-of-one-device", "balance-counted-again"),
 )
 
 
@@ -34,13 +35,7 @@ def in_layout(fault: str) -> Iterator[None]:
         ):
             yield
     elif fault == "no-sum-of-balance":
-        losses = parallel.RouterLosses.__init__
-
-        def alone(self, *args):
-            with mock.patch.object(parallel, "sum_over", return_value=None):
-                losses(self, *args)
-
-        with mock.patch.object(parallel.RouterLosses, "__init__", alone):
+        with _without_sum(1):
             yield
     elif fault == "no-sum-of-widths":
         with mock.patch.object(parallel_dispatch, "sum_over", return_value=None):
@@ -126,19 +121,61 @@ def _loads(twice: bool):
 
 @contextmanager
 def _balance_by_shards():
-    """Add the balance loss and the z-loss once for each device that shares a sequence."""
+    """Add the balance loss and the z-loss once for each device that is counted together."""
     from telechat_moe.sharding.cells.collective import RouterLosses
 
     whole = RouterLosses.body
 
     def body(self, logits_tE, score_tE, chosen_tE):
-        return whole(self, logits_tE, score_tE, chosen_tE) * self.shared
+        return whole(self, logits_tE, score_tE, chosen_tE) * self.group.size
 
     with mock.patch.object(RouterLosses, "body", body):
         yield
 
 
+@contextmanager
+def _without_sum(number: int):
+    """Leave out a sum over devices of the router's losses: 0 that of the counts, 1 that of the losses."""
+    from telechat_moe.sharding.cells import collective
+
+    whole, sum_over = collective.RouterLosses.__init__, collective.sum_over
+
+    def alone(self, *args):
+        groups = iter(range(2))
+
+        def left_out(group):
+            return None if next(groups) == number else sum_over(group)
+
+        with mock.patch.object(collective, "sum_over", left_out):
+            whole(self, *args)
+
+    with mock.patch.object(collective.RouterLosses, "__init__", alone):
+        yield
+
+
+@contextmanager
+def _balance_counted_again():
+    """Let the backward pass count a step's load again, which then has the micro-batches in between."""
+    from telechat_moe.sharding import recompute
+    from telechat_moe.train import rank_graph
+
+    marked = recompute.recompute
+
+    def again(model, *args):
+        marked(model, *args)
+        for layer in model.layers:
+            if getattr(layer, "is_moe", False):
+                router = layer.moe.router
+                for primitive in (router.add_load, *router.losses.kept()):
+                    primitive.add_prim_attr("recompute", True)
+
+    with mock.patch.object(rank_graph, "recompute", again):
+        yield
+
+
 ROUTER = {
+    "balance-of-one-device": partial(_without_sum, 0),
+    "balance-counted-again": _balance_counted_again,
     "loads-in-bf16": partial(_loads, twice=False),
     "loads-twice": partial(_loads, twice=True),
     "balance-by-shards": _balance_by_shards,

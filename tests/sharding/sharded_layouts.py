@@ -34,6 +34,7 @@ class Layout:
     crowd: bool = False  # every token goes to the same experts
     per_token: bool = False
     length: int = 16
+    balance: str = "seq_aux_loss"  # or ep: aux_loss over expert groups
 
     @property
     def devices(self) -> int:
@@ -45,9 +46,18 @@ class Layout:
         return self.dp if self.cp > 1 else max(4, self.dp)
 
     @property
+    def balance_groups(self) -> int | None:
+        """Runs of rows of a micro-batch that have a balance loss of their own; None: sequences."""
+        devices = self.dp * self.cp * self.tp
+        members = self.ep * (self.cp * self.tp if self.expert_tp else 1)
+        groups = {"seq_aux_loss": None, "sub_seq_aux_loss": devices, "ep": devices // members}
+        return groups.get(self.balance, 1)
+
+    @property
     def single(self) -> "Layout":
         """The same batch and model on one device."""
         plain = {"policy", "documents", "tied", "z_loss", "mtp", "crowd", "per_token", "length"}
+        plain |= {"balance"}
         same = {k: v for k, v in asdict(self).items() if k in plain}
         return Layout(micro=self.micro_batches, **same)
 
@@ -163,6 +173,34 @@ LAYOUTS |= drawn(18, 12)
 GATHER, ONCE = {"hop": "gather", "node": 2}, {"hop": "once", "node": 2}
 EXACT = {**GATHER, "dispatcher": "alltoallv"}
 SP = {"tp": 2, "sp": True}
+DEVICE, EXPERTS, ALL, STEP = (
+    {"balance": kind} for kind in ("sub_seq_aux_loss", "ep", "aux_loss", "gbs_aux_loss")
+)
+LAYOUTS |= {
+    # two processes
+    "dp2-balance-by-device": Layout(dp=2, **DEVICE),
+    "tp2-sp-balance-by-device": Layout(tp=2, sp=True, **DEVICE),
+    "dp2-balance-by-all": Layout(dp=2, ep=2, **ALL, z_loss=True),
+    "dp2-balance-by-step": Layout(dp=2, ep=2, **STEP, micro=3),
+    "dp2-balance-by-step-recompute": Layout(dp=2, **STEP, micro=3, recompute="whole"),
+    "tp2-balance-by-step-recompute-moe": Layout(tp=2, **STEP, micro=2, recompute="moe", mtp=0),
+    "pp2-balance-by-step": Layout(pp=2, **STEP, micro=4, recompute="whole"),
+    "pp2-vpp2-balance-by-step": Layout(pp=2, vpp=2, micro=4, **STEP),
+    # four
+    "dp4-ep2-balance-by-experts": Layout(dp=4, ep=2, **EXPERTS),
+    "dp2-tp2-sp-ep2-balance-by-experts": Layout(dp=2, **SP, ep=2, **EXPERTS, z_loss=True),
+    "dp4-ep2-balance-by-experts-recompute": Layout(
+        dp=4, ep=2, **EXPERTS, recompute="whole", micro=2, zero=True
+    ),
+    "dp4-tp2-sp-ep2-width-balance-by-experts": Layout(dp=4, **SP, ep=2, expert_tp=True, **EXPERTS),
+    "cp2-tp2-sp-balance-by-experts": Layout(cp=2, **SP, ep=2, **EXPERTS),
+    "cp2-tp2-sp-balance-by-all-recompute": Layout(cp=2, **SP, ep=4, **ALL, recompute="whole"),
+    "cp2-tp2-sp-balance-by-device": Layout(cp=2, **SP, **DEVICE),
+    "dp2-tp2-sp-balance-by-step-recompute": Layout(
+        dp=2, **SP, ep=4, **STEP, micro=2, recompute="whole"
+    ),
+    "pp2-dp2-balance-by-step": Layout(pp=2, dp=2, ep=2, micro=4, **STEP, zero=True),
+}
 LAYOUTS |= {
     "dp2-ep2-once-nodes-of-one": Layout(dp=2, ep=2, hop="once", node=1),
     # four processes

@@ -61,6 +61,7 @@ class Case:
         parts += [single.policy, single.documents, single.tied, single.z_loss, single.mtp]
         parts += [single.per_token, single.length]
         parts += ["crowd"] * single.crowd
+        parts += [single.balance, self.layout.balance_groups]
         return "reference_" + "_".join(map(str, parts))
 
 
@@ -131,7 +132,7 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         settings["telechat_moe.moe_capacity_tokens"] = 8
     if layout.per_token:
         settings["model.model_config.calculate_per_token_loss"] = True
-    settings |= within_documents(layout)
+    settings |= within_documents(layout) | balanced(layout)
     if layout.vpp > 1:
         settings["model.model_config.pp_interleave_num"] = layout.vpp
         settings["parallel.pipeline_config.pipeline_interleave"] = True
@@ -141,6 +142,20 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
     if layout.zero:
         settings["parallel.parallel_optimizer_config.parallel_optimizer_threshold"] = 0
     return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in settings.items()])
+
+
+def balanced(layout: Layout) -> dict[str, object]:
+    """Return the settings of the balance loss; one that is no sequence's weighs enough to be seen in every gradient."""
+    if layout.balance == "seq_aux_loss":
+        return {}
+    kind = layout.balance.replace("ep", "aux_loss")
+    settings: dict[str, object] = {
+        "model.model_config.moe_router_load_balancing_type": kind,
+        "model.model_config.moe_aux_loss_coeff": 0.1,
+    }
+    if layout.balance == "ep" and layout.devices > 1:
+        settings["telechat_moe.moe.balance_group"] = "ep"
+    return settings
 
 
 def within_documents(layout: Layout) -> dict[str, object]:
@@ -251,6 +266,7 @@ def reference(folder: Path, cases: list[Case]) -> None:
     from mindspore import Tensor
 
     from telechat_moe.model import CausalLM, initialize
+    from telechat_moe.model.balance import set_groups
     from telechat_moe.ops import select
     from telechat_moe.train.step import TrainStep
 
@@ -264,6 +280,7 @@ def reference(folder: Path, cases: list[Case]) -> None:
         with select.using("plain"):
             model = CausalLM(config, own.moe_block_rows, own.moe_capacity_tokens)
             initialize(model, 1)
+            set_groups(model, layout.balance_groups)
             if layout.crowd:
                 crowd(model)
             model.set_train()

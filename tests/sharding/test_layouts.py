@@ -24,7 +24,7 @@ TOP_K = 2
 # By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
 FAST = {
     2: ("tp2-sp-ep2:momentum", "pp2-vpp2:momentum", "dp2-ep2-routed:momentum"),
-    4: ("dp2-tp2-sp-ep4-once:momentum",),
+    4: ("dp2-tp2-sp-ep4-once:momentum", "dp4-ep2-balance-by-experts:momentum"),
 }
 FAST_FAULTS = {2: ("tp2-sp-ep2:momentum:slice-of-another-rank",)}
 COUNTING_FAULTS = {
@@ -36,11 +36,15 @@ COUNTING_FAULTS = {
         "dp2-many:momentum:loads-in-bf16",
         "tp2-sp-ep2-recompute:momentum:loads-twice",
         "tp2-sp-ep2-recompute:momentum:balance-by-shards",
+        "dp2-balance-by-step-recompute:momentum:balance-of-one-device",
+        "pp2-balance-by-step:momentum:balance-counted-again",
     ),
     4: (
         "cp4-tokens:momentum:tokens-of-one-split",
         "cp2-tp2-sp-recompute:momentum:balance-by-shards",
         "cp2-tp2-sp-recompute:momentum:loads-twice",
+        "dp4-ep2-balance-by-experts:momentum:balance-of-one-device",
+        "cp2-tp2-sp-balance-by-all-recompute:momentum:balance-by-shards",
     ),
 }
 SLOW_FAULTS = {
@@ -60,8 +64,9 @@ SLOW_FAULTS = {
 
 
 def optimizers(layout):
-    """Return the optimizers to try; how tokens reach experts does not touch them."""
-    return ("momentum",) if layout.hop else ("momentum", "adamw")
+    """Return the optimizers to try; how tokens reach experts and what is balanced do not touch them."""
+    other = layout.hop or layout.balance != "seq_aux_loss"
+    return ("momentum",) if other else ("momentum", "adamw")
 
 
 FAST_CASES = [name for names in FAST.values() for name in names]

@@ -202,7 +202,13 @@ def built(recipe: Recipe) -> str:
     """Return a hash of model, optimizer and step, with the initial weights; nothing is compiled."""
     own, parts = recipe.telechat_moe, [recipe.model, recipe.optimizer, recipe.runner_wrapper]
     parts += [recipe.context, recipe.parallel_config, recipe.recompute_config, own.operators]
-    parts += [own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude, own.sharding]
+    parts += [
+        own.moe_block_rows,
+        own.moe_capacity_tokens,
+        own.weight_decay_exclude,
+        own.sharding,
+        own.moe,
+    ]
     steps = recipe.runner_config.gradient_accumulation_steps
     key = repr((parts, recipe.seed, steps, recipe.use_parallel))
     _BUILDING[key] = recipe
@@ -239,7 +245,8 @@ def _placed(recipe: Recipe, target: str) -> str:
     """Return the steps of the first and the last rank."""
     own, data = recipe.telechat_moe, recipe.train_dataset.data_loader.config
     parts = [recipe.model, recipe.optimizer, recipe.runner_wrapper, recipe.recompute_config]
-    parts += [own.operators, own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude]
+    parts += [own.operators, own.moe, own.moe_block_rows, own.moe_capacity_tokens]
+    parts += [own.weight_decay_exclude]
     parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
     functions = (sharded.mesh_of, sharded.micro_batches, sharded.stages_of)
     functions += (sharded.shard_threshold, sharded.recomputed_layers)

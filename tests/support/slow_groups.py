@@ -9,7 +9,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
     "keys": ("tests/recipe/test_keys.py",),
     "tour": ("tests/test_readme.py",),
-    "train": ("tests/train",),
+    "train": ("tests/train", "benchmarks/balance_pilot"),
     "launch": ("tests/launch",),
     "checkpoint": ("tests/checkpoint",),
     "mindformers": ("tests/interop/test_mindformers",),

@@ -346,17 +346,17 @@ def dropped_tokens(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Our model counts load over a sequence or a micro-batch."""
-    m = r.model.model_config
-    if isinstance(m, ModelConfig) and m.moe_aux_loss_coeff:
-        kind = m.moe_router_load_balancing_type
-        if kind not in ("seq_aux_loss", "aux_loss", "none"):
-            expected = "seq_aux_loss, aux_loss or none, or moe_aux_loss_coeff 0"
-            yield (
-                "model.model_config.moe_router_load_balancing_type",
-                f"{kind}, which is MindFormers'",
-                expected,
-            )
+    """Only a loss over micro-batches that several devices hold can be one over expert groups."""
+    m, group = r.model.model_config, r.telechat_moe.moe.balance_group
+    if group == "dp" or not isinstance(m, ModelConfig):
+        return
+    key, kind = f"{OWN}moe.balance_group", m.moe_router_load_balancing_type
+    if kind != "aux_loss" or not m.moe_aux_loss_coeff:
+        loss = kind if m.moe_aux_loss_coeff else "moe_aux_loss_coeff 0"
+        found = f"{group} with {loss}, where it has no effect"
+        yield key, found, "remove it, or moe_router_load_balancing_type aux_loss"
+    elif r.devices == 1:
+        yield key, f"{group} on one device, where it has no effect", "remove it, or more devices"
 
 
 def operators(r: Recipe, compiled: bool) -> Iterator[Broken]:

@@ -268,10 +268,10 @@ class ModelConfig(MindFormersModelKeys):
     moe_router_load_balancing_type: Literal[
         "seq_aux_loss", "sub_seq_aux_loss", "gbs_aux_loss", "aux_loss", "none"
     ] = "sub_seq_aux_loss"
-    """Over what the balance loss counts load: `seq_aux_loss` a sequence, `aux_loss` the
-    micro-batch, `none` no balance loss. `sub_seq_aux_loss` (a part of a sequence) and
-    `gbs_aux_loss` (the global batch) are MindFormers'; the first three words are MindFormers' own,
-    `aux_loss` and `none` are only ours."""
+    """Tokens over which the balance loss counts load: `seq_aux_loss` each sequence, `sub_seq_aux_loss` what each device has of
+    a micro-batch (a part of a sequence where tensor or context parallelism splits it), `aux_loss` the micro-batch on all
+    devices or on an expert group (`telechat_moe.moe.balance_group`), `gbs_aux_loss` all micro-batches of the step so far,
+    `none`: no balance loss. The first, second and fourth are MindFormers'; `aux_loss` and `none` only ours."""
 
     moe_aux_loss_coeff: NonNegative = 0.0
     """Factor of the balance loss. 0: none."""

@@ -155,6 +155,15 @@ class Sharding:
 
 
 @section
+class Moe:
+    """`telechat_moe.moe`: experts during a run."""
+
+    balance_group: Literal["dp", "ep"] = field(default="dp", metadata=acts("balance", "ep"))
+    """Whose tokens `moe_router_load_balancing_type: aux_loss` counts together: those of all devices of a micro-batch (`dp`),
+    or of each expert group (`ep`; with `expert_tensor_parallel` also those of the devices between its members)."""
+
+
+@section
 class Saving:
     """How checkpoints are written. How often and how many: `callbacks[]` CheckpointMonitor."""
 
@@ -242,6 +251,9 @@ class TelechatMoe:
     moe_capacity_tokens: Positive | None = field(default=None, metadata=acts("capacity", 16))
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
     drops depend on the layout; a number that divides them makes drops the same everywhere."""
+
+    moe: Moe = field(default_factory=Moe)
+    """Experts during a run."""
 
     sharding: Sharding = field(default_factory=Sharding)
     """How the model is split over devices."""

@@ -108,84 +108,70 @@ def sum_over(group: Group | None, scatter: bool = False) -> Any:
 class RouterLosses(nn.Cell):
     """Balance loss and z-loss of tokens that are spread over devices.
 
+    The load ``f`` of a group of devices is one sum over them, through which no gradient flows. The mean score ``P`` stays
+    local: the loss is linear in it, so the mean over devices of ``sum_i f_i P_i`` is that of the group's ``P``. What the devices
+    give is summed once.
+
     Args:
         balance: The balance loss that it replaces.
         z_loss: The z-loss that it replaces.
-        sequences: ``B`` of the micro-batch, over all devices.
-        replicas: Groups of devices that hold different sequences.
-        first_row: Row of the device's first token among the tokens of its group's sequences.
-        within: Devices that share the same sequences, or None.
-        across: Devices that hold different sequences, or None.
+        sequences: Sequences that the group holds, where each has a loss of its own; else 1.
+        group: Devices whose tokens are counted together.
+        everyone: All devices of the stage.
 
     Source: DeepSeek-V3, equations 17 to 20; ST-MoE, equation 5.
     """
 
     def __init__(
-        self,
-        balance: BalanceLoss,
-        z_loss: ZLoss,
-        sequences: int,
-        replicas: int,
-        first_row: int,
-        within: Group | None,
-        across: Group | None,
+        self, balance: BalanceLoss, z_loss: ZLoss, sequences: int, group: Group, everyone: Group
     ) -> None:
         super().__init__(auto_prefix=False)
         self.balance, self.z_loss = balance, z_loss
-        self.by_sequence = balance.kind == "seq_aux_loss"
-        self.sequences, self.replicas, self.first_row = sequences, replicas, first_row
-        self.sum_within = sum_over(within)
-        self.sum_score_within = sum_over(within)
-        self.sum_across = sum_over(across)
-        self.sum_fraction_across, self.sum_score_across = sum_over(across), sum_over(across)
-        self.sum_z_within, self.sum_z_across = sum_over(within), sum_over(across)
+        self.sequences, self.group, self.devices = sequences, group, everyone.size
+        self.sum_counts, self.sum_losses = sum_over(group), sum_over(everyone)
         self.rows = ops.MatMul()
         self.reshape = ops.Reshape()
-        self.shared = within.size if within is not None else 1
         self.run = Morphed(self.body, one_number)
+
+    def kept(self) -> tuple[ops.Primitive, ...]:
+        """Return the primitives that make ``f``: recomputed, they would see what was counted since."""
+        made = (self.sum_counts, self.balance.sum_counts, self.balance.to_share)
+        return tuple(primitive for primitive in made if primitive is not None)
 
     def membership(self, tokens: int) -> Tensor:
         """Return ``[b, t]``: 1 where a token of this device belongs to sequence ``b`` of its group."""
-        sequences = self.sequences // self.replicas if self.by_sequence else 1
-        length = tokens * self.shared // sequences
-        row = (np.arange(tokens) + self.first_row) // length
-        return Tensor((row[None] == np.arange(sequences)[:, None]).astype(np.float32))
+        length = tokens * self.group.size // self.sequences
+        row = (np.arange(tokens) + tokens * self.group.member) // length
+        return Tensor((row[None] == np.arange(self.sequences)[:, None]).astype(np.float32))
 
-    def body(self, logits_tE: Tensor, score_tE: Tensor, chosen_tE: Tensor) -> Tensor:
-        """Return the loss, ``(1,)`` fp32, the same on all devices."""
-        b = self.balance
-        aux = b.zero
-        t = score_tE.shape[0]
+    def body(self, logits_tE: Tensor, score_tE: Tensor, counted: Tensor) -> Tensor:
+        """Return the loss, ``(1,)`` fp32, the same on all devices; see :meth:`construct` for ``counted``."""
+        b, t, loss = self.balance, score_tE.shape[0], self.balance.zero
         if b.active:
-            score_tE = b.divide(score_tE, b.add_eps(b.sum_experts(score_tE, -1), b.eps))
             member_bt = self.membership(t)
-            fraction_bE = self.rows(member_bt, ops.stop_gradient(chosen_tE))
+            counted = ops.stop_gradient(counted)
+            count_bE = counted if b.by_step else self.rows(member_bt, counted)
+            if self.sum_counts is not None:
+                count_bE = self.sum_counts(count_bE)
+            pairs = b.top_k * t * self.group.size // self.sequences
+            if b.by_step:
+                count_bE, pairs = b.share(count_bE), 1
+            score_tE = b.divide(score_tE, b.add_eps(b.sum_experts(score_tE, -1), b.eps))
             score_bE = self.rows(member_bt, score_tE)
-            if self.sum_within is not None:
-                fraction_bE = self.sum_within(fraction_bE)
-                score_bE = self.sum_score_within(score_bE)
-            if not self.by_sequence and self.sum_across is not None:
-                fraction_bE = self.sum_fraction_across(fraction_bE)
-                score_bE = self.sum_score_across(score_bE)
-            aux = self.reshape(b.total(b.product(ops.stop_gradient(fraction_bE), score_bE)), (1,))
-            groups = self.sequences if self.by_sequence else 1
-            length = t * self.shared * self.replicas // groups
-            factor = b.coefficient * b.num_experts / (b.top_k * groups * length * length)
-            aux = aux * Tensor(factor, ms.float32)
-            if self.by_sequence and self.sum_across is not None:
-                aux = self.sum_across(aux)
+            loss = self.reshape(b.total(b.product(ops.stop_gradient(count_bE), score_bE)), (1,))
+            factor = b.coefficient * b.num_experts / (pairs * t * self.devices)
+            loss = loss * Tensor(factor, ms.float32)
         if self.z_loss.coefficient:
-            z = self.z_loss(logits_tE)
-            if self.sum_z_within is not None:
-                z = self.sum_z_within(z)
-            if self.sum_z_across is not None:
-                z = self.sum_z_across(z)
-            aux = aux + z * Tensor(1.0 / (self.shared * self.replicas), ms.float32)
-        return aux
+            loss = loss + self.z_loss(logits_tE) * Tensor(1.0 / self.devices, ms.float32)
+        elif not b.active:
+            return loss
+        return loss if self.sum_losses is None else self.sum_losses(loss)
 
-    def construct(self, logits_TE: Tensor, score_TE: Tensor, chosen_TE: Tensor) -> Tensor:
-        """Return the loss, ``(1,)`` fp32."""
-        return self.run(logits_TE, score_TE, chosen_TE)
+    def construct(
+        self, logits_TE: Tensor, score_TE: Tensor, chosen_TE: Tensor, count_E: Tensor
+    ) -> Tensor:
+        """Return the loss, ``(1,)`` fp32; see :class:`BalanceLoss`. ``count_E`` are those of this device's tokens."""
+        return self.run(logits_TE, score_TE, count_E if self.balance.by_step else chosen_TE)
 
 
 class VocabularyShard(nn.Cell):

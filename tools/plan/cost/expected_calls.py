@@ -6,7 +6,7 @@ collectives, so that the two can be compared. Where the graph does more than is 
 * The batch's columns are gathered over dp once a step, because micro-batches divide the dimension that dp divides.
 * The stream crosses stages in its own type, float32 with `fp32_residual_connection`; the balance loss crosses with it.
 * Embedding rows are summed in float32, the table's type.
-* A backward pass sums the balance losses' gradient over dp once, however many routers it has.
+* A backward pass sums the balance losses' gradient over the stage once, however many routers it has.
 * Where MTP's layers are recomputed, the head's inputs are gathered once more, too.
 
 Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes (`width`) in products, 4 in norms, router, losses.
@@ -116,7 +116,7 @@ class Calls:
                 for depth in range(1 + a.mtp):
                     self._run(self._loss(), whole and (depth > 0 or x.pp > 1))
             if any(kind == "moe" for kind, _ in layers):  # one gradient for all routers of the pass
-                ranks = self.mesh.group(self.rank, self.mesh.axes("dp"))
+                ranks = self.mesh.group(self.rank, self.mesh.axes("dp", "cp", "tp"))
                 self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
 
     def _run(self, once: Sequence[_Once], again: bool) -> None:
@@ -181,10 +181,9 @@ class Calls:
 
     def _balance(self) -> list[_Once]:
         mesh, size = self.mesh, 4 * self.x.micro_batch * self.a.experts
-        within, across = mesh.axes("cp", "tp"), mesh.axes("dp")
-        chosen = _Once("AllReduce", within, size, back=False, again=False)
-        scores = _Once("AllReduce", within, size)
-        return [chosen, scores, _Once("AllReduce", across, 4, back=False, again=False)]
+        within, stage = mesh.axes("cp", "tp"), mesh.axes("dp", "cp", "tp")
+        counts = _Once("AllReduce", within, size, back=False, again=False)
+        return [counts, _Once("AllReduce", stage, 4, back=False, again=False)]
 
     def _loss(self) -> list[_Once]:
         """Return the collectives of head and cross-entropy: maximum, sum, the label's logit; sum and number of tokens."""

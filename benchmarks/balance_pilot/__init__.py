@@ -1,0 +1,1 @@
+"""Pilot ablation of balance losses and capacities at the size of a laptop."""
