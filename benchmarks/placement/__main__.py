@@ -39,7 +39,7 @@ def balance(total: int, sample: int, seconds: float, budget: float) -> dict[str,
         home_LE = Placement.identity(*load_LE.shape, devices).owners
         owner_LE = choose(load_LE, home_LE, devices, FREE)
         ours_L = device_loads(load_LE, owner_LE, devices).max(axis=1)
-        bound_L = np.maximum(lower_bound(load_LE, devices), 1)
+        bound_L = np.ceil(lower_bound(load_LE, devices) - 1e-9)  # loads are whole numbers
         for load_E, ours, bound in zip(load_LE, ours_L, bound_L, strict=True):
             loads = load_E.tolist()
             theirs = eplb.busiest(loads, eplb.pack(loads, devices), devices)

@@ -64,19 +64,25 @@ def adversarial(
     random: np.random.Generator, count: int, experts: int, devices: int
 ) -> NDArray[np.float64]:
     """Return loads that mislead greedy methods, `[count, E]`: hidden perfect partitions, two sizes, one hot expert, steps."""
-    kind = np.arange(count) % 4
-    shares = np.empty((count, experts))
-    for row, k in zip(shares, kind, strict=True):
-        if k == 0:  # devices can be exactly equal, but each with its own mixture of sizes
+    found = np.empty((count, experts))
+    for i, row in enumerate(found):
+        if (
+            i % 4 == 3
+        ):  # LPT's worst case, 2 D - 1, 2 D - 1, ..., D, D, D, and small ones to fill the devices
+            row[:] = np.maximum(2 * devices - 1 - np.arange(experts) // 2, devices)
+            row[2 * devices + 1 :] = random.integers(
+                1, devices + 1, max(experts - 2 * devices - 1, 0)
+            )
+            continue
+        if i % 4 == 0:  # devices can be exactly equal, but each with its own mixture of sizes
             row[:] = random.dirichlet(np.ones(experts // devices), devices).ravel()
-        elif k == 1:
+        elif i % 4 == 1:
             row[:] = random.choice([1.0, random.uniform(1.3, 2.0)], experts)
-        elif k == 2:
+        else:
             row[:] = random.uniform(0.9, 1.1, experts)
             row[random.integers(experts)] = random.uniform(0.2, 1.5) * experts / devices
-        else:  # LPT's worst case: 2 D - 1, 2 D - 1, ..., D, D, D
-            row[:] = np.maximum(2 * devices - 1 - np.arange(experts) // 2, 1)
-    return random.permuted(shares, axis=1)
+        row[:] = np.rint(row / row.sum() * PAIRS)
+    return random.permuted(found, axis=1)
 
 
 def drawn(random: np.random.Generator, share_LE: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -110,8 +116,7 @@ def batches(total: int, layers: int = 61, seed: int = 0) -> Iterator[Loads]:
                 if family == "recorded":
                     load_LE = windows(random, count, experts)
                 elif family == "adversarial":
-                    share_LE = adversarial(random, count, experts, devices)
-                    load_LE = np.rint(share_LE / share_LE.sum(axis=1, keepdims=True) * PAIRS)
+                    load_LE = adversarial(random, count, experts, devices)
                 else:
                     load_LE = drawn(random, shares[family](random, count, experts))
                 yield Loads(family, devices, load_LE)
