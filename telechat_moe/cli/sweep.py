@@ -127,7 +127,7 @@ VERB = Verb(
     "failed, unfinished, not begun), why, steps, tokens, flops, train_loss, validation_loss, loss, tokens_per_second}; "
     "variants {NAME: settings, parameters, active, flops_per_token, training_tokens, training_flops, loss {mean, low, high, "
     "each}, tokens_per_second}; studies {NAME: about, equal, against_first {VARIANT: mean, low, high, each, verdict}}; "
-    "larger {NAME: recipe, device, variants {NAME: parameters, active, flops_per_token, devices, layout, gap, fits, step_s, "
+    "larger {NAME: recipe, device, variants {NAME: settings, parameters, active, flops_per_token, devices, layout, gap, fits, step_s, "
     "tokens_per_s, mfu, device_hours}}.",
     arguments=_arguments,
     run=run,

@@ -19,7 +19,8 @@ class Cost:
         parameters, active, flops_per_token: As of a variant.
         layout: The recipe's own, or the fastest that was found.
         gap: How far the step may be from the fastest one, relatively; None: the recipe's own layout, nothing was searched.
-        fits: Whether the step fits into the device's memory; if not and a layout was searched, what follows is None.
+        fits: Whether the step fits into the device's memory; None: not known, the time of the search was too short. What
+            follows is None where a search found nothing.
         mfu: Model FLOPs utilisation: products and the causal half of attention, MTP included.
         device_hours: For 10^12 tokens.
     """
@@ -30,7 +31,7 @@ class Cost:
     devices: int
     layout: str | None = None
     gap: float | None = None
-    fits: bool = False
+    fits: bool | None = False
     step_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
@@ -53,7 +54,8 @@ def _cost(larger: Larger, name: str, recipe: Recipe) -> Cost:
         fixed = (list(larger.overrides[name]), devices, larger.device, None, None, list[str]())
         plan = planner.find(larger.recipe, *fixed, top=1, limit_s=larger.search_s)
         if not plan.best:
-            return Cost(size.parameters, size.active, size.flops, devices)
+            sizes = (size.parameters, size.active, size.flops)
+            return Cost(*sizes, devices, fits=None if plan.timed_out else False)
         layout, step_s, fits, gap = plan.best[0].layout, plan.best[0].step_s, True, plan.gap
     else:
         step = of_recipe(recipe, larger.device)

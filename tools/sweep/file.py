@@ -113,6 +113,10 @@ class Variant:
     at: str
     line: int
 
+    def plain(self) -> dict[str, str]:
+        """Return its settings as plain data."""
+        return dict(setting.text.split("=", 1) for setting in self.settings)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -136,13 +140,14 @@ class Larger:
 
     Attributes:
         search_s: Seconds in which a layout is searched for each; 0: they have the recipe's own.
-        overrides, recipes: Of each variant.
+        settings, overrides, recipes: Of each variant; overrides are its settings after those of all.
     """
 
     name: str
     recipe: str
     device: str
     search_s: float
+    settings: dict[str, dict[str, str]]
     overrides: dict[str, tuple[str, ...]]
     recipes: dict[str, Recipe]
 
@@ -385,7 +390,7 @@ class _Reader:
 
     def larger(self, name: str, keys: LargerKeys, variants: dict[str, Variant]) -> Larger:
         """Return the recipes of a larger model."""
-        found = Larger(name, keys.recipe, keys.device, keys.search_s, {}, {})
+        found = Larger(name, keys.recipe, keys.device, keys.search_s, {}, {}, {})
         common = self.settings("larger", name, "set")
         for e in self.below("larger", name):
             if e.key == "variants" and not keys.variants:
@@ -403,6 +408,7 @@ class _Reader:
             recipe = self.load(keys.recipe, settings, (), "plan", v.at)
             if recipe is not None:
                 found.recipes[v.name] = recipe
+                found.settings[v.name] = v.plain()
                 found.overrides[v.name] = tuple(s.text for s in settings)
         return found
 

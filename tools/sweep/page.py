@@ -33,7 +33,7 @@ def page(report: Mapping[str, Any], runs: Sequence[Trained]) -> str:
     parts.append(html.tag("section", html.Html("".join(_overview(report)))))
     for name, model in report["larger"].items():
         parts.append(html.tag("section", html.Html("".join(_larger(name, model, report)))))
-    return html.page(f"Sweep of {report['recipe']}", parts)
+    return html.page(f"Sweep of {report['recipe']}", parts, wide=True)
 
 
 def _failures(runs: Sequence[Trained]) -> list[html.Html]:
@@ -172,29 +172,35 @@ def _scatter(rows: Mapping[str, tuple[float | None, Mapping[str, Any]]], what: s
 def _larger(name: str, model: Mapping[str, Any], report: Mapping[str, Any]) -> list[html.Html]:
     losses = {one: report["variants"][one]["loss"] for one in model["variants"]}
     hours = {one: (c["device_hours"], losses[one]) for one, c in model["variants"].items()}
+    keys: list[str] = [key for c in model["variants"].values() for key in c["settings"]]
     said = (
+        f"Structure: {', '.join(key.rpartition('.')[2] for key in dict.fromkeys(keys))}. "
         f"Predicted for {model['recipe']} on {model['device']} by the planner's cost model, not measured; "
         "gap: how far the step may be from that of the fastest layout (none: the recipe's own layout). "
         "Losses are those of the sweep's small models: that their order holds at this size is not shown."
     )
-    rows = [[one, loss_text(losses[one]), *cost_row(c)] for one, c in model["variants"].items()]
+    rows = [
+        [one, ", ".join(c["settings"].values()), loss_text(losses[one]), *cost_row(c)]
+        for one, c in model["variants"].items()
+    ]
     return [
         html.tag("h2", f"Cost at {name}"),
         html.tag("p", said),
-        html.table(["variant", "loss here ", *COST_TITLES], rows),
+        html.table(["variant", "structure there", "loss here ", *COST_TITLES], rows),
         _scatter(hours, f"predicted device hours at {name} for 10^12 tokens"),
     ]
 
 
-COST_TITLES = ("parameters ", "active ", "step, s ", "tokens/s ", "MFU ", "device hours / 10^12 tokens ", "gap ", "layout")  # fmt: skip
+COST_TITLES = ("parameters ", "active ", "step, s ", "tokens/s ", "MFU ", "device h / 10^12 tokens ", "gap ", "layout")  # fmt: skip
 
 
 def cost_row(c: Mapping[str, Any]) -> list[str]:
     """Return the cells of a predicted cost, for `COST_TITLES`."""
     sizes = [count_text(c["parameters"]), count_text(c["active"])]
     if c["step_s"] is None:
-        return [*sizes, *["-"] * 5, "no layout fits into memory"]
-    layout = c["layout"] if c["fits"] else f"{c['layout']}: does not fit into memory"
+        said = "none fits into memory" if c["fits"] is False else "none found in time"
+        return [*sizes, *["-"] * 5, said]
+    layout = c["layout"] if c["fits"] else f"{c['layout']} (does not fit into memory)"
     return [
         *sizes,
         f"{c['step_s']:.3f}",

@@ -126,7 +126,7 @@ def report(
         recipe, size = mine[0].run.recipe, sweep.sizes[name]
         tokens = recipe.train_steps * recipe.global_batch * recipe.model_config.seq_length
         variants[name] = {
-            "settings": dict(s.text.split("=", 1) for s in variant.settings),
+            "settings": variant.plain(),
             "parameters": size.parameters,
             "active": size.active,
             "flops_per_token": size.flops,
@@ -159,7 +159,10 @@ def report(
             model.name: {
                 "recipe": model.recipe,
                 "device": model.device,
-                "variants": {one: asdict(cost) for one, cost in larger.get(model.name, {}).items()},
+                "variants": {
+                    one: {"settings": model.settings[one], **asdict(cost)}
+                    for one, cost in larger.get(model.name, {}).items()
+                },
             }
             for model in sweep.larger
         },

@@ -71,7 +71,7 @@ def check(sweep: Sweep, weights: ReadWeights | None) -> None:
         raise RecipeError(list(problems))
 
 
-def _differences(before: object, now: object, at: str = "") -> Iterator[str]:
+def _differences(before: Any, now: Any, at: str = "") -> Iterator[str]:
     """Yield where two recipes differ, the place of the output excepted."""
     if isinstance(before, dict) and isinstance(now, dict):
         old, new = cast("dict[str, Any]", before), cast("dict[str, Any]", now)
@@ -82,14 +82,12 @@ def _differences(before: object, now: object, at: str = "") -> Iterator[str]:
         yield f"{at} was {_short(before)}, is {_short(now)}"
 
 
-def _short(value: object) -> str:
+def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def train(
-    sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] = lambda *_: None
-) -> Outcome:
+def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object]) -> Outcome:
     """Train all runs that are not finished, ``jobs`` at a time; one that fails does not stop the others.
 
     Args:
