@@ -96,12 +96,13 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object])
     """
     outcome, waiting = Outcome(), [run for run in sweep.runs if not is_finished(run)]
     running: dict[int, tuple[subprocess.Popen[Any], Run]] = {}
+    jobs = min(jobs, len(waiting))
     shares = Topology.read().cores(jobs) if jobs > 1 else [None]
+
+    told = False
 
     def stop() -> None:
         outcome.stopped = True
-        for process, _ in running.values():
-            process.terminate()  # it saves its step
 
     with processes.stop_on_signal(stop):
         try:
@@ -111,6 +112,10 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object])
                         run = waiting.pop(0)
                         running[slot] = (_start(sweep, run, cores), run)
                 time.sleep(_POLL_S)
+                if outcome.stopped and not told:
+                    told = True
+                    for process, _ in running.values():
+                        process.terminate()  # it saves its step
                 for slot, (process, run) in list(running.items()):
                     code = process.poll()
                     if code is not None:
