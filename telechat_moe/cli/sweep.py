@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json
@@ -39,6 +41,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--report", action="store_true", help="train nothing: report what is finished")
 
 
+@contextmanager
+def _progress() -> Generator[Callable[[int, int, int, int], None] | None, None, None]:
+    """Yield a function that moves two bars, of runs and of their steps; None where nobody looks."""
+    with bars() as move:
+
+        def show(over: int, runs: int, steps: int, all_steps: int) -> None:
+            if move is not None:
+                move("runs", over, runs)
+                move("steps", steps, all_steps)
+
+        yield None if move is None else show
+
+
 def run(args: argparse.Namespace) -> int:
     """Check, train, compare, write and print; return the exit code."""
     if args.jobs < 1:
@@ -53,13 +68,7 @@ def run(args: argparse.Namespace) -> int:
     runs.check(sweep, None if args.report else hf.weights)
     outcome = runs.Outcome()
     if not args.report:
-        with only_run(sweep.output), bars() as move:
-
-            def show(over: int, all_runs: int, steps: int, all_steps: int) -> None:
-                if move is not None:
-                    move("runs", over, all_runs)
-                    move("steps", steps, all_steps)
-
+        with only_run(sweep.output), _progress() as show:
             outcome = runs.train(sweep, args.jobs, show)
     trained = [results.trained(one, sweep.sizes[one.variant], outcome.failed) for one in sweep.runs]
     larger = {model.name: cost.costs(model) for model in sweep.larger if not outcome.stopped}
@@ -127,7 +136,7 @@ VERB = Verb(
     "failed, unfinished, not begun), why, steps, tokens, flops, train_loss, validation_loss, loss, tokens_per_second}; "
     "variants {NAME: settings, parameters, active, flops_per_token, training_tokens, training_flops, loss {mean, low, high, "
     "each}, tokens_per_second}; studies {NAME: about, equal, against_first {VARIANT: mean, low, high, each, verdict}}; "
-    "larger {NAME: recipe, device, variants {NAME: settings, parameters, active, flops_per_token, devices, layout, gap, fits, step_s, "
+    "larger {NAME: recipe, device, variants {NAME: settings, parameters, active, flops_per_token, devices, layout, gap, why, fits, step_s, "
     "tokens_per_s, mfu, device_hours}}.",
     arguments=_arguments,
     run=run,

@@ -198,8 +198,7 @@ def cost_row(c: Mapping[str, Any]) -> list[str]:
     """Return the cells of a predicted cost, for `COST_TITLES`."""
     sizes = [count_text(c["parameters"]), count_text(c["active"])]
     if c["step_s"] is None:
-        said = "none fits into memory" if c["fits"] is False else "none found in time"
-        return [*sizes, *["-"] * 5, said]
+        return [*sizes, *["-"] * 5, c["why"]]
     layout = c["layout"] if c["fits"] else f"{c['layout']} (does not fit into memory)"
     return [
         *sizes,

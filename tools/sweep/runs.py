@@ -23,7 +23,7 @@ from telechat_moe.train import metrics, preflight
 
 LOG = "sweep.log"
 """What a run's processes printed, in its folder."""
-_POLL_S = 0.2
+_POLL_S = 0.3
 
 
 @dataclass
@@ -87,12 +87,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object]) -> Outcome:
+def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] | None) -> Outcome:
     """Train all runs that are not finished, ``jobs`` at a time; one that fails does not stop the others.
 
     Args:
         jobs: Processes at a time, which share this machine's cores evenly.
-        show: Called again and again with the runs and steps done, and how many there are.
+        show: Called again and again with runs that are over, all runs, steps that are done, all steps; None: nobody looks.
     """
     outcome, waiting = Outcome(), [run for run in sweep.runs if not is_finished(run)]
     running: dict[int, tuple[subprocess.Popen[Any], Run]] = {}
@@ -122,7 +122,8 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object])
                         del running[slot]
                         if not is_finished(run) and not outcome.stopped:
                             outcome.failed[run.folder] = _why(run, code)
-                show(*_progress(sweep, [run for _, run in running.values()], waiting))
+                if show is not None:
+                    show(*_progress(sweep, [run for _, run in running.values()], waiting))
         finally:
             for process, _ in running.values():
                 processes.end(process)
