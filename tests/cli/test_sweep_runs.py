@@ -94,6 +94,7 @@ def test_a_folder_of_another_recipe_is_refused(trained, capsys: pytest.CaptureFi
     assert changed(path.parent / "sweep") == before
 
 
+@pytest.mark.slow
 def test_kill_9_loses_nothing(trained, hold: Hold, tmp_path: Path) -> None:
     """After a kill the sweep goes on from the run's checkpoint, with the bits of the uninterrupted run."""
     path, _ = trained
@@ -117,6 +118,7 @@ def test_kill_9_loses_nothing(trained, hold: Hold, tmp_path: Path) -> None:
     assert (folder / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_step_and_the_sweep_goes_on(hold: Hold, data: Path, tmp_path: Path) -> None:  # fmt: skip
     plain = mini.sweep(data, variants={"few": mini.VARIANTS["few"]}, output_dir=str(tmp_path / "sweep"))  # fmt: skip
     path = mini.write(tmp_path, plain)
