@@ -28,8 +28,8 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def changed(folder: Path) -> dict[str, int]:
-    """Return the time of the last change of every file of the runs."""
-    return {str(p): p.stat().st_mtime_ns for p in sorted(folder.rglob("*")) if p.is_file() and p.parent != folder}  # fmt: skip
+    """Return the time of the last change of every file in a folder."""
+    return {str(p): p.stat().st_mtime_ns for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,6 @@ def test_a_run_that_fails_does_not_stop_the_others(trained, tmp_path: Path) -> N
     log = Path(bad["folder"]) / "sweep.log"
     assert str(log) in bad["why"]
     assert bad["why"] in done.stderr
-    assert f"error: {bad['why']}" in done.stderr or bad["variant"] in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert "\x1b" not in done.stdout + done.stderr  # no terminal, no bars
     assert report["studies"]["all"]["against_first"][bad["variant"]]["verdict"] == "not judged"
@@ -85,7 +84,7 @@ def test_a_folder_of_another_recipe_is_refused(trained, capsys: pytest.CaptureFi
     path, _ = trained
     text, before = path.read_text(), changed(path.parent / "sweep")
     other = path.with_name("other.yaml")
-    other.write_text(text.replace('"optimizer', '"optimizer').replace('hidden_size": 32', 'hidden_size": 64'))  # fmt: skip
+    other.write_text(text.replace('hidden_size": 32', 'hidden_size": 64'))  # fmt: skip
     assert main(["sweep", str(other)]) == 3
     said = capsys.readouterr().err
     line = mini.line_of(other, '"lr_schedule.learning_rate"')
