@@ -52,6 +52,7 @@ def refused(folder: Path, capsys: Capture, **changes: Any) -> tuple[Path, str]:
         # a key that `telechat-moe train` does not have is no axis
         ({"keys": None, "variants": None, "axes": {"runner_config.sink_size": [1, 2]}}, '"runner_config.sink_size"', "which `telechat-moe train` does not have"),
         ({"studies": {"s": {"variants": ["few", "lots"]}}}, '"s"', "studies.s.variants: lots, no such variant; one of few, more, many"),
+        ({"studies": {"s": {"variants": ["few", "few"]}}}, '"s"', "studies.s.variants: few twice; each once"),
         ({"larger": {"big": {**LARGE, "variants": {"lots": [64, 2, 512]}}}}, '"big"', "larger.big.variants.lots: no such variant"),
         ({"larger": {"big": {**LARGE, "device": "abacus", "variants": {}}}}, '"big"', "larger.big.device: abacus; device abacus: no such"),
         ({"larger": {"big": {**LARGE, "variants": {"few": [64, 2, -1]}}}}, '"big"', "moe_intermediate_size: -1; expected an integer >= 1"),
@@ -73,6 +74,13 @@ def test_all_problems_are_named_at_once(tmp_path: Path, capsys: Capture) -> None
     assert "variants.a: " in text
     assert "variants.b: " in text
     assert "2 problems" in text
+
+
+def test_what_is_wrong_with_the_recipe_itself_is_said_once(tmp_path: Path, capsys: Capture) -> None:
+    _, text = refused(tmp_path, capsys, recipe="pretrain_tinny.yaml")
+    assert text.count("pretrain_tinny.yaml: ") == 1
+    assert "did you mean 'telechat3_moe/pretrain_tiny.yaml'" in text
+    assert "1 problem; nothing was started." in text
 
 
 def test_what_all_runs_lack_is_said_once(tmp_path: Path, capsys: Capture) -> None:

@@ -206,6 +206,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path, self.file = path, label(path)
         self.problems: dict[Problem, None] = {}
+        self.elsewhere: set[Problem] = set()
         self.top = Entry("", 1, YamlNode("map", 1))
 
     def say(self, line: int, key: str, found: str, expected: str, near: str = "") -> None:
@@ -384,7 +385,8 @@ class _Reader:
                 if s := said.get(p.file):
                     key = f"{s.at}: {p.key}"
                     self.problems[replace(p, file=self.file, line=s.line, key=key)] = None
-                else:
+                elif p not in self.elsewhere:  # other variants have it, too
+                    self.elsewhere.add(p)
                     self.problems[replace(p, found=f"{p.found} (with {self.file}: {at})")] = None
             return None
 
@@ -416,6 +418,8 @@ class _Reader:
         """Report variants that are not there, and those that are not equal in what has to be."""
         entry = {e.key: e for e in self.below("studies")}.get(name)
         line, at = (entry.line if entry else 1), f"studies.{name}"
+        for one in {one for one in study.variants if study.variants.count(one) > 1}:
+            self.say(line, f"{at}.variants", f"{one} twice", "each once")
         for missing in [one for one in study.variants if one not in sizes]:
             self.say(line, f"{at}.variants", f"{missing}, no such variant", f"one of {', '.join(sizes)}")  # fmt: skip
         groups = {"": {one: sizes[one] for one in study.variants if one in sizes}}
