@@ -232,6 +232,19 @@ def test_what_is_not_finished_counts_for_nothing(tmp_path: Path, capsys: Capture
     assert "2 of 9 runs are not finished" in err
 
 
+def test_a_loss_that_is_not_finite_at_the_end_is_none(tmp_path: Path, capsys: Capture) -> None:
+    path = recorded(tmp_path, LOSSES)
+    with (tmp_path / "sweep/more/seed-2/metrics.jsonl").open("ab") as log:
+        log.write(metrics.encode("step", 12, {"lm_loss": float("nan")}))
+        log.write(metrics.encode("evaluation", 12, {"loss": float("inf")}))
+    assert main(["sweep", str(path), "--report", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["variants"]["more"]["loss"]["each"] == [3.05, 3.19]
+    run = next(r for r in found["runs"] if (r["variant"], r["seed"]) == ("more", 2))
+    assert run["state"] == "finished"
+    assert run["loss"] is run["train_loss"] is None
+
+
 def test_the_json_s_keys_are_documented(tmp_path: Path, capsys: Capture) -> None:
     larger = {"big": {**LARGE, "variants": {"few": [64, 2, 2048]}}}
     path = recorded(tmp_path, LOSSES, larger=larger)

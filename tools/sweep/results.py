@@ -29,8 +29,8 @@ class Trained:
         state: ``finished``, ``failed``, ``unfinished`` or ``not begun``.
         why: Why it failed.
         flops: Of all its steps done.
-        train_loss: Mean next-token loss of the last 20 steps, nats; None: not finished.
-        validation_loss: Next-token loss of the last evaluation, nats; None: not finished, or none.
+        train_loss: Mean next-token loss of the last 20 steps, nats; None: not finished, or not finite.
+        validation_loss: Next-token loss of the last evaluation, nats; None: not finished, not finite, or none.
         tokens_per_second: Median over its steps.
         curve: FLOPs spent, and loss there: of each evaluation; without any, mean training losses.
     """
@@ -72,8 +72,9 @@ def trained(run: Run, size: Size, failed: Mapping[Path, str]) -> Trained:
     tokens_each = run.recipe.global_batch * run.recipe.model_config.seq_length
     cost = size.flops * tokens_each
     losses = [(r["step"], r["lm_loss"]) for r in steps if r.get("lm_loss") is not None]
-    checks = [(r["step"], r["loss"]) for r in records if r["event"] == "evaluation" and r.get("loss") is not None]  # fmt: skip
-    last = [loss for _, loss in losses[-LAST:]]
+    evaluated = [r for r in records if r["event"] == "evaluation"]
+    checks = [(r["step"], r["loss"]) for r in evaluated if r.get("loss") is not None]
+    last: list[Any] = [r.get("lm_loss") for r in steps[-LAST:]]
     speeds = [r["tokens_per_second"] for r in steps if r.get("tokens_per_second")]
     return Trained(
         run,
@@ -82,8 +83,8 @@ def trained(run: Run, size: Size, failed: Mapping[Path, str]) -> Trained:
         len(steps),
         len(steps) * tokens_each,
         len(steps) * cost,
-        fmean(last) if done and last else None,
-        checks[-1][1] if done and checks else None,
+        fmean(last) if done and last and None not in last else None,
+        evaluated[-1].get("loss") if done and evaluated else None,
         median(speeds) if speeds else None,
         [(step * cost, loss) for step, loss in checks or _blocks(losses)],
     )
