@@ -53,7 +53,7 @@ setup(
         "telechat_moe.recipe.schema": ["*.txt", "*.json", "*.yaml"],
         "telechat_moe.graph": ["*.cc"],
         "telechat_moe.tools.plan": ["*/*.js", "*/*.yaml", "native/*.cc", "native/*.h"],
-        "telechat_moe.recipes": ["*/*.yaml", "*/*.json", "*.json"],
+        "telechat_moe.recipes": ["*/*.yaml", "sweeps/*/*.yaml", "*/*.json", "*.json"],
         "telechat_moe.ops": ["csrc/*", "csrc/*/*"],
     },
     cmdclass={"build_py": BuildNative},

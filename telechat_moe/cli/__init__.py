@@ -21,6 +21,7 @@ from telechat_moe.cli import (
     plugin_path,
     recipes,
     run_sharded,
+    sweep,
     train,
     upstream,
 )
@@ -40,6 +41,7 @@ COMMAND = Verb(
         train.VERB,
         launch.VERB,
         run_sharded.VERB,
+        sweep.VERB,
         ckpt.VERB,
         convert.VERB,
         layouts.VERB,

@@ -1,0 +1,180 @@
+"""Train the runs of a sweep, each as ``telechat-moe train --resume`` in a process and a folder of its own.
+
+What a run has done is read from its folder alone: `recipe.json`, `summary.json`, `metrics.jsonl`, its checkpoints. So a sweep
+that was killed goes on where its runs' checkpoints are.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from telechat_moe import processes
+from telechat_moe.checkpoint.weights import ReadWeights
+from telechat_moe.launch.affinity import Topology
+from telechat_moe.recipe import Problem, RecipeError
+from telechat_moe.tools.sweep.file import Run, Sweep
+from telechat_moe.train import metrics, preflight
+
+LOG = "sweep.log"
+"""What a run's processes printed, in its folder."""
+_POLL_S = 0.3
+
+
+@dataclass
+class Outcome:
+    """What became of the runs that were started.
+
+    Attributes:
+        failed: Why a run failed, by its folder.
+        stopped: The user stopped the sweep.
+    """
+
+    failed: dict[Path, str] = field(default_factory=dict[Path, str])
+    stopped: bool = False
+
+
+def is_finished(run: Run) -> bool:
+    """Return whether all steps of a run are done."""
+    done = _json(run.folder / "summary.json")
+    return done is not None and done.get("finished") is True
+
+
+def check(sweep: Sweep, weights: ReadWeights | None) -> None:
+    """Refuse a sweep whose folders hold runs of other recipes, or whose runs lack something, such as data.
+
+    Args:
+        weights: What reads `load_checkpoint`; None: nothing will be trained, so nothing can be lacking.
+
+    Raises:
+        RecipeError: With everything that was found.
+    """
+    problems: dict[Problem, None] = {}
+    for run in sweep.runs:
+        before = _json(run.folder / "recipe.json")
+        changed = [] if before is None else list(_differences(before, run.recipe.to_dict()))
+        if changed:
+            found = f"{run.folder} holds a run of another recipe: {'; '.join(changed[:3])}"
+            found += f"; and {len(changed) - 3} more keys" if len(changed) > 3 else ""
+            expected = "another output_dir or name of the variant, or remove that folder"
+            problems[sweep.problem(run.variant, found, expected)] = None
+        elif weights is not None and not is_finished(run):
+            _, lacks = preflight.examine(run.recipe, resume=True, weights=weights)
+            problems |= dict.fromkeys(lacks)
+    if problems:
+        raise RecipeError(list(problems))
+
+
+def _differences(before: Any, now: Any, at: str = "") -> Iterator[str]:
+    """Yield where two recipes differ, the place of the output excepted."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        old, new = cast("dict[str, Any]", before), cast("dict[str, Any]", now)
+        for key in dict.fromkeys([*old, *new]):
+            if key != "output_dir" or at:
+                yield from _differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))
+    elif json.dumps(before) != json.dumps(now):
+        yield f"{at} was {_short(before)}, is {_short(now)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] | None) -> Outcome:
+    """Train all runs that are not finished, ``jobs`` at a time; one that fails does not stop the others.
+
+    Args:
+        jobs: Processes at a time, which share this machine's cores evenly.
+        show: Called again and again with runs that are over, all runs, steps that are done, all steps; None: nobody looks.
+    """
+    outcome, waiting = Outcome(), [run for run in sweep.runs if not is_finished(run)]
+    running: dict[int, tuple[subprocess.Popen[Any], Run]] = {}
+    jobs = min(jobs, len(waiting))
+    shares = Topology.read().cores(jobs) if jobs > 1 else [None]
+
+    told = False
+
+    def stop() -> None:
+        outcome.stopped = True
+
+    with processes.stop_on_signal(stop):
+        try:
+            while (waiting and not outcome.stopped) or running:
+                for slot, cores in enumerate(shares):
+                    if slot not in running and waiting and not outcome.stopped:
+                        run = waiting.pop(0)
+                        running[slot] = (_start(sweep, run, cores), run)
+                time.sleep(_POLL_S)
+                if outcome.stopped and not told:
+                    told = True
+                    for process, _ in running.values():
+                        process.terminate()  # it saves its step
+                for slot, (process, run) in list(running.items()):
+                    code = process.poll()
+                    if code is not None:
+                        del running[slot]
+                        if not is_finished(run) and not outcome.stopped:
+                            outcome.failed[run.folder] = _why(run, code)
+                if show is not None:
+                    show(*_progress(sweep, [run for _, run in running.values()], waiting))
+        finally:
+            for process, _ in running.values():
+                processes.end(process)
+    return outcome
+
+
+def _progress(
+    sweep: Sweep, running: Sequence[Run], waiting: Sequence[Run]
+) -> tuple[int, int, int, int]:
+    """Return runs that are over, all runs, steps that are done, all steps; what waits counts as not begun."""
+    over = len(sweep.runs) - len(running) - len(waiting)
+    total = sum(run.recipe.train_steps for run in sweep.runs)
+    left = sum(run.recipe.train_steps for run in [*running, *waiting])
+    begun = sum(metrics.last_step(run.folder / metrics.FILE) for run in running)
+    return over, len(sweep.runs), total - left + begun, total
+
+
+def _start(sweep: Sweep, run: Run, cores: list[int] | None) -> "subprocess.Popen[Any]":
+    sets = [word for override in run.overrides for word in ("--set", override)]
+    command = [sys.executable, "-m", "telechat_moe.cli", "train", sweep.base, "--plain", "--resume"]
+    run.folder.mkdir(parents=True, exist_ok=True)
+
+    def begin() -> None:
+        processes.die_with_parent()
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    threads = {} if cores is None else {"OMP_NUM_THREADS": str(len(cores))}
+    with (run.folder / LOG).open("ab") as log:
+        return processes.start(
+            [*command, *sets],
+            env={**os.environ, **threads},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=begin,
+        )
+
+
+def _why(run: Run, code: int) -> str:
+    """Say why a process ended before its run was finished."""
+    log = run.folder / LOG
+    lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    said = (errors or lines or ["it printed nothing"])[-1]
+    return f"{processes.death(code)}: {said.removeprefix('error: ')[:300]} ({log})"
+
+
+def _json(path: Path) -> "Mapping[str, Any] | None":
+    """Return the object in a file; None if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
