@@ -207,6 +207,14 @@ class LossGuard:
 
 
 @section
+class Moe:
+    """`telechat_moe.moe`: what happens to the experts during a run."""
+
+    load_interval: Count = 50
+    """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` reads. 0: none."""
+
+
+@section
 class TelechatMoe:
     """`telechat_moe`: what only this package reads. MindFormers drops the section with a warning."""
 
@@ -242,6 +250,9 @@ class TelechatMoe:
     moe_capacity_tokens: Positive | None = field(default=None, metadata=acts("capacity", 16))
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
     drops depend on the layout; a number that divides them makes drops the same everywhere."""
+
+    moe: Moe = field(default_factory=Moe)
+    """What happens to the experts during a run."""
 
     sharding: Sharding = field(default_factory=Sharding)
     """How the model is split over devices."""
