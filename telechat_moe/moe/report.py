@@ -119,6 +119,12 @@ class ExpertReport:
             return "fail"
         return "pass" if self.load is not None else "not judged"
 
+    def says(self) -> str:
+        """Say the verdict in a sentence."""
+        if self.load is None:
+            return "dead experts are not judged"
+        return "an expert is dead" if self.problems else "no expert is dead at the end"
+
     def judge_load(self) -> None:
         """Add the dead experts of the last record to the problems."""
         assert self.load is not None

@@ -264,8 +264,7 @@ def _judge(report: ExpertReport, index_LTK: Array, domain_U: Array, permutations
     else:
         report.not_judged["co-activation"] = "each token has one expert"
     report.following = [
-        analysis.succession(one_TK, two_TK, E)
-        for one_TK, two_TK in pairwise(layers)
+        analysis.succession(one_TK, two_TK, E) for one_TK, two_TK in pairwise(layers)
     ]
     if not report.following:
         report.not_judged["succession"] = "the model has one layer with experts"

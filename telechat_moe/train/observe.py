@@ -117,14 +117,14 @@ class Observer:
         self.sums: list[tuple[ObservedAdd, ObservedAdd | None]] = []
         for number, block in enumerate(blocks):
             moe = block.moe
-            moe.router.choose = ObservedChoice(moe.router, tokens)
-            block.add_ffn = ObservedAdd(tokens)
-            if moe.has_shared:
-                moe.add_shared = ObservedAdd(tokens)
-            shared = moe.add_shared if moe.has_shared else None
-            self.choices.append(moe.router.choose)
-            self.sums.append((block.add_ffn, shared))
-            for cell in (moe.router.choose, block.add_ffn, shared):
+            moe.router.choose = choice = ObservedChoice(moe.router, tokens)
+            block.add_ffn = residual = ObservedAdd(tokens)
+            shared = ObservedAdd(tokens) if moe.has_shared else None
+            if shared is not None:
+                moe.add_shared = shared
+            self.choices.append(choice)
+            self.sums.append((residual, shared))
+            for cell in (choice, residual, shared):
                 for parameter in cell.get_parameters() if cell is not None else ():
                     # Such a name is in no checkpoint (`checkpoint.weights.TRANSIENT`).
                     parameter.name = f"moe_layer_{number}.{parameter.name}.observed"
