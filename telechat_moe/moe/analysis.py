@@ -59,7 +59,8 @@ def margins(choice_TE: Array, index_TK: Array) -> Array:
     rest_TE = choice_TE.astype(np.float64)
     chosen_TK = np.take_along_axis(rest_TE, index_TK, 1)
     np.put_along_axis(rest_TE, index_TK, -np.inf, 1)
-    margin_T = chosen_TK.min(1) - rest_TE.max(1)
+    with np.errstate(invalid="ignore"):
+        margin_T = chosen_TK.min(1) - rest_TE.max(1)
     return np.where(np.isfinite(margin_T), margin_T, np.nan)
 
 
