@@ -161,6 +161,7 @@ class Specialisation:
         p_L: Share of the permutations (this arrangement included) with at least as much information.
         adjusted_p_L: The same for all layers together: the chance that any layer would stand out as far.
         ratio_LDE: Share of an expert in the choices of a domain, over its share in all choices.
+        terms_LDE: See :func:`information_terms`.
     """
 
     information_L: Array  # noqa: N815
@@ -168,6 +169,13 @@ class Specialisation:
     p_L: Array  # noqa: N815
     adjusted_p_L: Array  # noqa: N815
     ratio_LDE: Array  # noqa: N815
+    terms_LDE: Array  # noqa: N815
+
+    def strongest(self, layer: int) -> tuple[int, int, float]:
+        """Return the domain and expert that say most about each other in a layer, and their ratio."""
+        terms_DE = self.terms_LDE[layer]
+        domain, expert = np.unravel_index(int(terms_DE.argmax()), terms_DE.shape)
+        return int(domain), int(expert), float(self.ratio_LDE[layer, domain, expert])
 
 
 def arrangements(domain_U: Array) -> float:
@@ -177,13 +185,17 @@ def arrangements(domain_U: Array) -> float:
     return math.exp(min(log, 700.0))
 
 
-def mutual_information(counts_DLE: Array) -> Array:
-    """Return the mutual information of domain and expert in each layer, ``[L]`` bits."""
+def information_terms(counts_DLE: Array) -> Array:
+    """Return what each domain and expert add to the mutual information of both in a layer, bits a choice."""
     p_DLE = counts_DLE / counts_DLE.sum((0, 2), keepdims=True, dtype=np.float64)
     independent_DLE = p_DLE.sum(0, keepdims=True) * p_DLE.sum(2, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.where(p_DLE > 0, p_DLE * np.log2(p_DLE / independent_DLE), 0.0)
-    return terms.sum((0, 2))
+        return np.where(p_DLE > 0, p_DLE * np.log2(p_DLE / independent_DLE), 0.0)
+
+
+def mutual_information(counts_DLE: Array) -> Array:
+    """Return the mutual information of domain and expert in each layer, ``[L]`` bits."""
+    return information_terms(counts_DLE).sum((0, 2))
 
 
 def specialisation(
@@ -226,6 +238,7 @@ def specialisation(
         (1 + (by_chance_PL >= found_L - tie).sum(0)) / (1 + permutations),
         (1 + (most_P[:, None] >= ahead_L - tie).sum(0)) / (1 + permutations),
         ratio_DLE.transpose(1, 0, 2),
+        information_terms(counts_DLE).transpose(1, 0, 2),
     )
 
 

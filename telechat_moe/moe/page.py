@@ -3,7 +3,7 @@
 Matrices are drawn as pictures in one scale: a cell's colour is a ratio, from a quarter (blue) over 1 (the paper) to four times (orange).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -26,7 +26,16 @@ from telechat_moe.html import (
     ticks,
     verdict,
 )
-from telechat_moe.moe.analysis import ALPHA, DEAD, HOT, Array, dead_experts, entropy, hot_experts
+from telechat_moe.moe.analysis import (
+    ALPHA,
+    DEAD,
+    HOT,
+    Array,
+    Specialisation,
+    dead_experts,
+    entropy,
+    hot_experts,
+)
 from telechat_moe.moe.report import PAIRS, ExpertReport, RouterState
 
 _BELOW, _ABOVE = (63, 127, 196), (217, 130, 59)
@@ -95,8 +104,8 @@ _KEY = keys(
 def _matrix(ratio: Array, rows: Sequence[str], columns: Sequence[str], label: str) -> Html:
     """Return the picture of a matrix of ratios; rows and columns are named where there is room."""
     height, width = ratio.shape
-    across = max(1.0, min(22.0, 230 / width))
-    down = max(1.0, min(22.0, 230 / height))
+    across = max(1.0, min(22.0, 190 / width))
+    down = max(1.0, min(22.0, 190 / height))
     left = 8 * max(map(len, rows)) + 8 if height <= _MOST_LABELS else 8
     wide, high = across * width, down * height
     data = png(width, height, _colours(ratio))
@@ -203,31 +212,34 @@ def _load(report: ExpertReport) -> Html:
     )
 
 
+_CHARTS: Sequence[tuple[Callable[[RouterState], Sequence[float | None] | None], str]] = [
+    (lambda s: s.entropy, "entropy of a token's scores over the experts (1: undecided)"),
+    (
+        lambda s: s.margin,
+        "median margin: score of the last chosen expert minus that of the next",
+    ),
+    (
+        lambda s: s.flipped,
+        "flips: share of tokens with other experts than at the checkpoint before",
+    ),
+    (
+        lambda s: s.routed_share,
+        "routed experts' share of what routed and shared experts add (norms)",
+    ),
+    (lambda s: s.routed, "norm of what routed experts add over that of the residual stream"),
+    (
+        lambda s: s.shared,
+        "norm of what the shared expert adds over that of the residual stream",
+    ),
+]
+"""What is drawn of routers by depth."""
+
+
 def _routers(report: ExpertReport) -> Html:
     states = report.checkpoints
     if not states:
         return Html("")
-    charts: Iterable[tuple[Callable[[RouterState], Sequence[float | None] | None], str]] = [
-        (lambda s: s.entropy, "entropy of a token's scores over the experts (1: undecided)"),
-        (
-            lambda s: s.margin,
-            "median margin: score of the last chosen expert minus that of the next",
-        ),
-        (
-            lambda s: s.flipped,
-            "flips: share of tokens with other experts than at the checkpoint before",
-        ),
-        (
-            lambda s: s.routed_share,
-            "routed experts' share of what routed and shared experts add (norms)",
-        ),
-        (lambda s: s.routed, "norm of what routed experts add over that of the residual stream"),
-        (
-            lambda s: s.shared,
-            "norm of what the shared expert adds over that of the residual stream",
-        ),
-    ]
-    drawn = [_by_depth(report, states, values, title) for values, title in charts]
+    drawn = [_by_depth(report, states, values, title) for values, title in _CHARTS]
     last = states[-1]
     rows = [
         [
@@ -278,7 +290,7 @@ def _specialisation(report: ExpertReport) -> Html:
             float(found.by_chance_L[i]),
             float(found.p_L[i]),
             float(found.adjusted_p_L[i]),
-            _strongest(found.ratio_LDE[i], letters),
+            _strongest(found, i, letters),
             "yes" if found.adjusted_p_L[i] < ALPHA else "no",
         ]
         for i, layer in enumerate(report.layers)
@@ -319,9 +331,9 @@ def _specialisation(report: ExpertReport) -> Html:
     )
 
 
-def _strongest(ratio_DE: Array, letters: Sequence[str]) -> str:
-    d, e = np.unravel_index(int(np.nanargmax(ratio_DE)), ratio_DE.shape)
-    return f"domain {letters[int(d)]}, expert {int(e)}: {ratio_DE[d, e]:.1f} times as often"
+def _strongest(found: Specialisation, layer: int, letters: Sequence[str]) -> str:
+    domain, expert, ratio = found.strongest(layer)
+    return f"domain {letters[domain]}, expert {expert}: {ratio:.1f} times as often"
 
 
 def _letter(number: int) -> str:

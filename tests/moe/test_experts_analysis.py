@@ -78,6 +78,10 @@ def test_pairs_are_counted(generator: np.random.Generator) -> None:
     ratio = together.chance_EE / np.outer(load, load)
     off = ~np.eye(E, dtype=bool)
     assert ratio[off] == pytest.approx(ratio[0, 1])
+    apart = np.abs(after.share_EE - after.chance_EE).sum() / 2 / (K * K)
+    assert after.strength == pytest.approx(apart)
+    listed = [pair[:2] for pair in together.strongest(E * E, symmetric=True)]
+    assert all(i < j for i, j in listed)
     assert together.chance_EE.sum() == pytest.approx(K * (K - 1)) == together.share_EE.sum()
     assert after.chance_EE.sum() == pytest.approx(K * K)
 
@@ -131,6 +135,19 @@ def sequences(generator: np.random.Generator, U: int, L: int) -> np.ndarray:
     return np.stack([[generator.multinomial(64, p_E) for p_E in p_LE] for p_LE in p_ULE])
 
 
+def test_permutations_against_all_arrangements(generator: np.random.Generator) -> None:
+    counts_ULE = sequences(generator, 8, 2)
+    found = analysis.specialisation(counts_ULE, np.repeat([0, 1], 4), 4000)
+    by_all = []
+    for chosen in itertools.combinations(range(8), 4):
+        first = np.isin(np.arange(8), chosen)
+        by_domain = np.stack([counts_ULE[first].sum(0), counts_ULE[~first].sum(0)])
+        by_all.append(analysis.mutual_information(by_domain))
+    np.testing.assert_allclose(found.by_chance_L, np.mean(by_all, 0), rtol=0.02)
+    exact = np.mean(np.array(by_all) >= by_all[0] - 1e-9, 0)
+    assert np.abs(found.p_L - exact).max() < 3 * math.sqrt(0.25 / 4000)
+
+
 def test_noise_is_seldom_significant(generator: np.random.Generator) -> None:
     """In each layer, and for all layers together, in at most 5 % of the runs (plus three deviations of 300)."""
     domain_U = np.repeat([0, 1, 2], 8)
@@ -151,13 +168,13 @@ def test_noise_is_seldom_significant(generator: np.random.Generator) -> None:
 def test_planted_specialisation_is_found_in_its_layer(generator: np.random.Generator) -> None:
     domain_U = np.repeat([0, 1, 2], 8)
     counts_ULE = sequences(generator, 24, 6)
-    counts_ULE[domain_U == 1, 4, 2] += 40  # domain 1 likes expert 2 of layer 4
+    counts_ULE[domain_U == 2, 4, 3] += 100  # domain 2 likes expert 3 of layer 4
     found = analysis.specialisation(counts_ULE, domain_U, 499)
     assert (found.adjusted_p_L < analysis.ALPHA).tolist() == [False] * 4 + [True, False]
-    assert np.unravel_index(found.ratio_LDE[4].argmax(), (3, E)) == (1, 2)
-    share = counts_ULE[domain_U == 1, 4, 2].sum() / counts_ULE[domain_U == 1, 4].sum()
-    overall = counts_ULE[:, 4, 2].sum() / counts_ULE[:, 4].sum()
-    assert found.ratio_LDE[4, 1, 2] == pytest.approx(share / overall)
+    share = counts_ULE[domain_U == 2, 4, 3].sum() / counts_ULE[domain_U == 2, 4].sum()
+    overall = counts_ULE[:, 4, 3].sum() / counts_ULE[:, 4].sum()
+    assert found.strongest(4) == (2, 3, pytest.approx(share / overall))
+    np.testing.assert_allclose(found.terms_LDE.sum((1, 2)), found.information_L)
     assert found.p_L.min() >= 1 / 500
 
 
