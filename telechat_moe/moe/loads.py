@@ -61,29 +61,42 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def loads_per_step(
-    record: Mapping[str, Any], pairs: int, layers: int, experts: int, where: str
+    record: Mapping[str, Any],
+    tokens: Mapping[int, int],
+    shape: tuple[int, int],
+    top_k: int,
+    file: str,
 ) -> Array:
-    """Return the mean load of a step in a record, ``[L, E]`` float64.
+    """Return the mean load of a step in a record of a run, ``[L, E]`` float64.
 
     Args:
-        record: As :meth:`LoadRecorder.add` returned it.
-        pairs: Tokens of a step times experts per token, which every layer's loads must sum to.
-        where: File and step, for messages.
+        record: As :meth:`LoadRecorder.add` returned it, with its ``step``.
+        tokens: Tokens of each step of the run.
+        shape: MoE layers ``L`` and experts ``E`` of the model.
+        top_k: Experts of a token; every layer's loads must sum to as many times its tokens.
+        file: Where the record is, for messages.
 
     Raises:
         BadInputError: The record is damaged, of another model, or its loads do not sum to what was routed.
     """
+    where = f"{file}, step {record['step']}"
     try:
         loads_LE = np.array(record["loads"], np.float64)
         steps = int(record["steps"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(f"{where}: no record of expert loads ({error})") from None
-    if loads_LE.shape != (layers, experts) or steps < 1:
+    if loads_LE.shape != shape or steps < 1:
         raise BadInputError(
-            f"{where}: loads of shape {list(loads_LE.shape)} over {steps} steps, the recipe has {layers} MoE layers of "
-            f"{experts} experts; recipe.json and metrics.jsonl are of different runs"
+            f"{where}: loads of shape {list(loads_LE.shape)} over {steps} steps, the recipe has {shape[0]} MoE layers of "
+            f"{shape[1]} experts; recipe.json and metrics.jsonl are of different runs"
         )
+    summed = range(record["step"] - steps + 1, record["step"] + 1)
+    if missing := [step for step in summed if step not in tokens]:
+        raise BadInputError(
+            f"{where}: the loads are summed over {steps} steps, but step {missing[0]} is not in the file; lines were removed"
+        )
+    pairs = sum(tokens[step] for step in summed) * top_k
     try:
-        return check_loads(loads_LE[None], pairs * steps)[0] / steps
+        return check_loads(loads_LE[None], pairs)[0] / steps
     except BadInputError as error:
         raise BadInputError(f"{where}: {error}") from None

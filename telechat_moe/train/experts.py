@@ -115,10 +115,13 @@ def _loads(run: Path, recipe: Recipe, not_judged: dict[str, str]) -> LoadHistory
             else "telechat_moe.moe.load_interval is 0 in this run; a number of steps records it"
         )
         return None
-    pairs = recipe.global_batch * config.seq_length * config.num_experts_per_tok
-    names = len(config.moe_layer_names), config.n_routed_experts
-    loads = [loads_per_step(r, pairs, *names, f"{path}, step {r['step']}") for r in found]
     steps = [r for r in records if r["event"] == "step"]
+    tokens = {r["step"]: r["tokens"] for r in steps}
+    shape, top_k = (
+        (len(config.moe_layer_names), config.n_routed_experts),
+        config.num_experts_per_tok,
+    )
+    loads = [loads_per_step(r, tokens, shape, top_k, str(path)) for r in found]
     seconds = sum(float(r.get("seconds") or 0.0) for r in found)
     total = sum(float(r["seconds"] or 0.0) for r in steps)
     return LoadHistory(
@@ -233,6 +236,11 @@ def _routers(
     window_UX = np.concatenate([*text.windows.values()])
     counts = [len(windows) for windows in text.windows.values()]
     domain_U = np.repeat(np.arange(len(counts)), counts)
+    if window_UX.max() >= recipe.model_config.vocab_size:
+        raise BadInputError(
+            f"{text.said}: token {window_UX.max()}, but the model's vocab_size is {recipe.model_config.vocab_size}; the text "
+            "must be encoded with the model's tokenizer"
+        )
     report.text, report.tokens = text.said, len(window_UX) * S
     report.domains = dict(zip(text.windows, counts, strict=True))
     rows = min(recipe.runner_config.batch_size, len(window_UX))

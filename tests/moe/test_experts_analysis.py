@@ -223,27 +223,34 @@ def test_scalars() -> None:
     assert found["expert_load_entropy/moe_layer_1"] == pytest.approx(1.0)
 
 
+PER_STEP = {7: 2, 8: 1, 9: 3}
+"""Tokens of each step, of which each takes two experts."""
+
+
 @pytest.mark.parametrize(
     ("record", "said"),
     [
         ({"steps": 2, "loads": [[3, 5], [3, 4]]}, "add up to 7, tokens x top-k are 8"),
+        ({"steps": 1, "loads": [[3, 5], [4, 4]]}, "add up to 8, tokens x top-k are 6"),
         ({"steps": 2, "loads": [[3, 5], [9, -1]]}, "-1.0 is negative"),
         (
             {"steps": 2, "loads": [[3, 5]]},
             r"shape \[1, 2\] over 2 steps, the recipe has 2 MoE layers",
         ),
         ({"steps": 0, "loads": [[3, 5], [4, 4]]}, "over 0 steps"),
+        ({"steps": 4, "loads": [[3, 9], [6, 6]]}, "step 6 is not in the file"),
         ({"steps": 2}, "no record of expert loads"),
         ({"steps": 2, "loads": [[3, 5], [4]]}, "no record of expert loads"),
     ],
 )
 def test_bad_records_are_refused(record, said) -> None:
-    with pytest.raises(BadInputError, match=f"^here: .*{said}"):
-        loads_per_step(record, 4, 2, 2, "here")
+    with pytest.raises(BadInputError, match=f"^here, step 9: .*{said}"):
+        loads_per_step({"step": 9, **record}, PER_STEP, (2, 2), 2, "here")
 
 
 def test_good_record() -> None:
-    found = loads_per_step({"steps": 2, "loads": [[3, 5], [4, 4]]}, 4, 2, 2, "here")
+    record = {"step": 9, "steps": 2, "loads": [[3, 5], [4, 4]]}
+    found = loads_per_step(record, PER_STEP, (2, 2), 2, "here")
     assert found.tolist() == [[1.5, 2.5], [2, 2]]
 
 
