@@ -9,6 +9,7 @@ import pytest
 from telechat_moe.errors import BadInputError
 from telechat_moe.moe import analysis
 from telechat_moe.moe.loads import LoadRecorder, loads_per_step, scalars
+from telechat_moe.moe.page import experts_page
 from telechat_moe.moe.report import ExpertReport, LoadHistory
 
 E, K, T = 7, 3, 60
@@ -271,3 +272,11 @@ def test_verdicts() -> None:
     )
     assert dead.to_json()["load"]["last"][0]["dead"] == [1]
     assert ExpertReport(run="run", layers=["a"], experts=4, top_k=2).verdict == "not judged"
+
+
+def test_page_escapes_names() -> None:
+    load = LoadHistory(step_N=[1], load_NLE=np.ones((1, 1, 4)), recording_share=0)
+    names = {"run": "<i>r", "layers": ["<i>l"], "text": "<i>t", "not_judged": {"flips": "<i>why"}}
+    text = experts_page(ExpertReport(**names, experts=4, top_k=2, load=load))
+    assert "<i>" not in text
+    assert text.count("&lt;i&gt;") >= 4

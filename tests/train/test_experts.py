@@ -261,6 +261,13 @@ def test_truncated_metrics(copy: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert experts(copy)[0] == 3
 
 
+def test_tokens_of_another_tokenizer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.parent / "foreign"
+    write_indexed(path, [np.full(200, 64, np.uint16)] * 2, np.dtype(np.uint16))
+    assert experts(run, "--set", f"telechat_moe.evaluation.data_path=['{path}']")[0] == 3
+    assert "token 64, but the model's vocab_size is 64" in capsys.readouterr().err
+
+
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert experts(tmp_path) == (3, {})
     assert "no recipe.json there" in capsys.readouterr().err
