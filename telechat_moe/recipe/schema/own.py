@@ -211,7 +211,8 @@ class Moe:
     """`telechat_moe.moe`: what happens to the experts during a run."""
 
     load_interval: Count = 50
-    """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` reads. 0: none."""
+    """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` and
+    `telechat-moe plan simulate --expert-loads` read. 0: none."""
 
 
 @section
