@@ -153,6 +153,19 @@ class FusedRouting(nn.Cell):
         return self.backward(out[0], out[1], dout[0], dout[2]), ops.zeros_like(bias_E)
 
 
+def ranked(rule: Rule, choice_TE: np.ndarray) -> np.ndarray:
+    """Return biased scores with -inf for the experts outside each token's best groups."""
+    if rule.groups == 1:
+        return choice_TE
+    choice_TGe = choice_TE.reshape(len(choice_TE), rule.groups, -1)
+    best = max(1, rule.top_k // rule.kept_groups)
+    group_TG = np.sort(choice_TGe, -1)[..., ::-1][..., :best].sum(-1)
+    kept_TM = np.argsort(-group_TG, 1, kind="stable")[:, : rule.kept_groups]
+    dropped_TG = np.ones(group_TG.shape, bool)
+    np.put_along_axis(dropped_TG, kept_TM, False, 1)
+    return np.where(dropped_TG[..., None], -np.inf, choice_TGe).reshape(choice_TE.shape)
+
+
 def routing_reference(
     rule: Rule, logits_TE: np.ndarray, bias_E: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -160,15 +173,7 @@ def routing_reference(
     x = logits_TE.astype(np.float64)
     exp = np.exp(x - x.max(1, keepdims=True))
     score_TE = exp / exp.sum(1, keepdims=True) if rule.softmax else 1 / (1 + np.exp(-x))
-    choice_TE = score_TE + bias_E
-    if rule.groups > 1:
-        choice_TGe = choice_TE.reshape(len(x), rule.groups, -1)
-        best = max(1, rule.top_k // rule.kept_groups)
-        group_TG = np.sort(choice_TGe, -1)[..., ::-1][..., :best].sum(-1)
-        kept_TM = np.argsort(-group_TG, 1, kind="stable")[:, : rule.kept_groups]
-        dropped_TG = np.ones(group_TG.shape, bool)
-        np.put_along_axis(dropped_TG, kept_TM, False, 1)
-        choice_TE = np.where(dropped_TG[..., None], -np.inf, choice_TGe).reshape(x.shape)
+    choice_TE = ranked(rule, score_TE + bias_E)
     index_TK = np.argsort(-choice_TE, 1, kind="stable")[:, : rule.top_k]
     weight_TK = np.take_along_axis(score_TE, index_TK, 1)
     if rule.normalize:

@@ -5,6 +5,9 @@ Pages are self-contained: no address is fetched. Text is escaped everywhere exce
 
 import json
 import math
+import struct
+import zlib
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -149,6 +152,33 @@ def svg(
     return Html(
         f"<svg {kind} viewBox='0 0 {width:g} {height:g}' role=img aria-label='{escape(label)}'>{''.join(parts)}</svg>"
     )
+
+
+def png(width: int, height: int, rgba: bytes) -> bytes:
+    """Return a picture as a PNG file; ``rgba`` are its pixels row by row, four bytes each."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        content = name + data
+        return struct.pack(">I", len(data)) + content + struct.pack(">I", zlib.crc32(content))
+
+    step = 4 * width
+    rows = b"".join(b"\0" + rgba[at : at + step] for at in range(0, step * height, step))
+    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows, 9)), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def picture(data: bytes, x: float, y: float, width: float, height: float) -> str:
+    """Return an element of a drawing that shows a PNG file with sharp pixels."""
+    place = f"x={x:g} y={y:g} width={width:g} height={height:g} preserveAspectRatio=none"
+    source = f"data:image/png;base64,{b64encode(data).decode()}"
+    return f"<image {place} style='image-rendering:pixelated' href='{source}'/>"
+
+
+def figures(drawings: Iterable[tuple[Html, object]]) -> Html:
+    """Return drawings side by side, each with a caption."""
+    parts = (tag("figure", Html(f"{one}{tag('figcaption', said)}")) for one, said in drawings)
+    return Html(f"<div class=figures>{''.join(parts)}</div>")
 
 
 # ---------------------------------------------------------------------------------------- charts

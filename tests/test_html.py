@@ -1,10 +1,25 @@
 """The kit of HTML pages: nothing breaks out of it, nothing is fetched, axes have round numbers."""
 
+import struct
+import zlib
 from html.parser import HTMLParser
 
 import pytest
 
-from telechat_moe.html import Axes, Html, front_chart, html, page, round_step, script, table, ticks
+from telechat_moe.html import (
+    Axes,
+    Html,
+    figures,
+    front_chart,
+    html,
+    page,
+    picture,
+    png,
+    round_step,
+    script,
+    table,
+    ticks,
+)
 
 EVIL = "</script><b onload='x'>&"
 
@@ -77,3 +92,26 @@ def test_axes_map_and_break_lines():
     assert axes.y(7.0) == 10
     path = axes.line([0, 5, 10], [0.0, float("nan"), 1.0], "base")
     assert "d='M10.0 90.0M90.0 10.0'" in path
+
+
+def test_png_holds_its_pixels():
+    """Read back with the format's own rules: chunks with checksums, rows with a filter byte."""
+    rgba = bytes(range(2 * 3 * 4))
+    data = png(2, 3, rgba)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at, chunks = 8, {}
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        name, content = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length :][:4])[0] == zlib.crc32(name + content)
+        chunks[name] = content
+        at += 12 + length
+    assert chunks[b"IHDR"] == struct.pack(">IIBBBBB", 2, 3, 8, 6, 0, 0, 0)
+    rows = zlib.decompress(chunks[b"IDAT"])
+    assert [rows[i * 9] for i in range(3)] == [0, 0, 0]
+    assert b"".join(rows[i * 9 + 1 : i * 9 + 9] for i in range(3)) == rgba
+    assert "data:image/png;base64," in picture(data, 0, 0, 20, 30)
+
+
+def test_figures():
+    assert "<figcaption>a &lt; b</figcaption>" in figures([(Html("<svg></svg>"), "a < b")])

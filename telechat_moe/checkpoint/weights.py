@@ -24,8 +24,8 @@ from telechat_moe.tensor_files import (
     read_entries,
 )
 
-# Zero between steps.
-TRANSIENT = ("expert_load", "dropped", "main_grad")
+# Zero between steps, or of an analysis (`train.observe`).
+TRANSIENT = ("expert_load", "dropped", "main_grad", "observed")
 _SHOWN = 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,6 @@ from telechat_moe.errors import BadInputError, UsageError
 
 if TYPE_CHECKING:
     from telechat_moe.data.audit import Audit
-    from telechat_moe.recipe import Recipe
 
 NOTES = """\
 OUTPUT_DIR/samples.jsonl says what each step saw; it is only appended to, also by runs that go on.
@@ -47,16 +45,17 @@ def run_audit(args: argparse.Namespace) -> int:
     if (args.output_dir is None) == (args.plan is None):
         raise UsageError("data audit takes either OUTPUT_DIR or --plan RECIPE")
     from telechat_moe.data.audit import audit, audit_plan
+    from telechat_moe.recipe import load
 
     if args.plan is not None:
-        found = audit_plan(_load(args.plan, args.overrides))
+        found = audit_plan(load(args.plan, args.overrides))
     else:
         given = args.recipe or Path(args.output_dir) / "recipe.json"
         if args.recipe is None and not given.exists():
             raise BadInputError(
                 f"{args.output_dir}: no recipe.json there; name the recipe with --recipe"
             )
-        recipe = _load(given, args.overrides)
+        recipe = load(given, args.overrides)
         with bar("reading samples") as progress:
             found = audit(args.output_dir, recipe, contents=args.contents, progress=progress)
     if not write_json(args.json, asdict(found)):
@@ -64,21 +63,6 @@ def run_audit(args: argparse.Namespace) -> int:
     for problem in found.problems:
         print(problem, file=sys.stderr)
     return 1 if found.problems else 0
-
-
-def _load(name: str | Path, overrides: list[str]) -> Recipe:
-    """Load a recipe, or the recipe.json of a run, whose floats YAML would read as text (1e-08)."""
-    import yaml
-
-    from telechat_moe.recipe import load, loads
-
-    if Path(name).suffix != ".json":
-        return load(name, overrides)
-    try:
-        text = yaml.safe_dump(json.loads(Path(name).read_bytes()), sort_keys=False)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{name}: cannot be read ({error})") from error
-    return loads(text, overrides, name=str(name))
 
 
 def _show(found: Audit) -> None:

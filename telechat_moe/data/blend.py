@@ -152,8 +152,6 @@ def open_recipe(recipe: Any, phase: Phase = "train") -> GptDataset | BlendedData
     Raises:
         BadInputError: If the recipe names no data, or it cannot be opened.
     """
-    from telechat_moe.recipe.data_path import parse_data_path
-
     loader = recipe.train_dataset.data_loader
     config = loader.config
     if config is None or not loader.sizes or not (config.data_path or config.train_data_path):
@@ -161,20 +159,33 @@ def open_recipe(recipe: Any, phase: Phase = "train") -> GptDataset | BlendedData
             f"{recipe.source}: train_dataset.data_loader needs sizes and config.data_path, the "
             "prefix that `telechat-moe data build` wrote"
         )
-    options = SampleOptions(
-        **{name: getattr(config, name) for name in _RECIPE_OPTIONS},
-        vocab_size=recipe.model_config.vocab_size,
-    )
-    common = {"seq_length": config.seq_length, "seed": config.seed, "options": options}
+    common = {
+        "seq_length": config.seq_length,
+        "seed": config.seed,
+        "options": options_of(recipe),
+    }
     path = config.data_path or config.train_data_path
     if phase == "valid":
-        given = recipe.telechat_moe.evaluation.data_path
-        prefixes, _ = parse_data_path(given or path)
-        if not given:
-            prefixes = [valid_prefix(prefix) for prefix in prefixes]
-        return open_blend(prefixes, size=None, split=None, **common)
+        return open_blend(valid_prefixes(recipe), size=None, split=None, **common)
     split = (config.split or "1, 0, 0") if config.data_path else None
     return open_blend(path, size=loader.sizes[0], split=split, **common)
+
+
+def options_of(recipe: Any) -> SampleOptions:
+    """Return what a sample of a recipe contains."""
+    config = recipe.train_dataset.data_loader.config
+    given = {name: getattr(config, name) for name in _RECIPE_OPTIONS}
+    return SampleOptions(**given, vocab_size=recipe.model_config.vocab_size)
+
+
+def valid_prefixes(recipe: Any) -> list[str]:
+    """Return the prefixes of a recipe's validation data; see :func:`open_recipe`."""
+    from telechat_moe.recipe.data_path import parse_data_path
+
+    config = recipe.train_dataset.data_loader.config
+    given = recipe.telechat_moe.evaluation.data_path
+    prefixes, _ = parse_data_path(given or config.data_path or config.train_data_path)
+    return prefixes if given else [valid_prefix(prefix) for prefix in prefixes]
 
 
 def valid_prefix(prefix: str) -> str:

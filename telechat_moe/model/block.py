@@ -34,7 +34,7 @@ class MoE(nn.Cell):
         self.has_shared = config.shared_width > 0
         if self.has_shared:
             self.shared = _mlp(config, config.shared_width)
-        self.add_shared = ops.Add()
+        self.add_shared: nn.Cell | ops.Primitive = ops.Add()
 
     def construct(self, x_TH: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Return ``(y_TH, aux)``; ``aux`` is the balance and z-loss, ``(1,)`` fp32."""
@@ -67,7 +67,7 @@ class Block(nn.Cell):
             self.ffn = _mlp(config, config.intermediate_size)
         self.to_residual = ops.Cast()
         self.add_attention = AddRMSNorm(self.ffn_norm, config.hidden_size, config.rms_norm_eps)
-        self.add_ffn = ops.Add()
+        self.add_ffn: nn.Cell | ops.Primitive = ops.Add()
         self.add_aux = ops.Add()
 
     def construct(

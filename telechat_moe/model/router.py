@@ -41,7 +41,7 @@ class Router(nn.Cell):
         self.weight_to_router = ops.Cast()
         self.gate: nn.Cell | ops.Primitive = ops.MatMul(transpose_b=True)
         self.to_float = ops.Cast()
-        rule = Rule(
+        self.rule = Rule(
             experts=self.num_experts,
             top_k=self.top_k,
             groups=max(1, config.n_group),
@@ -49,7 +49,7 @@ class Router(nn.Cell):
             normalize=config.norm_topk_prob and self.top_k > 1,
             scale=config.routed_scaling_factor,
         )
-        self.choose = routing(rule)
+        self.choose = routing(self.rule)
         self.no_bias = Tensor(np.zeros(self.num_experts, np.float32))
         self.add_load, self.accumulate_load = ops.Add(), ops.AssignAdd()
         self.balance = BalanceLoss(config)

@@ -84,7 +84,7 @@ def load(
     """Load, check and resolve a recipe.
 
     Args:
-        name: Name of a shipped recipe (``telechat3_moe/pretrain_tiny.yaml``) or a path.
+        name: Name of a shipped recipe (``telechat3_moe/pretrain_tiny.yaml``) or a path, also of a run's ``recipe.json``.
         overrides: Settings ``a.b=c`` that replace what the file says; ``c`` is YAML, list items
             are named by index. An override of an anchored value also holds where the anchor is
             used; an override of an alias holds only there.
@@ -149,8 +149,18 @@ class _Loader:
             line = data[: error.start].count(b"\n") + 1
             self.report(self.file, line, "", "a byte that is not UTF-8", "save the file as UTF-8")
         else:
-            return self.parse(text, overrides, devices)
+            return self.parse(self._yaml(text), overrides, devices)
         raise RecipeError(list(self.problems.values()))
+
+    def _yaml(self, text: str) -> str:
+        """Return the text of a JSON file as YAML, which would read its floats without a point (1e-08) as text."""
+        if self.path.suffix != ".json":
+            return text
+        try:
+            return yaml.safe_dump(json.loads(text), sort_keys=False)
+        except ValueError as error:
+            self.report(self.file, 0, "", f"no JSON ({error})", "the recipe.json of a run")
+            raise RecipeError(list(self.problems.values())) from error
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
         recipe = self._resolve(self.tree(text, overrides), devices)

@@ -10,6 +10,7 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
+from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.engine import Batch
@@ -97,6 +98,7 @@ class Loop:
         self.guard, self.ranks = checkpoints.guard, checkpoints.ranks
         self.progress = checkpoints.progress
         self.steps = self.recipe.train_steps
+        self.loads = LoadRecorder(self.recipe.telechat_moe.moe.load_interval, self.steps)
         self.began = time.perf_counter()
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
@@ -182,6 +184,7 @@ class Loop:
             )
             return False
         self.saved_step = record["to_step"]
+        self.loads.clear()
         begin, end = record["left_out"]
         self.monitor.rolled_back(
             record,
@@ -237,8 +240,17 @@ class Loop:
             expert_load_by_layer=imbalance or None,
             drop_rate=dropped,
         )
+        self._record_loads(output)
         self._count(spike, output)
         return spike
+
+    def _record_loads(self, output: StepOutput) -> None:
+        """Record the load of every expert where it is due, and how long that takes."""
+        began = time.perf_counter()
+        record = self.loads.add(self.progress.step, output.load_LE.asnumpy())
+        if record is not None:
+            self.monitor.expert_loads(self.progress.step, record)
+        self.loads.seconds += time.perf_counter() - began
 
     def _count(self, spike: Spike | None, output: StepOutput) -> None:
         """Count skipped steps; stop after too many in a row."""

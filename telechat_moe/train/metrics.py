@@ -14,7 +14,9 @@ Every line has ``event`` and ``step``. Events and their other keys:
 ``save``
     ``stall_ms``: how long training was paused for the checkpoint of this step; it may still be
     being written.
-
+``expert_loads``
+    Every ``telechat_moe.moe.load_interval`` steps: ``loads``, the tokens that each expert of each MoE layer got (those of
+    multi-token prediction last), summed over the last ``steps`` steps; ``seconds`` that recording took since the record before.
 ``guard``
     A step was skipped: ``action`` (``skip``), ``reason`` (``gradient norm``, ``loss``, ``not finite``), ``loss``,
     ``norm``, ``limit``, ``median``, ``window``.

@@ -21,6 +21,7 @@ from rich.text import Text
 from telechat_moe.data import sample_log
 from telechat_moe.data.sample_log import SampleLog
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.moe.loads import scalars
 from telechat_moe.train import metrics
 
 _RECENT_STEPS = 20  # speed and ETA come from the median of so many steps
@@ -171,6 +172,13 @@ class Monitor:
             self._draw(force=True)
         else:
             self.message(f"evaluation step={step} validation_loss={loss:.4f}")
+
+    def expert_loads(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record the loads of all experts since the record before, as :class:`LoadRecorder` returned them."""
+        self._metrics.write("expert_loads", step, record)
+        if self._tensorboard is not None:
+            for key, value in scalars(record).items():
+                self._tensorboard.add_scalar(key, value, step)
 
     def saved(self, step: int, stall_ms: float) -> None:
         """Record how long training was paused for the checkpoint of a step, milliseconds."""

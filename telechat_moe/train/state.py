@@ -71,18 +71,21 @@ def _differences(
     return sorted(found)
 
 
-def load_weights(model: nn.Cell, weights: Iterable[Output], source: str | Path) -> None:
+def load_weights(
+    model: nn.Cell, weights: Iterable[Output], source: str | Path, in_place: bool = False
+) -> None:
     """Put weights into a model, F16 and BF16 widened; all fit or nothing is changed.
 
     Args:
         weights: What :class:`telechat_moe.checkpoint.weights.ReadWeights` found.
         source: Where they come from, for messages.
+        in_place: See :func:`put`.
 
     Raises:
         BadInputError: Tensors are missing, unknown or of another shape.
     """
     arrays = {w.name: _widen(w.dtype, w.shape, np.concatenate([*w.chunks()])) for w in weights}
-    put({"weights": kept(model)}, {"weights": arrays}, source)
+    put({"weights": kept(model)}, {"weights": arrays}, source, in_place)
 
 
 def _widen(dtype: str, shape: Sequence[int], data: np.ndarray) -> np.ndarray:

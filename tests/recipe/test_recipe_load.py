@@ -313,15 +313,20 @@ def test_a_problem_in_an_aliased_section_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_resolved_recipe_loads_to_the_same(name: str) -> None:
+def test_the_resolved_recipe_loads_to_the_same(name: str, tmp_path: Path) -> None:
+    """As YAML, and as the recipe.json of a run, whose floats have no point (1e-08)."""
     recipe = load(name)
     data = recipe.to_dict()
-    json.dumps(data)
-    again = loads(yaml.safe_dump(data, sort_keys=False))
-    for field in Recipe.__dataclass_fields__:
-        if field not in ("source", "given", "tree"):
-            assert getattr(again, field) == getattr(recipe, field), field
-    assert again.to_dict() == data
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(data, indent=2))
+    for again in (loads(yaml.safe_dump(data, sort_keys=False)), load(path)):
+        for field in Recipe.__dataclass_fields__:
+            if field not in ("source", "given", "tree"):
+                assert getattr(again, field) == getattr(recipe, field), field
+        assert again.to_dict() == data
+    path.write_text('{"seed": 1,')
+    with pytest.raises(RecipeError, match="no JSON"):
+        load(path)
 
 
 def test_the_resolved_recipe_keeps_everything_written() -> None:

@@ -360,6 +360,14 @@ class ModelConfig(MindFormersModelKeys):
         return max(0, self.num_hidden_layers - self.first_k_dense_replace)
 
     @property
+    def moe_layer_names(self) -> list[str]:
+        """Names of the layers with experts in the order of their routers: `layer 1`, ..., then those of MTP: `MTP 1`, ..."""
+        if not self.num_moe_layers:
+            return []
+        names = [f"layer {i}" for i in range(self.first_k_dense_replace, self.num_hidden_layers)]
+        return names + [f"MTP {k}" for k in range(1, (self.num_nextn_predict_layers or 0) + 1)]
+
+    @property
     def query_width(self) -> int:
         """Width of a whole query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim

@@ -162,6 +162,10 @@ class Moe:
     """Whose tokens `moe_router_load_balancing_type: aux_loss` counts together: those of all devices of a micro-batch (`dp`),
     or of each expert group (`ep`; with `expert_tensor_parallel` also those of the devices between its members)."""
 
+    load_interval: Count = 50
+    """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` and
+    `telechat-moe plan simulate --expert-loads` read. 0: none."""
+
 
 @section
 class Saving:
@@ -253,7 +257,7 @@ class TelechatMoe:
     drops depend on the layout; a number that divides them makes drops the same everywhere."""
 
     moe: Moe = field(default_factory=Moe)
-    """Experts during a run."""
+    """What happens to the experts during a run."""
 
     sharding: Sharding = field(default_factory=Sharding)
     """How the model is split over devices."""

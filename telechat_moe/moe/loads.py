@@ -1,0 +1,102 @@
+"""Record the load of every expert during a run: summed over the steps between two records.
+
+Shapes: L MoE layers, E experts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.moe.analysis import Array, dead_experts, entropy
+from telechat_moe.moe.forecast import check_loads
+
+
+class LoadRecorder:
+    """Sums loads; every ``interval`` steps, and at the last one, they become a record.
+
+    Args:
+        interval: Steps between two records; 0: none.
+        last: Last step of the run.
+
+    Attributes:
+        seconds: Time that recording took since the last record; its user adds to it.
+    """
+
+    def __init__(self, interval: int, last: int) -> None:
+        self.interval, self.last = interval, last
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the steps since the last record, which a rollback undid."""
+        self.steps, self.seconds = 0, 0.0
+        self.sum_LE: Array | None = None
+
+    def add(self, step: int, load_LE: Array) -> dict[str, Any] | None:
+        """Take the loads of a step; return a record if one is due.
+
+        A record has ``steps`` (how many it sums), ``loads`` (``[L][E]``, tokens) and ``seconds`` (what recording took since
+        the record before).
+        """
+        if not self.interval or load_LE.ndim != 2:
+            return None
+        self.steps += 1
+        self.sum_LE = load_LE.astype(np.float64) if self.sum_LE is None else self.sum_LE + load_LE
+        if step % self.interval and step != self.last:
+            return None
+        loads = np.rint(self.sum_LE).astype(np.int64).tolist()
+        record = {"steps": self.steps, "loads": loads, "seconds": self.seconds}
+        self.clear()
+        return record
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return what TensorBoard shows of a record: dead experts, entropy of the loads of each layer (1: balanced)."""
+    load_LE = np.asarray(record["loads"])
+    found = {"experts/dead": float(sum(len(dead_experts(load_E)) for load_E in load_LE))}
+    for layer, value in enumerate(entropy(load_LE)):
+        found[f"expert_load_entropy/moe_layer_{layer}"] = float(value)
+    return found
+
+
+def loads_per_step(
+    record: Mapping[str, Any],
+    tokens: Mapping[int, int],
+    shape: tuple[int, int],
+    top_k: int,
+    file: str,
+) -> Array:
+    """Return the mean load of a step in a record of a run, ``[L, E]`` float64.
+
+    Args:
+        record: As :meth:`LoadRecorder.add` returned it, with its ``step``.
+        tokens: Tokens of each step of the run.
+        shape: MoE layers ``L`` and experts ``E`` of the model.
+        top_k: Experts of a token; every layer's loads must sum to as many times its tokens.
+        file: Where the record is, for messages.
+
+    Raises:
+        BadInputError: The record is damaged, of another model, or its loads do not sum to what was routed.
+    """
+    where = f"{file}, step {record['step']}"
+    try:
+        loads_LE = np.array(record["loads"], np.float64)
+        steps = int(record["steps"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInputError(f"{where}: no record of expert loads ({error})") from None
+    if loads_LE.shape != shape or steps < 1:
+        raise BadInputError(
+            f"{where}: loads of shape {list(loads_LE.shape)} over {steps} steps, the recipe has {shape[0]} MoE layers of "
+            f"{shape[1]} experts; recipe.json and metrics.jsonl are of different runs"
+        )
+    summed = range(record["step"] - steps + 1, record["step"] + 1)
+    if missing := [step for step in summed if step not in tokens]:
+        raise BadInputError(
+            f"{where}: the loads are summed over {steps} steps, but step {missing[0]} is not in the file; lines were removed"
+        )
+    pairs = sum(tokens[step] for step in summed) * top_k
+    try:
+        return check_loads(loads_LE[None], pairs)[0] / steps
+    except BadInputError as error:
+        raise BadInputError(f"{where}: {error}") from None

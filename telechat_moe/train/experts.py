@@ -1,0 +1,335 @@
+"""What the experts of a run learn, from its folder: loads that it recorded, and its checkpoints on a fixed text.
+
+Shapes: U sequences, S tokens of a sequence, T = U * S, L MoE layers, K experts per token, E experts.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.checkpoint import folder
+from telechat_moe.data import IndexedDataset, Tokenizer, load_tokenizer
+from telechat_moe.data.blend import options_of, valid_prefixes
+from telechat_moe.data.corpus import open_corpus
+from telechat_moe.data.sample import collate
+from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.moe import analysis
+from telechat_moe.moe.analysis import Array
+from telechat_moe.moe.loads import loads_per_step
+from telechat_moe.moe.report import ExpertReport, Favourite, LoadHistory, RouterState
+from telechat_moe.recipe import Recipe, load
+from telechat_moe.train import metrics
+from telechat_moe.train.preflight import tokenizer_path
+
+if TYPE_CHECKING:
+    from telechat_moe.train.observe import Observation
+
+DOCUMENTS = 8
+"""Documents that are compared where the text has one source."""
+LEAST = 3
+"""Sequences that a domain must have."""
+ONE_SOURCE = (
+    "the text is one source with fewer than two documents of three sequences; give several with --text NAME=PATH, or "
+    "several prefixes in telechat_moe.evaluation.data_path"
+)
+SECTIONS = ("routers", "flips", "specialisation", "co-activation", "succession", "favourites")
+"""What is computed from checkpoints."""
+Say = Callable[[str], None]
+
+
+class Text(NamedTuple):
+    """A text to watch routers on.
+
+    Attributes:
+        said: What it is, for people.
+        windows: int32 ``[n, width]`` of each domain.
+    """
+
+    said: str
+    windows: dict[str, Array]
+
+
+def analyse(
+    run: Path,
+    texts: Mapping[str, Sequence[str]] | None = None,
+    *,
+    sequences: int = 96,
+    checkpoints: int = 5,
+    permutations: int = 999,
+    overrides: Sequence[str] = (),
+    say: Say = lambda text: None,
+) -> ExpertReport:
+    """Return everything about the experts of a run.
+
+    Args:
+        run: Its ``output_dir``.
+        texts: Files and folders of each domain; empty: the run's validation data.
+        sequences: Sequences of the text, all domains together.
+        checkpoints: At most so many of the run's checkpoints, the first and the last among them.
+        overrides: Settings of its recipe to replace, such as where its data are now.
+        say: Called with what is being done.
+
+    Raises:
+        BadInputError: The run has no recipe or no experts, or a file of it is damaged or of another run.
+    """
+    if not (run / "recipe.json").is_file():
+        raise BadInputError(f"{run}: no recipe.json there; give the output_dir of a run")
+    recipe = load(run / "recipe.json", overrides)
+    config = recipe.model_config
+    names = config.moe_layer_names
+    if not names:
+        raise BadInputError(f"{run}: the model of its recipe.json has no layer with experts")
+    report = ExpertReport(
+        run=str(run),
+        layers=names,
+        experts=config.n_routed_experts,
+        top_k=config.num_experts_per_tok,
+    )
+    report.load = _loads(run, recipe, report.not_judged)
+    if report.load is not None:
+        report.judge_load()
+    found = folder.list_checkpoints(run / "checkpoints")[::-1]
+    said = f"{run / 'checkpoints'} holds none; a CheckpointMonitor in callbacks saves them"
+    text = _text(recipe, texts or {}, sequences, report.not_judged) if found else None
+    if text is None:
+        said = report.not_judged.pop("text", said)
+        report.not_judged |= dict.fromkeys(SECTIONS, said)
+        return report
+    _routers(report, recipe, _spread(found, checkpoints), text, permutations, say)
+    return report
+
+
+def _loads(run: Path, recipe: Recipe, not_judged: dict[str, str]) -> LoadHistory | None:
+    """Return the loads that a run recorded."""
+    path, config = run / metrics.FILE, recipe.model_config
+    records = metrics.read(path)
+    found = [r for r in records if r["event"] == "expert_loads"]
+    if not found:
+        every = recipe.telechat_moe.moe.load_interval
+        not_judged["load"] = (
+            f"{path} has no record of it; telechat_moe.moe.load_interval is {every}, and a record is due every so many steps"
+            if every
+            else "telechat_moe.moe.load_interval is 0 in this run; a number of steps records it"
+        )
+        return None
+    steps = [r for r in records if r["event"] == "step"]
+    tokens = {r["step"]: r["tokens"] for r in steps}
+    shape, top_k = (
+        (len(config.moe_layer_names), config.n_routed_experts),
+        config.num_experts_per_tok,
+    )
+    loads = [loads_per_step(r, tokens, shape, top_k, str(path)) for r in found]
+    seconds = sum(float(r.get("seconds") or 0.0) for r in found)
+    total = sum(float(r["seconds"] or 0.0) for r in steps)
+    return LoadHistory(
+        step_N=[r["step"] for r in found],
+        load_NLE=np.stack(loads),
+        recording_share=seconds / total if total else float("nan"),
+    )
+
+
+def _spread(paths: Sequence[Path], most: int) -> list[Path]:
+    """Return at most so many of the paths, evenly spread, the last among them."""
+    places = np.linspace(len(paths) - 1, 0, min(max(most, 1), len(paths))).round().astype(int)
+    return [paths[i] for i in sorted(set(places.tolist()))]
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+def _text(
+    recipe: Recipe, given: Mapping[str, Sequence[str]], sequences: int, not_judged: dict[str, str]
+) -> Text | None:
+    """Return the text to watch routers on; None, and why, if the run's validation data are not there."""
+    options = options_of(recipe)
+    width = recipe.model_config.seq_length + options.add_extra_token_to_sequence
+    if given:
+        tokenizer = load_tokenizer(tokenizer_path(recipe))
+        each = max(LEAST, sequences // len(given))
+        windows = {
+            name: _windows(_encoded(paths, tokenizer, 4 * each * width), width, each, name)
+            for name, paths in given.items()
+        }
+        return Text("texts given with --text", windows)
+    try:
+        prefixes = valid_prefixes(recipe)
+        sources = {prefix: IndexedDataset(prefix) for prefix in prefixes}
+        if len(sources) > 1:
+            each = max(LEAST, sequences // len(sources))
+            windows = {p: _windows([s.tokens], width, each, p) for p, s in sources.items()}
+            return Text("the validation data, a domain for each of their sources", windows)
+        (prefix, source), *_ = sources.items()
+        return _documents(recipe, prefix, source, width, sequences)
+    except TelechatMoeError as error:
+        not_judged["text"] = f"the validation data cannot be read ({error}); give --text NAME=PATH"
+        return None
+
+
+def _documents(
+    recipe: Recipe, prefix: str, source: IndexedDataset, width: int, sequences: int
+) -> Text:
+    """Return the longest documents of a source as domains; the whole source if there are not two long ones."""
+    lengths = source.sequence_lengths
+    longest = np.argsort(-lengths, kind="stable")[:DOCUMENTS]
+    longest = np.sort(longest[lengths[longest] >= LEAST * width]).tolist()
+    if len(longest) < 2:
+        windows = {prefix: _windows([source.tokens], width, sequences, prefix)}
+        return Text(f"{prefix}, one source", windows)
+    path, each = tokenizer_path(recipe), max(LEAST, sequences // len(longest))
+    tokenizer = load_tokenizer(path) if path.is_file() else None
+    return Text(
+        f"{prefix}, a domain for each of its {len(longest)} longest documents",
+        {
+            _name(i, source[i], tokenizer): _windows([source[i]], width, each, prefix)
+            for i in longest
+        },
+    )
+
+
+def _name(number: int, tokens: Array, tokenizer: Tokenizer | None) -> str:
+    """Return a name for a document: its number and how it begins."""
+    begins = " ".join(tokenizer.decode(tokens[:24]).split())[:44] if tokenizer else ""
+    return f"document {number}" + (f": {begins}" if begins else "")
+
+
+def _encoded(paths: Sequence[str], tokenizer: Tokenizer, enough: int) -> list[Array]:
+    """Return the tokens of some files and folders, until there are enough."""
+    found: list[Array] = []
+    for document in open_corpus(list(paths)).documents():
+        found += tokenizer.encode_documents([document.text])
+        if sum(map(len, found)) >= enough:
+            break
+    return found
+
+
+def _windows(documents: Iterable[Array], width: int, count: int, name: str) -> Array:
+    """Cut documents, one after another, into sequences and return so many of them, evenly spread: int32 ``[n, width]``."""
+    parts = list(documents)
+    tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    there = len(tokens) // width
+    if there < 1:
+        raise BadInputError(
+            f"{name}: {len(tokens)} tokens, fewer than a sequence of {width}; give more text"
+        )
+    places = np.unique(np.linspace(0, there - 1, min(count, there)).round().astype(np.int64))
+    return tokens[: there * width].reshape(there, width)[places].astype(np.int32)
+
+
+# ---------------------------------------------------------------------------------------- routers
+
+
+def _routers(
+    report: ExpertReport,
+    recipe: Recipe,
+    paths: Sequence[Path],
+    text: Text,
+    permutations: int,
+    say: Say,
+) -> None:
+    """Watch the routers of some checkpoints on a text, and judge the last."""
+    from telechat_moe.train.observe import Observer
+
+    S, options = recipe.model_config.seq_length, options_of(recipe)
+    window_UX = np.concatenate([*text.windows.values()])
+    counts = [len(windows) for windows in text.windows.values()]
+    domain_U = np.repeat(np.arange(len(counts)), counts)
+    if window_UX.max() >= recipe.model_config.vocab_size:
+        raise BadInputError(
+            f"{text.said}: token {window_UX.max()}, but the model's vocab_size is {recipe.model_config.vocab_size}; the text "
+            "must be encoded with the model's tokenizer"
+        )
+    report.text, report.tokens = text.said, len(window_UX) * S
+    report.domains = dict(zip(text.windows, counts, strict=True))
+    rows = min(recipe.runner_config.batch_size, len(window_UX))
+    padded = window_UX[np.arange(-(-len(window_UX) // rows) * rows) % len(window_UX)]
+    batches = [collate(part, S, options) for part in padded.reshape(-1, rows, padded.shape[1])]
+    observer = Observer(recipe, rows)
+    before: Observation | None = None
+    for path in paths:
+        say(f"computing {report.tokens:,} tokens with {path.name}")
+        observer.load(path)
+        seen = observer.run(batches, report.tokens)
+        report.checkpoints.append(_state(folder.step_of(path), seen, before, report.experts))
+        before = seen
+    assert before is not None
+    if len(paths) < 2:
+        report.not_judged["flips"] = "the run has one checkpoint; flips compare two"
+    say("counting what experts have in common")
+    _judge(report, before.index_LTK, domain_U, permutations)
+    token_T = np.concatenate([b["input_ids"].reshape(-1) for b in batches])[: report.tokens]
+    _favourites(report, recipe, before.index_LTK, token_T)
+
+
+def _judge(report: ExpertReport, index_LTK: Array, domain_U: Array, permutations: int) -> None:
+    """Add specialisation and pairs of experts of the last checkpoint."""
+    E = report.experts
+    layers = list(index_LTK)
+    if report.top_k > 1:
+        report.together = [analysis.coactivation(index_TK, E) for index_TK in layers]
+    else:
+        report.not_judged["co-activation"] = "each token has one expert"
+    report.following = [
+        analysis.succession(one_TK, two_TK, E) for one_TK, two_TK in pairwise(layers)
+    ]
+    if not report.following:
+        report.not_judged["succession"] = "the model has one layer with experts"
+    if len(report.domains) < 2:
+        report.not_judged["specialisation"] = ONE_SOURCE
+        return
+    least = max(1 / analysis.arrangements(domain_U), 1 / (1 + permutations))
+    if least >= analysis.ALPHA:
+        report.not_judged["specialisation"] = (
+            f"{len(domain_U)} sequences of {len(report.domains)} domains and {permutations} permutations cannot reach a "
+            f"level of {analysis.ALPHA}; more text or permutations can"
+        )
+        return
+    counts_ULE = np.stack(
+        [analysis.chosen_counts(index_TK, len(domain_U), E) for index_TK in layers], 1
+    )
+    report.specialisation = analysis.specialisation(counts_ULE, domain_U, permutations)
+
+
+def _favourites(report: ExpertReport, recipe: Recipe, index_LTK: Array, token_T: Array) -> None:
+    """Add the tokens that each expert of the last checkpoint prefers."""
+    path = tokenizer_path(recipe)
+    if not path.is_file():
+        report.not_judged["favourites"] = f"{path} is not there to spell tokens"
+        return
+    tokenizer = load_tokenizer(path)
+    report.favourites = [
+        [
+            [Favourite(tokenizer.decode([token]), times, ratio) for token, times, ratio in tokens]
+            for tokens in analysis.favourites(token_T, index_TK, report.experts)
+        ]
+        for index_TK in index_LTK
+    ]
+
+
+def _state(
+    step: int, seen: "Observation", before: "Observation | None", experts: int
+) -> RouterState:
+    """Return what the routers of a checkpoint do, in numbers."""
+    load_LE = np.stack([np.bincount(i.ravel(), minlength=experts) for i in seen.index_LTK])
+    pairs = zip(before.index_LTK, seen.index_LTK, strict=True) if before is not None else ()
+    changes = [analysis.flips(one_TK, two_TK) for one_TK, two_TK in pairs]
+    share_LT = seen.routed_LT / (seen.routed_LT + seen.shared_LT)
+    return RouterState(
+        step=step,
+        overload=[analysis.overload(load_E) for load_E in load_LE],
+        entropy=seen.entropy_LT.mean(1).tolist(),
+        margin=_known(np.median(seen.margin_LT, 1)),
+        margin_low=_known(np.quantile(seen.margin_LT, 0.1, axis=1)),
+        routed=(seen.routed_LT / seen.residual_LT).mean(1).tolist(),
+        shared=_known((seen.shared_LT / seen.residual_LT).mean(1)),
+        routed_share=_known(share_LT.mean(1)),
+        flipped=[flipped for flipped, _ in changes] or None,
+        replaced=[replaced for _, replaced in changes] or None,
+    )
+
+
+def _known(numbers: Array) -> list[Any]:
+    """Return numbers with None for NaN."""
+    return [None if np.isnan(x) else float(x) for x in numbers]
