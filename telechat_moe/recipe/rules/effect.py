@@ -98,6 +98,19 @@ def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
     elif dispatcher == "allgather":
         found = f"a section with {OWN}sharding.dispatcher allgather, which adds up a token's experts device by device"
         yield at, found, "remove it, or dispatcher alltoall or alltoallv"
+    unproven = {
+        "parallel_config.pipeline_stage": (r.parallel_config.pipeline_stage, 1),
+        "parallel.enable_parallel_optimizer": (r.parallel.enable_parallel_optimizer, False),
+        f"{OWN}sharding.expert_tensor_parallel": (
+            r.telechat_moe.sharding.expert_tensor_parallel,
+            False,
+        ),
+        "model.model_config.moe_token_drop_policy": (m.moe_token_drop_policy or None, None),
+    }
+    for key, (value, needed) in unproven.items():
+        if value != needed:
+            found = f"a section with {key} {value}, where no run with moves was compared with one without"
+            yield at, found, f"remove it, or {key} {needed}"
 
 
 def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
