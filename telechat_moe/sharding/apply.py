@@ -28,8 +28,10 @@ from telechat_moe.sharding.cells.collective import (
 from telechat_moe.sharding.cells.dispatch import (
     AllToAllVDispatch,
     DispatchSpec,
+    ExpertSlots,
     PaddedDispatch,
     RoutedRowsDispatch,
+    slots_name,
 )
 from telechat_moe.sharding.cells.hierarchical import RoutedNodeDispatch, SortedNodeDispatch
 from telechat_moe.sharding.layouts import Rule, balance_axes
@@ -53,6 +55,7 @@ class Options:
         mask: The batch brings an attention mask.
         shared_graph: Micro-batches share one graph.
         stubs: Replace the cells of other stages by shape-only stubs; only where micro-batches share one graph.
+        movable: Experts have slots that the host may change between steps.
     """
 
     dispatcher: str
@@ -63,6 +66,7 @@ class Options:
     stubs: bool = False
     hop: str = ""
     balance_group: str = "dp"
+    movable: bool = False
 
 
 def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
@@ -296,6 +300,7 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
         mesh.sp,
         getattr(moe.dispatch, "capacity_tokens", None),
         dropped,
+        _slots(p, router) if options.movable else None,
     )
     if not routed:
         moe.dispatch = PaddedDispatch(spec)
@@ -307,8 +312,16 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     row = "Dispatch.expert_tp" if mesh.expert_tp else "Dispatch"
     if dropped is not None:
         row, dropped.name = f"{row}.capacity", name  # MindSpore has renamed it
+    if spec.slots is not None:
+        spec.slots.slot_E.name = slots_name(router.weight.name)
     p.morphed(moe.dispatch.run, row)
     p.cell(moe.dispatch, "Dispatch")
+
+
+def _slots(p: Placement, router: Router) -> ExpertSlots:
+    slots = ExpertSlots(router.num_experts)
+    p.morphed(slots.run, "ExpertSlots.expert_tp" if p.mesh.expert_tp else "ExpertSlots")
+    return slots
 
 
 def _router(p: Placement, router: Router, options: Options) -> None:

@@ -155,19 +155,6 @@ class Sharding:
 
 
 @section
-class Moe:
-    """`telechat_moe.moe`: experts during a run."""
-
-    balance_group: Literal["dp", "ep"] = field(default="dp", metadata=acts("balance", "ep"))
-    """Whose tokens `moe_router_load_balancing_type: aux_loss` counts together: those of all devices of a micro-batch (`dp`),
-    or of each expert group (`ep`; with `expert_tensor_parallel` also those of the devices between its members)."""
-
-    load_interval: Count = 50
-    """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` and
-    `telechat-moe plan simulate --expert-loads` read. 0: none."""
-
-
-@section
 class Saving:
     """How checkpoints are written. How often and how many: `callbacks[]` CheckpointMonitor."""
 
@@ -220,6 +207,45 @@ class LossGuard:
 
 
 @section
+class ExpertPlacement:
+    """`telechat_moe.moe.placement`: experts move between the devices of an expert group during training.
+
+    Every `every` steps each MoE layer gets the assignment of experts to devices that balances the mean load of the last
+    `window` steps, if what it saves until the next decision is more than the time of the moves. The numbers of a run stay
+    what they are without.
+    """
+
+    every: Positive = 50
+    """Steps between two decisions."""
+
+    window: Positive = 20
+    """Last steps whose mean load is the forecast of the next ones."""
+
+    seconds_per_pair: Above0 = 1e-6
+    """Time that a further (token, expert) pair on the busiest device adds to a step in one layer, seconds."""
+
+    bandwidth: Above0 = 1e10
+    """Bytes per second that a device sends and receives at the same time. The weights of an expert move with
+    their moments."""
+
+
+@section
+class Moe:
+    """`telechat_moe.moe`: experts during a run."""
+
+    balance_group: Literal["dp", "ep"] = field(default="dp", metadata=acts("balance", "ep"))
+    """Whose tokens `moe_router_load_balancing_type: aux_loss` counts together: those of all devices of a micro-batch (`dp`),
+    or of each expert group (`ep`; with `expert_tensor_parallel` also those of the devices between its members)."""
+
+    load_interval: Count = 50
+    """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` and
+    `telechat-moe plan simulate --expert-loads` read. 0: none."""
+
+    placement: ExpertPlacement | None = field(default=None, metadata=acts("experts"))
+    """Where experts are. None: expert `i` stays on device `i // (E / expert_parallel)` of its group."""
+
+
+@section
 class TelechatMoe:
     """`telechat_moe`: what only this package reads. MindFormers drops the section with a warning."""
 
@@ -257,7 +283,7 @@ class TelechatMoe:
     drops depend on the layout; a number that divides them makes drops the same everywhere."""
 
     moe: Moe = field(default_factory=Moe)
-    """What happens to the experts during a run."""
+    """What is done with experts during a run."""
 
     sharding: Sharding = field(default_factory=Sharding)
     """How the model is split over devices."""
