@@ -232,9 +232,12 @@ def one_process(recipe: Recipe) -> Recipe:
 
 def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
     """Return the results of the first steps, run in this process with plain operators."""
+    from telechat_moe.train.preflight import dealt_to
     from telechat_moe.train.trainer import Trainer
 
-    return record_steps(Trainer(one_process(recipe), overwrite=True, weights=hf.weights), steps)
+    trainer = Trainer(one_process(recipe), overwrite=True, weights=hf.weights)
+    trainer.loader.deal_to = dealt_to(recipe)  # the micro-batches of the layout
+    return record_steps(trainer, steps)
 
 
 class Recording(NamedTuple):
