@@ -6,7 +6,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOMS = [
-    "checkpoint", "claims", "cluster", "data_loader", "dryrun_mindformers", "exchange_overlap", "ops", "overlap", "plan_published",
+    "checkpoint", "claims", "cluster", "data_balance", "data_loader", "dryrun_mindformers", "exchange_overlap", "ops", "overlap", "plan_published",
     "plan_speed", "plan_this_machine", "train_step",
 ]  # fmt: skip
 
