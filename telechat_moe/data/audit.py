@@ -3,7 +3,8 @@
 The log of a run (:mod:`telechat_moe.data.sample_log`) is folded into the steps that count, without those that a
 resume or a rollback undid. Then the plan is recomputed from the recipe and the index files, without the loader: step k
 gets the next global batch of samples; sample g of all epochs is number ``g mod samples_per_epoch``. Every step's
-position in the plan and the checksum of its tokens are compared with it.
+position in the plan and the checksum of its tokens are compared with it. Where samples were dealt to ranks, the order of
+each step must name all of its samples once, and the checksum is that of the tokens in that order.
 
 :func:`audit_plan` is for runs that leave no such log (MindFormers): it proves the plan alone.
 """
@@ -107,6 +108,7 @@ class _Entry:
     applied: bool = True
     start: int = 0
     span: int = 0
+    order: np.ndarray | None = None
 
     @property
     def is_step(self) -> bool:
@@ -189,6 +191,11 @@ class _Timeline:
         self._place(f"step {step} (line {line})", first)
         entry = _Entry(first, first + count, step, str(said["content"]), bool(said["applied"]))
         entry.start, entry.span = len(self.audit.starts) - 1, self.span
+        if "order" in said:
+            entry.order = _order(said["order"], count)
+            if entry.order is None:
+                text = f"step {step}: its order does not name each of its {count} samples once"
+                self.problems.append(text)
         self.entries.append(entry)
 
     def _place(self, what: str, first: int) -> None:
@@ -210,6 +217,15 @@ class _Timeline:
     def steps(self) -> list[_Entry]:
         """Return the steps that count."""
         return [e for e in self.entries if e.is_step]
+
+
+def _order(said: Any, count: int) -> np.ndarray | None:
+    """Return the order in which a step read its samples; None: not each of them once."""
+    try:
+        order = np.asarray(said, np.int64).ravel()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return order if np.array_equal(np.sort(order), np.arange(count)) else None
 
 
 def audit(
@@ -347,7 +363,8 @@ def _compare_contents(
 ) -> None:
     size = found.samples_per_epoch
     for number, entry in enumerate(steps, 1):
-        places = np.arange(entry.first, entry.end) % size
+        order = np.arange(entry.end - entry.first) if entry.order is None else entry.order
+        places = (entry.first + order) % size
         if content([dataset.batch(places)["input_ids"]]) != entry.content:
             found.problems.append(
                 f"step {entry.step}: its token ids are not those of samples {entry.first} to {entry.end - 1}"

@@ -70,6 +70,17 @@ class BlendedDataset:
                 result[name][rows] = array
         return result
 
+    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        check_range(wanted, len(self))
+        chosen, within = self.chosen[wanted], self.within[wanted]
+        pairs_B = np.empty(len(wanted), np.int64)
+        for which in np.unique(chosen).tolist():
+            rows = chosen == which
+            pairs_B[rows] = self.datasets[which].visible_pairs(within[rows])
+        return pairs_B
+
     def fingerprint(self) -> str:
         """Return a hash of the datasets, their weights and the size."""
         return hash_settings(

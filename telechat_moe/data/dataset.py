@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from telechat_moe.data.balance import visible_pairs
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import build_indices
 from telechat_moe.data.sample import Batch, SampleOptions, collate
@@ -36,6 +37,10 @@ class Dataset(Protocol):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the samples stacked along a first axis B."""
+        ...
+
+    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
         ...
 
     def fingerprint(self) -> str:
@@ -120,6 +125,10 @@ class GptDataset:
             BadInputError: If a token is outside the vocabulary.
         """
         return collate(self.windows(indices), self.seq_length, self.options)
+
+    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
+        return visible_pairs(self.windows(indices)[:, : self.seq_length], self.options.eod)
 
     def windows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the bare tokens of samples, int32 ``[B, S + 1]`` (``[B, S]`` without the extra)."""

@@ -9,7 +9,8 @@
     loader.load_state(state)
 
 The order is that of MindFormers: samples 0, 1, 2, ... of the dataset (which is shuffled already),
-and the same order in every further epoch.
+and the same order in every further epoch. With ``deal_to`` the samples of a step are dealt to ranks and
+micro-batches by their attention; which step they belong to stays.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.data.balance import deal
 from telechat_moe.data.dataset import Dataset
 from telechat_moe.data.sample import Batch
 from telechat_moe.errors import BadInputError, UsageError
@@ -41,10 +43,15 @@ class Loader(AbstractContextManager["Loader"]):
         prefetch: Batches prepared ahead by a thread.
         epochs: Passes over the samples; None never ends.
         epoch_samples: Samples of a pass; the whole dataset if None. Rounded down to whole batches.
+        deal_to: Data-parallel ranks and micro-batches of a step, to which its samples are dealt (see ``balance``); a
+            batch is a micro-batch of all ranks, rank by rank. None: in the order of the dataset.
 
     Attributes:
         samples_per_epoch: Samples served in a pass.
         next_sample: First sample of the next batch, counted over all epochs.
+        deal_to: As given.
+        order: How the samples of the last step were dealt, ``[micro-batches, ranks, samples]``, counted from the
+            step's first; None without ``deal_to``.
 
     Raises:
         BadInputError: If the samples do not fill one batch.
@@ -58,6 +65,7 @@ class Loader(AbstractContextManager["Loader"]):
         *,
         epochs: int | None = 1,
         epoch_samples: int | None = None,
+        deal_to: tuple[int, int] | None = None,
     ) -> None:
         if batch_size < 1 or prefetch < 0:
             raise UsageError(
@@ -70,11 +78,19 @@ class Loader(AbstractContextManager["Loader"]):
             raise BadInputError(
                 f"{available} samples do not fill one batch of {batch_size}; lower the batch size or add text"
             )
-        self.next_sample = 0
+        self.next_sample = self._first = 0
+        self.order: np.ndarray | None = None
+        self.deal_to = deal_to
+        self._dealt: tuple[int, np.ndarray] | None = None  # a step's first sample, and its order
         self._end = math.inf if epochs is None else self.samples_per_epoch * epochs
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[Future[tuple[Batch, np.ndarray | None]]] = deque()
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that are dealt together, those of a step; of a batch where none are dealt."""
+        return self.batch_size * (self.deal_to[1] if self.deal_to else 1)
 
     def __iter__(self) -> Iterator[Batch]:
         """Return the loader itself: iteration continues where it stopped."""
@@ -86,21 +102,36 @@ class Loader(AbstractContextManager["Loader"]):
             self._thread = ThreadPoolExecutor(1, "telechat-moe-data")
         while len(self._ahead) <= self._prefetch:
             start = self.next_sample + len(self._ahead) * self.batch_size
-            if start + self.batch_size > self._end:
+            step = start - (start - self._first) % self.step_samples
+            if step + self.step_samples > self._end:
                 break
-            rows = np.arange(start, start + self.batch_size) % self.samples_per_epoch
-            self._ahead.append(self._thread.submit(self.dataset.batch, rows))
+            self._ahead.append(self._thread.submit(self._prepare, step, start))
         if not self._ahead:
             self.close()
             raise StopIteration
         try:
-            batch = self._ahead[0].result()
+            batch, self.order = self._ahead[0].result()
         except BaseException:
             self.close()
             raise
         self._ahead.popleft()
         self.next_sample += self.batch_size
         return batch
+
+    def _prepare(self, step: int, start: int) -> tuple[Batch, np.ndarray | None]:
+        """Return the batch of the samples from ``start`` on, of the step that begins at ``step``, and the step's order."""
+        if self.deal_to is None:
+            rows = np.arange(start, start + self.batch_size)
+            return self.dataset.batch(rows % self.samples_per_epoch), None
+        if self._dealt is None or self._dealt[0] != step:
+            # By batches, which bounds the memory for long sequences.
+            rows = np.arange(step, step + self.step_samples) % self.samples_per_epoch
+            parts = np.split(rows, self.deal_to[1])
+            pairs = np.concatenate([self.dataset.visible_pairs(part) for part in parts])
+            self._dealt = step, deal(pairs, *self.deal_to)
+        order = self._dealt[1]
+        rows = step + order[(start - step) // self.batch_size].ravel()
+        return self.dataset.batch(rows % self.samples_per_epoch), order
 
     def close(self) -> None:
         """End the thread. The loader stays usable: it starts a new thread where it stopped."""
@@ -114,18 +145,26 @@ class Loader(AbstractContextManager["Loader"]):
         self.close()
 
     def seek(self, sample: int) -> None:
-        """Continue at a sample, counted over all epochs."""
+        """Continue at a sample, counted over all epochs; where samples are dealt, a step begins there."""
         if sample < 0:
             raise UsageError(f"cannot start at sample {sample}")
         self.close()
-        self.next_sample = sample
+        self.next_sample = self._first = sample
 
     def state(self) -> dict[str, Any]:
         """Return the position of the loader, as JSON values.
 
         Batches prepared ahead but not yet taken do not count. The state does not depend on the batch size: it can be
         loaded with another one.
+
+        Raises:
+            UsageError: Samples are dealt, and some of a step are not served yet.
         """
+        if (self.next_sample - self._first) % self.step_samples:
+            raise UsageError(
+                f"{self.next_sample - self._first} samples are no whole steps of {self.step_samples} samples, which are "
+                "dealt together; take the state after a step"
+            )
         return {
             "version": STATE_VERSION,
             "next_sample": self.next_sample,

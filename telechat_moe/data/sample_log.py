@@ -8,7 +8,8 @@ Lines by ``event``:
     the data are others than that checkpoint's and begin anew; ``continues``: that checkpoint, if it is another run's.
 ``step``
     A step is done: ``step``, ``first`` and ``count`` (samples, counted through all epochs), ``content`` (BLAKE2b of
-    their token ids in this order, 64 bits), ``applied`` (false: the update was left out).
+    their token ids in the order in which they were read, 64 bits), ``applied`` (false: the update was left out),
+    ``order`` (where samples were dealt: for each micro-batch and data-parallel rank its samples, counted from ``first``).
 ``rollback``
     The run went back: ``to_step``, ``from_step``, ``left_out`` (first sample and the one after the last), and why.
 

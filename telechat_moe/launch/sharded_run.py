@@ -234,10 +234,12 @@ def one_process(recipe: Recipe) -> Recipe:
 def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
     """Return the results of the first steps, run in this process with plain operators."""
     from telechat_moe.model.balance import set_groups
+    from telechat_moe.train.preflight import dealt_to
     from telechat_moe.train.trainer import Trainer
 
     trainer = Trainer(one_process(recipe), overwrite=True, weights=hf.weights)
     set_groups(trainer.engine.model, balance_groups(recipe))
+    trainer.loader.deal_to = dealt_to(recipe)  # the micro-batches of the layout
     return record_steps(trainer, steps)
 
 

@@ -218,7 +218,7 @@ class Loop:
         result = self.compute_step()
         step, output = self.progress.step, result.output
         ids, count = (batch[0] for batch in result.batches), self.loader.next_sample - first
-        self.monitor.samples(step, first, count, ids, result.applied)
+        self.monitor.samples(step, first, count, ids, result.applied, self.loader.order)
         lm, mtp, aux = result.losses
         self.losses.append(lm)
         self.step_seconds.append(result.seconds)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -197,7 +198,13 @@ class Monitor:
         self._samples.write("start", values)
 
     def samples(
-        self, step: int, first: int, count: int, input_ids: Iterable[Any], applied: bool
+        self,
+        step: int,
+        first: int,
+        count: int,
+        input_ids: Iterable[Any],
+        applied: bool,
+        order: np.ndarray | None = None,
     ) -> None:
         """Record which samples a step saw.
 
@@ -205,10 +212,13 @@ class Monitor:
             first: First sample, counted through all epochs.
             input_ids: Their token ids, micro-batch by micro-batch.
             applied: Whether the weights were updated.
+            order: How they were dealt (``Loader.order``); None: in their own order.
         """
         if self._samples is not None:
             content = sample_log.content(ids.asnumpy() for ids in input_ids)
             values = {"first": first, "count": count, "content": content, "applied": applied}
+            if order is not None:
+                values["order"] = order.tolist()
             self._samples.write("step", {"step": step, **values})
 
     def sync(self) -> None:

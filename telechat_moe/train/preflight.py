@@ -18,7 +18,7 @@ from telechat_moe.data.build import MANIFEST
 from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.recipe import Problem, Recipe, RecipeError
 from telechat_moe.recipe.data_path import parse_data_path
-from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 
 T = TypeVar("T")
@@ -246,7 +246,15 @@ def open_loader(recipe: Recipe) -> Loader:
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
     epoch = recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch
     rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
-    return Loader(open_recipe(recipe), rows, epochs=None, epoch_samples=epoch)
+    data, deal_to = open_recipe(recipe), dealt_to(recipe)
+    return Loader(data, rows, epochs=None, epoch_samples=epoch, deal_to=deal_to)
+
+
+def dealt_to(recipe: Recipe) -> tuple[int, int] | None:
+    """Return the data-parallel ranks and micro-batches to which the samples of a step are dealt; None: they are not."""
+    if not recipe.telechat_moe.balance_attention:
+        return None
+    return mesh_of(recipe).dp, micro_batches(recipe)
 
 
 def tokenizer_path(recipe: Recipe) -> Path:

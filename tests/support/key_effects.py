@@ -22,7 +22,6 @@ from mindspore import Parameter, Tensor, communication, ops
 from mindspore.train.mind_ir_pb2 import ModelProto
 
 from telechat_moe.cli.data import _settings
-from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.interop.mindformers_config import check_decay
 from telechat_moe.model import initialize
@@ -30,7 +29,15 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.speed_up import switches
 from telechat_moe.sharding import recipe as sharded
 from telechat_moe.tools.plan.schedules.ranks import rank_orders
-from telechat_moe.train import checkpoints, expert_moves, guard, rank_graph, sample, schedule
+from telechat_moe.train import (
+    checkpoints,
+    expert_moves,
+    guard,
+    preflight,
+    rank_graph,
+    sample,
+    schedule,
+)
 from telechat_moe.train.engine import OneProcess
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
@@ -137,11 +144,8 @@ def run(recipe: Recipe) -> list[Any]:
     said: list[Any] = []
     FakeSaver.said = said
     engine: Any = Recorder(recipe, said)
-    mesh = sharded.mesh_of(recipe)
-    epoch = recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch
-    rows = recipe.runner_config.batch_size * mesh.dp
     try:
-        with Loader(open_recipe(recipe), rows, epochs=None, epoch_samples=epoch) as loader:
+        with preflight.open_loader(recipe) as loader:
             kept = checkpoints.RunCheckpoints(
                 recipe, engine, loader, guard.of_recipe(recipe), Ranks()
             )

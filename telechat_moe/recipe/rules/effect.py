@@ -170,6 +170,25 @@ def per_token_loss(r: Recipe, compiled: bool) -> Iterator[Broken]:
         )
 
 
+def dealt_samples(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Samples cost unequally where attention stays within documents; a rank must take several for a choice of them."""
+    at, config = f"{OWN}balance_attention", r.train_dataset.data_loader.config
+    if not r.telechat_moe.balance_attention or config is None:
+        return
+    p = r.parallel_config
+    ranks = p.data_parallel if r.use_parallel else 1
+    if not config.reset_attention_mask:
+        found = "True with attention across documents, which costs all samples the same"
+        expected = "remove it, or train_dataset.data_loader.config.reset_attention_mask True"
+        yield at, found, expected
+    elif ranks == 1 and p.pipeline_stage == 1:
+        found = "True with one data-parallel rank and no pipeline, where nobody waits"
+        yield at, found, "remove it, or parallel_config.data_parallel > 1"
+    elif r.global_batch == ranks:
+        found = "True with one sample a step for each rank, where there is no choice"
+        yield at, found, "remove it, or more micro-batches, or runner_config.batch_size > 1"
+
+
 def evaluation_batches(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Without an interval nothing is evaluated; an interval of 0 that is written turns the section off."""
     written = r.given.get("telechat_moe", {}).get("evaluation", {})

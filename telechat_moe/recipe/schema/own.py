@@ -265,6 +265,10 @@ class TelechatMoe:
     """Data of a run that resumes. `same`: they go on where the checkpoint stopped; other data are refused. `new`: data
     other than the checkpoint's begin at their first sample, while step, moments and learning rate go on."""
 
+    balance_attention: bool = field(default=False, metadata=acts("dealt"))
+    """Deal the samples of each global batch to data-parallel ranks and micro-batches so that attention within documents
+    (`reset_attention_mask`) costs all ranks the same. False: in the order of the data, as MindFormers."""
+
     max_skipped_steps: Count = field(default=10, metadata=acts("", 0, 1))
     """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
     first."""

@@ -88,7 +88,7 @@ def simulate(program: Program, times: Times) -> Result:
             f"program {program.name} has {program.chunks} chunks, its times {len(times.forward)}"
         )
     lasting = [d.tolist() for d in durations(program, times)]
-    start, end = _longest_paths(program, lasting, float(times.comm))
+    start, end = longest_paths(program, lasting, float(times.comm))
     makespan = max((e[-1] for e in end if len(e)), default=0.0)
     busy = np.array([sum(d) for d in lasting])
     idle = 1.0 - busy / makespan if makespan else np.zeros(program.stages)
@@ -130,9 +130,18 @@ def makes(op: Op) -> list[Key]:
     return [("F" if k is Kind.F else "D", c, m) for k, c, m in op.parts() if k is not Kind.W]
 
 
-def _longest_paths(
+def longest_paths(
     program: Program, lasting: list[list[float]], comm: float
 ) -> tuple[list[list[float]], list[list[float]]]:
+    """Return start and end of each operation of each stage.
+
+    Args:
+        lasting: How long each operation takes, which may differ from micro-batch to micro-batch.
+        comm: See `Times.comm`.
+
+    Raises:
+        BadInputError: The program cannot finish.
+    """
     done: dict[Key, tuple[float, int]] = {}  # when, and on which stage
     waiting: dict[Key, list[int]] = {}
     clock = [0.0] * program.stages
