@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from telechat_moe.recipe import speed_up as switches
 from telechat_moe.recipe.check import section_keys
-from telechat_moe.recipe.experts import HOPS, NODE_DEVICES, hop_between_nodes
+from telechat_moe.recipe.experts import HOPS, NODE_DEVICES, drops, hop_between_nodes
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 
@@ -105,7 +105,10 @@ def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
             r.telechat_moe.sharding.expert_tensor_parallel,
             False,
         ),
-        "model.model_config.moe_token_drop_policy": (m.moe_token_drop_policy or None, None),
+        "model.model_config.moe_expert_capacity_factor": (
+            m.moe_expert_capacity_factor if drops(m) else None,
+            None,
+        ),
     }
     for key, (value, needed) in unproven.items():
         if value != needed:
