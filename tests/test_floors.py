@@ -23,6 +23,7 @@ FLOORS = (
     ("model",),
     ("sharding",),
     ("graph", "data"),
+    ("moe",),
     ("checkpoint",),
     ("train",),
     ("interop",),
@@ -31,7 +32,7 @@ FLOORS = (
     ("cli", "run"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIGHT = ("recipe", "data", "tools.align", "tools.plan", "cli")
+LIGHT = ("recipe", "data", "moe", "tools.align", "tools.plan", "cli")
 LONELY = {"Plan", "Part", "Node", "Case"}
 """Names that say nothing alone."""
 ONCE = {"Layout", "Device"}
