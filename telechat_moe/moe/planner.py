@@ -9,9 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BadInputError
-from . import assign
+from .assign import Array, Integers, device_loads, greedy, lower_bound, match
 from .forecast import check_loads, forecast
 from .placement import Placement, settle
+from .refine import EXACT, Groups
+
+TOLERANCE = 0.005
+"""A busiest device within this share of the lower bound is left as it is."""
+
+SHUFFLES = 4
+"""Rounds of shuffles that all layers together may take, for each layer."""
+
+PATIENCE = 4
+"""Rounds of shuffles without success after which a layer is left alone."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,10 @@ class Proposal:
     """
 
     placement: Placement
-    before: NDArray[np.float64]
-    after: NDArray[np.float64]
-    gain_s: NDArray[np.float64]
-    cost_s: NDArray[np.float64]
+    before: Array
+    after: Array
+    gain_s: Array
+    cost_s: Array
 
 
 def plan(loads_NLE: NDArray[np.number], current: Placement, rule: MoveRule) -> Proposal:
@@ -84,28 +94,121 @@ def plan(loads_NLE: NDArray[np.number], current: Placement, rule: MoveRule) -> P
             f"{current.slots.shape[0]} and {current.slots.shape[1]}"
         )
     load_LE, devices = forecast(loads_NLE), current.devices
-    before_L = assign.device_loads(load_LE, current.owners, devices).max(axis=1)
-    device_LE = assign.greedy(load_LE, devices)
-    after_L = assign.device_loads(load_LE, device_LE, devices).max(axis=1)
+    home_LE = current.owners.astype(np.int64)
+    owner_LE = choose(load_LE, home_LE, devices, rule)
+    before_L = device_loads(load_LE, home_LE, devices).max(axis=1)
+    after_L = device_loads(load_LE, owner_LE, devices).max(axis=1)
     gain_s_L = (before_L - after_L) * rule.seconds_per_pair * rule.steps
-    cost_s_L = move_seconds(current.owners, device_LE, devices, rule)
-    pays_L = gain_s_L > cost_s_L
-    device_LE = np.where(pays_L[:, None], device_LE, current.owners)
-    return Proposal(
-        settle(device_LE, current),
-        before_L,
-        np.where(pays_L, after_L, before_L),
-        np.where(pays_L, gain_s_L, 0.0),
-        np.where(pays_L, cost_s_L, 0.0),
-    )
+    cost_s_L = arrivals(owner_LE, home_LE, devices) * rule.expert_bytes / rule.bandwidth
+    return Proposal(settle(owner_LE, current), before_L, after_L, gain_s_L, cost_s_L)
 
 
-def move_seconds(
-    old_LE: NDArray[np.integer], new_LE: NDArray[np.integer], devices: int, rule: MoveRule
-) -> NDArray[np.float64]:
-    """Return the seconds that the moves of each layer take, `[L]`: as many experts as arrive at the busiest device.
+def choose(
+    load_LE: Array,
+    home_LE: Integers,
+    devices: int,
+    rule: MoveRule,
+    goal_L: Array | None = None,
+) -> NDArray[np.int64]:
+    """Return the device of each expert, `[L, E]`, for which least time is lost to imbalance and to moves, as far as found.
 
-    As many experts leave a device as arrive, and links carry both directions at once.
+    Swaps go from the present devices towards balance, and the best assignment on this way counts. Where they end too early, so
+    does an assignment from nothing, its groups matched to the devices that hold most of them. What then is still above its
+    goal is improved by shuffles of a few devices.
+
+    Args:
+        load_LE: Expected load of each expert.
+        home_LE: The device that each expert is on.
+        devices: D.
+        rule: What balance is worth and what a move costs.
+        goal_L: Load of the busiest device at which a layer is balanced. None: within `TOLERANCE` of the lower bound, and
+            no more than by the greedy assignment.
     """
-    arriving = assign.device_loads((old_LE != new_LE).astype(float), new_LE, devices)
-    return arriving.max(axis=1) * rule.expert_bytes / rule.bandwidth
+    best = _Best(load_LE, home_LE, devices, rule)
+    bound_L = lower_bound(load_LE, devices)
+    rows_A = best.promising(bound_L)
+    greedy_AE = greedy(load_LE[rows_A], devices)
+    if goal_L is None:
+        goal_L = bound_L * (1 + TOLERANCE)
+        greedy_A = device_loads(load_LE[rows_A], greedy_AE, devices).max(axis=1)
+        goal_L[rows_A] = np.minimum(goal_L[rows_A], greedy_A)
+    near, left_A = Groups(load_LE, home_LE, devices), rows_A
+    while len(left_A := near.swap(left_A, goal_L)):
+        best.offer(left_A, near.owners(left_A))
+    stuck_A = near.busiest_L[rows_A] > goal_L[rows_A]
+    rows_A = rows_A[stuck_A]
+    afresh = Groups(load_LE[rows_A], greedy_AE[stuck_A], devices)
+    afresh.descend(goal_L[rows_A])
+    near_AE = near.owners(rows_A)
+    afresh_AE = match(afresh.owners(), home_LE[rows_A], devices)
+    lost_A = best.offer(rows_A, afresh_AE)
+    owner_AE = np.where((lost_A < best.lost(rows_A, near_AE))[:, None], afresh_AE, near_AE)
+    _shuffle(best, rows_A, owner_AE, bound_L, goal_L)
+    return best.owner_LE
+
+
+def _shuffle(
+    best: "_Best",
+    rows_A: NDArray[np.int64],
+    owner_AE: NDArray[np.int64],
+    bound_L: Array,
+    goal_L: Array,
+) -> None:
+    """Improve assignments that swaps cannot by shuffles of three and four devices, within the budget of `SHUFFLES`."""
+    able_A = best.within_reach(rows_A, owner_AE, bound_L)
+    rows_A, owner_AE = rows_A[able_A], owner_AE[able_A]
+    groups = Groups(best.load_LE[rows_A], owner_AE, best.devices)
+    random, budget = np.random.default_rng(0), SHUFFLES * len(best.load_LE)
+    failed_A, rounds = np.zeros(len(rows_A), np.int64), 0
+    while budget > 0:
+        left = np.flatnonzero((groups.busiest_L > goal_L[rows_A]) & (failed_A < PATIENCE))[:budget]
+        if not len(left):
+            return
+        better = groups.shuffle(left, min(best.devices, 3 + rounds % 2), random)
+        failed_A[left] = np.where(better, 0, failed_A[left] + 1)
+        at = left[better]
+        best.offer(rows_A[at], match(groups.owners(at), best.home_LE[rows_A[at]], best.devices))
+        budget, rounds = budget - len(left), rounds + 1
+
+
+class _Best:
+    """The best assignment of each layer so far, by the seconds lost until the next decision."""
+
+    def __init__(self, load_LE: Array, home_LE: Integers, devices: int, rule: MoveRule) -> None:
+        self.load_LE, self.home_LE, self.devices = load_LE, home_LE, devices
+        self._pair_s = rule.seconds_per_pair * rule.steps
+        self._arrival_s = rule.expert_bytes / rule.bandwidth
+        self.owner_LE = home_LE.astype(np.int64)
+        self._lost_L = device_loads(load_LE, home_LE, devices).max(axis=1) * self._pair_s
+
+    def lost(self, rows_A: Integers, owner_AE: Integers) -> Array:
+        """Return the seconds lost to the busiest device and to the moves in these layers, `[A]`."""
+        top_A = device_loads(self.load_LE[rows_A], owner_AE, self.devices).max(axis=1)
+        arrivals_A = arrivals(owner_AE, self.home_LE[rows_A], self.devices)
+        return top_A * self._pair_s + arrivals_A * self._arrival_s
+
+    def offer(self, rows_A: Integers, owner_AE: Integers) -> Array:
+        """Take those assignments of these layers that are better than what there is; return what each loses."""
+        lost_A = self.lost(rows_A, owner_AE)
+        better_A = lost_A < self._lost_L[rows_A] * (1 - EXACT)
+        self.owner_LE[rows_A[better_A]] = owner_AE[better_A]
+        self._lost_L[rows_A[better_A]] = lost_A[better_A]
+        return lost_A
+
+    def promising(self, bound_L: Array) -> NDArray[np.int64]:
+        """Return the layers for which perfect balance after one arrival would be better than what there is."""
+        least_L = bound_L * self._pair_s + self._arrival_s
+        return np.flatnonzero(least_L < self._lost_L * (1 - EXACT))
+
+    def within_reach(
+        self, rows_A: Integers, owner_AE: Integers, bound_L: Array
+    ) -> NDArray[np.bool_]:
+        """Return where perfect balance with the arrivals of these assignments would be better than what there is."""
+        arrivals_A = arrivals(owner_AE, self.home_LE[rows_A], self.devices)
+        least_A = bound_L[rows_A] * self._pair_s + arrivals_A * self._arrival_s
+        return least_A < self._lost_L[rows_A] * (1 - EXACT)
+
+
+def arrivals(owner_LE: Integers, home_LE: Integers, devices: int) -> Array:
+    """Return how many experts arrive at the device where most do, `[L]`; as many leave each device as arrive there."""
+    return device_loads((owner_LE != home_LE).astype(np.float64), owner_LE, devices).max(axis=1)
