@@ -64,7 +64,7 @@ def match(owner_LE: Integers, home_LE: Integers, devices: int) -> NDArray[np.int
     named_LE = np.empty(owner_LE.shape, np.int64)
     for layer, (owner_E, home_E) in enumerate(zip(owner_LE, home_LE, strict=True)):
         pair = np.bincount(owner_E * devices + home_E, minlength=devices * devices)
-        name_D = optimize.linear_sum_assignment(pair.reshape(devices, devices), maximize=True)[1]
+        name_D = optimize.linear_sum_assignment(pair.reshape(devices, devices), maximize=True)[1]  # pyright: ignore
         named_LE[layer] = name_D[owner_E]
     return named_LE
 

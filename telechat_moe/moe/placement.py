@@ -126,11 +126,12 @@ def settle(device_LE: NDArray[np.integer], current: Placement) -> Placement:
     here_LE = current.owners
     for layer in np.flatnonzero((device_LE != here_LE).any(axis=1)):
         count_D = np.bincount(device_LE[layer], minlength=current.devices)
-        if len(count_D) > current.devices or count_D.max() > current.capacity:
-            d = int(count_D.argmax())
+        room_D = np.where(np.arange(len(count_D)) < current.devices, current.capacity, 0)
+        over = np.flatnonzero(count_D > room_D)
+        if len(over):
             raise BadInputError(
-                f"placement: MoE layer {layer}: device {d} would hold {count_D[d]} experts, and {current.devices} devices "
-                f"have room for {current.capacity} each"
+                f"placement: MoE layer {layer}: device {over[0]} would hold {count_D[over[0]]} experts; there are "
+                f"{current.devices} devices with room for {current.capacity} each"
             )
         going = np.flatnonzero(device_LE[layer] != here_LE[layer])
         free = np.sort(current.slots[layer, going])  # ascending, so grouped by device

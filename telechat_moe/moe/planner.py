@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BadInputError
-from .assign import Array, Integers, device_loads, greedy, lower_bound, match
+from .assign import (
+    Array,
+    Integers,
+    copies,
+    copy_loads,
+    device_loads,
+    greedy,
+    lower_bound,
+    match,
+)
 from .forecast import check_loads, forecast
 from .placement import Placement, settle
 from .refine import EXACT, Groups
@@ -145,6 +154,20 @@ def choose(
     owner_AE = np.where((lost_A < best.lost(rows_A, near_AE))[:, None], afresh_AE, near_AE)
     _shuffle(best, rows_A, owner_AE, bound_L, goal_L)
     return best.owner_LE
+
+
+def copied(
+    load_LE: Array, devices: int, spare: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
+    """Return the expert and the device of `E + spare x D` copies of experts, `[L, S]` each, and the busiest device's load, `[L]`.
+
+    Hot experts have several copies, which share their load evenly.
+    """
+    expert_LS = copies(load_LE, devices, spare)
+    load_LS = copy_loads(load_LE, expert_LS)
+    rule = MoveRule(seconds_per_pair=1.0, steps=1, expert_bytes=0.0, bandwidth=float("inf"))
+    owner_LS = choose(load_LS, greedy(load_LS, devices), devices, rule)
+    return expert_LS, owner_LS, device_loads(load_LS, owner_LS, devices).max(axis=1)
 
 
 def _shuffle(
