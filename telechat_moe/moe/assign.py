@@ -3,11 +3,13 @@
 Shapes: L MoE layers, E experts, D devices, C = E / D experts of a device.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Integers = NDArray[np.integer]
+Integers = NDArray[np.integer[Any]]
 
 
 def greedy(load_LE: Array, devices: int) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ Shapes: N steps, L MoE layers, E experts. A load is the number of (token, expert
 """
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 from ..errors import BadInputError
 
 
-def check_loads(loads_NLE: NDArray[np.number], pairs: int | None = None) -> NDArray[np.float64]:
+def check_loads(
+    loads_NLE: NDArray[np.number[Any]], pairs: int | None = None
+) -> NDArray[np.float64]:
     """Return the loads as float64.
 
     Args:
@@ -55,7 +58,7 @@ class LoadWindow:
         self._pairs = pairs
         self._steps: deque[NDArray[np.float64]] = deque(maxlen=steps)
 
-    def add(self, loads_LE: NDArray[np.number]) -> None:
+    def add(self, loads_LE: NDArray[np.number[Any]]) -> None:
         """Add the loads of one step, `[L, E]`; the oldest leaves a full window.
 
         Raises:

@@ -4,7 +4,7 @@ Shapes: L MoE layers, E experts, D devices. A device has E / D slots, numbered t
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class Placement:
         return np.argsort(self.slots, axis=1).astype(np.int32)
 
 
-def _check_permutation(layer: int, slot_E: NDArray[np.integer]) -> None:
+def _check_permutation(layer: int, slot_E: NDArray[np.integer[Any]]) -> None:
     """Raise BadInputError unless a row of the map names each slot once."""
     experts = len(slot_E)
     outside = np.flatnonzero((slot_E < 0) | (slot_E >= experts))
@@ -114,7 +114,7 @@ def moves(old: Placement, new: Placement) -> list[Move]:
     return found
 
 
-def settle(device_LE: NDArray[np.integer], current: Placement) -> Placement:
+def settle(device_LE: NDArray[np.integer[Any]], current: Placement) -> Placement:
     """Return the map that has each expert on the given device and keeps the slot of every expert that stays.
 
     Experts that arrive take the free slots of their device in ascending order.

@@ -4,6 +4,7 @@ Shapes: N steps, L MoE layers, E experts, D devices.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +84,7 @@ class Proposal:
     cost_s: Array
 
 
-def plan(loads_NLE: NDArray[np.number], current: Placement, rule: MoveRule) -> Proposal:
+def plan(loads_NLE: NDArray[np.number[Any]], current: Placement, rule: MoveRule) -> Proposal:
     """Return where experts should be for the next steps, given the loads of the last ones.
 
     A layer moves only where the gain is more than the cost, and an expert that stays on its device keeps its slot.

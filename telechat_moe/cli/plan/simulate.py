@@ -7,10 +7,13 @@ from typing import Any
 from telechat_moe.cli.arguments import add_documents
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
+from telechat_moe.errors import UsageError
 
 NOTES = """\
 The cost model gives the time of each chunk, the recipe's schedule is simulated event by event. Times are predictions:
 see docs/plan_accuracy.md for how far they are from published measurements.
+--expert-loads plans each placement from the four records before the one that judges it, and counts the moves that repay
+their time until the next record (docs/experts.md).
 """
 
 
@@ -42,6 +45,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="deviation of devices' speed, which lasts, as 0.01",
     )
+    add(
+        "--expert-loads",
+        metavar="FILE",
+        help="a run's metrics.jsonl: the step with its loads, as they are and with experts moved where it pays",
+    )
+    add(
+        "--expert-copies",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --expert-loads: also with N slots of each device for copies of hot experts",
+    )
     add("--html", metavar="FILE", help="write the timeline as a page")
     add("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
 
@@ -71,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
         varied = jitter.vary(step, args.jitter, args.spread)
         figures["varied"] = asdict(varied) | {"step_s": varied.step_s}
+    loads: Any = _loads(args, step, figures)
     code = 0 if figures["fits"] else 1
     if write_json(args.json, figures):
         return code
@@ -80,12 +96,27 @@ def run(args: argparse.Namespace) -> int:
         print(varied.told())
     if packed:
         print(packed.told(args.documents))
-    for table in report.tables(step):
+    for table in report.tables(step) + loads:
         print(f"\n{table.title}\n")
         show_table(table.headers, table.rows)
     if code:
         print("\na stage does not fit: recompute more, or spread it over more devices")
     return code
+
+
+def _loads(args: argparse.Namespace, step: Any, figures: dict[str, Any]) -> list[Any]:
+    """Return the table of --expert-loads, if it is given, and add it to the figures."""
+    if args.expert_copies < 0 or (args.expert_copies and not args.expert_loads):
+        raise UsageError(
+            f"--expert-copies {args.expert_copies}: expected 1 or more, with --expert-loads"
+        )
+    if not args.expert_loads:
+        return []
+    from telechat_moe.tools.plan.report import expert_loads
+
+    found = expert_loads.judge(step, args.expert_loads, args.expert_copies)
+    figures["expert_loads"] = expert_loads.data(found)
+    return [expert_loads.table(found)]
 
 
 VERB = Verb(
