@@ -6,8 +6,8 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOMS = [
-    "checkpoint", "claims", "cluster", "data_loader", "dryrun_mindformers", "exchange_overlap", "ops", "overlap", "plan_published",
-    "plan_speed", "plan_this_machine", "train_step",
+    "checkpoint", "claims", "cluster", "data_loader", "dryrun_mindformers", "exchange_overlap", "ops", "overlap", "placement",
+    "plan_published", "plan_speed", "plan_this_machine", "train_step",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BadInputError
+from telechat_moe.errors import BadInputError
 
 
 def check_loads(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BadInputError
-from .assign import (
+from telechat_moe.errors import BadInputError
+from telechat_moe.moe.assign import (
     Array,
     Integers,
     copies,
@@ -20,9 +20,9 @@ from .assign import (
     lower_bound,
     match,
 )
-from .forecast import check_loads, forecast
-from .placement import Placement, settle
-from .refine import EXACT, Groups
+from telechat_moe.moe.forecast import check_loads, forecast
+from telechat_moe.moe.placement import Placement, settle
+from telechat_moe.moe.refine import EXACT, Groups
 
 TOLERANCE = 0.005
 """A busiest device within this share of the lower bound is left as it is."""

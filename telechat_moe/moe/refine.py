@@ -6,7 +6,7 @@ Shapes: L MoE layers, E experts, D devices, C = E / D experts of a device; A lay
 import numpy as np
 from numpy.typing import NDArray
 
-from .assign import Array, Integers
+from telechat_moe.moe.assign import Array, Integers
 
 EXACT = 1e-12
 """Relative improvement that is taken for rounding."""

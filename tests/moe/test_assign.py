@@ -69,6 +69,20 @@ def test_balance_is_within_one_percent_of_the_optimum(devices: int, capacity: in
         assert bound <= optimum <= ours <= 1.01 * optimum
 
 
+@pytest.mark.parametrize(
+    ("loads", "devices", "bound"),
+    [
+        ([10.0, 10.0, 10.0, 0.0], 2, 20.0),  # two of the three share a device
+        ([9.0, 1.0, 1.0, 2.0], 2, 10.0),  # the hottest has company
+        ([3.0, 3.0, 2.0, 2.0], 2, 5.0),  # the mean
+    ],
+)
+def test_the_lower_bound_counts_hot_experts_that_must_share(
+    loads: list[float], devices: int, bound: float
+):
+    assert lower_bound(np.array([loads]), devices).tolist() == [bound]
+
+
 def test_greedy_takes_the_largest_load_first():
     # 8 and 7 apart, 6 with 7, 5 with 8: both devices have two; equal sums are left to the order of devices.
     owner_LE = greedy(np.array([[5.0, 8.0, 6.0, 7.0], [1.0, 9.0, 1.0, 1.0]]), 2)

@@ -1,0 +1,74 @@
+"""The benchmark's peer and solver against what is known, and its tables on few loads."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.placement import eplb
+from benchmarks.placement.__main__ import main
+from benchmarks.placement.loads import FAMILIES, PAIRS, batches, sequences
+from benchmarks.placement.optimum import solve
+
+
+def test_eplb_packs_the_example_of_its_description():
+    """12 experts and 16 slots: each copy of the hottest experts, then two on each of eight devices."""
+    loads = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
+    held = eplb.replicate(loads, 16)
+    assert sorted(held[12:]) == [1, 4, 5, 10]
+    each = eplb.spread(loads, held)
+    assert sum(each) == sum(loads)
+    place = eplb.pack(each, 8)
+    assert sorted(place) == sorted([*range(8), *range(8)])
+    assert eplb.busiest([3.0, 1.0, 2.0], [0, 0, 1], 2) == 4.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_solver_finds_the_least_of_all_halves(seed: int):
+    load_E = np.random.default_rng(seed).integers(1, 100, 8).astype(float)
+    halves = [load_E[list(h)].sum() for h in combinations(range(8), 4)]
+    best = min(max(h, load_E.sum() - h) for h in halves)
+    assert solve(load_E, 2, load_E.sum(), 30.0) == (best, True)
+
+
+def test_loads_are_of_every_family_and_whole_pairs():
+    found = list(batches(500))
+    assert {one.family for one in found} == set(FAMILIES)
+    assert sum(len(one.pairs) for one in found) == 500
+    for one in found:
+        assert (one.pairs == np.rint(one.pairs)).all()
+        assert (one.pairs >= 0).all()
+        if one.family not in ("recorded", "adversarial"):
+            assert (one.pairs.sum(axis=1) == PAIRS).all()
+    assert all(loads.ndim == 3 for _, _, loads in sequences(3))
+
+
+def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out.json"
+    assert (
+        main(
+            [
+                "--decisions",
+                "3",
+                "--loads",
+                "50",
+                "--sample",
+                "2",
+                "--budget",
+                "5",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    found = json.loads(out.read_text())
+    everything = found["balance"]["all"]
+    assert everything["loads"] == 50
+    assert everything["worse than EPLB"] == 0
+    assert everything["over bound"] <= everything["EPLB over bound"]
+    assert all(row["worse_than_eplb"] == 0 for row in found["replicas"].values())
+    assert 0 < found["moved"]["all"]["share"] < 1
+    assert "over optimum, max" in capsys.readouterr().out
