@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.command import answer
 from benchmarks.placement import eplb
-from benchmarks.placement.loads import batches, drawn, sequences, shifting, uneven, zipf
+from benchmarks.placement.loads import batches, drawn, recorded, sequences, shifting, uneven, zipf
 from benchmarks.placement.optimum import solve
 from telechat_moe.moe.assign import device_loads, lower_bound
 from telechat_moe.moe.placement import Placement
@@ -128,6 +128,33 @@ def moved(decisions: int) -> dict[str, Any]:
             for name, c in counts.items()}  # fmt: skip
 
 
+def forecasts(window: int = 4, ahead: int = 4) -> dict[str, Any]:
+    """Place the experts of recorded runs by several forecasts; return busiest over mean in the records ahead."""
+    weight_N = 0.9 ** np.arange(window)[::-1]
+    line_N = np.arange(window) - (window - 1) / 2
+    found: dict[str, Any] = {}
+    for name, run in recorded().items():
+        devices = run.shape[2] // (4 if run.shape[2] == 8 else 8)
+        home_LE = Placement.identity(*run.shape[1:], devices).owners
+        sums: dict[str, list[float]] = defaultdict(list)
+        for now in range(window, len(run) - ahead):
+            last_NLE, next_LE = run[now - window : now], run[now : now + ahead].sum(axis=0)
+            slope_LE = np.tensordot(line_N, last_NLE, 1) / (line_N**2).sum()
+            mean_LE = last_NLE.mean(axis=0)
+            expected = {
+                "last": last_NLE[-1],
+                "mean": mean_LE,
+                "exponential": np.tensordot(weight_N, last_NLE, 1),
+                "line": np.maximum(mean_LE + slope_LE * (window + ahead) / 2, 1e-6),
+            }
+            owners = {k: choose(load_LE, home_LE, devices, FREE) for k, load_LE in expected.items()}
+            for k, owner_LE in {"none": home_LE, **owners}.items():
+                load_LD = device_loads(next_LE, owner_LE, devices)
+                sums[k].append(float((load_LD.max(axis=1) / load_LD.mean(axis=1)).mean()))
+        found[f"{name}, {devices} devices"] = {k: float(np.mean(v)) for k, v in sums.items()}
+    return found
+
+
 def speed(repeats: int = 9) -> dict[str, Any]:
     """Plan 61 layers of 256 experts on 64 devices, from the recipe's order; return milliseconds, elapsed and of the processor."""
     random, found = np.random.default_rng(4), {}
@@ -171,6 +198,7 @@ def _run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
     result["speed"] = speed()
+    result["forecasts"] = forecasts()
     result["moved"] = moved(args.decisions)
     result["replicas"] = replicas()
     result["balance"] = balance(args.loads, args.sample, args.seconds, args.budget)
