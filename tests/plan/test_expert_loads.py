@@ -68,9 +68,9 @@ def test_lasting_loads_cost_time_that_moves_win_back(step, tmp_path: Path):
 
 def test_loads_without_memory_win_nothing(step, tmp_path: Path):
     """Where each record is drawn anew, a placement that knew the record it is judged by would win almost everything."""
-    load_NLE = uneven(5, lasting=False)
+    load_NLE = uneven(2, lasting=False)
     _, before, after = expert_loads.judge(step, metrics(tmp_path / "m", load_NLE))
-    assert after.imbalance > 1 + 0.7 * (before.imbalance - 1)
+    assert after.imbalance > 1 + 0.8 * (before.imbalance - 1)
 
 
 def test_moves_that_cost_more_than_they_win_do_not_happen(step, tmp_path: Path):
