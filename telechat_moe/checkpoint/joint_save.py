@@ -27,7 +27,7 @@ from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.processes import Control
-from telechat_moe.tensor_files import Array, dtype_name
+from telechat_moe.tensor_files import Array, TensorFile, dtype_name
 
 FORMAT = "telechat-moe part of a checkpoint"
 VERSION = 1
@@ -44,6 +44,7 @@ class TensorShard:
         region: Its (begin, end) in every dimension of the tensor.
         own: This rank writes it; False: another holder of it does.
         shared: Other ranks hold the same shard.
+        rows: Where its rows are in the tensor, if not next to each other, as `region` then says; empty: as it says.
     """
 
     data: Array
@@ -51,6 +52,14 @@ class TensorShard:
     region: Region
     own: bool = True
     shared: bool = False
+    rows: tuple[int, ...] = ()
+
+    def pieces(self) -> list[tuple[Array, Region]]:
+        """Return what is written of it: all at once, or each row."""
+        if not self.rows:
+            return [(self.data, self.region)]
+        rest = self.region[1:]
+        return [(self.data[i : i + 1], ((r, r + 1), *rest)) for i, r in enumerate(self.rows)]
 
 
 TensorShards = Mapping[str, Mapping[str, TensorShard]]
@@ -123,17 +132,9 @@ class JointSave:
         return True
 
     def _write_part(self, pieces: TensorShards) -> None:
-        own = {
-            group: {name: piece.data for name, piece in found.items() if piece.own}
-            for group, found in pieces.items()
-        }
-        planned = checkpoint.plan(own, suffix=f"_rank{self.rank:05d}")
+        planned, tensors = self._plan_part(pieces)
         checkpoint.refuse_full(self.root, checkpoint.space([s.nbytes for _, s in planned]))
         files = checkpoint.write_files(self.hidden, [file for _, file in planned])
-        tensors: dict[str, dict[str, Any]] = {group: {} for group, _ in planned}
-        for group, file in planned:
-            for output in file.outputs:
-                tensors[group][output.name] = _described(pieces[group][output.name], file.name)
         content = {
             "sha256": UNSEALED,
             "format": FORMAT,
@@ -142,13 +143,46 @@ class JointSave:
             "files": files,
             "tensors": tensors,
             "copies": {
-                group: {n: [p.region, _digest(p.data)] for n, p in found.items() if p.shared}
+                group: {
+                    n: [p.rows or p.region, _digest(p.data)] for n, p in found.items() if p.shared
+                }
                 for group, found in pieces.items()
             },
         }
         unseen = f".{_part(self.rank)}"
         checkpoint.write_manifest(self.hidden, content, unseen)
         (self.hidden / unseen).rename(self.hidden / _part(self.rank))
+
+    def _plan_part(
+        self, pieces: TensorShards
+    ) -> tuple[list[tuple[str, TensorFile]], dict[str, dict[str, Any]]]:
+        """Return this rank's files by group, and what they hold of each tensor: rows that are apart in a file each."""
+        parts = {
+            group: {name: piece.pieces() for name, piece in found.items() if piece.own}
+            for group, found in pieces.items()
+        }
+        planned: list[tuple[str, TensorFile]] = []
+        tensors: dict[str, dict[str, Any]] = {group: {} for group in parts}
+        for number in range(
+            max((len(p) for found in parts.values() for p in found.values()), default=1)
+        ):
+            found = {
+                group: {name: p[number] for name, p in found.items() if number < len(p)}
+                for group, found in parts.items()
+            }
+            arrays = {
+                g: {n: data for n, (data, _) in x.items()}
+                for g, x in found.items()
+                if x or not number
+            }
+            suffix = f"_rank{self.rank:05d}" + (f"_row{number:05d}" if number else "")
+            for group, file in checkpoint.plan(arrays, suffix=suffix):
+                planned.append((group, file))
+                for name in (output.name for output in file.outputs):
+                    described = tensors[group].setdefault(name, _described(pieces[group][name]))
+                    region = [list(ends) for ends in found[group][name][1]]
+                    described["pieces"].append({"file": file.name, "region": region})
+        return planned, tensors
 
     def _identity(self, rank: int) -> dict[str, Any]:
         return {"step": self.step, "save": self.save, "rank": rank, "ranks": self.ranks}
@@ -233,12 +267,8 @@ def _part(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def _described(piece: TensorShard, file: str) -> dict[str, Any]:
-    return {
-        "dtype": dtype_name(piece.data.dtype),
-        "shape": list(piece.shape),
-        "piece": {"file": file, "region": [list(ends) for ends in piece.region]},
-    }
+def _described(piece: TensorShard) -> dict[str, Any]:
+    return {"dtype": dtype_name(piece.data.dtype), "shape": list(piece.shape), "pieces": []}
 
 
 def _digest(data: Array) -> str:
@@ -275,7 +305,7 @@ def _tensors(parts: list[dict[str, Any]], root: Path) -> dict[str, dict[str, Any
                 tensor = tensors[group].setdefault(name, {**about, "pieces": []})
                 if {key: tensor[key] for key in about} != about:
                     problems.append(f"{name}: rank {rank} says {about}, not as the ranks before")
-                tensor["pieces"].append(entry["piece"])
+                tensor["pieces"] += entry["pieces"]
     for name, tensor in ((n, t) for found in tensors.values() for n, t in found.items()):
         if not manifest.tiles(tensor["shape"], [region for _, region in manifest.pieces(tensor)]):
             problems.append(f"{name}: the parts do not cover {tensor['shape']}")

@@ -154,18 +154,20 @@ class RankProgram:
 
     def set_limits(self, norm: float, loss: float) -> None:
         """Let the next steps be applied only where gradient norm and loss are below these."""
-        from mindspore import Tensor, ops
-
         for name, value in zip(LIMITS, (norm, loss), strict=True):
             if name in self.parameters:
-                ops.assign(self.parameters[name], Tensor(np.float32(value)))
+                self.put(name, np.float32(value))
 
     def set_token_weights(self, weights: np.ndarray) -> None:
         """Set what the next step multiplies sums over tokens by; no effect on one whose losses are means."""
+        if TOKEN_WEIGHTS in self.parameters:
+            self.put(TOKEN_WEIGHTS, weights)
+
+    def put(self, name: str, shard: np.ndarray | np.float32) -> None:
+        """Set this rank's shard of a parameter, in place."""
         from mindspore import Tensor, ops
 
-        if TOKEN_WEIGHTS in self.parameters:
-            ops.assign(self.parameters[TOKEN_WEIGHTS], Tensor(weights))
+        ops.assign(self.parameters[name], Tensor(shard))
 
     def shards(self) -> dict[str, np.ndarray]:
         """Return copies of this rank's parameters."""

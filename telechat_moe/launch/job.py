@@ -76,6 +76,7 @@ def _graph_settings(recipe: Recipe) -> dict[str, Any]:
         own.weight_decay_exclude,
         own.moe_block_rows,
         own.moe_capacity_tokens,
+        own.moe.placement is not None,
     ]
     data = recipe.train_dataset.data_loader.config
     settings["attention_mask"] = data is not None and data.create_attention_mask

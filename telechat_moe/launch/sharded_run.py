@@ -220,7 +220,8 @@ def one_process(recipe: Recipe) -> Recipe:
     pipeline = replace(recipe.parallel_config, pipeline_stage=1)
     sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)
     operators = replace(recipe.telechat_moe.operators, default="plain")
-    own = replace(recipe.telechat_moe, operators=operators, sharding=sharding)
+    moe = replace(recipe.telechat_moe.moe, placement=None)
+    own = replace(recipe.telechat_moe, operators=operators, sharding=sharding, moe=moe)
     return replace(
         recipe,
         use_parallel=False,

@@ -40,7 +40,7 @@ USES: dict[Use, str] = {
 _GRAPH = re.compile(
     r"(?!parallel\.(strategy_ckpt_|dump_|parameter_broadcast)|model\.model_config\.initializer_range)("
     r"(model|optimizer|parallel|parallel_config|recompute_config|runner_wrapper|swap_config)\."
-    r"|telechat_moe\.(moe_capacity_tokens|operators|sharding|weight_decay_exclude)"
+    r"|telechat_moe\.(moe_capacity_tokens|moe\.placement$|operators|sharding|weight_decay_exclude)"
     r"|use_parallel|pretrained_model_dir|micro_batch_interleave_num|context\.(mode|max_call_depth|ascend_config\.parallel_speed_up)"
     r"|runner_config\.(batch_size|gradient_accumulation_steps)"
     r"|train_dataset\.data_loader\.config\.(create_attention_mask|seq_length))"

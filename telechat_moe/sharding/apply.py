@@ -28,8 +28,10 @@ from telechat_moe.sharding.cells.collective import (
 from telechat_moe.sharding.cells.dispatch import (
     AllToAllVDispatch,
     DispatchSpec,
+    ExpertSlots,
     PaddedDispatch,
     RoutedRowsDispatch,
+    slots_name,
 )
 from telechat_moe.sharding.cells.hierarchical import RoutedNodeDispatch, SortedNodeDispatch
 from telechat_moe.sharding.layouts import Rule
@@ -52,6 +54,7 @@ class Options:
         mask: The batch brings an attention mask.
         shared_graph: Micro-batches share one graph.
         stubs: Replace the cells of other stages by shape-only stubs; only where micro-batches share one graph.
+        movable: Experts have slots that the host may change between steps.
     """
 
     dispatcher: str
@@ -61,6 +64,7 @@ class Options:
     shared_graph: bool = False
     stubs: bool = False
     hop: str = ""
+    movable: bool = False
 
 
 def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
@@ -294,6 +298,7 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
         mesh.sp,
         getattr(moe.dispatch, "capacity_tokens", None),
         dropped,
+        _slots(p, router) if options.movable else None,
     )
     if not routed:
         moe.dispatch = PaddedDispatch(spec)
@@ -305,8 +310,16 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     row = "Dispatch.expert_tp" if mesh.expert_tp else "Dispatch"
     if dropped is not None:
         row, dropped.name = f"{row}.capacity", name  # MindSpore has renamed it
+    if spec.slots is not None:
+        spec.slots.slot_E.name = slots_name(router.weight.name)
     p.morphed(moe.dispatch.run, row)
     p.cell(moe.dispatch, "Dispatch")
+
+
+def _slots(p: Placement, router: Router) -> ExpertSlots:
+    slots = ExpertSlots(router.num_experts)
+    p.morphed(slots.run, "ExpertSlots.expert_tp" if p.mesh.expert_tp else "ExpertSlots")
+    return slots
 
 
 def _router(p: Placement, router: Router, options: Options) -> None:

@@ -185,6 +185,8 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "MTPStub": (("stream .", "stream .", "."), ("stream .", ".")),
     "HiddenStub": (("stream .",), ("stream .",)),
     "LossStub": (("stream .",), (".",)),
+    "ExpertSlots": ((".", "device ."), ("device .",)),
+    "ExpertSlots.expert_tp": ((".", "token ."), ("token .",)),
     "Dispatch": (("device .", "device .", "device .", *_EXPERTS), ("device .",)),
     "Dispatch.capacity": (("device .", "device .", "device .", *_EXPERTS), ("device .", ".")),
     "Dispatch.expert_tp": (("token .", "token .", "token .", *_EXPERTS), ("stream .",)),

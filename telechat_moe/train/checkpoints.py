@@ -102,7 +102,8 @@ class RunCheckpoints:
             raise RecipeError(problems)
         for change in checkpoint.diff_config(given["training"], self._constant["training"]):
             self.notes.append(f"changed since {saved.path.name}: {change}")
-        self.engine.put(saved, in_place)
+        if note := self.engine.put(saved, in_place):
+            self.notes.append(note)
         if self.loader.load_state(given["data"], self.recipe.telechat_moe.resume_data == "new"):
             self.origin["new_data"] = True
             self.notes.append(f"new data begin after step {saved.step} (telechat_moe.resume_data)")

@@ -56,8 +56,8 @@ class Engine(Protocol):
         """Return what a checkpoint holds (of this rank), by group and name."""
         ...
 
-    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
-        """Put the tensors of a checkpoint in; after the first step ``in_place``."""
+    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
+        """Put the tensors of a checkpoint in; after the first step ``in_place``. Return a note for the user, or nothing."""
         ...
 
     def begin(self) -> None:
@@ -148,9 +148,10 @@ class OneProcess(Engine):
         """See :meth:`Engine.parameters`."""
         return state.parameters(self.model, self.optimizer)
 
-    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
+    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """See :meth:`Engine.put`."""
         state.put(self.parameters(), saved.tensors, saved.path, in_place)
+        return ""
 
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None

@@ -237,6 +237,8 @@ class Loop:
             expert_load_by_layer=imbalance or None,
             drop_rate=dropped,
         )
+        for record in output.moves:
+            self.monitor.moved(step, record)
         self._count(spike, output)
         return spike
 

@@ -14,7 +14,10 @@ Every line has ``event`` and ``step``. Events and their other keys:
 ``save``
     ``stall_ms``: how long training was paused for the checkpoint of this step; it may still be
     being written.
-
+``move``
+    Experts of a layer moved between devices after a step: ``layer`` (as in ``expert_load_by_layer``), ``experts``, ``bytes``
+    (weights and moments), ``gain_s`` and ``cost_s`` (predicted: saved until the next decision, taken by the move),
+    ``load_before`` and ``load_after`` (pairs a step of the busiest device, predicted). Or why none did: ``refused``.
 ``guard``
     A step was skipped: ``action`` (``skip``), ``reason`` (``gradient norm``, ``loss``, ``not finite``), ``loss``,
     ``norm``, ``limit``, ``median``, ``window``.

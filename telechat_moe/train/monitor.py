@@ -176,6 +176,12 @@ class Monitor:
         """Record how long training was paused for the checkpoint of a step, milliseconds."""
         self._metrics.write("save", step, {"stall_ms": float(stall_ms)})
 
+    def moved(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record which experts of a layer moved after a step, or why none did."""
+        self._metrics.write("move", step, record)
+        if "refused" in record:
+            self.message(f"step {step}: {record['refused']}")
+
     def begin(self, values: Mapping[str, Any]) -> None:
         """Begin to record which samples a step sees; ``values`` are those of a ``start`` in samples.jsonl."""
         path = self.output_dir / sample_log.FILE

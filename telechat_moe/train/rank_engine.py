@@ -5,6 +5,7 @@ whole weights when they are needed.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,26 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint.joint_save import JointSave
+from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
 from telechat_moe.checkpoint.rank_shards import ShardExchange, ShardOwners, grouped
 from telechat_moe.checkpoint.snapshot import Groups
 from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job, RankProgram
+from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.train import optimizer, state
 from telechat_moe.train.engine import Batch, Columns, build_model, tensors
+from telechat_moe.train.expert_moves import MovingExperts
 from telechat_moe.train.ranks import Ranks
 from telechat_moe.train.step import Evaluate, StepOutput
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights
 
 MOMENTS = ("adam_m", "adam_v")
+PLACEMENT = "placement"
+"""Key of a checkpoint's state under which the map of experts is."""
 
 
 class RankEngine:
@@ -55,6 +60,12 @@ class RankEngine:
         self.sharing = ShardOwners(graphs, self._kept)
         folder = Path(recipe.output_dir) / ".pieces"
         self.exchange = ShardExchange(self.sharing, self.rank, folder, self.control)
+        self.experts: MovingExperts | None = None
+        if recipe.telechat_moe.moe.placement is not None:
+            cells = [cell for _, cell in self.model.cells_and_names()]
+            routers = [cell.weight.name for cell in cells if isinstance(cell, Router)]
+            given = self.program, self.sharing, ranks, folder / "moves"
+            self.experts = MovingExperts(recipe, routers, *given)
 
     def _kept(self, name: str) -> bool:
         """Return whether a parameter of the graph belongs in a checkpoint."""
@@ -78,21 +89,24 @@ class RankEngine:
         self.program.set_token_weights(weights)
         losses, norm, applied, loads, dropped = self.program(*scalars, *batches[0])
         applied.asnumpy()  # waits for the end of the step
-        return StepOutput(losses, norm, None, applied, loads, dropped)
+        moves = self.experts.after_step(loads.asnumpy()) if self.experts is not None else ()
+        return StepOutput(losses, norm, None, applied, loads, dropped, moves)
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`telechat_moe.train.engine.Engine.parameters`."""
         return grouped({name: self.program.parameters[name] for name in self.names}, MOMENTS)
 
-    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
+    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Put the tensors of a checkpoint into the model; with ``in_place`` also into the graph."""
         state.put({"model": state.kept(self.model)}, saved.tensors, saved.path)
         wanted = [f"{m}.{p.name}" for m in MOMENTS for p in self.model.trainable_params()]
         self.moments = saved.tensors.get("optimizer", {})
         if missing := sorted(set(wanted) - set(self.moments)):
             raise BadInputError(f"{saved.path} does not fit the model: {missing[0]} is missing")
+        note = self.experts.load_state(saved.state.get(PLACEMENT)) if self.experts else ""
         if in_place:
             self._shard(in_place=True)
+        return note
 
     def begin(self) -> None:
         """Put this rank's shards of weights and moments into its graph."""
@@ -108,6 +122,9 @@ class RankEngine:
                 weight = self.weights[base]
                 transient = base != name or is_transient(base)
                 values[name] = np.zeros(weight.shape, np.float32) if transient else _copy(weight)
+        if self.experts is not None:
+            values = {name: self.experts.in_slots(name, value) for name, value in values.items()}
+            values |= self.experts.maps()
         self.program.set_parameters(values, in_place)
         self.moments = {}
 
@@ -116,6 +133,8 @@ class RankEngine:
         weights = [name for name in self.names if name.split(".")[0] not in MOMENTS]
         whole = self.exchange.gather({n: _copy(self.program.parameters[n]) for n in weights})
         for name, value in (whole or {}).items():
+            if self.experts is not None:
+                value = self.experts.in_order(name, value)
             self.weights[name].set_data(Tensor(value))
 
     def writer(
@@ -128,9 +147,18 @@ class RankEngine:
             root, step, save, self.rank, self.ranks, self.control, about, keep_last
         )
 
+        rows: dict[str, tuple[int, ...]] = {}  # now: experts may move while a copy is written
+        if self.experts is not None:
+            regions = self.sharing.regions[self.rank]
+            rows = {name: self.experts.rows(name, regions[name]) for name in self.names}
+            given = {**given, PLACEMENT: self.experts.state()}
+
+        def shard(name: str, data: np.ndarray) -> TensorShard:
+            return replace(self.sharing.shard(self.rank, name, data), rows=rows.get(name, ()))
+
         def write(groups: Groups) -> None:
             pieces = {
-                group: {name: self.sharing.shard(self.rank, name, x) for name, x in found.items()}
+                group: {name: shard(name, data) for name, data in found.items()}
                 for group, found in groups.items()
             }
             together.write(pieces, given)

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor
 from mindspore.common.initializer import initializer
 
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.model import CausalLM
+from telechat_moe.model.block import MoE
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.processes import in_clean_process
@@ -27,8 +29,9 @@ from telechat_moe.sharding.recipe import (
     stages_of,
 )
 from telechat_moe.sharding.recompute import recompute
+from telechat_moe.sharding.shards import Region, WeightShards
 from telechat_moe.train.optimizer import AdamW, from_recipe
-from telechat_moe.train.rank_step import RankStep
+from telechat_moe.train.rank_step import ExpertSquares, RankStep
 from telechat_moe.train.token_weights import weights_parameter
 
 
@@ -55,6 +58,7 @@ def placed_model(
         # Stubs change the numbers of the messages, by which processes match them.
         shared_graph and target == "Ascend",
         hop_between_nodes(recipe.model_config)[0],
+        own.moe.placement is not None,
     )
     routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
     placement = place(model, mesh, rank, options)
@@ -117,17 +121,56 @@ def build_step(
             shared_graph=shared_graph,
             elsewhere=[p for p in model.trainable_params() if not placement.is_here(p)],
             drops=drops(config) and len(routers) > 0,
-            droppers=[
-                cell
-                for _, cell in model.cells_and_names()
-                if isinstance(cell, ParallelDispatch)
-                and cell.dropped is not None
-                and placement.is_here(cell.dropped)
-            ],
+            droppers=_droppers(model, placement),
             token_weights=weights_parameter(config),
+            movable=_movable(recipe, model, placement, params),
         )
     step.set_train()
     return step
+
+
+def _droppers(model: CausalLM, placement: Placement) -> list[ParallelDispatch]:
+    """Return the dispatches of a rank's stage that count dropped pairs."""
+    cells = (x for _, x in model.cells_and_names() if isinstance(x, ParallelDispatch))
+    return [x for x in cells if x.dropped is not None and placement.is_here(x.dropped)]
+
+
+def _movable(
+    recipe: Recipe, model: CausalLM, placement: Placement, params: Sequence[ms.Parameter]
+) -> list[tuple[list[int], ExpertSquares]]:
+    """Return, for each MoE layer of a rank whose experts may move, their parameters and how their squares are added."""
+    if recipe.telechat_moe.moe.placement is None:
+        return []
+    mesh, shards = placement.mesh, WeightShards.of(recipe)
+    first = mesh.stage(placement.rank) * mesh.stage_devices
+    stage = range(first, first + mesh.stage_devices)
+    index = {id(p): i for i, p in enumerate(params)}
+    found = []
+    for _, moe in model.cells_and_names():
+        if not isinstance(moe, MoE) or not placement.is_here(moe.router.weight):
+            continue
+        own = [moe.experts.gate, moe.experts.up, moe.experts.down]
+        places = places_of_rows([shards.shard(rank, own[0].name) for rank in stage])
+        group = placement.group_of("stage", stage).name
+        slot_E = moe.dispatch.slots.slot_E
+        squares = ExpertSquares(slot_E, group, places, 1 / mesh.stage_devices)
+        found.append(([index[id(p)] for p in own], squares))
+    return found
+
+
+def places_of_rows(regions: Sequence[Region | None]) -> np.ndarray:
+    """Return where each row of a tensor is among the rows of all devices, one after the other, ``[rows, parts]`` int32.
+
+    Args:
+        regions: What each device holds. Of equal ones the first counts; a row that is cut has as many parts.
+    """
+    held = [region for region in regions if region is not None]
+    parts = {rest: i for i, rest in enumerate(dict.fromkeys(region[1:] for region in held))}
+    places = np.full((max(region[0][1] for region in held), len(parts)), -1, np.int32)
+    for device, ((begin, end), *rest) in reversed(list(enumerate(held))):
+        here = np.arange(end - begin) + device * (end - begin)
+        places[begin:end, parts[tuple(rest)]] = here
+    return places
 
 
 def _shares_graph(recipe: Recipe, target: str) -> bool:

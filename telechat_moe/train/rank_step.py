@@ -63,6 +63,36 @@ class LossTerms(nn.Cell):
         return self.sum(self.spread(self.rows_3T, losses_T), 1), self.scale(self.sens, self.weights)
 
 
+class ExpertSquares(nn.Cell):
+    """Add up the squares of the gradients of a layer's experts in the order of the experts, wherever they are.
+
+    So the sum, which is the same on all devices, does not depend on where experts are.
+
+    Args:
+        slot_E: Slot of each expert.
+        group: Name of the group of all devices of the stage.
+        places: ``[E, parts]`` int32: where the sums of each slot are among those of all devices; an expert whose
+            width is cut has several.
+        share: One over the number of these devices.
+    """
+
+    def __init__(self, slot_E: Parameter, group: str, places: np.ndarray, share: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.share, self.scale = Tensor(share, ms.float32), ops.Mul()
+        self.slot_E, self.places = slot_E, Tensor(places.astype(np.int32))
+        self.square, self.sum_expert, self.add = ops.Mul(), ops.ReduceSum(), ops.Add()
+        self.gather, self.find, self.take = ops.AllGather(group), ops.Gather(), ops.Gather()
+        self.sum = ops.ReduceSum()
+
+    def construct(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Return this device's share of the sum; ``grads`` are its experts' in the layer's three weights."""
+        sum_e = self.sum_expert(self.square(grads[0], grads[0]), (1, 2))
+        for grad in grads[1:]:
+            sum_e = self.add(sum_e, self.sum_expert(self.square(grad, grad), (1, 2)))
+        at_EP = self.find(self.places, self.slot_E, 0)
+        return self.scale(self.sum(self.take(self.gather(sum_e), at_EP, 0)), self.share)
+
+
 class RankStep(UpdateStep):
     """Train on one batch.
 
@@ -77,6 +107,7 @@ class RankStep(UpdateStep):
         drops: Pairs are dropped, and counted.
         droppers: Dispatches of this stage, if so.
         token_weights: By what the model's losses, sums over tokens, are multiplied; None: they are means.
+        movable: For each layer whose experts may move, the parameters of its experts and how their squares are added.
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.
@@ -105,6 +136,7 @@ class RankStep(UpdateStep):
         drops: bool = False,
         droppers: Sequence[ParallelDispatch] = (),
         token_weights: Parameter | None = None,
+        movable: Sequence[tuple[Sequence[int], ExpertSquares]] = (),
     ) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
@@ -132,8 +164,7 @@ class RankStep(UpdateStep):
         self.less, self.to_type = ops.Less(), ops.Cast()
         self.product, self.stack = ops.Mul(), ops.Stack()
         self.sum_keep, self.sum_all = ops.ReduceSum(), ops.ReduceSum()
-        self.sum_squares, self.sum_losses = ops.AllReduce(), ops.AllReduce()
-        self.sum_loads = ops.AllReduce()
+        self.sum_squares, self.sum_losses, self.sum_loads = (ops.AllReduce() for _ in range(3))
         self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
         # A row for each router of the model, and, if there are any, one that begins with the number of dropped pairs.
         self.drops, self.count_rows = drops, max(1, router_count + drops)
@@ -143,6 +174,14 @@ class RankStep(UpdateStep):
         self.droppers = nn.CellList(list(droppers), auto_prefix=False)
         self.router_count, self.add = router_count, ops.AddN()
         self.experts = experts
+        self.set_movable(movable)
+
+    def set_movable(self, movable: Sequence[tuple[Sequence[int], ExpertSquares]]) -> None:
+        """Take the layers whose experts may move; the squares of all other gradients are added up as they are."""
+        self.moving = tuple(tuple(indices) for indices, _ in movable)
+        self.expert_squares = nn.CellList([cell for _, cell in movable], auto_prefix=False)
+        moving = {i for indices in self.moving for i in indices}
+        self.staying = tuple(i for i in range(len(self.weights)) if i not in moving)
 
     def gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return losses (sum over micro-batches) and gradients (of their mean)."""
@@ -160,9 +199,14 @@ class RankStep(UpdateStep):
     def global_norm(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the norm of the whole gradient, the same on all devices."""
         squares = ()
-        for i in range(len(grads)):
+        for i in self.staying:
             square = self.sum_keep(self.product(grads[i], grads[i]))
             squares += (self.product(square, self.shares[i]),)
+        for i in range(len(self.moving)):
+            own = ()
+            for j in self.moving[i]:
+                own += (grads[j],)
+            squares += (self.expert_squares[i](own),)
         return ops.sqrt(self.sum_squares(self.sum_all(self.stack(squares))))
 
     def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:

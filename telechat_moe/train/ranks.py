@@ -1,5 +1,6 @@
 """Coordinate the processes of a run, from within one of them."""
 
+import zipfile
 from collections.abc import Callable
 
 from telechat_moe.processes import Control
@@ -49,6 +50,26 @@ class Ranks:
             self.control.write(file, choose())
         self.meet(position)
         return self.control.read(file) or ""
+
+    def problem(self, position: str, work: Callable[[], object]) -> str:
+        """Work on every process; return on all of them why the first one could not, empty if all could.
+
+        Only what the outside world does is a problem (``OSError``, a damaged file); a mistake ends the run.
+        """
+        self._agreements += 1
+        file, said = f"problem-{self._agreements}", ""
+        try:
+            self.at(position)
+            work()
+        except (OSError, zipfile.BadZipFile) as error:
+            said = f"rank {self.rank}: {getattr(error, 'strerror', None) or error}"
+            if self.control is not None:
+                self.control.write(f"{file}-{self.rank}", said)
+        self.meet(position)
+        if self.control is None:
+            return said
+        found = (self.control.read(f"{file}-{rank}") for rank in range(self.count))
+        return next((text for text in found if text), "")
 
     def interrupt(self) -> None:
         """Let this process stop after the current step."""

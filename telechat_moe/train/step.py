@@ -1,7 +1,7 @@
 """One training step as one graph: forward, backward, clipping, AdamW, expert bias."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -30,6 +30,7 @@ class StepOutput(NamedTuple):
         applied: False when the step was skipped because loss or gradient norm is not finite or too high.
         load_LE: Tokens each expert of each MoE layer got.
         dropped: Pairs dropped, all layers (capacity dispatch; else 0); None if not counted.
+        moves: Experts that moved after the step, an entry for each layer.
     """
 
     losses: Tensor
@@ -38,6 +39,7 @@ class StepOutput(NamedTuple):
     applied: Tensor
     load_LE: Tensor  # noqa: N815
     dropped: Tensor | None
+    moves: Sequence[Mapping[str, Any]] = ()
 
 
 class GlobalNorm(nn.Cell):

@@ -23,6 +23,7 @@ from test_checkpoint_crashes import mount  # noqa: F401
 from telechat_moe.checkpoint import checkpoint, joint_save, manifest
 from telechat_moe.checkpoint.checkpoint import BrokenCheckpointError, CheckpointError
 from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
+from telechat_moe.checkpoint.stored import open_checkpoint
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.processes import Control
 
@@ -125,6 +126,43 @@ def test_a_single_process_writes_the_same_tensors(tmp_path: Path) -> None:
     old = checkpoint.load(checkpoint.save(tmp_path / "old", 5, whole(5), {"step": 5}))
     assert manifest.read(old.path)["version"] == 1
     assert_equal(checkpoint.load(tmp_path / "root" / "step-00000005").tensors, old.tensors)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_rows_that_are_apart_come_to_their_places(copies: int, tmp_path: Path) -> None:
+    """Experts that moved: each rank holds some rows, in any order, and another rank may hold the same."""
+    x = np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32)
+    rows = np.random.default_rng(1).permutation(8).reshape(RANKS // copies, -1)
+    raised: list[Exception] = []
+
+    def work(rank: int) -> None:
+        mine = tuple(int(r) for r in rows[rank // copies])
+        region = ((0, len(mine)), (0, 3), (0, 2))  # of slots
+        shard = TensorShard(x[list(mine)], x.shape, region, rank % copies == 0, copies > 1, mine)
+        others = held(5, rank)
+        try:
+            together(tmp_path / "root", 5, rank).write(
+                {**others, "model": {**others["model"], "experts": shard}}, {"step": 5}
+            )
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not raised
+    path = tmp_path / "root" / "step-00000005"
+    expected = whole(5)
+    assert_equal(
+        checkpoint.load(path).tensors,
+        {**expected, "model": {**expected["model"], "experts": x}},
+    )
+    pieces = manifest.read(path)["tensors"]["model"]["experts"]["pieces"]
+    assert sorted(p["region"][0] for p in pieces) == [[r, r + 1] for r in range(8)]
+    (tensor,) = [t for n, t in open_checkpoint(path).tensors.items() if n == "experts"]
+    assert len(tensor.shards) == 8
 
 
 @settings(max_examples=200, deadline=None)

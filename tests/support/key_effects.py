@@ -30,7 +30,7 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.speed_up import switches
 from telechat_moe.sharding import recipe as sharded
 from telechat_moe.tools.plan.schedules.ranks import rank_orders
-from telechat_moe.train import checkpoints, guard, rank_graph, sample, schedule
+from telechat_moe.train import checkpoints, expert_moves, guard, rank_graph, sample, schedule
 from telechat_moe.train.engine import OneProcess
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
@@ -203,6 +203,7 @@ def built(recipe: Recipe) -> str:
     own, parts = recipe.telechat_moe, [recipe.model, recipe.optimizer, recipe.runner_wrapper]
     parts += [recipe.context, recipe.parallel_config, recipe.recompute_config, own.operators]
     parts += [own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude, own.sharding]
+    parts += [own.moe]
     steps = recipe.runner_config.gradient_accumulation_steps
     key = repr((parts, recipe.seed, steps, recipe.use_parallel))
     _BUILDING[key] = recipe
@@ -217,6 +218,8 @@ def trained(recipe: Recipe) -> str:
     functions = (sharded.stages_of, sharded.parallel_context, sharded.micro_batches)
     said = [run(recipe), built(recipe), [repr(function(recipe)) for function in functions]]
     said.append(rank_orders(recipe))
+    if (rules := recipe.telechat_moe.moe.placement) is not None:
+        said.append([rules.window, repr(expert_moves.rule_of(recipe))])
     return json.dumps(said, default=str)
 
 
@@ -241,6 +244,7 @@ def _placed(recipe: Recipe, target: str) -> str:
     parts = [recipe.model, recipe.optimizer, recipe.runner_wrapper, recipe.recompute_config]
     parts += [own.operators, own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude]
     parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
+    parts += [own.moe]
     functions = (sharded.mesh_of, sharded.micro_batches, sharded.stages_of)
     functions += (sharded.shard_threshold, sharded.recomputed_layers)
     key = repr((target, parts, [function(recipe) for function in functions]))

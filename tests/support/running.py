@@ -37,6 +37,23 @@ class Hold:
         self.file.unlink(missing_ok=True)
 
 
+class Moving:
+    """Lets the experts of runs that are started from now on move at random (``moving/sitecustomize.py``)."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = folder / "moving"
+        self.here = self.file.with_suffix(".here")
+        self.file.write_text("")
+        monkeypatch.setenv("TELECHAT_MOE_MOVING", str(self.file))
+        monkeypatch.setenv(
+            "PYTHONPATH", str(Path(__file__).with_name("moving")), prepend=os.pathsep
+        )
+
+    def stand(self, move: int) -> None:
+        """Have rank 1 stand still in a move, when others have written their rows and before it reads."""
+        self.file.write_text(f"moving experts ({move})" if move else "")
+
+
 def until(there: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
     """Wait until something is there, as long as a process runs."""
     deadline = time.monotonic() + PATIENCE_S

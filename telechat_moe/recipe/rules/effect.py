@@ -83,6 +83,23 @@ def expert_layout(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield f"{OWN}sharding.expert_tensor_parallel", found, "False, or model_parallel > 1"
 
 
+def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Experts move within an expert group; results must not depend on where they are."""
+    m, at = r.model.model_config, f"{OWN}moe.placement"
+    if r.telechat_moe.moe.placement is None or not isinstance(m, ModelConfig):
+        return
+    kind, dispatcher = m.moe_token_dispatcher_type, r.telechat_moe.sharding.dispatcher
+    if r.devices == 1 or r.parallel_config.expert_parallel == 1:
+        found = "a section where every device has all experts"
+        yield at, found, "remove it, or expert_parallel > 1"
+    elif kind in HOPS:
+        found = f"a section with moe_token_dispatcher_type {kind}, which adds up a token's experts node by node"
+        yield at, found, "remove it, or moe_token_dispatcher_type alltoall"
+    elif dispatcher == "allgather":
+        found = f"a section with {OWN}sharding.dispatcher allgather, which adds up a token's experts device by device"
+        yield at, found, "remove it, or dispatcher alltoall or alltoallv"
+
+
 def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """A hop between nodes needs an expert group that spreads over whole nodes, and rows that are not at hand."""
     m, p, own = r.model.model_config, r.parallel_config, r.telechat_moe

@@ -207,6 +207,37 @@ class LossGuard:
 
 
 @section
+class ExpertPlacement:
+    """`telechat_moe.moe.placement`: experts move between the devices of an expert group during training.
+
+    Every `every` steps each MoE layer gets the assignment of experts to devices that balances the mean load of the last
+    `window` steps, if what it saves until the next decision is more than the time of the moves. The numbers of a run stay
+    what they are without.
+    """
+
+    every: Positive = 50
+    """Steps between two decisions."""
+
+    window: Positive = 20
+    """Last steps whose mean load is the forecast of the next ones."""
+
+    seconds_per_pair: Above0 = 1e-6
+    """Time that a further (token, expert) pair on the busiest device adds to a step in one layer, seconds."""
+
+    bandwidth: Above0 = 1e10
+    """Bytes per second that a device sends and receives at the same time. The weights of an expert move with
+    their moments."""
+
+
+@section
+class Moe:
+    """`telechat_moe.moe`: what is done with experts during a run."""
+
+    placement: ExpertPlacement | None = field(default=None, metadata=acts("experts"))
+    """Where experts are. None: expert `i` stays on device `i // (E / expert_parallel)` of its group."""
+
+
+@section
 class TelechatMoe:
     """`telechat_moe`: what only this package reads. MindFormers drops the section with a warning."""
 
@@ -242,6 +273,9 @@ class TelechatMoe:
     moe_capacity_tokens: Positive | None = field(default=None, metadata=acts("capacity", 16))
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
     drops depend on the layout; a number that divides them makes drops the same everywhere."""
+
+    moe: Moe = field(default_factory=Moe)
+    """What is done with experts during a run."""
 
     sharding: Sharding = field(default_factory=Sharding)
     """How the model is split over devices."""

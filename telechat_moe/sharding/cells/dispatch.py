@@ -34,6 +34,9 @@ from telechat_moe.recipe import ModelConfig
 from telechat_moe.recipe.experts import drops
 from telechat_moe.sharding.cells.collective import ALONE, Group, Morphed, sum_over
 
+SLOTS = "dispatch.expert_slot"
+"""Name of :class:`ExpertSlots`' state in its layer."""
+
 
 class DispatchSpec(NamedTuple):
     """What a dispatch is built from.
@@ -47,6 +50,7 @@ class DispatchSpec(NamedTuple):
         scatter: The result is sharded over ``tensor`` by rows (sequence parallel) instead of repeated.
         capacity_tokens: Tokens that share a capacity; None: those of the device. ``alltoallv`` in one hop drops none.
         dropped: ``[1]`` fp32, the state that counts pairs without a place; None: none is dropped.
+        slots: Where the experts are, if they move; None: expert ``i`` has the weights ``i``.
     """
 
     config: ModelConfig
@@ -57,6 +61,39 @@ class DispatchSpec(NamedTuple):
     scatter: bool = False
     capacity_tokens: int | None = None
     dropped: Parameter | None = None
+    slots: "ExpertSlots | None" = None
+
+
+def slots_name(router: str) -> str:
+    """Return the name of the map from experts to slots in a layer, from that of a parameter of its router."""
+    return f"{router.rpartition('.router.')[0]}.{SLOTS}"
+
+
+class ExpertSlots(nn.Cell):
+    """Turn the experts that the router chose into the slots whose weights they have: row ``slot_E[i]`` for expert ``i``.
+
+    State:
+        slot_E: ``[E]`` int32, a permutation. The host sets it between steps when experts move; the graph stays.
+    """
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(auto_prefix=False)
+        identity = Tensor(np.arange(experts, dtype=np.int32))
+        self.slot_E = Parameter(identity, name=SLOTS, requires_grad=False, parallel_optimizer=False)
+        self.look_up = ops.Gather()
+        self.run = Morphed(self.body, _second, _second)
+
+    def body(self, slot_E: Tensor, index_tK: Tensor) -> Tensor:
+        """Return ``[t, K]`` int32."""
+        return self.look_up(ops.stop_gradient(slot_E), index_tK, 0)
+
+    def construct(self, index_TK: Tensor) -> Tensor:
+        """Return ``[T, K]`` int32."""
+        return self.run(self.slot_E, index_TK)
+
+
+def _second(*given: Any) -> Any:
+    return given[1]
 
 
 def _with_count(x: Any, *others: Any) -> Any:
@@ -74,6 +111,7 @@ class ParallelDispatch(nn.Cell):
         super().__init__(auto_prefix=False)
         self.products = spec.products
         self.dropped, self.drops = spec.dropped, spec.dropped is not None
+        self.slots = spec.slots
         self.run = Morphed(self.body, *((_with_count, _with_count_type) if self.drops else ()))
         self.sum_widths = sum_over(spec.tensor, spec.scatter)
         self.accumulate = ops.AssignAdd()
@@ -106,6 +144,8 @@ class ParallelDispatch(nn.Cell):
     ) -> Tensor:
         """Return the weighted sum of each token's experts, ``[T, H]``."""
         x_TH = experts.cast(x_TH, experts.carried)
+        if self.slots is not None:
+            index_TK = self.slots(index_TK)
         if not self.drops:
             return self.run(x_TH, index_TK, weight_TK, *experts.weights())
         y_TH, dropped = self.run(x_TH, index_TK, weight_TK, *experts.weights())
