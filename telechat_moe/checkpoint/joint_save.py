@@ -5,6 +5,7 @@ holds the lock of the folder of checkpoints meanwhile, compares the descriptions
 
     .saving-step-00000123-SAVE/
         model_rank00002-00001-of-00001.safetensors    the shards that rank 2 writes, and no other rank does
+        model_rank00002_row00001-...                  of shards whose rows are apart, the row after the first; and so on
         part-00002.json                               their regions; checksums of files and of replicated shards
 
 Ranks wait for each other only in the thread that saves. A rank that dies leaves nothing visible; the next save removes

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from telechat_moe.recipe import speed_up as switches
 from telechat_moe.recipe.check import section_keys
-from telechat_moe.recipe.experts import HOPS, NODE_DEVICES, hop_between_nodes
+from telechat_moe.recipe.experts import HOPS, NODE_DEVICES, drops, hop_between_nodes
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 
@@ -98,6 +98,22 @@ def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
     elif dispatcher == "allgather":
         found = f"a section with {OWN}sharding.dispatcher allgather, which adds up a token's experts device by device"
         yield at, found, "remove it, or dispatcher alltoall or alltoallv"
+    unproven = {
+        "parallel_config.pipeline_stage": (r.parallel_config.pipeline_stage, 1),
+        "parallel.enable_parallel_optimizer": (r.parallel.enable_parallel_optimizer, False),
+        f"{OWN}sharding.expert_tensor_parallel": (
+            r.telechat_moe.sharding.expert_tensor_parallel,
+            False,
+        ),
+        "model.model_config.moe_expert_capacity_factor": (
+            m.moe_expert_capacity_factor if drops(m) else None,
+            None,
+        ),
+    }
+    for key, (value, needed) in unproven.items():
+        if value != needed:
+            found = f"a section with {key} {value}, where no run with moves was compared with one without"
+            yield at, found, f"remove it, or {key} {needed}"
 
 
 def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:

@@ -269,7 +269,8 @@ class PaddedDispatch(ParallelDispatch):
         self.many, self.gathers = within.size > 1, across.size > 1
         self.experts = spec.config.n_routed_experts // across.size
         self.places = Capacity(spec, across.size)
-        self.permute, self.unpermute = Permute(differentiable=True), Unpermute()
+        # MindSpore's own gradient adds up a token's rows in the order of slots; the one written out, in that of choices.
+        self.permute, self.unpermute = Permute(differentiable=spec.slots is None), Unpermute()
         self.reshape, self.transpose, self.split = ops.Reshape(), ops.Transpose(), SplitWithSize()
         self.at_most = ops.Minimum()
         if self.gathers:
