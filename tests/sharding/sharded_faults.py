@@ -12,6 +12,7 @@ LAYOUT = (
     *("cut-softmax", "no-sum-of-balance", "no-sum-of-widths", "no-sum-of-vocabulary"),
     *("nodes-of-other-devices", "no-token-to-other-nodes"),
     *("mean-of-means", "loads-in-bf16", "loads-twice", "balance-by-shards"),
+    *("no-earlier-keys", "no-gradients-of-earlier-keys"),
 )
 
 
@@ -70,8 +71,8 @@ def in_layout(fault: str) -> Iterator[None]:
 
         with mock.patch.object(hierarchical.NodesOfTokens, "__init__", fewer):
             yield
-    elif fault in ROUTER:
-        with ROUTER[fault]():
+    elif fault in CELLS:
+        with CELLS[fault]():
             yield
     else:
         yield
@@ -84,10 +85,10 @@ def in_counting(fault: str) -> Iterator[None]:
 
     count = counting.token_weights
 
-    def wrong(config, masks, micro_batches):
+    def wrong(config, masks, *counts):
         if fault == "tokens-of-one-split":
-            return count(config, [mask[:, : mask.shape[1] // 2] for mask in masks], micro_batches)
-        weights = count(config, masks, micro_batches)
+            return count(config, [mask[:, : mask.shape[1] // 2] for mask in masks], *counts)
+        weights = count(config, masks, *counts)
         if fault == "mtp-by-next-token":
             depth = max(1, config.num_nextn_predict_layers)
             weights[1:-1] = weights[0] * config.mtp_loss_factor / depth
@@ -138,7 +139,30 @@ def _balance_by_shards():
         yield
 
 
-ROUTER = {
+@contextmanager
+def _keep(what: str):
+    """Keep nothing of the parts of a sequence before, or none of their gradients."""
+    from telechat_moe.sharding.cells import parts
+
+    zeros = parts._zeros
+
+    def own_rows(self, x_BLW, part_1):
+        return self.run(x_BLW, part_1)
+
+    def renamed(name, shape, dtype):  # so that MindSpore's pass does not find the gradients
+        return zeros(name.replace("_grad", "_other"), shape, dtype)
+
+    if what == "nothing":
+        with mock.patch.object(parts.KeptRows, "construct", own_rows):
+            yield
+    else:
+        with mock.patch.object(parts, "_zeros", renamed):
+            yield
+
+
+CELLS = {
+    "no-earlier-keys": partial(_keep, "nothing"),
+    "no-gradients-of-earlier-keys": partial(_keep, "values"),
     "loads-in-bf16": partial(_loads, twice=False),
     "loads-twice": partial(_loads, twice=True),
     "balance-by-shards": _balance_by_shards,

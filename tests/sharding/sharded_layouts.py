@@ -34,6 +34,8 @@ class Layout:
     crowd: bool = False  # every token goes to the same experts
     per_token: bool = False
     length: int = 16
+    parts: int = 1  # of a sequence, one after the other through the pipeline
+    balance: str = "seq_aux_loss"
 
     @property
     def devices(self) -> int:
@@ -48,6 +50,7 @@ class Layout:
     def single(self) -> "Layout":
         """The same batch and model on one device."""
         plain = {"policy", "documents", "tied", "z_loss", "mtp", "crowd", "per_token", "length"}
+        plain |= {"balance"}
         same = {k: v for k, v in asdict(self).items() if k in plain}
         return Layout(micro=self.micro_batches, **same)
 
@@ -159,6 +162,19 @@ def drawn(seed: int, count: int) -> dict[str, Layout]:
 
 
 LAYOUTS |= drawn(18, 12)
+# Sequences in parts.
+PARTS = {"micro": 4, "scheduler": "seqpipe", "parts": 2, "per_token": True, "balance": "none"}
+LAYOUTS |= {
+    "pp2-parts2": Layout(pp=2, **PARTS, z_loss=True, mtp=0),
+    "pp2-parts4-mtp2": Layout(pp=2, **PARTS | {"parts": 4}, mtp=2),
+    "pp2-vpp2-parts2": Layout(pp=2, vpp=2, **PARTS | {"scheduler": "seqvpp"}, z_loss=True),
+    "TMP-none": Layout(pp=2, vpp=2, micro=4, balance="none", per_token=True),
+    "pp2-tp2-sp-ep2-parts2": Layout(pp=2, tp=2, sp=True, ep=2, **PARTS, recompute="mla_up,norms"),
+    "pp2-cp2-parts2": Layout(pp=2, cp=2, **PARTS, z_loss=True),
+    "pp2-dp2-ep2-routed-zero-parts2": Layout(
+        pp=2, dp=2, ep=2, zero=True, dispatcher="alltoallv", **PARTS
+    ),
+}
 # Two hops to the experts: between nodes of ``node`` devices, and within a node.
 GATHER, ONCE = {"hop": "gather", "node": 2}, {"hop": "once", "node": 2}
 EXACT = {**GATHER, "dispatcher": "alltoallv"}

@@ -59,7 +59,7 @@ class Case:
         single = self.layout.single
         parts = [self.optimizer, self.layout.sequences, self.layers, single.micro]
         parts += [single.policy, single.documents, single.tied, single.z_loss, single.mtp]
-        parts += [single.per_token, single.length]
+        parts += [single.per_token, single.length, single.balance]
         parts += ["crowd"] * single.crowd
         return "reference_" + "_".join(map(str, parts))
 
@@ -132,7 +132,9 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
     if layout.per_token:
         settings["model.model_config.calculate_per_token_loss"] = True
     settings |= within_documents(layout)
-    if layout.vpp > 1:
+    settings["model.model_config.moe_router_load_balancing_type"] = layout.balance
+    settings["parallel_config.seq_split_num"] = layout.parts
+    if layout.vpp > 1 or layout.parts > 1:
         settings["model.model_config.pp_interleave_num"] = layout.vpp
         settings["parallel.pipeline_config.pipeline_interleave"] = True
         settings["parallel.pipeline_config.pipeline_scheduler"] = layout.scheduler
@@ -330,8 +332,9 @@ def work(folder: Path, cases: list[Case]) -> None:
         found = {"steps": [], "states": []}
         for s, batch in enumerate(given["batches"][: 3 if case.fault else STEPS]):
             with faults.in_counting(case.fault):
-                masks, micro = [batch[LOSS_MASK]], case.layout.micro_batches
-                program.set_token_weights(token_weights.token_weights(config, masks, micro))
+                masks, layout = [batch[LOSS_MASK]], case.layout
+                counts = (layout.micro_batches, layout.parts)
+                program.set_token_weights(token_weights.token_weights(config, masks, *counts))
             losses, norm, applied, loads, dropped = program(
                 *scalars(s + 1, RATE, case.optimizer), *map(Tensor, batch)
             )
