@@ -140,29 +140,29 @@ def _balance_by_shards():
 
 
 @contextmanager
-def _keep(what: str):
-    """Keep nothing of the parts of a sequence before, or none of their gradients."""
+def _keep(gradients: bool):
+    """Keep nothing of the parts of a sequence before, or only what MindSpore's pass does not find to keep gradients of."""
+    from mindspore import ops
+
     from telechat_moe.sharding.cells import parts
 
-    zeros = parts._zeros
-
-    def own_rows(self, x_BLW, part_1):
+    def nothing(self, x_BLW, part_1):
         return self.run(x_BLW, part_1)
 
-    def renamed(name, shape, dtype):  # so that MindSpore's pass does not find the gradients
-        return zeros(name.replace("_grad", "_other"), shape, dtype)
+    def unfound(self, x_BLW, part_1):
+        so_far = self.add(self.key_cache, self.run(x_BLW, part_1))  # the parameter comes first
+        zeros = self.nothing(so_far, self.zero)
+        stay = self.stay(self.always(zeros, self.one), self.not_last(part_1, self.last))
+        kept = ops.stop_gradient(self.select(stay, so_far, zeros))
+        return self.depend(so_far, self.assign(self.key_cache, kept))
 
-    if what == "nothing":
-        with mock.patch.object(parts.KeptRows, "construct", own_rows):
-            yield
-    else:
-        with mock.patch.object(parts, "_zeros", renamed):
-            yield
+    with mock.patch.object(parts.KeptRows, "construct", unfound if gradients else nothing):
+        yield
 
 
 CELLS = {
-    "no-earlier-keys": partial(_keep, "nothing"),
-    "no-gradients-of-earlier-keys": partial(_keep, "values"),
+    "no-earlier-keys": partial(_keep, gradients=False),
+    "no-gradients-of-earlier-keys": partial(_keep, gradients=True),
     "loads-in-bf16": partial(_loads, twice=False),
     "loads-twice": partial(_loads, twice=True),
     "balance-by-shards": _balance_by_shards,

@@ -167,8 +167,7 @@ PARTS = {"micro": 4, "scheduler": "seqpipe", "parts": 2, "per_token": True, "bal
 LAYOUTS |= {
     "pp2-parts2": Layout(pp=2, **PARTS, z_loss=True, mtp=0),
     "pp2-parts4-mtp2": Layout(pp=2, **PARTS | {"parts": 4}, mtp=2),
-    "pp2-vpp2-parts2": Layout(pp=2, vpp=2, **PARTS | {"scheduler": "seqvpp"}, z_loss=True),
-    "TMP-none": Layout(pp=2, vpp=2, micro=4, balance="none", per_token=True),
+    "pp2-vpp2-parts2": Layout(pp=2, vpp=2, **PARTS | {"scheduler": "seqvpp"}),
     "pp2-tp2-sp-ep2-parts2": Layout(pp=2, tp=2, sp=True, ep=2, **PARTS, recompute="mla_up,norms"),
     "pp2-cp2-parts2": Layout(pp=2, cp=2, **PARTS, z_loss=True),
     "pp2-dp2-ep2-routed-zero-parts2": Layout(

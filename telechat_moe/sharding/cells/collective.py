@@ -141,6 +141,7 @@ class RouterLosses(nn.Cell):
         self.sum_z_within, self.sum_z_across = sum_over(within), sum_over(across)
         self.rows = ops.MatMul()
         self.reshape = ops.Reshape()
+        self.first, self.nothing = ops.StridedSlice(), ops.Mul()
         self.shared = within.size if within is not None else 1
         self.run = Morphed(self.body, one_number)
 
@@ -156,6 +157,10 @@ class RouterLosses(nn.Cell):
         b = self.balance
         aux = b.zero
         t = score_tE.shape[0]
+        if not b.active and not self.z_loss.coefficient:
+            # No constant: MindSpore would drop its message in the graph of one stage and keep it in the other's.
+            first = self.reshape(self.first(logits_tE, (0, 0), (1, 1), (1, 1)), (1,))
+            aux = self.nothing(first, aux)
         if b.active:
             score_tE = b.divide(score_tE, b.add_eps(b.sum_experts(score_tE, -1), b.eps))
             member_bt = self.membership(t)
