@@ -23,6 +23,8 @@ LIMITS = ("step_norm_limit", "step_loss_limit")
 TOKEN_WEIGHTS = "step_token_weights"
 # Gradient sums of micro-batches: zero between steps, and of other stages' weights never used.
 SUMS = "accu_grads."
+# Rows of the parts of a sequence so far and their gradients (sharding.cells.parts): zero between steps.
+KEPT = ("key_cache", "key_cache_grad")
 
 Letter = tuple[int, int, int, tuple[int, ...]]
 """Sender, receiver, tag and shape of a message."""
@@ -136,7 +138,7 @@ class RankProgram:
                 if not in_place:
                     parameter.set_data(Tensor(np.float32(np.inf)))
                 continue
-            if name.startswith(SUMS):
+            if name.startswith(SUMS) or name.endswith(KEPT):
                 shard = np.zeros(parameter.shape, np.float32)
             elif name in values:
                 shard = shard_of(values[name], self.graph, name)

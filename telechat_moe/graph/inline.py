@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.mindir import Editor, Model, find_value, output_shapes
+from telechat_moe.graph.nodes import STRUCTURE
 
 WRITES = ("Assign", "AssignAdd")
 
@@ -64,20 +65,30 @@ def inline_calls(model: Model) -> Mapping[str, str]:
 
 
 def order_writes(model: Model) -> None:
-    """Let each write of a parameter wait for the one before it: in the front end's graph the order of the calls says so."""
+    """Let each write and read of a parameter wait for the write before it: in the front end's graph the order of the calls says so."""
     main = model.proto.graph
-    fresh, written = type(main)(), dict[str, str]()
+    fresh, written = type(main)(), dict[str, Any]()
     editor = Editor(model, fresh.node)
+
+    def after(value: str, write: Any, name: str | None = None) -> str:
+        depend = editor.primitive("Depend", side_effect_propagate=1)
+        (shape, element), *_ = output_shapes(write)
+        return editor.node(depend, [value, write.name], shape, element, write.domain, name)
+
     for node in main.node:
         primitive = model.primitive(node)
-        if primitive is not None and primitive.op_type in WRITES:
-            before = written.get(node.input[0])
-            if before is not None:
-                depend = editor.primitive("Depend", side_effect_propagate=1)
-                (shape, element), *_ = output_shapes(node)
-                inputs = [node.input[1], before]
-                node.input[1] = editor.node(depend, inputs, shape, element, node.domain)
-            written[node.input[0]] = node.name
+        kind = "" if primitive is None else primitive.op_type
+        if kind in WRITES:
+            if node.input[0] in written:
+                node.input[1] = after(node.input[1], written[node.input[0]])
+            written[node.input[0]] = node
+        elif kind == "Load" and node.input[0] in written:
+            after(node.input[0], written[node.input[0]], node.name)
+            continue
+        elif kind and kind not in STRUCTURE:
+            for place, name in enumerate(node.input):
+                if name in written:
+                    node.input[place] = after(name, written[name])
         fresh.node.add().CopyFrom(node)
     del main.node[:]
     main.node.extend(fresh.node)

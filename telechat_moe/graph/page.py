@@ -183,7 +183,8 @@ def _timeline(result: dict[str, Any]) -> str:
         for slot in slots:
             x, w = left + slot.start * unit, (slot.end - slot.start) * unit
             chunk = f".{slot.event.chunk}" if slot.event.chunk else ""
-            said = f"{slot.event.micro}{chunk}"
+            part = f":{slot.event.part}" if slot.event.part else ""
+            said = f"{slot.event.micro}{chunk}{part}"
             text = f"<text x={x + w / 2:g} y={top + 15} class=inside>{said}</text>"
             fade = " fill-opacity=.6" if slot.event.chunk else ""
             drawn.append(
@@ -197,7 +198,7 @@ def _timeline(result: dict[str, Any]) -> str:
     )
     keys = html.keys(
         [("var(--F)", "forward"), ("var(--B)", "backward")],
-        "the number is the micro-batch, .1 a second chunk of layers",
+        "the number is the micro-batch, .1 a second chunk of layers, :1 a second part of its sequences",
     )
     drawing = html.svg(width, height, drawn, "order of the micro-batches")
     words = (

@@ -324,7 +324,8 @@ class _Site:
     def transfer(self) -> Event:
         """Return the event of a Send or Receive in the order of micro-batches."""
         kind = "s" if self.node.kind == "Send" else "r"
-        micro, chunk = (self.attribute(n) or self.node.mark(n) or 0 for n in ("micro", "chunk"))
+        marks = ("micro", "chunk", "seq_chunk")
+        micro, chunk, part = (self.attribute(n) or self.node.mark(n) or 0 for n in marks)
         return Event(
             kind + self._pipeline_phase("")[0],
             micro,
@@ -332,6 +333,7 @@ class _Site:
             self.peer(),
             self.attribute("sr_tag") or 0,
             self._bytes(2)[0],
+            part,
         )
 
     def collective(self, times: int, micro: int | None) -> Collective:

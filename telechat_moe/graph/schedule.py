@@ -1,9 +1,9 @@
 """Read from a rank's graph the order in which it works on its micro-batches.
 
-Legend: ``F3`` forward of micro-batch 3, ``B3`` its backward, ``.1`` a second chunk of layers; ``sf`` / ``rf`` send and
-receive of an activation, ``sb`` / ``rb`` of a gradient, ``>5`` the other rank. MindSpore pins the order of sends and
-receives; the position of a pass is the call of the network that micro-batches share, else the middle one of its
-matrix products.
+Legend: ``F3`` forward of micro-batch 3, ``B3`` its backward, ``.1`` a second chunk of layers, ``:1`` the second part of
+its sequences; ``sf`` / ``rf`` send and receive of an activation, ``sb`` / ``rb`` of a gradient, ``>5`` the other rank.
+MindSpore pins the order of sends and receives; the position of a pass is the call of the network that micro-batches
+share, else the middle one of its matrix products.
 """
 
 from collections import Counter, defaultdict
@@ -36,6 +36,7 @@ class Event(NamedTuple):
         peer: Other rank of a send or receive.
         tag: MindSpore's number of the pair.
         bytes: Size of what is sent or received.
+        part: Part of a sequence, 0 where sequences are whole.
     """
 
     kind: str
@@ -44,11 +45,13 @@ class Event(NamedTuple):
     peer: int | None = None
     tag: int | None = None
     bytes: int = 0
+    part: int = 0
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""
+        part = f":{self.part}" if self.part else ""
         peer = f">{self.peer}" if self.peer is not None else ""
-        return f"{self.kind}{self.micro}{chunk}{peer}"
+        return f"{self.kind}{self.micro}{chunk}{part}{peer}"
 
 
 def micro_of(graph: Graph) -> dict[str, int]:
@@ -145,7 +148,8 @@ def pass_of(graph: Graph, name: str) -> Event:
     if micro is None:
         micro = [call for key, call in graph.calls.items() if key == call.name].index(forward)
     kind = "F" if name == forward.name else "B"
-    return Event(kind, micro, forward.mark("chunk") or 0)
+    part = forward.mark("seq_chunk") or 0
+    return Event(kind, micro, forward.mark("chunk") or 0, part=part)
 
 
 def _pass(graph: Graph, node: GraphNode) -> str | None:
@@ -155,15 +159,15 @@ def _pass(graph: Graph, node: GraphNode) -> str | None:
 
 
 def in_flight(order: Sequence[Event]) -> int:
-    """Return how many micro-batches have been through forward and not through backward, at most."""
-    alive: set[tuple[int, int]] = set()
+    """Return how many micro-batches have been through forward, in part at least, and not through backward, at most."""
+    alive: set[tuple[int, int, int]] = set()
     most = 0
     for event in order:
         if event.kind == "F":
-            alive.add((event.micro, event.chunk))
+            alive.add((event.micro, event.chunk, event.part))
         elif event.kind == "B":
-            alive.discard((event.micro, event.chunk))
-        most = max(most, len(alive))
+            alive.discard((event.micro, event.chunk, event.part))
+        most = max(most, len({(micro, chunk) for micro, chunk, _ in alive}))
     return most
 
 

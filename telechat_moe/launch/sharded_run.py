@@ -217,7 +217,7 @@ def one_process(recipe: Recipe) -> Recipe:
     runner = replace(
         recipe.runner_config, batch_size=rows, gradient_accumulation_steps=micro_batches(recipe)
     )
-    pipeline = replace(recipe.parallel_config, pipeline_stage=1)
+    pipeline = replace(recipe.parallel_config, pipeline_stage=1, seq_split_num=1)
     sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)
     operators = replace(recipe.telechat_moe.operators, default="plain")
     moe = replace(recipe.telechat_moe.moe, balance_group="dp", placement=None)

@@ -45,6 +45,7 @@ class MultiLatentAttention(nn.Cell):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.num_heads = config.num_attention_heads
         self.nope, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.v_width = config.v_head_dim
@@ -86,6 +87,9 @@ class MultiLatentAttention(nn.Cell):
         self.query_heads_first = ops.Transpose()
         self.heads_first = ops.Transpose()
         self.tokens_first = ops.Transpose()
+        # Keeps the keys of the parts before where a sequence comes in parts (telechat_moe.sharding); the mask is then a
+        # pair of the mask and the number of the part.
+        self.earlier: nn.Cell | None = None
         scale = (self.nope + self.rotary) ** -0.5
         chosen = attention_backend(compute)
         self.fused = chosen == "fused"
@@ -107,31 +111,31 @@ class MultiLatentAttention(nn.Cell):
         return self.q_up(latent)
 
     def latent(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all heads' keys and values ``[T, N * (nope + v)]`` and the rotary key ``[T, R]``."""
+        """Return what keys and values are made from: the latent ``[T, C]`` and the rotary key ``[T, R]``, not yet rotated."""
         latent, k_rope = self.split_latent(self.kv_down(x_TH), (self.kv_rank, self.rotary), -1)
-        if self.norm_latents:
-            latent = self.kv_norm(latent)
-        return self.kv_up(latent), k_rope
+        return self.kv_norm(latent) if self.norm_latents else latent, k_rope
 
     def construct(self, x_TH: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, mask: Tensor) -> Tensor:
-        """Return ``[T, H]``; ``mask`` comes from :class:`telechat_moe.ops.attention.AttentionMask`."""
+        """Return ``[T, H]``; ``mask`` comes from :class:`telechat_moe.ops.attention.AttentionMask`, or with ``earlier`` is a pair."""
         B, S = cos_BS1r.shape[:2]
         N = self.num_heads
         q = self.query(x_TH)
-        kv, k_rope = self.latent(x_TH)
+        latent, k_rope = self.latent(x_TH)
         if self.fused:
-            q, k, v = self.assemble(q, kv, k_rope, cos_BS1r, sin_BS1r)
+            q, k, v = self.assemble(q, self.kv_up(latent), k_rope, cos_BS1r, sin_BS1r)
             o_BSND, _ = self.core(q, k, v, mask)
             return self.out(self.reshape(o_BSND, (B * S, N * self.v_width)))
 
         q = self.reshape(q, (B, S, N, self.nope + self.rotary))
         q_nope, q_rope = self.split_query(q, (self.nope, self.rotary), -1)
         q = self.concat_query((q_nope, self.rope_query(q_rope, cos_BS1r, sin_BS1r)))
-        kv = self.reshape(kv, (B, S, N, self.nope + self.v_width))
+        k_rope = self.rope_key(self.reshape(k_rope, (B, S, 1, self.rotary)), cos_BS1r, sin_BS1r)
+        if self.earlier is not None:
+            mask, part = mask
+            latent, k_rope = self.earlier(latent, k_rope, part)
+        kv = self.reshape(self.kv_up(latent), (B, -1, N, self.nope + self.v_width))
         k_nope, v = self.split_key_value(kv, (self.nope, self.v_width), -1)
-        k_rope = self.reshape(k_rope, (B, S, 1, self.rotary))
-        k_rope = self.share_key(self.rope_key(k_rope, cos_BS1r, sin_BS1r))
-        k = self.concat_key((k_nope, k_rope))
+        k = self.concat_key((k_nope, self.share_key(k_rope)))
 
         order = (0, 2, 1, 3)
         o_BNSD, _ = self.core(

@@ -92,6 +92,8 @@ class CausalLM(nn.Cell):
         self.embedding: nn.Cell = Embedding(config)
         self.rope = RopeTable(config)
         self.mask = AttentionMask(config.num_attention_heads, DTYPES[config.compute_dtype])
+        # Replaces it where a sequence goes through the layers in parts (telechat_moe.sharding).
+        self.part_mask: nn.Cell | None = None
         self.layers = nn.CellList(
             [
                 Block(config, i >= config.first_k_dense_replace)
@@ -135,7 +137,10 @@ class CausalLM(nn.Cell):
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return ``(hidden_TH, aux, (cos, sin, mask))``: normalised hidden states, balance losses."""
         cos, sin = self.rope(position_BS)
-        mask = self.mask(id_BS.shape[0], id_BS.shape[1], mask_B1SS)
+        if self.part_mask is not None:
+            mask = self.part_mask(position_BS)
+        else:
+            mask = self.mask(id_BS.shape[0], id_BS.shape[1], mask_B1SS)
         x, aux = self.embedding(id_BS), self.zero
         for layer in self.layers:
             x, aux = layer(x, aux, cos, sin, mask)
@@ -155,6 +160,7 @@ class CausalLM(nn.Cell):
         loss_mask: Tensor,
         position_ids: Tensor,
         attention_mask: Tensor | None = None,
+        ahead: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the three losses; training minimises their sum.
 
@@ -164,6 +170,8 @@ class CausalLM(nn.Cell):
             loss_mask: ``[B, S]`` fp32, 0 where a label does not count.
             position_ids: ``[B, S]`` int32.
             attention_mask: ``[B, 1, S, S]`` uint8, 1 = hidden; None = causal.
+            ahead: Labels and their mask of each MTP depth in turn, for a part of a sequence, which does not hold the
+                last ones.
 
         Returns:
             ``(lm, mtp, aux)``, each ``(1,)`` fp32: next-token cross-entropy, ``factor / depth`` times
@@ -178,11 +186,14 @@ class CausalLM(nn.Cell):
         mtp, depths = self.zero, ()
         if self.mtp_depth:
             next_id, label, keep = labels, labels, loss_mask
-            for layer in self.mtp:
+            for i, layer in enumerate(self.mtp):
                 # Depth k reads token i + k, which is the label of depth k - 1, and predicts the next.
                 embedding = layer.embed_norm(self.embedding(next_id))
                 hidden, aux = layer(embedding, hidden, aux, *context)
-                label, keep = self.shift(label), self.shift(keep)
+                if self.part_mask is None:
+                    label, keep = self.shift(label), self.shift(keep)
+                else:
+                    label, keep = ahead[2 * i], ahead[2 * i + 1]
                 next_id = label
                 loss = self.mtp_loss(
                     self.logits(hidden), self.reshape(label, (-1,)), self.reshape(keep, (-1,))

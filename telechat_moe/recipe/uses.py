@@ -174,6 +174,7 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
         yield from _never_read(recipe)
     if plugin:
         yield from _only_ours(recipe)
+    yield from _only_whole(recipe, use, plugin)
 
     def judged(key: str) -> bool:
         if use == "mindformers":
@@ -222,6 +223,15 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
         if value is not None:
             found = f"{value}, which `telechat-moe train` does and MindFormers' trainer does not"
             yield f"telechat_moe.{key}", found, "0" if key == "evaluation.interval" else "remove it"
+
+
+def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
+    """Yield the parts of sequences where sequences are whole: in the planner, and for our model in MindFormers' trainer."""
+    parts = recipe.parallel_config.seq_split_num
+    if parts > 1 and (plugin or use == "plan"):
+        who = "MindFormers' trainer does for its own networks only"
+        who = who if plugin else "the planner's cost model does not know"
+        yield "parallel_config.seq_split_num", f"{parts}, which {who}", "1"
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:

@@ -4,6 +4,7 @@ Nothing is computed here. What a layout cannot say (collectives in the middle of
 ``telechat_moe.sharding.cells`` that replaces one of the model's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from telechat_moe.sharding.cells.dispatch import (
     slots_name,
 )
 from telechat_moe.sharding.cells.hierarchical import RoutedNodeDispatch, SortedNodeDispatch
+from telechat_moe.sharding.cells.parts import EarlierParts, KeptRows, PartMask
 from telechat_moe.sharding.layouts import Rule, balance_axes
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.placement import Placement, unplaced
@@ -56,6 +58,7 @@ class Options:
         shared_graph: Micro-batches share one graph.
         stubs: Replace the cells of other stages by shape-only stubs; only where micro-batches share one graph.
         movable: Experts have slots that the host may change between steps.
+        parts: Parts of a sequence that go through the pipeline one after the other.
     """
 
     dispatcher: str
@@ -67,6 +70,7 @@ class Options:
     hop: str = ""
     balance_group: str = "dp"
     movable: bool = False
+    parts: int = 1
 
 
 def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
@@ -93,6 +97,10 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
     p.cell(model.rope, "RopeTable")
     model.mask.stretch = False
     p.cell(model.mask, "AttentionMask")
+    if options.parts > 1:
+        model.part_mask = PartMask(model.config.seq_length, options.parts, model.mask.backend)
+        p.morphed(model.part_mask.run, "PartMask")
+        p.morphed(model.part_mask.find, "PartMask.part")
     for layer in model.layers:
         _block(p, layer, options)
     p.cell(model.norm, "RMSNorm")
@@ -134,10 +142,13 @@ def _refuse(model: CausalLM, mesh: Mesh, options: Options) -> None:
         raise BadInputError(
             "the model was compiled before: MindSpore keeps that graph and ignores a placement; build a new model"
         )
-    rows = options.sequences * model.config.seq_length
+    length = model.config.seq_length // options.parts
+    rows = options.sequences * length
     if rows % mesh.stage_devices:
+        tokens = f"seq_length {model.config.seq_length}"
+        tokens += f" / {options.parts} parts" if options.parts > 1 else ""
         raise BadInputError(
-            f"{options.sequences} sequences x seq_length {model.config.seq_length} = {rows} rows do not spread over the "
+            f"{options.sequences} sequences x {tokens} = {rows} rows do not spread over the "
             f"{mesh.stage_devices} devices of a stage"
         )
     state = [p.name for p in model.get_parameters() if not p.requires_grad and p.parallel_optimizer]
@@ -182,16 +193,24 @@ def _stages(p: Placement, model: CausalLM, stages: Stages, stubs: bool) -> None:
         if away(last):
             setattr(model, name, p.stub(getattr(model, name), last))
     if model.mtp_depth:
+        _mtp_stages(p, model, last, away)
+
+
+def _mtp_stages(
+    p: Placement, model: CausalLM, last: StageChunk, away: Callable[[StageChunk], bool]
+) -> None:
+    """Assign MTP to the head's stage, and what embeds its tokens to the first."""
+    if model.part_mask is None:  # else the step calls it, before it cuts the sequences
         p.assign_stage(model.shift, last)
-        for i in range(model.mtp_depth):
-            norm = model.mtp[i].embed_norm
-            p.assign_stage(norm, StageChunk(0, 0))
-            p.assign_stage(model.mtp[i], last)
-            if away(last):
-                model.mtp[i] = p.stub(model.mtp[i], last)
-                model.mtp[i].embed_norm = norm
-            if away(StageChunk(0, 0)):
-                model.mtp[i].embed_norm = p.stub(norm, StageChunk(0, 0))
+    for i in range(model.mtp_depth):
+        norm = model.mtp[i].embed_norm
+        p.assign_stage(norm, StageChunk(0, 0))
+        p.assign_stage(model.mtp[i], last)
+        if away(last):
+            model.mtp[i] = p.stub(model.mtp[i], last)
+            model.mtp[i].embed_norm = norm
+        if away(StageChunk(0, 0)):
+            model.mtp[i].embed_norm = p.stub(norm, StageChunk(0, 0))
 
 
 def _loss(p: Placement, vocabulary: Group, sums: bool) -> ParallelCrossEntropy:
@@ -253,14 +272,31 @@ def _attention(p: Placement, attention: MultiLatentAttention, options: Options) 
         return [shape[0], shape[1], heads, shape[3]]
 
     attention.share_key = p.local(share, "ShareKey", shape_of_keys)
+    if options.parts > 1:
+        _earlier_parts(p, attention, options)
     core = attention.core
     if isinstance(core, AscendAttention):
         _flash(p, core)
         return
     attention.core = PlainAttention(float(core.scale.asnumpy()), core.softmax_dtype)
     p.cell(attention.core, "PlainAttention")
-    mask = "batch . seq ." if options.mask else ". . seq ."
+    mask = "batch . seq ." if options.mask or options.parts > 1 else ". . seq ."
     p.put(attention.core.add_mask, Rule(("batch tp seq .", mask)))
+
+
+def _earlier_parts(p: Placement, attention: MultiLatentAttention, options: Options) -> None:
+    length, dtype = attention.config.seq_length, attention.kv_down.carried
+    kept = [
+        KeptRows(options.sequences, p.mesh.dp, length, width, options.parts, dtype)
+        for width in (attention.kv_rank, attention.rotary)
+    ]
+    for rows in kept:
+        p.cell(rows, "KeptRows")
+        p.morphed(rows.run, "KeptRows")
+    attention.earlier = EarlierParts(*kept)
+    owner = attention.kv_up.weight.name.removesuffix("kv_up.weight")
+    for parameter in attention.earlier.get_parameters():  # named as if the cell had no owner
+        parameter.name = owner + parameter.name
 
 
 def _flash(p: Placement, core: AscendAttention) -> None:

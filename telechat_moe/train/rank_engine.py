@@ -45,7 +45,7 @@ class RankEngine:
         assert ranks.control is not None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
         self.micro_batches, self.layout = micro_batches(recipe), mesh_of(recipe).describe()
-        self.saves = 0
+        self.parts, self.saves = recipe.parallel_config.seq_split_num, 0
         self.limits = (float("inf"), float("inf"))
         self.moments: Mapping[str, np.ndarray] = {}
         self.model, _ = build_model(recipe)
@@ -85,7 +85,7 @@ class RankEngine:
             self.program.set_limits(*limits)
             self.limits = limits
         masks = [batch[LOSS_MASK].asnumpy() for batch in batches]
-        weights = token_weights(self.model.config, masks, self.micro_batches)
+        weights = token_weights(self.model.config, masks, self.micro_batches, self.parts)
         self.program.set_token_weights(weights)
         losses, norm, applied, loads, dropped = self.program(*scalars, *batches[0])
         applied.asnumpy()  # waits for the end of the step

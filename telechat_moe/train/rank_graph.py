@@ -60,6 +60,7 @@ def placed_model(
         hop_between_nodes(recipe.model_config)[0],
         own.moe.balance_group,
         own.moe.placement is not None,
+        recipe.parallel_config.seq_split_num,
     )
     routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
     placement = place(model, mesh, rank, options)
@@ -103,8 +104,7 @@ def build_step(
         model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
         params = [p for p in model.trainable_params() if placement.is_here(p)]
         head = stages.head.stage if stages is not None else 0
-        use_bias = config.moe_router_enable_expert_bias
-        wrapper = recipe.runner_wrapper
+        use_bias, wrapper = config.moe_router_enable_expert_bias, recipe.runner_wrapper
         step = RankStep(
             model,
             (optimizer or partial(from_recipe, recipe))(params),
@@ -115,6 +115,7 @@ def build_step(
             config.n_routed_experts,
             micro_batches=micro,
             pipeline=mesh.pp > 1,
+            parts=recipe.parallel_config.seq_split_num,
             optimizer_sharding=recipe.parallel.enable_parallel_optimizer,
             alone=[placement.shards(p) == mesh.stage_devices for p in params],
             max_grad_norm=wrapper.max_grad_norm if wrapper.use_clip_grad else None,
@@ -180,7 +181,8 @@ def _shares_graph(recipe: Recipe, target: str) -> bool:
     if target == "Ascend" or stages is None:
         return True
     interleaved = any(at.chunk for at in (*stages.layers, stages.head))
-    return interleaved or recipe.telechat_moe.sharding.pipeline_schedule is not None
+    parts = recipe.parallel_config.seq_split_num > 1
+    return interleaved or parts or recipe.telechat_moe.sharding.pipeline_schedule is not None
 
 
 def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 from telechat_moe.graph.execute import LIMITS, SCHEDULE
 from telechat_moe.model.router import Router
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
+from telechat_moe.sharding.cells.parts import SequenceParts
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import UpdateStep
 
@@ -35,7 +36,10 @@ class LossVector(nn.Cell):
 
     def construct(self, *batch: Tensor) -> Tensor:
         """Return next-token, MTP, balance and z-loss."""
-        lm, mtp, aux = self.model(*batch)
+        if self.model.part_mask is None:
+            lm, mtp, aux = self.model(*batch)
+        else:
+            lm, mtp, aux = self.model(*batch[:4], None, batch[4:])
         return self.concat((lm, mtp, aux))
 
 
@@ -93,6 +97,16 @@ class ExpertSquares(nn.Cell):
         return self.scale(self.sum(self.take(self.gather(sum_e), at_EP, 0)), self.share)
 
 
+def _cut(
+    network: nn.Cell, model: nn.Cell, micro_batches: int, pipeline: bool, parts: int
+) -> nn.Cell:
+    """Return a network that cuts a batch into micro-batches, and their sequences into parts."""
+    if parts > 1:
+        network = SequenceParts(network, parts, model.mtp_depth, getattr(model, "shift", None))
+    # MindSpore refuses GradAccumulation where micro-batches do not share a graph.
+    return (Pipeline if pipeline else GradAccumulation)(network, micro_batches)
+
+
 class RankStep(UpdateStep):
     """Train on one batch.
 
@@ -109,6 +123,7 @@ class RankStep(UpdateStep):
         token_weights: By what the model's losses, sums over tokens, are multiplied; None: they are means.
         movable: For each layer whose experts may move, the parameters of its experts and how their squares are added.
         pipeline: The micro-batches go through pipeline stages.
+        parts: In how many parts each of their sequences does.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.
         elsewhere: Parameters of other stages: MindSpore wants a gradient sum for each cell of a shared graph.
@@ -127,6 +142,7 @@ class RankStep(UpdateStep):
         *,
         micro_batches: int = 1,
         pipeline: bool = False,
+        parts: int = 1,
         optimizer_sharding: bool = False,
         alone: Sequence[bool] = (),
         max_grad_norm: float | None = 1.0,
@@ -150,9 +166,7 @@ class RankStep(UpdateStep):
         self.sharded = optimizer_sharding
         self.alone = tuple(alone) or (False,) * len(self.weights)
         if self.accumulates:
-            # MindSpore refuses GradAccumulation where micro-batches do not share a graph.
-            split = Pipeline if pipeline else GradAccumulation
-            self.network = split(self.network, micro_batches)
+            self.network = _cut(self.network, model, micro_batches, pipeline, parts)
             summed = ParameterTuple([*self.weights, *(elsewhere if shared_graph else ())])
             self.accu_grads = summed.clone(prefix="accu_grads", init="zeros")
         self.set_routers(routers)

@@ -13,7 +13,7 @@ LOSS_MASK = 2
 
 
 def token_weights(
-    config: ModelConfig, masks: Sequence[np.ndarray], micro_batches: int
+    config: ModelConfig, masks: Sequence[np.ndarray], micro_batches: int, parts: int = 1
 ) -> np.ndarray:
     """Return what the summed losses of each micro-batch of a step are multiplied by.
 
@@ -24,10 +24,11 @@ def token_weights(
     Args:
         masks: Loss masks of the whole global batch, ``[B, S]`` each, in any parts.
         micro_batches: ``M``.
+        parts: Parts of a sequence, each of which gives balance losses.
 
     Returns:
-        fp32: the next token's, those of the depths (0 beyond them), and 1 for the balance losses; as many as the model
-        gives terms.
+        fp32: the next token's, those of the depths (0 beyond them), and one over the parts for the balance losses; as many
+        as the model gives terms.
     """
     depth = config.num_nextn_predict_layers
     kept_S = np.sum([mask.sum(0, dtype=np.float64) for mask in masks], 0)
@@ -35,7 +36,7 @@ def token_weights(
     factors = np.array([1.0] + [(config.mtp_loss_factor or 0.0) / depth for _ in range(depth)])
     weights = np.zeros(_terms(config), np.float32)
     weights[: 1 + depth] = micro_batches * factors / np.maximum(tokens, 1e-8)
-    weights[-1] = 1.0
+    weights[-1] = 1.0 / parts
     return weights
 
 

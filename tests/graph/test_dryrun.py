@@ -281,6 +281,14 @@ def test_order_in_flight_and_time_line():
     assert unmatched(other) == ["rank 0: 1 x rb1>1 (8 bytes); rank 1 sends that 0 times"]
 
 
+def test_parts_of_a_sequence_are_one_micro_batch_in_flight():
+    first, second = Event("F", 0), Event("F", 0, part=1)
+    order = [first, second, Event("B", 0, part=1), Event("F", 1, chunk=1, part=1), Event("B", 0)]
+    assert [str(event) for event in order] == ["F0", "F0:1", "B0:1", "F1.1:1", "B0"]
+    assert in_flight(order[:3]) == 1
+    assert in_flight(order) == 2
+
+
 def report_of(compiled, times=1):
     """A report as the verb makes it, from a graph written by hand."""
     from telechat_moe.graph import report as module

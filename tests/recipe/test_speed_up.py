@@ -1,15 +1,17 @@
 """The file of `parallel_speed_up_json_path` is checked with its line, and refused where it does nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from telechat_moe.recipe import RecipeError, load
+from telechat_moe.recipe import RecipeError, load, shipped_names
 from telechat_moe.recipe.speed_up import KEY, overlapped, path_of, switches
 from telechat_moe.recipe.uses import Use
 
 LARGE = "pangu_ultra_moe/pretrain_718b.yaml"
-V_SHAPE = ["parallel.pipeline_config.pipeline_scheduler=zero_bubble_v"]
+SCHEDULER = "parallel.pipeline_config.pipeline_scheduler"
+V_SHAPE = [f"{SCHEDULER}=zero_bubble_v"]
 SPREAD = [
     "use_parallel=True",
     "parallel.parallel_mode=1",
@@ -73,6 +75,44 @@ def test_old_names_are_read_and_the_file_beside_the_recipe_is_found(tmp_path: Pa
     (tmp_path / "old.json").write_text('{"enable_task_opt": true}')
     old = load(LARGE, [f"{KEY}={tmp_path}/old.json"], use="dryrun")
     assert switches(old) == {"enable_communication_fusion": True}
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_names() if "_overlap" in name])
+def test_a_recipe_with_overlap_differs_from_its_base_in_the_pipeline_alone(name: str) -> None:
+    """MindFormers reads one whole file, so the recipe repeats its base; this holds the two together."""
+    base = load(name.replace("_overlap", ""))
+    recipe = load(name, use="dryrun")
+    assert overlapped(recipe) == ("AlltoAllV",)
+    ours, theirs = flat(recipe.given), flat(base.given)
+    differ = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    interleaved = base.parallel.pipeline_config is not None
+    expected = {KEY, SCHEDULER, "model.model_config.offset"}
+    if not interleaved:
+        expected |= {
+            "parallel.pipeline_config.pipeline_interleave",
+            "model.model_config.pp_interleave_num",
+        }
+    if base.parallel_config.micro_batch_num < 2 * base.parallel_config.pipeline_stage:
+        expected |= {"parallel_config.micro_batch_num", "callbacks.1.micro_batch_num"}
+    assert differ == expected
+
+
+def test_three_recipes_have_overlap() -> None:
+    assert len([name for name in shipped_names() if "_overlap" in name]) == 3
+
+
+def flat(given: Any, at: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by dotted key; offsets stay whole."""
+    if isinstance(given, dict):
+        items = given.items()
+    elif isinstance(given, list) and any(isinstance(item, dict) for item in given):
+        items = enumerate(given)
+    else:
+        return {at.lstrip("."): given}
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found |= flat(value, f"{at}.{key}")
+    return found
 
 
 @pytest.mark.parametrize(("use", "extra"), [("train", SPREAD), ("dryrun", [])])

@@ -13,6 +13,7 @@ LAYOUT = (
     *("nodes-of-other-devices", "no-token-to-other-nodes"),
     *("mean-of-means", "loads-in-bf16", "loads-twice", "balance-by-shards"),
     *("balance-of-one-device", "balance-counted-again"),
+    *("no-earlier-keys", "no-gradients-of-earlier-keys"),
 )
 
 
@@ -65,8 +66,8 @@ def in_layout(fault: str) -> Iterator[None]:
 
         with mock.patch.object(hierarchical.NodesOfTokens, "__init__", fewer):
             yield
-    elif fault in ROUTER:
-        with ROUTER[fault]():
+    elif fault in CELLS:
+        with CELLS[fault]():
             yield
     else:
         yield
@@ -79,10 +80,10 @@ def in_counting(fault: str) -> Iterator[None]:
 
     count = counting.token_weights
 
-    def wrong(config, masks, micro_batches):
+    def wrong(config, masks, *counts):
         if fault == "tokens-of-one-split":
-            return count(config, [mask[:, : mask.shape[1] // 2] for mask in masks], micro_batches)
-        weights = count(config, masks, micro_batches)
+            return count(config, [mask[:, : mask.shape[1] // 2] for mask in masks], *counts)
+        weights = count(config, masks, *counts)
         if fault == "mtp-by-next-token":
             depth = max(1, config.num_nextn_predict_layers)
             weights[1:-1] = weights[0] * config.mtp_loss_factor / depth
@@ -173,9 +174,32 @@ def _balance_counted_again():
         yield
 
 
-ROUTER = {
+@contextmanager
+def _keep(gradients: bool):
+    """Keep nothing of the parts of a sequence before, or only what MindSpore's pass does not find to keep gradients of."""
+    from mindspore import ops
+
+    from telechat_moe.sharding.cells import parts
+
+    def nothing(self, x_BLW, part_1):
+        return self.run(x_BLW, part_1)
+
+    def unfound(self, x_BLW, part_1):
+        so_far = self.add(self.key_cache, self.run(x_BLW, part_1))  # the parameter comes first
+        zeros = self.nothing(so_far, self.zero)
+        stay = self.stay(self.always(zeros, self.one), self.not_last(part_1, self.last))
+        kept = ops.stop_gradient(self.select(stay, so_far, zeros))
+        return self.depend(so_far, self.assign(self.key_cache, kept))
+
+    with mock.patch.object(parts.KeptRows, "construct", unfound if gradients else nothing):
+        yield
+
+
+CELLS = {
     "balance-of-one-device": partial(_without_sum, 0),
     "balance-counted-again": _balance_counted_again,
+    "no-earlier-keys": partial(_keep, gradients=False),
+    "no-gradients-of-earlier-keys": partial(_keep, gradients=True),
     "loads-in-bf16": partial(_loads, twice=False),
     "loads-twice": partial(_loads, twice=True),
     "balance-by-shards": _balance_by_shards,

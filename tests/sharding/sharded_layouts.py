@@ -35,6 +35,7 @@ class Layout:
     per_token: bool = False
     length: int = 16
     balance: str = "seq_aux_loss"  # or ep: aux_loss over expert groups
+    parts: int = 1  # of a sequence, one after the other through the pipeline
 
     @property
     def devices(self) -> int:
@@ -169,6 +170,18 @@ def drawn(seed: int, count: int) -> dict[str, Layout]:
 
 
 LAYOUTS |= drawn(18, 12)
+# Sequences in parts.
+PARTS = {"micro": 4, "scheduler": "seqpipe", "parts": 2, "per_token": True, "balance": "none"}
+LAYOUTS |= {
+    "pp2-parts2": Layout(pp=2, **PARTS, z_loss=True, mtp=0),
+    "pp2-parts4-mtp2": Layout(pp=2, **PARTS | {"parts": 4}, mtp=2),
+    "pp2-vpp2-parts2": Layout(pp=2, vpp=2, **PARTS | {"scheduler": "seqvpp"}),
+    "pp2-tp2-sp-ep2-parts2": Layout(pp=2, tp=2, sp=True, ep=2, **PARTS, recompute="mla_up,norms"),
+    "pp2-cp2-parts2": Layout(pp=2, cp=2, **PARTS, z_loss=True),
+    "pp2-dp2-ep2-routed-zero-parts2": Layout(
+        pp=2, dp=2, ep=2, zero=True, dispatcher="alltoallv", **PARTS
+    ),
+}
 # Two hops to the experts: between nodes of ``node`` devices, and within a node.
 GATHER, ONCE = {"hop": "gather", "node": 2}, {"hop": "once", "node": 2}
 EXACT = {**GATHER, "dispatcher": "alltoallv"}

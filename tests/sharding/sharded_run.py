@@ -133,7 +133,8 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
     if layout.per_token:
         settings["model.model_config.calculate_per_token_loss"] = True
     settings |= within_documents(layout) | balanced(layout)
-    if layout.vpp > 1:
+    settings["parallel_config.seq_split_num"] = layout.parts
+    if layout.vpp > 1 or layout.parts > 1:
         settings["model.model_config.pp_interleave_num"] = layout.vpp
         settings["parallel.pipeline_config.pipeline_interleave"] = True
         settings["parallel.pipeline_config.pipeline_scheduler"] = layout.scheduler
@@ -149,10 +150,9 @@ def balanced(layout: Layout) -> dict[str, object]:
     if layout.balance == "seq_aux_loss":
         return {}
     kind = layout.balance.replace("ep", "aux_loss")
-    settings: dict[str, object] = {
-        "model.model_config.moe_router_load_balancing_type": kind,
-        "model.model_config.moe_aux_loss_coeff": 0.1,
-    }
+    settings: dict[str, object] = {"model.model_config.moe_router_load_balancing_type": kind}
+    if kind != "none":
+        settings["model.model_config.moe_aux_loss_coeff"] = 0.1
     if layout.balance == "ep" and layout.devices > 1:
         settings["telechat_moe.moe.balance_group"] = "ep"
     return settings
@@ -347,8 +347,9 @@ def work(folder: Path, cases: list[Case]) -> None:
         found = {"steps": [], "states": []}
         for s, batch in enumerate(given["batches"][: 3 if case.fault else STEPS]):
             with faults.in_counting(case.fault):
-                masks, micro = [batch[LOSS_MASK]], case.layout.micro_batches
-                program.set_token_weights(token_weights.token_weights(config, masks, micro))
+                masks, layout = [batch[LOSS_MASK]], case.layout
+                counts = (layout.micro_batches, layout.parts)
+                program.set_token_weights(token_weights.token_weights(config, masks, *counts))
             losses, norm, applied, loads, dropped = program(
                 *scalars(s + 1, RATE, case.optimizer), *map(Tensor, batch)
             )

@@ -23,7 +23,12 @@ TOP_K = 2
 
 # By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
 FAST = {
-    2: ("tp2-sp-ep2:momentum", "pp2-vpp2:momentum", "dp2-ep2-routed:momentum"),
+    2: (
+        "tp2-sp-ep2:momentum",
+        "pp2-vpp2:momentum",
+        "pp2-parts2:momentum",
+        "dp2-ep2-routed:momentum",
+    ),
     4: ("dp2-tp2-sp-ep4-once:momentum", "dp4-ep2-balance-by-experts:momentum"),
 }
 FAST_FAULTS = {2: ("tp2-sp-ep2:momentum:slice-of-another-rank",)}
@@ -53,6 +58,8 @@ SLOW_FAULTS = {
         "tp2:momentum:cut-softmax",
         "dp2-ep2:momentum:no-sum-of-balance",
         "tp2:momentum:no-sum-of-vocabulary",
+        "pp2-parts2:momentum:no-earlier-keys",
+        "pp2-parts2:momentum:no-gradients-of-earlier-keys",
     ),
     4: (
         "dp2-tp2-ep2-width:momentum:no-sum-of-widths",
@@ -154,7 +161,8 @@ def test_a_layout_computes_what_one_process_does(name, found):
     assert (got.reference["dropped"] > 0) == (layout.policy is not None)
     assert all(rank["dropped"] == got.reference["dropped"] for rank in got.ranks)
     for rank in got.ranks:
-        assert not any(x.any() for n, x in rank["last"].items() if n.startswith("accu_grads"))
+        left = ("accu_grads", "key_cache")  # zero between steps
+        assert not any(x.any() for n, x in rank["last"].items() if any(w in n for w in left))
 
 
 @pytest.mark.parametrize("name", parameters(FAST_FAULTS, SLOW_FAULTS))
@@ -178,6 +186,7 @@ def test_the_cases_split_in_every_way():
         assert any(getattr(x, degree) > 1 for x in layouts), degree
     for flag in ("zero", "sp", "expert_tp", "documents", "tied", "z_loss"):
         assert any(getattr(x, flag) for x in layouts), flag
+    assert any(x.parts > 1 and x.mtp for x in layouts), "labels of MTP in the next part"
     assert any(x.ep > x.dp for x in layouts), "experts over tensor-parallel devices"
     for hop in ("gather", "once"):
         assert any(x.hop == hop and x.ep > x.dp for x in layouts), hop

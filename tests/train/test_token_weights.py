@@ -49,6 +49,10 @@ def test_each_depth_has_its_own_count_and_a_mask_that_keeps_nothing_gives_a_numb
     found = token_weights(config_of(), [mask], 2)
     assert found == pytest.approx([2 / 4, 2 * 0.15 / 3, 2 * 0.15 / 1, 0, 1])
     assert np.isfinite(token_weights(config_of(), [0 * mask], 2)).all()
+    parts = token_weights(
+        config_of(), [mask], 2, parts=4
+    )  # each part gives a z-loss, a mean over its tokens
+    assert parts == pytest.approx([*found[:-1], 1 / 4])
 
 
 def micro_batches(config):

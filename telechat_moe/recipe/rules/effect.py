@@ -233,10 +233,10 @@ def guard_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def chunks(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """The order of a pipeline is 1F1B, whatever the scheduler, where a stage has one chunk (MindSpore 2.9)."""
+    """The order of a pipeline is 1F1B, whatever the scheduler, where a stage has one chunk of whole sequences (MindSpore 2.9)."""
     on = getattr(r.parallel.pipeline_config, "pipeline_interleave", False)
     stages, vpp = r.parallel_config.pipeline_stage, r.model.model_config.pp_interleave_num or 1
-    if on and (stages == 1 or vpp == 1):
+    if on and (stages == 1 or (vpp == 1 and r.parallel_config.seq_split_num == 1)):
         found = f"True with {stages} stages of {vpp} chunks, where it has no effect"
         expected = "False, or pipeline_stage and model.model_config.pp_interleave_num > 1"
         yield "parallel.pipeline_config.pipeline_interleave", found, expected
@@ -284,12 +284,53 @@ def background_exchange(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def sequence_pipeline(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Parts of a sequence need keys and values of the parts before; MindFormers' legacy Llama keeps them, MLA does not."""
+    """Parts of sequences need a pipeline whose scheduler knows them."""
+    p, vpp = r.parallel_config, r.model.model_config.pp_interleave_num or 1
     name = getattr(r.parallel.pipeline_config, "pipeline_scheduler", "1f1b")
-    if name in ("seqpipe", "seqvpp"):
-        found = f"{name}, which sends parts of a sequence apart through attention that keeps no earlier keys and values"
-        expected = "1f1b, gpipe, seqsmartvpp or zero_bubble_v"
-        yield "parallel.pipeline_config.pipeline_scheduler", found, expected
+    at, parts, stages = (
+        "parallel.pipeline_config.pipeline_scheduler",
+        p.seq_split_num,
+        p.pipeline_stage,
+    )
+    by_parts = name in ("seqpipe", "seqvpp")
+    if by_parts and parts == 1:
+        found = f"{name} with seq_split_num 1, which sends whole sequences"
+        yield at, found, "another scheduler, or parallel_config.seq_split_num > 1"
+    elif parts > 1 and (stages == 1 or not by_parts):
+        found = f"{parts} with {stages} stages and the scheduler {name}"
+        expected = "1, or pipeline_stage > 1 and pipeline_scheduler seqpipe or seqvpp"
+        yield "parallel_config.seq_split_num", found, expected
+    elif name == "seqvpp" and (stages < parts or vpp == 1):
+        found = f"seqvpp with {stages} stages of {vpp} chunks and {parts} parts"
+        yield at, found, "seqpipe, or several chunks and at least as many stages as parts"
+
+
+def whole_sequences(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """What a whole sequence decides is not known to a part of it."""
+    m, data = r.model.model_config, r.train_dataset.data_loader.config
+    if r.parallel_config.seq_split_num == 1:
+        return
+    whole, model = f"with seq_split_num {r.parallel_config.seq_split_num}", "model.model_config."
+    if not m.calculate_per_token_loss:
+        found = f"False {whole}: the mean over a sequence is no mean of its parts'"
+        yield f"{model}calculate_per_token_loss", found, "True: sums add up"
+    if m.moe_aux_loss_coeff and m.moe_router_load_balancing_type != "none":
+        found = f"{m.moe_aux_loss_coeff} {whole}: the balance loss is no sum over parts"
+        yield f"{model}moe_aux_loss_coeff", found, "0, or moe_router_load_balancing_type none"
+    if m.moe_token_drop_policy:
+        found = f"{m.moe_token_drop_policy} {whole}: the capacity would be that of a part"
+        yield f"{model}moe_token_drop_policy", found, "False"
+    for key in ("create_attention_mask", "reset_position_ids"):
+        if data is not None and getattr(data, key):
+            found = f"True {whole}, whose keys are counted from the first token of the sequence"
+            yield f"train_dataset.data_loader.config.{key}", found, "False"
+    if r.recompute_config.recompute:
+        found = f"{r.recompute_config.recompute} {whole}: attention would keep a part's keys twice"
+        expected = f"False, or modules in {OWN}sharding.recompute"
+        yield "recompute_config.recompute", found, expected
+    if r.telechat_moe.sharding.pipeline_schedule is not None:
+        found = f"{r.telechat_moe.sharding.pipeline_schedule} {whole}, of which the planner knows nothing"
+        yield f"{OWN}sharding.pipeline_schedule", found, "remove it"
 
 
 def speed_up(r: Recipe, compiled: bool) -> Iterator[Broken]:

@@ -380,7 +380,11 @@ def sequence_parts(r: Recipe) -> Iterator[Broken]:
     m, p = r.model.model_config, r.parallel_config
     if p.seq_split_num > 1 and m.moe_router_load_balancing_type == "seq_aux_loss":
         found = f"{p.seq_split_num} with moe_router_load_balancing_type seq_aux_loss"
-        yield "parallel_config.seq_split_num", found, "1, or sub_seq_aux_loss"
+        yield (
+            "parallel_config.seq_split_num",
+            found,
+            "1, none, or in MindFormers' own networks sub_seq_aux_loss",
+        )
     if p.seq_split_num > 1 and m.seq_length is not None and m.seq_length % p.seq_split_num:
         found = f"{p.seq_split_num} with seq_length {m.seq_length}"
         yield "parallel_config.seq_split_num", found, f"a divisor of {m.seq_length}"

@@ -57,7 +57,8 @@ class ParallelConfig:
     """Micro-batches per step through the pipeline. Without stages it has no effect: 1."""
 
     seq_split_num: Positive = 1
-    """Parts of a sequence that go through the pipeline apart (seqpipe)."""
+    """Parts of a sequence that go through the pipeline one after the other. More than 1 needs the scheduler `seqpipe` or
+    `seqvpp`, and in our model `calculate_per_token_loss` and no balance loss."""
 
     use_seq_parallel: bool = False
     """Split activations between matrices along the sequence. Needs `model_parallel` > 1."""
@@ -68,13 +69,14 @@ class PipelineConfig:
     """`parallel.pipeline_config`: order of the pipeline."""
 
     pipeline_interleave: bool = False
-    """More than one chunk per stage; with one, the order is 1F1B."""
+    """More than one chunk per stage, or parts of sequences; with neither, the order is 1F1B."""
 
     pipeline_scheduler: Literal[
         "1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"
     ] = field(default="1f1b", metadata=acts("two_chunks"))
-    """Order of forward and backward. `seqsmartvpp` needs an even number of stages,
-    `zero_bubble_v` 2 chunks per stage; all but `1f1b` need `pipeline_interleave`."""
+    """Order of forward and backward. `seqpipe` and `seqvpp` (several chunks) order parts of
+    sequences (`seq_split_num`), `seqsmartvpp` needs an even number of stages, `zero_bubble_v` 2 chunks per stage; all but
+    `1f1b` need `pipeline_interleave`."""
 
 
 @section

@@ -131,6 +131,7 @@ class RouterLosses(nn.Cell):
         self.sum_counts, self.sum_losses = sum_over(group), sum_over(everyone)
         self.rows = ops.MatMul()
         self.reshape = ops.Reshape()
+        self.first, self.nothing = ops.StridedSlice(), ops.Mul()
         self.run = Morphed(self.body, one_number)
 
     def kept(self) -> tuple[ops.Primitive, ...]:
@@ -147,6 +148,10 @@ class RouterLosses(nn.Cell):
     def body(self, logits_tE: Tensor, score_tE: Tensor, counted: Tensor) -> Tensor:
         """Return the loss, ``(1,)`` fp32, the same on all devices; see :meth:`construct` for ``counted``."""
         b, t, loss = self.balance, score_tE.shape[0], self.balance.zero
+        if not b.active and not self.z_loss.coefficient:
+            # No constant: MindSpore would drop its message in the graph of one stage and keep it in the other's.
+            first = self.reshape(self.first(logits_tE, (0, 0), (1, 1), (1, 1)), (1,))
+            return self.nothing(first, loss)
         if b.active:
             member_bt = self.membership(t)
             counted = ops.stop_gradient(counted)
@@ -163,8 +168,6 @@ class RouterLosses(nn.Cell):
             loss = loss * Tensor(factor, ms.float32)
         if self.z_loss.coefficient:
             loss = loss + self.z_loss(logits_tE) * Tensor(1.0 / self.devices, ms.float32)
-        elif not b.active:
-            return loss
         return loss if self.sum_losses is None else self.sum_losses(loss)
 
     def construct(
