@@ -262,6 +262,7 @@ def _placed(recipe: Recipe, target: str) -> str:
     parts += [own.operators, own.moe, own.moe_block_rows, own.moe_capacity_tokens]
     parts += [own.weight_decay_exclude]
     parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
+    parts += [recipe.parallel_config.seq_split_num]
     functions = (sharded.mesh_of, sharded.micro_batches, sharded.stages_of)
     functions += (sharded.shard_threshold, sharded.recomputed_layers)
     key = repr((target, parts, [function(recipe) for function in functions]))
