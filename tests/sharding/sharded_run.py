@@ -270,7 +270,7 @@ def one_process(case: Case):
 def reference(folder: Path, cases: list[Case]) -> None:
     """Run the model in one process for each kind of batch and model among the cases."""
     import mindspore as ms
-    from mindspore import Tensor
+    from mindspore import Tensor, ops
 
     ms.set_context(mode=ms.GRAPH_MODE)
     made = {}
@@ -282,8 +282,8 @@ def reference(folder: Path, cases: list[Case]) -> None:
         if key not in made:
             made = {key: one_process(case)}
         model, step, start = made[key]
-        for p in step.get_parameters():
-            p.set_data(Tensor(start[p.name]))
+        for p in step.get_parameters():  # a compiled graph keeps its memory
+            ops.assign(p, Tensor(start[p.name]))
         optimizer, micro = step.optimizer, layout.micro_batches
         rows, found = batches(case, folder), {"steps": [], "states": []}
         size = layout.sequences
