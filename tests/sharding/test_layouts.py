@@ -88,7 +88,7 @@ SLOW = {
 }
 
 
-AT_ONCE = 48  # cases times processes: the first test of a group runs all, and must end before pytest ends it
+AT_ONCE = 24  # cases times processes: the first test of a group runs all, and must end before pytest ends it
 
 
 def groups():
