@@ -74,11 +74,6 @@ class MindFormersModelKeys:
     untie_embeddings_and_output_weights: bool | None = None
     """The opposite of `tie_word_embeddings`."""
 
-    calculate_per_token_loss: bool = False
-    """Divide the next-token loss and each depth's MTP loss of a step by the tokens that count in it, over all
-    micro-batches and devices. False, as in MindFormers: average each micro-batch over its own tokens, then the
-    micro-batches, whose tokens weigh more where fewer are counted."""
-
     rotary_interleaved: bool | None = None
     """MindFormers refuses it with MLA."""
 
@@ -278,6 +273,11 @@ class ModelConfig(MindFormersModelKeys):
 
     moe_z_loss_coeff: NonNegative | None = field(default=None, metadata=instead_of("z_loss_factor"))
     """Factor of the router's z-loss. None or 0: none."""
+
+    calculate_per_token_loss: bool = field(default=False, metadata=acts("micro_batches", True))
+    """Divide the next-token loss and each depth's MTP loss of a step by the tokens that count in it, over all
+    micro-batches and devices. False, as in MindFormers: average each micro-batch over its own tokens, then the
+    micro-batches, whose tokens weigh more where fewer are counted."""
 
     moe_token_drop_policy: Literal[False, "probs", "position"] = field(
         default=False, metadata=acts("capacity")
