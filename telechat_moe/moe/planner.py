@@ -27,10 +27,10 @@ from telechat_moe.moe.refine import EXACT, Groups
 TOLERANCE = 0.005
 """A busiest device within this share of the lower bound is left as it is."""
 
-SHUFFLES = 4
+SHUFFLES = 12
 """Rounds of shuffles that all layers together may take, for each layer."""
 
-PATIENCE = 4
+PATIENCE = 12
 """Rounds of shuffles without success after which a layer is left alone."""
 
 
