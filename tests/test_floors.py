@@ -32,7 +32,6 @@ FLOORS = (
     ("cli", "run"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIGHT = ("recipe", "data", "moe", "tools.align", "tools.plan", "tools.sweep", "cli")
 LONELY = {"Plan", "Part", "Node", "Case"}
 """Names that say nothing alone."""
 ONCE = {"Layout", "Device"}

@@ -80,6 +80,22 @@ def test_what_is_finished_is_not_trained_again_and_what_failed_is(trained) -> No
     assert (bad / "sweep.log").stat().st_size > tried
 
 
+def test_a_run_of_an_earlier_version_is_the_same_recipe(trained) -> None:
+    """A key that was not there then has its default."""
+    path, _ = trained
+    ours = sorted((path.parent / "sweep").glob("**/recipe.json"))[0]
+    text = ours.read_text()
+    recipe = json.loads(text)
+    assert recipe["telechat_moe"].pop("resume_data") == "same"
+    ours.write_text(json.dumps(recipe))
+    try:
+        assert main(["sweep", str(path)]) == 1  # the run that fails, fails again
+        ours.write_text(text[:100])
+        assert main(["sweep", str(path)]) == 3
+    finally:
+        ours.write_text(text)
+
+
 def test_a_folder_of_another_recipe_is_refused(trained, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = trained
     text, before = path.read_text(), changed(path.parent / "sweep")

@@ -17,7 +17,7 @@ from typing import Any, cast
 from telechat_moe import processes
 from telechat_moe.checkpoint.weights import ReadWeights
 from telechat_moe.launch.affinity import Topology
-from telechat_moe.recipe import Problem, RecipeError
+from telechat_moe.recipe import Problem, RecipeError, load
 from telechat_moe.tools.sweep.file import Run, Sweep
 from telechat_moe.train import metrics, preflight
 
@@ -56,7 +56,11 @@ def check(sweep: Sweep, weights: ReadWeights | None) -> None:
     """
     problems: dict[Problem, None] = {}
     for run in sweep.runs:
-        before = _json(run.folder / "recipe.json")
+        try:  # loaded, a recipe has all keys, those that are newer than the run too
+            before = load(path).to_dict() if (path := run.folder / "recipe.json").exists() else None
+        except RecipeError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
         changed = [] if before is None else list(_differences(before, run.recipe.to_dict()))
         if changed:
             found = f"{run.folder} holds a run of another recipe: {'; '.join(changed[:3])}"
