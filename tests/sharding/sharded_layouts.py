@@ -197,8 +197,6 @@ LAYOUTS |= {
     "dp2-balance-by-step": Layout(dp=2, ep=2, **STEP, micro=3),
     "dp2-balance-by-step-recompute": Layout(dp=2, **STEP, micro=3, recompute="whole"),
     "tp2-balance-by-step-recompute-moe": Layout(tp=2, **STEP, micro=2, recompute="moe", mtp=0),
-    "pp2-balance-by-step": Layout(pp=2, **STEP, micro=4, recompute="whole"),
-    "pp2-vpp2-balance-by-step": Layout(pp=2, vpp=2, micro=4, **STEP),
     # four
     "dp4-ep2-balance-by-experts": Layout(dp=4, ep=2, **EXPERTS),
     "dp2-tp2-sp-ep2-balance-by-experts": Layout(dp=2, **SP, ep=2, **EXPERTS, z_loss=True),
@@ -212,7 +210,6 @@ LAYOUTS |= {
     "dp2-tp2-sp-balance-by-step-recompute": Layout(
         dp=2, **SP, ep=4, **STEP, micro=2, recompute="whole"
     ),
-    "pp2-dp2-balance-by-step": Layout(pp=2, dp=2, ep=2, micro=4, **STEP, zero=True),
 }
 LAYOUTS |= {
     "dp2-ep2-once-nodes-of-one": Layout(dp=2, ep=2, hop="once", node=1),

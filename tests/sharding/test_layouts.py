@@ -42,7 +42,7 @@ COUNTING_FAULTS = {
         "tp2-sp-ep2-recompute:momentum:loads-twice",
         "tp2-sp-ep2-recompute:momentum:balance-by-shards",
         "dp2-balance-by-step-recompute:momentum:balance-of-one-device",
-        "pp2-balance-by-step:momentum:balance-counted-again",
+        "dp2-balance-by-step-recompute:momentum:balance-counted-again",
     ),
     4: (
         "cp4-tokens:momentum:tokens-of-one-split",

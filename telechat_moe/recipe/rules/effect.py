@@ -439,11 +439,21 @@ def dropped_tokens(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Only a loss over micro-batches that several devices hold can be one over expert groups."""
+    """A step's counts need micro-batches in order, and expert groups a loss over micro-batches on several devices."""
     m, group = r.model.model_config, r.telechat_moe.moe.balance_group
-    if group == "dp" or not isinstance(m, ModelConfig):
+    if not isinstance(m, ModelConfig):
         return
     key, kind = f"{OWN}moe.balance_group", m.moe_router_load_balancing_type
+    stages = r.parallel_config.pipeline_stage
+    if kind == "gbs_aux_loss" and m.moe_aux_loss_coeff and stages > 1:
+        found = f"gbs_aux_loss with pipeline_stage {stages}, where a micro-batch does not see the counts of those before it"
+        yield (
+            "model.model_config.moe_router_load_balancing_type",
+            found,
+            "aux_loss, or pipeline_stage 1",
+        )
+    if group == "dp":
+        return
     if kind != "aux_loss" or not m.moe_aux_loss_coeff:
         loss = kind if m.moe_aux_loss_coeff else "moe_aux_loss_coeff 0"
         found = f"{group} with {loss}, where it has no effect"
