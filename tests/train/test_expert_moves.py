@@ -366,7 +366,7 @@ def test_places_of_rows_find_every_part(layout: str) -> None:
                 "model__model_config__moe_token_drop_policy": "probs",
                 "model__model_config__moe_expert_capacity_factor": 1.0,
             },
-            "moe_token_drop_policy probs, where no",
+            "moe_expert_capacity_factor 1.0, where no",
         ),
     ],
 )
