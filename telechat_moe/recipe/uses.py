@@ -216,6 +216,9 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
         "loss_guard": own.loss_guard and "a section",
         "resume_data": own.resume_data if own.resume_data != "same" else None,
         "balance_attention": own.balance_attention or None,
+        "moe.placement": own.moe.placement and "a section",
+        "sharding.overlap_exchange": own.sharding.overlap_exchange or None,
+        "sharding.pipeline_schedule": own.sharding.pipeline_schedule,
         "moe.load_interval": own.moe.load_interval if own.moe.load_interval != 50 else None,
         "max_skipped_steps": own.max_skipped_steps if own.max_skipped_steps != 10 else None,
     }
