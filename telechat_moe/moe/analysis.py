@@ -18,10 +18,10 @@ ALPHA = 0.05
 """Level of significance."""
 
 
-def overload(load_E: Array) -> float:
-    """Return the load of the busiest expert over the mean; NaN without load."""
-    mean = float(np.mean(load_E))
-    return float(np.max(load_E)) / mean if mean else math.nan
+def overload(load: Array) -> Array:
+    """Return the load of the busiest expert over the mean, along the last axis; NaN without load."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(load.max(-1) / load.mean(-1))
 
 
 def dead_experts(load_E: Array) -> list[int]:
@@ -204,7 +204,8 @@ def specialisation(
     """Test whether the experts of a layer serve domains differently, by permuting the domains of whole sequences.
 
     Tokens of a sequence choose alike whatever its domain is, so not tokens but sequences change their domain. All layers
-    see the same permutations; the adjusted p compares each layer with the layer that stands out most (Westfall and Young).
+    see the same permutations. The adjusted p is the share of permutations in which any layer exceeds its own mean by as many
+    deviations as this one does (Westfall and Young).
 
     Args:
         counts_ULE: Choices of each expert by the tokens of each sequence.

@@ -60,6 +60,31 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def summed_loads(
+    record: Mapping[str, Any], shape: tuple[int, int], where: str
+) -> tuple[Array, int]:
+    """Return the loads of a record, ``[L, E]`` float64, and over how many steps they are summed.
+
+    Args:
+        record: As :meth:`LoadRecorder.add` returned it.
+        shape: MoE layers ``L`` and experts ``E`` of the model.
+        where: Where the record is, for messages.
+
+    Raises:
+        BadInputError: The record is damaged, or of another model.
+    """
+    try:
+        load_LE, steps = np.array(record["loads"], np.float64), int(record["steps"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInputError(f"{where}: no record of expert loads ({error})") from None
+    if load_LE.shape != shape or steps < 1:
+        raise BadInputError(
+            f"{where}: loads of shape {list(load_LE.shape)} over {steps} steps, the recipe has {shape[0]} MoE layers of "
+            f"{shape[1]} experts; the recipe and the file are of different runs"
+        )
+    return load_LE, steps
+
+
 def loads_per_step(
     record: Mapping[str, Any],
     tokens: Mapping[int, int],
@@ -80,16 +105,7 @@ def loads_per_step(
         BadInputError: The record is damaged, of another model, or its loads do not sum to what was routed.
     """
     where = f"{file}, step {record['step']}"
-    try:
-        loads_LE = np.array(record["loads"], np.float64)
-        steps = int(record["steps"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInputError(f"{where}: no record of expert loads ({error})") from None
-    if loads_LE.shape != shape or steps < 1:
-        raise BadInputError(
-            f"{where}: loads of shape {list(loads_LE.shape)} over {steps} steps, the recipe has {shape[0]} MoE layers of "
-            f"{shape[1]} experts; recipe.json and metrics.jsonl are of different runs"
-        )
+    loads_LE, steps = summed_loads(record, shape, where)
     summed = range(record["step"] - steps + 1, record["step"] + 1)
     if missing := [step for step in summed if step not in tokens]:
         raise BadInputError(

@@ -4,7 +4,6 @@ Matrices are drawn as pictures in one scale: a cell's colour is a ratio, from a 
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -351,7 +350,7 @@ def _pairs(report: ExpertReport) -> Html:
     ):
         if not found:
             continue
-        layers = report.layers if symmetric else [f"{a} to {b}" for a, b in pairwise(report.layers)]
+        layers = report.layers if symmetric else report.neighbours
         drawings = [
             (
                 _matrix(_ratio(pairs.share_EE, pairs.chance_EE), names, names, f"{title}: {layer}"),

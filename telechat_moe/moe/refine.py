@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from telechat_moe.moe.assign import Array, Integers
 
 EXACT = 1e-12
-"""Relative improvement that is taken for rounding."""
+"""Smaller relative improvements are rounding."""
 
 TRIES = 48
 """Shuffles of a few devices that are tried at once."""

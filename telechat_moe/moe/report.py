@@ -5,6 +5,7 @@ Shapes: N records, L MoE layers, E experts, D domains.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class LoadHistory:
 
     def overloads(self) -> Array:
         """Return the load of the busiest expert over the mean, ``[N, L]``."""
-        return self.load_NLE.max(2) / self.load_NLE.mean(2)
+        return overload(self.load_NLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,11 @@ class ExpertReport:
     not_judged: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
+    def neighbours(self) -> list[str]:
+        """Names of the pairs of layers of ``following``."""
+        return [f"{a} to {b}" for a, b in pairwise(self.layers)]
+
+    @property
     def verdict(self) -> str:
         """``fail`` if something is wrong, ``not judged`` if dead experts are not known, else ``pass``."""
         if self.problems:
@@ -145,8 +151,7 @@ class ExpertReport:
         found["checkpoints"] = [_plain(vars(state)) for state in self.checkpoints]
         found["specialisation"] = self._specialisation()
         found["coactivation"] = _pairs(self.layers, self.together, True)
-        steps = [f"{a} to {b}" for a, b in zip(self.layers, self.layers[1:], strict=False)]
-        found["succession"] = _pairs(steps, self.following, False)
+        found["succession"] = _pairs(self.neighbours, self.following, False)
         found["favourites"] = {
             layer: [[vars(token) for token in tokens] for tokens in experts]
             for layer, experts in zip(self.layers, self.favourites, strict=False)
@@ -166,7 +171,7 @@ class ExpertReport:
                 "last": [
                     {
                         "layer": layer,
-                        "overload": overload(load_E),
+                        "overload": float(overload(load_E)),
                         "entropy": float(entropy(load_E)),
                         "dead": dead_experts(load_E),
                         "hot": hot_experts(load_E),

@@ -22,6 +22,12 @@ Region = tuple[tuple[int, int], ...]
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
+def weight_of(name: str) -> str:
+    """Return the weight that a moment belongs to; of a weight, itself."""
+    prefix, _, rest = name.partition(".")
+    return rest if prefix in MOMENTS else name
+
+
 @dataclass(frozen=True)
 class WeightShards:
     """Shards of a model's weights and of AdamW's moments.
@@ -97,8 +103,7 @@ class WeightShards:
             name: Name of a weight, or ``adam_m.`` or ``adam_v.`` before one.
             itemsize: Bytes of an element.
         """
-        prefix, _, rest = name.partition(".")
-        name = rest if prefix in MOMENTS else name
+        name = weight_of(name)
         if self.stage(name) != self.mesh.stage(rank):
             return None
         shape, axes = self.shapes[name], self.axes(name)

@@ -24,6 +24,7 @@ from telechat_moe.moe.placement import Move, Placement, moves
 from telechat_moe.moe.planner import MoveRule, Proposal, plan
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.dispatch import slots_name
+from telechat_moe.sharding.shards import weight_of
 from telechat_moe.train.ranks import Ranks
 
 Planner = Callable[[NDArray[np.float64], Placement, MoveRule], Proposal]
@@ -87,7 +88,7 @@ class MovingExperts:
 
     def layer(self, name: str) -> int | None:
         """Return the MoE layer of a weight of experts, or of a moment of one; None: it is another."""
-        return self.layers.get(name.removeprefix("adam_m.").removeprefix("adam_v."))
+        return self.layers.get(weight_of(name))
 
     def in_slots(self, name: str, whole: np.ndarray) -> np.ndarray:
         """Return a whole tensor in the order of slots."""

@@ -318,7 +318,7 @@ def _state(
     share_LT = seen.routed_LT / (seen.routed_LT + seen.shared_LT)
     return RouterState(
         step=step,
-        overload=[analysis.overload(load_E) for load_E in load_LE],
+        overload=analysis.overload(load_LE).tolist(),
         entropy=seen.entropy_LT.mean(1).tolist(),
         margin=_known(np.median(seen.margin_LT, 1)),
         margin_low=_known(np.quantile(seen.margin_LT, 0.1, axis=1)),

@@ -23,6 +23,7 @@ from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
+from telechat_moe.sharding.shards import MOMENTS, weight_of
 from telechat_moe.train import optimizer, state
 from telechat_moe.train.engine import Batch, Columns, build_model, tensors
 from telechat_moe.train.expert_moves import MovingExperts
@@ -30,7 +31,6 @@ from telechat_moe.train.ranks import Ranks
 from telechat_moe.train.step import Evaluate, StepOutput
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights
 
-MOMENTS = ("adam_m", "adam_v")
 PLACEMENT = "placement"
 """Key of a checkpoint's state under which the map of experts is."""
 
@@ -69,7 +69,7 @@ class RankEngine:
 
     def _kept(self, name: str) -> bool:
         """Return whether a parameter of the graph belongs in a checkpoint."""
-        return _base(name) in self.weights and not is_transient(name)
+        return weight_of(name) in self.weights and not is_transient(name)
 
     def read(self, columns: Columns) -> list[Batch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
@@ -115,7 +115,7 @@ class RankEngine:
     def _shard(self, in_place: bool) -> None:
         values: dict[str, np.ndarray] = {}
         for name in self.program.parameters:
-            base = _base(name)
+            base = weight_of(name)
             if name in self.moments:
                 values[name] = self.moments[name]
             elif base in self.weights:
@@ -171,12 +171,6 @@ class RankEngine:
             if not np.isfinite(_copy(self.program.parameters[name])).all():
                 return f"the weight {name} is not finite"
         return "the loss or a gradient is not finite although all weights of rank 0 are"
-
-
-def _base(name: str) -> str:
-    """Return the weight that a moment belongs to; of a weight, itself."""
-    prefix, _, rest = name.partition(".")
-    return rest if prefix in MOMENTS else name
 
 
 def _copy(parameter: Parameter) -> np.ndarray:

@@ -58,9 +58,9 @@ def placed_model(
         # Stubs change the numbers of the messages, by which processes match them.
         shared_graph and target == "Ascend",
         hop_between_nodes(recipe.model_config)[0],
-        own.moe.balance_group,
-        own.moe.placement is not None,
-        recipe.parallel_config.seq_split_num,
+        balance_group=own.moe.balance_group,
+        movable=own.moe.placement is not None,
+        parts=recipe.parallel_config.seq_split_num,
     )
     routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
     placement = place(model, mesh, rank, options)

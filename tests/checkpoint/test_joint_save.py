@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,22 +69,32 @@ def together(root: Path, step: int, rank: int, save: str = "run-1", **more: obje
     return JointSave(root, step, save, rank, RANKS, Control(control), {"layout": "dp2 tp2"}, **more)  # pyright: ignore
 
 
-def save(root: Path, step: int, save: str = "run-1", **more: object) -> BaseException | None:
-    """Save with a thread a rank; return what rank 0 raised."""
-    raised: list[BaseException] = []
+def on_ranks(work: Callable[[int], object]) -> list[Exception]:
+    """Work in a thread a rank; return what was raised."""
+    raised: list[Exception] = []
 
-    def work(rank: int) -> None:
+    def guarded(rank: int) -> None:
         try:
-            together(root, step, rank, save, **more).write(held(step, rank), {"step": step})
+            work(rank)
         except Exception as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+    return raised
+
+
+def save(root: Path, step: int, save: str = "run-1", **more: object) -> BaseException | None:
+    """Save with a thread a rank; return what rank 0 raised."""
+
+    def work(rank: int) -> None:
+        together(root, step, rank, save, **more).write(held(step, rank), {"step": step})
+
+    raised = on_ranks(work)
     assert len(raised) < 2
     return raised[0] if raised else None
 
@@ -133,26 +144,17 @@ def test_rows_that_are_apart_come_to_their_places(copies: int, tmp_path: Path) -
     """Experts that moved: each rank holds some rows, in any order, and another rank may hold the same."""
     x = np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32)
     rows = np.random.default_rng(1).permutation(8).reshape(RANKS // copies, -1)
-    raised: list[Exception] = []
 
     def work(rank: int) -> None:
         mine = tuple(int(r) for r in rows[rank // copies])
         region = ((0, len(mine)), (0, 3), (0, 2))  # of slots
         shard = TensorShard(x[list(mine)], x.shape, region, rank % copies == 0, copies > 1, mine)
         others = held(5, rank)
-        try:
-            together(tmp_path / "root", 5, rank).write(
-                {**others, "model": {**others["model"], "experts": shard}}, {"step": 5}
-            )
-        except Exception as error:
-            raised.append(error)
+        together(tmp_path / "root", 5, rank).write(
+            {**others, "model": {**others["model"], "experts": shard}}, {"step": 5}
+        )
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert not raised
+    assert not on_ranks(work)
     path = tmp_path / "root" / "step-00000005"
     expected = whole(5)
     assert_equal(

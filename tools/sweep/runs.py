@@ -95,7 +95,7 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] 
 
     Args:
         jobs: Processes at a time, which share this machine's cores evenly.
-        show: Called again and again with runs that are over, all runs, steps that are done, all steps; None: nobody looks.
+        show: Called repeatedly with the numbers of ended runs, all runs, finished steps and all steps; None: progress is not shown.
     """
     outcome, waiting = Outcome(), [run for run in sweep.runs if not is_finished(run)]
     running: dict[int, tuple[subprocess.Popen[Any], Run]] = {}

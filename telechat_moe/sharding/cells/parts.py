@@ -1,7 +1,7 @@
 """Sequences that go through the pipeline in parts, one after the other (``seqpipe``, ``seqvpp``).
 
-Attention of a part sees the keys of the parts before it: what they are made from stays in a parameter. Backward the parts
-come in the reverse order, and the gradients of what is kept stay in a second parameter until the part that made it comes.
+Attention of a part sees the keys of the parts before it: what they are made from stays in a parameter. The backward passes
+run from the last part to the first, and add up the gradients of these rows in a second parameter, which each part takes its own from.
 The last part clears the first parameter, and the first part the second.
 
 MindSpore's passes find these cells by names and shapes, which are therefore those of MindFormers' DeepSeek-V3: the slices

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.moe.assign import copy_loads, device_loads
 from telechat_moe.moe.forecast import check_loads
+from telechat_moe.moe.loads import summed_loads
 from telechat_moe.moe.placement import Placement
 from telechat_moe.moe.planner import MoveRule, copied, plan
 from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
@@ -62,22 +63,16 @@ def read(path: str, layers: int, experts: int) -> tuple[NDArray[np.float64], int
     for number, line in enumerate(lines, 1):
         if '"expert_loads"' not in line:
             continue
+        where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-            load_LE, steps = np.array(record["loads"], np.float64), int(record["steps"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadInputError(
-                f"{path}, line {number}: no record of expert loads ({error})"
-            ) from None
-        if load_LE.shape != (layers, experts) or steps < 1:
-            raise BadInputError(
-                f"{path}, line {number}: loads of shape {list(load_LE.shape)} over {steps} steps, the recipe has {layers} "
-                f"MoE layers of {experts} experts"
-            )
+        except ValueError as error:
+            raise BadInputError(f"{where}: no record of expert loads ({error})") from None
+        load_LE, steps = summed_loads(record, (layers, experts), where)
         try:
             found.append(check_loads(load_LE[None] / steps)[0])
         except BadInputError as error:
-            raise BadInputError(f"{path}, line {number}: {error}") from None
+            raise BadInputError(f"{where}: {error}") from None
     if len(found) < 2:
         raise BadInputError(
             f"{path}: {len(found)} lines of expert loads, expected two at least: one to plan from and one to judge"
