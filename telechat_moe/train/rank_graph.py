@@ -88,8 +88,7 @@ def build_step(
         target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: the recipe's.
         optimizer: Makes the optimizer; default: the recipe's AdamW.
         shared_graph: Micro-batches share one graph; for Ascend, shape-only stubs replace other stages' cells;
-            default: where there are several, but on CPU only where the graph must be (interleaving, accumulation, a
-            schedule of the recipe).
+            default: where there are several, but on CPU only where the graph must be (:func:`_shares_graph`).
 
     Raises:
         BadInputError: The layout does not fit the model.
@@ -176,13 +175,19 @@ def places_of_rows(regions: Sequence[Region | None]) -> np.ndarray:
 
 
 def _shares_graph(recipe: Recipe, target: str) -> bool:
-    """Return whether micro-batches share one graph: on CPU, where the graph must be, or its passes get another order."""
+    """Return whether micro-batches share one graph.
+
+    On CPU they do where the graph must be, where its passes get another order, and where what a micro-batch counts is
+    read by the next: nothing orders the router's counts in graphs of their own.
+    """
     stages = stages_of(recipe)
     if target == "Ascend" or stages is None:
         return True
     interleaved = any(at.chunk for at in (*stages.layers, stages.head))
     parts = recipe.parallel_config.seq_split_num > 1
-    return interleaved or parts or recipe.telechat_moe.sharding.pipeline_schedule is not None
+    by_step = recipe.model_config.moe_router_load_balancing_type == "gbs_aux_loss"
+    scheduled = recipe.telechat_moe.sharding.pipeline_schedule is not None
+    return interleaved or parts or by_step or scheduled
 
 
 def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:

@@ -56,19 +56,3 @@ def test_groups_without_effect_are_refused(
     assert problem.key == KEY
     assert found in problem.found
     assert problem.expected.startswith("remove it, or")
-
-
-@pytest.mark.parametrize("use", ["train", "dryrun"])
-def test_a_loss_over_a_step_is_refused_in_a_pipeline(use: Use) -> None:
-    stages: dict[str, object] = {
-        "parallel_config.data_parallel": 2,
-        "parallel_config.pipeline_stage": 2,
-        "parallel_config.micro_batch_num": 4,
-        "callbacks.1.micro_batch_num": 4,
-        KEY: "dp",
-    }
-    read(use, stages)
-    with pytest.raises(RecipeError) as error:
-        read(use, {**stages, KIND: "gbs_aux_loss"})
-    (problem,) = error.value.problems
-    assert (problem.key, problem.expected) == (KIND, "aux_loss, or pipeline_stage 1")

@@ -197,6 +197,8 @@ LAYOUTS |= {
     "dp2-balance-by-step": Layout(dp=2, ep=2, **STEP, micro=3),
     "dp2-balance-by-step-recompute": Layout(dp=2, **STEP, micro=3, recompute="whole"),
     "tp2-balance-by-step-recompute-moe": Layout(tp=2, **STEP, micro=2, recompute="moe", mtp=0),
+    "pp2-balance-by-step-recompute": Layout(pp=2, **STEP, micro=4, recompute="whole"),
+    "pp2-vpp2-balance-by-step": Layout(pp=2, vpp=2, **STEP, micro=4),
     # four
     "dp4-ep2-balance-by-experts": Layout(dp=4, ep=2, **EXPERTS),
     "dp2-tp2-sp-ep2-balance-by-experts": Layout(dp=2, **SP, ep=2, **EXPERTS, z_loss=True),
@@ -207,6 +209,7 @@ LAYOUTS |= {
     "cp2-tp2-sp-balance-by-experts": Layout(cp=2, **SP, ep=2, **EXPERTS),
     "cp2-tp2-sp-balance-by-all-recompute": Layout(cp=2, **SP, ep=4, **ALL, recompute="whole"),
     "cp2-tp2-sp-balance-by-device": Layout(cp=2, **SP, **DEVICE),
+    "pp2-dp2-balance-by-step": Layout(pp=2, dp=2, **STEP, micro=2),
     "dp2-tp2-sp-balance-by-step-recompute": Layout(
         dp=2, **SP, ep=4, **STEP, micro=2, recompute="whole"
     ),
