@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
-pytestmark = pytest.mark.mindspore
+# One worker runs them all: cases share what was compiled.
+pytestmark = [pytest.mark.mindspore, pytest.mark.xdist_group("layouts")]
 
 import sharded_compare as compare
 import sharded_run as run
@@ -70,44 +71,58 @@ SLOW_FAULTS = {
 }
 
 
+def is_split(layout):
+    """Return whether a layout differs from others in how it splits, rather than in the exchange or the balance loss."""
+    return not layout.hop and layout.balance in ("seq_aux_loss", "none")
+
+
 def optimizers(layout):
     """Return the optimizers to try; how tokens reach experts and what is balanced do not touch them."""
-    other = layout.hop or layout.balance != "seq_aux_loss"
-    return ("momentum",) if other else ("momentum", "adamw")
+    return ("momentum", "adamw") if is_split(layout) else ("momentum",)
 
 
-FAST_CASES = [name for names in FAST.values() for name in names]
-SLOW = {
-    devices: tuple(
-        f"{name}:{optimizer}"
-        for name, layout in run.LAYOUTS.items()
-        for optimizer in optimizers(layout)
-        if layout.devices == devices and f"{name}:{optimizer}" not in FAST_CASES
-    )
-    for devices in (2, 4, 8)
-}
+def slow_cases(split):
+    """Return the slow cases by number of processes."""
+    fast = [name for names in FAST.values() for name in names]
+    return {
+        devices: tuple(
+            f"{name}:{optimizer}"
+            for name, layout in run.LAYOUTS.items()
+            for optimizer in optimizers(layout)
+            if layout.devices == devices and is_split(layout) == split
+            if f"{name}:{optimizer}" not in fast
+        )
+        for devices in (2, 4, 8)
+    }
 
 
+SPLITS, EXCHANGES = slow_cases(split=True), slow_cases(split=False)
 AT_ONCE = 24  # cases times processes: the first test of a group runs all, and must end before pytest ends it
 
 
 def groups():
-    """Return the cases that run together: those of a layout share its graphs."""
+    """Return the cases that run together: those of a layout share its graphs, neighbours the run in one process."""
     for devices, names in FAST.items():
         yield (*names, *FAST_FAULTS.get(devices, ()))
-    for devices, names in SLOW.items():
-        every = (*names, *SLOW_FAULTS.get(devices, ()), *COUNTING_FAULTS.get(devices, ()))
-        every = sorted(every, key=lambda name: name.split(":")[0])
-        size = AT_ONCE // devices
-        yield from (every[i : i + size] for i in range(0, len(every), size))
+    for slow in ((SPLITS,), (EXCHANGES, SLOW_FAULTS, COUNTING_FAULTS)):
+        for devices in (2, 4, 8):
+            every = sorted((n for kind in slow for n in kind.get(devices, ())), key=_neighbours)
+            size = AT_ONCE // devices
+            yield from (every[i : i + size] for i in range(0, len(every), size))
+
+
+def _neighbours(name):
+    case = run.Case.of(name)
+    return case.reference.removeprefix(f"reference_{case.optimizer}"), case.job
+
+
+def listed(*kinds):
+    return [name for kind in kinds for names in kind.values() for name in names]
 
 
 def parameters(fast, slow):
     """Return the cases of both suites."""
-    rest = [name for names in slow.values() for name in names]
-    return [name for names in fast.values() for name in names] + [
-        pytest.param(name, marks=pytest.mark.slow) for name in rest
-    ]
+    return listed(fast) + [pytest.param(name, marks=pytest.mark.slow) for name in listed(slow)]
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +139,18 @@ def found(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("name", parameters(FAST, SLOW))
+@pytest.mark.parametrize("name", parameters(FAST, SPLITS))
 def test_a_layout_computes_what_one_process_does(name, found):
-    got = found(name)
+    _compare(found(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", listed(EXCHANGES))
+def test_an_exchange_or_a_balance_loss_computes_what_one_process_does(name, found):
+    _compare(found(name))
+
+
+def _compare(got):
     layout, reference = got.case.layout, got.reference["steps"]
     measured = compare.errors(got)
     assert measured["loss"] < BOUND, measured
@@ -172,7 +196,7 @@ def test_what_is_wrong_on_purpose_is_seen(name, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for names in COUNTING_FAULTS.values() for name in names])
+@pytest.mark.parametrize("name", listed(COUNTING_FAULTS))
 def test_what_is_counted_wrong_is_seen(name, found):
     """Tokens of another batch, experts' loads in low precision or twice, losses of the router once a device."""
     measured = compare.errors(found(name))
@@ -191,5 +215,5 @@ def test_the_cases_split_in_every_way():
     for hop in ("gather", "once"):
         assert any(x.hop == hop and x.ep > x.dp for x in layouts), hop
     assert len(run.LAYOUTS) >= 16
-    asked = [name for names in [*FAST.values(), *SLOW.values()] for name in names]
-    assert {name.split(":")[0] for name in asked} == set(run.LAYOUTS)
+    asked = {name.split(":")[0] for name in listed(FAST, SPLITS, EXCHANGES)}
+    assert asked == set(run.LAYOUTS)

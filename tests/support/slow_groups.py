@@ -32,6 +32,10 @@ IN_CI: dict[str, tuple[str, ...]] = {
 
 BY_HAND: dict[str, tuple[str, ...]] = {
     "sharding": ("tests/sharding",),
+    "exchange": (
+        "tests/sharding/test_layouts.py::test_an_exchange",
+        "tests/sharding/test_layouts.py::test_what_is",
+    ),
     "programs": ("tests/ops/dvm",),
     "schedules": ("tests/plan/test_schedules",),
     "faults": ("benchmarks/align_faults",),
