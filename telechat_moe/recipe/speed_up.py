@@ -107,6 +107,8 @@ def problems(recipe: Recipe) -> Iterator[Broken]:
     if not text.lstrip().startswith("{"):
         yield KEY, f"{path}:1: not an object", 'an object such as {"pp_1f1b_overlap": "AlltoAllV"}'
         return
+    if not pairs:
+        yield KEY, f"{path}:1: no switch, so it has no effect", "remove it, or a switch"
     seen: dict[str, str] = {}
     for key, value in pairs:
         line = text[: text.find(f'"{key}"')].count("\n") + 1

@@ -58,6 +58,16 @@ def test_it_is_taken_where_rows_travel_and_passes_pair(changes: dict[str, object
         ({}, "whose exchanges MindSpore overlaps", "dryrun"),
         (
             {
+                **HOPS,
+                "model.model_config.npu_nums_per_device": 1,
+                "model.model_config.moe_token_dispatcher_type": "alltoall_deredundency",
+                "telechat_moe.sharding.dispatcher": "alltoallv",
+            },
+            "nodes of 1 devices",
+            "train",
+        ),
+        (
+            {
                 "use_parallel": False,
                 "parallel_config.data_parallel": 1,
                 "parallel_config.expert_parallel": 1,

@@ -50,9 +50,14 @@ def test_each_problem_names_its_line_and_a_remedy(tmp_path: Path, use: Use) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("{\n'a': 1}", "switches.json:2: not JSON"), ("[1]", "not an object")]
+    ("text", "expected"),
+    [
+        ("{\n'a': 1}", "switches.json:2: not JSON"),
+        ("[1]", "not an object"),
+        ("{}", "no switch, so it has no effect"),
+    ],
 )
-def test_a_file_that_is_no_object(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_file_that_is_no_object_with_switches(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in said(tmp_path, text)[0]
 
 

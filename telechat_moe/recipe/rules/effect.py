@@ -116,6 +116,12 @@ def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
             yield at, found, f"remove it, or {key} {needed}"
 
 
+def _expert_devices(r: Recipe) -> int:
+    """Return over how many devices each expert's widths are split."""
+    p, split = r.parallel_config, r.telechat_moe.sharding.expert_tensor_parallel
+    return p.model_parallel * p.context_parallel if split else 1
+
+
 def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """A hop between nodes needs an expert group that spreads over whole nodes, and rows that are not at hand."""
     m, p, own = r.model.model_config, r.parallel_config, r.telechat_moe
@@ -131,9 +137,7 @@ def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
             found = f"{m.npu_nums_per_device} with moe_token_dispatcher_type {kind or 'alltoall'}, where it has no effect"
             yield at, found, f"remove it, or one of {', '.join(HOPS)} there"
         return
-    ep, stride = p.expert_parallel, 1
-    if own.sharding.expert_tensor_parallel:
-        stride = p.model_parallel * p.context_parallel
+    ep, stride = p.expert_parallel, _expert_devices(r)
     inner, rest = divmod(node, stride)
     group = f"expert_parallel {ep}" + (f" with {stride} devices an expert" if stride > 1 else "")
     if r.devices == 1 or ep <= max(inner, 1):
@@ -264,7 +268,7 @@ def background_exchange(r: Recipe, compiled: bool) -> Iterator[Broken]:
     own, p, at = r.telechat_moe.sharding, r.parallel_config, f"{OWN}sharding.overlap_exchange"
     if not own.overlap_exchange or not isinstance(r.model.model_config, ModelConfig):
         return
-    hop, _ = hop_between_nodes(r.model.model_config)
+    hop, node = hop_between_nodes(r.model.model_config)
     routed = own.dispatcher == "alltoallv" or (own.dispatcher == "auto" and hop == "once")
     if compiled:
         found = "True in a graph for Ascend, whose exchanges MindSpore overlaps"
@@ -272,6 +276,9 @@ def background_exchange(r: Recipe, compiled: bool) -> Iterator[Broken]:
     elif r.devices == 1 or p.expert_parallel == 1:
         found = "True where no rows travel: every device has all experts"
         yield at, found, "remove it, or expert_parallel > 1"
+    elif hop == "gather" and node == _expert_devices(r):
+        found = f"True with nodes of {node} devices, where a gather takes all rows to their expert and none is left to exchange"
+        yield at, found, "remove it, or npu_nums_per_device of more experts"
     elif not routed:
         found = f"True with {OWN}sharding.dispatcher {own.dispatcher}, which exchanges in collectives of MindSpore"
         yield at, found, "remove it, or dispatcher alltoallv"
