@@ -2,7 +2,6 @@
 
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +16,8 @@ MINDFORMERS_NEEDS = {"mindformers": "1.9", "mindspore": "2.9", "numpy": "1"}
 
 def installed(package: str) -> str | None:
     """Return the version of what ``import package`` would find, a checkout too; None if nothing."""
+    from importlib.metadata import PackageNotFoundError, version  # a tenth of the command's start
+
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return None
