@@ -74,6 +74,14 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
     return content
 
 
+def _refuse_average(saved: checkpoint.Checkpoint) -> None:
+    if "ema" in saved.tensors:
+        raise BadInputError(
+            f"{saved.path} holds a moving average of the weights, which the devices of a layout do not keep; make weights "
+            "of it with `telechat-moe ckpt average --ema`, and resume without telechat_moe.ema to leave it out"
+        )
+
+
 def merge(source: Path, root: Path) -> Path:
     """Merge shards into a checkpoint below ``root`` with whole tensors: the inverse of :func:`reshard`, byte for byte.
 
@@ -217,6 +225,7 @@ def _refuse_existing(path: Path) -> None:
 
 def _check_model(saved: checkpoint.Checkpoint, cuts: WeightShards, recipe: Recipe) -> None:
     """Refuse a checkpoint of another model than the recipe's."""
+    _refuse_average(saved)
     found = {name: x.shape for group in saved.tensors.values() for name, x in group.items()}
     problems = []
     for name in sorted(found.keys() | set(cuts.names)):

@@ -110,11 +110,12 @@ def unfit(source: Path, problems: Sequence[str]) -> BadInputError:
     )
 
 
-def read_weights(source: Path, *, verify: bool = True) -> dict[str, Entry]:
+def read_weights(source: Path, *, verify: bool = True, group: str = "model") -> dict[str, Entry]:
     """Return the weights of a training checkpoint, which is verified first, or of another file or folder.
 
     Args:
         verify: False: of a checkpoint, only look at the names and sizes of its files.
+        group: Group of a checkpoint.
 
     Raises:
         BadInputError: If nothing readable is there; says what was found.
@@ -127,7 +128,7 @@ def read_weights(source: Path, *, verify: bool = True) -> dict[str, Entry]:
         raise problem
     entries: dict[str, Entry] = {}
     for name, tensor in tensors_of(source, manifest.read(source)).items():
-        if tensor.group == "model":
+        if tensor.group == group:
             first, nbytes = tensor.shards[0][0], sum(part.nbytes for part, _ in tensor.shards)
             about = first.file, first.dtype, tensor.shape, first.start, nbytes
             entries[name] = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.units import size_text
 
@@ -22,6 +23,7 @@ telechat-moe ckpt reshard output/checkpoints/step-00001000 pieces --recipe telec
     --set use_parallel=True --set parallel_config.model_parallel=2
 telechat-moe ckpt merge pieces merged
 telechat-moe ckpt merge output/checkpoints/step-00001000 whole
+telechat-moe ckpt average output/checkpoints/step-00000800 output/checkpoints/step-00001000 --out averaged
 telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
 telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
 """
@@ -108,6 +110,35 @@ def run_merge(args: argparse.Namespace) -> int:
     if not write_json(args.json, {"path": str(path)}):
         print(path)
     return 0
+
+
+def run_average(args: argparse.Namespace) -> int:
+    """Average, say where."""
+    from telechat_moe.interop.average import average
+
+    with bars(in_bytes=True) as progress:
+        found = average(
+            list(map(Path, args.paths)),
+            Path(args.out),
+            args.weights,
+            ema=args.ema,
+            progress=progress,
+        )
+    if not write_json(args.json, vars(found)):
+        terms = " + ".join(f"{s['share']:.4g} {s['path']}" for s in found.sources)
+        print(f"{found.path}: {found.tensors} tensors, {size_text(found.total_bytes)}: {terms}")
+    return 0
+
+
+def _average_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoints, or weights")
+    parser.add_argument(
+        "--out", required=True, metavar="OUT", help="folder or .safetensors to make"
+    )
+    parser.add_argument(
+        "--weights", nargs="+", type=float, metavar="W", help="one each (default: equal)"
+    )
+    parser.add_argument("--ema", action="store_true", help="of the moving averages that they hold")
 
 
 def run_to(args: argparse.Namespace) -> int:
@@ -214,6 +245,17 @@ MERGE = Verb(
     ),
     run=run_merge,
 )
+AVERAGE = Verb(
+    name="average",
+    help="average the weights of checkpoints, or take a moving average out",
+    notes="Adds in float64 and writes float32 weights without optimizer state, which load_checkpoint and convert read.\n"
+    "With --ema and one PATH the moving average of a run (telechat_moe.ema) becomes weights.",
+    examples="telechat-moe ckpt average output/checkpoints/step-00000800 output/checkpoints/step-00001000 --out averaged",
+    exits={1: "writing failed (disk full)", 2: "wrong usage", 3: BAD[3]},
+    json_keys="path, sources (path, share, group, checkpoint.json: its SHA-256), files, tensors, total_bytes.",
+    arguments=_average_arguments,
+    run=run_average,
+)
 TO_MINDFORMERS = Verb(
     name="to-mindformers",
     help="write a checkpoint as MindFormers' trainer resumes it",
@@ -236,10 +278,10 @@ FROM_MINDFORMERS = Verb(
 )
 VERB = Verb(
     name="ckpt",
-    help="inspect a checkpoint, shard it for a layout, or merge its shards",
+    help="inspect a checkpoint, shard it for a layout, merge its shards, or average several",
     description="Look into a checkpoint, shard it for a layout, make it whole from shards; exact bits.",
     notes=NOTES,
     examples=EXAMPLES,
     exits=BAD,
-    subverbs=[SHOW, RESHARD, MERGE, TO_MINDFORMERS, FROM_MINDFORMERS],
+    subverbs=[SHOW, RESHARD, MERGE, AVERAGE, TO_MINDFORMERS, FROM_MINDFORMERS],
 )

@@ -30,6 +30,9 @@ corpus: a text file is a document, a line of .jsonl is a document (its key `text
 folders are read recursively, what is not UTF-8 text in them is skipped and counted. Without
 --corpus: the sources of Python's standard library (about 12 MB).
 
+A recipe with the section telechat_moe.conversations wants conversations: lines of .jsonl, or without --corpus the
+docstrings of the same sources. Those of more than seq_length tokens are left out, counted and listed.
+
 writes OUT/train.bin .idx, OUT/valid.bin .idx (Megatron's format), OUT/tokenizer.json and
 OUT/manifest.json. The same inputs give the same files; a finished dataset of the same inputs is
 reused, an interrupted build goes on where it stopped.
@@ -68,7 +71,7 @@ def _build_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, metavar="N", help=f"seed of the split (default {DEFAULT_SEED})")
     add("--extension", nargs="+", metavar="EXT", help="take only such files from folders")
-    add("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
+    add("--text-key", metavar="KEY", help="key of the text (default text) or messages (messages)")
     add(
         "--recipe",
         metavar="RECIPE",
@@ -109,6 +112,8 @@ def run_build(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]:
     """Return the options given, else the recipe's, else the defaults."""
+    from telechat_moe.data.conversations import format_of
+
     found: dict[str, Any] = {
         "out": DEFAULT_OUT,
         "corpus": [],
@@ -128,7 +133,7 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
             "out": args.out or _recipe_folder(recipe),
         }
     found |= {key: getattr(args, key) for key in found if getattr(args, key) is not None}
-    return found
+    return found | {"conversations": format_of(recipe) if recipe is not None else None}
 
 
 def _recipe_folder(recipe: Recipe) -> str:
@@ -196,6 +201,13 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
             )
     if result.skipped:
         lines.append(f"  skipped    {len(result.skipped)} file(s) that are not text")
+    if long := manifest.get("too_long"):
+        some = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in long[:3])
+        more = f", ... (all in {result.out / 'manifest.json'})" if len(long) > 3 else ""
+        most = manifest["inputs"]["conversations"]["seq_length"]
+        lines.append(
+            f"  too long   {len(long):,} of more than {most:,} tokens left out: {some}{more}"
+        )
     return "\n".join(lines)
 
 
@@ -233,13 +245,14 @@ def _report(
     prefix: Path, dataset: IndexedDataset, tokenizer: Tokenizer | None, count: int
 ) -> dict[str, Any]:
     from telechat_moe.data import verify
+    from telechat_moe.data.conversations import bare
 
     checked = "not judged"
     if prefix.with_name("manifest.json").is_file():
         listed = verify(prefix.parent)["sha256"]
         checked = "ok" if f"{prefix.name}.bin" in listed else checked
     lengths = dataset.sequence_lengths
-    first = [int(token) for token in dataset.tokens[:count]]
+    first = [int(token) for token in bare(dataset.tokens[:count])]
     return {
         "prefix": str(prefix),
         "dtype": str(dataset.dtype),

@@ -20,6 +20,7 @@ import numpy as np
 from telechat_moe.data.blend import open_recipe
 from telechat_moe.data.dataset import Dataset
 from telechat_moe.data.sample_log import FILE, content
+from telechat_moe.data.whole import ConversationDataset
 from telechat_moe.errors import BadInputError
 
 Progress = Callable[[int, int], None]
@@ -317,7 +318,7 @@ def _lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]:
 def _samples_per_epoch(recipe: Any, dataset: Dataset) -> int:
     """Return the samples of a pass: whole global batches, and no more than the recipe asks for."""
     runner = recipe.runner_config
-    wanted = recipe.train_steps // runner.epochs * recipe.global_batch
+    wanted = recipe.epoch_samples
     rows = runner.batch_size * (recipe.parallel_config.data_parallel if recipe.use_parallel else 1)
     return min(wanted, len(dataset)) // rows * rows
 
@@ -435,10 +436,10 @@ def audit_plan(recipe: Any) -> Audit:
         "the plan only: which samples the recipe and its data give to each step and rank. What the processes read was "
         "not recorded, and is not judged",
     )
-    batch, size = recipe.global_batch, _samples_per_epoch(recipe, dataset)
+    batch_at, size = recipe.batch_at, _samples_per_epoch(recipe, dataset)
     found.steps, found.samples, found.samples_per_epoch = (
         recipe.train_steps,
-        recipe.train_steps * batch,
+        sum(batch_at(step) for step in range(recipe.train_steps)),
         size,
     )
     found.epochs = found.samples / size if size else 0.0
@@ -456,6 +457,9 @@ def _check_index(found: Audit, dataset: Any) -> None:
     chosen = getattr(dataset, "chosen", np.zeros(len(dataset), np.int64))
     within = getattr(dataset, "within", np.arange(len(dataset)))
     for number, part in enumerate(parts):
+        if isinstance(part, ConversationDataset):
+            found.problems += part.index_problems()
+            continue
         used = part.indices.shuffle[within[chosen == number]]
         twice = len(used) - len(np.unique(used))
         row = np.concatenate(

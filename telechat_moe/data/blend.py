@@ -18,9 +18,11 @@ from telechat_moe.data.dataset import GptDataset, check_range, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions
+from telechat_moe.data.whole import ConversationDataset
 from telechat_moe.errors import BadInputError
 
 Phase = Literal["train", "valid"]
+Samples = GptDataset | ConversationDataset
 SIZE_MARGIN = 1.005
 """MindFormers asks 0.5 % more samples of each dataset that has a weight."""
 _RECIPE_OPTIONS = tuple(name for name in SampleOptions.__dataclass_fields__ if name != "vocab_size")
@@ -36,7 +38,7 @@ class BlendedDataset:
         BadInputError: If a dataset has fewer samples than its share needs.
     """
 
-    def __init__(self, datasets: Sequence[GptDataset], weights: Sequence[float], size: int) -> None:
+    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float], size: int) -> None:
         self.datasets = list(datasets)
         self.weights = normalised(weights)
         self.chosen, self.within = blend_indices(self.weights, size)
@@ -100,7 +102,8 @@ def open_blend(
     seed: int = 1234,
     split: str | None = "1, 0, 0",
     options: SampleOptions | None = None,
-) -> GptDataset | BlendedDataset:
+    conversations: bool = False,
+) -> Samples | BlendedDataset:
     """Open ``data_path`` of a recipe as MindFormers' data loader does.
 
     Args:
@@ -112,6 +115,7 @@ def open_blend(
         split: Shares of the documents that go to train, valid and test; those of train are opened. None for files of
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
+        conversations: The files are of conversations, which stay whole.
 
     Raises:
         BadInputError: If the path list or the split cannot be understood, or a dataset is broken.
@@ -132,8 +136,9 @@ def open_blend(
     sizes: list[int | None] = [size] if len(sources) == 1 else [None] * len(sources)
     if weights is not None and size is not None:
         sizes = [math.ceil(size * weight * SIZE_MARGIN) for weight in weights]
+    kind = ConversationDataset if conversations else GptDataset
     datasets = [
-        GptDataset(
+        kind(
             source,
             seq_length,
             count,
@@ -151,7 +156,7 @@ def open_blend(
     return BlendedDataset(datasets, counts, min(size or sum(counts), sum(counts)))
 
 
-def open_recipe(recipe: Any, phase: Phase = "train") -> GptDataset | BlendedDataset:
+def open_recipe(recipe: Any, phase: Phase = "train") -> Samples | BlendedDataset:
     """Open the data that a loaded recipe names.
 
     Args:
@@ -174,6 +179,7 @@ def open_recipe(recipe: Any, phase: Phase = "train") -> GptDataset | BlendedData
         "seq_length": config.seq_length,
         "seed": config.seed,
         "options": options_of(recipe),
+        "conversations": recipe.telechat_moe.conversations is not None,
     }
     path = config.data_path or config.train_data_path
     if phase == "valid":

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.data.conversations import STORED, ChatFormat
 from telechat_moe.data.corpus import Corpus, open_corpus
 from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype, write_index
 from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Progress, Scan, hash64, scan_corpus
@@ -69,7 +70,8 @@ def build(
     valid_fraction: float = 0.05,
     seed: int = 1234,
     extensions: Sequence[str] | None = None,
-    text_key: str = "text",
+    text_key: str | None = None,
+    conversations: ChatFormat | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> BuildResult:
@@ -84,7 +86,8 @@ def build(
         valid_fraction: Share of the documents kept for validation, 0 to below 1; at least one
             document unless 0.
         extensions: Take only files with these endings from folders.
-        text_key: Key of the text in ``.jsonl`` lines.
+        text_key: Key of the text or messages in ``.jsonl`` lines; None: ``text`` or ``messages``.
+        conversations: How its conversations are written; None: it is text.
         force: Replace a dataset in ``out`` that was made from other inputs.
         progress: Called with what is being done, how much of it is done, and how much there is.
 
@@ -95,10 +98,9 @@ def build(
     """
     if not 0 <= valid_fraction < 1:
         raise UsageError(f"valid_fraction is {valid_fraction}; expected 0 or more and below 1")
-    if tokenizer is None and vocab_size < BASE_VOCAB:
-        raise UsageError(f"vocab_size is {vocab_size}; expected {BASE_VOCAB} or more")
-    given = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
-    files = open_corpus(corpus, extensions=extensions, text_key=text_key)
+    chat = bool(conversations)
+    given = _given_tokenizer(tokenizer, eod_token, vocab_size, chat)
+    files = open_corpus(corpus, extensions=extensions, text_key=text_key, conversations=chat)
     out = Path(out)
     with _full_disk_named(out), _locked(out):
         scan = scan_corpus(files, progress)
@@ -113,11 +115,23 @@ def build(
             "valid_fraction": valid_fraction,
             "seed": seed,
         }
-        job = _Job(out, files, scan, inputs, progress)
-        manifest = job.finished(force)
-        if manifest is not None:
+        inputs |= {"conversations": conversations.identity()} if conversations else {}
+        job = _Job(out, files, scan, inputs, progress, conversations)
+        if (manifest := job.finished(force)) is not None:
             return BuildResult(out, manifest, True, 0, 0, dict(files.skipped))
         return job.run(given, vocab_size)
+
+
+def _given_tokenizer(
+    path: str | os.PathLike[str] | None, eod_token: str | None, vocab_size: int, chat: bool
+) -> Tokenizer | None:
+    if path is not None:
+        return load_tokenizer(path, eod_token)
+    if chat:
+        raise UsageError("conversations need the tokenizer of the model; give --tokenizer")
+    if vocab_size < BASE_VOCAB:
+        raise UsageError(f"vocab_size is {vocab_size}; expected {BASE_VOCAB} or more")
+    return None
 
 
 class _Job:
@@ -130,9 +144,10 @@ class _Job:
         scan: Scan,
         inputs: dict[str, Any],
         progress: Progress | None,
+        chat: ChatFormat | None = None,
     ) -> None:
         self.out, self.corpus, self.scan, self.inputs = out, corpus, scan, inputs
-        self.progress = progress
+        self.progress, self.chat = progress, chat
         self.partial = out / PARTIAL
         self.valid = scan.valid(inputs["valid_fraction"], inputs["seed"])
         self.sides = SIDES if self.valid.any() else SIDES[:1]
@@ -176,7 +191,7 @@ class _Job:
         self.partial.mkdir(parents=True, exist_ok=True)
         write_atomic(self.partial / "inputs.json", json_bytes(self.inputs))
         tokenizer = self._tokenizer(given, vocab_size)
-        dtype = token_dtype(tokenizer.vocab_size)
+        dtype = STORED if self.chat else token_dtype(tokenizer.vocab_size)
         shard_of = self.scan.shards()
         count = int(shard_of[-1]) + 1
         done = [shard for shard in range(count) if self._is_done(shard)]
@@ -229,6 +244,7 @@ class _Job:
     ) -> None:
         """Write the shards that are not done."""
         texts: list[str] = []
+        names: list[str] = []
         last = len(shard_of) - 1
         for ordinal, document in enumerate(self.corpus.documents()):
             data = document.text.encode()
@@ -239,11 +255,12 @@ class _Job:
             shard = int(shard_of[ordinal])
             if shard not in done:
                 texts.append(document.text)
+                names.append(document.name)
                 if ordinal == last or shard_of[ordinal + 1] != shard:
                     first = ordinal + 1 - len(texts)
                     valid = self.valid[first : ordinal + 1]
-                    self._write_shard(shard, tokenizer.encode_documents(texts), valid, dtype)
-                    texts = []
+                    self._write_shard(shard, tokenizer, names, texts, valid, dtype)
+                    texts, names = [], []
             self._say("tokenising documents", ordinal + 1, len(shard_of))
 
     def _say(self, what: str, done: int, total: int) -> None:
@@ -251,10 +268,24 @@ class _Job:
             self.progress(what, done, total)
 
     def _write_shard(
-        self, shard: int, documents: list[np.ndarray], valid: np.ndarray, dtype: np.dtype[Any]
+        self,
+        shard: int,
+        tokenizer: Tokenizer,
+        names: list[str],
+        texts: list[str],
+        valid: np.ndarray,
+        dtype: np.dtype[Any],
     ) -> None:
         """Write a shard's documents, then the mark that says that it is done."""
-        mark: dict[str, str] = {}
+        mark: dict[str, Any] = {}
+        if self.chat is None:
+            documents = tokenizer.encode_documents(texts)
+        else:
+            documents, longest = self.chat.encode(tokenizer, names, texts), self.chat.longest
+            long = np.array([len(document) > longest for document in documents])
+            mark["too_long"] = [[names[i], len(documents[i])] for i in np.flatnonzero(long)]
+            documents = [d for d, is_long in zip(documents, long, strict=True) if not is_long]
+            valid = valid[~long]
         for side in self.sides:
             mine = [
                 d
@@ -295,6 +326,14 @@ class _Job:
 
         files = [path for side in self.sides for path in _pair(self.partial / side)]
         files.append(self.partial / "tokenizer.json")
+        if self.chat is not None:
+            marks = [_read_json(path) for path in sorted(self.partial.glob("shard-*.json"))]
+            sides["too_long"] = [entry for mark in marks for entry in mark["too_long"]]
+            if not sides[SIDES[0]]["documents"]:
+                raise BadInputError(
+                    f"{self.corpus.label}: none of its conversations for training has at most {self.chat.longest} tokens "
+                    f"({len(sides['too_long'])} have more); raise seq_length"
+                )
         return {
             "inputs": self.inputs,
             "corpus": {

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from telechat_moe.data.conversations import docstring_conversations, messages_text
 from telechat_moe.errors import BadInputError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Corpus:
         label: What it is, for people and the manifest.
         files: The files in order.
         text_key: Key of the text in ``.jsonl`` lines.
+        conversations: Documents are conversations, as ``messages_text`` writes them: lines with messages under
+            ``text_key``, or functions of the default corpus and their docstrings.
         skipped: Names of files found in folders that are not text, filled by ``documents``.
         empty: Number of empty documents that the last full iteration left out.
     """
@@ -87,6 +90,7 @@ class Corpus:
     text_key: str = "text"
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     empty: int = 0
+    conversations: bool = False
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents that are not empty.
@@ -105,8 +109,13 @@ class Corpus:
 
     def _read(self, source: SourceFile) -> Iterator[Document]:
         if source.holds_lines:
-            yield from _read_lines(source, self.text_key)
+            yield from _read_lines(source, self.text_key, self.conversations)
             return
+        if self.conversations and source.explicit:
+            raise BadInputError(
+                f"{source.path}: conversations are lines of {' or '.join(LINE_SUFFIXES)} files; expected "
+                f'{{"{self.text_key}": [{{"role": "user", "content": "..."}}, ...]}} in each line'
+            )
         data = _read_bytes(source)
         try:
             text = data.decode("utf-8")
@@ -120,6 +129,10 @@ class Corpus:
             return
         if "\0" in text and not source.explicit:
             self.skipped[source.name] = "binary"
+            return
+        if self.conversations:
+            for line, messages in docstring_conversations(text):
+                yield Document(f"{source.name}:{line}", messages)
             return
         yield Document(source.name, text)
 
@@ -137,7 +150,8 @@ def open_corpus(
     paths: Sequence[str | os.PathLike[str]] = (),
     *,
     extensions: Sequence[str] | None = None,
-    text_key: str = "text",
+    text_key: str | None = None,
+    conversations: bool = False,
 ) -> Corpus:
     """List the files of a corpus.
 
@@ -145,15 +159,18 @@ def open_corpus(
         paths: Files and folders; none means the default corpus.
         extensions: Take only files with these endings from folders (``.gz`` may follow); None
             takes all that are text.
-        text_key: Key of the text in ``.jsonl`` lines.
+        text_key: Key of the text or messages in ``.jsonl`` lines; None: ``text`` or ``messages``.
+        conversations: Take conversations, from ``.jsonl`` files only; see :class:`Corpus`.
 
     Raises:
         BadInputError: If a path does not exist or no file is found.
     """
     paths = [path for path in paths if os.fspath(path)]
     if not paths:
-        return default_corpus()
-    endings = None
+        corpus = default_corpus()
+        corpus.conversations = conversations
+        return corpus
+    endings = LINE_SUFFIXES if conversations else None
     if extensions is not None:
         endings = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions)
     files: list[SourceFile] = []
@@ -170,7 +187,9 @@ def open_corpus(
         where = ", ".join(str(path) for path in paths)
         wanted = f" ending in {', '.join(endings)}" if endings else ""
         raise BadInputError(f"{where}: no files{wanted} found; check --corpus")
-    return Corpus(", ".join(Path(path).name or str(path) for path in paths), files, text_key)
+    label = ", ".join(Path(path).name or str(path) for path in paths)
+    text_key = text_key or ("messages" if conversations else "text")
+    return Corpus(label, files, text_key, conversations=conversations)
 
 
 def default_corpus() -> Corpus:
@@ -240,7 +259,7 @@ def _read_bytes(source: SourceFile) -> bytes:
     return bytes(done)
 
 
-def _read_lines(source: SourceFile, key: str) -> Iterator[Document]:
+def _read_lines(source: SourceFile, key: str, conversations: bool) -> Iterator[Document]:
     number = 0
     where = f"{source.path}: line"
     with (
@@ -249,11 +268,11 @@ def _read_lines(source: SourceFile, key: str) -> Iterator[Document]:
     ):
         for number, line in enumerate(stream, 1):
             if line.strip():
-                text = _parse_line(f"{where} {number}", line, key)
+                text = _parse_line(f"{where} {number}", line, key, conversations)
                 yield Document(f"{source.name}:{number}", text)
 
 
-def _parse_line(where: str, line: bytes, key: str) -> str:
+def _parse_line(where: str, line: bytes, key: str, conversations: bool) -> str:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -266,6 +285,8 @@ def _parse_line(where: str, line: bytes, key: str) -> str:
             f"{where}: a JSON {type(value).__name__}, expected an object with the key {key!r}"
         )
     text = value.get(key)
+    if conversations and key in value:
+        return messages_text(where, text)
     if not isinstance(text, str):
         keys = ", ".join(map(repr, list(value)[:8])) or "none"
         what = "has no key" if key not in value else f"has {type(text).__name__}, not text, under"

@@ -146,21 +146,8 @@ class GptDataset:
             lengths[0] -= begin
             starts[0] += begin
             _gather(self.source.tokens, starts, lengths, window[sample])
-        self._check_vocabulary(window, wanted)
+        check_vocabulary(self.source, window, wanted, self.options)
         return window
-
-    def _check_vocabulary(self, window: np.ndarray, indices: np.ndarray) -> None:
-        limit = self.options.vocab_size
-        if limit is None or not window.size:
-            return
-        bad = (window >= limit) | ((window < 0) & (window != self.options.pad))
-        if bad.any():
-            sample, place = np.argwhere(bad)[0]
-            raise BadInputError(
-                f"{self.source.prefix}.bin: sample {indices[sample]} holds token "
-                f"{window[sample, place]}, but the model's vocab_size is {limit}; raise vocab_size "
-                "or build the dataset with the model's tokenizer"
-            )
 
     def fingerprint(self) -> str:
         """Return a hash of the index file and of all settings that decide the samples."""
@@ -185,6 +172,25 @@ def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np
     # The j-th token is at j plus a shift that is constant within each range.
     places = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
     out[: len(places)] = tokens[places]
+
+
+def check_vocabulary(
+    source: IndexedDataset, tokens: np.ndarray, indices: np.ndarray, options: SampleOptions
+) -> None:
+    """Raise BadInputError if a token of the samples ``indices`` is outside the vocabulary."""
+    limit = options.vocab_size
+    if limit is None or not tokens.size:
+        return
+    bad = (tokens >= limit) | ((tokens < 0) & (tokens != options.pad))
+    if bad.any():
+        sample, place = np.argwhere(bad)[0]
+        found = tokens[sample, place]
+        todo = "raise vocab_size or build the dataset with the model's tokenizer"
+        if found < -1:
+            todo = "data built from conversations need the section telechat_moe.conversations"
+        raise BadInputError(
+            f"{source.prefix}.bin: sample {indices[sample]} holds token {found}, but the model's vocab_size is {limit}; {todo}"
+        )
 
 
 def check_range(wanted: np.ndarray, count: int) -> None:

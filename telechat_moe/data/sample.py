@@ -76,28 +76,39 @@ def collate(window: np.ndarray, seq_length: int, options: SampleOptions) -> Batc
         labels_BS = np.roll(window, -1, axis=1)
         labels_BS[:, -1] = options.pad
     is_eod_BS = tokens_BS == options.eod
-    # Documents of a sample are numbered from 0; an end of document still belongs to its own.
-    document_BS = np.cumsum(is_eod_BS, axis=1, dtype=np.int32) - is_eod_BS
-
     batch = {
         "input_ids": tokens_BS,
         "labels": labels_BS,
         "loss_mask": (labels_BS != options.pad).astype(np.float32),
-        "position_ids": _positions(is_eod_BS, options.reset_position_ids),
     }
     if options.eod_mask_loss:
         batch["loss_mask"][is_eod_BS] = 0.0
+    with_masks(batch, is_eod_BS, options)
+    if options.pad >= 0 or not options.add_extra_token_to_sequence or (window < 0).any():
+        tokens_BS[tokens_BS == options.pad] = 0
+        labels_BS[labels_BS == options.pad] = 0
+    return batch
+
+
+def with_masks(batch: Batch, is_eod_BS: np.ndarray, options: SampleOptions) -> Batch:
+    """Add positions and what tokens may see to a batch, and return it.
+
+    Args:
+        is_eod_BS: Where documents end, bool ``[B, S]``.
+        options: What to add.
+    """
+    count, seq_length = is_eod_BS.shape
+    # Documents of a sample are numbered from 0; an end of document still belongs to its own.
+    document_BS = np.cumsum(is_eod_BS, axis=1, dtype=np.int32) - is_eod_BS
+    batch["position_ids"] = _positions(is_eod_BS, options.reset_position_ids)
     if options.create_compressed_eod_mask:
         batch["actual_seq_len"] = _actual_lengths(is_eod_BS, options.eod_pad_length)
     elif options.create_attention_mask:
         hidden = np.triu(np.ones((seq_length, seq_length), dtype=bool), k=1)[None]
         if options.reset_attention_mask:
             hidden = hidden | (document_BS[:, :, None] != document_BS[:, None, :])
-        batch["attention_mask"] = np.empty((len(window), 1, seq_length, seq_length), np.uint8)
+        batch["attention_mask"] = np.empty((count, 1, seq_length, seq_length), np.uint8)
         batch["attention_mask"][:, 0] = hidden
-    if options.pad >= 0 or not options.add_extra_token_to_sequence or (window < 0).any():
-        tokens_BS[tokens_BS == options.pad] = 0
-        labels_BS[labels_BS == options.pad] = 0
     return batch
 
 

@@ -84,6 +84,21 @@ class Tokenizer:
             for n in counts
         ]
 
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a text that a chat template wrote, and where they are in it.
+
+        Here, and only here, a special token that the text spells is that token, as in transformers.
+
+        Returns:
+            int32 ``[N]``, and int64 ``[N, 2]``: first character of each, and the one after the last.
+        """
+        self._backend.encode_special_tokens = False
+        try:
+            found = self._backend.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+
     def _split(self, text: str, size: int) -> Iterator[str]:
         start = 0
         while self._byte_level and len(text) - start > size:

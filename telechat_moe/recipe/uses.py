@@ -60,8 +60,8 @@ _DECIDES: dict[Use, re.Pattern[str]] = {
     "plan": _GRAPH,
     "mindformers": _IN_PLUGIN,
     "data": re.compile(
-        r"telechat_moe\.corpus\.|model\.model_config\.vocab_size|seed"
-        r"|train_dataset\.data_loader\.config\.(data_path|train_data_path|eod)"
+        r"telechat_moe\.(corpus|conversations)\.|model\.model_config\.vocab_size|seed"
+        r"|train_dataset\.data_loader\.config\.(data_path|train_data_path|eod|seq_length)"
     ),
     "weights": re.compile(r"model\.model_config\.|pretrained_model_dir"),
 }
@@ -212,7 +212,11 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
     asked = {
         "evaluation.interval": own.evaluation.interval or None,
         "saving.max_failed": own.saving.max_failed or None,
+        "conversations": own.conversations and "a section",
         "sample": own.sample and "a section",
+        "step_batch_size_schedule": own.step_batch_size_schedule,
+        "lr_wsd_decay_style": own.lr_wsd_decay_style,
+        "ema": own.ema and "a section",
         "loss_guard": own.loss_guard and "a section",
         "resume_data": own.resume_data if own.resume_data != "same" else None,
         "balance_attention": own.balance_attention or None,

@@ -102,6 +102,10 @@ class RunCheckpoints:
             raise RecipeError(problems)
         for change in checkpoint.diff_config(given["training"], self._constant["training"]):
             self.notes.append(f"changed since {saved.path.name}: {change}")
+        if "ema" in saved.tensors and self.recipe.telechat_moe.ema is None:
+            self.notes.append(
+                f"the average of the weights in {saved.path.name} ends (telechat_moe.ema)"
+            )
         if note := self.engine.put(saved, in_place):
             self.notes.append(note)
         if self.loader.load_state(given["data"], self.recipe.telechat_moe.resume_data == "new"):
@@ -204,6 +208,8 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
         "optimizer": asdict(recipe.optimizer),
         "lr_schedule": asdict(recipe.lr_schedule) if recipe.lr_schedule else None,
         "global_batch": recipe.global_batch,
+        "step_batch_size_schedule": recipe.telechat_moe.step_batch_size_schedule,
+        "lr_wsd_decay_style": recipe.telechat_moe.lr_wsd_decay_style,
         "max_grad_norm": recipe.runner_wrapper.max_grad_norm,
         "use_clip_grad": recipe.runner_wrapper.use_clip_grad,
         "weight_decay_exclude": recipe.telechat_moe.weight_decay_exclude,

@@ -17,6 +17,7 @@ from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.train import optimizer, state
+from telechat_moe.train.optimizer import EMA, WeightAverage
 from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
 
 Batch = tuple[Tensor, ...]
@@ -36,8 +37,12 @@ class Engine(Protocol):
     operators: str
     evaluate_cell: Evaluate
 
-    def read(self, columns: Columns) -> list[Batch]:
-        """Return the batches of the next step, as :meth:`update` takes them."""
+    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
+        """Return the batches of the next step, as :meth:`update` takes them.
+
+        Args:
+            micro_batches: How many there are in this step; None: as many as the recipe says.
+        """
         ...
 
     def update(
@@ -125,11 +130,13 @@ class OneProcess(Engine):
                 config,
             )
         self.train_step.set_train()
+        ema = recipe.telechat_moe.ema
+        self.average = WeightAverage(state.kept(self.model), ema.decay) if ema else None
         self.evaluate_cell = Evaluate(self.model)
 
-    def read(self, columns: Columns) -> list[Batch]:
+    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the micro-batches of the next step."""
-        return [tensors(next(columns)) for _ in range(self.micro_batches)]
+        return [tensors(next(columns)) for _ in range(micro_batches or self.micro_batches)]
 
     def update(
         self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
@@ -138,19 +145,31 @@ class OneProcess(Engine):
         if limits != self.limits:
             self.train_step.set_limits(*limits)
             self.limits = limits
+        self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
         if self.train_step.accumulate is not None:
             for batch in batches[:-1]:
                 self.train_step.accumulate(*batch)
-        return StepOutput(*self.train_step(*self.optimizer.scalars(number, rate), *batches[-1]))
+        output = StepOutput(*self.train_step(*self.optimizer.scalars(number, rate), *batches[-1]))
+        if self.average is not None and bool(output.applied.asnumpy()):
+            self.average.update(number)
+        return output
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`Engine.parameters`."""
-        return state.parameters(self.model, self.optimizer)
+        average = {} if self.average is None else {EMA: self.average.averages}
+        return state.parameters(self.model, self.optimizer) | average
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """See :meth:`Engine.put`."""
-        state.put(self.parameters(), saved.tensors, saved.path, in_place)
+        groups = self.parameters()
+        begins = self.average is not None and EMA not in saved.tensors
+        if begins:
+            del groups[EMA]
+        state.put(groups, saved.tensors, saved.path, in_place)
+        if self.average is not None and begins:
+            self.average.begin()
+            return f"{saved.path.name} holds no average of the weights; it begins with its weights"
         return ""
 
     def writer(

@@ -13,6 +13,7 @@ import numpy as np
 from telechat_moe.checkpoint import folder
 from telechat_moe.data import IndexedDataset, Tokenizer, load_tokenizer
 from telechat_moe.data.blend import options_of, valid_prefixes
+from telechat_moe.data.conversations import bare
 from telechat_moe.data.corpus import open_corpus
 from telechat_moe.data.sample import collate
 from telechat_moe.errors import BadInputError, TelechatMoeError
@@ -191,7 +192,7 @@ def _documents(
 
 def _name(number: int, tokens: Array, tokenizer: Tokenizer | None) -> str:
     """Return a name for a document: its number and how it begins."""
-    begins = " ".join(tokenizer.decode(tokens[:24]).split())[:44] if tokenizer else ""
+    begins = " ".join(tokenizer.decode(bare(tokens[:24])).split())[:44] if tokenizer else ""
     return f"document {number}" + (f": {begins}" if begins else "")
 
 
@@ -215,7 +216,7 @@ def _windows(documents: Iterable[Array], width: int, count: int, name: str) -> A
             f"{name}: {len(tokens)} tokens, fewer than a sequence of {width}; give more text"
         )
     places = np.unique(np.linspace(0, there - 1, min(count, there)).round().astype(np.int64))
-    return tokens[: there * width].reshape(there, width)[places].astype(np.int32)
+    return bare(tokens[: there * width].reshape(there, width)[places].astype(np.int32))
 
 
 # ---------------------------------------------------------------------------------------- routers

@@ -11,7 +11,7 @@ from telechat_moe.checkpoint.background import Saver
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
-from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.engine import Batch
 from telechat_moe.train.evaluate import validation_loss
@@ -102,6 +102,7 @@ class Loop:
         self.began = time.perf_counter()
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
+        self.tokens_per_second: list[float] = []
         self.data_seconds: list[float] = []
         self.validation_loss: float | None = None
         self.saved_step: int | None = None
@@ -199,7 +200,8 @@ class Loop:
         rate = self.schedule(progress.updates)
         began = time.perf_counter()
         self.ranks.at(f"step {step}, reading data")
-        batches = self.engine.read(self.loader)
+        share = self.recipe.batch_at(progress.step) / self.recipe.global_batch
+        batches = self.engine.read(self.loader, round(micro_batches(self.recipe) * share))
         waited = time.perf_counter() - began
         self.ranks.begin_step(step)
         self.ranks.at(f"step {step}, in the graph")
@@ -220,6 +222,9 @@ class Loop:
         ids, count = (batch[0] for batch in result.batches), self.loader.next_sample - first
         self.monitor.samples(step, first, count, ids, result.applied, self.loader.order)
         lm, mtp, aux = result.losses
+        tokens = count * self.recipe.model_config.seq_length
+        self.monitor.tokens_per_step = tokens
+        self.tokens_per_second.append(tokens / result.seconds)
         self.losses.append(lm)
         self.step_seconds.append(result.seconds)
         self.data_seconds.append(result.data_seconds)
@@ -277,7 +282,7 @@ class Loop:
         """Return the result of the run."""
         progress, root = self.progress, self.checkpoints.root
         steady = self.step_seconds[1:] or self.step_seconds
-        tokens = self.recipe.global_batch * self.recipe.model_config.seq_length
+        speeds = self.tokens_per_second[1:] or self.tokens_per_second
         newest = checkpoint.list_checkpoints(root)
         last = [x for x in self.losses[-20:] if np.isfinite(x)]
         return Summary(
@@ -288,7 +293,7 @@ class Loop:
             validation_loss=self.validation_loss,
             first_loss=self.losses[0] if self.losses else None,
             parameters=count_parameters(self.engine.model),
-            tokens_per_second=tokens / float(np.median(steady)) if steady else None,
+            tokens_per_second=float(np.median(speeds)) if speeds else None,
             data_share=sum(self.data_seconds[1:]) / sum(steady) if len(steady) > 1 else None,
             first_step_seconds=self.step_seconds[0] if self.step_seconds else None,
             seconds=time.perf_counter() - self.began,

@@ -1,8 +1,8 @@
-"""AdamW with decoupled weight decay and fp32 states."""
+"""AdamW with decoupled weight decay and fp32 states, and a passive average of the weights."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -11,6 +11,9 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from telechat_moe.ops.adamw import FusedAdamW
 from telechat_moe.ops.select import backend
 from telechat_moe.recipe import Recipe
+
+EMA = "ema"
+"""Group of a checkpoint that holds the average; its tensors are named ``ema.`` and the weight's name."""
 
 
 class AdamW(nn.Cell):
@@ -85,6 +88,40 @@ class AdamW(nn.Cell):
                 self.clip(gradients[i], clip),
             )
         return Tensor(True)
+
+
+class WeightAverage:
+    """The average of some weights, float32 like these, on the host.
+
+    The first update copies the weights, as torch's ``AveragedModel`` does.
+
+    Args:
+        weights: Parameters by name; the average follows their memory.
+        decay: Share of the average that an update keeps.
+    """
+
+    def __init__(self, weights: Mapping[str, Parameter], decay: float) -> None:
+        self.decay = decay
+        self.weights = dict(weights)
+        self.averages = {
+            f"{EMA}.{name}": Parameter(
+                Tensor(w.asnumpy().copy()), name=f"{EMA}.{name}", requires_grad=False
+            )
+            for name, w in weights.items()
+        }
+
+    def update(self, number: int) -> None:
+        """Take the weights after an update, whose number counts from 1."""
+        rate = np.float32(1.0 if number == 1 else 1.0 - self.decay)
+        for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
+            # On CPU asnumpy() is the memory of the parameter.
+            kept, now = average.asnumpy(), weight.asnumpy()
+            kept += rate * (now - kept)
+
+    def begin(self) -> None:
+        """Begin with the present weights."""
+        for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
+            average.asnumpy()[...] = weight.asnumpy()
 
 
 def from_recipe(recipe: Recipe, params: Sequence[Parameter]) -> AdamW:

@@ -6,7 +6,7 @@ here imports mindspore, and of large files only headers, indices and sizes are r
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -189,6 +189,7 @@ class _Look:
             return
         if prefix.name not in given:
             return  # of another dataset in the same folder
+        self._conversations(key, prefix, given.get("inputs", {}).get("conversations"))
         config, data = recipe.model_config, recipe.train_dataset.data_loader.config
         if size > config.vocab_size:
             found = f"{config.vocab_size}, but {prefix} has a vocabulary of {size} ({path})"
@@ -197,6 +198,20 @@ class _Look:
         if data is not None and data.eod not in (-1, eod):
             found = f"{data.eod}, but documents of {prefix} end with {eod} ({path})"
             self.say(f"{DATA}.config.eod", found, str(eod))
+
+    def _conversations(self, key: str, prefix: Path, built: Mapping[str, object] | None) -> None:
+        """Compare how the conversations of a dataset are written with the recipe."""
+        section = self.recipe.telechat_moe.conversations
+        if (built is None) != (section is None):
+            kinds = ("text", "conversations") if built is None else ("conversations", "text")
+            found = f"{prefix} is built from {kinds[0]}, the recipe trains on {kinds[1]} (telechat_moe.conversations)"
+            self.say(key, found, f"data of {kinds[1]}: `telechat-moe data build --recipe RECIPE`")
+        elif built and section:
+            roles = built["loss_roles"], section.loss_roles
+            message = section.message or built["message"]
+            if roles[0] != roles[1] or message != built["message"]:
+                found = f"{roles[1]} and {section.message!r}, but {prefix} is built with {roles[0]} and {built['message']!r}"
+                self.say("telechat_moe.conversations", found, "the same, or the data built again")
 
     def _corpus(self) -> None:
         """Look at what the data would be built from."""
@@ -244,9 +259,8 @@ def open_loader(recipe: Recipe) -> Loader:
         BadInputError: They are not there, broken or too few.
     """
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
-    epoch = recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch
     rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
-    data, deal_to = open_recipe(recipe), dealt_to(recipe)
+    data, deal_to, epoch = open_recipe(recipe), dealt_to(recipe), recipe.epoch_samples
     return Loader(data, rows, epochs=None, epoch_samples=epoch, deal_to=deal_to)
 
 

@@ -71,7 +71,7 @@ class RankEngine:
         """Return whether a parameter of the graph belongs in a checkpoint."""
         return weight_of(name) in self.weights and not is_transient(name)
 
-    def read(self, columns: Columns) -> list[Batch]:
+    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
         read = [next(columns) for _ in range(self.micro_batches)]
         return [tensors({name: np.concatenate([r[name] for r in read]) for name in read[0]})]

@@ -53,6 +53,15 @@ def cosine(
     return at
 
 
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda t: 1 - t,
+    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+    "exponential": lambda t: 2 * 0.5**t - 1,
+    "minus_sqrt": lambda t: 1 - math.sqrt(t),
+}
+"""What is left of the way from the peak to the end after the share ``t`` of the decay, by Megatron's names."""
+
+
 def warmup_stable_decay(
     peak: float,
     end: float,
@@ -60,20 +69,24 @@ def warmup_stable_decay(
     decay_start: int,
     total_steps: int,
     start: float = 0.0,
+    style: str = "linear",
 ) -> Schedule:
-    """Warm up, stay at ``peak`` until ``decay_start``, fall linearly to ``end`` at ``total_steps``.
+    """Warm up, stay at ``peak`` until ``decay_start``, fall to ``end`` at ``total_steps``.
 
-    MindFormers' ``WarmUpStableDecayLR`` (WSD) continues to fall afterwards; here the rate stays at ``end``.
+    MindFormers' ``WarmUpStableDecayLR`` (WSD) is linear and continues to fall afterwards; here the rate stays at ``end``.
 
-    Source: Hu et al. 2024, "MiniCPM", section 4.2.
+    Args:
+        style: One of :data:`DECAYS`.
+
+    Source: Hu et al. 2024, "MiniCPM", section 4.2; Megatron-LM, ``lr_wsd_decay_style``.
     """
-    rise = constant(peak, warmup_steps, start)
+    rise, left = constant(peak, warmup_steps, start), DECAYS[style]
 
     def at(step: int) -> float:
         if step < decay_start:
             return rise(step)
         done = (step - decay_start) / max(1, total_steps - decay_start)
-        return peak + (end - peak) * min(1.0, done)
+        return peak + (end - peak) * (1 - left(min(1.0, done)))
 
     return at
 
@@ -109,7 +122,8 @@ def from_recipe(recipe: Recipe) -> Schedule:
         return cosine(peak, end, warmup, total, start, last, section.num_cycles or 0.5)
     if section.type == "WarmUpStableDecayLR":
         decay_start = steps(section.decay_start_steps, section.decay_start_ratio, total)
-        return warmup_stable_decay(peak, end, warmup, decay_start, total, start)
+        style = recipe.telechat_moe.lr_wsd_decay_style or "linear"
+        return warmup_stable_decay(peak, end, warmup, decay_start, total, start, style)
     raise BadInputError(
         f"{recipe.source}: lr_schedule.type {section.type!r} is read by MindFormers only; "
         "`telechat-moe train` has ConstantWarmUpLR, CosineWithWarmUpLR and WarmUpStableDecayLR"

@@ -217,7 +217,11 @@ class TrainStep(UpdateStep):
         self.token_weights = weights_parameter(config) if config is not None else None
         if micro_batches > 1:
             self.accumulate = Accumulate(model, optimizer.params, self.token_weights)
-            self.share = Tensor(1.0 / micro_batches, ms.float32)
+            self.share = Parameter(
+                Tensor(1.0 / micro_batches, ms.float32),
+                name="micro_batch_share",
+                requires_grad=False,
+            )
         else:
             self.forward_backward = ForwardBackward(model, optimizer.params, self.token_weights)
         self.norm = GlobalNorm(len(optimizer.params))
@@ -234,6 +238,12 @@ class TrainStep(UpdateStep):
         """Let the next steps be applied only where gradient norm and total loss are below these."""
         ops.assign(self.norm_limit, Tensor(norm, ms.float32))
         ops.assign(self.loss_limit, Tensor(loss, ms.float32))
+
+    def set_micro_batches(self, count: int) -> None:
+        """Take so many micro-batches in the next steps, at most as many as the step was built for."""
+        if count != self.micro_batches:
+            self.micro_batches = count
+            ops.assign(self.share, Tensor(1.0 / count, ms.float32))
 
     def count_tokens(self, batches: Sequence[Sequence[Tensor]]) -> None:
         """Count the tokens of all micro-batches of the next step; no effect where losses are means."""

@@ -24,6 +24,7 @@ from key_values import KEYS, SETTINGS, Key, in_setting, judge, shut, tried, valu
 from tokenizers import Tokenizer, models
 
 from telechat_moe.checkpoint import checkpoint
+from telechat_moe.data import write_indexed
 from telechat_moe.ops.select import OPERATORS
 from telechat_moe.recipe import load
 from telechat_moe.recipe.uses import Use, decides
@@ -35,9 +36,13 @@ from telechat_moe.train import preflight
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a tiny recipe as plain data, its data set in place; aliases are one object."""
     folder = mini.write_data(tmp_path_factory.mktemp("keys"))
-    (folder / "other").mkdir()
+    for name in ("other", "talks"):
+        (folder / name).mkdir()
     mini.write_data(folder / "other", seed=1)
-    for place in (folder, folder / "other"):
+    for name in ("train", "valid"):
+        talks = [np.array([~1, ~2, 3, 4, 0]), np.arange(5)] * 20
+        write_indexed(folder / "talks" / name, talks, np.int32)
+    for place in (folder, folder / "other", folder / "talks"):
         Tokenizer(models.WordLevel({"<|endoftext|>": 0})).save(str(place / "tokenizer.json"))
     values = {
         **mini.OVERRIDES,

@@ -20,8 +20,48 @@ OWN = "telechat_moe."
 TIED = {M + "tie_word_embeddings": "True"}
 DROPS = {M + "moe_expert_capacity_factor": "1.5", M + "moe_token_drop_policy": "probs"}
 
+TUNE = "telechat3_moe/finetune_tiny.yaml"
+OWN, DATA_CONFIG = "telechat_moe.", "train_dataset.data_loader.config."
+GROWS = OWN + "step_batch_size_schedule"
+SPREAD = {
+    "use_parallel": "True",
+    "parallel.parallel_mode": "1",
+    "parallel.full_batch": "True",
+    "parallel_config.data_parallel": "2",
+}
+
 # rule: [(recipe, {key: value; None removes}, keys that complain), ...]
 CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
+    "conversations": [
+        *(
+            (TUNE, {DATA_CONFIG + key: value}, DATA_CONFIG + key)
+            for key, value in (
+                ("reset_position_ids", "False"),
+                ("reset_attention_mask", "False"),
+                ("eod_mask_loss", "True"),
+                ("add_extra_token_to_sequence", "False"),
+            )
+        ),
+        (TUNE, {OWN + "corpus.tokenizer": "null"}, OWN + "corpus.tokenizer"),
+        *(
+            (TUNE, {OWN + "conversations.message": f"'{text}'"}, OWN + "conversations.message")
+            for text in ("{content}", "{role}{content}{content}", "{content}{role}")
+        ),
+    ],
+    "decay_style": [
+        (TINY, {OWN + "lr_wsd_decay_style": "cosine"}, OWN + "lr_wsd_decay_style"),
+    ],
+    "batch_sizes": [
+        *(
+            (TINY, {GROWS: f"'{text}'"}, GROWS)
+            for text in ("0:4 5K:4 5001:8", "0:4 5K:6", "0:4 5K:16", "0:8", "0:4 5K:0")
+        ),
+        (TINY, SPREAD | {GROWS: "'0:4 5K:8'"}, GROWS),
+    ],
+    "averages": [
+        (TINY, SPREAD | {OWN + "ema": "{decay: 0.9}"}, OWN + "ema"),
+        (TINY, {"context.device_target": "Ascend", OWN + "ema": "{decay: 0.9}"}, OWN + "ema"),
+    ],
     "groups": [
         (TINY, {M + "num_experts_per_tok": "9"}, M + "num_experts_per_tok"),
         (TINY, {M + "n_group": "2"}, M + "topk_group"),

@@ -71,9 +71,9 @@ class Recorder:
 
     evaluate_cell.set_train = lambda mode: None
 
-    def read(self, columns: Any) -> list[Any]:
+    def read(self, columns: Any, micro_batches: int) -> list[Any]:
         """Read the micro-batches of a step."""
-        batches = [next(columns) for _ in range(sharded.micro_batches(self.recipe))]
+        batches = [next(columns) for _ in range(micro_batches)]
         self.said.append(("read", [_hash(b.values()) for b in batches]))
         return [tuple(b.values()) for b in batches]
 

@@ -56,7 +56,7 @@ def recipe_of(data: Path, output: Path, **changes: object) -> Recipe:
 class Reader(key_effects.Recorder):
     """An engine that reads its micro-batches and computes nothing."""
 
-    def read(self, columns):
+    def read(self, columns, count=None):
         return [tensors(next(columns)) for _ in range(micro_batches(self.recipe))]
 
 

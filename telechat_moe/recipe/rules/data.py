@@ -164,6 +164,31 @@ def masks(r: Recipe) -> Iterator[Broken]:
         yield key, found, f"{CONFIG}create_compressed_eod_mask True"
 
 
+def conversations(r: Recipe) -> Iterator[Broken]:
+    """MindFormers' packing trains on what follows a conversation, and drops those that are too long without a word."""
+    section, config = r.telechat_moe.conversations, _config(r)
+    if section is None or config is None:
+        return
+    for key in ("reset_position_ids", "reset_attention_mask"):
+        if not getattr(config, key):
+            found = "False with telechat_moe.conversations, of which each must see only itself"
+            yield CONFIG + key, found, "True"
+    if config.eod_mask_loss:
+        found = "True with telechat_moe.conversations, where the roles say what is learned"
+        yield CONFIG + "eod_mask_loss", found, "False"
+    if not config.add_extra_token_to_sequence:
+        found = "False with telechat_moe.conversations, whose samples are whole"
+        yield CONFIG + "add_extra_token_to_sequence", found, "True"
+    if not r.telechat_moe.corpus.tokenizer:
+        found = "None with telechat_moe.conversations"
+        yield "telechat_moe.corpus.tokenizer", found, "the tokenizer.json of the model"
+    if section.message is not None:
+        before, _, after = section.message.partition("{content}")
+        if section.message.count("{content}") != 1 or "{role}" not in before or "{role}" in after:
+            expected = "a text with {role} and then {content}, as '{role}:\\n{content}\\n'"
+            yield "telechat_moe.conversations.message", repr(section.message), expected
+
+
 def token_ids(r: Recipe) -> Iterator[Broken]:
     """Ids beyond the vocabulary read outside the embedding."""
     config, size = _config(r), r.model.model_config.vocab_size

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.callbacks import (
     ProfileMonitor,
@@ -138,6 +139,57 @@ def _decay_start(at: str, s: LrSchedule, warmup: int, total: int) -> Iterator[Br
     elif start is not None and (start < warmup or (total > 0 and start > total)):
         expected = f"from {warmup} (end of warm-up) to {total} (end)"
         yield at + "decay_start_steps", str(start), expected
+
+
+def decay_style(r: Recipe) -> Iterator[Broken]:
+    """Only WSD has a decay of its own."""
+    style, s = r.telechat_moe.lr_wsd_decay_style, r.lr_schedule
+    if style is not None and (s is None or s.type != "WarmUpStableDecayLR"):
+        found = f"{style} with {s.type if s else 'grouped_lr_schedule'}"
+        yield "telechat_moe.lr_wsd_decay_style", found, "lr_schedule.type WarmUpStableDecayLR"
+
+
+def batch_sizes(r: Recipe) -> Iterator[Broken]:
+    """Megatron finds a batch that cannot be divided when training comes to it."""
+    text, key = r.telechat_moe.step_batch_size_schedule, "telechat_moe.step_batch_size_schedule"
+    length, rows = r.model.model_config.seq_length, r.runner_config.batch_size
+    if text is None or length is None:
+        return
+    if r.devices > 1:
+        yield (
+            key,
+            f"{text!r} with {r.devices} devices",
+            "one process: their graphs have one batch size",
+        )
+        return
+    try:
+        batches = [batch for _, batch in BatchSchedule.parse(text, length).entries]
+    except ValueError as error:
+        yield key, repr(text), str(error)
+        return
+    for batch in batches:
+        if batch % rows:
+            expected = f"multiples of runner_config.batch_size ({rows})"
+            yield key, f"{batch} samples in {text!r}", expected
+    if max(batches) != r.global_batch:
+        steps = "runner_config.gradient_accumulation_steps"
+        found = (
+            f"at most {max(batches)} samples in {text!r}, a step of the recipe has {r.global_batch}"
+        )
+        yield key, found, f"{r.global_batch}, or {steps} {max(batches) // rows}"
+    if len(batches) == 1:
+        yield key, f"{text!r}, one batch for all steps", "a second threshold, or remove it"
+
+
+def averages(r: Recipe) -> Iterator[Broken]:
+    """The average is kept by one process in its memory."""
+    if r.telechat_moe.ema is None:
+        return
+    if r.devices > 1:
+        yield "telechat_moe.ema", f"a section with {r.devices} devices", "one process, or remove it"
+    if r.context.device_target != "CPU":
+        found = f"a section with device_target {r.context.device_target}"
+        yield "telechat_moe.ema", found, "device_target CPU, or remove it"
 
 
 def schedule_rates(r: Recipe) -> Iterator[Broken]:

@@ -6,10 +6,12 @@ code of this package reads are fields here: `model.py` (the model), `train.py` (
 `mindformers_keys.txt`, which `table.py` puts between them.
 """
 
+from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
+from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.recipe.fields import ONLY_DEFAULT, Count, Positive, Text
 from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
@@ -219,7 +221,7 @@ class Recipe:
 
     @property
     def global_batch(self) -> int:
-        """Samples per update, over all devices and micro-batches."""
+        """Samples per update, over all devices and micro-batches; with a batch schedule its largest."""
         p, r = self.parallel_config, self.runner_config
         pieces = p.micro_batch_num if p.pipeline_stage > 1 else r.gradient_accumulation_steps
         copies = p.data_parallel if self.use_parallel else 1
@@ -228,10 +230,33 @@ class Recipe:
     @property
     def train_steps(self) -> int:
         """Updates in the whole run; 0 if the recipe does not say how many samples there are."""
-        sizes = self.train_dataset.data_loader.sizes
+        sizes, schedule = self.train_dataset.data_loader.sizes, self.batch_schedule
         if not sizes:
             return 0
+        if schedule is not None:
+            return schedule.steps(self.epoch_samples * self.runner_config.epochs)
         return sizes[0] // self.global_batch * self.runner_config.epochs
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of a pass over the data: what whole steps use, with a batch schedule whole micro-batches."""
+        sizes = self.train_dataset.data_loader.sizes or [0]
+        unit = self.global_batch if self.batch_schedule is None else self.runner_config.batch_size
+        return sizes[0] // unit * unit
+
+    @property
+    def batch_schedule(self) -> BatchSchedule | None:
+        """How the global batch grows; None: it does not, or the text is wrong, as a rule says."""
+        text = self.telechat_moe.step_batch_size_schedule
+        length = self.model.model_config.seq_length
+        with suppress(ValueError):
+            return BatchSchedule.parse(text, length) if text and length else None
+        return None
+
+    def batch_at(self, step: int) -> int:
+        """Return the samples of a step, counted from 0."""
+        schedule = self.batch_schedule
+        return self.global_batch if schedule is None else schedule.at(step)
 
     @property
     def checkpoints(self) -> CheckpointMonitor | None:

@@ -3,9 +3,11 @@
 from dataclasses import field, fields
 from typing import Annotated, Literal
 
+from telechat_moe.recipe.batch_schedule import PATTERN
 from telechat_moe.recipe.fields import (
     Above0,
     Count,
+    Form,
     Length,
     NonNegative,
     Positive,
@@ -46,6 +48,22 @@ class Corpus:
 
 
 @section
+class Conversations:
+    """`telechat_moe.conversations`: fine-tuning on conversations, lines `{"messages": [{"role": ..., "content": ...}]}`.
+
+    `telechat-moe data build --recipe` writes them, and training keeps each whole within a sample.
+    """
+
+    loss_roles: Annotated[list[Text], Length(1)] = field(default_factory=lambda: ["assistant"])
+    """Roles whose messages are learned; the others are only read."""
+
+    message: Text | None = field(default=None, metadata=acts("", "{role}>{content}\n"))
+    """How a message is written, with `{role}` and `{content}`. What comes after the role is learned with the roles of
+    `loss_roles`, and the end of document after it. None: the chat template of `telechat_moe.corpus.tokenizer`
+    (`chat_template.jinja` or `tokenizer_config.json` beside it)."""
+
+
+@section
 class Sample:
     """`telechat_moe.sample`: text that the model writes at the end."""
 
@@ -60,6 +78,18 @@ class Sample:
 
     top_k: Positive = 40
     """Most probable tokens to draw from."""
+
+
+@section
+class Ema:
+    """`telechat_moe.ema`: an exponential moving average of the weights beside them; training does not see it.
+
+    The first update copies the weights; each later one that is applied moves the average by `1 - decay` of the difference.
+    Checkpoints hold it as the group `ema`; `telechat-moe ckpt average --ema` makes weights of it.
+    """
+
+    decay: Annotated[float, Range(0, 1, above=True, below=True)] = 0.999
+    """Share of the average that an update keeps."""
 
 
 Backend = Literal["auto", "fused", "plain"]
@@ -255,6 +285,9 @@ class TelechatMoe:
     corpus: Corpus = field(default_factory=Corpus)
     """Source of the training text."""
 
+    conversations: Conversations | None = None
+    """The training data are conversations. None: they are text."""
+
     sample: Sample | None = None
     """Text sample at the end. None: none."""
 
@@ -272,6 +305,21 @@ class TelechatMoe:
     max_skipped_steps: Count = field(default=10, metadata=acts("", 0, 1))
     """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
     first."""
+
+    step_batch_size_schedule: Annotated[str, Form(PATTERN, 'as "0:8 250K:16"')] | None = field(
+        default=None, metadata=acts("micro_batches", "0:4 64:8", "0:4 128:8")
+    )
+    """Global batch by consumed tokens, `"THRESHOLD:SAMPLES ..."`, as Megatron's option of this name: a step takes the samples
+    of the last threshold that is reached when it begins. Suffixes K, M, B, T. The largest is that of `runner_config`, all are
+    whole micro-batches. None: the same in every step."""
+
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = field(
+        default=None, metadata=acts("wsd", "cosine", "exponential", "minus_sqrt")
+    )
+    """How the rate of `WarmUpStableDecayLR` falls, with Megatron's names. None: linear, as in MindFormers."""
+
+    ema: Ema | None = None
+    """Average of the weights. None: none is kept."""
 
     loss_guard: LossGuard | None = None
     """Rules against spikes of the loss. None: only NaN and Inf are skipped."""
