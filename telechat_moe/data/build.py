@@ -63,6 +63,7 @@ def build(
     out: str | os.PathLike[str],
     corpus: Sequence[str | os.PathLike[str]] = (),
     *,
+    valid: Sequence[str | os.PathLike[str]] = (),
     vocab_size: int = 2048,
     tokenizer: str | os.PathLike[str] | None = None,
     eod_token: str | None = None,
@@ -78,13 +79,12 @@ def build(
     Args:
         out: Folder to write to.
         corpus: Files and folders; none means the Python standard library's sources.
+        valid: Files and folders of validation data; none keeps a share of ``corpus`` for it.
         vocab_size: Tokens of the tokenizer that is trained on the training documents.
         tokenizer: A ``tokenizer.json`` to use instead of training one.
         eod_token: End-of-document token of that tokenizer; None looks for the usual names.
-        valid_fraction: Share of the documents kept for validation, 0 to below 1; at least one
-            document unless 0.
-        extensions: Take only files with these endings from folders.
-        text_key: Key of the text in ``.jsonl`` lines.
+        valid_fraction: Share of the documents kept for validation without ``valid``, below 1; 0: none, else at least one.
+        extensions, text_key: See :func:`telechat_moe.data.corpus.open_corpus`.
         force: Replace a dataset in ``out`` that was made from other inputs.
         progress: Called with what is being done, how much of it is done, and how much there is.
 
@@ -98,7 +98,7 @@ def build(
     if tokenizer is None and vocab_size < BASE_VOCAB:
         raise UsageError(f"vocab_size is {vocab_size}; expected {BASE_VOCAB} or more")
     given = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
-    files = open_corpus(corpus, extensions=extensions, text_key=text_key)
+    files = open_corpus(corpus, extensions=extensions, text_key=text_key, valid=valid)
     out = Path(out)
     with _full_disk_named(out), _locked(out):
         scan = scan_corpus(files, progress)
@@ -110,14 +110,28 @@ def build(
             "vocab_size": None if given else vocab_size,
             "tokenizer": hashlib.sha256(given.to_json().encode()).hexdigest() if given else None,
             "eod_token": given.eod_token if given else None,
-            "valid_fraction": valid_fraction,
+            "valid_fraction": None if valid else valid_fraction,
             "seed": seed,
+            **_named_valid(scan, files),
         }
         job = _Job(out, files, scan, inputs, progress)
         manifest = job.finished(force)
         if manifest is not None:
             return BuildResult(out, manifest, True, 0, 0, dict(files.skipped))
         return job.run(given, vocab_size)
+
+
+def _named_valid(scan: Scan, corpus: Corpus) -> dict[str, int]:
+    """Return how many documents are of files of validation data, if there are any; log how many of them are repeated."""
+    if scan.named_valid is None:
+        return {}
+    train, valid = scan.hashes[~scan.named_valid], scan.hashes[scan.named_valid]
+    if repeated := int(np.isin(valid, train).sum()):
+        logger.warning(
+            "%d of %d validation documents are in the training data, too (%s)",
+            repeated, len(valid), corpus.label,
+        )  # fmt: skip
+    return {"valid_documents": len(valid)}
 
 
 class _Job:
@@ -134,7 +148,7 @@ class _Job:
         self.out, self.corpus, self.scan, self.inputs = out, corpus, scan, inputs
         self.progress = progress
         self.partial = out / PARTIAL
-        self.valid = scan.valid(inputs["valid_fraction"], inputs["seed"])
+        self.valid = scan.valid(inputs["valid_fraction"] or 0.0, inputs["seed"])
         self.sides = SIDES if self.valid.any() else SIDES[:1]
 
     def finished(self, force: bool) -> dict[str, Any] | None:
@@ -144,11 +158,14 @@ class _Job:
             self._refuse_foreign_files(force)
             return None
         found = manifest["inputs"]
-        differing = [key for key in self.inputs if found.get(key) != self.inputs[key]]
+        keys = {*self.inputs, *found}
+        differing = sorted(key for key in keys if found.get(key) != self.inputs.get(key))
         if differing:
             if force:
                 return None
-            lines = (f"{key}: {found.get(key)} there, {self.inputs[key]} now" for key in differing)
+            lines = (
+                f"{key}: {found.get(key)} there, {self.inputs.get(key)} now" for key in differing
+            )
             raise UsageError(
                 f"{self.out} holds a dataset made from other inputs ({'; '.join(lines)}); "
                 "give --force to replace it, or another --out"

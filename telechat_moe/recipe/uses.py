@@ -214,6 +214,7 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
         "saving.max_failed": own.saving.max_failed or None,
         "sample": own.sample and "a section",
         "loss_guard": own.loss_guard and "a section",
+        "mixture": own.mixture and "a schedule of weights",
         "resume_data": own.resume_data if own.resume_data != "same" else None,
         "balance_attention": own.balance_attention or None,
         "moe.placement": own.moe.placement and "a section",
