@@ -26,9 +26,11 @@ DEFAULT_SEED = 1234
 DEFAULT_VALID = 0.05
 
 BUILD_NOTES = """\
-corpus: a text file is a document, a line of .jsonl is a document (its key `text`), both may be .gz;
-folders are read recursively, what is not UTF-8 text in them is skipped and counted. Without
---corpus: the sources of Python's standard library (about 12 MB).
+corpus: a text file is a document, and so is a line of .jsonl (its key `text`) or a row of .parquet
+(its column `text`); files may be .gz or .zst; folders are read recursively, what is not UTF-8 text in
+them is skipped and counted. .parquet and .zst need `pyarrow` (extra `data`). Without --corpus: the
+sources of Python's standard library (about 12 MB). What is in Megatron's format already needs no
+build: name its prefix in train_dataset.data_loader.config.data_path.
 
 A recipe with the section telechat_moe.conversations wants conversations: lines of .jsonl, or without --corpus the
 docstrings of the same sources. Those of more than seq_length tokens are left out, counted and listed.
@@ -54,6 +56,9 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 def _build_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--corpus", nargs="+", metavar="PATH", help="text files and folders (default: see below)")
+    add(
+        "--valid", nargs="+", metavar="PATH", help="validation files and folders (default: a share)"
+    )
     add("--out", metavar="DIR", help=f"folder to write (default {DEFAULT_OUT})")
     add(
         "--vocab-size",
@@ -61,7 +66,11 @@ def _build_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens of the tokenizer that is trained (default {DEFAULT_VOCAB})",
     )
-    add("--tokenizer", metavar="FILE", help="use this tokenizer.json instead of training one")
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="use this tokenizer.json, or that of a Hugging Face folder, instead of training one",
+    )
     add("--eod-token", metavar="NAME", help="end-of-document token of --tokenizer (default: usual)")
     add(
         "--valid-fraction",
@@ -71,7 +80,11 @@ def _build_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, metavar="N", help=f"seed of the split (default {DEFAULT_SEED})")
     add("--extension", nargs="+", metavar="EXT", help="take only such files from folders")
-    add("--text-key", metavar="KEY", help="key of the text (default text) or messages (messages)")
+    add(
+        "--text-key",
+        metavar="KEY",
+        help="key of the text (default text) or messages (messages) in lines and rows",
+    )
     add(
         "--recipe",
         metavar="RECIPE",
@@ -89,11 +102,17 @@ def run_build(args: argparse.Namespace) -> int:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     if args.overrides and not args.recipe:
         raise UsageError("--set changes a value of a recipe; name it with --recipe")
+    if args.valid and args.valid_fraction is not None:
+        raise UsageError("--valid-fraction has no effect beside --valid; give one of them")
     recipe = load(args.recipe, args.overrides, use="data") if args.recipe else None
+    settings = _settings(args, recipe)
+    if recipe is not None and settings["tokenizer"]:
+        _check_tokenizer(recipe, settings["tokenizer"], args.eod_token)
     begin = time.monotonic()
     with bars() as progress:
         result = build(
-            **_settings(args, recipe),
+            **settings,
+            valid=args.valid or (),
             eod_token=args.eod_token,
             extensions=args.extension,
             text_key=args.text_key,
@@ -152,26 +171,41 @@ def _recipe_folder(recipe: Recipe) -> str:
     return str(Path(prefixes[0]).parent)
 
 
+def _check_tokenizer(recipe: Recipe, path: str, eod_token: str | None) -> None:
+    """Refuse a tokenizer that does not fit the recipe before anything is tokenised with it."""
+    from telechat_moe.data import load_tokenizer
+
+    found = load_tokenizer(path, eod_token)
+    if problems := _misfits(recipe, found.vocab_size, found.eod):
+        raise BadInputError(
+            f"{recipe.source}: {path} does not fit the recipe, and nothing was built: "
+            f"{'; '.join(problems)}; change the recipe, or give another --tokenizer or --eod-token"
+        )
+
+
 def _check_fits(recipe: Recipe, manifest: dict[str, Any]) -> None:
     """Refuse data that the recipe's model would misread."""
+    tokenizer = manifest["tokenizer"]
+    if problems := _misfits(recipe, tokenizer["vocab_size"], tokenizer["eod"]):
+        raise BadInputError(
+            f"{recipe.source}: the data was built, but does not fit the recipe: "
+            f"{'; '.join(problems)}; change the recipe"
+        )
+
+
+def _misfits(recipe: Recipe, vocabulary: int, eod: int) -> list[str]:
     problems: list[str] = []
-    vocabulary = manifest["tokenizer"]["vocab_size"]
     if vocabulary > recipe.model_config.vocab_size:
         problems.append(
             f"model.model_config.vocab_size is {recipe.model_config.vocab_size}, the tokenizer "
             f"has {vocabulary} tokens"
         )
     config = recipe.train_dataset.data_loader.config
-    eod = manifest["tokenizer"]["eod"]
     if config is not None and config.eod != eod:
         problems.append(
             f"train_dataset.data_loader.config.eod is {config.eod}, the tokenizer's is {eod}"
         )
-    if problems:
-        raise BadInputError(
-            f"{recipe.source}: the data was built, but does not fit the recipe: "
-            f"{'; '.join(problems)}; change the recipe"
-        )
+    return problems
 
 
 def _describe_build(result: BuildResult, seconds: float) -> str:

@@ -85,6 +85,15 @@ def _show(found: Audit) -> None:
             print(
                 f"  steps {span.first_step} to {span.last_step}: {' '.join(span.data_path)}{judged}"
             )
+    if found.mixture:
+        rows: list[list[str]] = []
+        for part in found.mixture:
+            span = [str(part["from_sample"]), str(part["to_sample"] - 1)]
+            for one in part["sources"]:
+                seen = "" if one["seen"] is None else str(one["seen"])
+                name, share = one["prefix"], f"{one['weight']:.4f}"
+                rows.append([*span, name, share, str(one["planned"]), seen])
+        show_table(["from sample ", "to ", "source", "weight ", "planned ", "seen "], rows)
     for rollback in found.rollbacks:
         first, end = rollback["left_out"]
         print(f"  samples {first} to {end - 1} were left out by a rollback")
@@ -103,9 +112,10 @@ VERB = Verb(
         3: "no log, recipe or data",
     },
     json_keys="source, covers, steps, samples, epochs, samples_per_epoch, undone (steps done and undone), skipped "
-    "(steps whose update was left out), starts (a list of {line, step, layout, steps, kept}), data (a list of {data_path, "
+    "(steps whose update was left out), starts (a list of {line, step, layout, steps, kept, mixture}), data (a list of {data_path, "
     "dataset, samples_per_epoch, first_step, last_step, read_again}), rollbacks "
-    "(a list of {left_out}), problems.",
+    "(a list of {left_out}), mixture (a list of {from_sample, to_sample, sources: a list of {prefix, weight, planned, "
+    "seen}}), problems.",
     overrides="override a value of the recipe",
     arguments=_arguments,
     run=run_audit,

@@ -9,11 +9,13 @@
 May import errors, files and recipe, and needs numpy; building and decoding also need ``tokenizers``. Begin with ``dataset.py``.
 """
 
-from telechat_moe.data.blend import BlendedDataset, open_blend, open_recipe
+from telechat_moe.data.blend import BlendedDataset, open_blend
 from telechat_moe.data.build import BuildResult, build, verify
 from telechat_moe.data.dataset import GptDataset
 from telechat_moe.data.indexed import IndexedDataset, write_indexed
 from telechat_moe.data.loader import Loader
+from telechat_moe.data.mixture import MixedDataset, open_mixture
+from telechat_moe.data.recipe import open_recipe, open_valid
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -23,12 +25,15 @@ __all__ = [
     "GptDataset",
     "IndexedDataset",
     "Loader",
+    "MixedDataset",
     "SampleOptions",
     "Tokenizer",
     "build",
     "load_tokenizer",
     "open_blend",
+    "open_mixture",
     "open_recipe",
+    "open_valid",
     "verify",
     "write_indexed",
 ]

@@ -1,232 +1,31 @@
 """Prove which samples each step of a run saw: none lost, none twice, across resumes, rollbacks and layouts.
 
 The log of a run (:mod:`telechat_moe.data.sample_log`) is folded into the steps that count, without those that a
-resume or a rollback undid. Then the plan is recomputed from the recipe and the index files, without the loader: step k
+resume or a rollback undid (:mod:`telechat_moe.data.timeline`). Then the plan is recomputed from the recipe and the index files, without the loader: step k
 gets the next global batch of samples; sample g of all epochs is number ``g mod samples_per_epoch``. Every step's
 position in the plan and the checksum of its tokens are compared with it. Where samples were dealt to ranks, the order of
-each step must name all of its samples once, and the checksum is that of the tokens in that order.
+each step must name all of its samples once, and the checksum is that of the tokens in that order. Where several sources
+are mixed, every process must have had the schedule that the recipe has now, as far as its steps went.
 
 :func:`audit_plan` is for runs that leave no such log (MindFormers): it proves the plan alone.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.data.blend import open_recipe
+from telechat_moe.data.blend import Blend, Samples
 from telechat_moe.data.dataset import Dataset
+from telechat_moe.data.mixture import MixedDataset, Passes
+from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
+from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
 from telechat_moe.data.whole import ConversationDataset
-from telechat_moe.errors import BadInputError
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass
-class Start:
-    """A process of the run, from its line ``start`` on.
-
-    Attributes:
-        line: Line of the log.
-        step: Last step done before.
-        layout: How the model was split.
-        steps: Steps that it did.
-        kept: Those of these steps that no resume and no rollback undid.
-    """
-
-    line: int
-    step: int
-    layout: str
-    steps: int = 0
-    kept: int = 0
-
-
-@dataclass
-class DataSpan:
-    """Steps in a row that read the same data from its first sample, or from where another run stopped.
-
-    Attributes:
-        data_path: As in the recipe; empty: the log does not say.
-        dataset: Fingerprint.
-        samples_per_epoch: Samples of a pass.
-        first_step, last_step: Of the steps that count; 0: none.
-        read_again: Their token ids were compared.
-    """
-
-    data_path: list[str]
-    dataset: str
-    samples_per_epoch: int
-    first_step: int = 0
-    last_step: int = 0
-    read_again: bool = False
-
-
-@dataclass
-class Audit:
-    """What an audit found.
-
-    Attributes:
-        source: Folder or recipe.
-        covers: What was compared with what.
-        steps: Steps that count.
-        samples: Samples that these saw.
-        epochs: Passes over the samples, the last one perhaps not whole.
-        samples_per_epoch: Samples of a pass.
-        undone: Steps that were done and undone.
-        skipped: Steps that count whose update was left out.
-        starts: Every process.
-        data: Which data were read, more than one if the run went on with new data (`telechat_moe.resume_data`).
-        rollbacks: The rollbacks that were not undone later, as logged.
-        problems: What is wrong, a line each.
-    """
-
-    source: str
-    covers: str
-    steps: int = 0
-    samples: int = 0
-    epochs: float = 0.0
-    samples_per_epoch: int = 0
-    undone: int = 0
-    skipped: int = 0
-    starts: list[Start] = field(default_factory=list[Start])
-    data: list[DataSpan] = field(default_factory=list[DataSpan])
-    rollbacks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    problems: list[str] = field(default_factory=list[str])
-
-
-@dataclass
-class _Entry:
-    """A step that counts, or samples that a rollback left out."""
-
-    first: int
-    end: int
-    step: int | None
-    content: str = ""
-    applied: bool = True
-    start: int = 0
-    span: int = 0
-    order: np.ndarray | None = None
-
-    @property
-    def is_step(self) -> bool:
-        """Whether it is a step; else a rollback, or a gap in the log."""
-        return self.step is not None and self.step > 0
-
-
-class _Timeline:
-    """The steps that count at a moment, and how they came about."""
-
-    def __init__(self, audit: Audit) -> None:
-        self.audit, self.problems = audit, audit.problems
-        self.entries: list[_Entry] = []
-        self.span = 0
-        self.before = 0  # last step of the run that this one continues
-
-    @property
-    def end(self) -> int:
-        """The sample that comes next, of the data that are being read."""
-        last = self.entries[-1] if self.entries else None
-        return last.end if last is not None and last.span == self.span else 0
-
-    @property
-    def last_step(self) -> int:
-        return next((e.step or 0 for e in reversed(self.entries) if e.is_step), self.before)
-
-    def _rollbacks(self) -> int:
-        return sum(e.step is None for e in self.entries)
-
-    def start(self, line: int, said: dict[str, Any]) -> None:
-        """Take note of a process that begins at a checkpoint, which undoes later steps."""
-        self.audit.starts.append(Start(line, int(said["step"]), str(said["layout"])))
-        step, known = int(said["step"]), list(said["rollbacks"])
-        if said.get("continues") and not self.entries:
-            self.before = step
-            if not said.get("new_data"):
-                self.entries.append(_Entry(0, int(said["next_sample"]), -1))
-        self._undo(lambda e: self._rollbacks() > len(known) if e.step is None else e.step > step)
-        self._choose_span(line, said)
-        # Killed between the checkpoint that a rollback writes and its line in the log.
-        for rollback in known[self._rollbacks() :]:
-            self.rollback(line, rollback)
-        if self.last_step != step:
-            self.problems.append(
-                f"step {self.last_step + 1}: missing; line {line} continues after step {step}, the log ends at "
-                f"step {self.last_step}"
-            )
-        self._place(f"line {line}, a start after step {step},", int(said["next_sample"]))
-
-    def _choose_span(self, line: int, said: dict[str, Any]) -> None:
-        """Note which data are read from a start on."""
-        spans = self.audit.data
-        self.span = self.entries[-1].span if self.entries else 0
-        if said.get("new_data") or not spans:
-            self.span = len(spans)
-            path, size = said.get("data_path") or [], int(said["samples_per_epoch"])
-            spans.append(DataSpan(list(path), str(said["dataset"]), size))
-        for key in ("samples_per_epoch", "dataset"):
-            before = getattr(spans[self.span], key)
-            if said[key] != before:
-                self.problems.append(f"line {line}: {key} is {said[key]}, before it was {before}")
-
-    def rollback(self, line: int, said: dict[str, Any]) -> None:
-        """Take note of a rollback, which undoes the steps after its checkpoint."""
-        to_step, (first, end) = int(said["to_step"]), said["left_out"]
-        self._undo(lambda e: e.step is not None and e.step > to_step)
-        self._place(f"line {line}, a rollback to step {to_step},", first)
-        self.entries.append(_Entry(first, end, None, span=self.span))
-
-    def step(self, line: int, said: dict[str, Any]) -> None:
-        """Take note of a step that was done."""
-        step, first, count = int(said["step"]), int(said["first"]), int(said["count"])
-        if self.audit.starts:
-            self.audit.starts[-1].steps += 1
-        if step <= self.last_step:
-            self.problems.append(f"step {step}: a second time in line {line}")
-            return
-        for lost in range(self.last_step + 1, step):
-            self.problems.append(f"step {lost}: missing before line {line}")
-        self._place(f"step {step} (line {line})", first)
-        entry = _Entry(first, first + count, step, str(said["content"]), bool(said["applied"]))
-        entry.start, entry.span = len(self.audit.starts) - 1, self.span
-        if "order" in said:
-            entry.order = _order(said["order"], count)
-            if entry.order is None:
-                text = f"step {step}: its order does not name each of its {count} samples once"
-                self.problems.append(text)
-        self.entries.append(entry)
-
-    def _place(self, what: str, first: int) -> None:
-        if first != self.end:
-            how = (
-                f"{first - self.end} are lost"
-                if first > self.end
-                else f"{self.end - first} come twice"
-            )
-            self.problems.append(f"{what} begins at sample {first}, {self.end} is next: {how}")
-            if not self.entries or self.entries[-1].end != first:
-                self.entries.append(_Entry(first, first, -1, span=self.span))
-
-    def _undo(self, is_undone: Callable[[_Entry], bool]) -> None:
-        """Remove the last entries for which ``is_undone`` holds."""
-        while self.entries and is_undone(self.entries[-1]):
-            self.audit.undone += self.entries.pop().is_step
-
-    def steps(self) -> list[_Entry]:
-        """Return the steps that count."""
-        return [e for e in self.entries if e.is_step]
-
-
-def _order(said: Any, count: int) -> np.ndarray | None:
-    """Return the order in which a step read its samples; None: not each of them once."""
-    try:
-        order = np.asarray(said, np.int64).ravel()
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return order if np.array_equal(np.sort(order), np.arange(count)) else None
 
 
 def audit(
@@ -248,71 +47,42 @@ def audit(
     """
     output = Path(output)
     found = Audit(str(output), "")
-    timeline = _Timeline(found)
-    for line, said in _lines(output / FILE, found):
+    timeline = Timeline(found)
+    for line, said in read_lines(output / FILE, found):
         if said["event"] != "start" and not found.starts:
             found.problems.append(f"line {line}: a {said['event']} before the first start")
         getattr(timeline, said["event"])(line, said)
     steps = timeline.steps()
     dataset = open_recipe(recipe)
     _describe(found, timeline, steps, _samples_per_epoch(recipe, dataset))
-    known = dataset.fingerprint()
-    there = [span for span in found.data if span.dataset == known]
-    for span in there:
-        if span.samples_per_epoch != found.samples_per_epoch:
-            found.problems.append(
-                f"an epoch had {span.samples_per_epoch} samples, the recipe and its data give {found.samples_per_epoch}"
-            )
-    if found.data and not there:
-        found.problems.append(
-            "the data are not those of the run (fingerprints differ): files, seed, sizes or masks"
-        )
+    there = _spans_of(found, steps, dataset)
+    there_steps = [e for e in steps if found.data[e.span] in there]
+    _compare_sizes(found, there)
     for number, span in enumerate(found.data):
         span.read_again = contents and span in there
         entries = [e for e in timeline.entries if e.span == number]
         _each_once(found, entries, span.samples_per_epoch)
     _check_index(found, dataset)
+    if isinstance(dataset, MixedDataset):
+        _compare_schedules(found, there_steps, dataset)
+        _count_segments(found, dataset, there_steps)
     _compare_checkpoints(found, timeline, output)
     _compare_metrics(found, steps, output)
     found.covers = "places of all steps in the data; that every sample of an epoch comes once; checkpoints; metrics"
+    if isinstance(dataset, Blend) and there:
+        _compare_sources(found, there_steps, dataset)
+        found.covers += "; samples of each source"
     if contents and there:
-        again = [e for e in steps if found.data[e.span].read_again]
-        _compare_contents(found, again, dataset, progress)
-        whole = len(again) == len(steps)
-        found.covers += (
-            f"; the token ids of {'every step' if whole else f'{len(again)} steps'}, read again"
-        )
+        _compare_contents(found, there_steps, dataset, progress)
+        whole = len(there_steps) == len(steps)
+        which = "every step" if whole else f"{len(there_steps)} steps"
+        found.covers += f"; the token ids of {which}, read again"
         if not whole:
             found.covers += (
-                f". Those of {len(steps) - len(again)} steps are of other data and not judged: --recipe takes the "
+                f". Those of {len(steps) - len(there_steps)} steps are of other data and not judged: --recipe takes the "
                 "recipe of these"
             )
     return found
-
-
-def _lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, line); a torn one must be followed by a start."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(
-            f"{path}: {error.strerror}; `telechat-moe train` writes it. For a run of MindFormers, audit the plan of "
-            "its recipe: telechat-moe data audit --plan RECIPE"
-        ) from error
-    torn = 0
-    for number, text in enumerate(raw.splitlines(), 1):
-        try:
-            said = json.loads(text)
-            known = said["event"] in ("start", "step", "rollback")
-        except (ValueError, TypeError, KeyError):
-            said, known = {}, False
-        if torn and said.get("event") != "start":
-            found.problems.append(f"line {torn}: cannot be read")
-        torn = 0 if known else number
-        if known:
-            yield number, said
-    if torn and raw.endswith(b"\n"):
-        found.problems.append(f"line {torn}: cannot be read")
 
 
 def _samples_per_epoch(recipe: Any, dataset: Dataset) -> int:
@@ -323,9 +93,7 @@ def _samples_per_epoch(recipe: Any, dataset: Dataset) -> int:
     return min(wanted, len(dataset)) // rows * rows
 
 
-def _describe(
-    found: Audit, timeline: _Timeline, steps: list[_Entry], samples_per_epoch: int
-) -> None:
+def _describe(found: Audit, timeline: Timeline, steps: list[Entry], samples_per_epoch: int) -> None:
     found.steps = len(steps)
     found.samples = sum(e.end - e.first for e in steps)
     found.skipped = sum(not e.applied for e in steps)
@@ -339,7 +107,7 @@ def _describe(
             span.first_step, span.last_step = span.first_step or entry.step or 0, entry.step or 0
 
 
-def _each_once(found: Audit, entries: list[_Entry], size: int) -> None:
+def _each_once(found: Audit, entries: list[Entry], size: int) -> None:
     """Count how often each sample of each epoch was seen or left out by a rollback."""
     if not size or not entries:
         return
@@ -359,8 +127,89 @@ def _each_once(found: Audit, entries: list[_Entry], size: int) -> None:
                 )
 
 
+def _spans_of(found: Audit, steps: list[Entry], dataset: Dataset) -> list[DataSpan]:
+    """Return the spans whose data are those of the recipe; of several mixtures the first steps tell."""
+    there = [span for span in found.data if span.dataset == dataset.fingerprint()]
+    if not isinstance(dataset, MixedDataset) or len(found.data) == 1:
+        return there
+    first = {e.span: e for e in reversed(steps)}
+    return [
+        found.data[number]
+        for number, entry in first.items()
+        if found.data[number] in there and _logged(found.starts[entry.start], 1) == dataset.past(1)
+    ]
+
+
+def _compare_sizes(found: Audit, there: list[DataSpan]) -> None:
+    """Check that the recipe's data were read, and passes of as many samples."""
+    for span in there:
+        if span.samples_per_epoch != found.samples_per_epoch:
+            found.problems.append(
+                f"an epoch had {span.samples_per_epoch} samples, the recipe and its data give {found.samples_per_epoch}"
+            )
+    if found.data and not there:
+        found.problems.append(
+            "the data are not those of the run (fingerprints differ): files, seed, sizes or masks"
+        )
+
+
+def _logged(start: Start, sample: int) -> list[Any]:
+    """Return the mixture that the log gives a process before a sample; see ``MixedDataset.past``."""
+    return [segment for segment in start.mixture or [] if segment[0] < sample]
+
+
+def _compare_schedules(found: Audit, steps: list[Entry], dataset: MixedDataset) -> None:
+    """Check that every process mixed its steps by the schedule that the recipe has now."""
+    ends = {e.start: e.end for e in steps}
+    for number, end in ends.items():
+        start = found.starts[number]
+        if _logged(start, end) != dataset.past(end):
+            found.problems.append(
+                f"line {start.line}: the mixture of its steps is not the recipe's up to sample {end}, where they end"
+            )
+
+
+def _count_segments(found: Audit, dataset: MixedDataset, steps: list[Entry] | None) -> None:
+    """Count the samples of each segment and source, planned and seen, and check that each source goes on without a gap.
+
+    ``steps`` None: the plan alone.
+    """
+    for number, source in enumerate(dataset.datasets):
+        within = dataset.within[dataset.chosen == number]
+        if not np.array_equal(within, np.arange(len(within))):
+            text = f"{source.source.prefix}: its samples are not 0, 1, 2, ... in the mixture"
+            found.problems.append(text)
+    seen = np.zeros(len(dataset), bool)
+    for entry in steps or ():
+        seen[entry.first : entry.end] = True
+    reached = len(dataset) if steps is None else steps[-1].end if steps else 0
+    for start, end, weights in dataset.segments():
+        if start >= reached:
+            break
+        planned, chosen = dataset.counts(np.arange(start, end)), dataset.chosen[start:end]
+        counts: list[Any] = np.bincount(chosen[seen[start:end]], minlength=len(weights)).tolist()
+        counts = [None] * len(counts) if steps is None else counts
+        names = [source.source.prefix for source in dataset.datasets]
+        keys = ("prefix", "weight", "planned", "seen")
+        rows = [dict(zip(keys, row)) for row in zip(names, weights, planned, counts)]  # noqa: B905
+        found.mixture.append({"from_sample": start, "to_sample": end, "sources": rows})
+
+
+def _compare_sources(found: Audit, steps: list[Entry], dataset: Blend[Any]) -> None:
+    """Compare the samples of each source that the log says with those of the plan."""
+    for entry in steps:
+        if entry.sources is None:
+            continue
+        planned = dataset.counts(np.arange(entry.first, entry.end) % found.samples_per_epoch)
+        logged = [*entry.sources, *[0] * (len(planned) - len(entry.sources))]
+        if logged != planned:
+            found.problems.append(
+                f"step {entry.step}: the log says {logged} samples of the sources, the plan gives {planned}"
+            )
+
+
 def _compare_contents(
-    found: Audit, steps: list[_Entry], dataset: Dataset, progress: Progress | None
+    found: Audit, steps: list[Entry], dataset: Dataset, progress: Progress | None
 ) -> None:
     size = found.samples_per_epoch
     for number, entry in enumerate(steps, 1):
@@ -374,7 +223,7 @@ def _compare_contents(
             progress(number, len(steps))
 
 
-def _compare_checkpoints(found: Audit, timeline: _Timeline, output: Path) -> None:
+def _compare_checkpoints(found: Audit, timeline: Timeline, output: Path) -> None:
     """Check that every checkpoint continues at the sample at which its step ended, according to the log."""
     after: dict[int, int] = {}
     step = 0
@@ -401,7 +250,7 @@ def _compare_checkpoints(found: Audit, timeline: _Timeline, output: Path) -> Non
             )
 
 
-def _compare_metrics(found: Audit, steps: list[_Entry], output: Path) -> None:
+def _compare_metrics(found: Audit, steps: list[Entry], output: Path) -> None:
     """Check that metrics.jsonl has the same steps, and marks the same ones as skipped."""
     path = output / "metrics.jsonl"
     if not path.exists():
@@ -448,19 +297,31 @@ def audit_plan(recipe: Any) -> Audit:
             f"{found.samples} samples are planned, the data give {size} in each of {recipe.runner_config.epochs} epoch(s)"
         )
     _check_index(found, dataset)
+    if isinstance(dataset, MixedDataset):
+        _count_segments(found, dataset, None)
     return found
+
+
+def _parts(dataset: Any) -> Iterator[tuple[Samples, np.ndarray]]:
+    """Yield the datasets with indices of which a dataset consists, and their samples that are used."""
+    if not isinstance(dataset, Blend):
+        yield dataset, np.arange(len(dataset))
+        return
+    for number, part in enumerate(dataset.datasets):
+        within = dataset.within[dataset.chosen == number]
+        if isinstance(part, Passes):
+            yield from ((one, samples) for one, _, samples in part.by_pass(within))
+        else:
+            yield part, within
 
 
 def _check_index(found: Audit, dataset: Any) -> None:
     """Check that different samples are different tokens: the index files list none twice, and none overlap."""
-    parts = getattr(dataset, "datasets", [dataset])
-    chosen = getattr(dataset, "chosen", np.zeros(len(dataset), np.int64))
-    within = getattr(dataset, "within", np.arange(len(dataset)))
-    for number, part in enumerate(parts):
+    for part, within in _parts(dataset):
         if isinstance(part, ConversationDataset):
             found.problems += part.index_problems()
             continue
-        used = part.indices.shuffle[within[chosen == number]]
+        used = part.indices.shuffle[within]
         twice = len(used) - len(np.unique(used))
         row = np.concatenate(
             [[0], np.cumsum(part.source.sequence_lengths[part.indices.documents], dtype=np.int64)]

@@ -1,4 +1,4 @@
-"""Several datasets as one, and ``data_path`` of a recipe as MindFormers reads it.
+"""Several datasets as one, and a ``data_path`` as MindFormers reads it.
 
 ::
 
@@ -8,27 +8,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from telechat_moe.data.dataset import GptDataset, check_range, hash_settings
+from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import blend_indices
-from telechat_moe.data.sample import Batch, SampleOptions
+from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.data.whole import ConversationDataset
 from telechat_moe.errors import BadInputError
 
-Phase = Literal["train", "valid"]
 Samples = GptDataset | ConversationDataset
+Part = TypeVar("Part", bound=Source)
 SIZE_MARGIN = 1.005
 """MindFormers asks 0.5 % more samples of each dataset that has a weight."""
-_RECIPE_OPTIONS = tuple(name for name in SampleOptions.__dataclass_fields__ if name != "vocab_size")
 
 
-class BlendedDataset:
+class Blend(Generic[Part]):
+    """Samples that are taken from several datasets.
+
+    Attributes:
+        datasets: The datasets.
+        chosen: int16, the dataset of each sample.
+        within: int64, the sample of that dataset.
+    """
+
+    datasets: list[Part]
+    chosen: np.ndarray
+    within: np.ndarray
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return one sample."""
+        return {name: array[0] for name, array in self.batch([index]).items()}
+
+    def _by_dataset(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+        """Yield the datasets of samples: each with the rows that are its own and their samples there."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        check_range(wanted, len(self))
+        chosen, within = self.chosen[wanted], self.within[wanted]
+        for which in np.unique(chosen).tolist():
+            rows = np.flatnonzero(chosen == which)
+            yield self.datasets[which], rows, within[rows]
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return samples stacked along a first axis; see ``GptDataset.batch``."""
+        parts = ((d.batch(within), rows) for d, rows, within in self._by_dataset(indices))
+        return put_together(len(indices), parts)
+
+    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
+        pairs_B = np.empty(len(indices), np.int64)
+        for dataset, rows, within in self._by_dataset(indices):
+            pairs_B[rows] = dataset.visible_pairs(within)
+        return pairs_B
+
+    def counts(self, indices: Sequence[int] | np.ndarray) -> list[int]:
+        """Return how many of these samples are of each dataset."""
+        return np.bincount(self.chosen[indices], minlength=len(self.datasets)).tolist()
+
+
+class BlendedDataset(Blend[Samples]):
     """Samples of several datasets in proportion to their weights.
 
     Args:
@@ -49,39 +96,6 @@ class BlendedDataset:
                     f"{dataset.source.prefix}: the blend takes {count} samples, but it has "
                     f"{len(dataset)}; change the weights or the size"
                 )
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> Batch:
-        """Return one sample."""
-        return self.datasets[self.chosen[index]][int(self.within[index])]
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return samples stacked along a first axis; see ``GptDataset.batch``."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        check_range(wanted, len(self))
-        chosen, within = self.chosen[wanted], self.within[wanted]
-        result: Batch = {}
-        for which in np.unique(chosen).tolist():
-            rows = np.flatnonzero(chosen == which)
-            for name, array in self.datasets[which].batch(within[rows]).items():
-                if name not in result:
-                    result[name] = np.empty((len(wanted), *array.shape[1:]), array.dtype)
-                result[name][rows] = array
-        return result
-
-    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        check_range(wanted, len(self))
-        chosen, within = self.chosen[wanted], self.within[wanted]
-        pairs_B = np.empty(len(wanted), np.int64)
-        for which in np.unique(chosen).tolist():
-            rows = chosen == which
-            pairs_B[rows] = self.datasets[which].visible_pairs(within[rows])
-        return pairs_B
 
     def fingerprint(self) -> str:
         """Return a hash of the datasets, their weights and the size."""
@@ -154,71 +168,6 @@ def open_blend(
         return datasets[0]
     counts = [len(dataset) for dataset in datasets]
     return BlendedDataset(datasets, counts, min(size or sum(counts), sum(counts)))
-
-
-def open_recipe(recipe: Any, phase: Phase = "train") -> Samples | BlendedDataset:
-    """Open the data that a loaded recipe names.
-
-    Args:
-        phase: "train" opens ``train_dataset.data_loader.config.data_path`` (or
-            ``train_data_path``) as MindFormers does. "valid" opens one epoch of
-            ``telechat_moe.evaluation.data_path``, or of the training data's sibling whose name
-            says ``valid`` instead of ``train``.
-
-    Raises:
-        BadInputError: If the recipe names no data, or it cannot be opened.
-    """
-    loader = recipe.train_dataset.data_loader
-    config = loader.config
-    if config is None or not loader.sizes or not (config.data_path or config.train_data_path):
-        raise BadInputError(
-            f"{recipe.source}: train_dataset.data_loader needs sizes and config.data_path, the "
-            "prefix that `telechat-moe data build` wrote"
-        )
-    common = {
-        "seq_length": config.seq_length,
-        "seed": config.seed,
-        "options": options_of(recipe),
-        "conversations": recipe.telechat_moe.conversations is not None,
-    }
-    path = config.data_path or config.train_data_path
-    if phase == "valid":
-        return open_blend(valid_prefixes(recipe), size=None, split=None, **common)
-    split = (config.split or "1, 0, 0") if config.data_path else None
-    return open_blend(path, size=loader.sizes[0], split=split, **common)
-
-
-def options_of(recipe: Any) -> SampleOptions:
-    """Return what a sample of a recipe contains."""
-    config = recipe.train_dataset.data_loader.config
-    given = {name: getattr(config, name) for name in _RECIPE_OPTIONS}
-    return SampleOptions(**given, vocab_size=recipe.model_config.vocab_size)
-
-
-def valid_prefixes(recipe: Any) -> list[str]:
-    """Return the prefixes of a recipe's validation data; see :func:`open_recipe`."""
-    from telechat_moe.recipe.data_path import parse_data_path
-
-    config = recipe.train_dataset.data_loader.config
-    given = recipe.telechat_moe.evaluation.data_path
-    prefixes, _ = parse_data_path(given or config.data_path or config.train_data_path)
-    return prefixes if given else [valid_prefix(prefix) for prefix in prefixes]
-
-
-def valid_prefix(prefix: str) -> str:
-    """Return the prefix of the validation data beside training data: ``a/train`` -> ``a/valid``.
-
-    Raises:
-        BadInputError: If the name does not contain ``train``.
-    """
-    path = Path(prefix)
-    before, found, after = path.name.rpartition("train")
-    if not found:
-        raise BadInputError(
-            f"{prefix}: its name does not contain 'train', so the validation data next to it cannot "
-            "be named; set telechat_moe.evaluation.data_path"
-        )
-    return str(path.with_name(f"{before}valid{after}"))
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

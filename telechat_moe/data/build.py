@@ -64,6 +64,7 @@ def build(
     out: str | os.PathLike[str],
     corpus: Sequence[str | os.PathLike[str]] = (),
     *,
+    valid: Sequence[str | os.PathLike[str]] = (),
     vocab_size: int = 2048,
     tokenizer: str | os.PathLike[str] | None = None,
     eod_token: str | None = None,
@@ -80,13 +81,12 @@ def build(
     Args:
         out: Folder to write to.
         corpus: Files and folders; none means the Python standard library's sources.
+        valid: Files and folders of validation data; none keeps a share of ``corpus`` for it.
         vocab_size: Tokens of the tokenizer that is trained on the training documents.
         tokenizer: A ``tokenizer.json`` to use instead of training one.
         eod_token: End-of-document token of that tokenizer; None looks for the usual names.
-        valid_fraction: Share of the documents kept for validation, 0 to below 1; at least one
-            document unless 0.
-        extensions: Take only files with these endings from folders.
-        text_key: Key of the text or messages in ``.jsonl`` lines; None: ``text`` or ``messages``.
+        valid_fraction: Share of the documents kept for validation without ``valid``, below 1; 0: none, else at least one.
+        extensions, text_key: See :func:`telechat_moe.data.corpus.open_corpus`.
         conversations: How its conversations are written; None: it is text.
         force: Replace a dataset in ``out`` that was made from other inputs.
         progress: Called with what is being done, how much of it is done, and how much there is.
@@ -100,7 +100,9 @@ def build(
         raise UsageError(f"valid_fraction is {valid_fraction}; expected 0 or more and below 1")
     chat = bool(conversations)
     given = _given_tokenizer(tokenizer, eod_token, vocab_size, chat)
-    files = open_corpus(corpus, extensions=extensions, text_key=text_key, conversations=chat)
+    files = open_corpus(
+        corpus, extensions=extensions, text_key=text_key, valid=valid, conversations=chat
+    )
     out = Path(out)
     with _full_disk_named(out), _locked(out):
         scan = scan_corpus(files, progress)
@@ -112,8 +114,9 @@ def build(
             "vocab_size": None if given else vocab_size,
             "tokenizer": hashlib.sha256(given.to_json().encode()).hexdigest() if given else None,
             "eod_token": given.eod_token if given else None,
-            "valid_fraction": valid_fraction,
+            "valid_fraction": None if valid else valid_fraction,
             "seed": seed,
+            **_named_valid(scan, files),
         }
         inputs |= {"conversations": conversations.identity()} if conversations else {}
         job = _Job(out, files, scan, inputs, progress, conversations)
@@ -134,6 +137,19 @@ def _given_tokenizer(
     return None
 
 
+def _named_valid(scan: Scan, corpus: Corpus) -> dict[str, int]:
+    """Return how many documents are of files of validation data, if there are any; log how many of them are repeated."""
+    if scan.named_valid is None:
+        return {}
+    train, valid = scan.hashes[~scan.named_valid], scan.hashes[scan.named_valid]
+    if repeated := int(np.isin(valid, train).sum()):
+        logger.warning(
+            "%d of %d validation documents are in the training data, too (%s)",
+            repeated, len(valid), corpus.label,
+        )  # fmt: skip
+    return {"valid_documents": len(valid)}
+
+
 class _Job:
     """One build."""
 
@@ -149,7 +165,7 @@ class _Job:
         self.out, self.corpus, self.scan, self.inputs = out, corpus, scan, inputs
         self.progress, self.chat = progress, chat
         self.partial = out / PARTIAL
-        self.valid = scan.valid(inputs["valid_fraction"], inputs["seed"])
+        self.valid = scan.valid(inputs["valid_fraction"] or 0.0, inputs["seed"])
         self.sides = SIDES if self.valid.any() else SIDES[:1]
 
     def finished(self, force: bool) -> dict[str, Any] | None:
@@ -159,11 +175,14 @@ class _Job:
             self._refuse_foreign_files(force)
             return None
         found = manifest["inputs"]
-        differing = [key for key in self.inputs if found.get(key) != self.inputs[key]]
+        keys = {*self.inputs, *found}
+        differing = sorted(key for key in keys if found.get(key) != self.inputs.get(key))
         if differing:
             if force:
                 return None
-            lines = (f"{key}: {found.get(key)} there, {self.inputs[key]} now" for key in differing)
+            lines = (
+                f"{key}: {found.get(key)} there, {self.inputs.get(key)} now" for key in differing
+            )
             raise UsageError(
                 f"{self.out} holds a dataset made from other inputs ({'; '.join(lines)}); "
                 "give --force to replace it, or another --out"

@@ -1,9 +1,10 @@
-"""Iterate over the documents of a corpus: text files, folders, .gz, .jsonl, or the default corpus.
+"""Iterate over the documents of a corpus: text files, folders, .jsonl, .parquet, or the default corpus.
 
-What is a document: a text file, or one line of a ``.jsonl`` / ``.ndjson`` file (its ``text`` key);
-either may be compressed (``.gz``). A folder is read recursively in sorted order; hidden files and
+What is a document: a text file, one line of a ``.jsonl`` / ``.ndjson`` file (its ``text`` key), or one row of a
+``.parquet`` file (its ``text`` column); the first two may be compressed (``.gz``, ``.zst``). Parquet and Zstandard need
+``pyarrow``. A folder is read recursively in sorted order; hidden files and
 folders are left out, links to folders are not followed, and files that are not UTF-8 text are
-skipped and counted. A file that is named explicitly and is not text is an error.
+skipped and counted. A file that is named explicitly and is not text, or holds none, is an error.
 
 The default corpus is the Python standard library's own sources, real text that is on every machine
 that runs this: every ``*.py`` under ``sysconfig``'s stdlib path, without ``site-packages`` and
@@ -23,15 +24,19 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from telechat_moe.data.conversations import docstring_conversations, messages_text
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, TelechatMoeError
 
 logger = logging.getLogger(__name__)
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET = ".parquet"
+_ROWS = 1024
+"""Rows of a Parquet file that are read at a time."""
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
@@ -45,10 +50,12 @@ class Document:
     Attributes:
         name: File (and line) that it comes from, relative to the corpus.
         text: Its text, exactly as stored.
+        valid: It is of a file of validation data.
     """
 
     name: str
     text: str
+    valid: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,9 @@ class SourceFile:
     explicit: bool
 
     @property
-    def holds_lines(self) -> bool:
-        """Whether each line is a document."""
-        return self.path.name.lower().removesuffix(".gz").endswith(LINE_SUFFIXES)
+    def kind(self) -> str:
+        """The ending of its name in lower case, without that of a compression."""
+        return _plain_name(self.path.name)[1]
 
 
 @dataclass
@@ -78,9 +85,10 @@ class Corpus:
     Attributes:
         label: What it is, for people and the manifest.
         files: The files in order.
-        text_key: Key of the text in ``.jsonl`` lines.
+        text_key: Key of the text in ``.jsonl`` lines and ``.parquet`` rows.
         conversations: Documents are conversations, as ``messages_text`` writes them: lines with messages under
             ``text_key``, or functions of the default corpus and their docstrings.
+        valid_files: How many of the files, the last ones, are validation data; None: they are not told apart.
         skipped: Names of files found in folders that are not text, filled by ``documents``.
         empty: Number of empty documents that the last full iteration left out.
     """
@@ -88,6 +96,7 @@ class Corpus:
     label: str
     files: list[SourceFile]
     text_key: str = "text"
+    valid_files: int | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     empty: int = 0
     conversations: bool = False
@@ -100,15 +109,22 @@ class Corpus:
         """
         self.skipped.clear()
         self.empty = 0
-        for source in self.files:
+        first_valid = len(self.files) - (self.valid_files or 0)
+        for number, source in enumerate(self.files):
+            found = 0
             for document in self._read(source):
                 if document.text:
-                    yield document
+                    found += 1
+                    yield replace(document, valid=number >= first_valid)
                 else:
                     self.empty += 1
+            if source.explicit and not found:
+                raise BadInputError(
+                    f"{source.path}: holds no text; leave it out of --corpus and --valid"
+                )
 
     def _read(self, source: SourceFile) -> Iterator[Document]:
-        if source.holds_lines:
+        if source.kind in LINE_SUFFIXES:
             yield from _read_lines(source, self.text_key, self.conversations)
             return
         if self.conversations and source.explicit:
@@ -116,6 +132,9 @@ class Corpus:
                 f"{source.path}: conversations are lines of {' or '.join(LINE_SUFFIXES)} files; expected "
                 f'{{"{self.text_key}": [{{"role": "user", "content": "..."}}, ...]}} in each line'
             )
+        if source.kind == PARQUET:
+            yield from _read_rows(source, self.text_key)
+            return
         data = _read_bytes(source)
         try:
             text = data.decode("utf-8")
@@ -152,6 +171,7 @@ def open_corpus(
     extensions: Sequence[str] | None = None,
     text_key: str | None = None,
     conversations: bool = False,
+    valid: Sequence[str | os.PathLike[str]] = (),
 ) -> Corpus:
     """List the files of a corpus.
 
@@ -159,12 +179,29 @@ def open_corpus(
         paths: Files and folders; none means the default corpus.
         extensions: Take only files with these endings from folders (``.gz`` may follow); None
             takes all that are text.
-        text_key: Key of the text or messages in ``.jsonl`` lines; None: ``text`` or ``messages``.
+        text_key: Key of the text or messages in ``.jsonl`` lines and ``.parquet`` rows; None: ``text`` or ``messages``.
         conversations: Take conversations, from ``.jsonl`` files only; see :class:`Corpus`.
+        valid: Files and folders of validation data; none leaves it open which documents are.
 
     Raises:
-        BadInputError: If a path does not exist or no file is found.
+        BadInputError: If a path does not exist, no file is found, or a file is to be in both.
     """
+    if valid:
+        train, others = (
+            open_corpus(
+                given, extensions=extensions, text_key=text_key, conversations=conversations
+            )
+            for given in (paths, valid)
+        )
+        known = {source.path.resolve() for source in train.files}
+        for source in others.files:
+            if source.path.resolve() in known:
+                raise BadInputError(
+                    f"{source.path}: is both in --corpus and in --valid; leave it out of one of them"
+                )
+        label = f"{train.label}; for validation {others.label}"
+        files = [*train.files, *others.files]
+        return replace(train, label=label, files=files, valid_files=len(others.files))
     paths = [path for path in paths if os.fspath(path)]
     if not paths:
         corpus = default_corpus()
@@ -173,7 +210,7 @@ def open_corpus(
     endings = LINE_SUFFIXES if conversations else None
     if extensions is not None:
         endings = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions)
-    files: list[SourceFile] = []
+    files = []
     seen: set[Path] = set()
     for given in map(Path, paths):
         if not given.exists():
@@ -221,18 +258,41 @@ def _list(
         ]
         for name in names:
             path = Path(folder, name)
-            ends = name.lower().removesuffix(".gz")
-            wanted = endings is None or ends.endswith(endings)
+            wanted = endings is None or _plain_name(name)[0].endswith(endings)
             if wanted and not name.startswith(".") and path.is_file():
                 found.append((path.relative_to(given).parts, path))
     found.sort()
     return [SourceFile(path, "/".join(parts), explicit=False) for parts, path in found]
 
 
+def _plain_name(name: str) -> tuple[str, str]:
+    """Return a file's name in lower case without the ending of a compression, and its own ending."""
+    plain = name.lower()
+    for ending in (".gz", ".zst"):
+        plain = plain.removesuffix(ending)
+    return plain, Path(plain).suffix
+
+
 def _open(source: SourceFile) -> gzip.GzipFile | io.BufferedReader:
-    if source.path.suffix.lower() == ".gz":
+    ending = source.path.suffix.lower()
+    if ending == ".gz":
         return gzip.open(source.path, "rb")
+    if ending == ".zst":
+        stream = _arrow(source).CompressedInputStream(str(source.path), "zstd")
+        return io.BufferedReader(stream, 1 << 20)
     return source.path.open("rb")
+
+
+def _arrow(source: SourceFile) -> Any:
+    """Import `pyarrow`, which the base install lacks."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise TelechatMoeError(
+            f"{source.path}: Parquet and Zstandard need the package `pyarrow` ({error}); pip install 'telechat-moe[data]'"
+        ) from None
+    return pyarrow
 
 
 @contextmanager
@@ -270,6 +330,37 @@ def _read_lines(source: SourceFile, key: str, conversations: bool) -> Iterator[D
             if line.strip():
                 text = _parse_line(f"{where} {number}", line, key, conversations)
                 yield Document(f"{source.name}:{number}", text)
+
+
+def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
+    arrow, number = _arrow(source), 0
+    try:
+        with arrow.parquet.ParquetFile(source.path) as file:
+            schema = file.schema_arrow
+            if key not in schema.names:
+                names = ", ".join(map(repr, schema.names[:8])) or "none"
+                raise BadInputError(
+                    f"{source.path}: has no column {key!r} (columns: {names}); choose one with --text-key"
+                )
+            if schema.field(key).type not in (arrow.string(), arrow.large_string()):
+                raise BadInputError(
+                    f"{source.path}: column {key!r} is {schema.field(key).type}, not text; choose another with --text-key"
+                )
+            for batch in file.iter_batches(_ROWS, columns=[key]):
+                for value in batch.column(0):
+                    number += 1
+                    text = value.as_py()
+                    if text is None:
+                        raise BadInputError(f"{source.path}: row {number} has no {key!r} (null)")
+                    yield Document(f"{source.name}:{number}", text)
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            f"{source.path}: row {number}: not UTF-8 text: byte {error.start} of it"
+        ) from None
+    except (arrow.ArrowException, OSError) as error:
+        raise BadInputError(
+            f"{source.path}: cannot be read as Parquet after row {number}: {' '.join(str(error).split())}"
+        ) from None
 
 
 def _parse_line(where: str, line: bytes, key: str, conversations: bool) -> str:

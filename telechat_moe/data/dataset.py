@@ -28,23 +28,27 @@ FEW_PIECES = 16
 """Up to this many documents are copied one by one; of more, all tokens at once."""
 
 
-class Dataset(Protocol):
-    """What the loader needs of a dataset."""
+class Source(Protocol):
+    """Samples that can be taken by number."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: np.ndarray) -> Batch:
         """Return the samples stacked along a first axis B."""
         ...
 
-    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def visible_pairs(self, indices: np.ndarray) -> np.ndarray:
         """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
         ...
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides which samples are served."""
+        ...
+
+
+class Dataset(Source, Protocol):
+    """What the loader needs of a dataset."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
         ...
 
 

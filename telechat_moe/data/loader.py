@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.data.balance import deal
+from telechat_moe.data.blend import Blend
 from telechat_moe.data.dataset import Dataset
+from telechat_moe.data.mixture import MixedDataset
 from telechat_moe.data.sample import Batch
 from telechat_moe.errors import BadInputError, UsageError
 
@@ -165,15 +167,26 @@ class Loader(AbstractContextManager["Loader"]):
                 f"{self.next_sample - self._first} samples are no whole steps of {self.step_samples} samples, which are "
                 "dealt together; take the state after a step"
             )
-        return {
+        state: dict[str, Any] = {
             "version": STATE_VERSION,
             "next_sample": self.next_sample,
             "samples_per_epoch": self.samples_per_epoch,
             "dataset": self.dataset.fingerprint(),
         }
+        if isinstance(self.dataset, MixedDataset):
+            state["mixture"] = self.dataset.past(self.next_sample)
+        return state
+
+    def counts(self, first: int, count: int) -> list[int] | None:
+        """Return how many samples of a step are of each source; None: there is one source only."""
+        if not isinstance(self.dataset, Blend):
+            return None
+        return self.dataset.counts(np.arange(first, first + count) % self.samples_per_epoch)
 
     def load_state(self, state: dict[str, Any], other_data: bool = False) -> bool:
         """Continue where ``state`` was taken; return whether it was with other data, which begin at their first sample.
+
+        A mixture's data are the same if they are so up to the state's sample.
 
         Args:
             other_data: Whether the state may be of another dataset.
@@ -187,12 +200,20 @@ class Loader(AbstractContextManager["Loader"]):
                 f"data state {state} cannot be read: expected version {STATE_VERSION} with "
                 "next_sample and dataset"
             )
-        other = state["dataset"] != self.dataset.fingerprint()
+        other, sample = state["dataset"] != self.dataset.fingerprint(), int(state["next_sample"])
+        if not other and isinstance(self.dataset, MixedDataset):
+            other = state.get("mixture") != self.dataset.past(sample)
+            if other and not other_data:
+                raise BadInputError(
+                    f"the checkpoint saw {sample} samples of another mixture: sources, weights, seed, sequence length or "
+                    f"masks before that sample differ; leave telechat_moe.mixture as it was up to sample {sample}, where "
+                    "an item may begin, begin with these data (telechat_moe.resume_data: new), or start from the beginning"
+                )
         if other and not other_data:
             raise BadInputError(
                 "the checkpoint was made with other training data: files, seed, sizes, sequence length or masks "
                 "differ; resume with the old ones, begin with these ones (telechat_moe.resume_data: new), or start "
                 "from the beginning"
             )
-        self.seek(0 if other else int(state["next_sample"]))
+        self.seek(0 if other else sample)
         return other

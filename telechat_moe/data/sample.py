@@ -5,7 +5,9 @@ Shapes: B samples, S = ``seq_length``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,18 +44,17 @@ class SampleOptions:
     add_extra_token_to_sequence: bool = True
     vocab_size: int | None = None
 
+    of_eod: ClassVar = (
+        "eod_mask_loss",
+        "reset_position_ids",
+        "reset_attention_mask",
+        "create_compressed_eod_mask",
+    )
+    """Options that need the end-of-document token."""
+
     def __post_init__(self) -> None:
         """Refuse options that need the end-of-document token where it is not given."""
-        needing = [
-            name
-            for name in (
-                "eod_mask_loss",
-                "reset_position_ids",
-                "reset_attention_mask",
-                "create_compressed_eod_mask",
-            )
-            if getattr(self, name)
-        ]
+        needing = [name for name in self.of_eod if getattr(self, name)]
         if needing and self.eod < 0:
             raise BadInputError(
                 f"{', '.join(needing)} need the end-of-document token, but eod is {self.eod}; "
@@ -110,6 +111,17 @@ def with_masks(batch: Batch, is_eod_BS: np.ndarray, options: SampleOptions) -> B
         batch["attention_mask"] = np.empty((count, 1, seq_length, seq_length), np.uint8)
         batch["attention_mask"][:, 0] = hidden
     return batch
+
+
+def put_together(count: int, parts: Iterable[tuple[Batch, np.ndarray]]) -> Batch:
+    """Return one batch of ``count`` rows from parts of it and the rows to which these belong."""
+    result: Batch = {}
+    for part, rows in parts:
+        for name, array in part.items():
+            if name not in result:
+                result[name] = np.empty((count, *array.shape[1:]), array.dtype)
+            result[name][rows] = array
+    return result
 
 
 def _positions(is_eod_BS: np.ndarray, reset: bool) -> np.ndarray:

@@ -4,12 +4,15 @@ Lines by ``event``:
 
 ``start``
     A process begins: ``step`` (last step done), ``next_sample``, ``samples_per_epoch``, ``global_batch``, ``dataset``
-    (fingerprint), ``data_path``, ``layout``, ``rollbacks`` (of the checkpoint that it resumes from); ``new_data``: true,
+    (fingerprint), ``data_path``, ``layout``, ``rollbacks`` (of the checkpoint that it resumes from); ``sources``: the
+    prefixes, where there are several; ``mixture``: their schedule, of each segment the first sample, and number,
+    fingerprint and weight of each source that has a weight (``telechat_moe.mixture``); ``new_data``: true,
     the data are others than that checkpoint's and begin anew; ``continues``: that checkpoint, if it is another run's.
 ``step``
     A step is done: ``step``, ``first`` and ``count`` (samples, counted through all epochs), ``content`` (BLAKE2b of
     their token ids in the order in which they were read, 64 bits), ``applied`` (false: the update was left out),
-    ``order`` (where samples were dealt: for each micro-batch and data-parallel rank its samples, counted from ``first``).
+    ``order`` (where samples were dealt: for each micro-batch and data-parallel rank its samples, counted from ``first``),
+    ``sources`` (where there are several: samples of each).
 ``rollback``
     The run went back: ``to_step``, ``from_step``, ``left_out`` (first sample and the one after the last), and why.
 

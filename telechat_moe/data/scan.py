@@ -32,17 +32,21 @@ class Scan:
         identity: Hash of all documents in order.
         hashes: uint64, a hash of the text of each document.
         sizes: int64, bytes of the text of each document.
+        named_valid: bool, which documents are of files of validation data; None: no such files were named.
     """
 
     identity: str
     hashes: np.ndarray
     sizes: np.ndarray
+    named_valid: np.ndarray | None = None
 
     def valid(self, fraction: float, seed: int) -> np.ndarray:
         """Return which documents are for validation.
 
-        Documents of equal text go to the same side.
+        Those of files of validation data, if such were named; else documents of equal text go to the same side.
         """
+        if self.named_valid is not None:
+            return self.named_valid
         count = len(self.hashes)
         if fraction == 0:
             return np.zeros(count, dtype=bool)
@@ -75,19 +79,29 @@ class Scan:
 def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
     """Read the corpus once and hash every document."""
     whole = hashlib.sha256()
-    hashes, sizes = bytearray(), bytearray()
+    hashes, sizes, valid = bytearray(), bytearray(), bytearray()
     for number, document in enumerate(corpus.documents(), 1):
         data = document.text.encode()
         digest = hashlib.sha256(data).digest()
         whole.update(digest)
         hashes += digest[:8]
         sizes += len(data).to_bytes(8, "little")
+        valid.append(document.valid)
         if progress is not None:
             progress("reading documents", number, None)
     if not sizes:
         raise BadInputError(f"{corpus.label}: the corpus has no text; check --corpus")
+    named = None if corpus.valid_files is None else np.frombuffer(valid, dtype=bool)
+    if named is not None and (named.all() or not named.any()):
+        side = "validation" if not named.any() else "training"
+        raise BadInputError(
+            f"{corpus.label}: no document of them is for {side}; check --corpus and --valid"
+        )
     return Scan(
-        whole.hexdigest(), np.frombuffer(hashes, dtype="<u8"), np.frombuffer(sizes, dtype="<i8")
+        whole.hexdigest(),
+        np.frombuffer(hashes, dtype="<u8"),
+        np.frombuffer(sizes, dtype="<i8"),
+        named,
     )
 
 

@@ -152,8 +152,9 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
     """Load a ``tokenizer.json``.
 
     Args:
-        path: The file, or a folder that holds ``tokenizer.json``.
-        eod_token: Name of the end-of-document token; None looks for the usual ones.
+        path: The file, or a folder that holds ``tokenizer.json``, such as that of a Hugging Face model.
+        eod_token: Name of the end-of-document token; None looks for the usual ones, then for the ``eos_token`` of the
+            ``tokenizer_config.json`` beside the file.
 
     Raises:
         BadInputError: If the file is no tokenizer or has no end-of-document token.
@@ -162,13 +163,17 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise BadInputError(f"{file}: no such file; expected a tokenizer.json of `tokenizers`")
+        other = file.with_name("tokenizer.model").is_file()
+        hint = "; tokenizer.model there can be saved as one by transformers' AutoTokenizer" * other
+        raise BadInputError(
+            f"{file}: no such file; expected a tokenizer.json of `tokenizers`{hint}"
+        )
     library = _library()
     try:
         backend = library.Tokenizer.from_file(str(file))
     except Exception as error:
         raise BadInputError(f"{file}: not a tokenizer.json of `tokenizers`: {error}") from None
-    names = (eod_token,) if eod_token else EOD_CANDIDATES
+    names = (eod_token,) if eod_token else (*EOD_CANDIDATES, *_eos_token(file))
     for name in names:
         if backend.token_to_id(name) is not None:
             return Tokenizer(backend, name, file)
@@ -177,6 +182,17 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
         f"{file}: has no end-of-document token {' or '.join(names)}; its special tokens are "
         f"{', '.join(added[:12]) or 'none'}; name one with --eod-token"
     )
+
+
+def _eos_token(file: Path) -> list[str]:
+    """Return the ``eos_token`` that Hugging Face's configuration beside a tokenizer names, if any."""
+    try:
+        config = json.loads(file.with_name("tokenizer_config.json").read_bytes())
+        token = config.get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return []
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) and token else []
 
 
 def _library() -> Any:

@@ -218,6 +218,7 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
         "lr_wsd_decay_style": own.lr_wsd_decay_style,
         "ema": own.ema and "a section",
         "loss_guard": own.loss_guard and "a section",
+        "mixture": own.mixture and "a schedule of weights",
         "resume_data": own.resume_data if own.resume_data != "same" else None,
         "balance_attention": own.balance_attention or None,
         "moe.placement": own.moe.placement and "a section",

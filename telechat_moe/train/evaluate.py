@@ -1,18 +1,33 @@
 """The loss on the validation data."""
 
-from telechat_moe.data import Loader, open_recipe
+from telechat_moe.data import Loader, open_valid
+from telechat_moe.data.dataset import Dataset
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.train.engine import Engine, tensors
 
 
-def validation_loss(recipe: Recipe, engine: Engine) -> float:
-    """Return the next-token loss of an engine's model on the validation data, nats per token."""
-    data = open_recipe(recipe, "valid")
-    batch = min(recipe.runner_config.batch_size * mesh_of(recipe).dp, len(data))
-    total = weight = 0.0
+def validation_loss(recipe: Recipe, engine: Engine) -> tuple[float, dict[str, float]]:
+    """Return the next-token loss of an engine's model on the validation data, nats per token.
+
+    Returns:
+        The mean over the sources, by their shares, and the loss of each by its prefix; none where there is one only.
+    """
+    sources = open_valid(recipe)
     engine.model.set_train(False)
     engine.evaluate_cell.set_train(False)
+    losses = [_loss(recipe, engine, source.dataset) for source in sources]
+    engine.model.set_train()
+    if len(sources) == 1:
+        return losses[0], {}
+    mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
+    return mean, dict(zip((source.prefix for source in sources), losses, strict=True))
+
+
+def _loss(recipe: Recipe, engine: Engine, data: Dataset) -> float:
+    """Return the loss on one source."""
+    batch = min(recipe.runner_config.batch_size * mesh_of(recipe).dp, len(data))
+    total = weight = 0.0
     # Whole global batches, so that every layout evaluates the same samples.
     whole = len(data) // recipe.global_batch or 1
     count = min(recipe.telechat_moe.evaluation.batches, whole) * micro_batches(recipe)
@@ -21,5 +36,4 @@ def validation_loss(recipe: Recipe, engine: Engine) -> float:
             tokens = float(columns["loss_mask"].sum())
             loss = engine.evaluate_cell(*tensors(columns)).asnumpy()
             total, weight = total + float(loss[0]) * tokens, weight + tokens
-    engine.model.set_train()
     return total / max(weight, 1.0)

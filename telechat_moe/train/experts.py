@@ -12,9 +12,9 @@ import numpy as np
 
 from telechat_moe.checkpoint import folder
 from telechat_moe.data import IndexedDataset, Tokenizer, load_tokenizer
-from telechat_moe.data.blend import options_of, valid_prefixes
 from telechat_moe.data.conversations import bare
 from telechat_moe.data.corpus import open_corpus
+from telechat_moe.data.recipe import options_of, valid_prefixes
 from telechat_moe.data.sample import collate
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.moe import analysis

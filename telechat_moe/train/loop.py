@@ -2,15 +2,18 @@
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
+from telechat_moe.data import MixedDataset
+from telechat_moe.data.blend import Blend
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
+from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.engine import Batch
@@ -119,6 +122,7 @@ class Loop:
             {
                 "step": self.progress.step,
                 **{key: data[key] for key in ("next_sample", "samples_per_epoch")},
+                **self._sources(),
                 "global_batch": self.recipe.global_batch,
                 "dataset": data["dataset"],
                 "data_path": section.data_path or section.train_data_path,
@@ -136,11 +140,22 @@ class Loop:
         if saver is not None:
             saver.wait(last=True)
 
+    def _sources(self) -> dict[str, Any]:
+        """Return the sources of the training data for the log, where there are several."""
+        dataset, section = self.loader.dataset, self.recipe.train_dataset.data_loader.config
+        if not isinstance(dataset, Blend) or section is None:
+            return {}
+        path = section.data_path or section.train_data_path or []
+        found: dict[str, Any] = {"sources": parse_data_path(path)[0]}
+        if isinstance(dataset, MixedDataset):
+            found["mixture"] = dataset.past(len(dataset))
+        return found
+
     def _steps(self, saver: Saver | None) -> None:
         progress, section = self.progress, self.recipe.checkpoints
         interval = self.recipe.telechat_moe.evaluation.interval
         if interval and progress.step == 0:
-            self.monitor.evaluation(0, self.evaluate())
+            self.monitor.evaluation(0, *self.evaluate())
         while progress.step < self.steps and not self.ranks.interrupted:
             spike = self.train_one()
             if saver is not None:
@@ -149,8 +164,8 @@ class Loop:
                 continue
             last = progress.step == self.steps
             if interval and (progress.step % interval == 0 or last):
-                self.validation_loss = self.evaluate()
-                self.monitor.evaluation(progress.step, self.validation_loss)
+                self.validation_loss, by_source = self.evaluate()
+                self.monitor.evaluation(progress.step, self.validation_loss, by_source)
             if section and (progress.step % section.save_checkpoint_steps == 0 or last):
                 self.save()
         if self.ranks.interrupted and progress.step < self.steps and saver is not None:
@@ -158,14 +173,16 @@ class Loop:
             saver.wait(last=True)
             self.monitor.message(f"interrupted: saved step {progress.step}; continue with --resume")
 
-    def evaluate(self) -> float:
-        """Return the loss on the validation data, on rank 0; the others wait and return NaN."""
+    def evaluate(self) -> tuple[float, dict[str, float]]:
+        """Return the loss on the validation data, and by source, on rank 0; the others wait and return NaN."""
         position = f"step {self.progress.step}, evaluating"
         self.ranks.at(position)
         self.engine.collect_weights()
-        loss = validation_loss(self.recipe, self.engine) if self.ranks.leads else float("nan")
+        found = float("nan"), dict[str, float]()
+        if self.ranks.leads:
+            found = validation_loss(self.recipe, self.engine)
         self.ranks.meet(position)
-        return loss
+        return found
 
     def save(self) -> None:
         """Save unless this step is saved already."""
@@ -220,7 +237,8 @@ class Loop:
         result = self.compute_step()
         step, output = self.progress.step, result.output
         ids, count = (batch[0] for batch in result.batches), self.loader.next_sample - first
-        self.monitor.samples(step, first, count, ids, result.applied, self.loader.order)
+        sources = self.loader.counts(first, count)
+        self.monitor.samples(step, first, count, ids, result.applied, self.loader.order, sources)
         lm, mtp, aux = result.losses
         tokens = count * self.recipe.model_config.seq_length
         self.monitor.tokens_per_step = tokens

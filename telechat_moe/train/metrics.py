@@ -10,7 +10,8 @@ Every line has ``event`` and ``step``. Events and their other keys:
     ``expert_load_by_layer`` (that ratio for each MoE layer), ``drop_rate`` and what else the trainer
     passes.
 ``evaluation``
-    ``loss``: mean next-token loss on the validation set, in nats.
+    ``loss``: mean next-token loss on the validation set, in nats; where that has several sources, ``loss_by_source``:
+    of each, by its prefix.
 ``save``
     ``stall_ms``: how long training was paused for the checkpoint of this step; it may still be
     being written.

@@ -162,17 +162,23 @@ class Monitor:
         for layer, value in enumerate(values.get("expert_load_by_layer", ())):
             self._tensorboard.add_scalar(f"expert_load/moe_layer_{layer}", value, step)
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Record the mean next-token loss on the validation set after a step, in nats."""
-        loss = float(loss)
+    def evaluation(
+        self, step: int, loss: float, by_source: Mapping[str, float] | None = None
+    ) -> None:
+        """Record the mean next-token loss on the validation set after a step, in nats, and that of each source."""
+        loss, each = float(loss), {name: float(value) for name, value in (by_source or {}).items()}
         self._last_validation = loss
-        self._metrics.write("evaluation", step, {"loss": loss})
+        rest = {"loss_by_source": each} if each else {}
+        self._metrics.write("evaluation", step, {"loss": loss, **rest})
         if self._tensorboard is not None:
             self._tensorboard.add_scalar("validation/loss", loss, step)
+            for name, value in each.items():
+                self._tensorboard.add_scalar(f"validation_loss/{name}", value, step)
         if self._live is not None:
             self._draw(force=True)
         else:
-            self.message(f"evaluation step={step} validation_loss={loss:.4f}")
+            rows = "".join(f" {name}={value:.4f}" for name, value in each.items())
+            self.message(f"evaluation step={step} validation_loss={loss:.4f}{rows}")
 
     def expert_loads(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the loads of all experts since the record before, as :class:`LoadRecorder` returned them."""
@@ -205,6 +211,7 @@ class Monitor:
         input_ids: Iterable[Any],
         applied: bool,
         order: np.ndarray | None = None,
+        sources: list[int] | None = None,
     ) -> None:
         """Record which samples a step saw.
 
@@ -213,12 +220,15 @@ class Monitor:
             input_ids: Their token ids, micro-batch by micro-batch.
             applied: Whether the weights were updated.
             order: How they were dealt (``Loader.order``); None: in their own order.
+            sources: How many are of each source (``Loader.counts``); None: there is one only.
         """
         if self._samples is not None:
             content = sample_log.content(ids.asnumpy() for ids in input_ids)
             values = {"first": first, "count": count, "content": content, "applied": applied}
             if order is not None:
                 values["order"] = order.tolist()
+            if sources is not None:
+                values["sources"] = sources
             self._samples.write("step", {"step": step, **values})
 
     def sync(self) -> None:

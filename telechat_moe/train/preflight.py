@@ -1,7 +1,7 @@
 """Judge what a training run needs beside its recipe, before anything is compiled: files, folders, device, start.
 
 ``telechat-moe check`` and everything that trains call :func:`examine` or :func:`require`, so both say the same. Nothing
-here imports mindspore, and of large files only headers, indices and sizes are read.
+here imports mindspore, and of large files only headers, indices, sizes and the beginnings of some documents are read.
 """
 
 import json
@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from telechat_moe.checkpoint import folder, manifest
 from telechat_moe.checkpoint.weights import ReadWeights, own_weights
-from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recipe
+from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recipe, open_valid
 from telechat_moe.data.build import MANIFEST
+from telechat_moe.data.sample import SampleOptions
 from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.recipe import Problem, Recipe, RecipeError
 from telechat_moe.recipe.data_path import parse_data_path
@@ -25,6 +28,8 @@ T = TypeVar("T")
 DATA = "train_dataset.data_loader"
 VALID = "telechat_moe.evaluation.data_path"
 _LONGEST_NAME = 255
+_LOOK_AT = 1000
+"""Documents, and tokens of each, that are looked at."""
 _DEVICE_FILES = {"Ascend": "davinci[0-9]*", "GPU": "nvidia[0-9]*"}
 
 
@@ -161,7 +166,7 @@ class _Look:
                 key = "telechat_moe.sample"
                 self.at(key, lambda: load_tokenizer(tokenizer_path(recipe)))
         if own.evaluation.interval and self._files(VALID, own.evaluation.data_path or ()):
-            self.at(VALID, lambda: open_recipe(recipe, "valid"))
+            self.at(VALID, lambda: open_valid(recipe))
         return loader
 
     def _files(self, key: str, given: Sequence[str]) -> bool:
@@ -169,26 +174,51 @@ class _Look:
         good = True
         for prefix in parse_data_path(given)[0] if given else ():
             where = f"{key}.{given.index(prefix) if prefix in given else 0}"
-            if self.at(where, lambda prefix=prefix: IndexedDataset(prefix)) is None:
+            dataset = self.at(where, lambda prefix=prefix: IndexedDataset(prefix))
+            if dataset is None:
                 good = False
-            else:
-                self._manifest(where, Path(prefix))
+            elif not self._manifest(where, Path(prefix)):
+                self._documents(where, dataset)
         return good
 
-    def _manifest(self, key: str, prefix: Path) -> None:
-        """Compare the tokenizer of a dataset with the recipe."""
+    def _documents(self, key: str, dataset: IndexedDataset) -> None:
+        """Look at some documents of a dataset without manifest: tokens beyond the vocabulary, ends without end token."""
+        data, size = (
+            self.recipe.train_dataset.data_loader.config,
+            self.recipe.model_config.vocab_size,
+        )
+        count = min(len(dataset), _LOOK_AT)
+        some = [dataset[i] for i in np.linspace(0, len(dataset) - 1, count).astype(int).tolist()]
+        some = [tokens for tokens in some if len(tokens)]
+        most = max((int(tokens[:_LOOK_AT].max()) for tokens in some), default=0)
+        if most >= size:
+            found = f"{size}, but {dataset.prefix} holds token {most}"
+            expected = f"at least {most + 1}, or data of the model's tokenizer"
+            self.say("model.model_config.vocab_size", found, expected)
+        ends = {int(tokens[-1]) for tokens in some}
+        if data is None or not some or data.eod in ends:
+            return
+        for name in SampleOptions.of_eod:
+            if getattr(data, name):
+                found = f"{name} with eod {data.eod}, but none of {len(some)} documents of {dataset.prefix} ends with it"
+                expected = f"the token that ends them ({min(ends)} ends some), or {name} False"
+                self.say(f"{DATA}.config.eod", found, expected)
+                return
+
+    def _manifest(self, key: str, prefix: Path) -> bool:
+        """Compare the tokenizer of a dataset with the recipe; False: no manifest tells it."""
         path, recipe = prefix.parent / MANIFEST, self.recipe
         if not exists(path):
-            return
+            return False
         try:
             given = json.loads(path.read_bytes())
             size, eod = int(given["tokenizer"]["vocab_size"]), int(given["tokenizer"]["eod"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             found = f"{path}: cannot be read ({type(error).__name__}: {error})"
             self.say(key, found, "what `telechat-moe data build` wrote; build the dataset again")
-            return
+            return True
         if prefix.name not in given:
-            return  # of another dataset in the same folder
+            return False  # of another dataset in the same folder
         self._conversations(key, prefix, given.get("inputs", {}).get("conversations"))
         config, data = recipe.model_config, recipe.train_dataset.data_loader.config
         if size > config.vocab_size:
@@ -198,6 +228,7 @@ class _Look:
         if data is not None and data.eod not in (-1, eod):
             found = f"{data.eod}, but documents of {prefix} end with {eod} ({path})"
             self.say(f"{DATA}.config.eod", found, str(eod))
+        return True
 
     def _conversations(self, key: str, prefix: Path, built: Mapping[str, object] | None) -> None:
         """Compare how the conversations of a dataset are written with the recipe."""

@@ -114,6 +114,33 @@ def test_equal_documents_stay_on_one_side(tmp_path: Path) -> None:
     assert not texts[0] & texts[1]
 
 
+def test_own_validation_files(corpus: Path, tmp_path: Path, caplog) -> None:
+    """All documents of --valid are validation data, all others are trained on, and other files are other inputs."""
+    (tmp_path / "held").mkdir()
+    for number in range(3):
+        (tmp_path / "held" / f"{number}.txt").write_text(f"held back {number} " * 20)
+    given = {"vocab_size": 400, "valid": [tmp_path / "held"]}
+    with small_shards():
+        result = build(tmp_path / "out", [corpus], **given)
+    plain = build(tmp_path / "plain", [corpus], vocab_size=400, valid_fraction=0)
+    assert (result.out / "train.bin").read_bytes() == (plain.out / "train.bin").read_bytes()
+    tokenizer, valid = load_tokenizer(result.out), IndexedDataset(result.out / "valid")
+    texts = [tokenizer.decode(valid[i][:-1]) for i in range(len(valid))]
+    assert texts == [f"held back {number} " * 20 for number in range(3)]
+    assert build(tmp_path / "out", [corpus], **given).reused
+    with pytest.raises(UsageError, match="valid_documents: 3 there, None now"):
+        build(tmp_path / "out", [corpus], vocab_size=400)
+    some = next(corpus.rglob("*.txt"))
+    (tmp_path / "held" / "copy.txt").write_bytes(some.read_bytes())
+    with caplog.at_level("WARNING"):
+        build(tmp_path / "again", [corpus], **given)
+    assert "1 of 4 validation documents are in the training data, too" in caplog.text
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "x").write_bytes(b"\xff")
+    with pytest.raises(BadInputError, match="no document of them is for validation"):
+        build(tmp_path / "none", [corpus], vocab_size=400, valid=[tmp_path / "bytes"])
+
+
 def test_split_of_too_few_documents(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("only one document " * 20)
     with pytest.raises(BadInputError, match=r"1 document, 1 of them .* --valid-fraction 0"):
@@ -172,8 +199,12 @@ def test_bad_arguments(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="vocab_size is 10"):
         build(tmp_path, [corpus], vocab_size=10)
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(BadInputError, match="the corpus has no text"):
+    with pytest.raises(BadInputError, match=r"empty\.txt: holds no text"):
         build(tmp_path / "out", [tmp_path / "empty.txt"])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.txt").rename(tmp_path / "folder" / "empty.txt")
+    with pytest.raises(BadInputError, match="the corpus has no text"):
+        build(tmp_path / "out", [tmp_path / "folder"])
 
 
 def test_finished_shards_are_not_done_again(

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from telechat_moe.cli import main
-from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recipe
+from telechat_moe.data import (
+    BlendedDataset,
+    IndexedDataset,
+    Loader,
+    load_tokenizer,
+    open_recipe,
+    open_valid,
+)
 from telechat_moe.recipe import find, load
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -119,12 +126,15 @@ def test_recipe_builds_what_it_trains_on(
     report = json.loads(capsys.readouterr().out)
     assert report["manifest"]["inputs"]["seed"] == recipe.seed
     assert report["manifest"]["inputs"]["vocab_size"] == recipe.model_config.vocab_size
-    train, valid = open_recipe(recipe), open_recipe(recipe, "valid")
+    train = open_recipe(recipe)
+    ((prefix, share, valid),) = open_valid(recipe)
+    assert (prefix, share) == ("./output/data/valid", 1.0)
     config = recipe.train_dataset.data_loader.config
     samples = recipe.train_dataset.data_loader.sizes[0]
     assert len(train) == math.ceil(samples * 1.005)
     assert train[0]["input_ids"].shape == (config.seq_length,)
     assert "attention_mask" not in train[0]
+    assert isinstance(train, BlendedDataset)
     (source,) = (dataset.source for dataset in train.datasets)
     assert source.num_documents == report["manifest"]["train"]["documents"]
     assert valid.source.num_documents == report["manifest"]["valid"]["documents"]
@@ -146,6 +156,20 @@ def test_recipe_that_does_not_fit_is_refused(
     assert main(build) == 3
     assert "must name one prefix that ends in /train" in capsys.readouterr().err
     assert main([*build, "--out", "elsewhere"]) == 0
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_the_build(
+    built: Path, tmp_path: Path, capsys
+) -> None:
+    build = ["data", "build", "--recipe", RECIPE, "--out", str(tmp_path / "out")]
+    build += ["--corpus", str(built / "manifest.json"), "--tokenizer", str(built)]
+    assert main([*build, "--set", "model.model_config.vocab_size=300"]) == 3
+    said = capsys.readouterr().err
+    assert "vocab_size is 300, the tokenizer has" in said
+    assert "nothing was built" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*build[:4], "--valid", RECIPE, "--valid-fraction", "0.1"]) == 2
+    assert "--valid-fraction has no effect beside --valid" in capsys.readouterr().err
 
 
 def test_imports_are_light() -> None:

@@ -3,12 +3,13 @@
 import gzip
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 
 from telechat_moe.data.corpus import open_corpus
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, TelechatMoeError
 
 
 def read(*paths: Path, **options) -> list[tuple[str, str]]:
@@ -97,6 +98,86 @@ def test_bad_files_are_named(tmp_path: Path, name: str, data: bytes, message: st
     (tmp_path / name).write_bytes(data)
     with pytest.raises(BadInputError, match=message):
         read(tmp_path / name)
+
+
+def test_a_named_file_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for name, data in {"b.txt": b"", "c.jsonl": b'\n{"text": ""}\n'}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(BadInputError, match=rf"{name}: holds no text; leave it out"):
+            read(tmp_path / "a.txt", tmp_path / name)
+    assert read(tmp_path) == [("a.txt", "text")]
+
+
+def test_zstandard_and_parquet(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra `data`)")
+    import pyarrow.parquet as parquet
+
+    texts = [f"line {number}" for number in range(3000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    for name, data in {"a.jsonl.zst": lines, "b.txt.zst": "naïve\r\n".encode()}.items():
+        with arrow.CompressedOutputStream(str(tmp_path / name), "zstd") as stream:
+            stream.write(data)
+    table = arrow.table({"text": texts, "body": arrow.array(texts, arrow.large_string())})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=700)
+    numbered = [(f"{number}", text) for number, text in enumerate(texts, 1)]
+    assert read(tmp_path / "a.jsonl.zst") == [(f"a.jsonl.zst:{n}", text) for n, text in numbered]
+    assert read(tmp_path / "b.txt.zst") == [("b.txt.zst", "naïve\r\n")]
+    for key in ("text", "body"):
+        found = read(tmp_path / "c.parquet", text_key=key)
+        assert found == [(f"c.parquet:{n}", text) for n, text in numbered]
+    assert [name for name, _ in read(tmp_path, extensions=["txt"])] == ["b.txt.zst"]
+
+    whole = (tmp_path / "a.jsonl.zst").read_bytes()
+    rows = (tmp_path / "c.parquet").read_bytes()
+    broken = arrow.Array.from_buffers(
+        arrow.string(), 1, [None, arrow.py_buffer(b"\0\0\0\0\1\0\0\0"), arrow.py_buffer(b"\xff")]
+    )
+    tables = {
+        "null": arrow.table({"text": ["a", None]}),
+        "number": arrow.table({"text": [1]}),
+        "other": arrow.table({"body": ["a"]}),
+        "bytes": arrow.table({"text": broken}),
+        "none": arrow.table({"text": arrow.array([], arrow.string())}),
+    }
+    for name, one in tables.items():
+        parquet.write_table(one, tmp_path / f"{name}.parquet")
+    (tmp_path / "half.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "junk.zst").write_bytes(b"no Zstandard")
+    (tmp_path / "half.parquet").write_bytes(rows[: len(rows) // 2])
+    for name, message in {
+        "half.jsonl.zst": r"half\.jsonl\.zst: cannot be read .*Truncated",
+        "junk.zst": r"junk\.zst: cannot be read after byte 0",
+        "half.parquet": r"half\.parquet: cannot be read as Parquet after row 0",
+        "null.parquet": r"null\.parquet: row 2 has no 'text' \(null\)",
+        "number.parquet": r"column 'text' is int64, not text; choose another with --text-key",
+        "other.parquet": r"has no column 'text' \(columns: 'body'\); choose one with --text-key",
+        "bytes.parquet": r"bytes\.parquet: row 1: not UTF-8 text",
+        "none.parquet": r"none\.parquet: holds no text",
+    }.items():
+        with pytest.raises(BadInputError, match=message):
+            read(tmp_path / name)
+
+
+def test_pyarrow_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in ("a.parquet", "a.jsonl.zst"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(
+            TelechatMoeError, match=rf"{name}: .*pip install 'telechat-moe\[data\]'"
+        ):
+            read(tmp_path / name)
+
+
+def test_files_of_validation_data(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for name in ("train/a.txt", "train/b.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    corpus = open_corpus([tmp_path / "train"], valid=[tmp_path / "c.txt"])
+    found = [(document.name, document.valid) for document in corpus.documents()]
+    assert found == [("a.txt", False), ("b.txt", False), ("c.txt", True)]
+    with pytest.raises(BadInputError, match=r"b\.txt: is both in --corpus and in --valid"):
+        open_corpus([tmp_path / "train"], valid=[tmp_path / "train/b.txt"])
 
 
 def test_flipped_gzip_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from telechat_moe.data import GptDataset, IndexedDataset, SampleOptions, open_blend, write_indexed
 from telechat_moe.data import dataset as dataset_module
-from telechat_moe.data.blend import valid_prefix
+from telechat_moe.data.recipe import valid_prefix
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.data_path import parse_data_path, parse_split
 

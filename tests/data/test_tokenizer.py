@@ -119,6 +119,29 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     assert load_tokenizer(path, "<end>").eod == 1
 
 
+def test_a_hugging_face_folder(tmp_path: Path) -> None:
+    """The usual names come first, then what tokenizer_config.json says, as text or as an added token."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    config = tmp_path / "tokenizer_config.json"
+    Backend(models.BPE({"a": 0, "<|im_end|>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    for token in ("<|im_end|>", {"content": "<|im_end|>", "special": True}):
+        config.write_text(json.dumps({"eos_token": token}))
+        assert load_tokenizer(tmp_path).eod == 1
+    for said in ('{"eos_token": "<other>"}', '{"eos_token": null}', "[]", "{"):
+        config.write_text(said)
+        with pytest.raises(BadInputError, match="has no end-of-document token"):
+            load_tokenizer(tmp_path)
+    Backend(models.BPE({"</s>": 0, "<|im_end|>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    config.write_text('{"eos_token": "<|im_end|>"}')
+    assert load_tokenizer(tmp_path).eod == 0
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(BadInputError, match=r"tokenizer\.model there can be saved as one"):
+        load_tokenizer(tmp_path)
+
+
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")

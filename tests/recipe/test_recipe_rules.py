@@ -19,9 +19,14 @@ S = "lr_schedule."
 OWN = "telechat_moe."
 TIED = {M + "tie_word_embeddings": "True"}
 DROPS = {M + "moe_expert_capacity_factor": "1.5", M + "moe_token_drop_policy": "probs"}
+MIX = OWN + "mixture"
+MIXED: dict[str, str | None] = {
+    C + "data_path": "['a', 'b']",
+    MIX: "[{from_sample: 0, weights: [1, 0]}, {from_sample: 400, weights: [1, 2.5]}]",
+}
 
 TUNE = "telechat3_moe/finetune_tiny.yaml"
-OWN, DATA_CONFIG = "telechat_moe.", "train_dataset.data_loader.config."
+DATA_CONFIG = "train_dataset.data_loader.config."
 GROWS = OWN + "step_batch_size_schedule"
 SPREAD = {
     "use_parallel": "True",
@@ -484,6 +489,32 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             "telechat_moe.evaluation.data_path",
         ),
     ],
+    "mixture": [
+        (TINY, {**MIXED, MIX: "[]"}, MIX),
+        (TUNE, MIXED, MIX),
+        (TINY, {**MIXED, C + "data_path": "['1', 'a', '1', 'b']"}, C + "data_path"),
+        (
+            TINY,
+            {C + "data_path": "['a']", MIX: "[{from_sample: 0, weights: [1]}]"},
+            C + "data_path",
+        ),
+        (TINY, {**MIXED, C + "data_path": "['a', 'a']"}, C + "data_path"),
+        (TINY, {**MIXED, "runner_config.epochs": "2"}, "runner_config.epochs"),
+        (TINY, {**MIXED, MIX: "[{from_sample: 4, weights: [1, 1]}]"}, MIX + ".0.from_sample"),
+        *(
+            (
+                TINY,
+                {**MIXED, MIX: f"[{{from_sample: 0, weights: [1, 1]}}, {item}]"},
+                f"{MIX}.1.{key}",
+            )
+            for item, key in (
+                ("{from_sample: 0, weights: [1, 2]}", "from_sample"),
+                ("{from_sample: 4000, weights: [1, 2]}", "from_sample"),
+                ("{from_sample: 40, weights: [1, 2, 3]}", "weights"),
+                ("{from_sample: 40, weights: [0, 0]}", "weights"),
+            )
+        ),
+    ],
     "batching": [
         (TINY, {D + "drop_remainder": "False"}, D + "drop_remainder"),
     ],
@@ -631,6 +662,7 @@ FINE: list[tuple[str, dict[str, str | None]]] = [
     (TINY, {M + "hidden_act": "swiglu", M + "bias_swiglu_fusion": "True"}),
     (TINY, {C + "data_path": "['0.3', 'a', '0.7', 'b']"}),
     (TINY, {C + "data_path": "['a', 'b', 'c']"}),
+    (TINY, MIXED),
     (TINY, {S + "type": "WarmUpStableDecayLR", S + "decay_start_steps": "300"}),
     (TINY, {S + "total_steps": "1000", S + "decay_steps": "900"}),
     (TINY, {"load_checkpoint": "'./x'", "resume_training": "True"}),

@@ -150,12 +150,20 @@ def run(recipe: Recipe) -> list[Any]:
                 recipe, engine, loader, guard.of_recipe(recipe), Ranks()
             )
             said.append(repr(start_of(recipe)))
-            said.append(("data", _settings(argparse.Namespace(**dict.fromkeys(DATA)), recipe)))
+            said.append(("data", build_settings(recipe)))
             Loop(kept, schedule.from_recipe(recipe), Watching(said)).run()
             sample.sample_text(recipe, engine)
     except TelechatMoeError as error:
         said.append(("error", str(error)))
     return said
+
+
+def build_settings(recipe: Recipe) -> Any:
+    """Return what `data build` takes from a recipe, or why it cannot."""
+    try:
+        return _settings(argparse.Namespace(**dict.fromkeys(DATA)), recipe)
+    except TelechatMoeError as error:
+        return str(error)
 
 
 DATA = ("out", "corpus", "vocab_size", "tokenizer", "valid_fraction", "seed")

@@ -110,6 +110,25 @@ def test_a_key_that_is_not_written_has_the_line_of_its_section(place: Path) -> N
     assert "sample:" in lines["telechat_moe.sample"]
 
 
+def test_data_of_others(place: Path) -> None:
+    """Without a manifest some documents are looked at: tokens that the model lacks, ends without the end token."""
+    config = "train_dataset__data_loader__config__"
+    foreign = [np.array([5, 70, 9], np.uint16)] * 40
+    write_indexed(place / "foreign", foreign, np.uint16)
+    given = {f"{config}data_path": f"['1', '{place}/foreign']", f"{config}split": "'1, 0, 0'"}
+    for manifest in place.glob("manifest.json"):
+        manifest.unlink()
+    (found,) = problems(place, **given)
+    assert (found.key, "holds token 70" in found.found) == ("model.model_config.vocab_size", True)
+    write_indexed(place / "foreign", [tokens % 64 for tokens in foreign], np.uint16)
+    assert problems(place, **given) == []  # nothing asks for the end token
+    (found,) = problems(place, **given, **{f"{config}eod_mask_loss": True})
+    assert found.key == f"{CONFIG}.eod"
+    assert "none of 40 documents" in found.found
+    assert "9 ends some" in found.expected
+    assert problems(place, **given, **{f"{config}eod_mask_loss": True, f"{config}eod": 9}) == []
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "a folder"])
 def test_broken_data(place: Path, suffix: str, damage: str) -> None:

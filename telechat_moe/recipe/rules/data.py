@@ -1,5 +1,6 @@
 """Rules about the training data and its columns."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -215,6 +216,45 @@ def paths(r: Recipe) -> Iterator[Broken]:
             yield CONFIG + "split", found, str(error)
     evaluation = r.telechat_moe.evaluation
     yield from _blend("telechat_moe.evaluation.data_path", evaluation.data_path)
+
+
+def mixture(r: Recipe) -> Iterator[Broken]:
+    """A schedule of weights needs several sources, a weight of each, and segments that begin in turn."""
+    config, segments, at = _config(r), r.telechat_moe.mixture, "telechat_moe.mixture"
+    if segments is None or config is None:
+        return
+    if not segments:
+        yield at, "an empty list", "an item with from_sample 0 and weights, or remove the key"
+    if r.telechat_moe.conversations is not None:
+        found = (
+            "weights that change, with telechat_moe.conversations, whose passes differ in samples"
+        )
+        yield at, found, "remove it, and weights in data_path"
+    path = config.data_path or config.train_data_path or []
+    try:
+        prefixes, weights = parse_data_path(path)
+    except ValueError:
+        return  # a problem of its own
+    name = CONFIG + ("data_path" if config.data_path else "train_data_path")
+    if weights is not None:
+        yield name, f"weights beside {at}, where they have no effect", "prefixes only"
+    elif len(set(prefixes)) < max(2, len(prefixes)):
+        yield name, f"{path} with {at}", "two different prefixes or more"
+    if r.runner_config.epochs > 1:
+        found = f"{r.runner_config.epochs} with {at}, which repeats each source as its share takes"
+        yield "runner_config.epochs", found, "1, and all samples in train_dataset.data_loader.sizes"
+    size, before = (r.train_dataset.data_loader.sizes or [None])[0], -1
+    for index, segment in enumerate(segments):
+        here, start = f"{at}.{index}", segment.from_sample
+        if (index == 0) != (start == 0) or start <= before or (size is not None and start >= size):
+            expected = "0 in the first item"
+            if index:
+                expected = f"above {before} and below the {size} samples of the run"
+            yield f"{here}.from_sample", str(start), expected
+        before = start
+        if len(segment.weights) != len(prefixes) or not 0 < sum(segment.weights) < math.inf:
+            expected = f"{len(prefixes)} weights, one for each prefix of {name}, not all 0"
+            yield f"{here}.weights", str(segment.weights), expected
 
 
 def _blend(key: str, value: Sequence[str] | None) -> Iterator[Broken]:

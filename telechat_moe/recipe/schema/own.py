@@ -29,8 +29,21 @@ class Evaluation:
     """Global batches per evaluation; the same samples in every layout."""
 
     data_path: list[Text] | None = field(default=None, metadata=acts("", ["1", "other/train"]))
-    """Like `train_dataset.data_loader.config.data_path`. None: the training prefix with its last
-    word `train` replaced by `valid`."""
+    """Like `train_dataset.data_loader.config.data_path`. None: the training prefixes with their last
+    word `train` replaced by `valid`. Each source is evaluated by itself; weights are for the mean of all, without
+    weights every source counts by its samples."""
+
+
+@section
+class MixtureSegment:
+    """An item of `telechat_moe.mixture`: weights from a sample on, until the next item."""
+
+    from_sample: Count
+    """First sample, counted from the start of the run over all devices: a step takes the global batch. The first
+    item says 0, and each a later sample than the one before."""
+
+    weights: Annotated[list[NonNegative], Length(1)]
+    """Share of the samples for each prefix of `data_path`, of any scale. 0: none of it."""
 
 
 @section
@@ -293,6 +306,13 @@ class TelechatMoe:
 
     saving: Saving = field(default_factory=Saving)
     """How checkpoints are written."""
+
+    mixture: list[MixtureSegment] | None = field(
+        default=None, metadata=acts("mixed", [{"from_sample": 0, "weights": [1, 2]}])
+    )
+    """Weights of the sources that change during the run. `data_path` names the sources, without weights; each is read in
+    passes of its own, as often as its share takes. Where a run resumes, items from the next sample on may be others,
+    and there may be more samples or sources. None: the weights of `data_path` throughout."""
 
     resume_data: Literal["same", "new"] = field(default="same", metadata=acts("other_data"))
     """Data of a run that resumes. `same`: they go on where the checkpoint stopped; other data are refused. `new`: data

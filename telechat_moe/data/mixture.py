@@ -1,0 +1,173 @@
+"""Several sources by weights that change at given samples: a schedule such as "from sample 20000 on, half code".
+
+Every segment of a schedule is Megatron's blend of its weights, begun anew, among the sources whose weight is not 0; every
+source goes on where the segment before left it. A source is read in passes, each shuffled with a seed of its own, so that
+what was served so far depends neither on later segments nor on the length of the run: the future of a schedule may change
+where a run goes on, its past may not (:meth:`MixedDataset.past`).
+
+Source: Megatron-LM ``megatron/core/datasets/helpers.cpp``, ``build_blending_indices`` (the blend of a segment).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.data.blend import Blend, normalised
+from telechat_moe.data.dataset import GptDataset, hash_settings
+from telechat_moe.data.indexed import IndexedDataset
+from telechat_moe.data.pack import blend_indices
+from telechat_moe.data.sample import Batch, SampleOptions, put_together
+from telechat_moe.errors import BadInputError
+
+Schedule = Sequence[tuple[int, Sequence[float]]]
+"""First sample and weights of each segment; the weights have any positive scale, and 0 is none of a source."""
+_OPEN_PASSES = 2
+
+
+class Passes:
+    """The samples of one source, pass after pass without end; pass ``p`` is shuffled with ``seed + p``.
+
+    Args:
+        documents: Documents to use, a range; None for all.
+
+    Raises:
+        BadInputError: If the files are broken or hold fewer tokens than one sample.
+    """
+
+    def __init__(
+        self,
+        prefix: str | IndexedDataset,
+        seq_length: int,
+        seed: int,
+        *,
+        documents: tuple[int, int] | None = None,
+        options: SampleOptions | None = None,
+    ) -> None:
+        self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
+        self.seq_length, self.seed = seq_length, seed
+        self._chosen: dict[str, Any] = {"documents": documents, "options": options}
+        self._open: OrderedDict[int, GptDataset] = OrderedDict()
+        self.samples_per_pass = len(self.get_pass(0))
+
+    def get_pass(self, number: int) -> GptDataset:
+        """Return the samples of one pass; the last two that were used stay open."""
+        if number not in self._open:
+            seed = (self.seed + number) % 2**32
+            dataset = GptDataset(self.source, self.seq_length, None, seed, **self._chosen)
+            self._open[number] = dataset
+            while len(self._open) > _OPEN_PASSES:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def by_pass(self, indices: np.ndarray) -> Iterator[tuple[GptDataset, np.ndarray, np.ndarray]]:
+        """Yield the passes of samples: each with the rows that are in it and their samples there."""
+        number, within = np.divmod(indices, self.samples_per_pass)
+        for one in np.unique(number).tolist():
+            rows = np.flatnonzero(number == one)
+            yield self.get_pass(one), rows, within[rows]
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """Return samples stacked along a first axis; see ``GptDataset.batch``."""
+        parts = ((d.batch(within), rows) for d, rows, within in self.by_pass(indices))
+        return put_together(len(indices), parts)
+
+    def visible_pairs(self, indices: np.ndarray) -> np.ndarray:
+        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
+        pairs_B = np.empty(len(indices), np.int64)
+        for dataset, rows, within in self.by_pass(indices):
+            pairs_B[rows] = dataset.visible_pairs(within)
+        return pairs_B
+
+    def fingerprint(self) -> str:
+        """Return a hash of all that decides the samples."""
+        return self.get_pass(0).fingerprint()
+
+
+class MixedDataset(Blend[Passes]):
+    """Samples of several sources by a schedule of weights.
+
+    Args:
+        sources: Each of them once.
+        schedule: Segments in order, the first from sample 0.
+        size: Samples in all.
+
+    Raises:
+        ValueError: If the schedule does not begin at 0, rise, and stay below ``size`` with a weight for every source.
+    """
+
+    def __init__(self, sources: Sequence[Passes], schedule: Schedule, size: int) -> None:
+        self.datasets = list(sources)
+        starts = [start for start, _ in schedule]
+        if not starts or starts[0] or sorted(set(starts)) != starts or starts[-1] >= size:
+            raise ValueError(f"segments from samples {starts}; expected 0 first, then rising to below {size}")  # fmt: skip
+        if any(len(weights) != len(sources) for _, weights in schedule):
+            raise ValueError(f"expected {len(sources)} weights in each segment")
+        self.schedule = [(start, normalised(weights)) for start, weights in schedule]
+        self.chosen = np.empty(size, np.int16)
+        self.within = np.empty(size, np.int64)
+        taken = np.zeros(len(sources), np.int64)
+        for (start, weights), end in zip(self.schedule, [*starts[1:], size], strict=True):
+            # A weight of 0 would win where all others are exactly level.
+            live = np.flatnonzero(np.array(weights) > 0)
+            which, within = blend_indices([weights[i] for i in live], end - start)
+            self.chosen[start:end] = live[which]
+            self.within[start:end] = within + taken[live[which]]
+            taken[live] += np.bincount(which, minlength=len(live))
+
+    def segments(self) -> Iterator[tuple[int, int, list[float]]]:
+        """Yield first sample, end and weights of each segment; the weights sum to 1."""
+        ends = [start for start, _ in self.schedule[1:]]
+        for (start, weights), end in zip(self.schedule, [*ends, len(self)], strict=True):
+            yield start, end, weights
+
+    def past(self, sample: int) -> list[Any]:
+        """Return what decided the samples before this one, as JSON values.
+
+        Of each segment that begins before it the first sample, and number, fingerprint and weight of each source that has a
+        weight. Two mixtures with equal pasts have served the same samples.
+        """
+        prints = [source.fingerprint() for source in self.datasets]
+        return [
+            [start, [[i, prints[i], weight] for i, weight in enumerate(weights) if weight > 0]]
+            for start, weights in self.schedule
+            if start < sample
+        ]
+
+    def fingerprint(self) -> str:
+        """Return a hash that tells mixtures from other datasets; :meth:`past` tells them from each other."""
+        return hash_settings({"mixture": 1, "seq_length": self.datasets[0].seq_length})
+
+
+def open_mixture(
+    prefixes: Sequence[str],
+    schedule: Schedule,
+    *,
+    seq_length: int,
+    size: int,
+    seed: int = 1234,
+    share: float = 1.0,
+    options: SampleOptions | None = None,
+) -> MixedDataset:
+    """Open sources that are mixed by a schedule.
+
+    Args:
+        prefixes: Paths of the .bin/.idx pairs without suffix.
+        share: Share of each source's documents to use, the first ones.
+
+    Raises:
+        BadInputError: If the schedule cannot be served, or a dataset is broken.
+    """
+    sources = [IndexedDataset(prefix) for prefix in prefixes]
+    passes = [
+        Passes(source, seq_length, seed, documents=(0, round(share * len(source))), options=options)
+        for source in sources
+    ]
+    try:
+        return MixedDataset(passes, schedule, size)
+    except ValueError as error:
+        raise BadInputError(f"telechat_moe.mixture: {error}") from None
