@@ -216,7 +216,8 @@ def _built(key: str) -> str:
     parts = describe(engine.train_step)
     scalars = [float(x) for step in (1, 5) for x in engine.optimizer.scalars(step, 1e-3)]
     decayed, depth = engine.optimizer.decayed, ms.get_context("max_call_depth")
-    text = repr((parts, scalars, decayed, engine.operators, depth))
+    average = engine.average and (engine.average.decay, list(engine.average.averages))
+    text = repr((parts, scalars, decayed, engine.operators, depth, average))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -228,7 +229,7 @@ def built(recipe: Recipe) -> str:
     own, parts = recipe.telechat_moe, [recipe.model, recipe.optimizer, recipe.runner_wrapper]
     parts += [recipe.context, recipe.parallel_config, recipe.recompute_config, own.operators]
     parts += [own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude, own.sharding]
-    parts += [own.moe]
+    parts += [own.moe, own.ema]
     steps = recipe.runner_config.gradient_accumulation_steps
     key = repr((parts, recipe.seed, steps, recipe.use_parallel))
     _BUILDING[key] = recipe

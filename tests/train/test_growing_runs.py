@@ -190,12 +190,13 @@ def test_the_commands_of_the_page(
         encoding="utf-8"
     )
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    short = text.replace("step-00000800", "step-00000002").replace("step-00001000", "step-00000004")
+    blocks = re.findall(r"```sh\n(.*?)```", short, re.DOTALL)
     lines = [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
     assert [line[0] for line in lines] == ["train", "ckpt", "ckpt"]
     changes = {
-        "callbacks__2__save_checkpoint_steps": 200,
-        "train_dataset__data_loader__sizes": "[4000,0,0]",
+        "callbacks__2__save_checkpoint_steps": 2,
+        "train_dataset__data_loader__sizes": "[16,0,0]",
     }
     more = mini.arguments(data, Path("output"), **changes)[3:]
     for line in lines:
