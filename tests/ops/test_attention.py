@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from telechat_moe.ops import native
 from telechat_moe.ops.native import Kernel, NativeError
@@ -102,6 +104,40 @@ def test_bf16_operands(shape):
         assert 1e-5 < error < 2**-7, f"{name}: {error:.1e}"  # rounded, and not by more
 
 
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_what_no_query_sees_changes_nothing(data):
+    """Any first keys, even falling ones, and a part of the queries: equal to the whole square in float64."""
+    S = data.draw(st.integers(1, 1300))
+    first = data.draw(st.integers(0, S - 1))
+    count = data.draw(st.integers(1, S - first))
+    numbers = np.random.default_rng(data.draw(st.integers(0, 99)))
+    start = numbers.integers(0, np.arange(S) + 1)
+    if data.draw(st.booleans()):
+        cuts = np.append(0, numbers.choice(S, data.draw(st.integers(0, 9))))
+        start = np.array([cuts[cuts <= i].max() for i in range(S)])
+    start = start.astype(np.int32)[None]
+    q, k, v, _ = inputs(1, S, 2, 12, 8)
+    do = numbers.standard_normal(v.shape).astype(np.float32)
+    do[:, :first] = do[:, first + count :] = (
+        0  # the gradients of keys come from these queries alone
+    )
+    here = slice(first, first + count)
+    expected = [
+        reference(q, k, v, start, 12**-0.5)[0][:, here],
+        *reference_gradients(q, k, v, start, 12**-0.5, do),
+    ]
+    expected[1] = expected[1][:, here]
+    attributes = {"scale": 12**-0.5, "bf16": False, "first": first}
+    part = [np.ascontiguousarray(x[:, here]) for x in (q, start, do)]
+    o, lse = np.full((1, count, 2, 8), np.nan, np.float32), np.empty((1, 2, count), np.float32)
+    Kernel("FlashAttention", attributes)([part[0], k, v, part[1]], [o, lse])
+    grads = [np.full_like(x, np.nan) for x in (part[0], k, v)]
+    Kernel("FlashAttentionGrad", attributes)([part[0], k, v, part[1], o, lse, part[2]], grads)
+    for name, a, b in zip(("o", "dq", "dk", "dv"), [o, *grads], expected, strict=True):
+        assert np.abs(a - b).max() < 3e-6 * max(1, np.abs(b).max()), name
+
+
 def test_large_scores():
     q, k, v, start = inputs(1, 130, 1, 8, 8)
     q *= 60
@@ -127,7 +163,7 @@ def test_threads_change_no_bit():
 
 
 def test_no_scores_in_memory():
-    """A sequence of 16,384: its scores would be 1 GiB a head; only one block of rows exists."""
+    """A sequence of 16,384: its scores would be 1 GiB a head; only one block of rows exists, and one gradient of each."""
     import resource
 
     q, k, v, start = inputs(1, 16384, 1, 8, 8)
@@ -145,14 +181,16 @@ def test_no_scores_in_memory():
             lambda a: a.__setitem__(1, a[1][..., :3].copy()),
             "q and k differ in dimension 3: 4 and 3",
         ),
-        (lambda a: a.__setitem__(2, a[2][:, :4].copy()), "q and v differ in dimension 1: 6 and 4"),
+        (lambda a: a.__setitem__(0, np.tile(a[0], (1, 2, 1, 1))), "queries 0 to 11 have 6 keys"),
+        (lambda a: a.__setitem__(2, a[2][:, :4].copy()), "k and v differ in dimension 1: 6 and 4"),
         (lambda a: a.__setitem__(0, a[0].astype(np.float64)), "q is float64, expected float32"),
     ],
 )
 def test_bad_inputs_are_refused(spoil, says):
     arrays = list(inputs(1, 6, 2, 4, 4))
     spoil(arrays)
-    o, lse = np.empty(arrays[2].shape, np.float32), np.empty((1, 2, 6), np.float32)
+    count = arrays[0].shape[1]
+    o, lse = np.empty((1, count, 2, 4), np.float32), np.empty((1, 2, count), np.float32)
     with pytest.raises(NativeError, match=says):
         Kernel("FlashAttention", {"scale": 0.5, "bf16": False})(arrays, [o, lse])
 
@@ -164,6 +202,9 @@ def test_a_mask_becomes_the_first_key():
     found = np.empty((3, S), np.int32)
     Kernel("AttentionStart")([hidden[:, None].astype(np.uint8)], [found])
     np.testing.assert_array_equal(found, start)
+    part = np.empty((3, 20), np.int32)
+    Kernel("AttentionStart", {"first": 30})([hidden[:, None, 30:].astype(np.uint8)], [part])
+    np.testing.assert_array_equal(part, start[:, 30:])
     hidden[1, 30, 45] = False
     with pytest.raises(NativeError, match=r"query 30 of sequence 1 .*attention to plain"):
         Kernel("AttentionStart")([hidden[:, None].astype(np.uint8)], [found])

@@ -55,6 +55,9 @@ class _Once(NamedTuple):
     again: bool = True
     """Whether recomputing a layer needs its result."""
 
+    by: str = "recompute"
+    """Phase that repeats it where a layer is recomputed."""
+
 
 class Calls:
     """Collectives of one recipe.
@@ -125,7 +128,7 @@ class Calls:
             times = self.x.micro_batches
             self._put("forward", call.kind, ranks, call.bytes, times)
             if again and call.again:
-                self._put("recompute", call.kind, ranks, call.bytes, times)
+                self._put(call.by, call.kind, ranks, call.bytes, times)
             if call.back:
                 kind = REVERSE.get(call.kind, call.kind)
                 self._put("backward", kind, ranks, call.bytes, times)
@@ -149,11 +152,14 @@ class Calls:
             calls += self._gather_tp(self.width * self.token * a.hidden)
         for width in (a.kv_lora_rank, a.qk_rope):
             size = self.width * self.whole * width
-            if mesh.sp and mesh.cp > 1 and width == a.kv_lora_rank:  # rows over both: one gather
+            # MindSpore gathers a latent over both at once where other rows stay divided over dp.
+            if mesh.sp and mesh.cp > 1 and mesh.dp > 1 and width == a.kv_lora_rank:
                 calls.append(_Once("AllGather", mesh.axes("cp", "tp"), size))
                 continue
             calls += self._gather_tp(self.width * self.token * width)
-            calls.append(_Once("AllGather", mesh.axes("cp"), size))
+            # The rotary key comes from a function on slices, whose gather MindSpore repeats among backward operators.
+            by = "backward" if width == a.qk_rope else "recompute"
+            calls.append(_Once("AllGather", mesh.axes("cp"), size, by=by))
         calls += self._sum_tp(again=True)
         rows = self._gather_tp(self.width * self.token * a.hidden)
         if kind == "dense":

@@ -1,0 +1,1 @@
+"""Flash attention on CPU: its time for each visible pair of tokens, within documents against causal."""
