@@ -24,6 +24,8 @@ from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.tokenizer import EOD_TOKEN, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.data.whole import ConversationDataset
 from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import load
+from telechat_moe.train.preflight import examine
 
 PATTERN = "<{role}>\n{content}\n"
 TEMPLATE = (
@@ -366,3 +368,27 @@ def test_text_training_says_that_data_are_conversations(tmp_path: Path) -> None:
     data = open_blend(["1", prefix], seq_length=16, size=4, options=options)
     with pytest.raises(BadInputError, match=r"need the section telechat_moe\.conversations"):
         data.batch(range(4))
+
+
+def test_data_that_were_built_otherwise_are_named(tmp_path: Path, folder: Path) -> None:
+    how = ChatFormat(("assistant",), 256, PATTERN)
+    corpus = write_lines(tmp_path / "chat.jsonl")
+    build(tmp_path / "chats", [corpus], tokenizer=folder, conversations=how)
+    common = [
+        "telechat_moe.evaluation.interval=0",
+        "telechat_moe.sample=null",
+        "load_checkpoint=''",
+    ]
+    path = f"train_dataset.data_loader.config.data_path=['1', '{tmp_path}/chats/train']"
+    message = f"telechat_moe.conversations.message={json.dumps(PATTERN)}"
+    roles = "telechat_moe.conversations.loss_roles=[user]"
+    for name, sets, said in (
+        ("finetune", [message], ""),
+        ("finetune", [], "is built with ['assistant'] and"),
+        ("finetune", [message, roles], "is built with ['assistant'] and"),
+        ("pretrain", [], "is built from conversations, the recipe trains on text"),
+    ):
+        _, problems = examine(load(f"telechat3_moe/{name}_tiny.yaml", [*common, path, *sets]))
+        found = [str(p) for p in problems if "built" in str(p)]
+        assert bool(found) == bool(said)
+        assert said in "".join(found)
