@@ -4,17 +4,26 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
+import key_effects
 import mini_recipe as mini
+import numpy as np
 from running import Hold, steps_in, until
 
-from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
+from telechat_moe.data.audit import Audit, audit
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import Recipe, load
+from telechat_moe.train import checkpoints, guard, preflight, schedule
+from telechat_moe.train.loop import Loop
+from telechat_moe.train.monitor import Monitor
+from telechat_moe.train.ranks import Ranks
 
 FIRST = "{from_sample: 0, weights: [3, 1]}"
 SECOND = "{from_sample: 10, weights: [0, 1]}"  # within a step
@@ -46,104 +55,151 @@ def arguments(root: Path, output: Path, schedule: str, **changes: object) -> lis
     return mini.arguments(root, output, **given | changes)
 
 
-def records(output: Path, event: str) -> list[dict]:
+def recipe(root: Path, output: Path, schedule: str, **changes: object) -> Recipe:
+    given = arguments(root, output, schedule, **changes)
+    return load(given[1], given[4::2])
+
+
+def records(output: Path, event: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     return [record for record in lines if record["event"] == event]
 
 
-def losses(output: Path) -> list[float]:
-    return [record["loss"] for record in records(output, "step")]
+# ------------------------------------------------------ the loop of a run, with an engine that computes no model
 
 
-def audited(output: Path, *flags: str) -> tuple[int, dict]:
-    report = output.parent / "audit.json"
-    code = main(["data", "audit", str(output), "--json", str(report), *flags])
-    return code, json.loads(report.read_text())
+class Ids:
+    """A column of a batch, as the engine holds it."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def asnumpy(self) -> np.ndarray:
+        """Return the values."""
+        return self.values
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory, sources) -> Path:
-    output = tmp_path_factory.mktemp("mixed") / "run"
-    assert main(arguments(sources, output, SCHEDULE)) == 0
-    return output
+class Engine(key_effects.Recorder):
+    """An engine whose loss on validation data is the mean of their token ids."""
+
+    def read(self, columns: Any) -> list[Any]:
+        """Read a step of one micro-batch."""
+        return [tuple(map(Ids, next(columns).values()))]
+
+    def evaluate_cell(self, *batch: Any) -> Any:
+        """Return the loss of a batch."""
+        return key_effects._value([batch[0].asnumpy().mean()])
+
+    evaluate_cell.set_train = lambda mode: None
 
 
-def test_every_source_is_evaluated(done, sources):
-    """The loss of all is the mean of those of the sources, which have equally many samples here."""
-    found = records(done, "evaluation")
-    assert [record["step"] for record in found] == [0, 6, 12]
-    for record in found:
-        each = record["loss_by_source"]
-        assert set(each) == {f"{sources}/web/valid", f"{sources}/code/valid"}
-        sizes = [len((sources / name / "valid.bin").read_bytes()) for name in ("web", "code")]
-        shares = [(size // 2 - 1) // 16 for size in sizes]
-        mean = sum(s * x for s, x in zip(shares, each.values(), strict=True)) / sum(shares)
-        assert record["loss"] == pytest.approx(mean, rel=1e-12)
-        assert len(set(each.values())) == 2
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    """Run the steps of a recipe from a state of the data on, as far as ``steps``; return the state at the end."""
+    key_effects.patch(monkeypatch)
+    monkeypatch.setattr(key_effects, "SPIKES", {})
+
+    def run(recipe: Recipe, state: dict[str, Any] | None = None, steps: int | None = None) -> Any:
+        key_effects.FakeSaver.said = said = list[Any]()
+        with preflight.open_loader(recipe) as loader:
+            engine: Any = Engine(recipe, said)
+            kept = checkpoints.RunCheckpoints(
+                recipe, engine, loader, guard.of_recipe(recipe), Ranks()
+            )
+            if state is not None:
+                loader.load_state(state)
+                kept.progress.step = kept.progress.updates = state["next_sample"] // 4
+            begun, output = kept.progress.step, Path(recipe.output_dir)
+            monitor = Monitor(output, recipe.train_steps, 64, begun, quiet=True, tensorboard=False)
+            loop = Loop(kept, schedule.from_recipe(recipe), monitor)
+            loop.steps = steps or loop.steps
+            loop.run()
+            monitor.close()
+            return json.loads(json.dumps(loader.state()))
+
+    return run
 
 
-def test_a_source_is_evaluated_as_if_alone(tmp_path, sources, done):
-    output = tmp_path / "run"
-    valid = {"telechat_moe__evaluation__data_path": f"['{sources}/code/valid']"}
-    assert main(arguments(sources, output, SCHEDULE, **valid)) == 0
-    together = [r["loss_by_source"][f"{sources}/code/valid"] for r in records(done, "evaluation")]
-    assert [record["loss"] for record in records(output, "evaluation")] == together
-    assert losses(output) == losses(done)
-
-
-def test_the_audit_counts_by_segment(done, sources, capsys):
-    code, found = audited(done)
-    assert (code, found["problems"]) == (0, [])
-    seen = [
+def counts(found: Audit) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Return the segments, and planned and seen samples of each source."""
+    return [
         (s["from_sample"], s["to_sample"], [(x["planned"], x["seen"]) for x in s["sources"]])
-        for s in found["mixture"]
+        for s in found.mixture
     ]
-    assert seen == [
-        (0, 10, [(8, 8), (2, 2)]),
+
+
+def test_every_source_is_evaluated(tmp_path, sources, run):
+    """Each by itself, and all by the weights that are given, else by their samples."""
+    names = [f"{sources}/{name}/valid" for name in ("web", "code")]
+    shares = [(len(Path(f"{name}.bin").read_bytes()) // 2 - 1) // 16 for name in names]
+    alone = []
+    for name in names:
+        one = recipe(
+            sources, tmp_path / "one", SCHEDULE, telechat_moe__evaluation__data_path=f"['{name}']"
+        )
+        run(one)
+        alone.append([record["loss"] for record in records(tmp_path / "one", "evaluation")])
+        assert "loss_by_source" not in records(tmp_path / "one", "evaluation")[0]
+    for given, weights in (("null", shares), (f"['3', '{names[0]}', '1', '{names[1]}']", [3, 1])):
+        output = tmp_path / f"{weights[0]}"
+        run(recipe(sources, output, SCHEDULE, telechat_moe__evaluation__data_path=given))
+        found = records(output, "evaluation")
+        assert [record["step"] for record in found] == [0, 6, 12]
+        for number, record in enumerate(found):
+            each = record["loss_by_source"]
+            assert each == {name: alone[i][number] for i, name in enumerate(names)}
+            assert len(set(each.values())) == 2
+            assert record["loss"] == pytest.approx(np.average([*each.values()], weights=weights))
+
+
+def test_another_future(tmp_path, sources, run, capsys):
+    """From a checkpoint at sample 24 with other weights from there on and more samples; another past is refused."""
+    before = recipe(sources, tmp_path / "run", SCHEDULE)
+    run(before)
+    found = audit(before.output_dir, before)
+    assert found.problems == []
+    assert "samples of each source" in found.covers
+    assert counts(found) == [
+        (0, 10, [(7, 7), (3, 3)]),
         (10, 30, [(0, 0), (20, 20)]),
         (30, 48, [(9, 9), (9, 9)]),
     ]
-    out = capsys.readouterr().out
-    assert f"{sources}/code/train" in out
-    assert "samples of each source" in out
-
-
-def test_another_future(tmp_path, done, sources, capsys):
-    """From a checkpoint at sample 24 with other weights from there on, more samples, and the losses of a run that had them."""
-    output, whole = tmp_path / "run", tmp_path / "whole"
+    shutil.rmtree(tmp_path / "run")
+    state = run(before, steps=6)
     longer = {"train_dataset__data_loader__sizes": "[56,0,0]", "lr_schedule__total_steps": 14}
-    assert main(arguments(sources, whole, OTHER_FUTURE, **longer)) == 0
-    shutil.copytree(done, output)
-    for path in checkpoint.list_checkpoints(output / "checkpoints"):
-        if int(path.name.split("-")[1]) > 6:
-            shutil.rmtree(path)
-    capsys.readouterr()
-    assert main([*arguments(sources, output, OTHER_PAST, **longer), "--resume"]) == 3
-    said = capsys.readouterr().err
-    assert "saw 24 samples of another mixture" in said
-    assert steps_in(output / "samples.jsonl") == 12  # nothing was lost by that
-    assert main([*arguments(sources, output, OTHER_FUTURE, **longer), "--resume"]) == 0
-    assert losses(output)[6:] == losses(whole)[6:]
-    code, found = audited(output)
-    assert (code, found["problems"]) == (0, [])
-    assert (found["samples"], found["undone"]) == (56, 6)
-    assert [s["from_sample"] for s in found["mixture"]] == [0, 10, 24]
-
-    log = output / "samples.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    start = json.loads(lines[0])
-    start["mixture"][1][0] = 11
-    log.write_text(json.dumps(start) + "\n" + "".join(lines[1:]))
-    problem = "line 1: the mixture of its steps is not the recipe's up to sample 24, where they end"
-    assert audited(output, "--no-contents") == (1, audited(output)[1] | {"problems": [problem]})
-    step = json.loads(lines[2])
-    step["sources"] = [step["sources"][0] + 1, step["sources"][1] - 1]
-    log.write_text("".join([*lines[:2], json.dumps(step) + "\n", *lines[3:]]))
-    code, found = audited(output)
-    assert code == 1
-    assert found["problems"] == [
-        "step 2: the log says [4, 0] samples of the sources, the plan gives [3, 1]"
+    with pytest.raises(BadInputError, match="saw 24 samples of another mixture"):
+        run(recipe(sources, tmp_path / "run", OTHER_PAST, **longer), state)
+    after = recipe(sources, tmp_path / "run", OTHER_FUTURE, **longer)
+    run(after, state)
+    found = audit(after.output_dir, after)
+    assert found.problems == []
+    assert (found.samples, len(found.starts)) == (56, 2)
+    assert counts(found) == [
+        (0, 10, [(7, 7), (3, 3)]),
+        (10, 24, [(0, 0), (14, 14)]),
+        (24, 56, [(26, 26), (6, 6)]),
     ]
+    capsys.readouterr()
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(after.to_dict()))
+    assert main(["data", "audit", str(tmp_path / "run"), "--recipe", str(file)]) == 0
+    assert f"{sources}/code/train" in capsys.readouterr().out
+
+    log = tmp_path / "run" / "samples.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    start, step = json.loads(lines[0]), json.loads(lines[2])
+    start["mixture"][1][0] = 11
+    step["sources"] = [4, 0]
+    for number, line, problem in (
+        (
+            0,
+            start,
+            "line 1: the mixture of its steps is not the recipe's up to sample 24, where they end",
+        ),
+        (2, step, "step 2: the log says [4, 0] samples of the sources, the plan gives [3, 1]"),
+    ):
+        log.write_text("".join([*lines[:number], json.dumps(line) + "\n", *lines[number + 1 :]]))
+        assert audit(after.output_dir, after).problems == [problem]
 
 
 @pytest.mark.slow
@@ -164,7 +220,7 @@ def test_killed_within_segments(tmp_path, sources, start, hold: Hold):
     hold.release()
     process = start(output, "--resume", **changes)
     assert process.wait() == 0
-    assert losses(output) == losses(whole)
-    code, found = audited(output)
-    assert (code, found["problems"], found["samples"]) == (0, [], 96)
-    assert len(found["starts"]) == 4
+    curves = [[r["loss"] for r in records(folder, "step")] for folder in (output, whole)]
+    assert curves[0] == curves[1]
+    found = audit(output, load(output / "recipe.json"))
+    assert (found.problems, found.samples, len(found.starts)) == ([], 96, 4)
