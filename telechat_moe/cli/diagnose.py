@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 SHOWN = 20
 
 NOTES = """\
-RUN is the output_dir of `telechat-moe train` (all ranks write OUTPUT_DIR/timings), or the folders of several hosts.
+RUN is the output_dir of `telechat-moe train` (all ranks write OUTPUT_DIR/timings), or the folders of several hosts. TRACE is a trace of torch's
+profiler (.json, .json.gz), one a rank, step_trace_time.csv of an Ascend profiler (MindSpore's, torch_npu's, msprof-analyze's of a
+cluster), or a folder with these. From fewer than 8 steps it is said what bounds them, and no rank is judged.
 
 A rank that waits is a victim: to blame are the ranks that are later than their peers, those of their pipeline stage, in the
 time that they wait for nobody, by more than chance and by 1.5 % of the step or more. What was recorded beside the times says why;
@@ -25,7 +27,10 @@ where that cannot tell kinds apart, all that are possible are named. docs/diagno
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run, or the folders of its hosts"
+        "runs",
+        nargs="+",
+        metavar="RUN|TRACE",
+        help="folder of a run, the folders of its hosts, or traces of its ranks",
     )
     parser.add_argument(
         "--html",
@@ -37,10 +42,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run_diagnose(args: argparse.Namespace) -> int:
     """Read, judge, and say the answer first."""
     from telechat_moe.tools.diagnose.page import diagnosis_page
-    from telechat_moe.tools.diagnose.read import read_runs
+    from telechat_moe.tools.diagnose.read import read_any
     from telechat_moe.tools.diagnose.report import diagnose
 
-    diagnosis = diagnose(read_runs([Path(run) for run in args.runs]))
+    diagnosis = diagnose(read_any([Path(run) for run in args.runs]))
     write_text("--html ", args.html, lambda: diagnosis_page(diagnosis))
     if not write_json(args.json, diagnosis.to_json()):
         _show(diagnosis)
@@ -73,8 +78,8 @@ def _show(diagnosis: Diagnosis) -> None:
     ]
     show_table(["stage ", "bound by", *(f"{n} " for n in names)], bounds)
     print(f"waiting for other ranks: {diagnosis.waiting:.1%} of all ranks' time")
-    for name, why in diagnosis.not_judged.items():
-        print(f"not judged: {name}: {why}")
+    for line in diagnosis.left():
+        print(f"not judged: {line}")
     for problem in diagnosis.records.problems:
         print(problem)
 
@@ -89,7 +94,7 @@ VERB = Verb(
         0: "nothing is wrong",
         1: "something is wrong, and named",
         3: "no timings, or damaged ones",
-        4: "nothing was found, but a stage has one rank, which has no peers",
+        4: "nothing was found, but a stage has one rank, which has no peers, or there are too few steps",
     },
     json_keys="verdict, says, source, ranks, steps, step_seconds, waiting, causes (a list of {kinds, scope, ranks, host, part, "
     "first_step, last_step, seconds, share, sigmas, lost, who, advice}), bounds (a list of {stage, bound, shares, steps}), "

@@ -138,7 +138,7 @@ def test_the_graph_of_cpu_processes_is_split_in_computing_and_waiting(tmp_path: 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("empty", "no timings/rank_N.bin; name the output_dir of a run"),
+        ("empty", "no such file or folder"),
         ("few", "all ranks have 3 steps in common after the first; expected 8 or more"),
         ("text", "begins with no line of JSON"),
         ("twice", "rank 0 is there twice"),

@@ -19,6 +19,8 @@ LEAST = 0.015
 """Share of the step that an excess must have to be a cause."""
 FLOOR = 0.002
 """Share of the step that averages of peers vary by at least."""
+FEWEST = 8
+"""Steps below which ranks are not compared."""
 FEWEST_STEPS = 20
 """Steps of the shortest window."""
 LARGEST_LEFT_OUT = 2

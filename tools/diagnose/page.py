@@ -58,7 +58,7 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
     body += [tag("h2", "What bounds the steps"), _bounds(diagnosis.bounds)]
     body += [tag("h2", "Who is late, step by step"), _heat(diagnosis)]
     body += [tag("h2", "The latest rank of each step"), _path(diagnosis)]
-    left = [f"{name}: {why}" for name, why in diagnosis.not_judged.items()]
+    left = diagnosis.left()
     if left or records.problems:
         body += [tag("h2", "Not judged"), items([*left, *records.problems])]
     return page("Where the time goes", body, wide=True)

@@ -7,16 +7,30 @@ import numpy as np
 
 from telechat_moe import timings
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.diagnose.excess import FEWEST
 from telechat_moe.tools.diagnose.records import COMM, LOCAL, LOST, Floats, Ints, Records
-
-FEWEST = 8
-"""Steps below which nothing is judged."""
+from telechat_moe.tools.diagnose.traces import read_traces, traces_of
 
 
 def files(run: Path) -> list[Path]:
     """Return the files of timings of a run's folder (or of its ``timings``), by rank; empty: there are none."""
     found = [p for folder in (run / timings.FOLDER, run) for p in folder.glob("rank_*.bin")]
     return sorted(found, key=lambda p: (len(p.name), p.name))
+
+
+def read_any(paths: Sequence[Path]) -> Records:
+    """Return the records of runs (folders with timings) or of traces.
+
+    Raises:
+        BadInputError: A path does not exist, or holds neither.
+    """
+    for path in paths:
+        if not path.exists():
+            raise BadInputError(f"{path}: no such file or folder")
+    if any(files(path) for path in paths if path.is_dir()):
+        return read_runs(paths)
+    found = [trace for path in paths for trace in traces_of(path)]
+    return read_traces(found) if found else read_runs(paths)
 
 
 def read_runs(runs: Sequence[Path]) -> Records:
@@ -29,7 +43,7 @@ def read_runs(runs: Sequence[Path]) -> Records:
     where = ", ".join(map(str, runs))
     if not paths:
         raise BadInputError(
-            f"{where}: no {timings.FOLDER}/rank_N.bin; name the output_dir of a run of `telechat-moe train`"
+            f"{where}: no {timings.FOLDER}/rank_N.bin and no trace; name the output_dir of a run of `telechat-moe train`, or traces"
         )
     heads: list[dict[str, object]] = []
     spans: list[tuple[int, int]] = []

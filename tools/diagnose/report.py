@@ -5,6 +5,7 @@ from typing import Any
 
 from telechat_moe.tools.diagnose.bound import StageBound, stage_bounds, waiting
 from telechat_moe.tools.diagnose.cause import Cause
+from telechat_moe.tools.diagnose.excess import FEWEST
 from telechat_moe.tools.diagnose.judge import Judge
 from telechat_moe.tools.diagnose.kinds import KINDS
 from telechat_moe.tools.diagnose.records import COMM, COUNTS, LOCAL, LOST, Records
@@ -37,6 +38,13 @@ class Diagnosis:
         if self.causes:
             return "fail"
         return "inconclusive" if "ranks" in self.not_judged else "pass"
+
+    def left(self) -> list[str]:
+        """Return what was not judged, a line for each reason."""
+        names: dict[str, list[str]] = {}
+        for name, why in self.not_judged.items():
+            names.setdefault(why, []).append(name)
+        return [f"{', '.join(those)}: {why}" for why, those in names.items()]
 
     def says(self) -> str:
         """Return the answer: one sentence with numbers and the next thing to do."""
@@ -91,7 +99,7 @@ def diagnose(records: Records) -> Diagnosis:
     return Diagnosis(
         records,
         records.step_seconds(),
-        Judge(records).causes(),
+        Judge(records).causes() if len(records.steps) >= FEWEST else [],
         stage_bounds(records),
         waiting(records),
         _not_judged(records),
@@ -118,7 +126,9 @@ def _not_judged(records: Records) -> dict[str, str]:
     """Return what cannot be judged from these records, and why."""
     found: dict[str, str] = {}
     alone = [int(s) for s in sorted(set(records.stage.tolist())) if (records.stage == s).sum() == 1]
-    if alone:
+    if len(records.steps) < FEWEST:
+        found["ranks"] = f"{len(records.steps)} steps; ranks are compared from {FEWEST} steps on"
+    elif alone:
         found["ranks"] = (
             f"stage {ranges_text(alone)} has one rank, which has no peers to compare it with"
         )
