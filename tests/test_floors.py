@@ -16,7 +16,17 @@ EXEMPT: dict[str, str] = {}
 
 # From the ground up. Only the rooms of the first and of the last line may import one another.
 FLOORS = (
-    ("errors", "units", "files", "tensor_files", "numerics", "html", "processes", "versions"),
+    (
+        "errors",
+        "units",
+        "files",
+        "tensor_files",
+        "timings",
+        "numerics",
+        "html",
+        "processes",
+        "versions",
+    ),
     ("recipes",),
     ("recipe",),
     ("ops",),

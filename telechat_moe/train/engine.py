@@ -81,6 +81,10 @@ class Engine(Protocol):
         """Name the tensor from which NaN or Inf came into a step."""
         ...
 
+    def rows(self, load_LE: np.ndarray) -> float | None:
+        """Return how many of a step's tokens went to the experts of this process, all layers; None: not known."""
+        return float(load_LE.sum())
+
 
 def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
     """Return the columns of a batch in the order of the model's arguments."""

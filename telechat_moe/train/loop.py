@@ -15,6 +15,7 @@ from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
+from telechat_moe.timings import StepTimer
 from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.engine import Batch
 from telechat_moe.train.evaluate import validation_loss
@@ -91,8 +92,15 @@ class StepResult(NamedTuple):
 class Loop:
     """The steps of one process: its checkpoints know engine, data, guard and progress; the monitor shows the run."""
 
-    def __init__(self, checkpoints: RunCheckpoints, schedule: Schedule, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        checkpoints: RunCheckpoints,
+        schedule: Schedule,
+        monitor: Monitor,
+        timer: StepTimer | None = None,
+    ) -> None:
         self.checkpoints, self.schedule, self.monitor = checkpoints, schedule, monitor
+        self.timer = timer or StepTimer()
         self.recipe, self.engine, self.loader = (
             checkpoints.recipe,
             checkpoints.engine,
@@ -110,6 +118,7 @@ class Loop:
         self.validation_loss: float | None = None
         self.saved_step: int | None = None
         self.stalls_ms: list[float] = []
+        self.rows: float | None = None
 
     def run(self) -> None:
         """Run the remaining steps with their evaluations and checkpoints; the last one is complete then."""
@@ -163,11 +172,15 @@ class Loop:
             if spike is not None and self.guard.rolls_back and self.roll_back(spike):
                 continue
             last = progress.step == self.steps
+            self.timer.lap("host")
             if interval and (progress.step % interval == 0 or last):
                 self.validation_loss, by_source = self.evaluate()
                 self.monitor.evaluation(progress.step, self.validation_loss, by_source)
+            self.timer.lap("evaluation")
             if section and (progress.step % section.save_checkpoint_steps == 0 or last):
                 self.save()
+            self.timer.lap("save")
+            self.timer.finish(progress.step, self.rows)
         if self.ranks.interrupted and progress.step < self.steps and saver is not None:
             self.save()
             saver.wait(last=True)
@@ -217,15 +230,18 @@ class Loop:
         rate = self.schedule(progress.updates)
         began = time.perf_counter()
         self.ranks.at(f"step {step}, reading data")
+        self.timer.lap("host")
         share = self.recipe.batch_at(progress.step) / self.recipe.global_batch
         batches = self.engine.read(self.loader, round(micro_batches(self.recipe) * share))
         waited = time.perf_counter() - began
+        self.timer.lap("data")
         self.ranks.begin_step(step)
         self.ranks.at(f"step {step}, in the graph")
         output = self.engine.update(batches, progress.updates + 1, rate, self.guard.limits())
         lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
         norm, applied = float(output.norm.asnumpy()), bool(output.applied.asnumpy())
         seconds = time.perf_counter() - began
+        self.timer.lap("graph")
         self.ranks.end_step(step)
         progress.step = step
         progress.updates += applied
@@ -272,7 +288,9 @@ class Loop:
     def _record_loads(self, output: StepOutput) -> None:
         """Record the load of every expert where it is due, and how long that takes."""
         began = time.perf_counter()
-        record = self.loads.add(self.progress.step, output.load_LE.asnumpy())
+        load_LE = output.load_LE.asnumpy()
+        self.rows = self.engine.rows(load_LE)
+        record = self.loads.add(self.progress.step, load_LE)
         if record is not None:
             self.monitor.expert_loads(self.progress.step, record)
         self.loads.seconds += time.perf_counter() - began

@@ -44,7 +44,8 @@ class RankEngine:
     def __init__(self, recipe: Recipe, job: Path, ranks: Ranks) -> None:
         assert ranks.control is not None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
-        self.micro_batches, self.layout = micro_batches(recipe), mesh_of(recipe).describe()
+        self.micro_batches, self.mesh = micro_batches(recipe), mesh_of(recipe)
+        self.layout = self.mesh.describe()
         self.parts, self.saves = recipe.parallel_config.seq_split_num, 0
         self.limits = (float("inf"), float("inf"))
         self.moments: Mapping[str, np.ndarray] = {}
@@ -171,6 +172,14 @@ class RankEngine:
             if not np.isfinite(_copy(self.program.parameters[name])).all():
                 return f"the weight {name} is not finite"
         return "the loss or a gradient is not finite although all weights of rank 0 are"
+
+    def rows(self, load_LE: np.ndarray) -> float | None:
+        """See :meth:`telechat_moe.train.engine.Engine.rows`; not known where experts move."""
+        if self.experts is not None or load_LE.ndim != 2:
+            return None
+        own = load_LE.shape[1] // self.mesh.ep
+        first = self.mesh.index(self.rank, self.mesh.axes("ep")) * own
+        return float(load_LE[:, first : first + own].sum())
 
 
 def _copy(parameter: Parameter) -> np.ndarray:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+from telechat_moe import timings
 from telechat_moe.checkpoint import folder
 from telechat_moe.checkpoint.weights import ReadWeights, own_weights
 from telechat_moe.errors import BadInputError
@@ -21,6 +22,8 @@ from telechat_moe.model.init import count_parameters
 from telechat_moe.ops.custom import reason
 from telechat_moe.processes import stop_on_signal
 from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.timings import StepTimer
 from telechat_moe.train import guard, preflight, schedule, state
 from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.engine import Engine, OneProcess
@@ -98,9 +101,22 @@ class Trainer:
         else:
             initialize(self.engine.model, self.recipe.seed)
 
-    def loop(self, monitor: Monitor) -> Loop:
+    def loop(self, monitor: Monitor, timer: StepTimer | None = None) -> Loop:
         """Return the loop over the remaining steps."""
-        return Loop(self.checkpoints, self.schedule, monitor)
+        return Loop(self.checkpoints, self.schedule, monitor, timer)
+
+    def _timer(self) -> StepTimer:
+        """Return what measures and records the parts of this process's steps."""
+        rank, count = self.ranks.rank, self.ranks.count
+        if (
+            self.ranks.leads and not self.start.here
+        ):  # those of an earlier run, of more ranks perhaps
+            shutil.rmtree(self.output / timings.FOLDER, ignore_errors=True)
+        self.ranks.barrier("timings")
+        about = {"rank": rank, "ranks": count, "stage": mesh_of(self.recipe).stage(rank)}
+        return StepTimer(
+            timings.file_of(self.output, rank), about, self.progress.step * self.start.here
+        )
 
     def run(self) -> Summary:
         """Train to the last step of the recipe, or until interrupted.
@@ -133,11 +149,12 @@ class Trainer:
         if self.ranks.leads:
             resumed, quiet = self.progress.step * self.start.here, self.plain or None
             monitor = Monitor(self.output, steps, tokens, resume_step=resumed, quiet=quiet)
-        loop = self.loop(monitor)
+        timer = self._timer()
+        loop = self.loop(monitor, timer)
         alone = self.ranks.count == 1  # else the parent process takes the signals
         stopping = stop_on_signal(self.ranks.interrupt, signal.SIG_DFL) if alone else nullcontext()
         try:
-            with self.loader, stopping:
+            with self.loader, timer, stopping:
                 for note in self.checkpoints.notes:
                     monitor.message(note)
                 monitor.message(

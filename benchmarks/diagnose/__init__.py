@@ -1,0 +1,1 @@
+"""How well `telechat-moe diagnose` names planted causes in simulated clusters, and how fast."""

@@ -1,0 +1,127 @@
+"""``python -m benchmarks.diagnose``: precision and recall on simulated clusters, speed, what recording costs."""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.diagnose.cluster import Cluster
+from benchmarks.diagnose.files import write
+from benchmarks.diagnose.score import Score, run
+from telechat_moe import timings
+from telechat_moe.tools.diagnose.kinds import KINDS
+
+DP = {128: 4, 256: 8, 1024: 32, 8192: 256}
+"""Data-parallel degree by ranks, with 8 tensor-parallel ranks and 4 stages."""
+
+
+def accuracy(ranks: int, runs: int, steps: int, seed: int) -> tuple[Score, Score]:
+    """Return the scores of clean runs and of runs with one or two causes."""
+    cluster = Cluster(DP[ranks], steps=steps)
+    both = run(cluster, runs - runs // 2, 1, seed)
+    both.join(run(cluster, runs // 2, 2, seed + 1))
+    return run(cluster, runs, 0, seed + 2), both
+
+
+def speed(ranks: int, steps: int) -> dict[str, float]:
+    """Return seconds and peak memory of the verb on the files of a cluster of so many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster, block = Cluster(DP[ranks], steps=100), 100
+        records = cluster.simulate(np.random.default_rng(0))
+        # The steps of a block again and again: only the size matters here.
+        records.columns = {n: np.tile(x, (1, steps // block)) for n, x in records.columns.items()}
+        records.steps = np.arange(1, steps // block * block + 1)
+        write(records, Path(folder))
+        del records
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "telechat_moe.cli", "diagnose", folder, "--json", "-"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "gib": peak}
+
+
+def recording(steps: int = 2000) -> dict[str, float]:
+    """Return the microseconds that a step's timings take: minimum and median of blocks of a hundred."""
+    blocks: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = timings.file_of(Path(folder), 0)
+        with timings.StepTimer(path, {"rank": 0, "ranks": 1, "stage": 0}) as timer:
+            for block in range(steps // 100):
+                began = time.process_time()
+                for step in range(100):
+                    for part in timings.PARTS:
+                        timer.lap(part)
+                    timer.finish(100 * block + step, 1.0)
+                blocks.append((time.process_time() - began) / 100 * 1e6)
+    return {"minimum_us": min(blocks), "median_us": float(np.median(blocks))}
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnose", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=256, choices=DP, help="ranks of a cluster")
+    parser.add_argument("--runs", type=int, default=100, help="clean runs, and as many with causes")
+    parser.add_argument("--steps", type=int, default=200, help="steps of a run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--speed", type=int, default=0, metavar="STEPS", help="measure speed instead"
+    )
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    report: dict[str, object] = {"recording": recording()}
+    print(
+        "recording a step: {minimum_us:.0f} us minimum, {median_us:.0f} us median".format(
+            **recording()
+        )
+    )
+    if args.speed:
+        report["speed"] = found = speed(args.ranks, args.speed)
+        print(
+            f"{args.ranks} ranks x {args.speed} steps: "
+            + ", ".join(f"{k} {v:.2f}" for k, v in found.items())
+        )
+    else:
+        clean, planted = accuracy(args.ranks, args.runs, args.steps, args.seed)
+        report |= _table(args, clean, planted)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _table(args: argparse.Namespace, clean: Score, planted: Score) -> dict[str, object]:
+    print(f"{args.ranks} ranks x {args.steps} steps")
+    print(f"{'kind':20s} planted  named  wrong")
+    kinds: dict[str, dict[str, int]] = {}
+    for kind in KINDS:
+        right, wrong, missed = (c[kind] for c in (planted.right, planted.wrong, planted.missed))
+        kinds[kind] = {"planted": right + missed, "right": right, "wrong": wrong}
+        print(f"{kind:20s} {right + missed:7d} {right:6d} {wrong:6d}")
+    print(f"precision {planted.precision():.4f}, recall {planted.recall():.4f}")
+    print(f"clean runs with a cause: {clean.runs_with_wrong} of {args.runs}")
+    for text in [*planted.examples[:10], *clean.examples[:5]]:
+        print("  ", text)
+    return {
+        "ranks": args.ranks,
+        "steps": args.steps,
+        "seed": args.seed,
+        "runs": args.runs,
+        "kinds": kinds,
+        "precision": planted.precision(),
+        "recall": planted.recall(),
+        "clean_runs": args.runs,
+        "clean_with_cause": clean.runs_with_wrong,
+        "clean_causes": dict(Counter(clean.wrong)),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""`telechat-moe diagnose`: where the time of a run goes, and who is to blame."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json, write_text
+from telechat_moe.cli.verb import Verb
+
+if TYPE_CHECKING:
+    from telechat_moe.tools.diagnose.report import Diagnosis
+
+SHOWN = 20
+
+NOTES = """\
+RUN is the output_dir of `telechat-moe train` (all ranks write OUTPUT_DIR/timings), or the folders of several hosts. TRACE is a trace of torch's
+profiler (.json, .json.gz), one a rank, step_trace_time.csv of an Ascend profiler (MindSpore's, torch_npu's, msprof-analyze's of a
+cluster), or a folder with these. From fewer than 8 steps it is said what bounds them, and no rank is judged.
+
+A rank that waits is a victim: to blame are the ranks that are later than their peers, those of their pipeline stage, in the
+time that they wait for nobody, by more than chance and by 1.5 % of the step or more. What was recorded beside the times says why;
+where that cannot tell kinds apart, all that are possible are named. docs/diagnose.md has the table.
+"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN|TRACE",
+        help="folder of a run, the folders of its hosts, or traces of its ranks",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="a page: causes, bounds, ranks x steps, the latest rank's step",
+    )
+
+
+def run_diagnose(args: argparse.Namespace) -> int:
+    """Read, judge, and say the answer first."""
+    from telechat_moe.tools.diagnose.page import diagnosis_page
+    from telechat_moe.tools.diagnose.read import read_any
+    from telechat_moe.tools.diagnose.report import diagnose
+
+    diagnosis = diagnose(read_any([Path(run) for run in args.runs]))
+    write_text("--html ", args.html, lambda: diagnosis_page(diagnosis))
+    if not write_json(args.json, diagnosis.to_json()):
+        _show(diagnosis)
+    return {"pass": 0, "fail": 1}.get(diagnosis.verdict, VERDICT_CODES["inconclusive"])
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    from telechat_moe.tools.diagnose.bound import BOUNDS
+    from telechat_moe.tools.diagnose.report import who
+
+    print(diagnosis.says())
+    if diagnosis.causes:
+        print()
+        rows = [
+            [
+                who(c),
+                " or ".join(kind.replace("_", " ") for kind in c.kinds),
+                f"{c.first_step}-{c.last_step}",
+                f"{c.share:+.1%}",
+                f"{c.lost:.1%}",
+            ]
+            for c in diagnosis.causes[:SHOWN]
+        ]
+        show_table(["who", "what", "steps", "of a step ", "of the run "], rows)
+        show_left(len(diagnosis.causes) - SHOWN, "--json")
+    print()
+    names = list(BOUNDS.values())
+    bounds = [
+        [b.stage, b.bound, *(f"{b.shares[n]:.1%}" for n in names)] for b in diagnosis.bounds[:SHOWN]
+    ]
+    show_table(["stage ", "bound by", *(f"{n} " for n in names)], bounds)
+    print(f"waiting for other ranks: {diagnosis.waiting:.1%} of all ranks' time")
+    for line in diagnosis.left():
+        print(f"not judged: {line}")
+    for problem in diagnosis.records.problems:
+        print(problem)
+
+
+VERB = Verb(
+    name="diagnose",
+    help="where the time of a run goes: what bounds it, and which rank, host or link is to blame",
+    description="Say what bounds the steps of a run, and which rank, host or link makes the others wait, and why.",
+    notes=NOTES,
+    examples="telechat-moe diagnose output\ntelechat-moe diagnose host0/output host1/output --html slow.html",
+    exits={
+        0: "nothing is wrong",
+        1: "something is wrong, and named",
+        3: "no timings, or damaged ones",
+        4: "nothing was found, but a stage has one rank, which has no peers, or there are too few steps",
+    },
+    json_keys="verdict, says, source, ranks, steps, step_seconds, waiting, causes (a list of {kinds, scope, ranks, host, part, "
+    "first_step, last_step, seconds, share, sigmas, lost, who, advice}), bounds (a list of {stage, bound, shares, steps}), "
+    "recorded, problems, not_judged.",
+    arguments=_arguments,
+    run=run_diagnose,
+)

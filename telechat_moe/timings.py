@@ -1,0 +1,265 @@
+"""Where the time of each step goes on each rank: ``OUTPUT_DIR/timings/rank_N.bin``, which `telechat-moe diagnose` reads.
+
+A file is a line of JSON (rank, stage, host, names of the columns) and then rows of little-endian float32, one a step, so a rank writes
+about 50 bytes a step with one call. All but ``step``, ``first``, ``faults`` and ``rows`` are seconds:
+
+``data``, ``host``, ``graph``, ``save``, ``evaluation``
+    Wall time: waiting for data, Python between the others, the graph with its collectives, paused for a checkpoint, evaluating.
+``cpu``
+    CPU time of all threads during the graph.
+``gc``, ``delay``, ``paused``
+    Collecting garbage; ready to run but without a core (of the thread that waited longest); stopped, as by SIGSTOP.
+``first``, ``faults``, ``rows``
+    1 in a process's first step, which compiles the graph; major page faults; rows that the rank's experts got (NaN: not known).
+"""
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.errors import BadInputError, TelechatMoeError
+
+FOLDER = "timings"
+VERSION = 1
+COLUMNS = (
+    "step", "first", "data", "host", "graph", "save", "evaluation", "cpu", "gc", "delay", "paused", "faults", "rows",
+)  # fmt: skip
+PARTS = ("data", "host", "graph", "save", "evaluation")
+TYPE = np.dtype("<f4")
+BEAT_S = 0.05
+"""Seconds between two beats of the thread that notices a stopped process."""
+_THREADS_EVERY = 50  # steps between two looks at which threads there are
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return the file of a rank below the folder of a run."""
+    return folder / FOLDER / f"rank_{rank}.bin"
+
+
+class Pauses:
+    """Seconds in which this process was stopped: a thread that sleeps finds out that it slept too long.
+
+    What the process spent on a core, and what the thread waited for one, is no stop.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="timings", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                path = Path("/proc/thread-self/schedstat")
+                own = stack.enter_context(path.open("rb", buffering=0))
+            except OSError:
+                own = None
+            before, used, waited = time.monotonic(), time.process_time(), _waited(own)
+            while not self._ends.wait(BEAT_S):
+                now, cpu, delay = time.monotonic(), time.process_time(), _waited(own)
+                over = now - before - BEAT_S - (cpu - used) - (delay - waited)
+                if over > BEAT_S:
+                    self.seconds += over
+                before, used, waited = now, cpu, delay
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ends.set()
+
+
+def _waited(file: Any) -> float:
+    """Return the seconds that a thread was ready to run without a core."""
+    if file is None:
+        return 0.0
+    file.seek(0)
+    return int(file.read().split()[1]) * 1e-9
+
+
+class CoreWaits:
+    """Seconds that the threads of this process were ready to run without a core."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, int]] = {}
+        self._looks = 0
+
+    def longest(self) -> float:
+        """Return the seconds since the last call of the thread that waited longest."""
+        if self._looks % _THREADS_EVERY == 0:
+            self._look()
+        self._looks += 1
+        most = 0
+        for name, (file, before) in list(self._known.items()):
+            try:
+                waited = int(os.pread(file, 64, 0).split()[1])
+            except (OSError, IndexError):  # the thread has ended
+                os.close(file)
+                del self._known[name]
+                continue
+            self._known[name] = (file, waited)
+            most = max(most, waited - before)
+        return most * 1e-9
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError):
+            there = {path.name for path in Path("/proc/self/task").iterdir()}
+            for name in there - set(self._known):
+                with contextlib.suppress(OSError, IndexError):
+                    file = os.open(f"/proc/self/task/{name}/schedstat", os.O_RDONLY)
+                    self._known[name] = (file, int(os.pread(file, 64, 0).split()[1]))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file, _ in self._known.values():
+            os.close(file)
+        self._known = {}
+
+
+class StepTimer:
+    """Measure the parts of a step and write them; without a file it does nothing.
+
+    Args:
+        path: The file; None: nothing is measured.
+        about: ``rank``, ``ranks`` and ``stage`` for the first line.
+        step: Steps done; later rows of the file are removed.
+
+    Raises:
+        TelechatMoeError: The file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path | None = None, about: dict[str, Any] | None = None, step: int = 0
+    ) -> None:
+        self.path, self._file = path, None
+        if path is None:
+            return
+        header = {
+            "version": VERSION,
+            **(about or {}),
+            "host": socket.gethostname(),
+            "columns": list(COLUMNS),
+        }
+        kept = _kept(path, step) if step else b""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb", buffering=0)
+            self._file.write(json.dumps(header).encode() + b"\n" + kept)
+        except OSError as error:
+            raise TelechatMoeError(f"cannot write the timings {path}: {error.strerror}") from error
+        self._pauses, self._waits = Pauses(), CoreWaits()
+        self._gc_seconds, self._gc_began, self._first = 0.0, 0.0, 1.0
+        gc.callbacks.append(self._collected)
+        self._row: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
+        self._seen = self._counts()
+        self._at = time.perf_counter()
+
+    def __enter__(self) -> "StepTimer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap as a part of the step, one of :data:`PARTS`."""
+        if self._file is None:
+            return
+        now = time.perf_counter()
+        self._row[part] += now - self._at
+        self._at = now
+        cpu = time.process_time()
+        if part == "graph":
+            self._row["cpu"] += cpu - self._cpu
+        self._cpu = cpu
+
+    def finish(self, step: int, rows: float | None) -> None:
+        """Write the row of a step; what follows belongs to the next."""
+        if self._file is None:
+            return
+        self.lap("host")
+        counts = self._counts()
+        row = self._row | {
+            name: counts[name] - self._seen[name] for name in ("gc", "paused", "faults")
+        }
+        row |= {"step": step, "first": self._first, "delay": self._waits.longest()}
+        row["rows"] = float("nan") if rows is None else rows
+        try:
+            self._file.write(np.array([row[name] for name in COLUMNS], TYPE).tobytes())
+        except OSError as error:
+            raise TelechatMoeError(
+                f"cannot write the timings {self.path}: {error.strerror}"
+            ) from error
+        self._row.update(dict.fromkeys(COLUMNS, 0.0))
+        self._seen, self._first = counts, 0.0
+
+    def _counts(self) -> dict[str, float]:
+        self._cpu = time.process_time()
+        faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
+        return {"gc": self._gc_seconds, "paused": self._pauses.seconds, "faults": faults}
+
+    def _collected(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self._gc_began = time.perf_counter()
+        else:
+            self._gc_seconds += time.perf_counter() - self._gc_began
+
+    def close(self) -> None:
+        """Stop measuring."""
+        if self._file is not None:
+            gc.callbacks.remove(self._collected)
+            self._pauses.close()
+            self._waits.close()
+            self._file.close()
+            self._file = None
+
+
+def _kept(path: Path, step: int) -> bytes:
+    """Return the rows of a file up to a step; nothing if it is another run's or of other columns."""
+    try:
+        header, rows = read(path)
+    except BadInputError:
+        return b""
+    return rows[rows[:, 0] <= step].tobytes() if header["columns"] == list(COLUMNS) else b""
+
+
+def read(path: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Return the first line and the rows ``[steps, columns]`` of a rank's file; a torn last row is left out.
+
+    Raises:
+        BadInputError: The file cannot be read or is none of these.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadInputError(f"cannot read the timings {path}: {error.strerror}") from error
+    line, newline, body = data.partition(b"\n")
+    try:
+        header = json.loads(line)
+        columns = [str(name) for name in header["columns"]]
+        rank, stage, version = int(header["rank"]), int(header["stage"]), header["version"]
+    except (ValueError, TypeError, KeyError):
+        raise BadInputError(
+            f"{path}: begins with no line of JSON that has version, rank, stage and columns; it is no file of timings"
+        ) from None
+    if not newline or version != VERSION or "step" not in columns or min(rank, stage) < 0:
+        raise BadInputError(
+            f"{path}: timings of version {version!r} for rank {rank}; expected version {VERSION} with a column step"
+        )
+    width = len(columns)
+    count = len(body) // (TYPE.itemsize * width)
+    return header, np.frombuffer(body, TYPE, count * width).reshape(count, width)

@@ -1,0 +1,105 @@
+"""What bounds the steps of each stage: the device, communication, the host, data or checkpoints.
+
+A step of a stage is as long as its latest rank; the largest of that rank's parts bounds it. What others wait for this rank is no
+communication: that counts as the device's, host's... time of the rank that they wait for.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.diagnose.links import transfers
+from telechat_moe.tools.diagnose.records import LOCAL, LOST, Floats, Records
+
+BOUNDS = {
+    "compute": "device",
+    "comm": "communication",
+    "host": "host",
+    "data": "data",
+    "save": "checkpoint",
+}
+"""What a step is bound by, by its largest part."""
+
+
+@dataclass(frozen=True)
+class StageBound:
+    """What bounds a stage.
+
+    Attributes:
+        stage: Number of the stage.
+        shares: Mean share of each of `BOUNDS` in the time of the latest rank.
+        steps: Share of the steps that each bounds.
+        by_step: The bound of each step, as a number in `BOUNDS`.
+        latest: Row of the latest rank of each step.
+    """
+
+    stage: int
+    shares: dict[str, float]
+    steps: dict[str, float]
+    by_step: np.ndarray
+    latest: np.ndarray
+
+    @property
+    def bound(self) -> str:
+        """What bounds most steps."""
+        return max(self.steps, key=lambda name: self.steps[name])
+
+
+def stage_bounds(records: Records) -> list[StageBound]:
+    """Return what bounds each stage."""
+    own = records.own()
+    names = list(BOUNDS.values())
+    moved = _moved(records)
+    found: list[StageBound] = []
+    for stage in range(int(records.stage.max()) + 1):
+        rows = np.flatnonzero(records.stage == stage)
+        latest = rows[own[rows].argmax(0)]
+        at = np.arange(len(records.steps))
+        parts = np.zeros((len(names), len(at)))
+        for number, part in enumerate(BOUNDS):
+            if part == "comm":
+                parts[number] = moved[latest, at]
+            elif part in records.columns:
+                parts[number] = records.columns[part][latest, at]
+        if not records.inside:  # beside the host: lost there
+            host = names.index("host")
+            parts[host] += sum(records.columns[n][latest, at] for n in LOST if n in records.columns)
+        by_step = parts.argmax(0)
+        total = parts.sum()
+        found.append(
+            StageBound(
+                stage,
+                {
+                    n: float(p.sum() / total) if total else 0.0
+                    for n, p in zip(names, parts, strict=True)
+                },
+                {n: float((by_step == i).mean()) for i, n in enumerate(names)},
+                by_step,
+                latest,
+            )
+        )
+    return found
+
+
+def _moved(records: Records) -> Floats:
+    """Return the seconds of collectives of each rank without waiting for others, ``[ranks, steps]``."""
+    total = np.zeros((len(records.ranks), len(records.steps)), np.float32)
+    for axis in records.axes:
+        seconds, _ = transfers(records, axis)
+        total += seconds[np.unique(records.groups[axis], return_inverse=True)[1]]
+    return total
+
+
+def waiting(records: Records) -> float:
+    """Return the share of all ranks' time that they wait for other ranks."""
+    comm = sum(
+        float(records.columns[f"comm.{axis}"].mean(dtype=np.float64)) for axis in records.axes
+    )
+    own = sum(
+        float(records.columns[n].mean(dtype=np.float64))
+        for n in (*LOCAL, *(() if records.inside else LOST))
+        if n in records.columns
+    )
+    return (
+        (comm - float(_moved(records).mean(dtype=np.float64))) / (comm + own) if comm + own else 0.0
+    )

@@ -1,0 +1,147 @@
+"""How much later each rank is than its peers, in which steps, and whether that is more than chance.
+
+A rank's peers do the same work: the ranks of its pipeline stage. In every step the median of the peers is taken off, which
+removes what all ranks share. What is left is averaged over windows of steps (all, halves, quarters, eighths), without the two
+largest steps of a window: a single late step is no cause. A window's averages over the peers give their spread.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.tools.diagnose.records import Floats, Ints
+
+Array = NDArray[np.float64]
+
+LEAST = 0.015
+"""Share of the step that an excess must have to be a cause."""
+FLOOR = 0.002
+"""Share of the step that averages of peers vary by at least."""
+FEWEST = 8
+"""Steps below which ranks are not compared."""
+FEWEST_STEPS = 20
+"""Steps of the shortest window."""
+LARGEST_LEFT_OUT = 2
+"""Steps of a window that are left out of its average."""
+MANY = 12
+"""From so many peers on, their own spread is known."""
+FEW = 5
+"""With fewer peers a row is compared with the others only: it would pull their median."""
+SIGMAS = 6.5
+"""Robust standard deviations from the median peer: below 1e-10 by chance, for thousands of ranks, parts and windows."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """A row (rank or group) that is later than its peers.
+
+    Attributes:
+        row: Its number.
+        begin: First step of the window, as an index.
+        end: One after the last.
+        seconds: Average of a step of the window above the median peer's, its largest steps included.
+        sigmas: How far from the peers that is.
+        lasting: The median step of the window is later, too; otherwise it comes in pulses.
+    """
+
+    row: int
+    begin: int
+    end: int
+    seconds: float
+    sigmas: float
+    lasting: bool
+
+
+def center(x: Floats, peers: Ints) -> tuple[Floats, Floats]:
+    """Return rows minus the median of their peers in each step, and these medians by group of peers.
+
+    With fewer than `FEW` peers a row is compared with the median of the others: it would pull its own.
+    """
+    count = int(peers.max()) + 1
+    medians = np.empty((count, x.shape[1]), np.float32)
+    result = np.empty_like(x)
+    for group in range(count):
+        rows = np.flatnonzero(peers == group)
+        medians[group] = np.median(x[rows], axis=0)
+        if len(rows) >= FEW:
+            result[rows] = x[rows] - medians[group]
+            continue
+        for row in rows:
+            others = rows[rows != row]
+            result[row] = x[row] - np.median(x[others], axis=0) if len(others) else 0.0
+    return result, medians
+
+
+def windows(steps: int) -> list[tuple[int, int]]:
+    """Return begin and end of all windows: the whole, halves, quarters, eighths."""
+    found = [(0, steps)]
+    for parts in (2, 4, 8):
+        if steps // parts >= FEWEST_STEPS:
+            edges = np.linspace(0, steps, parts + 1).astype(int)
+            found += [(int(a), int(b)) for a, b in pairwise(edges)]
+    return found
+
+
+def _averages(x: Floats, spans: list[tuple[int, int]]) -> Array:
+    """Return the average of each row in each window without the largest steps, ``[windows, rows]``."""
+    left = LARGEST_LEFT_OUT
+    found = np.empty((len(spans), x.shape[0]))
+    for number, (begin, end) in enumerate(spans):
+        part = x[:, begin:end]
+        total = part.sum(1, dtype=np.float64)
+        if end - begin > 2 * left:
+            largest = np.partition(part, end - begin - left, axis=1)[:, -left:]
+            total -= largest.sum(1, dtype=np.float64)
+            found[number] = total / (end - begin - left)
+        else:
+            found[number] = total / (end - begin)
+    return found
+
+
+def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints) -> float:
+    """Return the standard deviation of a window's averages among peers that are alike."""
+    if len(rows) >= MANY:
+        return 1.4826 * float(np.median(np.abs(means[rows] - np.median(means[rows]))))
+    # Too few to know their spread: the variation of each from block to block, which covers slow drift.
+    begin, end = span
+    blocks = np.array_split(np.arange(begin, end), min(8, max(2, (end - begin) // 5)))
+    values = np.array([np.median(x[rows][:, block], axis=1) for block in blocks])
+    return float(np.median(values.std(0, ddof=1))) / np.sqrt(len(blocks))
+
+
+def late_rows(x: Floats, peers: Ints, least: float, floor: float) -> list[Late]:
+    """Return the rows that are later than their peers, with the window that shows it best.
+
+    Args:
+        x: Seconds, rows minus their peers' median (:func:`center`).
+        peers: Group of peers of each row.
+        least: Excess in seconds that matters.
+        floor: Spread in seconds that peers have at least.
+    """
+    spans = windows(x.shape[1])
+    means = _averages(x, spans)
+    best: dict[int, tuple[float, int]] = {}
+    for group in range(int(peers.max()) + 1):
+        rows = np.flatnonzero(peers == group)
+        if len(rows) < 2:
+            continue
+        wide = floor * (1.0 if len(rows) >= MANY else 1.7 if len(rows) >= FEW else 2.5)
+        for number, span in enumerate(spans):
+            spread = max(_spread(means[number], x, span, rows), wide)
+            middle = float(np.median(means[number, rows])) if len(rows) >= FEW else 0.0
+            above = means[number, rows] - middle
+            for i in np.flatnonzero((above > SIGMAS * spread) & (above > least)):
+                row, score = int(rows[i]), float(above[i] / spread)
+                # The longest window that shows it, unless a shorter one shows more than 1.5 times as much.
+                known = best.get(row)
+                if known is None or above[i] > 1.5 * (means[known[1], row] - middle):
+                    best[row] = (score, number)
+    return [_late(x, row, *spans[number], score) for row, (score, number) in sorted(best.items())]
+
+
+def _late(x: Floats, row: int, begin: int, end: int, sigmas: float) -> Late:
+    part = x[row, begin:end]
+    mean = float(part.mean())
+    return Late(row, begin, end, mean, sigmas, bool(np.median(part) > 0.4 * mean))

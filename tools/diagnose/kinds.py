@@ -1,0 +1,130 @@
+"""The kinds of causes: what is late, what tells a kind from the others, what to do about it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cause.
+
+    Attributes:
+        part: Column that is late on the ranks to blame.
+        needs: Column that tells it from other kinds of the same part; empty: what is left when the others are excluded.
+        says: What it is, as the end of "rank 3 ...".
+        advice: The next thing to do.
+        pulsed: It comes in pulses; otherwise it lasts.
+    """
+
+    part: str
+    needs: str
+    says: str
+    advice: str
+    pulsed: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "slow_rank": Kind(
+        "compute",
+        "",
+        "computes more slowly than its peers at the same clock with the same work",
+        "run the device's own check on it, and replace it if it stays slow alone",
+    ),
+    "frequency_drop": Kind(
+        "compute",
+        "clock",
+        "computes at a lower clock than its peers",
+        "look at temperature and power of the device, and at its frequency limit",
+    ),
+    "expert_imbalance": Kind(
+        "compute",
+        "rows",
+        "has more rows for its experts than its peers",
+        "turn on telechat_moe.moe.placement, or raise moe_router_bias_update_rate",
+    ),
+    "sequence_imbalance": Kind(
+        "compute",
+        "work",
+        "has longer sequences than its peers",
+        "set telechat_moe.balance_attention: True",
+    ),
+    "slow_host": Kind(
+        "host",
+        "",
+        "spends longer on the host",
+        "look for other processes on the host and compare its core clock and governor with a fast host's",
+    ),
+    "numa": Kind(
+        "host",
+        "remote",
+        "has its memory on another NUMA node",
+        "bind the process to the cores and memory beside its device (numactl --cpunodebind --membind)",
+    ),
+    "garbage_collection": Kind(
+        "gc",
+        "gc",
+        "stops to collect garbage",
+        "freeze what was loaded (gc.freeze) and collect between checkpoints, on all ranks in the same step",
+        pulsed=True,
+    ),
+    "page_cache": Kind(
+        "data",
+        "faults",
+        "waits for pages from the disk",
+        "copy the data set to a local disk or into memory, and look at what else fills the page cache",
+        pulsed=True,
+    ),
+    "shared_core": Kind(
+        "delay",
+        "delay",
+        "is ready but has no core",
+        "give each rank cores of its own (taskset, cgroup), and move other processes away",
+    ),
+    "paused": Kind(
+        "paused",
+        "paused",
+        "is stopped and started again",
+        "look for what stops processes on the host: a debugger, a cgroup freezer, suspended virtual machines",
+        pulsed=True,
+    ),
+    "slow_reader": Kind(
+        "data",
+        "",
+        "waits for its data",
+        "add reader workers or prefetch, and measure the disk that the rank reads from",
+    ),
+    "checkpoint": Kind(
+        "save",
+        "save",
+        "waits for a checkpoint",
+        "save less often, in the background, or to a faster disk",
+        pulsed=True,
+    ),
+    "slow_link": Kind(
+        "comm",
+        "comm",
+        "has a slow link",
+        "test the link of these ranks alone (bandwidth and errors of the port), and swap cable or port",
+    ),
+}
+
+INSTEAD: dict[str, tuple[str, ...]] = {
+    "slow_rank": ("frequency_drop", "expert_imbalance", "sequence_imbalance"),
+    "slow_host": ("numa", "garbage_collection", "page_cache", "shared_core", "paused"),
+    "slow_reader": ("page_cache", "paused"),
+}
+"""What a kind that is left over may be instead, where the column that would tell was not recorded."""
+
+
+def possible(kind: str, recorded: frozenset[str], lasting: bool) -> tuple[str, ...]:
+    """Return a kind that is left over and those that the records cannot exclude.
+
+    Args:
+        recorded: Columns that were recorded.
+        lasting: The excess does not come in pulses.
+    """
+    others = (
+        name
+        for name in INSTEAD.get(kind, ())
+        if KINDS[name].needs not in recorded and not (lasting and KINDS[name].pulsed)
+    )
+    return (kind, *others)

@@ -1,0 +1,178 @@
+"""Read the timings that the ranks of a run wrote (`telechat_moe.timings`)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from telechat_moe import timings
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.diagnose.excess import FEWEST
+from telechat_moe.tools.diagnose.records import COMM, LOCAL, LOST, Floats, Ints, Records
+from telechat_moe.tools.diagnose.traces import read_traces, traces_of
+
+
+def files(run: Path) -> list[Path]:
+    """Return the files of timings of a run's folder (or of its ``timings``), by rank; empty: there are none."""
+    found = [p for folder in (run / timings.FOLDER, run) for p in folder.glob("rank_*.bin")]
+    return sorted(found, key=lambda p: (len(p.name), p.name))
+
+
+def read_any(paths: Sequence[Path]) -> Records:
+    """Return the records of runs (folders with timings) or of traces.
+
+    Raises:
+        BadInputError: A path does not exist, or holds neither.
+    """
+    for path in paths:
+        if not path.exists():
+            raise BadInputError(f"{path}: no such file or folder")
+    if any(files(path) for path in paths if path.is_dir()):
+        return read_runs(paths)
+    found = [trace for path in paths for trace in traces_of(path)]
+    return read_traces(found) if found else read_runs(paths)
+
+
+def read_runs(runs: Sequence[Path]) -> Records:
+    """Return the records of a run, from its folder or from the folders of several hosts.
+
+    Raises:
+        BadInputError: There are none, too few steps, or a rank twice.
+    """
+    paths = [path for run in runs for path in files(run)]
+    where = ", ".join(map(str, runs))
+    if not paths:
+        raise BadInputError(
+            f"{where}: no {timings.FOLDER}/rank_N.bin and no trace; name the output_dir of a run of `telechat-moe train`, or traces"
+        )
+    heads: list[dict[str, object]] = []
+    spans: list[tuple[int, int]] = []
+    problems: list[str] = []
+    kept: list[Path] = []
+    for path in paths:
+        header, rows = timings.read(path)
+        steps = rows[_steady(header, rows), header["columns"].index("step")]
+        if not len(steps):
+            problems.append(f"{path}: no finished step after the first; this rank is not judged")
+            continue
+        heads.append(header)
+        spans.append((int(steps.min()), int(steps.max())))
+        kept.append(path)
+    if not kept:
+        raise BadInputError(f"{where}: no rank has a finished step after the first")
+    numbers = [int(str(head["rank"])) for head in heads]
+    twice = (
+        sorted({rank for rank in numbers if numbers.count(rank) > 1})
+        if len(set(numbers)) < len(numbers)
+        else []
+    )
+    if twice:
+        raise BadInputError(f"{where}: rank {twice[0]} is there twice; name the folders of one run")
+    begin, end = max(span[0] for span in spans), min(span[1] for span in spans)
+    if end - begin + 1 < FEWEST:
+        raise BadInputError(
+            f"{where}: all ranks have {max(0, end - begin + 1)} steps in common after the first; expected {FEWEST} or more"
+        )
+    order = np.argsort(numbers, kind="stable")
+    missing = sorted(set(range(int(str(heads[0].get("ranks", 0))))) - set(numbers))
+    if missing:
+        problems.append(
+            f"{len(missing)} ranks have no timings, rank {missing[0]} the first; they are not judged"
+        )
+    columns, steps = _fill([kept[i] for i in order], begin, end, problems)
+    return _records(where, [heads[i] for i in order], columns, steps, problems)
+
+
+def _steady(header: dict[str, object], rows: Floats) -> np.ndarray:
+    """Return which rows are judged: not a process's first step, which compiles the graph."""
+    names = header["columns"]
+    assert isinstance(names, list)
+    return rows[:, names.index("first")] == 0 if "first" in names else np.ones(len(rows), bool)
+
+
+def _fill(
+    paths: list[Path], begin: int, end: int, problems: list[str]
+) -> tuple[dict[str, Floats], Ints]:
+    """Return the columns ``[ranks, steps]`` and the numbers of the steps that all ranks have."""
+    count = end - begin + 1
+    columns: dict[str, Floats] = {}
+    there = np.ones(count, bool)
+    for row, path in enumerate(paths):
+        header, rows = timings.read(path)
+        names = header["columns"]
+        rows = rows[_steady(header, rows)]
+        at = rows[:, names.index("step")].astype(np.int64) - begin
+        inside = (at >= 0) & (at < count)
+        rows, at = rows[inside], at[inside]  # of a step that was done twice the later row counts
+        own = np.zeros(count, bool)
+        own[at] = True
+        there &= own
+        for number, name in enumerate(names):
+            if name in ("step", "first"):
+                continue
+            if name not in columns:
+                columns[name] = np.full((len(paths), count), np.nan, np.float32)
+            columns[name][row, at] = rows[:, number]
+    steps = np.arange(begin, end + 1)
+    if not there.all():
+        problems.append(f"{int((~there).sum())} steps are not on all ranks; they are not judged")
+        columns = {name: x[:, there] for name, x in columns.items()}
+        steps = steps[there]
+    return {name: x for name, x in columns.items() if not np.isnan(x).any()}, steps
+
+
+def _records(
+    where: str,
+    heads: list[dict[str, object]],
+    columns: dict[str, Floats],
+    steps: Ints,
+    problems: list[str],
+) -> Records:
+    names = [str(head.get("host", "")) for head in heads]
+    hosts = list(dict.fromkeys(names))
+    stage = np.array([int(str(head["stage"])) for head in heads])
+    inside = "compute" in columns
+    groups = {
+        name[len(COMM) :]: _groups(heads, name[len(COMM) :])
+        for name in columns
+        if name.startswith(COMM)
+    }
+    if not inside and {"graph", "cpu"} <= set(columns):
+        _split_graph(columns)
+        groups["all"] = np.zeros(len(heads), np.int64)
+    known = (*LOCAL, *LOST, "faults", "clock", "remote", "rows", "work")
+    return Records(
+        source=f"timings of {where}",
+        ranks=np.array([int(str(head["rank"])) for head in heads]),
+        steps=steps,
+        columns={n: x for n, x in columns.items() if n in known or n.startswith(COMM)},
+        stage=np.unique(stage, return_inverse=True)[1],
+        host=np.array([hosts.index(name) for name in names]),
+        hosts=hosts,
+        groups=groups,
+        inside=inside,
+        problems=problems,
+    )
+
+
+def _groups(heads: list[dict[str, object]], axis: str) -> Ints:
+    """Return the number of each rank's group of an axis, from the first lines of its file."""
+    found = [head.get("groups") for head in heads]
+    return np.unique(
+        [int(g[axis]) if isinstance(g, dict) and axis in g else 0 for g in found],
+        return_inverse=True,
+    )[1]
+
+
+def _split_graph(columns: dict[str, Floats]) -> None:
+    """Split the time in the graph of CPU processes in computing and waiting for other ranks.
+
+    Threads compute together, so CPU time is divided by how many of them are busy on the rank that is busiest.
+    """
+    graph = columns["graph"]
+    lost = sum(
+        (columns[name] for name in ("delay", "paused") if name in columns), np.zeros_like(graph)
+    )
+    busy = float((np.median(columns["cpu"], 1) / np.maximum(np.median(graph, 1), 1e-9)).max())
+    columns["compute"] = columns["cpu"] / max(busy, 1.0)
+    columns[COMM + "all"] = np.maximum(graph - columns["compute"] - lost, 0)
