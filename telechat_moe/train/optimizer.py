@@ -112,7 +112,10 @@ class WeightAverage:
 
     def update(self, number: int) -> None:
         """Take the weights after an update, whose number counts from 1."""
-        rate = np.float32(1.0 if number == 1 else 1.0 - self.decay)
+        if number == 1:
+            self.begin()
+            return
+        rate = np.float32(1.0 - self.decay)
         for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
             # On CPU asnumpy() is the memory of the parameter.
             kept, now = average.asnumpy(), weight.asnumpy()
