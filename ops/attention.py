@@ -171,22 +171,17 @@ class FlashAttention(nn.Cell):
 
     Args:
         compute_dtype: Data type of the products' operands; sums and softmax are fp32.
+        first: Key at which the first query stands, where there are more keys than queries.
 
     Source: Dao et al. 2022, algorithms 1 and 4.
     """
 
-    def __init__(self, scale: float, compute_dtype: ms.Type = ms.float32) -> None:
+    def __init__(self, scale: float, compute_dtype: ms.Type = ms.float32, first: int = 0) -> None:
         super().__init__()
-        bf16 = compute_dtype == ms.bfloat16
-        self.forward = custom_op(
-            "FlashAttention", lambda q, k, v, start: (q, q), 2, scale=scale, bf16=bf16
-        )
+        given = {"scale": scale, "bf16": compute_dtype == ms.bfloat16, "first": first}
+        self.forward = custom_op("FlashAttention", lambda q, k, v, start: (q, q), 2, **given)
         self.backward = custom_op(
-            "FlashAttentionGrad",
-            lambda q, k, v, start, o, lse, do: (q, q, q),
-            3,
-            scale=scale,
-            bf16=bf16,
+            "FlashAttentionGrad", lambda q, k, v, start, o, lse, do: (q, q, q), 3, **given
         )
 
     def construct(
@@ -196,7 +191,7 @@ class FlashAttention(nn.Cell):
 
         Args:
             q_BSND: Queries, fp32.
-            k_BSND: Keys, as wide as the queries.
+            k_BSND: Keys, as wide as the queries; with ``first`` at least as many.
             v_BSND: Values, of any width.
             start_BS: First key that each query sees, int32, at most its own position.
         """

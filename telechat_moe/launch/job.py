@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,10 @@ def ascend_operators(recipe: Recipe) -> dict[str, int]:
     from telechat_moe.graph.mindir import kinds
     from telechat_moe.train.rank_graph import compile_recipe
 
+    own = recipe.telechat_moe
+    if own.operators.attention == "fused":  # Ascend has its own
+        operators = replace(own.operators, attention=None)
+        recipe = replace(recipe, telechat_moe=replace(own, operators=operators))
     graphs = compile_recipe(recipe, mesh_of(recipe).first_ranks(), full_batch=True)
     return dict(sum((kinds(graph.mindir) for graph in graphs), Counter()))
 

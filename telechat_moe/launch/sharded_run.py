@@ -63,6 +63,11 @@ ROUTED = {
     "MoeTokenUnpermute": "weighted sums of the native library",
     "MoeTokenUnpermuteGrad": "sums of the native library",
 }
+# And where `telechat_moe.operators.attention` is fused.
+FLASH = {
+    "FlashAttentionScore": "flash attention of the native library",
+    "FlashAttentionScoreGrad": "its gradients",
+}
 DISPATCH = {
     "alltoall": "Ascend's dropless dispatch sends each device as many rows as the routing says (AlltoAllV). Here "
     "every expert has a buffer for all tokens of a device and the exchange has static shapes: the same rows travel "
@@ -173,7 +178,9 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
     kind = dispatcher(recipe, "CPU")
     beside = recipe.telechat_moe.sharding.overlap_exchange
-    forms = PLAIN | ROUTED if kind == "alltoallv" else PLAIN
+    forms = PLAIN | (ROUTED if kind == "alltoallv" else {})
+    if recipe.telechat_moe.operators.attention == "fused":
+        forms |= FLASH
     return {
         "counted": f"operators on the first rank of each of {mesh.pp} stage(s), collectives on all ranks",
         "operators": [

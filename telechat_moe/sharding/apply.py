@@ -34,6 +34,7 @@ from telechat_moe.sharding.cells.dispatch import (
     RoutedRowsDispatch,
     slots_name,
 )
+from telechat_moe.sharding.cells.flash import FirstKeys, FlashSlice
 from telechat_moe.sharding.cells.hierarchical import RoutedNodeDispatch, SortedNodeDispatch
 from telechat_moe.sharding.cells.parts import EarlierParts, KeptRows, PartMask
 from telechat_moe.sharding.layouts import Rule, balance_axes
@@ -59,6 +60,7 @@ class Options:
         stubs: Replace the cells of other stages by shape-only stubs; only where micro-batches share one graph.
         movable: Experts have slots that the host may change between steps.
         parts: Parts of a sequence that go through the pipeline one after the other.
+        flash: Attention is our CPU kernel, which takes each process's own rows of queries.
     """
 
     dispatcher: str
@@ -71,6 +73,7 @@ class Options:
     balance_group: str = "dp"
     movable: bool = False
     parts: int = 1
+    flash: bool = False
 
 
 def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
@@ -97,6 +100,10 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
     p.cell(model.rope, "RopeTable")
     model.mask.stretch = False
     p.cell(model.mask, "AttentionMask")
+    if options.flash:
+        model.mask.backend = "fused"
+        model.mask.start = FirstKeys(_first_query(p, model.config.seq_length))
+        p.morphed(model.mask.start.run, "FirstKeys")
     if options.parts > 1:
         model.part_mask = PartMask(model.config.seq_length, options.parts, model.mask.backend)
         p.morphed(model.part_mask.run, "PartMask")
@@ -278,10 +285,21 @@ def _attention(p: Placement, attention: MultiLatentAttention, options: Options) 
     if isinstance(core, AscendAttention):
         _flash(p, core)
         return
+    if options.flash:
+        first = _first_query(p, attention.config.seq_length)
+        attention.core = FlashSlice(float(core.scale.asnumpy()), first)
+        p.morphed(attention.core.run, "FlashSlice")
+        return
     attention.core = PlainAttention(float(core.scale.asnumpy()), core.softmax_dtype)
     p.cell(attention.core, "PlainAttention")
     mask = "batch . seq ." if options.mask or options.parts > 1 else ". . seq ."
     p.put(attention.core.add_mask, Rule(("batch tp seq .", mask)))
+
+
+def _first_query(p: Placement, length: int) -> int:
+    """Return where the queries of this rank begin in a sequence."""
+    shared = p.group(p.mesh.axes("cp"))
+    return length // shared.size * shared.member
 
 
 def _earlier_parts(p: Placement, attention: MultiLatentAttention, options: Options) -> None:

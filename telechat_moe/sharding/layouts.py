@@ -182,6 +182,11 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Rope.query": (("batch seq tp .", "batch seq . .", "batch seq . ."), ("batch seq tp .",)),
     "Rope.key": (("batch seq . .", "batch seq . .", "batch seq . ."), ("batch seq . .",)),
     "ShareKey": (("batch . . .",), ("batch . tp .",)),
+    "FlashSlice": (
+        ("batch tp seq .", "batch tp . .", "batch tp . .", "batch seq"),
+        ("batch tp seq .",),
+    ),
+    "FirstKeys": (("batch . seq .",), ("batch seq",)),
     "PartMask": (("batch seq",), ("batch . seq .",)),
     "PartMask.part": (("batch seq",), (".",)),
     "KeptRows": (("batch . .", "."), ("batch . .",)),

@@ -50,7 +50,8 @@ class RankEngine:
         self.limits = (float("inf"), float("inf"))
         self.moments: Mapping[str, np.ndarray] = {}
         self.model, _ = build_model(recipe)
-        self.operators = f"plain, in the graphs of {self.ranks} ranks ({self.layout})"
+        fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
+        self.operators = f"plain{fused}, in the graphs of {self.ranks} ranks ({self.layout})"
         self.weights = {p.name: p for p in self.model.get_parameters()}
         graphs = Job.read(job)
         self.program = RankProgram(graphs, self.rank)

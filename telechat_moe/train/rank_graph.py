@@ -61,6 +61,7 @@ def placed_model(
         balance_group=own.moe.balance_group,
         movable=own.moe.placement is not None,
         parts=recipe.parallel_config.seq_split_num,
+        flash=target == "CPU" and own.operators.attention == "fused",
     )
     routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
     placement = place(model, mesh, rank, options)

@@ -67,6 +67,11 @@ def test_they_are_taken(changes: dict[str, object], use: Use) -> None:
             "telechat_moe.sharding.pipeline_schedule",
             "planner",
         ),
+        (
+            {"telechat_moe.operators.attention": "fused"},
+            "telechat_moe.operators.attention",
+            "hides keys otherwise",
+        ),
     ],
 )
 def test_the_key_that_does_not_fit_is_named(

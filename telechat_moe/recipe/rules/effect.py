@@ -413,7 +413,7 @@ def softmax_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Fused attention, ours and Ascend's, has its softmax in float32."""
     m, backends = r.model.model_config, r.telechat_moe.operators
     ascend = compiled or r.context.device_target != "CPU"
-    plain = backends.of("attention") == "plain" or r.devices > 1
+    plain = backends.of("attention") == "plain" or (r.devices > 1 and backends.attention != "fused")
     if m.softmax_compute_dtype not in ("float32", "fp32", None) and (ascend or not plain):
         found = f"{m.softmax_compute_dtype} with fused attention, whose softmax is in float32"
         yield (
@@ -462,13 +462,21 @@ def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """The graphs of several processes are made of plain operators, those for Ascend of its own or plain ones."""
+    """The graphs of several processes are made of plain operators but for attention, those for Ascend of its own or plain ones."""
     ascend = compiled or r.context.device_target != "CPU"
     if r.devices == 1 and not ascend:
         return
     many = f"on {r.devices} processes, which run plain operators"
     for key, value in _changed(f"{OWN}operators", r.telechat_moe.operators):
-        if value in ("fused", "True"):
+        if not ascend and key.endswith(".attention") and value == "fused":
+            parts = r.parallel_config.seq_split_num
+            if parts > 1:
+                yield (
+                    key,
+                    f"fused with seq_split_num {parts}, which hides keys otherwise",
+                    "plain or auto",
+                )
+        elif value in ("fused", "True"):
             yield (
                 key,
                 f"{value} {'in a graph for Ascend' if ascend else many}",

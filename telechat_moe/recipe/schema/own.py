@@ -126,7 +126,8 @@ class Operators:
     """AdamW, clipping and the gradient norm."""
 
     attention: Backend | None = None
-    """Attention; plain holds the scores in memory."""
+    """Attention; plain holds the scores in memory, and so does `auto` on several CPU processes. With `fused` they run our
+    kernel, too."""
 
     cross_entropy: Backend | None = None
     """Cross-entropy from logits."""
