@@ -15,7 +15,7 @@ import numpy as np
 
 from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import blend_indices
+from telechat_moe.data.pack import Progress, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.errors import BadInputError
 
@@ -30,7 +30,7 @@ class Blend(Generic[Part]):
     Attributes:
         datasets: The datasets.
         chosen: int16, the dataset of each sample.
-        within: int64, the sample of that dataset.
+        within: int64, the sample of that dataset; not there where there is one dataset only.
     """
 
     datasets: list[Part]
@@ -51,7 +51,9 @@ class Blend(Generic[Part]):
         """Yield the datasets of samples: each with the rows that are its own and their samples there."""
         wanted = np.asarray(indices, dtype=np.int64)
         check_range(wanted, len(self))
-        chosen, within = self.chosen[wanted], self.within[wanted]
+        chosen, within = self.chosen[wanted], wanted
+        if len(self.datasets) > 1:
+            within = self.within[wanted]
         for which in np.unique(chosen).tolist():
             rows = np.flatnonzero(chosen == which)
             yield self.datasets[which], rows, within[rows]
@@ -86,9 +88,13 @@ class BlendedDataset(Blend[GptDataset]):
     def __init__(self, datasets: Sequence[GptDataset], weights: Sequence[float], size: int) -> None:
         self.datasets = list(datasets)
         self.weights = normalised(weights)
-        self.chosen, self.within = blend_indices(self.weights, size)
-        needed = np.bincount(self.chosen, minlength=len(self.datasets))
-        for dataset, count in zip(self.datasets, needed.tolist(), strict=True):
+        needed = [size]
+        if len(self.datasets) == 1:  # no memory for each sample
+            self.chosen = np.broadcast_to(np.int16(0), size)
+        else:
+            self.chosen, self.within = blend_indices(self.weights, size)
+            needed = np.bincount(self.chosen, minlength=len(self.datasets)).tolist()
+        for dataset, count in zip(self.datasets, needed, strict=True):
             if len(dataset) < count:
                 raise BadInputError(
                     f"{dataset.source.prefix}: the blend takes {count} samples, but it has "
@@ -114,6 +120,7 @@ def open_blend(
     seed: int = 1234,
     split: str | None = "1, 0, 0",
     options: SampleOptions | None = None,
+    progress: Progress | None = None,
 ) -> GptDataset | BlendedDataset:
     """Open ``data_path`` of a recipe as MindFormers' data loader does.
 
@@ -126,6 +133,7 @@ def open_blend(
         split: Shares of the documents that go to train, valid and test; those of train are opened. None for files of
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
+        progress: See :class:`GptDataset`.
 
     Raises:
         BadInputError: If the path list or the split cannot be understood, or a dataset is broken.
@@ -154,6 +162,7 @@ def open_blend(
             seed,
             documents=None if shares is None else (0, round(normalised(shares)[0] * len(source))),
             options=options,
+            progress=progress,
         )
         for source, count in zip(sources, sizes, strict=True)
     ]
