@@ -223,4 +223,6 @@ def test_killed_within_segments(tmp_path, sources, start, hold: Hold):
     curves = [[r["loss"] for r in records(folder, "step")] for folder in (output, whole)]
     assert curves[0] == curves[1]
     found = audit(output, load(output / "recipe.json"))
-    assert (found.problems, found.samples, len(found.starts)) == ([], 96, 4)
+    assert (found.problems, found.samples) == ([], 96)
+    # Without a checkpoint, where the first was killed before it was written, the log begins anew.
+    assert len(found.starts) in (3, 4)
