@@ -119,21 +119,21 @@ def new_folder(path: Path) -> Generator[Path, None, None]:
 
 
 @contextmanager
-def locked(path: Path, busy: Exception) -> Generator[None, None, None]:
+def locked(path: Path, busy: Exception | None) -> Generator[None, None, None]:
     """Hold the lock of a file, made if it is not there, or of a folder; the system drops it when the process dies.
 
     Where the file system has no locks, nothing is held.
 
     Args:
-        busy: What to raise if another process holds it.
+        busy: What to raise if another process holds it; None: wait for it.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise busy from None
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError as error:
+            raise (busy or error) from None
         except OSError:
             pass
         yield

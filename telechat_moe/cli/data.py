@@ -1,4 +1,4 @@
-"""`telechat-moe data build`, `data show` and `data audit`."""
+"""`telechat-moe data build`, `data show`, `data index` and `data audit`."""
 
 from __future__ import annotations
 
@@ -245,6 +245,24 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
     return "\n".join(lines)
 
 
+def _index_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe whose training data are meant")
+
+
+def run_index(args: argparse.Namespace) -> int:
+    """Open the training data of a recipe, which builds the index if it is missing."""
+    from telechat_moe.data import open_recipe
+    from telechat_moe.recipe import load
+
+    recipe, begin = load(args.recipe, args.overrides), time.monotonic()
+    with bars() as progress:
+        samples = len(open_recipe(recipe, progress))
+    seconds = time.monotonic() - begin
+    if not write_json(args.json, {"samples": samples, "seconds": round(seconds, 3)}):
+        print(f"{recipe.source}: {samples:,} samples, opened in {seconds:.1f} s")
+    return 0
+
+
 def run_show(args: argparse.Namespace) -> int:
     """Describe one dataset or those of a folder."""
     from telechat_moe.data import IndexedDataset
@@ -345,10 +363,23 @@ SHOW = Verb(
     arguments=_show_arguments,
     run=run_show,
 )
+INDEX = Verb(
+    name="index",
+    help="build the index of a recipe's training data",
+    description="Build the index of a recipe's training data, so that all processes of a run open it at once.",
+    notes="The index of a large dataset (about 22 million samples and more) is kept in PREFIX.cache/ and opened\n"
+    "through memory maps; a run builds it where it is missing. Smaller ones are built in memory by every run.",
+    examples="telechat-moe data index telechat3_moe/pretrain_tiny.yaml",
+    exits={0: "built or there", 1: "cannot be written", 3: "no recipe or no data"},
+    json_keys="samples, seconds.",
+    overrides="override a value of the recipe",
+    arguments=_index_arguments,
+    run=run_index,
+)
 VERB = Verb(
     name="data",
     help="turn text into training data, or look into such data",
     examples="telechat-moe data build",
     exits={1: "failed", 3: "bad input; each action lists its own"},
-    subverbs=[BUILD, SHOW, data_audit.VERB],
+    subverbs=[BUILD, SHOW, INDEX, data_audit.VERB],
 )

@@ -307,6 +307,9 @@ def _parts(dataset: Any) -> Iterator[tuple[Samples, np.ndarray]]:
     if not isinstance(dataset, Blend):
         yield dataset, np.arange(len(dataset))
         return
+    if len(dataset.datasets) == 1:
+        yield dataset.datasets[0], np.arange(len(dataset))
+        return
     for number, part in enumerate(dataset.datasets):
         within = dataset.within[dataset.chosen == number]
         if isinstance(part, Passes):

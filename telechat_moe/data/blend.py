@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import blend_indices
+from telechat_moe.data.pack import Progress, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.data.whole import ConversationDataset
 from telechat_moe.errors import BadInputError
@@ -32,7 +33,7 @@ class Blend(Generic[Part]):
     Attributes:
         datasets: The datasets.
         chosen: int16, the dataset of each sample.
-        within: int64, the sample of that dataset.
+        within: int64, the sample of that dataset; not there where there is one dataset only.
     """
 
     datasets: list[Part]
@@ -53,7 +54,9 @@ class Blend(Generic[Part]):
         """Yield the datasets of samples: each with the rows that are its own and their samples there."""
         wanted = np.asarray(indices, dtype=np.int64)
         check_range(wanted, len(self))
-        chosen, within = self.chosen[wanted], self.within[wanted]
+        chosen, within = self.chosen[wanted], wanted
+        if len(self.datasets) > 1:
+            within = self.within[wanted]
         for which in np.unique(chosen).tolist():
             rows = np.flatnonzero(chosen == which)
             yield self.datasets[which], rows, within[rows]
@@ -88,9 +91,13 @@ class BlendedDataset(Blend[Samples]):
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[float], size: int) -> None:
         self.datasets = list(datasets)
         self.weights = normalised(weights)
-        self.chosen, self.within = blend_indices(self.weights, size)
-        needed = np.bincount(self.chosen, minlength=len(self.datasets))
-        for dataset, count in zip(self.datasets, needed.tolist(), strict=True):
+        needed = [size]
+        if len(self.datasets) == 1:  # no memory for each sample
+            self.chosen = np.broadcast_to(np.int16(0), size)
+        else:
+            self.chosen, self.within = blend_indices(self.weights, size)
+            needed = np.bincount(self.chosen, minlength=len(self.datasets)).tolist()
+        for dataset, count in zip(self.datasets, needed, strict=True):
             if len(dataset) < count:
                 raise BadInputError(
                     f"{dataset.source.prefix}: the blend takes {count} samples, but it has "
@@ -117,6 +124,7 @@ def open_blend(
     split: str | None = "1, 0, 0",
     options: SampleOptions | None = None,
     conversations: bool = False,
+    progress: Progress | None = None,
 ) -> Samples | BlendedDataset:
     """Open ``data_path`` of a recipe as MindFormers' data loader does.
 
@@ -130,6 +138,7 @@ def open_blend(
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
         conversations: The files are of conversations, which stay whole.
+        progress: See :class:`GptDataset`.
 
     Raises:
         BadInputError: If the path list or the split cannot be understood, or a dataset is broken.
@@ -150,7 +159,7 @@ def open_blend(
     sizes: list[int | None] = [size] if len(sources) == 1 else [None] * len(sources)
     if weights is not None and size is not None:
         sizes = [math.ceil(size * weight * SIZE_MARGIN) for weight in weights]
-    kind = ConversationDataset if conversations else GptDataset
+    kind = ConversationDataset if conversations else partial(GptDataset, progress=progress)
     datasets = [
         kind(
             source,

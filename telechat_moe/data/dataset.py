@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from telechat_moe.data.balance import visible_pairs
+from telechat_moe.data.index import open_indices
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import build_indices
+from telechat_moe.data.pack import Progress
 from telechat_moe.data.sample import Batch, SampleOptions, collate
 from telechat_moe.errors import BadInputError
 
@@ -66,6 +67,7 @@ class GptDataset:
             epoch. ``len()`` is all samples of those epochs, as in MindFormers.
         documents: Documents to use, a range; None for all.
         options: What a sample contains.
+        progress: Called where an index is built on the disk, which takes minutes.
 
     Raises:
         BadInputError: If the files are broken or hold fewer tokens than one sample.
@@ -80,6 +82,7 @@ class GptDataset:
         *,
         documents: tuple[int, int] | None = None,
         options: SampleOptions | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
         self.seq_length = seq_length
@@ -94,24 +97,19 @@ class GptDataset:
         }
         if seq_length < 1:
             raise BadInputError(f"seq_length must be 1 or more, found {seq_length}")
-        start, stop = documents or (0, len(self.source))
+        decides = {
+            "seq_length": seq_length,
+            "num_samples": num_samples,
+            "seed": seed,
+            "extra_token": self.options.add_extra_token_to_sequence,
+        }
+        chosen = documents or (0, len(self.source))
         try:
-            self.indices = build_indices(
-                self.source.sequence_lengths,
-                np.arange(start, stop, dtype=np.int32),
-                seq_length=seq_length,
-                num_samples=num_samples,
-                seed=seed,
-                extra_token=self.options.add_extra_token_to_sequence,
-            )
+            self.indices = open_indices(self.source, chosen, progress=progress, **decides)
         except ValueError as error:
             raise BadInputError(
                 f"{self.source.prefix}: {error}; lower seq_length ({seq_length}) or add text"
             ) from None
-        # In tokens, for every document of the row: where it starts and how long it is.
-        row = self.indices.documents
-        self._row_starts = self.source.sequence_pointers[row] // self.source.dtype.itemsize
-        self._row_lengths = self.source.sequence_lengths[row]
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -144,8 +142,9 @@ class GptDataset:
         cuts = self.indices.samples
         for sample, cut in enumerate(self.indices.shuffle[wanted].tolist()):
             (first, begin), (last, end) = cuts[cut].tolist(), cuts[cut + 1].tolist()
-            lengths = self._row_lengths[first : last + 1].astype(np.int64)
-            starts = self._row_starts[first : last + 1].copy()
+            row = self.indices.documents[first : last + 1]
+            lengths = self.source.sequence_lengths[row].astype(np.int64)
+            starts = self.source.sequence_pointers[row] // self.source.dtype.itemsize
             lengths[-1] = end + extra
             lengths[0] -= begin
             starts[0] += begin

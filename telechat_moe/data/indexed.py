@@ -16,10 +16,11 @@ Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py`` (the format o
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.files import sync_file
+from telechat_moe.files import checksum, json_bytes, sync_file, write_atomic
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -42,6 +43,9 @@ DTYPE_CODES: dict[int, Any] = {
     8: np.uint16,
 }
 HEADER = struct.Struct("<9sQBQQ")
+LARGE = 1 << 24
+"""Sequences from which on an index is checked once, not by every process."""
+_PART = 1 << 20
 UINT16_LIMIT = 65500
 """Vocabularies below this size are stored as uint16, others as int32 (Megatron's rule)."""
 
@@ -143,8 +147,10 @@ class IndexedDataset:
                     f"{path}: no such file; a dataset is a pair PREFIX.bin + PREFIX.idx and the "
                     f"prefix given is {self.prefix}; `telechat-moe data build --recipe RECIPE` makes one"
                 )
+        self._fingerprint = ""
         self._read_header()
-        self._check_index()
+        if not self._is_known():
+            self._check_index()
         self._map_tokens()
 
     def _bad(self, path: Path, message: str) -> BadInputError:
@@ -190,37 +196,63 @@ class IndexedDataset:
             self.document_indices,
         )
         if lengths.size and lengths.min() < 0:
-            at = int(np.argmax(lengths < 0))
+            at = next(i for i, part in _parts(lengths) if part.min() < 0)
+            at += int(np.argmax(lengths[at : at + _PART] < 0))
             raise self._bad(self._idx, f"sequence {at} has {lengths[at]} tokens")
-        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        starts = ends - lengths.astype(np.int64) * self.dtype.itemsize
-        wrong = np.flatnonzero(starts != pointers)
-        if wrong.size:
-            at = int(wrong[0])
-            raise self._bad(
-                self._idx,
-                f"sequence {at} points to byte {pointers[at]}, but the sequences before it end "
-                f"at byte {starts[at]}",
-            )
+        end = 0
+        for first, part in _parts(lengths):
+            ends = end + np.cumsum(part, dtype=np.int64) * self.dtype.itemsize
+            starts = ends - part.astype(np.int64) * self.dtype.itemsize
+            wrong = np.flatnonzero(starts != pointers[first : first + len(part)])
+            if wrong.size:
+                at = first + int(wrong[0])
+                raise self._bad(
+                    self._idx,
+                    f"sequence {at} points to byte {pointers[at]}, but the sequences before it end "
+                    f"at byte {starts[wrong[0]]}",
+                )
+            end = int(ends[-1])
         count = len(lengths)
-        if (
-            documents.size == 0
-            or documents[0] != 0
-            or documents[-1] != count
-            or np.any(np.diff(documents) < 0)
-        ):
+        rises = all(
+            np.all(part[1:] >= part[:-1]) and part[0] >= documents[max(0, first - 1)]
+            for first, part in _parts(documents)
+        )
+        if documents.size == 0 or documents[0] != 0 or documents[-1] != count or not rises:
             raise self._bad(
                 self._idx, f"the document list does not rise from 0 to {count}, the sequences"
             )
-        self._expected_bytes = int(ends[-1]) if count else 0
+
+    def _is_known(self) -> bool:
+        """Return whether this very index was checked before; where it is large, a file beside it says so."""
+        if len(self) < LARGE:
+            return False
+        path = self._record
+        try:
+            known = json.loads(path.read_bytes())
+            if known["files"] != self._stamps():
+                return False
+            self._fingerprint = str(known["fingerprint"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return True
+
+    @property
+    def _record(self) -> Path:
+        return Path(f"{self.prefix}.cache") / "checked.json"
+
+    def _stamps(self) -> list[list[int]]:
+        """Return what changes when one of the files does: size and time, nanoseconds."""
+        stats = [path.stat() for path in (self._idx, self._bin)]
+        return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
     def _map_tokens(self) -> None:
         size = self._bin.stat().st_size
-        if size != self._expected_bytes:
+        expected = self.tokens_in(0, len(self)) * self.dtype.itemsize
+        if size != expected:
             raise self._bad(
                 self._bin,
-                f"{size} bytes, but {self._idx.name} describes {self._expected_bytes} bytes "
-                f"({self._expected_bytes // self.dtype.itemsize} tokens of {self.dtype})",
+                f"{size} bytes, but {self._idx.name} describes {expected} bytes "
+                f"({expected // self.dtype.itemsize} tokens of {self.dtype})",
             )
         # An empty file cannot be mapped.
         self.tokens: NDArray[Any] = np.empty(0, self.dtype)
@@ -238,6 +270,14 @@ class IndexedDataset:
         start = int(self.sequence_pointers[index]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sequence_lengths[index])]
 
+    def tokens_in(self, first: int, end: int) -> int:
+        """Return how many tokens a range of sequences has."""
+        if end <= first:
+            return 0
+        start = int(self.sequence_pointers[first])
+        stop = int(self.sequence_pointers[end - 1])
+        return (stop - start) // self.dtype.itemsize + int(self.sequence_lengths[end - 1])
+
     @property
     def num_documents(self) -> int:
         """Number of documents."""
@@ -249,5 +289,21 @@ class IndexedDataset:
         return len(self.tokens)
 
     def fingerprint(self) -> str:
-        """Return a hash of the index: it tells datasets apart without reading the tokens."""
-        return hashlib.sha256(self._idx.read_bytes()).hexdigest()
+        """Return a hash of the index: it tells datasets apart without reading the tokens.
+
+        That of a large one is written beside it, and that the index was checked.
+        """
+        if not self._fingerprint:
+            self._fingerprint = checksum(self._idx)["sha256"]
+            if len(self) >= LARGE:
+                about = {"files": self._stamps(), "fingerprint": self._fingerprint}
+                with suppress(OSError):  # the next process checks again
+                    self._record.parent.mkdir(exist_ok=True)
+                    write_atomic(self._record, json_bytes(about))
+        return self._fingerprint
+
+
+def _parts(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield parts of an array with their first places, so that little of it is in memory."""
+    for first in range(0, len(array), _PART):
+        yield first, array[first : first + _PART]

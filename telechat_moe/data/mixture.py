@@ -19,7 +19,7 @@ import numpy as np
 from telechat_moe.data.blend import Blend, normalised
 from telechat_moe.data.dataset import GptDataset, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import blend_indices
+from telechat_moe.data.pack import Progress, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.errors import BadInputError
 
@@ -46,10 +46,15 @@ class Passes:
         *,
         documents: tuple[int, int] | None = None,
         options: SampleOptions | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
         self.seq_length, self.seed = seq_length, seed
-        self._chosen: dict[str, Any] = {"documents": documents, "options": options}
+        self._given: dict[str, Any] = {
+            "documents": documents,
+            "options": options,
+            "progress": progress,
+        }
         self._open: OrderedDict[int, GptDataset] = OrderedDict()
         self.samples_per_pass = len(self.get_pass(0))
 
@@ -57,7 +62,7 @@ class Passes:
         """Return the samples of one pass; the last two that were used stay open."""
         if number not in self._open:
             seed = (self.seed + number) % 2**32
-            dataset = GptDataset(self.source, self.seq_length, None, seed, **self._chosen)
+            dataset = GptDataset(self.source, self.seq_length, None, seed, **self._given)
             self._open[number] = dataset
             while len(self._open) > _OPEN_PASSES:
                 self._open.popitem(last=False)
@@ -152,19 +157,28 @@ def open_mixture(
     seed: int = 1234,
     share: float = 1.0,
     options: SampleOptions | None = None,
+    progress: Progress | None = None,
 ) -> MixedDataset:
     """Open sources that are mixed by a schedule.
 
     Args:
         prefixes: Paths of the .bin/.idx pairs without suffix.
         share: Share of each source's documents to use, the first ones.
+        progress: See :class:`GptDataset`.
 
     Raises:
         BadInputError: If the schedule cannot be served, or a dataset is broken.
     """
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     passes = [
-        Passes(source, seq_length, seed, documents=(0, round(share * len(source))), options=options)
+        Passes(
+            source,
+            seq_length,
+            seed,
+            documents=(0, round(share * len(source))),
+            options=options,
+            progress=progress,
+        )
         for source in sources
     ]
     try:

@@ -10,10 +10,18 @@ Source: Megatron-LM ``megatron/core/datasets/gpt_dataset.py`` and ``helpers.cpp`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+Allocate = Callable[[str, tuple[int, ...], np.dtype[Any]], np.ndarray]
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, how much of it is done, and how much there is (None: unknown)."""
+
+_PART = 1 << 20
+"""Documents and cuts of which arrays are in memory at a time."""
 FINAL_EPOCH_THRESHOLD = 0.80
 """A final epoch used to less than this share is shuffled apart from the full epochs before it."""
 
@@ -35,94 +43,153 @@ class Indices:
     epochs: int
 
 
-def build_indices(
-    lengths: np.ndarray,
-    documents: np.ndarray,
+class Sizes(NamedTuple):
+    """How large the indices are.
+
+    Attributes:
+        documents: Documents of an epoch.
+        epochs: How many times they are repeated.
+        samples: Samples of all epochs.
+        together: Samples that are shuffled together, the first ones; the others are those of a separate final epoch.
+    """
+
+    documents: int
+    epochs: int
+    samples: int
+    together: int
+
+    @property
+    def entries(self) -> int:
+        """Numbers in the three indices."""
+        return self.documents * self.epochs + 3 * self.samples
+
+
+def sizes_of(
+    tokens: int,
+    documents: int,
     *,
     seq_length: int,
     num_samples: int | None,
-    seed: int,
     extra_token: bool = True,
-) -> Indices:
-    """Build the indices of a dataset.
-
-    Args:
-        lengths: int32, tokens of every document of the file.
-        documents: int32, the documents to use.
-        seq_length: Tokens of a sample's input.
-        num_samples: At least this many samples are made, from as many whole epochs as that takes;
-            None means one epoch.
-        extra_token: A sample has ``seq_length + 1`` tokens, so neighbours share one.
+) -> Sizes:
+    """Return how large the indices of so many tokens in so many documents are; see :func:`build_indices`.
 
     Raises:
         ValueError: If the documents hold fewer tokens than one sample needs.
     """
     extra = int(extra_token)
-    per_epoch = int(lengths[documents].sum(dtype=np.int64))
-    if per_epoch == 0:
+    if tokens == 0:
         raise ValueError("the documents hold no tokens")
     epochs = 1
     if num_samples is not None:
-        epochs = max(1, -(-(num_samples * seq_length + extra) // per_epoch))
-    full = ((epochs - 1) * per_epoch - extra) // seq_length
-    separate = False
+        epochs = max(1, -(-(num_samples * seq_length + extra) // tokens))
+    total = epochs * tokens
+    samples = together = (total - extra) // seq_length
+    if samples <= 0:
+        raise ValueError(f"{total} tokens are fewer than the {seq_length + extra} of one sample")
     if epochs > 1:
         assert num_samples is not None
-        samples_per_epoch = (per_epoch - extra) // seq_length
-        separate = num_samples - full < int(FINAL_EPOCH_THRESHOLD * samples_per_epoch)
+        full = ((epochs - 1) * tokens - extra) // seq_length
+        samples_per_epoch = (tokens - extra) // seq_length
+        if num_samples - full < int(FINAL_EPOCH_THRESHOLD * samples_per_epoch):
+            together = full
+    return Sizes(documents, epochs, samples, together)
 
+
+def build_indices(
+    lengths: np.ndarray,
+    documents: tuple[int, int],
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    extra_token: bool = True,
+    allocate: Allocate | None = None,
+    progress: Progress | None = None,
+) -> Indices:
+    """Build the indices of a dataset, a bounded part of them at a time.
+
+    Args:
+        lengths: int32, tokens of every document of the file.
+        documents: The documents to use, a range.
+        seq_length: Tokens of a sample's input.
+        num_samples: At least this many samples are made, from as many whole epochs as that takes;
+            None means one epoch.
+        extra_token: A sample has ``seq_length + 1`` tokens, so neighbours share one.
+        allocate: Returns the array of a name, shape and type to fill; None: in memory.
+        progress: Called with what is being done, how much of it is done, and how much there is.
+
+    Raises:
+        ValueError: If the documents hold fewer tokens than one sample needs.
+    """
+    first, end = documents
+    sizes = sizes_of(
+        int(lengths[first:end].sum(dtype=np.int64)),
+        end - first,
+        seq_length=seq_length,
+        num_samples=num_samples,
+        extra_token=extra_token,
+    )
+    allocate = allocate or (lambda name, shape, dtype: np.empty(shape, dtype))
+    say = progress or (lambda what, done, total: None)
     # The legacy generator is what defines the order in Megatron and MindFormers.
     generator = np.random.RandomState(seed)
-    row = _document_row(documents, epochs, generator, separate)
-    samples = _cut(lengths[row], seq_length, extra)
-    count = len(samples) - 1
-    return Indices(row, samples, _shuffle(full if separate else count, count, generator), epochs)
+    count = sizes.documents
+    row = allocate("documents", (count * sizes.epochs,), np.dtype(np.int32))
+    separate = sizes.together != sizes.samples
+    for part in np.split(row, [(sizes.epochs - 1) * count] if separate else []):
+        for at in range(0, len(part), count):
+            _count_up(part[at : at + count], first)
+        say("shuffling documents", 0, None)
+        generator.shuffle(part)
+    samples = allocate("samples", (sizes.samples + 1, 2), np.dtype(np.int64))
+    _cut(lengths, row, seq_length, int(extra_token), samples, say)
+    small = sizes.samples < np.iinfo(np.uint32).max - 1
+    shuffle = allocate("shuffle", (sizes.samples,), np.dtype(np.uint32 if small else np.int64))
+    for at, part in zip((0, sizes.together), np.split(shuffle, [sizes.together]), strict=True):
+        _count_up(part, at)
+        say("shuffling samples", 0, None)
+        generator.shuffle(part)
+    return Indices(row, samples, shuffle, sizes.epochs)
 
 
-def _document_row(
-    documents: np.ndarray,
-    epochs: int,
-    generator: np.random.RandomState,
-    separate: bool,
-) -> np.ndarray:
-    """Lay the documents of all epochs in a shuffled row; a separate final epoch comes last."""
-    if separate and epochs > 1:
-        first = _document_row(documents, epochs - 1, generator, False)
-        return np.concatenate((first, _document_row(documents, 1, generator, False)))
-    row = np.tile(documents.astype(np.int32), epochs)
-    generator.shuffle(row)
-    return row
+def _count_up(out: np.ndarray, first: int) -> None:
+    """Fill an array with first, first + 1, ..."""
+    for at in range(0, len(out), _PART):
+        part = out[at : at + _PART]
+        part[:] = np.arange(first + at, first + at + len(part))
 
 
-def _cut(lengths: np.ndarray, seq_length: int, extra: int) -> np.ndarray:
-    """Divide the row every ``seq_length`` tokens; return where each sample starts, and the end.
+def _cut(
+    lengths: np.ndarray,
+    row: np.ndarray,
+    seq_length: int,
+    extra: int,
+    out: np.ndarray,
+    say: Progress,
+) -> None:
+    """Divide the row every ``seq_length`` tokens; write where each sample starts, and the end.
 
     The k-th sample spans the tokens from ``k * seq_length`` to ``(k + 1) * seq_length``, the last
     one included where ``extra`` is 1. A start is given by the document that holds its token; where
     ``extra`` is 0, by the document that holds the token before it, so its offset may equal that
     document's length.
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    total = int(ends[-1])
-    count = (total - extra) // seq_length
-    if count <= 0:
-        raise ValueError(f"{total} tokens are fewer than the {seq_length + extra} of one sample")
-    cuts = np.arange(count + 1, dtype=np.int64) * seq_length
-    place = np.searchsorted(ends, cuts, side="right" if extra else "left")
-    offset = cuts - (ends[place] - lengths[place])
-    place[0] = offset[0] = 0  # also where the row starts with empty documents
-    return np.stack((place, offset), axis=1)
-
-
-def _shuffle(first: int, total: int, generator: np.random.RandomState) -> np.ndarray:
-    """Shuffle [0, first) and [first, total) each for itself."""
-    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    parts = [np.arange(first, dtype=dtype)]
-    generator.shuffle(parts[0])
-    if first != total:
-        parts.append(np.arange(first, total, dtype=dtype))
-        generator.shuffle(parts[1])
-    return np.concatenate(parts)
+    before, done = 0, 0  # tokens of the documents before the part, and cuts in them
+    for at in range(0, len(row), _PART):
+        own = lengths[row[at : at + _PART]]
+        ends = before + np.cumsum(own, dtype=np.int64)
+        last = int(ends[-1])
+        reached = min(-(-last // seq_length) if extra else last // seq_length + 1, len(out))
+        for first in range(done, reached, _PART):
+            cuts = np.arange(first, min(first + _PART, reached), dtype=np.int64) * seq_length
+            place = np.searchsorted(ends, cuts, side="right" if extra else "left")
+            part = out[first : first + len(cuts)]
+            part[:, 0] = at + place
+            part[:, 1] = cuts - (ends[place] - own[place])
+        before, done = last, max(done, reached)
+        say("cutting samples", done, len(out))
+    out[0] = 0  # also where the row starts with empty documents
 
 
 def blend_indices(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:

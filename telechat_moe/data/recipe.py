@@ -8,17 +8,23 @@ from typing import Any, NamedTuple
 
 from telechat_moe.data.blend import BlendedDataset, Samples, normalised, open_blend
 from telechat_moe.data.mixture import MixedDataset, open_mixture
+from telechat_moe.data.pack import Progress
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.errors import BadInputError
 
 _RECIPE_OPTIONS = tuple(f.name for f in fields(SampleOptions) if f.name != "vocab_size")
 
 
-def open_recipe(recipe: Any) -> Samples | BlendedDataset | MixedDataset:
+def open_recipe(
+    recipe: Any, progress: Progress | None = None
+) -> Samples | BlendedDataset | MixedDataset:
     """Open the training data that a loaded recipe names.
 
     With ``telechat_moe.mixture`` its sources are mixed by that schedule; else ``data_path`` (or ``train_data_path``) of
     ``train_dataset.data_loader.config`` is read as MindFormers reads it.
+
+    Args:
+        progress: Called where the index of a large dataset is built on the disk.
 
     Raises:
         BadInputError: If the recipe names no data, or they cannot be opened.
@@ -36,12 +42,13 @@ def open_recipe(recipe: Any) -> Samples | BlendedDataset | MixedDataset:
     split = (config.split or "1, 0, 0") if config.data_path else None
     schedule = recipe.telechat_moe.mixture
     if schedule is None:
-        return _open_blend(recipe, path, size=loader.sizes[0], split=split)
+        return _open_blend(recipe, path, size=loader.sizes[0], split=split, progress=progress)
     return open_mixture(
         parse_data_path(path)[0],
         [(segment.from_sample, segment.weights) for segment in schedule],
         size=loader.sizes[0],
         share=1.0 if split is None else normalised(parse_split(split))[0],
+        progress=progress,
         **_common(recipe),
     )
 

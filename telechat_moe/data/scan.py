@@ -7,16 +7,13 @@ the tokenizer learns from and the shards; none of these needs the text a second 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from telechat_moe.data.corpus import Corpus
+from telechat_moe.data.pack import Progress
 from telechat_moe.errors import BadInputError
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and how much there is (None: unknown)."""
 
 SHARD_BYTES = 1 << 21
 LEARN_BYTES = 32 << 20

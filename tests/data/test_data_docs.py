@@ -52,7 +52,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> No
     Path("mixed.yaml").write_text(yaml.safe_dump(recipe))
 
     lines = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 5
     capsys.readouterr()
     for line in lines:
         assert main(line[1:]) == 0, line

@@ -203,24 +203,22 @@ def test_another_future(tmp_path, sources, run, capsys):
 
 
 @pytest.mark.slow
-def test_killed_within_segments(tmp_path, sources, start, hold: Hold):
-    """Killed with SIGKILL in every segment: the losses of a run that was left alone, and no sample lost."""
+def test_killed_within_a_segment(tmp_path, sources, start, hold: Hold):
+    """Killed with SIGKILL at sample 20 of the segment from 10 to 29: the losses of a run that was left alone."""
     output, whole = tmp_path / "run", tmp_path / "whole"
-    longer = {"train_dataset__data_loader__sizes": "[96,0,0]"}
-    assert main(arguments(sources, whole, SCHEDULE, **longer)) == 0
-    given = arguments(sources, output, SCHEDULE, **longer)
-    changes = dict(item.split("=", 1) for item in given if "=" in item)
-    changes = {key.replace(".", "__"): value for key, value in changes.items()}
-    for wanted in (4, 6, 17):
-        hold.at(wanted)
-        process = start(output, "--resume", **changes)
-        until(lambda wanted=wanted: steps_in(output / "metrics.jsonl") >= wanted, process)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+    assert main(arguments(sources, whole, SCHEDULE)) == 0
+    given = [item for item in arguments(sources, output, SCHEDULE) if "=" in item]
+    changes = {key.replace(".", "__"): value for key, _, value in (x.partition("=") for x in given)}
+    hold.at(7)
+    process = start(output, **changes)
+    until(lambda: steps_in(output / "samples.jsonl") >= 5, process)
+    until(lambda: list((output / "checkpoints").glob("step-*")), process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     hold.release()
-    process = start(output, "--resume", **changes)
-    assert process.wait() == 0
+    assert main([*arguments(sources, output, SCHEDULE), "--resume"]) == 0
     curves = [[r["loss"] for r in records(folder, "step")] for folder in (output, whole)]
     assert curves[0] == curves[1]
     found = audit(output, load(output / "recipe.json"))
-    assert (found.problems, found.samples, len(found.starts)) == ([], 96, 4)
+    assert (found.problems, found.samples, len(found.starts)) == ([], 48, 2)
+    assert counts(found)[1] == (10, 30, [(0, 0), (20, 20)])
