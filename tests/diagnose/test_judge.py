@@ -157,6 +157,15 @@ def test_two_ranks_are_compared_with_each_other():
     assert named(records) == [(("slow_reader",), (1,))]
 
 
+def test_of_two_ranks_the_one_that_is_stopped_now_and_then_is_named():
+    """As SIGSTOP in a second out of four was recorded on two busy cores: steps of very different lengths."""
+    records = alike(2)
+    rng = np.random.default_rng(3)
+    records.columns["paused"][1] = rng.exponential(0.4, STEPS) * (rng.random(STEPS) < 0.6)
+    records.inside = False
+    assert named(records) == [(("paused",), (1,))]
+
+
 def test_one_rank_has_no_peers_and_that_is_no_pass():
     found = diagnose(alike(1))
     assert found.verdict == "inconclusive"

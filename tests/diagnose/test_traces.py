@@ -75,7 +75,7 @@ def test_parts_of_any_step_are_those_of_its_microseconds(
     events = [event("ProfilerStep#3", 0, 100, "user_annotation")]
     events += [event("gemm", *span) for span in works]
     events += [event("ncclDevKernel_AllReduce", *span) for span in moves]
-    events += [event("enumerate(DataLoader)", *span, "user_annotation") for span in reads]
+    events += [event("enumerate(DataLoader)", *span, cat="user_annotation") for span in reads]
     path = tmp_path_factory.mktemp("trace") / "rank7.json"
     path.write_text(json.dumps(events))
     found = traces.read_traces([path])

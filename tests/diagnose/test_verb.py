@@ -82,6 +82,14 @@ def test_the_page_shows_it_and_fetches_nothing(slow: Path, tmp_path: Path, capsy
     text = page.read_text(encoding="utf-8")
     assert capsys.readouterr().out.splitlines()[0].replace("'", "&#x27;") in text
     assert "data:image/png;base64," in text
+    heat = text[text.index("Who is late") : text.index("The latest rank")]
+    places = [float(y) for y in re.findall(r"y=([\d.]+) text-anchor=end>\d+</text>", heat)]
+    assert len(places) == 6
+    assert places == sorted(places)
+    assert places[0] < 40
+    assert places[-1] > 280  # rank 15 is below
+    (mark, *_) = re.findall(r"<text class=mark x=[\d.]+ y=([\d.]+)", heat)
+    assert 120 < float(mark) < 150  # rank 6 of 16
     assert "http://" not in text
     assert "https://" not in text
 

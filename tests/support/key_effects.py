@@ -91,7 +91,7 @@ class Recorder:
         return ""
 
     def rows(self, load_LE: Any) -> None:
-        """Know of no load."""
+        """Know nothing of experts."""
 
     def collect_weights(self) -> None:
         """Have them."""

@@ -111,7 +111,9 @@ def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints) -> float
     return float(np.median(values.std(0, ddof=1))) / np.sqrt(len(blocks))
 
 
-def late_rows(x: Floats, peers: Ints, least: float, floor: float) -> list[Late]:
+def late_rows(
+    x: Floats, peers: Ints, least: float, floor: float, *, lost: bool = False
+) -> list[Late]:
     """Return the rows that are later than their peers, with the window that shows it best.
 
     Args:
@@ -119,6 +121,8 @@ def late_rows(x: Floats, peers: Ints, least: float, floor: float) -> list[Late]:
         peers: Group of peers of each row.
         least: Excess in seconds that matters.
         floor: Spread in seconds that peers have at least.
+        lost: The seconds were lost, which peers that are alike do not: of few peers only the floor counts, because what varies
+            from step to step is the loss itself.
     """
     spans = windows(x.shape[1])
     means = _averages(x, spans)
@@ -129,7 +133,8 @@ def late_rows(x: Floats, peers: Ints, least: float, floor: float) -> list[Late]:
             continue
         wide = floor * (1.0 if len(rows) >= MANY else 1.7 if len(rows) >= FEW else 2.5)
         for number, span in enumerate(spans):
-            spread = max(_spread(means[number], x, span, rows), wide)
+            known_spread = len(rows) >= MANY or not lost
+            spread = max(_spread(means[number], x, span, rows), wide) if known_spread else wide
             middle = float(np.median(means[number, rows])) if len(rows) >= FEW else 0.0
             above = means[number, rows] - middle
             for i in np.flatnonzero((above > SIGMAS * spread) & (above > least)):

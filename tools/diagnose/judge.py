@@ -75,7 +75,8 @@ class Judge:
             if part in self.records.columns:
                 x, _ = center(self.records.columns[part], self.records.stage)
                 least = LEAST * self.calm_s
-                rows = late_rows(x, self.records.stage, least, FLOOR * self.calm_s)
+                floor, lost = FLOOR * self.calm_s, part in LOST
+                rows = late_rows(x, self.records.stage, least, floor, lost=lost)
                 found[part] = {one.row: one for one in rows}
         return found
 

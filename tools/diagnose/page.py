@@ -110,7 +110,7 @@ def _heat(diagnosis: Diagnosis) -> Html:
     first, last = float(records.steps[0]), float(records.steps[-1])
     axes = Axes(
         (first, max(last, first + 1)),
-        (float(len(records.ranks)), 0.0),
+        (-float(len(records.ranks)), 0.0),
         WIDTH,
         HEIGHT,
         LEFT,
@@ -126,7 +126,7 @@ def _heat(diagnosis: Diagnosis) -> Html:
         np.linspace(0, len(records.ranks) - 1, min(6, len(records.ranks))).astype(int)
     )
     size = inner[3] / len(records.ranks)
-    up = [(float(t) + 0.5 * (size > 10), f"{int(records.ranks[t]):,}") for t in ticks]
+    up = [(-float(t) - 0.5 * (size > 10), f"{int(records.ranks[t]):,}") for t in ticks]
     x, y, width, height = inner
     frame = f"<rect class=frame x={x:g} y={y:g} width={width:g} height={height:g} />"
     parts = [
@@ -145,7 +145,7 @@ def _names(diagnosis: Diagnosis, axes: Axes) -> list[str]:
     found: list[str] = []
     for cause in diagnosis.causes[:4]:
         if cause.ranks and cause.scope != "link":
-            y = axes.y(rows[cause.ranks[0]] + 0.5 * len(cause.ranks))
+            y = axes.y(-rows[cause.ranks[0]] - 0.5 * len(cause.ranks))
             found.append(
                 f"<text class=mark x={axes.width - axes.right + 4} y={y + 4:.1f}>&#9664;</text>"
             )
