@@ -159,16 +159,10 @@ def open_blend(
     sizes: list[int | None] = [size] if len(sources) == 1 else [None] * len(sources)
     if weights is not None and size is not None:
         sizes = [math.ceil(size * weight * SIZE_MARGIN) for weight in weights]
+    share = None if shares is None else normalised(shares)[0]
     kind = ConversationDataset if conversations else partial(GptDataset, progress=progress)
     datasets = [
-        kind(
-            source,
-            seq_length,
-            count,
-            seed,
-            documents=None if shares is None else (0, round(normalised(shares)[0] * len(source))),
-            options=options,
-        )
+        kind(source, seq_length, count, seed, documents=_first(source, share), options=options)
         for source, count in zip(sources, sizes, strict=True)
     ]
     if weights is not None:
@@ -177,6 +171,10 @@ def open_blend(
         return datasets[0]
     counts = [len(dataset) for dataset in datasets]
     return BlendedDataset(datasets, counts, min(size or sum(counts), sum(counts)))
+
+
+def _first(source: IndexedDataset, share: float | None) -> tuple[int, int] | None:
+    return None if share is None else (0, round(share * len(source)))
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

@@ -112,14 +112,12 @@ def build(
             "format": FORMAT,
             "corpus": scan.identity,
             "documents": len(scan.hashes),
-            "vocab_size": None if given else vocab_size,
-            "tokenizer": hashlib.sha256(given.to_json().encode()).hexdigest() if given else None,
-            "eod_token": given.eod_token if given else None,
+            **_tokenizer_identity(given, vocab_size),
             "valid_fraction": None if valid else valid_fraction,
             "seed": seed,
             **_named_valid(scan, files),
+            **({"conversations": conversations.identity()} if conversations else {}),
         }
-        inputs |= {"conversations": conversations.identity()} if conversations else {}
         job = _Job(out, files, scan, inputs, progress, conversations)
         if (manifest := job.finished(force)) is not None:
             return BuildResult(out, manifest, True, 0, 0, dict(files.skipped))
@@ -136,6 +134,14 @@ def _given_tokenizer(
     if vocab_size < BASE_VOCAB:
         raise UsageError(f"vocab_size is {vocab_size}; expected {BASE_VOCAB} or more")
     return None
+
+
+def _tokenizer_identity(given: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": None if given else vocab_size,
+        "tokenizer": hashlib.sha256(given.to_json().encode()).hexdigest() if given else None,
+        "eod_token": given.eod_token if given else None,
+    }
 
 
 def _named_valid(scan: Scan, corpus: Corpus) -> dict[str, int]:
