@@ -99,12 +99,11 @@ def build(
     """
     if not 0 <= valid_fraction < 1:
         raise UsageError(f"valid_fraction is {valid_fraction}; expected 0 or more and below 1")
-    chat = bool(conversations)
+    out, chat = Path(out), bool(conversations)
     given = _given_tokenizer(tokenizer, eod_token, vocab_size, chat)
     files = open_corpus(
         corpus, extensions=extensions, text_key=text_key, valid=valid, conversations=chat
     )
-    out = Path(out)
     with _full_disk_named(out), _locked(out):
         scan = scan_corpus(files, progress)
         files.warn_skipped()
