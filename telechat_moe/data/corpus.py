@@ -186,22 +186,13 @@ def open_corpus(
     Raises:
         BadInputError: If a path does not exist, no file is found, or a file is to be in both.
     """
+    how: dict[str, Any] = {
+        "extensions": extensions,
+        "text_key": text_key,
+        "conversations": conversations,
+    }
     if valid:
-        train, others = (
-            open_corpus(
-                given, extensions=extensions, text_key=text_key, conversations=conversations
-            )
-            for given in (paths, valid)
-        )
-        known = {source.path.resolve() for source in train.files}
-        for source in others.files:
-            if source.path.resolve() in known:
-                raise BadInputError(
-                    f"{source.path}: is both in --corpus and in --valid; leave it out of one of them"
-                )
-        label = f"{train.label}; for validation {others.label}"
-        files = [*train.files, *others.files]
-        return replace(train, label=label, files=files, valid_files=len(others.files))
+        return _both(open_corpus(paths, **how), open_corpus(valid, **how))
     paths = [path for path in paths if os.fspath(path)]
     if not paths:
         corpus = default_corpus()
@@ -210,7 +201,7 @@ def open_corpus(
     endings = LINE_SUFFIXES if conversations else None
     if extensions is not None:
         endings = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions)
-    files = []
+    files: list[SourceFile] = []
     seen: set[Path] = set()
     for given in map(Path, paths):
         if not given.exists():
@@ -227,6 +218,19 @@ def open_corpus(
     label = ", ".join(Path(path).name or str(path) for path in paths)
     text_key = text_key or ("messages" if conversations else "text")
     return Corpus(label, files, text_key, conversations=conversations)
+
+
+def _both(train: Corpus, valid: Corpus) -> Corpus:
+    known = {source.path.resolve() for source in train.files}
+    for source in valid.files:
+        if source.path.resolve() in known:
+            raise BadInputError(
+                f"{source.path}: is both in --corpus and in --valid; leave it out of one of them"
+            )
+    label = f"{train.label}; for validation {valid.label}"
+    return replace(
+        train, label=label, files=[*train.files, *valid.files], valid_files=len(valid.files)
+    )
 
 
 def default_corpus() -> Corpus:
