@@ -24,7 +24,7 @@ from key_values import KEYS, SETTINGS, Key, in_setting, judge, shut, tried, valu
 from tokenizers import Tokenizer, models
 
 from telechat_moe.checkpoint import checkpoint
-from telechat_moe.data import write_indexed
+from telechat_moe.data import IndexedDataset, write_indexed
 from telechat_moe.ops.select import OPERATORS
 from telechat_moe.recipe import load
 from telechat_moe.recipe.uses import Use, decides
@@ -36,6 +36,10 @@ from telechat_moe.train import preflight
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a tiny recipe as plain data, its data set in place; aliases are one object."""
     folder = mini.write_data(tmp_path_factory.mktemp("keys"))
+    for name in ("train", "valid"):  # another value of `eod` ends a document, too
+        old = IndexedDataset(folder / name)
+        texts = [np.array(old[i]) for i in range(len(old))]
+        write_indexed(folder / name, [*texts, np.array([3, 7], np.uint16)], np.dtype(np.uint16))
     for name in ("other", "talks"):
         (folder / name).mkdir()
     mini.write_data(folder / "other", seed=1)

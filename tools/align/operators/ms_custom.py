@@ -122,10 +122,9 @@ def _heads(*tensors: Approx) -> list[Approx]:
 
 
 def _scores(a: Arguments, q: Approx, k: Approx) -> Approx:
-    """Return ``[B, N, S, S]``; a query sees keys from ``start`` to its own, other scores are minus infinity."""
+    """Return ``[B, N, S, K]``; a query sees keys from ``start`` to its own, other scores are minus infinity."""
     score = q.matmul(k.swap(-1, -2)) * float(a.scale)
-    key = np.arange(score.shape[-1])
-    query = np.arange(score.shape[-2])[:, None]
+    key, query = np.arange(score.shape[-1]), a.first + np.arange(score.shape[-2])[:, None]
     seen = (key <= query) & (key >= integers(a.start)[:, None, :, None])
     return where(np.broadcast_to(seen, score.shape), score, -np.inf)
 
@@ -142,14 +141,15 @@ def _attention(a: Arguments, q: Approx, k: Approx, v: Approx) -> tuple[Approx, A
     return out, (total.log() + top).reshape(*score.shape[:-1])
 
 
-@primitive("TelechatFlashAttention", "q k v start | scale=1.0 bf16=False", stores=True)
+@primitive("TelechatFlashAttention", "q k v start | scale=1.0 bf16=False first=0", stores=True)
 def _flash(a: Arguments) -> Any:
     return list(_attention(a, *_operands(a, "q", "k", "v")))
 
 
-@primitive(
-    "TelechatFlashAttentionGrad", "q k v start output lse grad | scale=1.0 bf16=False", stores=True
-)
+_FLASH_GRAD = "q k v start output lse grad | scale=1.0 bf16=False first=0"
+
+
+@primitive("TelechatFlashAttentionGrad", _FLASH_GRAD, stores=True)
 def _flash_grad(a: Arguments) -> Any:
     if not a.bf16:
         q, k, v = (floating(x) for x in (a.q, a.k, a.v))
