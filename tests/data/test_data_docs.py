@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from random_data import make_corpus, make_documents, make_text
 
-from conftest import make_corpus, make_documents, make_text
 from telechat_moe.cli import main
 from telechat_moe.data import write_indexed
 from telechat_moe.recipe import find

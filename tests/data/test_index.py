@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_data import make_documents
 
-from conftest import make_documents
 from telechat_moe.data import GptDataset, IndexedDataset, index, indexed, pack, write_indexed
 from telechat_moe.errors import BadInputError, TelechatMoeError
 

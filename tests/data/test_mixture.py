@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_data import make_documents
 
-from conftest import make_documents
 from telechat_moe.data import GptDataset, Loader, open_mixture, write_indexed
 from telechat_moe.data.mixture import MixedDataset, Passes, Schedule
 from telechat_moe.data.pack import blend_indices
