@@ -82,8 +82,9 @@ class Ids:
 class Engine(key_effects.Recorder):
     """An engine whose loss on validation data is the mean of their token ids."""
 
-    def read(self, columns: Any) -> list[Any]:
+    def read(self, columns: Any, micro_batches: int) -> list[Any]:
         """Read a step of one micro-batch."""
+        assert micro_batches == 1
         return [tuple(map(Ids, next(columns).values()))]
 
     def evaluate_cell(self, *batch: Any) -> Any:
