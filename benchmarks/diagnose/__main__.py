@@ -39,7 +39,7 @@ def speed(ranks: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         cluster, block = Cluster(DP[ranks], steps=100), 100
         records = cluster.simulate(np.random.default_rng(0))
-        # The steps of a block again and again: only the size matters here.
+        # One block of steps is repeated: reading and judging take as long for it as for steps that differ.
         records.columns = {n: np.tile(x, (1, steps // block)) for n, x in records.columns.items()}
         records.steps = np.arange(1, steps // block * block + 1)
         write(records, Path(folder))

@@ -175,7 +175,7 @@ def _count_segments(found: Audit, dataset: MixedDataset, steps: list[Entry] | No
     ``steps`` None: the plan alone.
     """
     for number, source in enumerate(dataset.datasets):
-        within = dataset.within[dataset.chosen == number]
+        within = dataset.samples_of(number)
         if not np.array_equal(within, np.arange(len(within))):
             text = f"{source.source.prefix}: its samples are not 0, 1, 2, ... in the mixture"
             found.problems.append(text)
@@ -307,11 +307,8 @@ def _parts(dataset: Any) -> Iterator[tuple[Samples, np.ndarray]]:
     if not isinstance(dataset, Blend):
         yield dataset, np.arange(len(dataset))
         return
-    if len(dataset.datasets) == 1:
-        yield dataset.datasets[0], np.arange(len(dataset))
-        return
     for number, part in enumerate(dataset.datasets):
-        within = dataset.within[dataset.chosen == number]
+        within = dataset.samples_of(number)
         if isinstance(part, Passes):
             yield from ((one, samples) for one, _, samples in part.by_pass(within))
         else:

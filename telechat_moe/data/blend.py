@@ -73,6 +73,12 @@ class Blend(Generic[Part]):
             pairs_B[rows] = dataset.visible_pairs(within)
         return pairs_B
 
+    def samples_of(self, number: int) -> np.ndarray:
+        """Return the samples that are taken of one dataset, in order, int64."""
+        if len(self.datasets) == 1:
+            return np.arange(len(self))
+        return self.within[self.chosen == number]
+
     def counts(self, indices: Sequence[int] | np.ndarray) -> list[int]:
         """Return how many of these samples are of each dataset."""
         return np.bincount(self.chosen[indices], minlength=len(self.datasets)).tolist()
@@ -162,7 +168,7 @@ def open_blend(
     share = None if shares is None else normalised(shares)[0]
     kind = ConversationDataset if conversations else partial(GptDataset, progress=progress)
     datasets = [
-        kind(source, seq_length, count, seed, documents=_first(source, share), options=options)
+        kind(source, seq_length, count, seed, documents=first_of(source, share), options=options)
         for source, count in zip(sources, sizes, strict=True)
     ]
     if weights is not None:
@@ -173,7 +179,8 @@ def open_blend(
     return BlendedDataset(datasets, counts, min(size or sum(counts), sum(counts)))
 
 
-def _first(source: IndexedDataset, share: float | None) -> tuple[int, int] | None:
+def first_of(source: IndexedDataset, share: float | None) -> tuple[int, int] | None:
+    """Return the range of a dataset's first documents, a share of all; None: all, without a range."""
     return None if share is None else (0, round(share * len(source)))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.data.blend import Blend, normalised
+from telechat_moe.data.blend import Blend, first_of, normalised
 from telechat_moe.data.dataset import GptDataset, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import Progress, blend_indices
@@ -175,7 +175,7 @@ def open_mixture(
             source,
             seq_length,
             seed,
-            documents=(0, round(share * len(source))),
+            documents=first_of(source, share),
             options=options,
             progress=progress,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 PATTERN = r"0:[0-9.]+[KMBT]?([ ,]+[0-9.]+[KMBT]?:[0-9.]+[KMBT]?)*"
@@ -30,6 +31,7 @@ class BatchSchedule:
     entries: tuple[tuple[int, int], ...]
 
     @staticmethod
+    @cache
     def parse(text: str, seq_length: int) -> BatchSchedule:
         """Return the schedule of a text such as ``0:768 250B:1536``, tokens and samples a step.
 

@@ -167,14 +167,13 @@ class OneProcess(Engine):
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """See :meth:`Engine.put`."""
         groups = self.parameters()
-        begins = self.average is not None and EMA not in saved.tensors
-        if begins:
-            del groups[EMA]
+        if self.average is None or EMA in saved.tensors:
+            state.put(groups, saved.tensors, saved.path, in_place)
+            return ""
+        del groups[EMA]
         state.put(groups, saved.tensors, saved.path, in_place)
-        if self.average is not None and begins:
-            self.average.begin()
-            return f"{saved.path.name} holds no average of the weights; it begins with its weights"
-        return ""
+        self.average.begin()
+        return f"{saved.path.name} holds no average of the weights; it begins with its weights"
 
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None

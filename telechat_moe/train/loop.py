@@ -226,13 +226,13 @@ class Loop:
 
     def compute_step(self) -> StepResult:
         """Run the next step; nothing is judged or reported."""
-        progress, step = self.progress, self.progress.step + 1
+        progress, recipe, step = self.progress, self.recipe, self.progress.step + 1
         rate = self.schedule(progress.updates)
         began = time.perf_counter()
         self.ranks.at(f"step {step}, reading data")
         self.timer.lap("host")
-        share = self.recipe.batch_at(progress.step) / self.recipe.global_batch
-        batches = self.engine.read(self.loader, round(micro_batches(self.recipe) * share))
+        count = micro_batches(recipe) * recipe.batch_at(progress.step) // recipe.global_batch
+        batches = self.engine.read(self.loader, count)
         waited = time.perf_counter() - began
         self.timer.lap("data")
         self.ranks.begin_step(step)

@@ -107,16 +107,14 @@ class Trainer:
 
     def _timer(self) -> StepTimer:
         """Return what measures and records the parts of this process's steps."""
-        rank, count = self.ranks.rank, self.ranks.count
-        if (
-            self.ranks.leads and not self.start.here
-        ):  # those of an earlier run, of more ranks perhaps
+        rank, resumed = self.ranks.rank, self.progress.step * self.start.here
+        if self.ranks.leads and not self.start.here:
+            # Those of an earlier run, of more ranks perhaps.
             shutil.rmtree(self.output / timings.FOLDER, ignore_errors=True)
         self.ranks.barrier("timings")
-        about = {"rank": rank, "ranks": count, "stage": mesh_of(self.recipe).stage(rank)}
-        return StepTimer(
-            timings.file_of(self.output, rank), about, self.progress.step * self.start.here
-        )
+        stage = mesh_of(self.recipe).stage(rank)
+        about = {"rank": rank, "ranks": self.ranks.count, "stage": stage}
+        return StepTimer(timings.file_of(self.output, rank), about, resumed)
 
     def run(self) -> Summary:
         """Train to the last step of the recipe, or until interrupted.

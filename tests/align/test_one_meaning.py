@@ -63,6 +63,8 @@ def test_attention():
     heads_first = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
     wanted = attention_reference(*heads_first, seen, 0.5).transpose(0, 2, 1, 3)
     same(formula("TelechatFlashAttention", q, k, v, start, scale=0.5)[0], wanted)
+    late = formula("TelechatFlashAttention", q[:, 4:], k, v, start[:, 4:], scale=0.5, first=4)[0]
+    same(late, wanted[:, 4:])
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

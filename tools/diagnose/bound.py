@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.tools.diagnose.links import transfers
-from telechat_moe.tools.diagnose.records import LOCAL, LOST, Floats, Records
+from telechat_moe.tools.diagnose.records import COMM, LOST, Floats, Records
 
 BOUNDS = {
     "compute": "device",
@@ -47,7 +47,7 @@ class StageBound:
 
 def stage_bounds(records: Records) -> list[StageBound]:
     """Return what bounds each stage."""
-    own = records.own()
+    own = records.own
     names = list(BOUNDS.values())
     moved = _moved(records)
     found: list[StageBound] = []
@@ -92,14 +92,6 @@ def _moved(records: Records) -> Floats:
 
 def waiting(records: Records) -> float:
     """Return the share of all ranks' time that they wait for other ranks."""
-    comm = sum(
-        float(records.columns[f"comm.{axis}"].mean(dtype=np.float64)) for axis in records.axes
-    )
-    own = sum(
-        float(records.columns[n].mean(dtype=np.float64))
-        for n in (*LOCAL, *(() if records.inside else LOST))
-        if n in records.columns
-    )
-    return (
-        (comm - float(_moved(records).mean(dtype=np.float64))) / (comm + own) if comm + own else 0.0
-    )
+    total = records.mean_seconds()
+    comm = sum(records.columns[COMM + axis].mean(dtype=np.float64) for axis in records.axes)
+    return float(comm - _moved(records).mean(dtype=np.float64)) / total if total else 0.0

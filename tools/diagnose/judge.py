@@ -212,7 +212,7 @@ class Judge:
         Each step lasts as long as its latest rank; without the excess these ranks would come earlier, and another is the
         latest.
         """
-        own = self._own[:, span]
+        own = self.records.own[:, span]
         latest = own.max(0)
         less = own[rows].copy()
         for i, row in enumerate(rows):
@@ -225,12 +225,6 @@ class Judge:
         )
         saved = latest - np.maximum(others, less.max(0))
         return float(saved.sum()) / (self.mean_s * len(self.records.steps))
-
-    @property
-    def _own(self) -> Array:
-        if not hasattr(self, "_own_seconds"):
-            self._own_seconds = self.records.own()
-        return self._own_seconds  # pyright: ignore[reportReturnType]
 
     def _run_wide(self) -> list[Cause]:
         """Return what all ranks wait for alike."""

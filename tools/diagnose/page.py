@@ -91,7 +91,7 @@ def _bounds(bounds: list[StageBound]) -> Html:
 
 
 def _pooled(x: Floats, columns: int, rows: int) -> Floats:
-    """Return an array of at most so many rows and columns; each value is the largest of those that it stands for."""
+    """Return an array of at most so many rows and columns; each is the largest of a block of the original."""
     at = np.linspace(0, x.shape[1], min(columns, x.shape[1]) + 1).astype(int)[:-1]
     down = np.linspace(0, x.shape[0], min(rows, x.shape[0]) + 1).astype(int)[:-1]
     return np.maximum.reduceat(np.maximum.reduceat(x, down, axis=0), at, axis=1)
@@ -100,7 +100,7 @@ def _pooled(x: Floats, columns: int, rows: int) -> Floats:
 def _heat(diagnosis: Diagnosis) -> Html:
     """Draw how much later than its peers each rank is."""
     records = diagnosis.records
-    late, _ = center(records.own(), records.stage)
+    late, _ = center(records.own, records.stage)
     cells = _pooled(late, *PIXELS) / diagnosis.step_s
     strength = np.clip(cells / FULL, 0, 1)
     rgba = np.zeros((*cells.shape, 4), np.uint8)
@@ -165,7 +165,7 @@ def _path(diagnosis: Diagnosis) -> Html:
 
 def _stage_path(records: Records, bound: StageBound) -> Html:
     at = np.arange(len(records.steps))
-    own = records.own()[bound.latest, at].astype(float)
+    own = records.own[bound.latest, at].astype(float)
     low, high = 0.0, float(own.max()) * 1.05 or 1.0
     first, last = float(records.steps[0]), float(records.steps[-1])
     axes = Axes((first, max(last, first + 1)), (low, high), WIDTH, 150, LEFT)

@@ -1,5 +1,6 @@
 """Read the timings that the ranks of a run wrote (`telechat_moe.timings`)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,13 +62,10 @@ def read_runs(runs: Sequence[Path]) -> Records:
     if not kept:
         raise BadInputError(f"{where}: no rank has a finished step after the first")
     numbers = [int(str(head["rank"])) for head in heads]
-    twice = (
-        sorted({rank for rank in numbers if numbers.count(rank) > 1})
-        if len(set(numbers)) < len(numbers)
-        else []
-    )
-    if twice:
-        raise BadInputError(f"{where}: rank {twice[0]} is there twice; name the folders of one run")
+    if twice := [rank for rank, count in Counter(numbers).items() if count > 1]:
+        raise BadInputError(
+            f"{where}: rank {min(twice)} is there twice; name the folders of one run"
+        )
     begin, end = max(span[0] for span in spans), min(span[1] for span in spans)
     if end - begin + 1 < FEWEST:
         raise BadInputError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,31 +55,35 @@ class Records:
         """Axes whose collectives were recorded."""
         return [name[len(COMM) :] for name in self.columns if name.startswith(COMM)]
 
+    @property
+    def own_parts(self) -> list[str]:
+        """Columns of the seconds in which a rank waits for no other; they share no time."""
+        parts = (*LOCAL, *(() if self.inside else LOST))
+        return [name for name in parts if name in self.columns]
+
+    @cached_property
     def own(self) -> Floats:
-        """Return the seconds in which each rank waited for no other, ``[ranks, steps]``."""
+        """The seconds in which each rank waited for no other, ``[ranks, steps]``; added up once, so columns must not change then."""
         total = np.zeros((len(self.ranks), len(self.steps)), np.float32)
-        for name in (*LOCAL, *(() if self.inside else LOST)):
-            if name in self.columns:
-                total += self.columns[name]
+        for name in self.own_parts:
+            total += self.columns[name]
         return total
 
     def calm_seconds(self) -> float:
         """Return what a step of the median rank takes without waiting: its own time, and its shortest collectives."""
-        total = float(np.median(self.own()))
+        total = float(np.median(self.own))
         for axis in self.axes:
             total += float(np.quantile(self.columns[COMM + axis], 0.05))
         return total
 
     def mean_seconds(self) -> float:
         """Return the mean step: own time and collectives of all ranks."""
-        parts = (*LOCAL, *(() if self.inside else LOST), *(COMM + axis for axis in self.axes))
-        return float(
-            sum(self.columns[n].mean(dtype=np.float64) for n in parts if n in self.columns)
-        )
+        parts = (*self.own_parts, *(COMM + axis for axis in self.axes))
+        return float(sum(self.columns[name].mean(dtype=np.float64) for name in parts))
 
     def step_seconds(self) -> float:
         """Return the median step: own time and collectives of the median rank."""
-        total = self.own()
+        total = self.own.copy()
         for axis in self.axes:
             total += self.columns[COMM + axis]
         return float(np.median(total))
