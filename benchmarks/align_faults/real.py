@@ -255,16 +255,11 @@ def _set(model: Any, node: Any, settings: dict[str, Any]) -> None:
 class _Watched:
     """A training step in the trainer that keeps its inputs."""
 
-    accumulate = None
-
     def __init__(self, step: Any, inputs: list[tuple[Any, ...]]) -> None:
         self.step, self.inputs = step, inputs
 
-    def set_limits(self, *limits: float) -> None:
-        self.step.set_limits(*limits)
-
-    def count_tokens(self, batches: Any) -> None:
-        self.step.count_tokens(batches)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
 
     def __call__(self, *inputs: Any) -> Any:
         self.inputs.append(inputs)

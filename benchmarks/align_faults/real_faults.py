@@ -132,6 +132,6 @@ GIVEN = (
     Given("stale weight", "stale weight", "*.layers.0.attention.out.matmul.TelechatMatmul.*", 2, "layers.0.attention.out.weight", lambda first, now: first),
     Given("a bit of a weight", "single element", "*.layers.0.ffn.up.matmul.TelechatMatmul.*", 1, "layers.0.ffn.up.weight", _flipped),
     Given("experts of another order", "permutation | expert swap", "*.experts.down_matmul.TelechatGroupedMatmul.*", 1, "layers.1.moe.experts.down", _swapped),
-    Given("weights of another seed", "unknown | scale | wrong tensor", "*.head.matmul.TelechatMatmul.*", 0, "head.weight", lambda first, now: np.roll(now, 1, 0)[::-1].copy() * np.float32(0.5)),
+    Given("weights of another seed", "other input", "*.head.matmul.TelechatMatmul.*", 0, "head.weight", lambda first, now: np.roll(now, 1, 0)[::-1].copy() * np.float32(0.5)),
 )  # fmt: skip
 """Faults of weights and data."""
