@@ -45,6 +45,7 @@ def run(lines: list[str]) -> None:
         assert main(arguments) == 0, line
 
 
+@pytest.mark.slow
 def test_five_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = commands("README.md")

@@ -213,6 +213,7 @@ def test_a_fault_touches_one_call():
     assert wrong == [(site.ranks[0], site.key)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [3, 7, 95, 371, 607, 1563, 2023, 2055])
 def test_right_runs_of_two_layouts_pass_though_tokens_go_elsewhere(number):
     """Test all kinds of parallelism, sizes of dropless exchanges, and gradients below the rounding of their sum."""
@@ -223,6 +224,7 @@ def test_right_runs_of_two_layouts_pass_though_tokens_go_elsewhere(number):
     assert pair.judged > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2139, 2163])
 def test_no_limit_follows_from_deviations_that_overflow(number):
     """Test second steps in narrow types, whose weights follow from Adam's division by almost nothing."""
@@ -230,12 +232,14 @@ def test_no_limit_follows_from_deviations_that_overflow(number):
     assert (pair.target.steps, pair.flips > 0, pair.verdict) == (2, True, "pass")
 
 
+@pytest.mark.slow
 def test_a_shard_is_put_together_from_the_parts_that_are_most_like_it():
     """Test token ids of context parallelism, whose two halves are among four shards of the sequence."""
     pair = suite.judge_pair(*suite.pair_of(list(LAYOUTS), 0, 2107))
     assert (pair.reference.layout, pair.target.layout, pair.verdict) == ("tp4 sp", "cp2", "pass")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [7, 2023])
 def test_another_setting_shows_though_tokens_go_elsewhere(number):
     """Test an eps of 3e-3 in place of 1e-6, with which every operator computes correctly."""
@@ -258,6 +262,7 @@ def test_a_fault_shows_in_another_layout_too():
     assert outcome.findings[0].family == "missing reduction"
 
 
+@pytest.mark.slow
 def test_a_long_run_in_parts():
     few = {"layouts": "one", "classes": "eps of Adam", "history": False}
     whole, *parts = (suite.run_suite(n, 0, first=k, **few) for n, k in ((2, 0), (1, 0), (1, 1)))
@@ -279,6 +284,7 @@ def test_residuals_that_no_class_makes():
     assert family(lambda y: np.roll(y, 1)) == "permutation"
 
 
+@pytest.mark.slow
 def test_dumps_on_disk_are_judged_as_those_in_memory(tmp_path):
     base, planted = plant(CLASSES["gradient reduced twice"], ["ep2 dp2"], 1)
     target = run(base, planted).dump()
@@ -291,6 +297,7 @@ def test_dumps_on_disk_are_judged_as_those_in_memory(tmp_path):
     assert there.as_json()["first"]["phase"] == "reduction"
 
 
+@pytest.mark.slow
 def test_the_bars_hold_on_a_part():
     """Test some of the long suite on small layouts; `test_the_whole_benchmark` runs all of it."""
     report = suite.run_suite(30, 6, layouts="[dt]p2", seed=7, history=False)

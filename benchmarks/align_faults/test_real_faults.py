@@ -62,6 +62,7 @@ def found(made, lie):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", [x for x in LIES if x.name in FEW], ids=lambda x: x.name)
 def test_a_lie_is_named(one, lie):
     found(one, lie)
@@ -96,6 +97,7 @@ def test_two_right_runs_are_equal_and_pass(three):
                 np.testing.assert_array_equal(tensor.load(), theirs[name].load())
 
 
+@pytest.mark.slow
 def test_a_pattern_that_fits_nothing(one):
     with pytest.raises(LookupError, match=r"no operator \*\.none"):
         lying(one[0].content, Lie("x", "x", "*.none"))

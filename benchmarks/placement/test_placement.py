@@ -45,6 +45,7 @@ def test_loads_are_of_every_family_and_whole_pairs():
     assert all(loads.ndim == 3 for _, _, loads in sequences(3))
 
 
+@pytest.mark.slow
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out.json"
     assert (

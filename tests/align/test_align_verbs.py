@@ -64,6 +64,7 @@ def story(tmp_path_factory):
     return folder, [verb(*shlex.split(line)[2:], cwd=folder) for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_story_of_the_page(story):
     """Every operator of another's model is judged, forward, backward and updates, in both types."""
     folder, (golden, bf16, same, faulty, found) = story
@@ -77,6 +78,7 @@ def test_the_story_of_the_page(story):
     assert "Optimizer.AdamW" in (folder / "align.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_same_run_passes(dumps, tmp_path):
     done = verb("bisect", dumps / "golden", dumps / "again", "--json", "-")
     report = json.loads(done.stdout)

@@ -38,6 +38,7 @@ def answer(folder, reference, target):
     return code, json.loads((folder / f"{reference}.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["ours", "hf"])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_programs_that_compute_the_same_agree(other, reverse, folder):

@@ -363,6 +363,7 @@ def fuzz(count, seed, tmp_path, capsys):
     return refused
 
 
+@pytest.mark.slow
 def test_500_mutated_dumps_never_crash(tmp_path, capsys):
     assert fuzz(500, 1, tmp_path, capsys) > 200
 

@@ -72,6 +72,7 @@ def passed(given):
     return done, json.loads((given / "out" / "phases.json").read_text())
 
 
+@pytest.mark.slow
 def test_three_phases_pass(passed, given):
     _, report = passed
     assert [p["verdict"] for p in report["phases"]] == ["pass"] * 3, report["sentence"]
@@ -161,6 +162,7 @@ print(json.dumps([[o["operator"], o["face"].split(":")[0], o["shapes"].split(":"
 """
 
 
+@pytest.mark.slow
 def test_wrong_operators_are_named():
     """Each planted fault shows at its operator and implementation, and nowhere else."""
     done = subprocess.run(

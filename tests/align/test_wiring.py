@@ -58,6 +58,7 @@ def missed(base: Base, phases: Container[str] = PHASES) -> tuple[int, list[str]]
     return tried, found
 
 
+@pytest.mark.slow
 def test_a_doubled_input_is_seen():
     """The norm before the experts gets a sum over collectives; clipping hands on scalars; the optimizer begins with states."""
     tried, found = missed(Base("tp2 sp", "float16", seed=2), PHASES[1:])

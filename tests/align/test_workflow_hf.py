@@ -81,6 +81,7 @@ def compared(folder, name, steps, *more):
     return code, json.loads(report.read_text()) if report.exists() else said
 
 
+@pytest.mark.slow
 def test_every_operator_and_every_named_tensor(tmp_path):
     code, report = compared(tmp_path, "same", 1, NO_BIAS)
     assert code == 0, report["first"]

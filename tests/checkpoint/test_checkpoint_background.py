@@ -185,6 +185,7 @@ def run(data: Path, output: Path, *flags: str, **changes: object) -> int:
     return main([*mini.arguments(data, output, **changes), *flags])
 
 
+@pytest.mark.slow
 @mindspore
 def test_what_is_saved_meanwhile_is_what_is_saved_at_once(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +219,7 @@ def two_saves(small: Path) -> None:
     (small / "filler").write_bytes(bytes(free - 2 * size))
 
 
+@pytest.mark.slow
 @mindspore
 @pytest.mark.parametrize("allowed", [0, 9])
 def test_a_disk_that_fills_up_during_training(

@@ -444,6 +444,7 @@ def _rank(root: Path, rank: int, begin: int, token: str, at: int | None, reporte
             reported.value = step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 def test_ranks_killed_at_random_file_operations(tmp_path: Path, seed: int) -> None:
     """One of four processes, or all, die at a random moment of three saves; 100 times."""

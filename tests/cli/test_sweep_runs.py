@@ -44,6 +44,7 @@ def trained(data: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     return data / "sweep.yaml", done
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(trained, tmp_path: Path) -> None:
     path, done = trained
     assert done.returncode == 1, done.stdout + done.stderr
@@ -70,6 +71,7 @@ def test_each_run_is_a_normal_run(trained, tmp_path: Path) -> None:
     assert losses(run.folder) == losses(alone)
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_trained_again_and_what_failed_is(trained) -> None:
     path, _ = trained
     good, bad = (run.folder for run in read_sweep(str(path)).runs)
@@ -80,6 +82,7 @@ def test_what_is_finished_is_not_trained_again_and_what_failed_is(trained) -> No
     assert (bad / "sweep.log").stat().st_size > tried
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_is_the_same_recipe(trained) -> None:
     """A key that was not there then has its default."""
     path, _ = trained

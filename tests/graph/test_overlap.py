@@ -76,6 +76,7 @@ def reached(graph: Graph, start: str, skip: bool) -> set[str]:
     return found - {start}
 
 
+@pytest.mark.slow
 def test_passes_of_two_micro_batches_are_free_of_each_other(
     compiled: tuple[Graph, dict[str, Graph]],
 ) -> None:
@@ -114,6 +115,7 @@ def test_what_runs_beside_an_exchange(compiled: tuple[Graph, dict[str, Graph]]) 
             assert x.paired == (other[part] if part < len(other) else (0, 0.0, 0.0))
 
 
+@pytest.mark.slow
 def test_without_the_switch_no_pass_is_free(tmp_path: Path) -> None:
     main, functions = functions_of(recipe(tmp_path, None))
     assert pairs(main, functions, ["AlltoAllV"], lambda shape: size_of(shape) or 4096) == []

@@ -44,6 +44,7 @@ def ours(one: tuple[Path, runs.Curve]) -> tuple[Path, runs.Curve]:
     return output, runs.through_ours(one[0], output)
 
 
+@pytest.mark.slow
 def test_one_process(one: tuple[Path, runs.Curve], ours: tuple[Path, runs.Curve]) -> None:
     assert_equal_curves(one[1], ours[1])
     assert not (one[0].parent / "output").exists()  # where MindFormers writes when not told
@@ -94,6 +95,7 @@ def assert_goes_on(after: runs.Curve, whole: runs.Curve) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_their_checkpoint_in_our_trainer_and_back(one, tmp_path: Path) -> None:
     recipe, theirs = one
     output = tmp_path / "ours"

@@ -51,6 +51,7 @@ def answer(folder, reference, target):
     return json.loads((folder / "answer.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [("upstream", "ours"), ("ours", "upstream")])
 def test_they_agree(pair, folder):
     """Tokens are sequence-first there, experts stacked by rows and padded, gate and up in turn, MTP layers apart."""

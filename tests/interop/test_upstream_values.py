@@ -57,17 +57,18 @@ def assert_same_loads(found):
     np.testing.assert_allclose(moved, found["rate"] * lacks, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         "as the 105B recipe",
-        pytest.param("two sequences", marks=pytest.mark.slow),
-        pytest.param("parts of sequences", marks=pytest.mark.slow),
-        pytest.param("third micro-batch of a step", marks=pytest.mark.slow),
-        pytest.param("other layouts", marks=pytest.mark.slow),
-        pytest.param("no compressed query, no latent norms", marks=pytest.mark.slow),
-        pytest.param("groups of experts", marks=pytest.mark.slow),
-        pytest.param("compressed mask", marks=pytest.mark.slow),
+        "two sequences",
+        "parts of sequences",
+        "third micro-batch of a step",
+        "other layouts",
+        "no compressed query, no latent norms",
+        "groups of experts",
+        "compressed mask",
     ],
 )
 def test_same(tmp_path, case):

@@ -157,6 +157,7 @@ def test_files_of_a_run_are_not_writable_by_others(whole: Path) -> None:
     assert not loose_files(whole)
 
 
+@pytest.mark.slow
 def test_a_run_listens_on_its_own_address_only(whole: Path) -> None:
     seen = json.loads((whole.parent / "seen.json").read_text())
     assert seen["listen"]
@@ -177,6 +178,7 @@ def test_the_resolved_recipe_is_the_recipe(whole: Path, data: Path) -> None:
     assert resolved.to_dict() == recipe.to_dict()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_and_the_run_goes_on(
     prepared: Path, data: Path, whole: Path, strike: Strike, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +270,7 @@ def test_without_restarts_the_run_ends_and_says_how_to_go_on(
     assert "Traceback" in (prepared / "log" / "worker_1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_worker_s_message_and_exit_code_are_the_launch_s(
     tmp_path: Path, prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

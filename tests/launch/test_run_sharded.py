@@ -82,6 +82,7 @@ def test_the_report_says_what_differs_from_ascend(report: dict[str, Any]) -> Non
     assert "none is dropped" in found["dispatch"]
 
 
+@pytest.mark.slow
 def test_the_kept_graphs_are_those_that_ran(report: dict[str, Any], folder: Path) -> None:
     assert [Path(p).name for p in report["kept"]] == ["rank_0.mindir", "rank_1.mindir"]
     for path in map(Path, report["kept"]):

@@ -36,6 +36,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_losses_and_norms(name, tmp_path, record_property):
     config = tiny_config(**CONFIGS[name])

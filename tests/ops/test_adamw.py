@@ -90,6 +90,7 @@ def run_cell(backend, steps, shapes=SHAPES, max_norm=1.0):
     return history, cell
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_torch_agrees_over_steps(backend):

@@ -59,6 +59,7 @@ def routings(draw):
     return index, weight.astype(np.float32), experts, rows
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(routings())
 def test_block_plan(routing):
@@ -80,6 +81,7 @@ def test_block_plan(routing):
     assert ((block_expert >= 0) & (block_expert < experts)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @settings(max_examples=100, deadline=None)
 @given(routing=routings(), capacity=st.sampled_from(CAPACITIES))
@@ -103,6 +105,7 @@ def test_capacity_plan(policy, routing, capacity):
             np.testing.assert_array_equal(np.sort(weights[stay])[::-1], best)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(routings())
 def test_there_and_back(routing):

@@ -31,6 +31,7 @@ def run(fuse):
     return losses.asnumpy().copy(), named, regions
 
 
+@pytest.mark.slow
 def test_the_fused_model_is_the_plain_one():
     losses, gradients, _ = run(fuse=False)
     fused_losses, fused_gradients, regions = run(fuse=True)

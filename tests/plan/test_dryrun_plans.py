@@ -91,6 +91,7 @@ def test_stages_have_what_was_planned(fixed, mib, tmp_path) -> None:
 TWO_LAYERS = [*SETTINGS, "model.model_config.num_hidden_layers=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.mindspore
 def test_a_small_plan_is_compiled_as_predicted_and_a_fault_shows(tmp_path) -> None:
     file, _ = planned("pp=1 tp=2 sp=true micro_batch=4", None, tmp_path, TWO_LAYERS, 2)

@@ -103,6 +103,7 @@ def judge(seed: int, count: int, folder: Path, capsys: pytest.CaptureFixture[str
     assert codes == {0, 1}
 
 
+@pytest.mark.slow
 def test_300_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judge(1, 300, tmp_path, capsys)
 

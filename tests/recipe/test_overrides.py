@@ -40,6 +40,7 @@ def set_to(key: str, value: object, use: Use | None = None) -> Recipe | list[str
         return [f"{p.key}: {p.found}" for p in error.problems]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", EFFECTS)
 def test_what_is_refused_has_no_effect_and_what_acts_is_taken(use: Use) -> None:
     effect, counts, wrong = EFFECTS[use], [0, 0], list[str]()

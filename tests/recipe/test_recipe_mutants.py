@@ -49,6 +49,7 @@ def run(seed: int, count: int) -> None:
     assert count * 0.02 < total < count * 0.7, accepted  # both answers are exercised
 
 
+@pytest.mark.slow
 def test_2000_mutants() -> None:
     run(seed=1, count=2000)
 

@@ -23,15 +23,7 @@ LATER_GRADIENTS = {"momentum": BOUND, "adamw": 1e-4}
 TOP_K = 2
 
 # By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
-FAST = {
-    2: (
-        "tp2-sp-ep2:momentum",
-        "pp2-vpp2:momentum",
-        "pp2-parts2:momentum",
-        "dp2-ep2-routed:momentum",
-    ),
-    4: ("dp2-tp2-sp-ep4-once:momentum", "dp4-ep2-balance-by-experts:momentum"),
-}
+FAST = {2: ("tp2-sp-ep2:momentum",)}
 FAST_FAULTS = {2: ("tp2-sp-ep2:momentum:slice-of-another-rank",)}
 COUNTING_FAULTS = {
     2: (

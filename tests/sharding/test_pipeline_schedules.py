@@ -65,6 +65,7 @@ def run_all(folder: Path, case: str) -> None:
         assert differences(folder, program.name, devices) == [], program.name
 
 
+@pytest.mark.slow
 def test_bits_of_the_own_order(short: Path):
     """dX and dW in one go and apart, in the schedule's and in any order; what is wrong on purpose is seen."""
     run_all(short, "short")
@@ -72,6 +73,7 @@ def test_bits_of_the_own_order(short: Path):
         assert differences(short, fault, 2), fault
 
 
+@pytest.mark.slow
 def test_exchanges_beside_computation(beside: Path):
     """They have the bits of exchanges that the graph waits for; rows that are read before they arrive are seen."""
     run_all(beside, "beside")

@@ -119,12 +119,14 @@ def refusals(tmp_path_factory):
     return pickle.loads(out.read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", placing.TARGETS)
 @pytest.mark.parametrize("name", run.LAYOUTS)
 def test_no_primitive_is_forgotten(name, target, refusals):
     assert refusals[name, target] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", placing.FORGOTTEN)
 def test_a_forgotten_primitive_is_named(forgotten, refusals):
     assert f".{forgotten[1]} (" in refusals[forgotten]

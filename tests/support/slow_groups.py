@@ -9,12 +9,19 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
     "keys": ("tests/recipe/test_keys.py",),
     "tour": ("tests/test_readme.py",),
-    "train": ("tests/train", "benchmarks/balance_pilot"),
+    "train": ("tests/train", "benchmarks/balance_pilot", "benchmarks/placement"),
+    "resume": (
+        "tests/train/test_growing_runs",
+        "tests/train/test_mixture_runs",
+        "tests/train/test_sharded_train",
+        "tests/train/test_trainer",
+    ),
+    "moves": ("tests/train/test_moving_runs",),
     "launch": ("tests/launch",),
     "checkpoint": ("tests/checkpoint",),
     "mindformers": ("tests/interop/test_mindformers",),
     "upstream": ("tests/interop",),
-    "graph": ("tests/graph",),
+    "graph": ("tests/graph", "tests/sharding/test_place.py"),
     "pipeline": ("tests/sharding/test_pipeline_schedules.py",),
     "align": (
         "tests/align",
@@ -22,6 +29,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
         "benchmarks/align_faults/test_layout_pairs",
         "benchmarks/peers",
     ),
+    "align_faults": ("benchmarks/align_faults",),
     "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
     "ops": ("tests/ops",),
     "mindspore210": ("tests/test_versions.py",),
@@ -38,7 +46,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
     ),
     "programs": ("tests/ops/dvm",),
     "schedules": ("tests/plan/test_schedules",),
-    "faults": ("benchmarks/align_faults",),
+    "faults": ("benchmarks/align_faults/test_faults.py::test_the_whole",),
 }
 """More than half an hour on two cores."""
 

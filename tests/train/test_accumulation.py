@@ -42,6 +42,7 @@ def run(backend, windows):
     return model, optimizer, outputs
 
 
+@pytest.mark.slow
 def test_in_place_sums_are_those_of_plain_operators():
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     rng = np.random.default_rng(0)

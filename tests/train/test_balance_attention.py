@@ -90,6 +90,7 @@ def dealt(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_are_those_of_samples_in_order(tmp_path: Path, data: Path) -> None:
     small = {"model__model_config__num_hidden_layers": 1}
     small |= {"model__model_config__first_k_dense_replace": 0}

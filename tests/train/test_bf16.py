@@ -28,6 +28,7 @@ def train(data: Path, output: Path, dtype: str) -> np.ndarray:
     return np.array([r["loss"] for r in records if r["event"] == "step"])
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_and_keeps_fp32_weights(tmp_path: Path, data: Path) -> None:
     exact, rounded = (train(data, tmp_path / d, d) for d in ("float32", "bfloat16"))
     assert len(rounded) == 4

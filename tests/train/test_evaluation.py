@@ -32,6 +32,7 @@ def whole(tmp_path_factory, data) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_micro_batches_evaluate_the_same_samples(tmp_path, data, whole):
     halves = {
         "runner_config__batch_size": 2,

@@ -106,6 +106,7 @@ def test_report_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.slow
 def test_routers_are_watched_as_they_are(run: Path) -> None:
     """Choices, margins and norms are those of the model's own cells, called one by one."""
     recipe = load(run / "recipe.json")

@@ -28,6 +28,7 @@ def losses(data: Path, output: Path, **operators: str) -> np.ndarray:
     return np.array([r["loss"] for r in records if r["event"] == "step"])
 
 
+@pytest.mark.slow
 def test_200_steps_agree(tmp_path: Path, data: Path) -> None:
     fused = losses(data, tmp_path / "fused")
     plain = losses(data, tmp_path / "plain", default="plain")

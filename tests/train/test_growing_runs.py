@@ -85,6 +85,7 @@ def test_the_average_is_that_of_the_weights_of_each_step(whole: Path) -> None:
     assert len(moved) > 10
 
 
+@pytest.mark.slow
 def test_an_average_does_not_touch_training(whole: Path, data: Path, tmp_path: Path) -> None:
     changes = SETTINGS | {"telechat_moe__ema": "null"}
     del changes["telechat_moe__ema__decay"]
@@ -100,6 +101,7 @@ def test_an_average_does_not_touch_training(whole: Path, data: Path, tmp_path: P
         np.testing.assert_allclose(ours["ema"][f"ema.{name}"], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 4])
 def test_killed_and_resumed_bit_for_bit(
     whole: Path, start, tmp_path: Path, hold: Hold, step: int
@@ -124,6 +126,7 @@ def test_killed_and_resumed_bit_for_bit(
             assert ours[group][name].tobytes() == x.tobytes(), name
 
 
+@pytest.mark.slow
 def test_fewer_micro_batches_than_the_step_was_built_for() -> None:
     """A step of one micro-batch is that of a step without accumulation, also after one of three."""
 

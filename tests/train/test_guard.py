@@ -141,6 +141,7 @@ def test_the_planted_batch_is_a_spike(unguarded):
     assert max(losses[30 : SPIKE - 1]) < 1.5 * statistics.median(losses[30 : SPIKE - 1])
 
 
+@pytest.mark.slow
 def test_skip(tmp_path, noisy, unguarded):
     """The update is left out: parameters and moments keep every bit; the rest is as if the batch were not there."""
     output = tmp_path / "run"
@@ -191,6 +192,7 @@ def test_roll_back(tmp_path, noisy):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_after_going_back(tmp_path, noisy):
     """Its checkpoint knows of the data that were left out, wherever it is killed."""
     output, changes = tmp_path / "run", spiky_data.changes(**rules("rollback"))

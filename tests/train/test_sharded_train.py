@@ -123,6 +123,7 @@ def test_two_processes_write_what_one_does(one: Path, two: Path) -> None:
             np.testing.assert_allclose(b.tensors[group][name], tensor, rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_all_and_another_layout_goes_on(
     prepared: Path, data: Path, start, hold: Hold, one: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_ctrl_c_saves_and_a_single_process_goes_on(
     np.testing.assert_allclose(curve(prepared), curve(one), rtol=BOUND)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_start_ends_all(
     prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +252,7 @@ def test_a_rank_that_leaves_rows_on_their_way_is_named(
     wait_for_ends(pids)
 
 
+@pytest.mark.slow
 def test_a_broken_checkpoint_is_passed_over_and_only_broken_ones_are_refused(
     prepared: Path, two: Path, data: Path, one: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,6 +312,7 @@ def test_a_process_that_dies_at_birth_ends_all(tmp_path: Path) -> None:
         cluster.run()
 
 
+@pytest.mark.slow
 def test_a_message_of_a_process_is_the_message_of_the_command(
     tmp_path: Path, prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,7 +93,8 @@ def together(batches):
     return Batch(*(np.concatenate(row) for row in rows))
 
 
-@pytest.mark.parametrize("backend", [pytest.param("plain", marks=pytest.mark.slow), "auto"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["plain", "auto"])
 def test_a_step_of_micro_batches_is_that_of_all_their_tokens(backend):
     config = config_of()
     batches = micro_batches(config)

@@ -77,6 +77,7 @@ def test_evaluation_leaves_the_training_as_it_is(
     assert evaluated == [0, 4, 8, 12]
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_to_the_batch(tmp_path: Path, data: Path, reference: Path) -> None:
     # Without the balance loss a step is linear in the tokens, so only rounding may differ.
     plain = {"model__model_config__moe_aux_loss_coeff": 0.0}
@@ -121,10 +122,11 @@ def changed(path: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_killed_at_random_moments_a_run_resumes_to_the_same_losses(
-    tmp_path: Path, start, hold: Hold, kills: int
+    tmp_path: Path, start, hold: Hold
 ) -> None:
+    kills = 20
     # Saving after every step: about half of the time after the first step is spent in saves.
     changes = {
         "callbacks__2__save_checkpoint_steps": 1,
@@ -152,6 +154,7 @@ def test_killed_at_random_moments_a_run_resumes_to_the_same_losses(
     assert losses(output) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     tmp_path: Path, data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
