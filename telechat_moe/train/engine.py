@@ -16,8 +16,9 @@ from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import micro_batches
+from telechat_moe.sharding.shards import EMA
 from telechat_moe.train import optimizer, state
-from telechat_moe.train.optimizer import EMA, WeightAverage
+from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
 
 Batch = tuple[Tensor, ...]
@@ -173,7 +174,7 @@ class OneProcess(Engine):
         del groups[EMA]
         state.put(groups, saved.tensors, saved.path, in_place)
         self.average.begin()
-        return f"{saved.path.name} holds no average of the weights; it begins with its weights"
+        return self.average.begins(saved.path)
 
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
