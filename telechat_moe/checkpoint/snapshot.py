@@ -32,7 +32,8 @@ class Snapshot:
 
     def __init__(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
         names = [(group, name) for group, found in sources.items() for name in found]
-        self.sources = [sources[group][name] for group, name in names]
+        self.names = names
+        self.follow(sources)
         self.views = [source.asnumpy() for source in self.sources]
         self.addresses = np.array([view.ctypes.data for view in self.views], np.uint64)
         offsets, end = [], 0
@@ -52,6 +53,10 @@ class Snapshot:
         self.groups: Groups = {group: {} for group in sources}
         for (group, name), copy in zip(names, self.copies, strict=True):
             self.groups[group][name] = copy
+
+    def follow(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
+        """Copy other parameters from now on, of the same names, shapes and data types."""
+        self.sources = [sources[group][name] for group, name in self.names]
 
     @property
     def nbytes(self) -> int:

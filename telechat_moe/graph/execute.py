@@ -165,6 +165,17 @@ class RankProgram:
             else:
                 parameter.set_data(Tensor(shard))
 
+    def take_over(self, other: "RankProgram") -> None:
+        """Begin, before the first call, with the values of a program of other micro-batches."""
+        from mindspore import Tensor
+
+        for name, parameter in self.parameters.items():
+            given = other.parameters.get(name)
+            if given is not parameter:  # without one it is a gradient sum, zero between steps
+                empty = given is None
+                value = np.zeros(parameter.shape, np.float32) if empty else given.asnumpy().copy()
+                parameter.set_data(Tensor(value))
+
     def set_limits(self, norm: float, loss: float) -> None:
         """Let the next steps be applied only where gradient norm and loss are below these."""
         for name, value in zip(LIMITS, (norm, loss), strict=True):

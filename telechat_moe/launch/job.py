@@ -1,8 +1,8 @@
 """Launch a recipe: compile the graph of each rank, write a job folder, start the processes, restart them.
 
 A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and ``ranks.json``
-(:class:`telechat_moe.graph.execute.Job`), ``key`` (a hash of what the graphs were compiled from), and ``control/``
-(:class:`telechat_moe.processes.Control`).
+(:class:`telechat_moe.graph.execute.Job`), ``key`` (a hash of what the graphs were compiled from), the same files in
+``micro_batches_N/`` for each smaller step of a batch schedule, and ``control/`` (:class:`telechat_moe.processes.Control`).
 
 Where the recipe chooses a pipeline schedule, the caller hands in the order of each rank's passes.
 """
@@ -32,7 +32,7 @@ from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankDiedError, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.sharding.recipe import mesh_of, micro_batches, smaller_steps
 from telechat_moe.train import preflight
 from telechat_moe.train.metrics import last_step
 
@@ -102,6 +102,8 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         expected = "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
         problem = recipe.problem(f"telechat_moe.sharding.{key}", found, expected)
         raise RecipeError([problem])
+    for count, smaller in smaller_steps(recipe).items():
+        write_job(smaller, folder / f"micro_batches_{count}")
     key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
@@ -119,7 +121,8 @@ def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
     from telechat_moe.train.rank_graph import compile_recipe
 
     ranks = recipe.devices
-    _say(f"layout {mesh_of(recipe).describe()}: compiling the graphs of {ranks} ranks")
+    each = f"compiling the graphs of {ranks} ranks, {micro_batches(recipe)} micro-batches a step"
+    _say(f"layout {mesh_of(recipe).describe()}: {each}")
     began, done = time.perf_counter(), 0
 
     def one_more() -> None:

@@ -1,5 +1,6 @@
 """What a recipe says about splitting: mesh, options, MindSpore's settings."""
 
+from dataclasses import replace
 from typing import Any
 
 from telechat_moe.recipe import Recipe
@@ -36,6 +37,18 @@ def micro_batches(recipe: Recipe) -> int:
     if recipe.parallel_config.pipeline_stage > 1:
         return recipe.parallel_config.micro_batch_num
     return recipe.runner_config.gradient_accumulation_steps
+
+
+def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
+    """Return the recipes of the steps that are smaller than the largest of a batch schedule, by their micro-batches."""
+    schedule, whole, found = recipe.batch_schedule, micro_batches(recipe), dict[int, Recipe]()
+    own = replace(recipe.telechat_moe, step_batch_size_schedule=None)
+    for batch in sorted({batch for _, batch in schedule.entries} if schedule else ()):
+        count = whole * batch // recipe.global_batch
+        runner = replace(recipe.runner_config, gradient_accumulation_steps=count)
+        found[count] = replace(recipe, runner_config=runner, telechat_moe=own)
+    found.pop(whole, None)
+    return found
 
 
 def balance_groups(recipe: Recipe) -> int | None:

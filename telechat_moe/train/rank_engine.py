@@ -22,7 +22,7 @@ from telechat_moe.graph.execute import Job, RankProgram
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.recipe import mesh_of, micro_batches
+from telechat_moe.sharding.recipe import mesh_of, micro_batches, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, group_of, weight_of
 from telechat_moe.train import optimizer, state
 from telechat_moe.train.engine import Batch, Columns, build_model, tensors
@@ -54,15 +54,13 @@ class RankEngine:
         fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
         self.operators = f"plain{fused}, in the graphs of {self.ranks} ranks ({self.layout})"
         self.weights = {p.name: p for p in self.model.get_parameters()}
-        graphs, ema = Job.read(job), recipe.telechat_moe.ema
-        if ema is not None:
-            graphs = graphs.with_copies(EMA, self._averaged)
-        self.program = RankProgram(graphs, self.rank)
+        self.jobs = {n: job / f"micro_batches_{n}" for n in smaller_steps(recipe)}
+        self.jobs[self.micro_batches] = job
+        self.micro_rows, self.groups = recipe.runner_config.batch_size * self.mesh.dp, set[str]()
+        self.ema = recipe.telechat_moe.ema
         self.average: WeightAverage | None = None
-        if ema is not None:
-            own = {n: p for n, p in self.program.parameters.items() if self._averaged(n)}
-            self.average = WeightAverage(own, ema.decay)
-            self.program.parameters |= self.average.averages
+        self.program = self._load()
+        graphs = self.program.job
         with select.using("plain"):
             self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.evaluate_cell = Evaluate(self.model)
@@ -77,6 +75,25 @@ class RankEngine:
             given = self.program, self.sharing, ranks, folder / "moves"
             self.experts = MovingExperts(recipe, routers, *given)
 
+    def _load(self) -> RankProgram:
+        """Return the program of steps of as many micro-batches as now, with the averages beside its parameters."""
+        graphs = Job.read(self.jobs[self.micro_batches])
+        if self.ema is None:
+            return RankProgram(graphs, self.rank, self.groups)
+        program = RankProgram(graphs.with_copies(EMA, self._averaged), self.rank, self.groups)
+        own = {n: p for n, p in program.parameters.items() if self._averaged(n)}
+        if self.average is None:
+            self.average = WeightAverage(own, self.ema.decay)
+        self.average.weights = {name: own[name] for name in self.average.weights}
+        program.parameters |= self.average.averages
+        return program
+
+    def _go_on_with(self, micro_batches: int) -> None:
+        """Go on in the graph of steps of so many micro-batches, which all ranks load together."""
+        before, self.micro_batches = self.program, micro_batches
+        self.program = self._load()
+        self.program.take_over(before)
+
     def _kept(self, name: str) -> bool:
         """Return whether a parameter of this rank belongs in a checkpoint."""
         return weight_of(name) in self.weights and not is_transient(name)
@@ -87,7 +104,7 @@ class RankEngine:
 
     def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
-        read = [next(columns) for _ in range(self.micro_batches)]
+        read = [next(columns) for _ in range(micro_batches or self.micro_batches)]
         return [tensors({name: np.concatenate([r[name] for r in read]) for name in read[0]})]
 
     def update(
@@ -95,6 +112,9 @@ class RankEngine:
     ) -> StepOutput:
         """See :meth:`telechat_moe.train.engine.Engine.update`."""
         scalars = self.optimizer.scalars(number, rate)
+        count = batches[0][0].shape[0] // self.micro_rows
+        if count != self.micro_batches:
+            self._go_on_with(count)
         if limits != self.limits:
             self.program.set_limits(*limits)
             self.limits = limits

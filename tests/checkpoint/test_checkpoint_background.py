@@ -83,6 +83,9 @@ def test_a_parameter_that_was_given_other_memory_is_found(
     snapshot = Snapshot(parameters)
     parameters["model"]["a"].value = np.full((3, 5), 8, np.float32)
     assert_equal(snapshot.take(), values(parameters))
+    others = sources(7)
+    snapshot.follow(others)
+    assert_equal(snapshot.take(), values(others))
 
 
 def test_a_save_returns_while_it_is_written_and_the_next_one_waits() -> None:

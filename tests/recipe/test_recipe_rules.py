@@ -62,6 +62,21 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             for text in ("0:4 5K:4 5001:8", "0:4 5K:6", "0:4 5K:16", "0:8", "0:4 5K:0")
         ),
         (TINY, SPREAD | {GROWS: "'0:4 5K:8'"}, GROWS),
+        *(
+            (TINY, {GROWS: "'0:4 5K:8'", **given}, GROWS)
+            for given in (
+                {OWN + "moe.placement": "{}"},
+                SPREAD
+                | {
+                    "parallel_config.data_parallel": "1",
+                    "parallel_config.pipeline_stage": "2",
+                    "parallel_config.micro_batch_num": "2",
+                    "callbacks.1.micro_batch_num": "2",
+                    "runner_config.batch_size": "4",
+                    M + "batch_size": "4",
+                },
+            )
+        ),
     ],
     "averages": [
         (TINY, {"context.device_target": "Ascend", OWN + "ema": "{decay: 0.9}"}, OWN + "ema"),

@@ -152,16 +152,14 @@ def decay_style(r: Recipe) -> Iterator[Broken]:
 def batch_sizes(r: Recipe) -> Iterator[Broken]:
     """Megatron finds a batch that cannot be divided when training comes to it."""
     text, key = r.telechat_moe.step_batch_size_schedule, "telechat_moe.step_batch_size_schedule"
-    length, rows = r.model.model_config.seq_length, r.runner_config.batch_size
+    length, p = r.model.model_config.seq_length, r.parallel_config
+    copies = p.data_parallel if r.use_parallel else 1
+    rows = r.runner_config.batch_size * copies
     if text is None or length is None:
         return
-    if r.devices > 1:
-        yield (
-            key,
-            f"{text!r} with {r.devices} devices",
-            "one process: their graphs have one batch size",
-        )
-        return
+    for what in _of_one_size(r):
+        found = f"{text!r} with {what}, which knows steps of one size only"
+        yield key, found, "remove one of the two"
     try:
         batches = [batch for _, batch in BatchSchedule.parse(text, length).entries]
     except ValueError as error:
@@ -169,8 +167,8 @@ def batch_sizes(r: Recipe) -> Iterator[Broken]:
         return
     for batch in batches:
         if batch % rows:
-            expected = f"multiples of runner_config.batch_size ({rows})"
-            yield key, f"{batch} samples in {text!r}", expected
+            unit = "runner_config.batch_size" + " x data_parallel" * (copies > 1)
+            yield key, f"{batch} samples in {text!r}", f"multiples of {unit} ({rows})"
     if max(batches) != r.global_batch:
         steps = "runner_config.gradient_accumulation_steps"
         found = (
@@ -179,6 +177,18 @@ def batch_sizes(r: Recipe) -> Iterator[Broken]:
         yield key, found, f"{r.global_batch}, or {steps} {max(batches) // rows}"
     if len(batches) == 1:
         yield key, f"{text!r}, one batch for all steps", "a second threshold, or remove it"
+
+
+def _of_one_size(r: Recipe) -> list[str]:
+    """Return what a recipe asks for that is decided for steps of one size."""
+    own = r.telechat_moe
+    asked = {
+        "parallel_config.pipeline_stage > 1": r.parallel_config.pipeline_stage > 1,
+        "telechat_moe.balance_attention": own.balance_attention,
+        "telechat_moe.moe.placement": own.moe.placement,
+        "telechat_moe.sharding.overlap_exchange": own.sharding.overlap_exchange,
+    }
+    return [key for key, value in asked.items() if value]
 
 
 def averages(r: Recipe) -> Iterator[Broken]:

@@ -241,7 +241,9 @@ class Recipe:
     def epoch_samples(self) -> int:
         """Samples of a pass over the data: what whole steps use, with a batch schedule whole micro-batches."""
         sizes = self.train_dataset.data_loader.sizes or [0]
-        unit = self.global_batch if self.batch_schedule is None else self.runner_config.batch_size
+        copies = self.parallel_config.data_parallel if self.use_parallel else 1
+        rows = self.runner_config.batch_size * copies
+        unit = self.global_batch if self.batch_schedule is None else rows
         return sizes[0] // unit * unit
 
     @property

@@ -332,8 +332,8 @@ class TelechatMoe:
         default=None, metadata=acts("micro_batches", "0:4 64:8", "0:4 128:8")
     )
     """Global batch by consumed tokens, `"THRESHOLD:SAMPLES ..."`, as Megatron's option of this name: a step takes the samples
-    of the last threshold that is reached when it begins. Suffixes K, M, B, T. The largest is that of `runner_config`, all are
-    whole micro-batches. None: the same in every step."""
+    of the last threshold that is reached when it begins. Suffixes K, M, B, T. The largest is the recipe's, all are whole
+    micro-batches of all data-parallel ranks. None: the same in every step."""
 
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = field(
         default=None, metadata=acts("wsd", "cosine", "exponential", "minus_sqrt")
