@@ -13,7 +13,15 @@ from benchmarks.plan_published.__main__ import main as score_published
 from telechat_moe.cli import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("plan", "plan_layout", "plan_memory", "plan_proof", "plan_schedules", "plan_timeline", "long_sequences")
+PAGES = (
+    "plan",
+    "plan_layout",
+    "plan_memory",
+    "plan_proof",
+    "plan_schedules",
+    "plan_timeline",
+    "long_sequences",
+)
 ELSEWHERE = ("plan calibrate", "dryrun", "this-machine.yaml", "proof.json", "my_recipe.yaml")
 """What takes minutes, or its output: `tests/plan/test_this_machine.py`, `test_certificate.py` and the tests of the dry run;
 `my_recipe.yaml` is what plan.md plans."""
