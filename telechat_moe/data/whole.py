@@ -72,6 +72,14 @@ class BestFit:
         return placed
 
 
+def cut(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut documents every ``seq_length`` tokens; return where each begins in the pieces, and the end, and the pieces' tokens."""
+    first = np.concatenate([[0], np.cumsum(-(-lengths.astype(np.int64) // seq_length))])
+    tokens, filled = np.full(first[-1], seq_length, np.int32), np.flatnonzero(lengths)
+    tokens[first[filled + 1] - 1] = (lengths[filled] - 1) % seq_length + 1
+    return first, tokens
+
+
 class WholeDataset:
     """Samples of whole documents of one dataset; those of text that are longer than a sample are cut into pieces.
 
@@ -121,12 +129,8 @@ class WholeDataset:
         self._start, stop = documents or (0, len(self.source))
         lengths = self.source.sequence_lengths[self._start : stop]
         self._check(lengths)
-        # Pieces of at most S tokens are numbered from 0; those of a document begin at its entry here.
-        self._first = np.concatenate([[0], np.cumsum(-(-lengths.astype(np.int64) // seq_length))])
-        count = int(self._first[-1])
-        sizes = np.full(count, seq_length, np.int32)
-        filled = np.flatnonzero(lengths)
-        sizes[self._first[filled + 1] - 1] = (lengths[filled] - 1) % seq_length + 1
+        self._first, sizes = cut(lengths, seq_length)
+        count = len(sizes)
         generator, packer = np.random.RandomState(seed), BestFit(seq_length, window)
         epochs, placed = list[np.ndarray](), list[np.ndarray]()
         while not epochs or (num_samples is not None and packer.samples < num_samples):
