@@ -16,11 +16,15 @@ class CrossEntropy(nn.Cell):
 
     Args:
         sums: In training return the sum instead of the mean.
+
+    Attributes:
+        by_token: Also return what each token adds to the sum.
     """
 
     def __init__(self, sums: bool = False) -> None:
         super().__init__()
         self.sums = sums
+        self.by_token = False
         self.to_float = ops.Cast()
         self.fused = FusedCrossEntropy() if backend("cross_entropy") == "fused" else None
         self.log_softmax = ops.LogSoftmax(-1)
@@ -33,8 +37,10 @@ class CrossEntropy(nn.Cell):
         self.neg = ops.Neg()
         self.tiny = Tensor(1e-8, ms.float32)  # MindFormers' guard
 
-    def construct(self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor) -> Tensor:
-        """Return the loss, shape ``(1,)`` fp32.
+    def construct(
+        self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the loss, shape ``(1,)`` fp32; with :attr:`by_token` also ``[T]`` fp32, which gives no gradient.
 
         Args:
             logits_TV: Any float.
@@ -42,17 +48,28 @@ class CrossEntropy(nn.Cell):
             mask_T: fp32 weights, usually 0 or 1.
         """
         if self.fused is not None:
-            mean = self.fused(self.to_float(logits_TV, ms.float32), label_T, mask_T)[0]
+            logits_TV = self.to_float(logits_TV, ms.float32)
+            loss, row_T2 = self.fused(logits_TV, label_T, mask_T)
             if self.sums and self.training:
-                return self.weigh(mean, self.add_tiny(self.sum(mask_T, 0), self.tiny))
-            return mean
+                loss = self.weigh(loss, self.add_tiny(self.sum(mask_T, 0), self.tiny))
+            if self.by_token:
+                row_T2, logits_TV = ops.stop_gradient(row_T2), ops.stop_gradient(logits_TV)
+                picked = self.pick(logits_TV, 1, self.reshape(label_T, (-1, 1)))
+                below_T = row_T2[:, 0] - self.reshape(picked, (-1,))  # first: shifts cancel
+                return loss, self.weigh(below_T + row_T2[:, 1], mask_T)
+            return loss
         log_p = self.log_softmax(self.to_float(logits_TV, ms.float32))
         picked = self.reshape(self.pick(log_p, 1, self.reshape(label_T, (-1, 1))), (-1,))
-        total = self.sum(self.weigh(picked, mask_T), 0)
+        kept_T = self.weigh(picked, mask_T)
+        total = self.sum(kept_T, 0)
         if self.sums and self.training:
-            return self.reshape(self.neg(total), (1,))
-        loss = self.neg(self.mean(total, self.add_tiny(self.sum(mask_T, 0), self.tiny)))
-        return self.reshape(loss, (1,))
+            loss = self.reshape(self.neg(total), (1,))
+        else:
+            loss = self.neg(self.mean(total, self.add_tiny(self.sum(mask_T, 0), self.tiny)))
+            loss = self.reshape(loss, (1,))
+        if self.by_token:
+            return loss, self.neg(ops.stop_gradient(kept_T))
+        return loss
 
 
 class FusedCrossEntropy(nn.Cell):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from telechat_moe.checkpoint.joint_save import TensorShard, replicas_differ
 from telechat_moe.checkpoint.manifest import Region, slices
 from telechat_moe.graph.execute import Job, shard_slices
 from telechat_moe.processes import Control
+from telechat_moe.sharding.shards import group_of
 
 T = TypeVar("T")
 
@@ -137,10 +138,9 @@ class ShardExchange:
                 raise replicas_differ(owner, rank, name)
 
 
-def grouped(found: Mapping[str, T], optimizer_prefixes: Collection[str]) -> dict[str, dict[str, T]]:
-    """Return values of tensors by the groups of a checkpoint (``model``, ``optimizer``), by the tensors' names."""
+def grouped(found: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return values of tensors by the groups of a checkpoint (``model``, ``optimizer``, ``ema``), by the tensors' names."""
     groups: dict[str, dict[str, T]] = {"model": {}, "optimizer": {}}
     for name, value in found.items():
-        is_state = name.split(".")[0] in optimizer_prefixes
-        groups["optimizer" if is_state else "model"][name] = value
+        groups.setdefault(group_of(name), {})[name] = value
     return groups

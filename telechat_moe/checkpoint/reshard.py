@@ -3,7 +3,7 @@
 ``reshard`` writes a folder::
 
     pieces.json             layout, step, the run's state, size and SHA-256 of each file, shape of each tensor
-    rank_0.safetensors      rank 0's shard of each weight and moment; its metadata holds their regions
+    rank_0.safetensors      rank 0's shard of each weight, moment and average; its metadata holds their regions
 
 Training resumes from a checkpoint under any layout without this; it is for programs that load one file for each rank.
 """
@@ -22,7 +22,7 @@ from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.shards import Region, WeightShards
+from telechat_moe.sharding.shards import EMA, Region, WeightShards, weight_of
 from telechat_moe.tensor_files import Array, dtype_name, file_of, parse
 
 FILE = "pieces.json"
@@ -72,14 +72,6 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
             content["files"][file.name] = file.write(hidden / file.name)
         files.write_new(hidden / FILE, [files.seal(content)])
     return content
-
-
-def _refuse_average(saved: checkpoint.Checkpoint) -> None:
-    if "ema" in saved.tensors:
-        raise BadInputError(
-            f"{saved.path} holds a moving average of the weights, which the devices of a layout do not keep; make weights "
-            "of it with `telechat-moe ckpt average --ema`, and resume without telechat_moe.ema to leave it out"
-        )
 
 
 def merge(source: Path, root: Path) -> Path:
@@ -225,14 +217,15 @@ def _refuse_existing(path: Path) -> None:
 
 def _check_model(saved: checkpoint.Checkpoint, cuts: WeightShards, recipe: Recipe) -> None:
     """Refuse a checkpoint of another model than the recipe's."""
-    _refuse_average(saved)
     found = {name: x.shape for group in saved.tensors.values() for name, x in group.items()}
     problems = []
-    for name in sorted(found.keys() | set(cuts.names)):
-        wanted = cuts.shapes.get(name.split(".", 1)[1] if name.startswith("adam_") else name)
+    averages = [f"{EMA}.{name}" for name in cuts.weights] if EMA in saved.tensors else []
+    expected = {*cuts.names, *averages}
+    for name in sorted(found.keys() | expected):
+        wanted = cuts.shapes.get(weight_of(name))
         if name not in found:
             problems.append(f"{name} is missing")
-        elif name not in cuts.names or wanted is None:
+        elif name not in expected or wanted is None:
             problems.append(f"{name} is not in the recipe's model")
         elif found[name] != wanted:
             problems.append(f"{name} is {list(found[name])}, the recipe's model has {list(wanted)}")

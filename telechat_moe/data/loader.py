@@ -183,6 +183,13 @@ class Loader(AbstractContextManager["Loader"]):
             return None
         return self.dataset.counts(np.arange(first, first + count) % self.samples_per_epoch)
 
+    def sources(self, first: int, count: int) -> np.ndarray | None:
+        """Return the number of the source of each sample of the last step, as served; None: there is one source only."""
+        if not isinstance(self.dataset, Blend) or len(self.dataset.datasets) == 1:
+            return None
+        chosen = self.dataset.chosen[np.arange(first, first + count) % self.samples_per_epoch]
+        return chosen if self.order is None else chosen[self.order.ravel()]
+
     def load_state(self, state: dict[str, Any], other_data: bool = False) -> bool:
         """Continue where ``state`` was taken; return whether it was with other data, which begin at their first sample.
 

@@ -100,6 +100,15 @@ def _common(recipe: Any) -> dict[str, Any]:
     return {"seq_length": config.seq_length, "seed": config.seed, "options": options_of(recipe)}
 
 
+def sources_of(recipe: Any) -> list[str]:
+    """Return the prefixes of a recipe's training data."""
+    from telechat_moe.recipe.data_path import parse_data_path
+
+    config = recipe.train_dataset.data_loader.config
+    path = config and (config.data_path or config.train_data_path)
+    return parse_data_path(path)[0] if path else []
+
+
 def options_of(recipe: Any) -> SampleOptions:
     """Return what a sample of a recipe contains."""
     config = recipe.train_dataset.data_loader.config

@@ -1,7 +1,7 @@
 """Run rewritten rank graphs on CPU processes: load one, shard its parameters, call it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,14 @@ class Job:
         (folder / "ranks.json").write_text(json.dumps(known), encoding="utf-8")
         return Job(folder, light, groups, peers, counts, operators)
 
+    def with_copies(self, prefix: str, keep: Callable[[str], bool]) -> "Job":
+        """Return the job with a tensor ``prefix.NAME`` beside each that is kept, in the same shards; no graph has it."""
+        ranks = []
+        for graph in self.ranks:
+            more = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
+            ranks.append(replace(graph, layouts={**graph.layouts, **more}))
+        return replace(self, ranks=ranks)
+
     @staticmethod
     def read(folder: Path) -> "Job":
         """Read what :meth:`write` wrote."""
@@ -106,6 +114,9 @@ class RankProgram:
     Args:
         job: The job; its groups are created here, all processes in the same order.
         made: Names of groups that earlier programs of this process created; extended here.
+
+    Attributes:
+        parameters: Those of the graph by name; others may join them that only the host computes.
     """
 
     def __init__(self, job: Job, rank: int, made: set[str] | None = None) -> None:

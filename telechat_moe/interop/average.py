@@ -14,10 +14,10 @@ from telechat_moe.checkpoint.weights import is_transient, read_weights
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.interop.writing import Destination, Progress
 from telechat_moe.numerics import widen
+from telechat_moe.sharding.shards import EMA
 from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
 
 SHARD_BYTES = 5_000_000_000
-EMA = "ema"
 _SHOWN = 4
 
 

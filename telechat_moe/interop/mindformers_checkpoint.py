@@ -161,7 +161,7 @@ def read(path: Path, recipe: Recipe) -> Saved:
             f"{path}: not a training checkpoint of MindFormers: no {error}"
         ) from None
     kept = {name: t for name, t in tensors.items() if not is_transient(name)}
-    groups = grouped(kept, MOMENTS)
+    groups = grouped(kept)
     if UPSTREAM_TABLE in groups["model"]:
         groups = _renamed(groups, upstream_names.to_ours, recipe, path)
     return Saved(path, int(step), int(updates), int(batch), groups)

@@ -78,13 +78,19 @@ class CausalLM(nn.Cell):
     Args:
         block_rows: ``telechat_moe.moe_block_rows`` of the recipe.
         capacity_tokens: ``telechat_moe.moe_capacity_tokens`` of the recipe.
+        by_sample: Also return what each sample adds to the next-token loss.
 
     Raises:
         BadInputError: The section asks for something that this model does not have.
     """
 
     def __init__(
-        self, config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
+        self,
+        config: ModelConfig,
+        block_rows: int | None = None,
+        capacity_tokens: int | None = None,
+        *,
+        by_sample: bool = False,
     ) -> None:
         super().__init__()
         check_supported(config)
@@ -118,6 +124,7 @@ class CausalLM(nn.Cell):
             )
         self.sums = config.calculate_per_token_loss
         self.loss: nn.Cell = CrossEntropy(self.sums)
+        self.by_sample = self.loss.by_token = by_sample
         self.mtp_depth = config.num_nextn_predict_layers
         if self.mtp_depth:
             self.mtp = nn.CellList([MTPLayer(config) for _ in range(self.mtp_depth)])
@@ -161,7 +168,7 @@ class CausalLM(nn.Cell):
         position_ids: Tensor,
         attention_mask: Tensor | None = None,
         ahead: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return the three losses; training minimises their sum.
 
         Args:
@@ -177,12 +184,18 @@ class CausalLM(nn.Cell):
             ``(lm, mtp, aux)``, each ``(1,)`` fp32: next-token cross-entropy, ``factor / depth`` times
             the sum of the MTP cross-entropies (DeepSeek-V3, equation 25), balance and z-losses. In training with
             ``calculate_per_token_loss`` the cross-entropies are sums over tokens, and ``mtp`` is ``[depth | 1]``, not
-            scaled: only the step knows by how many tokens to divide.
+            scaled: only the step knows by how many tokens to divide. With ``by_sample`` there is a fourth, ``[B, 2]``
+            fp32: sums over each sample's tokens of next-token cross-entropy and mask.
         """
+        samples = ()
         hidden, aux, context = self.hidden(input_ids, position_ids, attention_mask)
         lm = self.loss(
             self.logits(hidden), self.reshape(labels, (-1,)), self.reshape(loss_mask, (-1,))
         )
+        if self.by_sample:
+            lm, token_T = lm
+            each_BS = (self.reshape(token_T, loss_mask.shape), loss_mask)
+            samples = (ops.reduce_sum(ops.stack(each_BS, 2), 1),)
         mtp, depths = self.zero, ()
         if self.mtp_depth:
             next_id, label, keep = labels, labels, loss_mask
@@ -204,7 +217,7 @@ class CausalLM(nn.Cell):
             if self.sums and self.training:
                 # An odd number: MindSpore splits an even number of losses over devices.
                 mtp = self.concat_mtp(depths if self.mtp_depth % 2 else (*depths, self.zero))
-        return lm, mtp, aux
+        return (lm, mtp, aux, *samples)
 
 
 class Logits(nn.Cell):

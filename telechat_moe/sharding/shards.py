@@ -17,15 +17,23 @@ from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import mesh_of, shard_threshold, stages_of
 
 MOMENTS = ("adam_m", "adam_v")
+EMA = "ema"
+"""First part of the name of a weight's moving average, and group of a checkpoint that holds them."""
 Region = tuple[tuple[int, int], ...]
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def weight_of(name: str) -> str:
-    """Return the weight that a moment belongs to; of a weight, itself."""
+    """Return the weight that a moment or average belongs to; of a weight, itself."""
     prefix, _, rest = name.partition(".")
-    return rest if prefix in MOMENTS else name
+    return rest if prefix in (*MOMENTS, EMA) else name
+
+
+def group_of(name: str) -> str:
+    """Return the group of a checkpoint that a tensor is in."""
+    prefix = name.partition(".")[0]
+    return "optimizer" if prefix in MOMENTS else EMA if prefix == EMA else "model"
 
 
 @dataclass(frozen=True)
@@ -97,10 +105,10 @@ class WeightShards:
         return self.stages[int(layer[1])] if layer else self.head
 
     def shard(self, rank: int, name: str, itemsize: int = 4) -> Region | None:
-        """Return a rank's shard of a weight or moment, as (begin, end) of each dimension; None: another stage has it.
+        """Return a rank's shard of a weight, moment or average, as (begin, end) of each dimension; None: another stage has it.
 
         Args:
-            name: Name of a weight, or ``adam_m.`` or ``adam_v.`` before one.
+            name: Name of a weight, or ``adam_m.``, ``adam_v.`` or ``ema.`` before one.
             itemsize: Bytes of an element.
         """
         name = weight_of(name)

@@ -14,6 +14,7 @@ from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data import Loader
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, RecipeError
+from telechat_moe.sharding.shards import EMA
 from telechat_moe.train.engine import Engine
 from telechat_moe.train.guard import Guard, Spike
 from telechat_moe.train.ranks import Ranks
@@ -102,7 +103,7 @@ class RunCheckpoints:
             raise RecipeError(problems)
         for change in checkpoint.diff_config(given["training"], self._constant["training"]):
             self.notes.append(f"changed since {saved.path.name}: {change}")
-        if "ema" in saved.tensors and self.recipe.telechat_moe.ema is None:
+        if EMA in saved.tensors and self.recipe.telechat_moe.ema is None:
             self.notes.append(
                 f"the average of the weights in {saved.path.name} ends (telechat_moe.ema)"
             )

@@ -11,13 +11,15 @@ from mindspore import Parameter, Tensor
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.data.recipe import sources_of
 from telechat_moe.model import CausalLM
 from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import micro_batches
+from telechat_moe.sharding.shards import EMA
 from telechat_moe.train import optimizer, state
-from telechat_moe.train.optimizer import EMA, WeightAverage
+from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
 
 Batch = tuple[Tensor, ...]
@@ -98,7 +100,7 @@ def backends(recipe: Recipe) -> AbstractContextManager[None]:
     return select.using(chosen.default, chosen.backends(), recipe.context.device_target)
 
 
-def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
+def build_model(recipe: Recipe, by_sample: bool = False) -> tuple[CausalLM, str]:
     """Build the model of a recipe in graph mode; return it and the backends of its operators, for the user."""
     context = recipe.context
     ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
@@ -106,7 +108,8 @@ def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
     ms.set_seed(recipe.seed)
     own = recipe.telechat_moe
     with backends(recipe):
-        model = CausalLM(recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens)
+        sizes = own.moe_block_rows, own.moe_capacity_tokens
+        model = CausalLM(recipe.model_config, *sizes, by_sample=by_sample)
         operators = select.summary()
         if fused := fuse_cells(model) if own.operators.fuse_plain else []:
             regions = sum(region.program is not None for region in fused)
@@ -118,7 +121,7 @@ class OneProcess(Engine):
     """An engine that trains the whole model in this process; see :class:`Engine`."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.model, self.operators = build_model(recipe)
+        self.model, self.operators = build_model(recipe, by_sample=len(sources_of(recipe)) > 1)
         self.micro_batches = micro_batches(recipe)
         self.limits = (float("inf"), float("inf"))
         wrapper, config = recipe.runner_wrapper, recipe.model_config
@@ -151,10 +154,12 @@ class OneProcess(Engine):
             self.limits = limits
         self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
+        samples: list[Tensor] = []
         if self.train_step.accumulate is not None:
             for batch in batches[:-1]:
-                self.train_step.accumulate(*batch)
-        output = StepOutput(*self.train_step(*self.optimizer.scalars(number, rate), *batches[-1]))
+                samples += self.train_step.accumulate(*batch)[1:]
+        found = self.train_step(*self.optimizer.scalars(number, rate), *batches[-1])
+        output = StepOutput(*found[:6], samples=[*samples, *found[6:]])
         if self.average is not None and bool(output.applied.asnumpy()):
             self.average.update(number)
         return output
@@ -173,7 +178,7 @@ class OneProcess(Engine):
         del groups[EMA]
         state.put(groups, saved.tensors, saved.path, in_place)
         self.average.begin()
-        return f"{saved.path.name} holds no average of the weights; it begins with its weights"
+        return self.average.begins(saved.path)
 
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None

@@ -34,8 +34,9 @@ def rule_of(recipe: Recipe) -> MoveRule:
     """Return what a better balance is worth in a run, and what a move costs."""
     rules, config = recipe.telechat_moe.moe.placement, recipe.model_config
     assert rules is not None
-    # Three matrices, each with two moments, fp32.
-    expert_bytes = 9 * config.hidden_size * config.moe_intermediate_size * 4
+    # Three matrices, each with two moments and an average if one is kept, fp32.
+    copies = 3 if recipe.telechat_moe.ema is None else 4
+    expert_bytes = 3 * copies * config.hidden_size * config.moe_intermediate_size * 4
     return MoveRule(rules.seconds_per_pair, rules.every, expert_bytes, rules.bandwidth)
 
 
@@ -87,7 +88,7 @@ class MovingExperts:
     # -------------------------------------------------------------------- tensors in slots
 
     def layer(self, name: str) -> int | None:
-        """Return the MoE layer of a weight of experts, or of a moment of one; None: it is another."""
+        """Return the MoE layer of a weight of experts, or of a moment or average of one; None: it is another."""
         return self.layers.get(weight_of(name))
 
     def in_slots(self, name: str, whole: np.ndarray) -> np.ndarray:

@@ -10,10 +10,10 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data import MixedDataset
 from telechat_moe.data.blend import Blend
+from telechat_moe.data.recipe import sources_of
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
-from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.timings import StepTimer
 from telechat_moe.train.checkpoints import RunCheckpoints
@@ -108,7 +108,7 @@ class Loop:
         )
         self.guard, self.ranks = checkpoints.guard, checkpoints.ranks
         self.progress = checkpoints.progress
-        self.steps = self.recipe.train_steps
+        self.steps, self.sources = self.recipe.train_steps, sources_of(self.recipe)
         self.loads = LoadRecorder(self.recipe.telechat_moe.moe.load_interval, self.steps)
         self.began = time.perf_counter()
         self.losses: list[float] = []
@@ -151,11 +151,10 @@ class Loop:
 
     def _sources(self) -> dict[str, Any]:
         """Return the sources of the training data for the log, where there are several."""
-        dataset, section = self.loader.dataset, self.recipe.train_dataset.data_loader.config
-        if not isinstance(dataset, Blend) or section is None:
+        dataset = self.loader.dataset
+        if not isinstance(dataset, Blend):
             return {}
-        path = section.data_path or section.train_data_path or []
-        found: dict[str, Any] = {"sources": parse_data_path(path)[0]}
+        found: dict[str, Any] = {"sources": self.sources}
         if isinstance(dataset, MixedDataset):
             found["mixture"] = dataset.past(len(dataset))
         return found
@@ -278,12 +277,28 @@ class Loop:
             expert_load_max_over_mean=max(imbalance, default=None),
             expert_load_by_layer=imbalance or None,
             drop_rate=dropped,
+            by_source=self._by_source(first, count, output),
         )
         for record in output.moves:
             self.monitor.moved(step, record)
         self._record_loads(output)
         self._count(spike, output)
         return spike
+
+    def _by_source(
+        self, first: int, count: int, output: StepOutput
+    ) -> dict[str, tuple[float, int]]:
+        """Return next-token loss and tokens of each source in a step, by its prefix; none where they are not known."""
+        source_B = self.loader.sources(first, count) if output.samples else None
+        if source_B is None:
+            return {}
+        each_B2 = np.concatenate([x.asnumpy() for x in output.samples]).astype(np.float64)
+        found: dict[str, tuple[float, int]] = {}
+        for number, name in enumerate(self.sources):
+            loss, tokens = each_B2[source_B == number].sum(0)
+            if tokens:
+                found[name] = float(loss / tokens), int(tokens)
+        return found
 
     def _record_loads(self, output: StepOutput) -> None:
         """Record the load of every expert where it is due, and how long that takes."""

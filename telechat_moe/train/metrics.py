@@ -8,7 +8,8 @@ Every line has ``event`` and ``step``. Events and their other keys:
     ``skipped`` (true: the weights were left as they are, because of a NaN, an Inf or a spike), and if given
     ``data_seconds`` (waiting for data), ``expert_load_max_over_mean`` (1.0 is perfect balance),
     ``expert_load_by_layer`` (that ratio for each MoE layer), ``drop_rate`` and what else the trainer
-    passes.
+    passes. One process that trains on several sources adds ``loss_by_source`` (mean next-token loss of the step's tokens
+    of each, by its prefix) and ``tokens_by_source``; sources without tokens in the step are left out.
 ``evaluation``
     ``loss``: mean next-token loss on the validation set, in nats; where that has several sources, ``loss_by_source``:
     of each, by its prefix.
@@ -59,6 +60,8 @@ def encode(event: str, step: int, values: Mapping[str, Any]) -> bytes:
 
 
 def _finite(value: Any, key: str, not_finite: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(x, f"{key}.{name}", not_finite) for name, x in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item, f"{key}[{i}]", not_finite) for i, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):

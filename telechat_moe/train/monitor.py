@@ -109,6 +109,7 @@ class Monitor:
         seconds: float,
         skipped: bool = False,
         expert_load_by_layer: Sequence[float] | None = None,
+        by_source: Mapping[str, tuple[float, int]] | None = None,
         **numbers: float | None,
     ) -> None:
         """Record a finished step.
@@ -118,6 +119,7 @@ class Monitor:
             seconds: Wall time of the step.
             skipped: Whether the weights were left as they are because of a NaN, an Inf or a spike.
             expert_load_by_layer: Tokens of the busiest expert over the mean, for each MoE layer.
+            by_source: Next-token loss (nats) and tokens of each source of the step's samples, where there are several.
             **numbers: :data:`STEP_NUMBERS`, and others for metrics.jsonl and TensorBoard, such as ``data_seconds``
                 (those of ``seconds`` spent waiting for data), ``expert_load_max_over_mean`` (of the worst layer) and
                 ``drop_rate`` (share of token-expert pairs that exceeded the capacity); None is left out.
@@ -133,6 +135,9 @@ class Monitor:
         }
         if expert_load_by_layer is not None:
             values["expert_load_by_layer"] = [float(x) for x in expert_load_by_layer]
+        if by_source:
+            values["loss_by_source"] = {name: loss for name, (loss, _) in by_source.items()}
+            values["tokens_by_source"] = {name: tokens for name, (_, tokens) in by_source.items()}
         self._skipped += bool(skipped)
         self._metrics.write("step", step, values)
         self._write_scalars(step, values)
@@ -155,6 +160,8 @@ class Monitor:
                 self._tensorboard.add_scalar(f"train/{key}", value, step)
         for layer, value in enumerate(values.get("expert_load_by_layer", ())):
             self._tensorboard.add_scalar(f"expert_load/moe_layer_{layer}", value, step)
+        for name, value in values.get("loss_by_source", {}).items():
+            self._tensorboard.add_scalar(f"train_loss/{name}", value, step)
 
     def evaluation(
         self, step: int, loss: float, by_source: Mapping[str, float] | None = None

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -11,9 +12,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from telechat_moe.ops.adamw import FusedAdamW
 from telechat_moe.ops.select import backend
 from telechat_moe.recipe import Recipe
-
-EMA = "ema"
-"""Group of a checkpoint that holds the average; its tensors are named ``ema.`` and the weight's name."""
+from telechat_moe.sharding.shards import EMA
 
 
 class AdamW(nn.Cell):
@@ -120,6 +119,11 @@ class WeightAverage:
             # On CPU asnumpy() is the memory of the parameter.
             kept, now = average.asnumpy(), weight.asnumpy()
             kept += rate * (now - kept)
+
+    @staticmethod
+    def begins(source: Path) -> str:
+        """Say that a checkpoint holds no average."""
+        return f"{source.name} holds no average of the weights; it begins with its weights"
 
     def begin(self) -> None:
         """Begin with the present weights."""

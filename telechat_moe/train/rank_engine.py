@@ -23,10 +23,11 @@ from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
-from telechat_moe.sharding.shards import MOMENTS, weight_of
+from telechat_moe.sharding.shards import EMA, MOMENTS, group_of, weight_of
 from telechat_moe.train import optimizer, state
 from telechat_moe.train.engine import Batch, Columns, build_model, tensors
 from telechat_moe.train.expert_moves import MovingExperts
+from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.ranks import Ranks
 from telechat_moe.train.step import Evaluate, StepOutput
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights
@@ -48,13 +49,20 @@ class RankEngine:
         self.layout = self.mesh.describe()
         self.parts, self.saves = recipe.parallel_config.seq_split_num, 0
         self.limits = (float("inf"), float("inf"))
-        self.moments: Mapping[str, np.ndarray] = {}
+        self.given: Mapping[str, np.ndarray] = {}
         self.model, _ = build_model(recipe)
         fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
         self.operators = f"plain{fused}, in the graphs of {self.ranks} ranks ({self.layout})"
         self.weights = {p.name: p for p in self.model.get_parameters()}
-        graphs = Job.read(job)
+        graphs, ema = Job.read(job), recipe.telechat_moe.ema
+        if ema is not None:
+            graphs = graphs.with_copies(EMA, self._averaged)
         self.program = RankProgram(graphs, self.rank)
+        self.average: WeightAverage | None = None
+        if ema is not None:
+            own = {n: p for n, p in self.program.parameters.items() if self._averaged(n)}
+            self.average = WeightAverage(own, ema.decay)
+            self.program.parameters |= self.average.averages
         with select.using("plain"):
             self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.evaluate_cell = Evaluate(self.model)
@@ -70,8 +78,12 @@ class RankEngine:
             self.experts = MovingExperts(recipe, routers, *given)
 
     def _kept(self, name: str) -> bool:
-        """Return whether a parameter of the graph belongs in a checkpoint."""
+        """Return whether a parameter of this rank belongs in a checkpoint."""
         return weight_of(name) in self.weights and not is_transient(name)
+
+    def _averaged(self, name: str) -> bool:
+        """Return whether a parameter of the graph is a weight that is averaged."""
+        return group_of(name) == "model" and self._kept(name)
 
     def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
@@ -90,49 +102,57 @@ class RankEngine:
         weights = token_weights(self.model.config, masks, self.micro_batches, self.parts)
         self.program.set_token_weights(weights)
         losses, norm, applied, loads, dropped = self.program(*scalars, *batches[0])
-        applied.asnumpy()  # waits for the end of the step
+        counts = bool(applied.asnumpy())  # waits for the end of the step
+        if self.average is not None and counts:
+            self.average.update(number)
         moves = self.experts.after_step(loads.asnumpy()) if self.experts is not None else ()
         return StepOutput(losses, norm, None, applied, loads, dropped, moves)
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`telechat_moe.train.engine.Engine.parameters`."""
-        return grouped({name: self.program.parameters[name] for name in self.names}, MOMENTS)
+        return grouped({name: self.program.parameters[name] for name in self.names})
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Put the tensors of a checkpoint into the model; with ``in_place`` also into the graph."""
         state.put({"model": state.kept(self.model)}, saved.tensors, saved.path)
         wanted = [f"{m}.{p.name}" for m in MOMENTS for p in self.model.trainable_params()]
-        self.moments = saved.tensors.get("optimizer", {})
-        if missing := sorted(set(wanted) - set(self.moments)):
+        averages, notes = saved.tensors.get(EMA, {}), list[str]()
+        if averages and self.average is not None:
+            wanted += [f"{EMA}.{name}" for name in state.kept(self.model)]
+        elif self.average is not None:
+            notes = [WeightAverage.begins(saved.path)]
+        self.given = {**saved.tensors.get("optimizer", {}), **averages}
+        if missing := sorted(set(wanted) - set(self.given)):
             raise BadInputError(f"{saved.path} does not fit the model: {missing[0]} is missing")
-        note = self.experts.load_state(saved.state.get(PLACEMENT)) if self.experts else ""
+        if self.experts is not None:
+            notes.append(self.experts.load_state(saved.state.get(PLACEMENT)))
         if in_place:
             self._shard(in_place=True)
-        return note
+        return "; ".join(filter(None, notes))
 
     def begin(self) -> None:
-        """Put this rank's shards of weights and moments into its graph."""
+        """Put this rank's shards of weights and moments into its graph, and an average that begins with its weights."""
         self._shard(in_place=False)
 
     def _shard(self, in_place: bool) -> None:
         values: dict[str, np.ndarray] = {}
         for name in self.program.parameters:
             base = weight_of(name)
-            if name in self.moments:
-                values[name] = self.moments[name]
+            if name in self.given:
+                values[name] = self.given[name]
             elif base in self.weights:
                 weight = self.weights[base]
-                transient = base != name or is_transient(base)
+                transient = group_of(name) == "optimizer" or is_transient(base)
                 values[name] = np.zeros(weight.shape, np.float32) if transient else _copy(weight)
         if self.experts is not None:
             values = {name: self.experts.in_slots(name, value) for name, value in values.items()}
             values |= self.experts.maps()
         self.program.set_parameters(values, in_place)
-        self.moments = {}
+        self.given = {}
 
     def collect_weights(self) -> None:
         """Put the whole weights into rank 0's model."""
-        weights = [name for name in self.names if name.split(".")[0] not in MOMENTS]
+        weights = [name for name in self.names if group_of(name) == "model"]
         whole = self.exchange.gather({n: _copy(self.program.parameters[n]) for n in weights})
         for name, value in (whole or {}).items():
             if self.experts is not None:

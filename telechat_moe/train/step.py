@@ -31,6 +31,8 @@ class StepOutput(NamedTuple):
         load_LE: Tokens each expert of each MoE layer got.
         dropped: Pairs dropped, all layers (capacity dispatch; else 0); None if not counted.
         moves: Experts that moved after the step, an entry for each layer.
+        samples: ``[B, 2]`` of each micro-batch, sums over each sample's tokens of next-token loss and mask; none where the
+            model does not return them.
     """
 
     losses: Tensor
@@ -40,6 +42,7 @@ class StepOutput(NamedTuple):
     load_LE: Tensor  # noqa: N815
     dropped: Tensor | None
     moves: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[Tensor] = ()
 
 
 class GlobalNorm(nn.Cell):
@@ -97,13 +100,13 @@ class Accumulate(nn.Cell):
         self.assign = ops.Assign()
         self.scale = ops.Mul()
 
-    def construct(self, *batch: Tensor) -> Tensor:
-        """Process one micro-batch; return its losses."""
-        losses, gradients = self.forward_backward(*batch)
+    def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """Process one micro-batch; return its losses, and what else the model returns."""
+        found, gradients = self.forward_backward(*batch)
         for i in range(len(self.others)):
             self.add(self.main_grads[self.others[i]], gradients[i])
-        self.add(self.losses, losses)
-        return losses
+        self.add(self.losses, found[0])
+        return found
 
     def take(self, losses: Tensor, share: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the means over all micro-batches and clear the sums."""
@@ -268,18 +271,23 @@ class TrainStep(UpdateStep):
     def construct(
         self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the fields of :class:`StepOutput`; the first three arguments come from ``optimizer.scalars``."""
+        """Return the fields of :class:`StepOutput` up to ``dropped``, then what else the model returns.
+
+        The first three arguments come from ``optimizer.scalars``.
+        """
         if self.accumulate is not None:
-            losses, gradients = self.accumulate.take(self.accumulate(*batch), self.share)
+            found = self.accumulate(*batch)
+            losses, gradients = self.accumulate.take(found[0], self.share)
         else:
-            losses, gradients = self.forward_backward(*batch)
+            found, gradients = self.forward_backward(*batch)
+            losses = found[0]
         norm, square_sums = self.norm(gradients)
         applied = self.counts(norm, self.sum(losses))
         loads, dropped = self.take_loads()
         if applied:
             self.apply(gradients, norm, loads, (rate, epsilon, decay))
         load_LE = self.stack(loads) if loads else self.zero
-        return losses, norm, square_sums, applied, load_LE, dropped
+        return (losses, norm, square_sums, applied, load_LE, dropped, *found[1:])
 
 
 class Evaluate(nn.Cell):

@@ -75,12 +75,13 @@ LAYOUTS = {
 
 
 def tensors(of: Recipe, seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
-    """Return weights and moments with random bits, NaN and -0.0 among them."""
+    """Return weights, moments and averages with random bits, NaN and -0.0 among them."""
     random, cuts = np.random.default_rng(seed), WeightShards.of(of)
-    groups: dict[str, dict[str, np.ndarray]] = {"model": {}, "optimizer": {}}
-    for name in cuts.names:
-        group = "optimizer" if name.startswith("adam_") else "model"
-        shape = cuts.shapes[name.split(".", 1)[1] if group == "optimizer" else name]
+    groups: dict[str, dict[str, np.ndarray]] = {"model": {}, "optimizer": {}, "ema": {}}
+    for name in [*cuts.names, *(f"ema.{name}" for name in cuts.weights)]:
+        prefix = name.split(".")[0]
+        group = {"adam_m": "optimizer", "adam_v": "optimizer", "ema": "ema"}.get(prefix, "model")
+        shape = cuts.shapes[name if group == "model" else name.split(".", 1)[1]]
         bits = random.integers(0, 2**32, shape, np.uint32)
         groups[group][name] = bits.view(np.float32)
     return groups

@@ -71,6 +71,32 @@ def test_loss_and_gradient_of_any_shape(t, v, scale, shift, z_loss, seed):
     assert np.abs(gradient - wanted).max() <= 3e-6 * np.abs(wanted).max() + rounding
 
 
+@pytest.mark.parametrize("backend", ["plain", "auto"])
+@pytest.mark.parametrize("sums", [False, True])
+def test_tokens_add_up_and_give_no_gradient(backend, sums):
+    logits, label, mask = inputs(3, 24, 130, 3.0, -1e4)
+    arrays = [Tensor(x) for x in (logits, label, mask)]
+    with using(backend):
+        plain, by_token = CrossEntropy(sums).set_train(), CrossEntropy(sums).set_train()
+    by_token.by_token = True
+
+    def alone(x):
+        return plain(x, *arrays[1:])
+
+    def both(x):
+        return by_token(x, *arrays[1:])
+
+    mean, gradient = ms.value_and_grad(alone)(arrays[0])
+    (mean_2, token_T), gradient_2 = ms.value_and_grad(both, has_aux=True)(arrays[0])
+    assert mean.asnumpy().tobytes() == mean_2.asnumpy().tobytes()
+    assert gradient.asnumpy().tobytes() == gradient_2.asnumpy().tobytes()
+    each = [
+        cross_entropy_reference(logits[i : i + 1], label[i : i + 1], np.ones(1)) * mask[i]
+        for i in range(len(mask))
+    ]
+    np.testing.assert_allclose(token_T.asnumpy(), each, rtol=2e-5, atol=1e-6)
+
+
 def test_accuracy_gate():
     """Mean relative error under 2^-13, the largest under ten times that (float32)."""
     logits, label, mask = inputs(0, 200, 1003, 5.0, 40.0)

@@ -71,7 +71,6 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (TINY, SPREAD | {GROWS: "'0:4 5K:8'"}, GROWS),
     ],
     "averages": [
-        (TINY, SPREAD | {OWN + "ema": "{decay: 0.9}"}, OWN + "ema"),
         (TINY, {"context.device_target": "Ascend", OWN + "ema": "{decay: 0.9}"}, OWN + "ema"),
     ],
     "groups": [

@@ -13,6 +13,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "resume": (
         "tests/train/test_growing_runs",
         "tests/train/test_mixture_runs",
+        "tests/train/test_sharded_average",
         "tests/train/test_sharded_train",
         "tests/train/test_trainer",
     ),

@@ -31,6 +31,7 @@ from telechat_moe.train.rank_graph import build_step, compile_recipe, places_of_
 from telechat_moe.train.ranks import Ranks
 
 LAYERS, EXPERTS = 2, 8
+PREFIX = re.compile(r"^(adam_.|ema)\.")
 DP4 = {
     **SPREAD,
     "parallel_config__data_parallel": 4,
@@ -39,6 +40,7 @@ DP4 = {
     "model__model_config__batch_size": 1,
     "model__model_config__num_hidden_layers": 3,
     "telechat_moe__moe__placement": "{every: 2, window: 2, bandwidth: 1.0e+30}",
+    "telechat_moe__ema__decay": 0.75,
 }
 COPIES = {**DP4, "parallel_config__expert_parallel": 2}
 PARTS = {
@@ -100,7 +102,8 @@ class Team:
         self.recipe = recipe(layout)
         self.shards = WeightShards.of(self.recipe)
         random = np.random.default_rng(1)
-        named = {n: self.shards.shapes[re.sub(r"^adam_.\.", "", n)] for n in self.shards.names}
+        names = [*self.shards.names, *(f"ema.{n}" for n in self.shards.weights)]
+        named = {n: self.shards.shapes[PREFIX.sub("", n)] for n in names}
         self.whole = {n: random.normal(size=x).astype(np.float32) for n, x in named.items()}
         devices = range(self.recipe.devices)
         regions = [{n: self.shards.shard(r, n) for n in self.whole} for r in devices]
@@ -141,7 +144,7 @@ class Team:
             for name, region in held.items():
                 expected = self.whole[name]
                 if ".moe.experts." in name:
-                    layer = layers.index(re.sub(r"^adam_.\.", "", name).split("moe.")[0])
+                    layer = layers.index(PREFIX.sub("", name).split("moe.")[0])
                     expected = np.empty_like(self.whole[name])
                     for expert, slot in enumerate(placement.slots[layer]):
                         expected[slot] = self.whole[name][expert]
@@ -193,7 +196,7 @@ def test_only_rows_that_leave_a_rank_are_written(tmp_path: Path) -> None:
 
     team.all(send)
     tensors = [n for n in team.whole if "layers.2.moe.experts." in n]
-    assert len(tensors) == 9
+    assert len(tensors) == 12
     assert sent == {0: {}, 1: dict.fromkeys(tensors, 1), 2: dict.fromkeys(tensors, 1), 3: {}}
 
 
@@ -250,7 +253,7 @@ def test_a_crowd_is_spread_every_so_often(tmp_path: Path) -> None:
     for r in records:
         assert (r["load_before"], r["load_after"]) == (load[0].sum(), load[0].sum() / 2)
         hidden, width = 32, 16
-        assert r["bytes"] == len(r["experts"]) * 3 * 3 * hidden * width * 4
+        assert r["bytes"] == len(r["experts"]) * 3 * 4 * hidden * width * 4
         assert r["gain_s"] == pytest.approx(load[0].sum() / 2 * 1e-6 * 2)
     owners = team.ranks[0].current.owners
     assert (owners[:, 0] != owners[:, 1]).all()

@@ -60,8 +60,8 @@ def recipe(root: Path, output: Path, schedule: str, **changes: object) -> Recipe
     return load(given[1], given[4::2])
 
 
-def records(output: Path, event: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+def records(output: Path, event: str, log: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    lines = map(json.loads, (output / log).read_text().splitlines())
     return [record for record in lines if record["event"] == event]
 
 
@@ -218,8 +218,18 @@ def test_killed_within_a_segment(tmp_path, sources, start, hold: Hold):
     assert process.wait() == -signal.SIGKILL
     hold.release()
     assert main([*arguments(sources, output, SCHEDULE), "--resume"]) == 0
-    curves = [[r["loss"] for r in records(folder, "step")] for folder in (output, whole)]
+    keys = ("loss", "loss_by_source", "tokens_by_source")
+    curves = [[[r[k] for k in keys] for r in records(folder, "step")] for folder in (output, whole)]
     assert curves[0] == curves[1]
+    names = [f"{sources}/{name}/train" for name in ("web", "code")]
+    samples = [r["sources"] for r in records(whole, "step", "samples.jsonl")]
+    for step, given in zip(records(whole, "step"), samples, strict=True):
+        seen = {name: 16 * n for name, n in zip(names, given, strict=True) if n}
+        assert step["tokens_by_source"] == seen
+        assert step["loss_by_source"].keys() == seen.keys()
+        mean = np.average([*step["loss_by_source"].values()], weights=[*seen.values()])
+        assert step["lm_loss"] == pytest.approx(mean, rel=1e-6)
+    assert any(len(x) > 1 and len(set(x.values())) > 1 for _, x, _ in curves[0])
     found = audit(output, load(output / "recipe.json"))
     assert (found.problems, found.samples, len(found.starts)) == ([], 48, 2)
     assert counts(found)[1] == (10, 30, [(0, 0), (20, 20)])

@@ -108,7 +108,7 @@ def test_nan_is_null_with_a_flag(tmp_path: Path) -> None:
         report(
             monitor, 1, loss=NAN, grad_norm=np.inf, skipped=True, expert_load_by_layer=[1.0, NAN]
         )
-        monitor.evaluation(1, -np.inf)
+        monitor.evaluation(1, -np.inf, {"a": 1.0, "b": NAN})
     step, evaluation = lines_of(tmp_path)
     assert step["loss"] is None
     assert step["grad_norm"] is None
@@ -120,7 +120,8 @@ def test_nan_is_null_with_a_flag(tmp_path: Path) -> None:
         "expert_load_by_layer[1]": "nan",
     }
     assert evaluation["loss"] is None
-    assert evaluation["not_finite"] == {"loss": "-inf"}
+    assert evaluation["loss_by_source"] == {"a": 1.0, "b": None}
+    assert evaluation["not_finite"] == {"loss": "-inf", "loss_by_source.b": "nan"}
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"event": "step", "st', b"\xff\x00"])
@@ -366,7 +367,7 @@ def events_in(folder: Path) -> list[Any]:
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     with Monitor(tmp_path, 9, 1000, resume_step=4, stream=io.StringIO()) as monitor:
-        report(monitor, 5)
+        report(monitor, 5, by_source={"data/web": (2.5, 64), "data/code": (4.5, 16)})
         monitor.evaluation(5, 3.5)
     events = events_in(tmp_path / "tensorboard")
     found = {(v.tag, e.step): v.simple_value for e in events for v in e.summary.value}
@@ -374,6 +375,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert found["train/expert_load_max_over_mean", 5] == 1.5
     assert found["expert_load/moe_layer_1", 5] == 1.5
     assert found["validation/loss", 5] == 3.5
+    assert (found["train_loss/data/web", 5], found["train_loss/data/code", 5]) == (2.5, 4.5)
     # tells TensorBoard to forget what a killed run wrote from this step on
     assert [e.step for e in events if e.HasField("session_log")] == [5]
 

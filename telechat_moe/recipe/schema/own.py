@@ -110,7 +110,8 @@ class Ema:
     """`telechat_moe.ema`: an exponential moving average of the weights beside them; training does not see it.
 
     The first update copies the weights; each later one that is applied moves the average by `1 - decay` of the difference.
-    Checkpoints hold it as the group `ema`; `telechat-moe ckpt average --ema` makes weights of it.
+    Each process averages its own shards. Checkpoints hold whole tensors, the group `ema`; `telechat-moe ckpt average --ema`
+    makes weights of it.
     """
 
     decay: Annotated[float, Range(0, 1, above=True, below=True)] = 0.999
