@@ -20,6 +20,9 @@ from telechat_moe.moe.assign import device_loads, lower_bound
 from telechat_moe.moe.placement import Placement
 from telechat_moe.moe.planner import MoveRule, choose, copied, plan
 
+GROUPS = 8
+"""Groups of experts, each on one node, in the models with 64 experts and more; a node has eight devices."""
+
 FREE = MoveRule(seconds_per_pair=1.0, steps=1, expert_bytes=0.0, bandwidth=math.inf)
 """Only balance counts."""
 
@@ -45,6 +48,9 @@ def balance(total: int, sample: int, seconds: float, budget: float) -> dict[str,
             theirs = eplb.busiest(loads, eplb.pack(loads, devices), devices)
             row = {"family": family, "ours": float(ours), "eplb": theirs, "bound": float(bound)}
             row["size"] = f"{len(loads)} / {devices}"
+            if len(loads) % (8 * GROUPS) == 0 and devices in (16, 32, 64):
+                held, place = eplb.hierarchical(loads, len(loads), GROUPS, devices // 8, devices)
+                row["by groups"] = eplb.busiest([loads[e] for e in held], place, devices)
             rows.append(row)
             if ours > 1.01 * bound:
                 unsure.append((row, load_E, devices))
@@ -70,6 +76,8 @@ def _balance_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "loads": len(rows),
         "worse than EPLB": sum(r["ours"] > r["eplb"] * (1 + 1e-9) for r in rows),
         "better": sum(r["ours"] < r["eplb"] * (1 - 1e-9) for r in rows),
+        "with groups": sum("by groups" in r for r in rows),
+        "worse than EPLB by groups": sum(r["ours"] > r.get("by groups", math.inf) for r in rows),
         "over bound": float(over.mean()),
         "EPLB over bound": float(eplb_over.mean()),
         "within 1 % by bound": float((over <= 0.01).mean()),

@@ -1,7 +1,8 @@
 """EPLB's algorithm, written from its description (github.com/deepseek-ai/EPLB), as the peer: one layer at a time, no NumPy.
 
 The global policy: spare slots go one by one to the expert with the most load for each copy; copies are then packed, the largest
-first, on the least loaded device that has room. It knows nothing of where experts are.
+first, on the least loaded device that has room. The hierarchical policy packs groups of experts on nodes first, and does the
+same within each node. Neither knows where experts are.
 """
 
 from collections.abc import Sequence
@@ -39,3 +40,20 @@ def spread(loads: Sequence[float], held: Sequence[int]) -> list[float]:
     """Return the load of each copy: those of an expert share its load."""
     count = [held.count(e) for e in range(len(loads))]
     return [loads[e] / count[e] for e in held]
+
+
+def hierarchical(
+    loads: Sequence[float], slots: int, groups: int, nodes: int, devices: int
+) -> tuple[list[int], list[int]]:
+    """Return the expert in each slot and the slot's device; a group of experts stays on one node."""
+    size = len(loads) // groups
+    node_of = pack([sum(loads[g * size : (g + 1) * size]) for g in range(groups)], nodes)
+    held: list[int] = []
+    place: list[int] = []
+    for node in range(nodes):
+        experts = [e for e in range(len(loads)) if node_of[e // size] == node]
+        own = replicate([loads[e] for e in experts], slots // nodes)
+        each = spread([loads[e] for e in experts], own)
+        held += [experts[i] for i in own]
+        place += [node * devices // nodes + d for d in pack(each, devices // nodes)]
+    return held, place

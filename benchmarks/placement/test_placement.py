@@ -25,6 +25,30 @@ def test_eplb_packs_the_example_of_its_description():
     assert eplb.busiest([3.0, 1.0, 2.0], [0, 0, 1], 2) == 4.0
 
 
+@pytest.mark.parametrize(
+    ("loads", "pairs"),
+    [
+        (
+            [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+            [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        ),
+        (
+            [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+            [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+        ),
+    ],
+)
+def test_eplb_s_hierarchical_example(loads: list[int], pairs: list[int]):
+    """4 groups on 2 nodes of 4 devices, 16 slots; each device holds the two experts of its description."""
+    held, place = eplb.hierarchical(loads, 16, 4, 2, 8)
+    devices = [sorted(h for h, d in zip(held, place, strict=True) if d == n) for n in range(8)]
+    published = [sorted(pairs[2 * n : 2 * n + 2]) for n in range(8)]
+    assert [sorted(devices[:4]), sorted(devices[4:])] in (
+        [sorted(published[:4]), sorted(published[4:])],
+        [sorted(published[4:]), sorted(published[:4])],
+    )
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_solver_finds_the_least_of_all_halves(seed: int):
     load_E = np.random.default_rng(seed).integers(1, 100, 8).astype(float)
@@ -69,6 +93,8 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     everything = found["balance"]["all"]
     assert everything["loads"] == 50
     assert everything["worse than EPLB"] == 0
+    assert everything["worse than EPLB by groups"] == 0
+    assert everything["with groups"] > 0
     assert everything["over bound"] <= everything["EPLB over bound"]
     assert all(row["worse_than_eplb"] == 0 for row in found["replicas"].values())
     assert 0 < found["moved"]["all"]["share"] < 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from pathlib import Path
@@ -95,6 +94,8 @@ def _build_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_build(args: argparse.Namespace) -> int:
     """Build a dataset and say what it holds."""
+    import logging
+
     from telechat_moe.data import build
     from telechat_moe.recipe import load
 

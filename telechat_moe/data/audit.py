@@ -23,7 +23,7 @@ from telechat_moe.data.mixture import MixedDataset, Passes
 from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
 from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
-from telechat_moe.data.whole import ConversationDataset
+from telechat_moe.data.whole import WholeDataset
 
 Progress = Callable[[int, int], None]
 
@@ -318,7 +318,7 @@ def _parts(dataset: Any) -> Iterator[tuple[Samples, np.ndarray]]:
 def _check_index(found: Audit, dataset: Any) -> None:
     """Check that different samples are different tokens: the index files list none twice, and none overlap."""
     for part, within in _parts(dataset):
-        if isinstance(part, ConversationDataset):
+        if isinstance(part, WholeDataset):
             found.problems += part.index_problems()
             continue
         used = part.indices.shuffle[within]

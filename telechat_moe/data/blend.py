@@ -18,10 +18,10 @@ from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_sett
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import Progress, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
-from telechat_moe.data.whole import ConversationDataset
+from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
 
-Samples = GptDataset | ConversationDataset
+Samples = GptDataset | WholeDataset
 Part = TypeVar("Part", bound=Source)
 SIZE_MARGIN = 1.005
 """MindFormers asks 0.5 % more samples of each dataset that has a weight."""
@@ -130,6 +130,7 @@ def open_blend(
     split: str | None = "1, 0, 0",
     options: SampleOptions | None = None,
     conversations: bool = False,
+    window: int | None = None,
     progress: Progress | None = None,
 ) -> Samples | BlendedDataset:
     """Open ``data_path`` of a recipe as MindFormers' data loader does.
@@ -144,6 +145,7 @@ def open_blend(
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
         conversations: The files are of conversations, which stay whole.
+        window: Documents stay whole, packed by :class:`telechat_moe.data.whole.BestFit`; None: text is cut.
         progress: See :class:`GptDataset`.
 
     Raises:
@@ -166,7 +168,9 @@ def open_blend(
     if weights is not None and size is not None:
         sizes = [math.ceil(size * weight * SIZE_MARGIN) for weight in weights]
     share = None if shares is None else normalised(shares)[0]
-    kind = ConversationDataset if conversations else partial(GptDataset, progress=progress)
+    kind = partial(GptDataset, progress=progress)
+    if conversations or window is not None:
+        kind = partial(WholeDataset, window=window or 1, conversations=conversations)
     datasets = [
         kind(source, seq_length, count, seed, documents=first_of(source, share), options=options)
         for source, count in zip(sources, sizes, strict=True)

@@ -89,8 +89,10 @@ def open_valid(recipe: Any) -> list[ValidSource]:
 
 
 def _open_blend(recipe: Any, path: Any, **settings: Any) -> Samples | BlendedDataset:
-    conversations = recipe.telechat_moe.conversations is not None
-    return open_blend(path, conversations=conversations, **settings, **_common(recipe))
+    own = recipe.telechat_moe
+    settings["conversations"] = own.conversations is not None
+    settings["window"] = own.packing and own.packing.window
+    return open_blend(path, **settings, **_common(recipe))
 
 
 def _common(recipe: Any) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""Samples of whole conversations, one after another, each seen by itself only.
+"""Samples of whole documents, one after another, each seen by itself only.
 
-Documents are shuffled anew for each epoch and put into a sample while they fit; what is left of it is padding. A
-token has a loss where the next one belongs to the same document and is learned.
+Documents are shuffled anew for each epoch. Each is put into a sample that it fits into; what is left of a sample is padding.
+A token has a loss where the next one belongs to the same document and, in a conversation, is learned.
+
+Source of best fit, and of cutting only what is longer than a sample: Ding et al. 2024, "Fewer Truncations Improve Language
+Modeling". Theirs sorts all documents by length first; here they come as shuffled, and a window bounds how far they move.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +23,68 @@ from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.sample import Batch, SampleOptions, with_masks
 from telechat_moe.errors import BadInputError
 
+_PART = 1 << 20
+"""Documents that are Python numbers at a time."""
+_BITS = 40
+"""Of a sample's number, below the tokens that it has room for."""
 
-class ConversationDataset:
-    """Samples of whole documents of one dataset that ``data build`` made of conversations.
+
+class BestFit:
+    """Put documents, one after another, into the fullest of the last ``window`` samples that have room for them.
+
+    Of equally full ones the first is taken; a document that fits into none begins a new sample. So none comes later than
+    packed one after another (a window of 1), and each fewer than ``window`` samples before the newest one that was begun.
+
+    Attributes:
+        samples: Samples that were begun.
+    """
+
+    def __init__(self, seq_length: int, window: int = 1) -> None:
+        self.seq_length, self.window, self.samples = seq_length, window, 0
+        self._rooms: list[int] = []  # of the samples with room, sorted: room << _BITS | sample
+        self._room_of: dict[int, int] = {}  # the same by sample
+
+    def place(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the samples of the next documents, int64, of their lengths (1 to ``seq_length``)."""
+        placed = np.empty(len(lengths), np.int64)
+        for at in range(0, len(lengths), _PART):
+            placed[at : at + _PART] = self._place(lengths[at : at + _PART].tolist())
+        return placed
+
+    def _place(self, lengths: list[int]) -> list[int]:
+        rooms, room_of, window, placed = self._rooms, self._room_of, self.window, list[int]()
+        for length in lengths:
+            at = bisect_left(rooms, length << _BITS)
+            if at < len(rooms):
+                entry = rooms.pop(at)
+                room, sample = (entry >> _BITS) - length, entry & ((1 << _BITS) - 1)
+                del room_of[sample]
+            else:
+                room, sample = self.seq_length - length, self.samples
+                self.samples += 1
+                closed = room_of.pop(sample - window, None)
+                if closed is not None:
+                    del rooms[bisect_left(rooms, closed)]
+            if room:
+                room_of[sample] = entry = room << _BITS | sample
+                insort(rooms, entry)
+            placed.append(sample)
+        return placed
+
+
+def cut(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut documents every ``seq_length`` tokens; return where each begins in the pieces, and the end, and the pieces' tokens."""
+    first = np.concatenate([[0], np.cumsum(-(-lengths.astype(np.int64) // seq_length))])
+    tokens, filled = np.full(first[-1], seq_length, np.int32), np.flatnonzero(lengths)
+    tokens[first[filled + 1] - 1] = (lengths[filled] - 1) % seq_length + 1
+    return first, tokens
+
+
+class WholeDataset:
+    """Samples of whole documents of one dataset; those of text that are longer than a sample are cut into pieces.
 
     A sample has the columns of a :class:`telechat_moe.data.dataset.GptDataset`. Labels are the next tokens also where
-    ``loss_mask`` is 0, because multi-token prediction reads them as inputs.
+    ``loss_mask`` is 0, because multi-token prediction reads them as inputs; that of a full piece is the document's next token.
 
     Args:
         prefix: Path of the .bin/.idx pair without suffix, or an open dataset.
@@ -31,9 +92,12 @@ class ConversationDataset:
         num_samples: At least this many samples, from as many epochs as that takes; None for one epoch.
         documents: Documents to use, a range; None for all.
         options: What a sample contains; ``pad`` fills it up (-1: token 0). Document ends come from the index.
+        window: See :class:`BestFit`; 1: one document after another.
+        conversations: They are what ``data build`` made of conversations, which are not cut.
 
     Raises:
-        BadInputError: The files are broken, are not of conversations, or hold one of more than ``S`` tokens.
+        BadInputError: The files are broken or have no tokens; or they are not of conversations, or hold one of more than
+            ``S`` tokens.
     """
 
     def __init__(
@@ -45,35 +109,51 @@ class ConversationDataset:
         *,
         documents: tuple[int, int] | None = None,
         options: SampleOptions | None = None,
+        window: int = 1,
+        conversations: bool = False,
     ) -> None:
         self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
         self.seq_length, self.options = seq_length, options or SampleOptions()
-        self._settings = {
+        self.conversations = conversations
+        self._settings: dict[str, Any] = {
             "seq_length": seq_length,
             "num_samples": num_samples,
             "seed": seed,
             "documents": documents,
             "whole": True,
         }
-        start, stop = documents or (0, len(self.source))
-        lengths = self.source.sequence_lengths[start:stop]
+        if not conversations:
+            self._settings["text"] = True
+        if window > 1:
+            self._settings["window"] = window
+        self._start, stop = documents or (0, len(self.source))
+        lengths = self.source.sequence_lengths[self._start : stop]
         self._check(lengths)
-        generator, cuts = np.random.RandomState(seed), [0]
-        epochs: list[np.ndarray] = []
-        while not epochs or (num_samples is not None and len(cuts) <= num_samples):
-            epochs.append(generator.permutation(stop - start) + start)
-            cuts = _pack(lengths[np.concatenate(epochs) - start], seq_length)
-        self._row, self._cuts = np.concatenate(epochs), np.array(cuts)
+        self._first, sizes = cut(lengths, seq_length)
+        count = len(sizes)
+        generator, packer = np.random.RandomState(seed), BestFit(seq_length, window)
+        epochs, placed = list[np.ndarray](), list[np.ndarray]()
+        while not epochs or (num_samples is not None and packer.samples < num_samples):
+            epochs.append(
+                generator.permutation(count).astype(np.int32 if count >> 31 == 0 else np.int64)
+            )
+            placed.append(packer.place(sizes[epochs[-1]]))
+        sample = np.concatenate(placed)
+        self._row = np.concatenate(epochs)[np.argsort(sample, kind="stable")]
+        self._cuts = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=packer.samples))])
+        self.epochs = len(epochs)
 
     def _check(self, lengths: np.ndarray) -> None:
-        where = self.source.prefix
+        where, kind = self.source.prefix, "conversations" if self.conversations else "tokens"
+        if not lengths.sum():
+            raise BadInputError(f"{where}: no {kind} to train on; build the data from more")
+        if not self.conversations:
+            return
         if self.source.dtype.kind != "i":
             raise BadInputError(
                 f"{where}: tokens of type {self.source.dtype}, which say nothing about the loss; build it from "
                 "conversations with `telechat-moe data build --recipe RECIPE`, or remove telechat_moe.conversations"
             )
-        if not lengths.sum():
-            raise BadInputError(f"{where}: no conversations to train on; build the data from more")
         long = np.flatnonzero(lengths > self.seq_length)
         if long.size:
             first = ", ".join(f"{i} ({lengths[i]} tokens)" for i in long[:3].tolist())
@@ -90,8 +170,16 @@ class ConversationDataset:
         """Return one sample."""
         return {name: array[0] for name, array in self.batch([index]).items()}
 
-    def _documents(self, sample: int) -> np.ndarray:
-        return self._row[self._cuts[sample] : self._cuts[sample + 1]]
+    def pieces(self, sample: int) -> np.ndarray:
+        """Return what a sample holds, int64 ``[pieces, 3]``: document, first token of it, and tokens."""
+        return self._describe(self._row[self._cuts[sample] : self._cuts[sample + 1]])
+
+    def _describe(self, piece: np.ndarray) -> np.ndarray:
+        document = np.searchsorted(self._first, piece, side="right") - 1
+        begin = (piece - self._first[document]) * self.seq_length
+        document += self._start
+        left = self.source.sequence_lengths[document] - begin
+        return np.stack([document, begin, np.minimum(left, self.seq_length)], axis=1)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return samples stacked along a first axis.
@@ -102,33 +190,42 @@ class ConversationDataset:
         """
         wanted = np.asarray(indices, dtype=np.int64)
         check_range(wanted, len(self))
-        shape = (len(wanted), self.seq_length)
-        stored_BS = np.full(shape, ~max(self.options.pad, 0), np.int32)
-        is_end_BS = np.zeros(shape, bool)
+        S = self.seq_length
+        filler = ~max(self.options.pad, 0)  # as a token of a conversation that is not learned
+        stored = np.full((len(wanted), S + 1), filler, np.int32)
+        stored[:, S] = ~0
+        is_end_BS = np.zeros((len(wanted), S), bool)
+        learned_BS = np.ones((len(wanted), S), bool)
         for row, sample in enumerate(wanted.tolist()):
-            parts = [self.source[i] for i in self._documents(sample).tolist()]
-            ends = np.cumsum([len(part) for part in parts])
-            stored_BS[row, : ends[-1]] = np.concatenate(parts)
+            pieces = self.pieces(sample)
+            # A full piece brings the token after it, the label of its last one.
+            parts = [self.source[i][at : at + S + 1] for i, at, _ in pieces.tolist()]
+            tokens, ends = np.concatenate(parts), np.cumsum(pieces[:, 2])
+            stored[row, : len(tokens)] = tokens
             is_end_BS[row, ends - 1] = True
-        tokens_BS = bare(stored_BS)
-        check_vocabulary(self.source, tokens_BS, wanted, self.options)
-        labels_BS = np.zeros_like(tokens_BS)
-        labels_BS[:, :-1] = tokens_BS[:, 1:]
-        learned_BS = np.zeros(shape, bool)
-        learned_BS[:, :-1] = (stored_BS >= 0)[:, 1:] & ~is_end_BS[:, :-1]
+            learned_BS[row, ends - 1] = len(tokens) > S
+        learned_BS &= stored[:, 1:] >= 0
+        tokens = bare(stored)
+        checked = tokens if self.conversations else np.where(stored == filler, 0, stored)
+        check_vocabulary(self.source, checked, wanted, self.options)
         batch = {
-            "input_ids": tokens_BS,
-            "labels": labels_BS,
+            "input_ids": tokens[:, :S].copy(),
+            "labels": tokens[:, 1:].copy(),
             "loss_mask": learned_BS.astype(np.float32),
         }
         return with_masks(batch, is_end_BS, self.options)
 
     def index_problems(self) -> list[str]:
-        """Say which documents are not served once in each epoch."""
-        count = len(np.unique(self._row))
-        epochs = self._row.reshape(-1, count)
-        wrong = (np.sort(epochs, axis=1) != np.unique(self._row)).any(axis=1).sum()
-        return [f"{self.source.prefix}: {wrong} epoch(s) repeat conversations"] if wrong else []
+        """Say which documents are not served once for each epoch, and which samples are too long."""
+        found, where = [], self.source.prefix
+        wrong = int((np.bincount(self._row, minlength=self._first[-1]) != self.epochs).sum())
+        if wrong:
+            found.append(f"{where}: {wrong} document(s) are not served {self.epochs} time(s)")
+        tokens = np.add.reduceat(self._describe(self._row)[:, 2], self._cuts[:-1])
+        long = int((tokens > self.seq_length).sum())
+        if long:
+            found.append(f"{where}: {long} sample(s) hold more than {self.seq_length} tokens")
+        return found
 
     def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
@@ -136,7 +233,7 @@ class ConversationDataset:
         check_range(wanted, len(self))
         pairs_B = np.empty(len(wanted), np.int64)
         for row, sample in enumerate(wanted.tolist()):
-            length = self.source.sequence_lengths[self._documents(sample)].astype(np.int64)
+            length = self.pieces(sample)[:, 2]
             length = np.append(length, self.seq_length - length.sum())  # the padding sees itself
             pairs_B[row] = (length * (length + 1) // 2).sum()
         return pairs_B
@@ -147,12 +244,3 @@ class ConversationDataset:
         return hash_settings(
             {"index": self.source.fingerprint(), **self._settings, "options": options}
         )
-
-
-def _pack(lengths: np.ndarray, seq_length: int) -> list[int]:
-    """Put documents into samples in order while they fit; return where each sample begins, and the end."""
-    ends, cuts = np.cumsum(lengths, dtype=np.int64), [0]
-    while cuts[-1] < len(lengths):
-        before = ends[cuts[-1] - 1] if cuts[-1] else 0
-        cuts.append(int(np.searchsorted(ends, before + seq_length, side="right")))
-    return cuts

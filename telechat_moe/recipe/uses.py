@@ -213,6 +213,7 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
         "evaluation.interval": own.evaluation.interval or None,
         "saving.max_failed": own.saving.max_failed or None,
         "conversations": own.conversations and "a section",
+        "packing": own.packing and "a section",
         "sample": own.sample and "a section",
         "step_batch_size_schedule": own.step_batch_size_schedule,
         "lr_wsd_decay_style": own.lr_wsd_decay_style,

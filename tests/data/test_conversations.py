@@ -4,6 +4,7 @@ Written by the chat template they equal transformers' own; packed they are compa
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from telechat_moe.data.build import _Job
 from telechat_moe.data.conversations import ChatFormat, bare, messages_text, read_template
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.tokenizer import EOD_TOKEN, Tokenizer, load_tokenizer, train_tokenizer
-from telechat_moe.data.whole import ConversationDataset
+from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.train.preflight import examine
@@ -44,6 +45,7 @@ conversations = st.lists(
     min_size=1,
     max_size=6,
 ).filter(lambda messages: any(m["role"] == "assistant" for m in messages))
+talks = partial(WholeDataset, conversations=True)
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +164,17 @@ def random_documents(seed: int, count: int, longest: int) -> list[np.ndarray]:
     return [np.where(rng.random(len(t)) < 0.5, t, ~t).astype(np.int32) for t in tokens]
 
 
-@given(seed=st.integers(0, 999), count=st.integers(1, 30), S=st.integers(4, 24))
+@given(
+    seed=st.integers(0, 999),
+    count=st.integers(1, 30),
+    S=st.integers(4, 24),
+    window=st.sampled_from([1, 4]),
+)
 @settings(max_examples=15, deadline=None)
-def test_samples_hold_whole_documents(seed, count, S, tmp_path_factory) -> None:
+def test_samples_hold_whole_documents(seed, count, S, window, tmp_path_factory) -> None:
     documents = random_documents(seed, count, S)
     prefix = write(tmp_path_factory.mktemp("whole"), documents)
-    data = ConversationDataset(prefix, S, options=OPTIONS)
+    data = talks(prefix, S, options=OPTIONS, window=window)
     batch = data.batch(range(len(data)))
     by_first = {abs(d[0] if d[0] > 0 else ~d[0]): d for d in documents}
     seen: list[int] = []
@@ -197,10 +204,10 @@ def test_samples_hold_whole_documents(seed, count, S, tmp_path_factory) -> None:
 
 def test_epochs_are_shuffled_anew_and_a_blend_resumes(tmp_path: Path) -> None:
     prefix = write(tmp_path, random_documents(1, 40, 20))
-    one = ConversationDataset(prefix, 32, options=OPTIONS)
-    more = ConversationDataset(prefix, 32, 5 * len(one), options=OPTIONS)
+    one = talks(prefix, 32, options=OPTIONS)
+    more = talks(prefix, 32, 5 * len(one), options=OPTIONS)
     assert len(more) >= 5 * len(one)
-    used = np.concatenate([more._documents(i) for i in range(len(more))])
+    used = np.concatenate([more.pieces(i)[:, 0] for i in range(len(more))])
     first, second = used[:40], used[40:80]
     assert sorted(first) == sorted(second) == list(range(40))
     assert (first != second).any()
@@ -218,8 +225,8 @@ def test_mindformers_packs_the_same_and_trains_on_padding(tmp_path: Path) -> Non
     """MindFormers' labels differ in one thing: the last of each document is 0, a token, and not -100."""
     packing = pytest.importorskip("mindformers.dataset.handler.packing_handler")
     documents = random_documents(3, 30, 16)
-    data = ConversationDataset(write(tmp_path, documents), 16, options=OPTIONS)
-    order = [documents[i] for s in range(len(data)) for i in data._documents(s)]
+    data = talks(write(tmp_path, documents), 16, options=OPTIONS)
+    order = [documents[i] for s in range(len(data)) for i in data.pieces(s)[:, 0]]
     rows = [
         {"input_ids": bare(d).tolist(), "labels": np.where(d < 0, -100, d).tolist()} for d in order
     ]
@@ -286,7 +293,7 @@ def test_long_conversations_are_counted_and_named(
     with pytest.raises(
         BadInputError, match=r"are longer than seq_length .20.: number 0 .*build the"
     ):
-        ConversationDataset(tmp_path / "out" / "train", 20, options=OPTIONS)
+        talks(tmp_path / "out" / "train", 20, options=OPTIONS)
 
 
 def test_interrupted_build_keeps_what_was_too_long(
@@ -357,7 +364,7 @@ def test_nothing_left_and_other_files_are_refused(tmp_path: Path, folder: Path) 
         build(tmp_path / "out", [tmp_path / "a.txt"], **how)
     write_indexed(tmp_path / "plain", [np.arange(4)], np.uint16)
     with pytest.raises(BadInputError, match="uint16, which say nothing about the loss"):
-        ConversationDataset(tmp_path / "plain", 8, options=OPTIONS)
+        talks(tmp_path / "plain", 8, options=OPTIONS)
     with pytest.raises(BadInputError, match=r"no chat_template.jinja and no chat_template in"):
         read_template(tmp_path / "tokenizer.json")
 

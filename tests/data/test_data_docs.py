@@ -1,5 +1,6 @@
 """Every command of docs/data.md runs, in its order."""
 
+import copy
 import re
 import shlex
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> No
     for seed, name in enumerate(("web", "code")):
         Path(name).mkdir()
         write_indexed(f"{name}/train", make_documents(seed, 3000, 400), np.uint16)
-    blend, schedule = map(yaml.safe_load, blocks("yaml"))
+    blend, schedule, packed = map(yaml.safe_load, blocks("yaml"))
     recipe = yaml.safe_load(find("telechat3_moe/pretrain_tiny.yaml").read_text(encoding="utf-8"))
     config = recipe["train_dataset"]["data_loader"]["config"]
     config["data_path"] = blend["train_dataset"]["data_loader"]["config"]["data_path"]
@@ -47,6 +48,14 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> No
     recipe["telechat_moe"]["evaluation"]["data_path"] = None
     Path("blend.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["data", "audit", "--plan", "blend.yaml"]) == 0
+    whole = copy.deepcopy(recipe) | {
+        "telechat_moe": recipe["telechat_moe"] | packed["telechat_moe"]
+    }
+    for part in (whole["train_dataset"], whole["train_dataset_task"]["dataset_config"]):
+        part["data_loader"]["config"] |= packed["train_dataset"]["data_loader"]["config"]
+        part["input_columns"] = part["construct_args_key"] = None
+    Path("packed.yaml").write_text(yaml.safe_dump(whole))
+    assert main(["data", "audit", "--plan", "packed.yaml"]) == 0
     config["data_path"] = ["web/train", "code/train"]
     recipe["telechat_moe"] |= schedule["telechat_moe"]
     Path("mixed.yaml").write_text(yaml.safe_dump(recipe))

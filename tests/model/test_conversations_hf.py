@@ -16,7 +16,7 @@ from mindspore import Tensor
 from tiny_models import random_weights, tiny_config
 
 from telechat_moe.data import SampleOptions, write_indexed
-from telechat_moe.data.whole import ConversationDataset
+from telechat_moe.data.whole import WholeDataset
 from telechat_moe.interop.hf import weights
 from telechat_moe.model import CausalLM
 from telechat_moe.train.state import load_weights
@@ -38,7 +38,7 @@ def packed(folder: Path, vocab: int) -> dict[str, np.ndarray]:
         tokens = rng.integers(1, vocab, length)
         documents.append(np.where(rng.random(length) < 0.5, tokens, ~tokens))
     write_indexed(folder / "train", documents, np.int32)
-    data = ConversationDataset(folder / "train", S, options=OPTIONS)
+    data = WholeDataset(folder / "train", S, options=OPTIONS, conversations=True)
     batch = data.batch(range(4))
     assert (batch["position_ids"][:, 1:] == 0).sum() > 6  # several in a sample
     return batch

@@ -37,7 +37,7 @@ SPREAD = {
 
 # rule: [(recipe, {key: value; None removes}, keys that complain), ...]
 CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
-    "conversations": [
+    "whole_documents": [
         *(
             (TUNE, {DATA_CONFIG + key: value}, DATA_CONFIG + key)
             for key, value in (
@@ -47,6 +47,13 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
                 ("add_extra_token_to_sequence", "False"),
             )
         ),
+        (
+            TINY,
+            {OWN + "packing": "{}"},
+            f"{DATA_CONFIG}reset_position_ids {DATA_CONFIG}reset_attention_mask",
+        ),
+    ],
+    "conversations": [
         (TUNE, {OWN + "corpus.tokenizer": "null"}, OWN + "corpus.tokenizer"),
         *(
             (TUNE, {OWN + "conversations.message": f"'{text}'"}, OWN + "conversations.message")

@@ -1,7 +1,6 @@
 """`telechat-moe align capture`: dump what a recipe's training steps, or a torch script, compute."""
 
 import argparse
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
@@ -63,6 +62,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run and record; return the exit code."""
+    import subprocess
+
     steps = _steps(args.steps)
     if args.torch is None:
         return _recipe(args, steps)

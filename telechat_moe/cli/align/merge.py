@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +50,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge, print; return the exit code."""
+    import tempfile
+
     from telechat_moe.tools.align.dump import logical, msprobe, records
     from telechat_moe.tools.align.dump import merge as merger
     from telechat_moe.tools.align.dump import msprobe_write as writer

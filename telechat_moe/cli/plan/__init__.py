@@ -6,6 +6,7 @@ Each sub-verb is a module here with a `VERB`; heavy imports stand inside its run
 from telechat_moe.cli.plan import (
     calibrate,
     layout,
+    memory,
     schedule,
     score,
     search,
@@ -13,7 +14,7 @@ from telechat_moe.cli.plan import (
 )
 from telechat_moe.cli.verb import Verb
 
-MODULES = (layout, search, score, simulate, calibrate, schedule)
+MODULES = (layout, memory, search, score, simulate, calibrate, schedule)
 
 VERB = Verb(
     name="plan",

@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from telechat_moe import html
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.units import GIB, count_text
@@ -96,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _page(said: str, headers: list[str], result: Any, row: Any) -> str:
+    from telechat_moe import html
+
     def points(found: Any) -> list[tuple[float, float, str]]:
         rows = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in found]
         return [(x, y, f"{text}: {x:.1f}B, {y:.1f} tokens/s") for x, y, text in rows]

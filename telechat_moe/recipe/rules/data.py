@@ -165,21 +165,35 @@ def masks(r: Recipe) -> Iterator[Broken]:
         yield key, found, f"{CONFIG}create_compressed_eod_mask True"
 
 
-def conversations(r: Recipe) -> Iterator[Broken]:
-    """MindFormers' packing trains on what follows a conversation, and drops those that are too long without a word."""
-    section, config = r.telechat_moe.conversations, _config(r)
+def _whole(r: Recipe) -> str | None:
+    """Return the section that keeps documents whole; None: text is cut."""
+    own = r.telechat_moe
+    given = {"conversations": own.conversations, "packing": own.packing}
+    return next((f"telechat_moe.{k}" for k, section in given.items() if section is not None), None)
+
+
+def whole_documents(r: Recipe) -> Iterator[Broken]:
+    """Documents that stay whole see only themselves, and what follows them is not learned; MindFormers' packing trains on it."""
+    section, config = _whole(r), _config(r)
     if section is None or config is None:
         return
     for key in ("reset_position_ids", "reset_attention_mask"):
         if not getattr(config, key):
-            found = "False with telechat_moe.conversations, of which each must see only itself"
+            found = f"False with {section}, where each document must see only itself"
             yield CONFIG + key, found, "True"
     if config.eod_mask_loss:
-        found = "True with telechat_moe.conversations, where the roles say what is learned"
+        found = f"True with {section}, where the end of a document predicts nothing anyway"
         yield CONFIG + "eod_mask_loss", found, "False"
     if not config.add_extra_token_to_sequence:
-        found = "False with telechat_moe.conversations, whose samples are whole"
+        found = f"False with {section}, whose samples are whole"
         yield CONFIG + "add_extra_token_to_sequence", found, "True"
+
+
+def conversations(r: Recipe) -> Iterator[Broken]:
+    """The tokenizer of conversations is the model's, and a pattern says how a message is written."""
+    section = r.telechat_moe.conversations
+    if section is None or _config(r) is None:
+        return
     if not r.telechat_moe.corpus.tokenizer:
         found = "None with telechat_moe.conversations"
         yield "telechat_moe.corpus.tokenizer", found, "the tokenizer.json of the model"
@@ -225,10 +239,8 @@ def mixture(r: Recipe) -> Iterator[Broken]:
         return
     if not segments:
         yield at, "an empty list", "an item with from_sample 0 and weights, or remove the key"
-    if r.telechat_moe.conversations is not None:
-        found = (
-            "weights that change, with telechat_moe.conversations, whose passes differ in samples"
-        )
+    if (whole := _whole(r)) is not None:
+        found = f"weights that change, with {whole}, whose passes differ in samples"
         yield at, found, "remove it, and weights in data_path"
     path = config.data_path or config.train_data_path or []
     try:

@@ -77,6 +77,18 @@ class Conversations:
 
 
 @section
+class Packing:
+    """`telechat_moe.packing`: documents stay whole, each is put into the fullest sample that it fits into, and it sees only itself.
+
+    Only documents of more than `seq_length` tokens are cut, every `seq_length`. What is left of a sample is padding without loss.
+    """
+
+    window: Annotated[int, Range(2, 4096)] = field(default=256, metadata=acts("", 2, 4))
+    """Samples that are filled at the same time. A document comes no later than it would packed one after another, and fewer
+    than so many samples before the newest one that was begun."""
+
+
+@section
 class Sample:
     """`telechat_moe.sample`: text that the model writes at the end."""
 
@@ -302,6 +314,10 @@ class TelechatMoe:
 
     conversations: Conversations | None = None
     """The training data are conversations. None: they are text."""
+
+    packing: Packing | None = None
+    """Documents are packed by best fit. None: text is cut every `seq_length` tokens, as in MindFormers, and conversations are
+    packed one after another."""
 
     sample: Sample | None = None
     """Text sample at the end. None: none."""

@@ -19,7 +19,7 @@ def weight(
 
     Args:
         cuts: How the recipe shards its weights.
-        name: Name of a weight, or ``adam_m.`` or ``adam_v.`` and the name of a weight.
+        name: Name of a weight, or ``adam_m.``, ``adam_v.`` or ``ema.`` and the name of a weight.
         itemsize: Bytes of an element; it decides which weights are divided (ZeRO).
         reduce: ``sum`` or ``mean``: a gradient that data-parallel ranks have not reduced yet; each holds all rows.
 
@@ -27,10 +27,9 @@ def weight(
         LayoutError: The recipe's model has no such weight.
     """
     from telechat_moe.sharding.mesh import AXES
-    from telechat_moe.sharding.shards import MOMENTS
+    from telechat_moe.sharding.shards import weight_of
 
-    prefix, _, rest = name.partition(".")
-    plain = rest if prefix in MOMENTS else name
+    plain = weight_of(name)
     if plain not in cuts.shapes:
         raise LayoutError(f"the recipe's model has no weight {name}")
     shape, dims = cuts.shapes[plain], list(cuts.axes(plain))

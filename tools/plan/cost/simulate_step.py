@@ -5,6 +5,7 @@ where time and memory go. "Bubble" is the idle share of the makespan over all st
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -55,11 +56,15 @@ class Step:
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
     result: Result
-    bubble: Bubble
     table: Table
     """The closed forms of the same layout, as one entry: data parallelism, optimizer, host, breakdown."""
     fixed_bytes: Array
     """Bytes of parameters, gradients, optimizer and buffers of each stage."""
+
+    @cached_property
+    def bubble(self) -> Bubble:
+        """The idle share by cause, which takes three more simulations."""
+        return _bubble(self.program, self.times, self.again_s, self.result.bubble)
 
     @property
     def step_s(self) -> float:
@@ -171,7 +176,6 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
         again,
         layout.chunk_layers(len(architecture.layers)),
         result,
-        _bubble(program, times, again, result.bubble),
         table,
         fixed[0, : layout.pp],
     )

@@ -80,11 +80,8 @@ def read(path: str, layers: int, experts: int) -> tuple[NDArray[np.float64], int
     return np.stack(found), steps
 
 
-def judge(step: Step, path: str, spare: int = 0) -> list[Placed]:
-    """Return the step with equal loads, with the recorded loads in the recipe's order, and with experts moved where it pays.
-
-    Each placement is planned from the records before the one that judges it. With `spare` slots of each device for copies of
-    hot experts, the step with these is the last.
+def read_for(step: Step, path: str) -> tuple[NDArray[np.float64], int]:
+    """Return what `read` does, for the model and the layout of a step.
 
     Raises:
         UsageError: The recipe has no experts on several devices, so loads have no effect.
@@ -98,8 +95,21 @@ def judge(step: Step, path: str, spare: int = 0) -> list[Placed]:
             else "keeps all experts on each device (expert_parallel 1)"
         )
         raise UsageError(f"--expert-loads {path}: has no effect, as the recipe {why}")
-    layers = a.moe_layers + (a.mtp if a.layers[-1] == "moe" else 0)
-    load_NLE, steps = read(path, layers, a.experts)
+    return read(path, a.moe_layers + (a.mtp if a.layers[-1] == "moe" else 0), a.experts)
+
+
+def judge(step: Step, path: str, spare: int = 0) -> list[Placed]:
+    """Return the step with equal loads, with the recorded loads in the recipe's order, and with experts moved where it pays.
+
+    Each placement is planned from the records before the one that judges it. With `spare` slots of each device for copies of
+    hot experts, the step with these is the last.
+
+    Raises:
+        UsageError, BadInputError: As `read_for`.
+    """
+    a, layout = step.architecture, step.layout
+    load_NLE, steps = read_for(step, path)
+    layers = load_NLE.shape[1]
     rule = _rule(step, steps, float(load_NLE[0, 0].sum()) / layout.ep, layers)
     start = Placement.identity(layers, a.experts, layout.ep)
     place = start

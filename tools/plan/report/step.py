@@ -165,7 +165,7 @@ def utilisations(step: Step) -> list[tuple[str, float, float]]:
     return [(name, shares[name] * could, shares[name]) for name in CONVENTIONS]
 
 
-def _per_stage(step: Step) -> list[dict[str, Any]]:
+def per_stage(step: Step) -> list[dict[str, Any]]:
     """Return the layers, the idle share and the memory of each stage, as `report` writes them."""
     held = step.table.memory
     return [
@@ -188,7 +188,7 @@ def stages(step: Step) -> Table:
     """Return time and memory of each stage."""
     rows: list[list[str]] = []
     limit, t = step.device.memory_bytes - step.device.reserved_bytes, step.times
-    for one, chunks in zip(_per_stage(step), step.program.chunks_of_stage, strict=True):
+    for one, chunks in zip(per_stage(step), step.program.chunks_of_stage, strict=True):
         times = (float(a[list(chunks)].sum()) for a in (t.forward, t.dx + t.dw, step.again_s))
         over = one["peak_bytes"] - limit
         rows.append(
@@ -313,5 +313,5 @@ def report(step: Step) -> dict[str, Any]:
         "fits": bool(
             (step.peak_bytes <= step.device.memory_bytes - step.device.reserved_bytes).all()
         ),
-        "stages": _per_stage(step),
+        "stages": per_stage(step),
     }

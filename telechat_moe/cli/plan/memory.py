@@ -1,0 +1,75 @@
+"""`telechat-moe plan memory`: will a recipe fit into memory, and what to change first."""
+
+import argparse
+from typing import Any
+
+from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.verb import Verb
+from telechat_moe.errors import UsageError
+from telechat_moe.units import parse_size
+
+NOTES = """\
+The peak is that of the recipe's schedule run operation by operation, with the tensors that the compiled graph keeps
+(docs/plan_memory.md). The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes.
+--expert-loads shows how full the fullest device would have been with the loads of a run, record by record.
+"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--device",
+        required=True,
+        metavar="D",
+        help="shipped device (ascend-910b, h100 ...) or YAML",
+    )
+    add("--memory", metavar="SIZE", help="what the step may use of a device, as 55GiB")
+    add(
+        "--margin",
+        type=float,
+        metavar="SHARE",
+        help="added to the peak for fragmentation and the model's error (default 0.05)",
+    )
+    add("--expert-loads", metavar="FILE", help="a run's metrics.jsonl, with loads of experts")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict, print; return the exit code."""
+    from telechat_moe.tools.plan.cost.device import load_device
+    from telechat_moe.tools.plan.report import memory
+
+    margin = memory.MARGIN if args.margin is None else args.margin
+    if not 0 <= margin < 1:
+        raise UsageError(
+            f"--margin {margin:g}: expected a share of the peak, from 0 to less than 1"
+        )
+    room = args.memory and parse_size("--memory", args.memory)
+    found: Any = memory.answer(
+        args.recipe, args.overrides, load_device(args.device), margin, room, args.expert_loads
+    )
+    code = 0 if found.fits(found.step) else 1
+    if write_json(args.json, memory.report(found)):
+        return code
+    for line in (memory.sentence(found), *memory.routing(found), memory.next_thing(found)):
+        if line:
+            print(line)
+    for table in memory.tables(found):
+        print(f"\n{table.title}\n")
+        show_table(table.headers, table.rows)
+    return code
+
+
+VERB = Verb(
+    name="memory",
+    help="will a recipe fit, and what to change first",
+    description="Predict the memory of each stage of a recipe, the imbalance of the experts that still fits, and what "
+    "single changes would give.",
+    notes=NOTES,
+    examples="telechat-moe plan memory pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b",
+    exits={1: "a stage does not fit, with the margin"},
+    json_keys="fits, limit_bytes, margin, stages, largest_load_factor, recorded_loads, first, changes",
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)
