@@ -149,8 +149,8 @@ def _recorded(step: Step, path: str) -> tuple[tuple[int, float, float], ...]:
     load_NLE, _ = read_for(step, path)
     devices = step.layout.ep
     owner_LE = Placement.identity(load_NLE.shape[1], load_NLE.shape[2], devices).owners
-    load_ND = np.array([device_loads(x, owner_LE, devices).sum(axis=0) for x in load_NLE])
-    factor_N = load_ND.max(axis=1) / load_ND.mean(axis=1)
+    load_ND = [device_loads(load_LE, owner_LE, devices).sum(axis=0) for load_LE in load_NLE]
+    factor_N = np.array([float(load_D.max() / load_D.mean()) for load_D in load_ND])
     factors = [float(np.percentile(factor_N, p)) for p in PERCENTILES]
     peaks = (float(_with_factor(step, f).peak_bytes.max()) for f in factors)
     return tuple(zip(PERCENTILES, factors, peaks, strict=True))
@@ -201,8 +201,8 @@ def _fewest_layers(step: Step, top: float) -> Layout | None:
         return simulate_step(step.architecture, layout, step.device)
 
     for _ in range(max(layers) * now.vpp):
-        over = np.flatnonzero(full().peak_bytes > top)
-        if not len(over):
+        over: list[int] = np.flatnonzero(full().peak_bytes > top).tolist()
+        if not over:
             break
         for stage in over:
             free = [c for c in held[stage] if counts[c] < layers[c]]
