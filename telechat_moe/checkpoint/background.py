@@ -48,6 +48,10 @@ class Saver:
         """Whether a save is in flight."""
         return self._given and not self._done.is_set()
 
+    def follow(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
+        """See :meth:`Snapshot.follow`."""
+        self.snapshot.follow(sources)
+
     def save(self, what: str, write: Callable[[Groups], object]) -> None:
         """Copy the parameters and let ``write`` store the copies, in the thread; ``what`` is its name for messages.
 

@@ -134,7 +134,7 @@ class RunCheckpoints:
         step = self.progress.step
         self.ranks.at(f"step {step}, saving")
         write = self.writer()
-        self.saver.snapshot.follow(self.engine.parameters())  # a growing batch changes the graph
+        self.saver.follow(self.engine.parameters())  # a growing batch changes the graph
         self.saver.save(f"the checkpoint of step {step}", lambda groups: (before(), write(groups)))
 
     def writer(self) -> Callable[[Any], object]:

@@ -87,6 +87,7 @@ def test_the_same_run_passes(dumps, tmp_path):
     assert verb("bisect", dumps / "again").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_first_wrong_call_is_named(dumps, tmp_path):
     page, cases = tmp_path / "page.html", tmp_path / "cases.xml"
     done = verb(

@@ -98,6 +98,7 @@ def test_three_phases_pass(passed, given):
     assert "http" not in shown
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(passed, given, monkeypatch):
     called = []
     monkeypatch.setattr(
@@ -115,6 +116,7 @@ def test_what_is_done_is_not_done_again(passed, given, monkeypatch):
     kept.write_text(whole)
 
 
+@pytest.mark.slow
 def test_a_wrong_step_ends_the_run(passed, given):
     report = workflow.run(plan(given, target=given / "wrong"))
     assert [p["verdict"] for p in report["phases"]] == ["pass", "diverged", "inconclusive"]
@@ -126,6 +128,7 @@ def test_a_wrong_step_ends_the_run(passed, given):
     assert page(report).count("class=diverged") >= 2
 
 
+@pytest.mark.slow
 def test_a_wrong_curve_and_none(passed, given):
     report = workflow.run(plan(given, curve=str(given / "high.csv")))
     assert [p["verdict"] for p in report["phases"]] == ["pass", "pass", "diverged"]

@@ -61,6 +61,7 @@ def test_a_run_that_fails_does_not_stop_the_others(trained, tmp_path: Path) -> N
     assert report["studies"]["all"]["against_first"][bad["variant"]]["verdict"] == "not judged"
 
 
+@pytest.mark.slow
 def test_each_run_is_a_normal_run(trained, tmp_path: Path) -> None:
     run = read_sweep(str(trained[0])).runs[0]
     sets = [word for one in run.overrides[:-1] for word in ("--set", one)]
@@ -99,6 +100,7 @@ def test_a_run_of_an_earlier_version_is_the_same_recipe(trained) -> None:
         ours.write_text(text)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_recipe_is_refused(trained, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = trained
     text, before = path.read_text(), changed(path.parent / "sweep")

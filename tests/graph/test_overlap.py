@@ -94,6 +94,7 @@ def test_passes_of_two_micro_batches_are_free_of_each_other(
         assert b not in reached(main, f, skip=True)
 
 
+@pytest.mark.slow
 def test_what_runs_beside_an_exchange(compiled: tuple[Graph, dict[str, Graph]]) -> None:
     main, functions = compiled
     found = pairs(main, functions, ["AlltoAllV"], lambda shape: size_of(shape) or 4096)
@@ -138,6 +139,7 @@ def test_mindspores_table_of_switches_is_ours(tmp_path: Path) -> None:
     assert np.all([s.takes in ("bool", "list", "bool or list", "level") for s in SWITCHES.values()])
 
 
+@pytest.mark.slow
 def test_a_pair_that_a_control_edge_joins_is_not_free(
     compiled: tuple[Graph, dict[str, Graph]],
 ) -> None:

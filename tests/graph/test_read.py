@@ -21,10 +21,11 @@ V, H, WIDTH, HEADS, Q_LORA, KV_LORA, ROPE, EXPERTS, TOP_K, EXPERT_WIDTH = (
     *(64, 32, 48, 4, 16, 16, 8, 8, 2),
     16,
 )
-FAST = ("dp2tp2sp", "ep4", "pp2tp2", "checks", "shared")
-REST = tuple(name for name in [*small.LAYOUTS, "broken", "shared_checks"] if name not in FAST)
+# Compiled in two parts, so that no test runs into pytest's time limit.
+FIRST = ("dp2tp2sp", "ep4", "pp2tp2", "checks", "shared")
+REST = tuple(name for name in [*small.LAYOUTS, "broken", "shared_checks"] if name not in FIRST)
 ONE_STAGE = [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    name
     for name, layout in small.LAYOUTS.items()
     if layout.get("pp", 1) == 1 and "target" not in layout
 ]
@@ -38,7 +39,7 @@ def found(tmp_path_factory):
     def get(name):
         if name not in made:
             out = tmp_path_factory.mktemp("read") / "readings.pickle"
-            names = FAST if name in FAST else REST
+            names = FIRST if name in FIRST else REST
             command = [sys.executable, small.__file__, str(out), *names]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
@@ -232,18 +233,21 @@ def module(c):
     return c.module.replace("mtp_embedding", "embedding").removesuffix(".rows")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_STAGE)
 def test_forward_collectives_by_module(found, name):
     s = Sizes(small.LAYOUTS[name])
     assert ledger_of(found(name)[0], "forward", ["activations"]) == forward(s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_STAGE)
 def test_gradients(found, name):
     s = Sizes(small.LAYOUTS[name])
     assert ledger_of(found(name)[0], "backward", ["gradients"]) == gradients(s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_STAGE)
 def test_step_and_weights(found, name):
     s = Sizes(small.LAYOUTS[name])
@@ -262,6 +266,7 @@ def test_step_and_weights(found, name):
 REVERSE = {"AllGather": "ReduceScatter", "ReduceScatter": "AllGather"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_STAGE)
 def test_backward_mirrors_forward(found, name):
     """Each collective that is differentiated comes back as its transpose, of the same bytes.
@@ -292,6 +297,7 @@ def test_backward_mirrors_forward(found, name):
     assert backward == +expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_STAGE)
 def test_memory(found, name):
     """Own parts of parameters; two moments; a gradient each."""
@@ -305,6 +311,7 @@ def test_memory(found, name):
     assert memory.parameters == parts + 2 * EXPERTS * FLOAT  # two routers' biases
 
 
+@pytest.mark.slow
 def test_sent_bytes_are_of_the_usual_algorithms(found):
     for reading in found("ep4"):
         for c in reading.collectives:
@@ -313,7 +320,8 @@ def test_sent_bytes_are_of_the_usual_algorithms(found):
             assert c.sent == share.get(c.kind, n - 1) * c.bytes // n
 
 
-@pytest.mark.parametrize("name", [pytest.param("pp2", marks=pytest.mark.slow), "pp2tp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp2", "pp2tp2"])
 def test_pipeline(found, name):
     """Hidden states and MTP's embeddings go forward for each micro-batch, their gradients back."""
     first, last = found(name)
@@ -333,6 +341,7 @@ def test_pipeline(found, name):
     assert unmatched(orders)
 
 
+@pytest.mark.slow
 def test_collectives_of_both_micro_batches(found):
     """A stage's collectives run for each micro-batch; layers and losses stand on their own stage."""
     s = Sizes(small.LAYOUTS["pp2tp2"])
@@ -361,6 +370,7 @@ def test_a_lost_placement_shows(found):
     assert {key[0] for key in ledger if key[1] == "ReduceScatter"} == {"embedding"}
 
 
+@pytest.mark.slow
 def test_a_derived_rank_is_the_compiled_one(found):
     same, wrong, good, bad = found("checks")
     assert same
@@ -381,9 +391,8 @@ PASSES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PASSES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSES)
 def test_order_of_passes(found, name):
     """One forward, one backward behind as many forwards as a stage is away from the last; likewise with chunks."""
     readings = found(name)
@@ -422,6 +431,7 @@ def test_stand_ins_and_a_shared_graph_change_nothing(found):
         assert sum((here - there).values()) == sum((there - here).values())
 
 
+@pytest.mark.slow
 def test_exchanges_by_tokens(found):
     """Every token goes to its experts and back, for both layers with experts and each micro-batch."""
     _, last = found("shared")
@@ -452,6 +462,7 @@ def test_a_derived_rank_of_a_shared_graph_is_the_compiled_one(found):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_ascend_s_attention_keeps_its_module(found):
     """MindSpore drops the scope of an operator that is called with an unpacked tuple."""
     alive = [key for reading in found("shared") for key in reading.memory.alive]

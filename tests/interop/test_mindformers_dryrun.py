@@ -134,6 +134,7 @@ def test_deepseek_v3_pipeline():
     assert [0, 2] in graph.groups.values()
 
 
+@pytest.mark.slow
 def test_official_recipe_is_refused_in_mindformers_words():
     with pytest.raises(
         BadInputError, match=r"sum of `offset` \(0\) should equal to remainder"

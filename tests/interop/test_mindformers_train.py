@@ -138,6 +138,7 @@ def test_their_own_resume_repeats_every_digit(one) -> None:
         )
 
 
+@pytest.mark.slow
 def test_their_file_as_initial_weights_of_ours(one) -> None:
     """`load_checkpoint` names MindFormers' model file: weights only, a new run."""
     recipe, _ = one

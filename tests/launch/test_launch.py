@@ -164,6 +164,7 @@ def test_a_run_listens_on_its_own_address_only(whole: Path) -> None:
     assert {address for address, _ in seen["listen"]} == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_bound_processes_share_no_core(whole: Path) -> None:
     first, second = json.loads((whole.parent / "seen.json").read_text())["cores"]
     if len(os.sched_getaffinity(0)) > 1:

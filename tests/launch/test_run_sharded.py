@@ -92,10 +92,12 @@ def test_the_kept_graphs_are_those_that_ran(report: dict[str, Any], folder: Path
         assert not {"AllGather", "AlltoAll", "ReduceScatter"} & set(found)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_but_graphs_and_logs(report: dict[str, Any], folder: Path) -> None:
     assert {p.name for p in (folder / "run").iterdir()} <= {".job", "log", ".pieces"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "factor", "code"), [("loss", 1 + 5e-5, 1), ("loss", 1.0, 0)])
 def test_losses_that_differ_fail(
     report: dict[str, Any],

@@ -35,6 +35,7 @@ def commands(page: str) -> list[str]:
     return [re.split(r"\s+#", line)[0] for line in lines if line.startswith(start)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

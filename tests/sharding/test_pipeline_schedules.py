@@ -81,6 +81,7 @@ def test_exchanges_beside_computation(beside: Path):
         assert differences(beside, fault, 2), fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_runs_beside_an_exchange(beside: Path, rank: int):
     """Products must run after the start and before the wait of every exchange, but for the combines of passes alone."""
@@ -117,6 +118,7 @@ def test_every_program(tmp_path: Path, case: str):
     run_all(tmp_path, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_passes_follow_each_other(short: Path, rank: int):
     """Every product of a pass waits for all products of the pass before it: no runtime can change the order."""
@@ -143,6 +145,7 @@ def test_passes_follow_each_other(short: Path, rank: int):
     assert sum(map(len, passes[:-1])) > 5 * len(order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -159,6 +162,7 @@ def test_an_order_of_other_passes_is_refused(short: Path, change, message: str):
         in_order(graph.mindir, change(order))
 
 
+@pytest.mark.slow
 def test_taps_name_operators_alike_in_any_order(short: Path):
     """So that what two schedules compute can be compared call by call."""
     graph = pickle.loads((short / "graphs.pickle").read_bytes())[0]

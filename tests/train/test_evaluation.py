@@ -45,7 +45,8 @@ def test_micro_batches_evaluate_the_same_samples(tmp_path, data, whole):
     assert first == pytest.approx(evaluations(whole)[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("step", [6, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [6, 9])
 def test_a_resumed_run_evaluates_what_it_would_have(tmp_path, data, whole, step):
     """Killed after the checkpoint of a step: evaluations after it are made again, those before are kept."""
     output = tmp_path / "run"

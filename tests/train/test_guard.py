@@ -174,6 +174,7 @@ def test_skip(tmp_path, noisy, unguarded):
     assert trainer.progress.updates == STEPS - 1
 
 
+@pytest.mark.slow
 def test_roll_back(tmp_path, noisy):
     """From the newest checkpoint before it, without the batches up to the spike, as if they had never been."""
     output = tmp_path / "run"

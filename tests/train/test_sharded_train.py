@@ -109,6 +109,7 @@ def test_two_processes_compute_what_one_does(one: Path, two: Path) -> None:
     np.testing.assert_allclose(*evaluations, rtol=BOUND)
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(one: Path, two: Path) -> None:
     hidden = {".job", ".pieces", "log"}
     assert {p.name for p in two.iterdir()} - hidden == {p.name for p in one.iterdir()} - hidden

@@ -93,6 +93,7 @@ def test_micro_batches_add_up_to_the_batch(tmp_path: Path, data: Path, reference
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_resume_goes_on_bitwise(
     tmp_path: Path, start, hold: Hold, reference: Path
 ) -> None:
