@@ -7,7 +7,6 @@ import sys
 
 IN_CI: dict[str, tuple[str, ...]] = {
     "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
-    "keys": ("tests/recipe/test_keys.py",),
     "tour": ("tests/test_readme.py",),
     "train": ("tests/train", "benchmarks/balance_pilot", "benchmarks/placement"),
     "resume": (
@@ -34,6 +33,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "align_faults": ("benchmarks/align_faults",),
     "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
     "ops": ("tests/ops",),
+    "keys": ("tests/recipe/test_keys.py",),
     "mindspore210": ("tests/test_versions.py",),
     "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
     "wiring": ("tests/align/test_wiring", "tests/align/test_workflow"),
