@@ -31,8 +31,7 @@ class Snapshot:
     """Copies of parameters, by group and name, whose shapes and data types do not change."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
-        names = [(group, name) for group, found in sources.items() for name in found]
-        self.names = names
+        self.names = [(group, name) for group, found in sources.items() for name in found]
         self.follow(sources)
         self.views = [source.asnumpy() for source in self.sources]
         self.addresses = np.array([view.ctypes.data for view in self.views], np.uint64)
@@ -51,7 +50,7 @@ class Snapshot:
         self._all_threads = end >= _SEVERAL_THREADS
         self._native = _is_built()
         self.groups: Groups = {group: {} for group in sources}
-        for (group, name), copy in zip(names, self.copies, strict=True):
+        for (group, name), copy in zip(self.names, self.copies, strict=True):
             self.groups[group][name] = copy
 
     def follow(self, sources: Mapping[str, Mapping[str, Source]]) -> None:

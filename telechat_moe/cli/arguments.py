@@ -58,3 +58,9 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="attention stays in documents of these lengths: an .idx, or a number a line",
     )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Let a verb of the planner demand ``--device D``, the description of what a recipe runs on."""
+    says = "shipped device (ascend-910b, h100 ...) or YAML"
+    parser.add_argument("--device", required=True, metavar="D", help=says)

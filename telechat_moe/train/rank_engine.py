@@ -56,7 +56,7 @@ class RankEngine:
         self.weights = {p.name: p for p in self.model.get_parameters()}
         self.jobs = {n: job / f"micro_batches_{n}" for n in smaller_steps(recipe)}
         self.jobs[self.micro_batches] = job
-        self.micro_rows, self.groups = recipe.runner_config.batch_size * self.mesh.dp, set[str]()
+        self.micro_rows, self.groups = recipe.micro_batch_samples, set[str]()
         self.ema = recipe.telechat_moe.ema
         self.average: WeightAverage | None = None
         self.program = self._load()

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from telechat_moe.cli.arguments import add_device
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -17,12 +18,7 @@ The peak is that of the recipe's schedule run operation by operation, with the t
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--device",
-        required=True,
-        metavar="D",
-        help="shipped device (ascend-910b, h100 ...) or YAML",
-    )
+    add_device(parser)
     add("--memory", metavar="SIZE", help="what the step may use of a device, as 55GiB")
     add(
         "--margin",

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from telechat_moe.cli.arguments import add_documents
+from telechat_moe.cli.arguments import add_device, add_documents
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -19,12 +19,7 @@ their time until the next record (docs/placement.md).
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--device",
-        required=True,
-        metavar="D",
-        help="shipped device (ascend-910b, h100 ...) or YAML",
-    )
+    add_device(parser)
     add(
         "--schedule",
         metavar="S",

@@ -152,9 +152,7 @@ def decay_style(r: Recipe) -> Iterator[Broken]:
 def batch_sizes(r: Recipe) -> Iterator[Broken]:
     """Megatron finds a batch that cannot be divided when training comes to it."""
     text, key = r.telechat_moe.step_batch_size_schedule, "telechat_moe.step_batch_size_schedule"
-    length, p = r.model.model_config.seq_length, r.parallel_config
-    copies = p.data_parallel if r.use_parallel else 1
-    rows = r.runner_config.batch_size * copies
+    length, rows = r.model.model_config.seq_length, r.micro_batch_samples
     if text is None or length is None:
         return
     for what in _of_one_size(r):
@@ -167,7 +165,8 @@ def batch_sizes(r: Recipe) -> Iterator[Broken]:
         return
     for batch in batches:
         if batch % rows:
-            unit = "runner_config.batch_size" + " x data_parallel" * (copies > 1)
+            several = rows > r.runner_config.batch_size
+            unit = "runner_config.batch_size" + " x data_parallel" * several
             yield key, f"{batch} samples in {text!r}", f"multiples of {unit} ({rows})"
     if max(batches) != r.global_batch:
         steps = "runner_config.gradient_accumulation_steps"

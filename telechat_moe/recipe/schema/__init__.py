@@ -224,8 +224,13 @@ class Recipe:
         """Samples per update, over all devices and micro-batches; with a batch schedule its largest."""
         p, r = self.parallel_config, self.runner_config
         pieces = p.micro_batch_num if p.pipeline_stage > 1 else r.gradient_accumulation_steps
-        copies = p.data_parallel if self.use_parallel else 1
-        return r.batch_size * copies * pieces * self.micro_batch_interleave_num
+        return self.micro_batch_samples * pieces * self.micro_batch_interleave_num
+
+    @property
+    def micro_batch_samples(self) -> int:
+        """Samples of a micro-batch, over all data-parallel copies."""
+        copies = self.parallel_config.data_parallel if self.use_parallel else 1
+        return self.runner_config.batch_size * copies
 
     @property
     def train_steps(self) -> int:
@@ -241,9 +246,7 @@ class Recipe:
     def epoch_samples(self) -> int:
         """Samples of a pass over the data: what whole steps use, with a batch schedule whole micro-batches."""
         sizes = self.train_dataset.data_loader.sizes or [0]
-        copies = self.parallel_config.data_parallel if self.use_parallel else 1
-        rows = self.runner_config.batch_size * copies
-        unit = self.global_batch if self.batch_schedule is None else rows
+        unit = self.global_batch if self.batch_schedule is None else self.micro_batch_samples
         return sizes[0] // unit * unit
 
     @property

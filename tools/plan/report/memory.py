@@ -259,15 +259,12 @@ def sentence(a: Answer) -> str:
 
 def next_thing(a: Answer) -> str:
     """Return what to change first, with the settings; empty where the recipe fits and no change is faster."""
+    if a.first is None and a.fits(a.step):
+        return ""
     if a.first is None:
-        layout = a.step.layout
         return (
-            ""
-            if a.fits(a.step)
-            else (
-                f"No single change below makes it fit; `telechat-moe plan layout` searches all layouts of {layout.devices} "
-                "devices, or of more."
-            )
+            "No single change below makes it fit; `telechat-moe plan layout` searches all layouts of "
+            f"{a.step.layout.devices} devices, or of more."
         )
     step, sets = a.first.step, " ".join(f'--set "{word}"' for word in a.first.overrides)
     return (
