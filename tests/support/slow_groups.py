@@ -33,9 +33,9 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "align_faults": ("benchmarks/align_faults",),
     "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
     "ops": ("tests/ops",),
-    "keys": ("tests/recipe/test_keys.py",),
     "mindspore210": ("tests/test_versions.py",),
     "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
+    "keys": ("tests/recipe/test_keys.py",),
     "wiring": ("tests/align/test_wiring", "tests/align/test_workflow"),
 }
 """One of these runs with every commit."""
