@@ -45,8 +45,12 @@ def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
     own = replace(recipe.telechat_moe, step_batch_size_schedule=None)
     for batch in sorted({batch for _, batch in schedule.entries} if schedule else ()):
         count = whole * batch // recipe.global_batch
-        runner = replace(recipe.runner_config, gradient_accumulation_steps=count)
-        found[count] = replace(recipe, runner_config=runner, telechat_moe=own)
+        if recipe.parallel_config.pipeline_stage > 1:
+            pipeline = replace(recipe.parallel_config, micro_batch_num=count)
+            found[count] = replace(recipe, parallel_config=pipeline, telechat_moe=own)
+        else:
+            runner = replace(recipe.runner_config, gradient_accumulation_steps=count)
+            found[count] = replace(recipe, runner_config=runner, telechat_moe=own)
     found.pop(whole, None)
     return found
 

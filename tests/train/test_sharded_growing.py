@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mini_recipe import SPREAD
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
@@ -16,6 +17,17 @@ from test_sharded_train import BOUND, DP2_EP2, curve, records
 from telechat_moe.cli import main
 
 DP2 = {**SETTINGS, **DP2_EP2}
+PP2 = {
+    **SETTINGS,
+    **SPREAD,
+    "parallel_config__pipeline_stage": 2,
+    "parallel_config__micro_batch_num": 4,
+    "callbacks__1__micro_batch_num": 4,
+    "runner_config__batch_size": 2,
+    "model__model_config__batch_size": 2,
+    "runner_config__gradient_accumulation_steps": 1,
+    "callbacks__1__gradient_accumulation_steps": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +61,8 @@ def same_course(output: Path, one: Path) -> None:
 
 def test_data_parallel_steps_grow(two: Path, one: Path) -> None:
     same_course(two, one)
+
+
+def test_steps_of_a_pipeline_grow(one: Path, data: Path, tmp_path: Path) -> None:
+    """From as many micro-batches as stages to twice as many."""
+    same_course(train(data, tmp_path / "run", **PP2), one)

@@ -163,13 +163,20 @@ def batch_sizes(r: Recipe) -> Iterator[Broken]:
     except ValueError as error:
         yield key, repr(text), str(error)
         return
+    stages, config = r.parallel_config.pipeline_stage, r.parallel.pipeline_config
+    least = stages * (2 if config and config.pipeline_scheduler == "zero_bubble_v" else 1)
     for batch in batches:
         if batch % rows:
             several = rows > r.runner_config.batch_size
             unit = "runner_config.batch_size" + " x data_parallel" * several
             yield key, f"{batch} samples in {text!r}", f"multiples of {unit} ({rows})"
+        elif batch < least * rows:
+            found = (
+                f"{batch} samples in {text!r}, {batch // rows} micro-batches for {stages} stages"
+            )
+            yield key, found, f"at least {least} micro-batches ({least * rows} samples)"
     if max(batches) != r.global_batch:
-        steps = "runner_config.gradient_accumulation_steps"
+        steps = _MICRO if stages > 1 else "runner_config.gradient_accumulation_steps"
         found = (
             f"at most {max(batches)} samples in {text!r}, a step of the recipe has {r.global_batch}"
         )
@@ -182,7 +189,7 @@ def _of_one_size(r: Recipe) -> list[str]:
     """Return what a recipe asks for that is decided for steps of one size."""
     own = r.telechat_moe
     asked = {
-        "parallel_config.pipeline_stage > 1": r.parallel_config.pipeline_stage > 1,
+        "telechat_moe.sharding.pipeline_schedule": own.sharding.pipeline_schedule,
         "telechat_moe.balance_attention": own.balance_attention,
         "telechat_moe.moe.placement": own.moe.placement,
         "telechat_moe.sharding.overlap_exchange": own.sharding.overlap_exchange,
