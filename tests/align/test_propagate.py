@@ -75,16 +75,21 @@ def test_in_a_narrow_type_too():
     assert max(ratio for ratio, _ in found) < 1.5
 
 
+def tensor(name, values):
+    return TensorRecord("float32", values.shape, path=Path(name), read=lambda: values)
+
+
+def called(operator, number, terms, made):
+    key = f"Primitive.{operator}.{number}.forward"
+    return Call(key, "api", f"Primitive.{operator}", number, Phase.FORWARD, terms, {}, [made])
+
+
+def added(number, terms, made):
+    return called("Add", number, terms, made)
+
+
 def test_equal_tensors_are_told_apart_by_their_files():
     """Two calls make the same in a dump, but not where the program is followed; a third takes the first one's."""
-
-    def tensor(name, values):
-        return TensorRecord("float32", values.shape, path=Path(name), read=lambda: values)
-
-    def added(number, terms, made):
-        key = f"Primitive.Add.{number}.forward"
-        return Call(key, "api", "Primitive.Add", number, Phase.FORWARD, terms, {}, [made])
-
     one, two, equal = (np.arange(8, dtype=np.float32) * n for n in (1, 2, 7))
     outputs = [tensor(name, equal) for name in ("a.npy", "b.npy", "c.npy")]
     calls = [
@@ -94,3 +99,19 @@ def test_equal_tensors_are_told_apart_by_their_files():
     ]
     followed = Followed([rank_dump({call.key: call for call in calls})])
     np.testing.assert_array_equal(followed.made[0, (calls[2].key, "output.0")].value, 3 * one)
+
+
+def test_a_constant_that_cannot_be_recomputed_is_not_taken_for_others():
+    """What Send returns means nothing; it may be a zero, as an argument of another call is."""
+    x, zero = np.arange(8, dtype=np.float32), np.zeros(1, np.float32)
+    outputs = [
+        tensor(name, values) for name, values in (("u.npy", zero), ("a.npy", x), ("b.npy", x))
+    ]
+    calls = [
+        called("Mystery", 0, [tensor("x.npy", x)], outputs[0]),
+        added(0, [tensor("x.npy", x), tensor("zero.npy", zero)], outputs[1]),
+        added(1, [tensor("x.npy", x), outputs[0]], outputs[2]),
+    ]
+    made = Followed([rank_dump({call.key: call for call in calls})]).made
+    np.testing.assert_array_equal(made[0, (calls[1].key, "output.0")].value, x)
+    assert (0, (calls[2].key, "output.0")) not in made

@@ -140,8 +140,8 @@ class Followed:
                 self._held[rank] |= dict.fromkeys(keys, None if empty else own)
                 if not is_float(record.dtype):
                     self._sizes[rank].keep(record.load(), own.value)
-            else:
-                for key in keys:
+            else:  # where all values are alike, only the file: others are equal to it by chance
+                for key in keys[:-1] if len(np.unique(record.load())) < 2 else keys:
                     self._held[rank].setdefault(key, None)
 
     def _fits(self, shape: tuple[int, ...], record: TensorRecord) -> bool:
