@@ -5,14 +5,13 @@ import os
 import pickle
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.command import answer
-from benchmarks.exchange_overlap.streams import Link, Step, measured, simulated
+from benchmarks.exchange_overlap.streams import Link, measured, simulated
 from benchmarks.ops.measure import processor
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
@@ -21,7 +20,6 @@ from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.job import write_resolved
 from telechat_moe.processes import Control
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.tools.plan.cost.expert_overlap import OverlapSummary
 
 POINTS = 10.0
 """Measured and simulated shares may be this far apart."""
@@ -110,22 +108,24 @@ def steps_of(processes: int, link: Link, rounds: int) -> list[dict[str, Any]]:
         return [pickle.loads(path.read_bytes()) for path in paths]
 
 
-def typical(steps: Sequence[Step], share: Callable[[Step], OverlapSummary]) -> float:
-    """Return the median of the steps' hidden shares."""
-    return statistics.median(share(step).overlap for step in steps)
-
-
 def report(processes: int, link: Link, rounds: int) -> dict[str, Any]:
     """Return what was measured and simulated."""
     ranks = steps_of(processes, link, rounds)
     seconds: dict[str, list[float]] = {}
     for name in ranks[0]["times"]:
-        rounds_of = zip(*(rank["times"][name] for rank in ranks), strict=True)
-        seconds[name] = [max(step.seconds for step in steps) for steps in rounds_of]
+        together = zip(*(rank["times"][name] for rank in ranks), strict=True)
+        seconds[name] = [max(step.seconds for step in steps) for steps in together]
     beside = [rank["times"]["beside slow"] for rank in ranks]
-    found = [typical(steps, measured) for steps in beside]
-    said = [typical(steps, partial(simulated, link=link)) for steps in beside]
-    without = [typical(rank["times"]["waiting slow"], measured) for rank in ranks]
+    found = [statistics.median(measured(step).overlap for step in steps) for steps in beside]
+    rounds_of = zip(*beside, strict=True)
+    said = [
+        statistics.median(shares)
+        for shares in zip(
+            *([s.overlap for s in simulated(x, link)] for x in rounds_of), strict=True
+        )
+    ]
+    waiting = [rank["times"]["waiting slow"] for rank in ranks]
+    without = [statistics.median(measured(step).overlap for step in steps) for steps in waiting]
     every = [x for steps in beside for step in steps for x in step.exchanges]
     return {
         "processes": processes,

@@ -30,11 +30,30 @@ def test_waiting_at_once_hides_nothing() -> None:
 
 
 def test_the_simulation_does_not_see_how_long_the_graph_waited() -> None:
-    """Exchanges of 3 s and 2 s, one after the other: 2 to 5 and 5 to 7; computation 0 to 6, 6 to 7 and 7 to 9."""
-    found = simulated(STEP, Link(1.0, 0.002))
-    assert found.span_us == pytest.approx(9e6)
-    assert found.communication_us == pytest.approx(5e6)
-    assert found.exposed_us == 0.0
-    slower = simulated(STEP, Link(6.0, 0.0))  # 2 to 8, 8 to 14: idle 6 to 8 and 9 to 14
-    assert slower.exposed_us == pytest.approx(7e6)
-    assert slower.span_us == pytest.approx(16e6)
+    """Exchanges of 3 s and 2 s, both ranks alike: 2 to 5 and 5 to 7; computation 0 to 6, 6 to 7 and 7 to 9."""
+    for found in simulated([STEP, STEP], Link(1.0, 0.002)):
+        assert found.span_us == pytest.approx(9e6)
+        assert found.communication_us == pytest.approx(5e6)
+        assert found.exposed_us == 0.0
+    # Latencies run at once, bytes one after the other: 2 to 9 and 5 to 11.5; idle 6 to 9 and 10 to 11.5.
+    for slower in simulated([STEP, STEP], Link(6.0, 0.001)):
+        assert slower.communication_us == pytest.approx(9.5e6)
+        assert slower.exposed_us == pytest.approx(3e6 + 1.5e6)
+        assert slower.span_us == pytest.approx(13.5e6)
+
+
+def test_a_late_rank_delays_the_others() -> None:
+    """One starts after 1 s, the other after 3 s; a message takes 1 s. The first waits from 2 to 4, the second not at all."""
+    early = Step(0.0, 5.0, [Exchange(-1, 8, started=1.0, arrived=4.0, waits=2.0, goes_on=4.0)])
+    late = Step(0.0, 5.0, [Exchange(-1, 8, started=3.0, arrived=2.0, waits=4.0, goes_on=4.0)])
+    first, second = simulated([early, late], Link(1.0, 0.0))
+    assert (first.communication_us, first.exposed_us) == pytest.approx((3e6, 2e6))
+    assert (second.communication_us, second.exposed_us) == (0.0, 0.0)
+    assert [measured(s).exposed_us for s in (early, late)] == [2e6, 0.0]
+
+
+def test_ranks_that_wait_for_each_other_are_an_error() -> None:
+    one, other = Exchange(-1, 8, 1.0, 5.0, 2.0, 5.0), Exchange(-2, 8, 6.0, 8.0, 7.0, 8.0)
+    swapped = [one._replace(tag=-2), other._replace(tag=-1)]
+    with pytest.raises(ValueError, match="2 ranks wait for exchanges"):
+        simulated([Step(0.0, 9.0, [one, other]), Step(0.0, 9.0, swapped)], Link(1.0, 0.0))
