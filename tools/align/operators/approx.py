@@ -165,7 +165,8 @@ class Approx:
         parents: Parents = [(self, lambda g: fit(g * b, self)), (o, lambda g: fit(g * a, o))]
         both = None
         if not self.is_exact and not o.is_exact:
-            both = self.sigma * o.sigma, self.limit * o.limit
+            with np.errstate(all="ignore"):  # an error that is not known times none
+                both = self.sigma * o.sigma, self.limit * o.limit
         terms = [(o.value, self), (self.value, o)]
         return self.made(self.value * o.value, terms, 1.0, parents, both)
 
