@@ -205,10 +205,9 @@ def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
-    if not args.nonce:  # else the launcher looked before it compiled
+    if not args.nonce and rank == 0:  # else the launcher looked and compiled
         preflight.require(recipe, resume=args.resume, overwrite=args.overwrite, weights=hf.weights)
-        if rank == 0:
-            compile_in_subprocess(args.recipe, args.overrides)
+        compile_in_subprocess(args.recipe, args.overrides)
     control.barrier("compiled", rank, recipe.devices, COMPILE_S)
     job = control.folder.parent
     check_private(job / "ranks.json")

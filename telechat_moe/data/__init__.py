@@ -6,7 +6,7 @@
     dataset = GptDataset("output/data/train", seq_length=256)     # token files -> samples
     for batch in Loader(dataset, batch_size=8): ...               # samples -> batches
 
-May import errors, files and recipe, and needs numpy; building and decoding also need ``tokenizers``. Begin with ``dataset.py``.
+May import errors, files, processes and recipe, and needs numpy; building and decoding also need ``tokenizers``. Begin with ``dataset.py``.
 """
 
 from telechat_moe.data.blend import BlendedDataset, open_blend

@@ -8,15 +8,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_settings
+from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Progress, blend_indices
+from telechat_moe.data.pack import Allocate, Progress, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
@@ -84,25 +85,75 @@ class Blend(Generic[Part]):
         return np.bincount(self.chosen[indices], minlength=len(self.datasets)).tolist()
 
 
+def lay_out(
+    segments: Sequence[tuple[int, Sequence[float]]],
+    size: int,
+    source: IndexedDataset,
+    progress: Progress | None = None,
+) -> dict[str, np.ndarray]:
+    """Return from which dataset each sample is taken; where there are many samples, the answer is kept beside ``source``.
+
+    Args:
+        segments: First sample and weights of each part of the samples, which is a blend of its own; datasets continue.
+        size: Samples in all.
+        progress: Called where it is kept on the disk.
+
+    Returns:
+        ``chosen`` and ``within``, see :class:`Blend`, and ``taken``, int64: samples of each dataset.
+    """
+    count = len(segments[0][1])
+
+    def build(allocate: Allocate | None) -> dict[str, np.ndarray]:
+        new = allocate or (lambda name, shape, dtype: np.empty(shape, dtype))
+        chosen = new("chosen", (size,), np.dtype(np.int16))
+        within = new("within", (size,), np.dtype(np.int64))
+        taken = np.zeros(count, np.int64)
+        ends = [start for start, _ in segments[1:]]
+        for (start, weights), end in zip(segments, [*ends, size], strict=True):
+            # A weight of 0 would win where all others are exactly level.
+            live = np.flatnonzero(np.array(weights) > 0)
+            before = taken.copy()
+            for which, number in blend_indices([weights[i] for i in live], end - start):
+                part = slice(start, start + len(which))
+                chosen[part], within[part] = live[which], number + before[live[which]]
+                taken[live] += np.bincount(which, minlength=len(live))
+                start = part.stop
+                if progress is not None and allocate is not None:
+                    progress("mixing sources", start, size)
+        return {"chosen": chosen, "within": within, "taken": taken}
+
+    key = ["blend", [list(segment) for segment in segments], size]
+    return open_arrays(source, key, 2 * size, build, f"{size:,} samples of {count} sources")
+
+
 class BlendedDataset(Blend[Samples]):
     """Samples of several datasets in proportion to their weights.
 
     Args:
         weights: Share of each; any positive scale.
+        progress: See :func:`lay_out`.
 
     Raises:
         BadInputError: If a dataset has fewer samples than its share needs.
     """
 
-    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float], size: int) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Samples],
+        weights: Sequence[float],
+        size: int,
+        progress: Progress | None = None,
+    ) -> None:
         self.datasets = list(datasets)
         self.weights = normalised(weights)
         needed = [size]
         if len(self.datasets) == 1:  # no memory for each sample
             self.chosen = np.broadcast_to(np.int16(0), size)
         else:
-            self.chosen, self.within = blend_indices(self.weights, size)
-            needed = np.bincount(self.chosen, minlength=len(self.datasets)).tolist()
+            source = self.datasets[0].source
+            found = lay_out([(0, self.weights)], size, source, progress)
+            self.chosen, self.within = found["chosen"], found["within"]
+            needed = found["taken"].tolist()
         for dataset, count in zip(self.datasets, needed, strict=True):
             if len(dataset) < count:
                 raise BadInputError(
@@ -168,19 +219,19 @@ def open_blend(
     if weights is not None and size is not None:
         sizes = [math.ceil(size * weight * SIZE_MARGIN) for weight in weights]
     share = None if shares is None else normalised(shares)[0]
-    kind = partial(GptDataset, progress=progress)
+    kind: Callable[..., Samples] = GptDataset
     if conversations or window is not None:
         kind = partial(WholeDataset, window=window or 1, conversations=conversations)
     datasets = [
-        kind(source, seq_length, count, seed, documents=first_of(source, share), options=options)
+        kind(source, seq_length, count, seed, documents=first_of(source, share), options=options, progress=progress)
         for source, count in zip(sources, sizes, strict=True)
-    ]
+    ]  # fmt: skip
     if weights is not None:
-        return BlendedDataset(datasets, weights, sum(count or 0 for count in sizes))
+        return BlendedDataset(datasets, weights, sum(count or 0 for count in sizes), progress)
     if len(datasets) == 1:
         return datasets[0]
     counts = [len(dataset) for dataset in datasets]
-    return BlendedDataset(datasets, counts, min(size or sum(counts), sum(counts)))
+    return BlendedDataset(datasets, counts, min(size or sum(counts), sum(counts)), progress)
 
 
 def first_of(source: IndexedDataset, share: float | None) -> tuple[int, int] | None:

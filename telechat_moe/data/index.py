@@ -1,7 +1,7 @@
 """The indices of large datasets on the disk: built once, then opened through memory maps in any number of processes.
 
-``PREFIX.cache/KEY/`` holds ``documents.npy``, ``samples.npy``, ``shuffle.npy`` and ``index.json``. KEY is a hash of the
-dataset's fingerprint and of all settings that decide the indices, so one that is there is the right one. A folder appears by
+``PREFIX.cache/KEY/`` holds an index's arrays, ``NAME.npy``, and ``index.json``. KEY is a hash of the
+dataset's fingerprint and of all settings that decide the index, so one that is there is the right one. A folder appears by
 renaming, complete; what a killed build left is removed by the next.
 """
 
@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from telechat_moe.files import json_bytes, locked, new_folder, sync_file, write_
 logger = logging.getLogger(__name__)
 
 ON_DISK = 1 << 26
-"""Numbers in the indices from which on they are kept on the disk: about 22 million samples."""
-_NAMES = ("documents", "samples", "shuffle")
+"""Numbers in an index from which on it is kept on the disk: about 22 million samples."""
 _ABOUT = "index.json"
 _BUILDING = ".building"
+
+Arrays = dict[str, np.ndarray]
 
 
 def open_indices(
@@ -37,7 +39,7 @@ def open_indices(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Indices:
-    """Return the indices of a dataset: small ones are built in memory, others opened, and built where they are missing.
+    """Return the indices of a dataset; see :func:`open_arrays`.
 
     Args:
         source: The token files.
@@ -46,13 +48,45 @@ def open_indices(
     Raises:
         ValueError: If the documents hold fewer tokens than one sample needs.
     """
-    lengths, (first, end) = source.sequence_lengths, documents
+    first, end = documents
     some = {name: value for name, value in settings.items() if name != "seed"}
     sizes = sizes_of(source.tokens_in(first, end), end - first, **some)
-    if sizes.entries < ON_DISK:
-        return build_indices(lengths, documents, **settings)
-    key = json.dumps([source.fingerprint(), list(documents), settings], sort_keys=True)
-    folder = Path(f"{source.prefix}.cache") / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    def build(allocate: Allocate | None) -> Arrays:
+        say = None if allocate is None else progress
+        found = build_indices(
+            source.sequence_lengths, documents, **settings, allocate=allocate, progress=say
+        )
+        return {name: getattr(found, name) for name in ("documents", "samples", "shuffle")}
+
+    key = [list(documents), settings]
+    found = open_arrays(source, key, sizes.entries, build, f"{sizes.samples:,} samples")
+    return Indices(**found, epochs=sizes.epochs)
+
+
+def open_arrays(
+    source: IndexedDataset,
+    key: list[Any],
+    entries: int,
+    build: Callable[[Allocate | None], Arrays],
+    what: str,
+) -> Arrays:
+    """Return an index: a small one is built in memory, others opened, and built where they are missing.
+
+    Args:
+        source: The token files that it is kept beside.
+        key: All that decides it but the files, JSON values.
+        entries: About how many numbers it has.
+        build: Makes its arrays. It may let the function that it gets, if any, make some of them on the disk.
+        what: What it is an index of, for messages.
+
+    Raises:
+        TelechatMoeError: It cannot be written.
+    """
+    if entries < ON_DISK:
+        return build(None)
+    text = json.dumps([source.fingerprint(), *key], sort_keys=True)
+    folder = Path(f"{source.prefix}.cache") / hashlib.sha256(text.encode()).hexdigest()[:32]
     if (found := _read(folder)) is not None:
         return found
     try:
@@ -63,17 +97,12 @@ def open_indices(
             for left in folder.parent.glob(f".{folder.name}-*"):
                 shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
-            logger.warning(
-                "%s: building the index of %s samples, once", source.prefix, f"{sizes.samples:,}"
-            )
+            logger.warning("%s: building the index of %s, once", source.prefix, what)
             with new_folder(folder) as hidden:
-                indices = build_indices(
-                    lengths, documents, **settings, allocate=_allocate_in(hidden), progress=progress
-                )
-                _finish(hidden, indices)
+                _finish(hidden, build(_allocate_in(hidden)))
     except OSError as error:
         raise TelechatMoeError(
-            f"{folder}: the index of {sizes.samples:,} samples ({sizes.entries * 6 >> 20:,} MiB) cannot be written: "
+            f"{folder}: the index of {what} ({entries * 6 >> 20:,} MiB) cannot be written: "
             f"{error.strerror or error}; free space there or make it writable"
         ) from None
     found = _read(folder)
@@ -90,29 +119,31 @@ def _allocate_in(folder: Path) -> Allocate:
     return allocate
 
 
-def _finish(folder: Path, indices: Indices) -> None:
+def _finish(folder: Path, arrays: Arrays) -> None:
     """Bring the arrays to the disk, then say what they are."""
     sizes: dict[str, int] = {}
-    for name in _NAMES:
+    for name, array in arrays.items():
         path = folder / f"{name}.npy"
-        getattr(indices, name).base.flush()
+        if isinstance(array.base, np.memmap):
+            array.base.flush()
+        else:
+            np.save(path, array)
         with path.open("rb") as file:
             sync_file(file)
         sizes[path.name] = path.stat().st_size
-    write_atomic(folder / _ABOUT, json_bytes({"epochs": indices.epochs, "bytes": sizes}))
+    write_atomic(folder / _ABOUT, json_bytes({"bytes": sizes}))
 
 
-def _read(folder: Path) -> Indices | None:
-    """Open indices; None: they are not there, or not whole."""
+def _read(folder: Path) -> Arrays | None:
+    """Open an index; None: it is not there, or not whole."""
     try:
-        about = json.loads((folder / _ABOUT).read_bytes())
-        whole = all((folder / f).stat().st_size == size for f, size in about["bytes"].items())
-        if not whole:
+        sizes = json.loads((folder / _ABOUT).read_bytes())["bytes"]
+        if not all((folder / file).stat().st_size == size for file, size in sizes.items()):
             logger.warning("%s: not whole; building it again", folder)
             return None
-        arrays = {
-            name: np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in _NAMES
+        return {
+            Path(file).stem: np.load(folder / file, mmap_mode="r").view(np.ndarray)
+            for file in sizes
         }
-        return Indices(**arrays, epochs=int(about["epochs"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -16,6 +16,7 @@ micro-batches by their attention; which step they belong to stays.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,8 +35,151 @@ from telechat_moe.errors import BadInputError, UsageError
 STATE_VERSION = 1
 
 
-class Loader(AbstractContextManager["Loader"]):
-    """Iterate over batches.
+class Batches(AbstractContextManager["Batches"], ABC):
+    """Batches of training samples in order, and the position among them.
+
+    Attributes:
+        samples_per_epoch: Samples served in a pass.
+        next_sample: First sample of the next batch, counted over all epochs.
+        deal_to: Data-parallel ranks and micro-batches of a step, to which its samples are dealt (see ``balance``); a
+            batch is a micro-batch of all ranks, rank by rank. None: in the order of the dataset.
+        order: How the samples of the last step were dealt, ``[micro-batches, ranks, samples]``, counted from the
+            step's first; None without ``deal_to``.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        samples_per_epoch: int,
+        epochs: int | None,
+        deal_to: tuple[int, int] | None,
+    ) -> None:
+        self.batch_size, self.samples_per_epoch = batch_size, samples_per_epoch
+        self.next_sample = self._first = 0
+        self.order: np.ndarray | None = None
+        self.deal_to = deal_to
+        self._end = math.inf if epochs is None else samples_per_epoch * epochs
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that are dealt together, those of a step; of a batch where none are dealt."""
+        return self.batch_size * (self.deal_to[1] if self.deal_to else 1)
+
+    def _step_of(self, start: int) -> int | None:
+        """Return the first sample of the step to which the batch from ``start`` on belongs; None: the data end before."""
+        step = start - (start - self._first) % self.step_samples
+        return None if step + self.step_samples > self._end else step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the batches themselves: iteration continues where it stopped."""
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Batch:
+        """Return the next batch; its arrays may be overwritten when the one after it is asked for."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a hash of all that decides which samples are served."""
+
+    @abstractmethod
+    def past(self, sample: int) -> list[Any] | None:
+        """Return what decided the samples of a mixture before this one (:meth:`MixedDataset.past`); None: it is none."""
+
+    @property
+    def blend(self) -> Blend[Any] | None:
+        """The sources that are mixed; None: there is one, or another process reads them."""
+        return None
+
+    def close(self) -> None:
+        """Let go of batches that were prepared ahead; the next one is prepared anew."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close them."""
+        self.close()
+
+    def seek(self, sample: int) -> None:
+        """Continue at a sample, counted over all epochs; where samples are dealt, a step begins there."""
+        if sample < 0:
+            raise UsageError(f"cannot start at sample {sample}")
+        self.close()
+        self.next_sample = self._first = sample
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the batches, as JSON values.
+
+        Batches prepared ahead but not yet taken do not count. The state does not depend on the batch size: it can be
+        loaded with another one.
+
+        Raises:
+            UsageError: Samples are dealt, and some of a step are not served yet.
+        """
+        if (self.next_sample - self._first) % self.step_samples:
+            raise UsageError(
+                f"{self.next_sample - self._first} samples are no whole steps of {self.step_samples} samples, which are "
+                "dealt together; take the state after a step"
+            )
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "next_sample": self.next_sample,
+            "samples_per_epoch": self.samples_per_epoch,
+            "dataset": self.fingerprint(),
+        }
+        if (past := self.past(self.next_sample)) is not None:
+            state["mixture"] = past
+        return state
+
+    def counts(self, first: int, count: int) -> list[int] | None:
+        """Return how many samples of a step are of each source; None: there is one source only."""
+        if self.blend is None:
+            return None
+        return self.blend.counts(np.arange(first, first + count) % self.samples_per_epoch)
+
+    def sources(self, first: int, count: int) -> np.ndarray | None:
+        """Return the number of the source of each sample of the last step, as served; None: there is one source only."""
+        if self.blend is None or len(self.blend.datasets) == 1:
+            return None
+        chosen = self.blend.chosen[np.arange(first, first + count) % self.samples_per_epoch]
+        return chosen if self.order is None else chosen[self.order.ravel()]
+
+    def load_state(self, state: dict[str, Any], other_data: bool = False) -> bool:
+        """Continue where ``state`` was taken; return whether it was with other data, which begin at their first sample.
+
+        A mixture's data are the same if they are so up to the state's sample.
+
+        Args:
+            other_data: Whether the state may be of another dataset.
+
+        Raises:
+            BadInputError: If the state is of another version or another dataset.
+        """
+        missing = {"version", "next_sample", "dataset"} - set(state)
+        if missing or state["version"] != STATE_VERSION:
+            raise BadInputError(
+                f"data state {state} cannot be read: expected version {STATE_VERSION} with "
+                "next_sample and dataset"
+            )
+        other, sample = state["dataset"] != self.fingerprint(), int(state["next_sample"])
+        if not other and (past := self.past(sample)) is not None:
+            other = state.get("mixture") != past
+            if other and not other_data:
+                raise BadInputError(
+                    f"the checkpoint saw {sample} samples of another mixture: sources, weights, seed, sequence length or "
+                    f"masks before that sample differ; leave telechat_moe.mixture as it was up to sample {sample}, where "
+                    "an item may begin, begin with these data (telechat_moe.resume_data: new), or start from the beginning"
+                )
+        if other and not other_data:
+            raise BadInputError(
+                "the checkpoint was made with other training data: files, seed, sizes, sequence length or masks "
+                "differ; resume with the old ones, begin with these ones (telechat_moe.resume_data: new), or start "
+                "from the beginning"
+            )
+        self.seek(0 if other else sample)
+        return other
+
+
+class Loader(Batches):
+    """Read batches from a dataset.
 
     A batch is a dict of the dataset's columns with a leading axis ``batch_size``. A last batch that
     cannot be filled is dropped, so within an epoch no sample is served twice.
@@ -45,15 +189,7 @@ class Loader(AbstractContextManager["Loader"]):
         prefetch: Batches prepared ahead by a thread.
         epochs: Passes over the samples; None never ends.
         epoch_samples: Samples of a pass; the whole dataset if None. Rounded down to whole batches.
-        deal_to: Data-parallel ranks and micro-batches of a step, to which its samples are dealt (see ``balance``); a
-            batch is a micro-batch of all ranks, rank by rank. None: in the order of the dataset.
-
-    Attributes:
-        samples_per_epoch: Samples served in a pass.
-        next_sample: First sample of the next batch, counted over all epochs.
-        deal_to: As given.
-        order: How the samples of the last step were dealt, ``[micro-batches, ranks, samples]``, counted from the
-            step's first; None without ``deal_to``.
+        deal_to: See :class:`Batches`.
 
     Raises:
         BadInputError: If the samples do not fill one batch.
@@ -74,29 +210,30 @@ class Loader(AbstractContextManager["Loader"]):
                 f"batch_size {batch_size}, prefetch {prefetch}: expected a size of 1 or more, prefetch >= 0"
             )
         available = len(dataset) if epoch_samples is None else min(epoch_samples, len(dataset))
-        self.dataset, self.batch_size = dataset, batch_size
-        self.samples_per_epoch = available // batch_size * batch_size
-        if self.samples_per_epoch == 0:
+        served = available // batch_size * batch_size
+        if served == 0:
             raise BadInputError(
                 f"{available} samples do not fill one batch of {batch_size}; lower the batch size or add text"
             )
-        self.next_sample = self._first = 0
-        self.order: np.ndarray | None = None
-        self.deal_to = deal_to
+        super().__init__(batch_size, served, epochs, deal_to)
+        self.dataset = dataset
         self._dealt: tuple[int, np.ndarray] | None = None  # a step's first sample, and its order
-        self._end = math.inf if epochs is None else self.samples_per_epoch * epochs
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[tuple[Batch, np.ndarray | None]]] = deque()
 
-    @property
-    def step_samples(self) -> int:
-        """Samples that are dealt together, those of a step; of a batch where none are dealt."""
-        return self.batch_size * (self.deal_to[1] if self.deal_to else 1)
+    def fingerprint(self) -> str:
+        """See :meth:`Batches.fingerprint`."""
+        return self.dataset.fingerprint()
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Return the loader itself: iteration continues where it stopped."""
-        return self
+    def past(self, sample: int) -> list[Any] | None:
+        """See :meth:`Batches.past`."""
+        return self.dataset.past(sample) if isinstance(self.dataset, MixedDataset) else None
+
+    @property
+    def blend(self) -> Blend[Any] | None:
+        """See :attr:`Batches.blend`."""
+        return self.dataset if isinstance(self.dataset, Blend) else None
 
     def __next__(self) -> Batch:
         """Return the next batch; an error in the thread is raised here."""
@@ -104,8 +241,7 @@ class Loader(AbstractContextManager["Loader"]):
             self._thread = ThreadPoolExecutor(1, "telechat-moe-data")
         while len(self._ahead) <= self._prefetch:
             start = self.next_sample + len(self._ahead) * self.batch_size
-            step = start - (start - self._first) % self.step_samples
-            if step + self.step_samples > self._end:
+            if (step := self._step_of(start)) is None:
                 break
             self._ahead.append(self._thread.submit(self._prepare, step, start))
         if not self._ahead:
@@ -141,86 +277,3 @@ class Loader(AbstractContextManager["Loader"]):
             self._thread.shutdown(cancel_futures=True)
         self._thread = None
         self._ahead.clear()
-
-    def __exit__(self, *_: object) -> None:
-        """Close the loader."""
-        self.close()
-
-    def seek(self, sample: int) -> None:
-        """Continue at a sample, counted over all epochs; where samples are dealt, a step begins there."""
-        if sample < 0:
-            raise UsageError(f"cannot start at sample {sample}")
-        self.close()
-        self.next_sample = self._first = sample
-
-    def state(self) -> dict[str, Any]:
-        """Return the position of the loader, as JSON values.
-
-        Batches prepared ahead but not yet taken do not count. The state does not depend on the batch size: it can be
-        loaded with another one.
-
-        Raises:
-            UsageError: Samples are dealt, and some of a step are not served yet.
-        """
-        if (self.next_sample - self._first) % self.step_samples:
-            raise UsageError(
-                f"{self.next_sample - self._first} samples are no whole steps of {self.step_samples} samples, which are "
-                "dealt together; take the state after a step"
-            )
-        state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "next_sample": self.next_sample,
-            "samples_per_epoch": self.samples_per_epoch,
-            "dataset": self.dataset.fingerprint(),
-        }
-        if isinstance(self.dataset, MixedDataset):
-            state["mixture"] = self.dataset.past(self.next_sample)
-        return state
-
-    def counts(self, first: int, count: int) -> list[int] | None:
-        """Return how many samples of a step are of each source; None: there is one source only."""
-        if not isinstance(self.dataset, Blend):
-            return None
-        return self.dataset.counts(np.arange(first, first + count) % self.samples_per_epoch)
-
-    def sources(self, first: int, count: int) -> np.ndarray | None:
-        """Return the number of the source of each sample of the last step, as served; None: there is one source only."""
-        if not isinstance(self.dataset, Blend) or len(self.dataset.datasets) == 1:
-            return None
-        chosen = self.dataset.chosen[np.arange(first, first + count) % self.samples_per_epoch]
-        return chosen if self.order is None else chosen[self.order.ravel()]
-
-    def load_state(self, state: dict[str, Any], other_data: bool = False) -> bool:
-        """Continue where ``state`` was taken; return whether it was with other data, which begin at their first sample.
-
-        A mixture's data are the same if they are so up to the state's sample.
-
-        Args:
-            other_data: Whether the state may be of another dataset.
-
-        Raises:
-            BadInputError: If the state is of another version or another dataset.
-        """
-        missing = {"version", "next_sample", "dataset"} - set(state)
-        if missing or state["version"] != STATE_VERSION:
-            raise BadInputError(
-                f"data state {state} cannot be read: expected version {STATE_VERSION} with "
-                "next_sample and dataset"
-            )
-        other, sample = state["dataset"] != self.dataset.fingerprint(), int(state["next_sample"])
-        if not other and isinstance(self.dataset, MixedDataset):
-            other = state.get("mixture") != self.dataset.past(sample)
-            if other and not other_data:
-                raise BadInputError(
-                    f"the checkpoint saw {sample} samples of another mixture: sources, weights, seed, sequence length or "
-                    f"masks before that sample differ; leave telechat_moe.mixture as it was up to sample {sample}, where "
-                    "an item may begin, begin with these data (telechat_moe.resume_data: new), or start from the beginning"
-                )
-        if other and not other_data:
-            raise BadInputError(
-                "the checkpoint was made with other training data: files, seed, sizes, sequence length or masks "
-                "differ; resume with the old ones, begin with these ones (telechat_moe.resume_data: new), or start "
-                "from the beginning"
-            )
-        self.seek(0 if other else sample)
-        return other

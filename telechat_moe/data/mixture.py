@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.data.blend import Blend, first_of, normalised
+from telechat_moe.data.blend import Blend, first_of, lay_out, normalised
 from telechat_moe.data.dataset import GptDataset, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Progress, blend_indices
+from telechat_moe.data.pack import Progress
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.errors import BadInputError
 
@@ -100,12 +100,19 @@ class MixedDataset(Blend[Passes]):
         sources: Each of them once.
         schedule: Segments in order, the first from sample 0.
         size: Samples in all.
+        progress: See :func:`telechat_moe.data.blend.lay_out`.
 
     Raises:
         ValueError: If the schedule does not begin at 0, rise, and stay below ``size`` with a weight for every source.
     """
 
-    def __init__(self, sources: Sequence[Passes], schedule: Schedule, size: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Passes],
+        schedule: Schedule,
+        size: int,
+        progress: Progress | None = None,
+    ) -> None:
         self.datasets = list(sources)
         starts = [start for start, _ in schedule]
         if not starts or starts[0] or sorted(set(starts)) != starts or starts[-1] >= size:
@@ -113,16 +120,8 @@ class MixedDataset(Blend[Passes]):
         if any(len(weights) != len(sources) for _, weights in schedule):
             raise ValueError(f"expected {len(sources)} weights in each segment")
         self.schedule = [(start, normalised(weights)) for start, weights in schedule]
-        self.chosen = np.empty(size, np.int16)
-        self.within = np.empty(size, np.int64)
-        taken = np.zeros(len(sources), np.int64)
-        for (start, weights), end in zip(self.schedule, [*starts[1:], size], strict=True):
-            # A weight of 0 would win where all others are exactly level.
-            live = np.flatnonzero(np.array(weights) > 0)
-            which, within = blend_indices([weights[i] for i in live], end - start)
-            self.chosen[start:end] = live[which]
-            self.within[start:end] = within + taken[live[which]]
-            taken[live] += np.bincount(which, minlength=len(live))
+        found = lay_out(self.schedule, size, self.datasets[0].source, progress)
+        self.chosen, self.within = found["chosen"], found["within"]
 
     def segments(self) -> Iterator[tuple[int, int, list[float]]]:
         """Yield first sample, end and weights of each segment; the weights sum to 1."""
@@ -182,6 +181,6 @@ def open_mixture(
         for source in sources
     ]
     try:
-        return MixedDataset(passes, schedule, size)
+        return MixedDataset(passes, schedule, size, progress)
     except ValueError as error:
         raise BadInputError(f"telechat_moe.mixture: {error}") from None

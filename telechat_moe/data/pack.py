@@ -10,7 +10,7 @@ Source: Megatron-LM ``megatron/core/datasets/gpt_dataset.py`` and ``helpers.cpp`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,8 @@ class Indices:
 
     Attributes:
         documents: int32 ``[epochs * documents]``, the row of documents.
-        samples: int64 ``[samples + 1, 2]``, (position in ``documents``, token offset) where each starts.
+        samples: int32 (int64 from 2^31 documents on) ``[samples + 1, 2]``, (position in ``documents``, token offset) where
+            each starts.
         shuffle: uint32 ``[samples]``, which sample of the row is served as the i-th.
         epochs: How many times the documents are repeated.
     """
@@ -142,7 +143,8 @@ def build_indices(
             _count_up(part[at : at + count], first)
         say("shuffling documents", 0, None)
         generator.shuffle(part)
-    samples = allocate("samples", (sizes.samples + 1, 2), np.dtype(np.int64))
+    places = np.int32 if len(row) < np.iinfo(np.int32).max else np.int64
+    samples = allocate("samples", (sizes.samples + 1, 2), np.dtype(places))
     _cut(lengths, row, seq_length, int(extra_token), samples, say)
     small = sizes.samples < np.iinfo(np.uint32).max - 1
     shuffle = allocate("shuffle", (sizes.samples,), np.dtype(np.uint32 if small else np.int64))
@@ -192,7 +194,7 @@ def _cut(
     out[0] = 0  # also where the row starts with empty documents
 
 
-def blend_indices(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+def blend_indices(weights: list[float], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Choose for each sample of a blend the dataset and the sample of that dataset.
 
     Each sample is taken from the dataset that lags most behind its share.
@@ -200,20 +202,23 @@ def blend_indices(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarr
     Args:
         weights: Share of each dataset; they sum to 1.
 
-    Returns:
-        int16 dataset and int64 sample within it, each ``[size]``.
+    Yields:
+        int16 dataset and int64 sample within it, of all samples in order, a part of them at a time.
     """
-    if len(weights) == 1:
-        return np.zeros(size, dtype=np.int16), np.arange(size, dtype=np.int64)
-    chosen, within = [0] * size, [0] * size  # lists: this loop is about 0.5 us a sample
     taken = [0] * len(weights)
-    for sample in range(size):
-        at = float(max(sample, 1))
-        best, best_lag = 0, weights[0] * at - taken[0]
-        for dataset in range(1, len(weights)):
-            lag = weights[dataset] * at - taken[dataset]
-            if lag > best_lag:
-                best, best_lag = dataset, lag
-        chosen[sample], within[sample] = best, taken[best]
-        taken[best] += 1
-    return np.array(chosen, dtype=np.int16), np.array(within, dtype=np.int64)
+    for begin in range(0, size, _PART):
+        count = min(_PART, size - begin)
+        if len(weights) == 1:
+            yield np.zeros(count, dtype=np.int16), np.arange(begin, begin + count, dtype=np.int64)
+            continue
+        chosen, within = [0] * count, [0] * count  # lists: this loop is about 0.5 us a sample
+        for place in range(count):
+            at = float(max(begin + place, 1))
+            best, best_lag = 0, weights[0] * at - taken[0]
+            for dataset in range(1, len(weights)):
+                lag = weights[dataset] * at - taken[dataset]
+                if lag > best_lag:
+                    best, best_lag = dataset, lag
+            chosen[place], within[place] = best, taken[best]
+            taken[best] += 1
+        yield np.array(chosen, dtype=np.int16), np.array(within, dtype=np.int64)

@@ -113,7 +113,7 @@ def with_masks(batch: Batch, is_eod_BS: np.ndarray, options: SampleOptions) -> B
     return batch
 
 
-def put_together(count: int, parts: Iterable[tuple[Batch, np.ndarray]]) -> Batch:
+def put_together(count: int, parts: Iterable[tuple[Batch, np.ndarray | slice]]) -> Batch:
     """Return one batch of ``count`` rows from parts of it and the rows to which these belong."""
     result: Batch = {}
     for part, rows in parts:

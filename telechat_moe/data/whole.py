@@ -19,12 +19,14 @@ import numpy as np
 
 from telechat_moe.data.conversations import bare
 from telechat_moe.data.dataset import check_range, check_vocabulary, hash_settings
+from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
+from telechat_moe.data.pack import Allocate, Progress
 from telechat_moe.data.sample import Batch, SampleOptions, with_masks
 from telechat_moe.errors import BadInputError
 
 _PART = 1 << 20
-"""Documents that are Python numbers at a time."""
+"""Documents that are placed at a time."""
 _BITS = 40
 """Of a sample's number, below the tokens that it has room for."""
 
@@ -46,14 +48,8 @@ class BestFit:
 
     def place(self, lengths: np.ndarray) -> np.ndarray:
         """Return the samples of the next documents, int64, of their lengths (1 to ``seq_length``)."""
-        placed = np.empty(len(lengths), np.int64)
-        for at in range(0, len(lengths), _PART):
-            placed[at : at + _PART] = self._place(lengths[at : at + _PART].tolist())
-        return placed
-
-    def _place(self, lengths: list[int]) -> list[int]:
         rooms, room_of, window, placed = self._rooms, self._room_of, self.window, list[int]()
-        for length in lengths:
+        for length in lengths.tolist():
             at = bisect_left(rooms, length << _BITS)
             if at < len(rooms):
                 entry = rooms.pop(at)
@@ -69,7 +65,7 @@ class BestFit:
                 room_of[sample] = entry = room << _BITS | sample
                 insort(rooms, entry)
             placed.append(sample)
-        return placed
+        return np.array(placed, np.int64)
 
 
 def cut(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,6 +74,44 @@ def cut(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
     tokens, filled = np.full(first[-1], seq_length, np.int32), np.flatnonzero(lengths)
     tokens[first[filled + 1] - 1] = (lengths[filled] - 1) % seq_length + 1
     return first, tokens
+
+
+def build_packing(
+    lengths: np.ndarray,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    window: int,
+    progress: Progress | None = None,
+) -> dict[str, np.ndarray]:
+    """Build the index of whole documents.
+
+    Args:
+        lengths: Tokens of each document.
+        num_samples, seed, window: See :class:`WholeDataset`.
+        progress: Called with what is being done, how much of it is done, and how much there is.
+
+    Returns:
+        ``first``: where each document begins in the pieces, and the end, int64; ``row``: the pieces of all samples, sample by
+        sample, int32 (int64 from 2^31 pieces on); ``cuts``: where each sample begins in the row, and the end, int64.
+    """
+    say = progress or (lambda what, done, total: None)
+    first, sizes = cut(lengths, seq_length)
+    count = len(sizes)
+    generator, packer = np.random.RandomState(seed), BestFit(seq_length, window)
+    epochs, placed = list[np.ndarray](), list[np.ndarray]()
+    while not epochs or (num_samples is not None and packer.samples < num_samples):
+        say("shuffling documents", 0, None)
+        order = generator.permutation(count).astype(np.int32 if count >> 31 == 0 else np.int64)
+        epochs.append(order)
+        for at in range(0, count, _PART):
+            placed.append(packer.place(sizes[order[at : at + _PART]]))
+            done = packer.samples if num_samples else at
+            say("packing documents", done, num_samples or count)
+    sample = np.concatenate(placed)
+    row = np.concatenate(epochs)[np.argsort(sample, kind="stable")]
+    ends = np.cumsum(np.bincount(sample, minlength=packer.samples))
+    return {"first": first, "row": row, "cuts": np.concatenate([[0], ends])}
 
 
 class WholeDataset:
@@ -94,6 +128,7 @@ class WholeDataset:
         options: What a sample contains; ``pad`` fills it up (-1: token 0). Document ends come from the index.
         window: See :class:`BestFit`; 1: one document after another.
         conversations: They are what ``data build`` made of conversations, which are not cut.
+        progress: Called where an index is built on the disk, which takes minutes.
 
     Raises:
         BadInputError: The files are broken or have no tokens; or they are not of conversations, or hold one of more than
@@ -111,6 +146,7 @@ class WholeDataset:
         options: SampleOptions | None = None,
         window: int = 1,
         conversations: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
         self.seq_length, self.options = seq_length, options or SampleOptions()
@@ -128,20 +164,21 @@ class WholeDataset:
             self._settings["window"] = window
         self._start, stop = documents or (0, len(self.source))
         lengths = self.source.sequence_lengths[self._start : stop]
-        self._check(lengths)
-        self._first, sizes = cut(lengths, seq_length)
-        count = len(sizes)
-        generator, packer = np.random.RandomState(seed), BestFit(seq_length, window)
-        epochs, placed = list[np.ndarray](), list[np.ndarray]()
-        while not epochs or (num_samples is not None and packer.samples < num_samples):
-            epochs.append(
-                generator.permutation(count).astype(np.int32 if count >> 31 == 0 else np.int64)
-            )
-            placed.append(packer.place(sizes[epochs[-1]]))
-        sample = np.concatenate(placed)
-        self._row = np.concatenate(epochs)[np.argsort(sample, kind="stable")]
-        self._cuts = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=packer.samples))])
-        self.epochs = len(epochs)
+        tokens = self.source.tokens_in(self._start, stop)
+        epochs = -(-(num_samples or 0) * seq_length // max(tokens, 1)) or 1
+        entries = epochs * (len(lengths) + tokens // seq_length)
+
+        def build(allocate: Allocate | None) -> dict[str, np.ndarray]:
+            self._check(lengths)
+            say = None if allocate is None else progress
+            return build_packing(lengths, seq_length, num_samples, seed, window, say)
+
+        # Not of the masks: they do not decide which documents a sample holds.
+        found = open_arrays(
+            self.source, [self._settings], entries, build, f"{len(lengths):,} documents, packed"
+        )
+        self._first, self._row, self._cuts = (found[name] for name in ("first", "row", "cuts"))
+        self.epochs = len(self._row) // int(self._first[-1])
 
     def _check(self, lengths: np.ndarray) -> None:
         where, kind = self.source.prefix, "conversations" if self.conversations else "tokens"

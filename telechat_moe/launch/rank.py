@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,17 @@ from typing import Any
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.affinity import use_cores
-from telechat_moe.processes import CONTROL, SCHEDULER, Control, describe_failure, die_with_parent
+from telechat_moe.processes import (
+    CONTROL,
+    SCHEDULER,
+    Control,
+    RankDiedError,
+    describe_failure,
+    die_with_parent,
+)
+
+ECHO_S = 2.0
+"""For the launcher to find the process whose end another one noticed."""
 
 
 def is_scheduler() -> bool:
@@ -73,6 +84,8 @@ def run_supervised(
     try:
         work()
     except BaseException as error:
+        if isinstance(error, RankDiedError) and error.is_echo:
+            time.sleep(ECHO_S)
         if isinstance(error, TelechatMoeError):
             sys.stderr.write(f"error: {error}\n")
         else:

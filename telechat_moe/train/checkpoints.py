@@ -11,7 +11,7 @@ import mindspore as ms
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint, folder
 from telechat_moe.checkpoint.background import Saver
-from telechat_moe.data import Loader
+from telechat_moe.data.loader import Batches
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.sharding.shards import EMA
@@ -54,7 +54,7 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, recipe: Recipe, engine: Engine, loader: Loader, guard: Guard, ranks: Ranks
+        self, recipe: Recipe, engine: Engine, loader: Batches, guard: Guard, ranks: Ranks
     ) -> None:
         self.recipe, self.engine, self.loader = recipe, engine, loader
         self.guard, self.ranks = guard, ranks

@@ -8,8 +8,6 @@ import numpy as np
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
-from telechat_moe.data import MixedDataset
-from telechat_moe.data.blend import Blend
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
@@ -151,13 +149,10 @@ class Loop:
 
     def _sources(self) -> dict[str, Any]:
         """Return the sources of the training data for the log, where there are several."""
-        dataset = self.loader.dataset
-        if not isinstance(dataset, Blend):
+        if (blend := self.loader.blend) is None:
             return {}
-        found: dict[str, Any] = {"sources": self.sources}
-        if isinstance(dataset, MixedDataset):
-            found["mixture"] = dataset.past(len(dataset))
-        return found
+        mixture = self.loader.past(len(blend))
+        return {"sources": self.sources} | ({} if mixture is None else {"mixture": mixture})
 
     def _steps(self, saver: Saver | None) -> None:
         progress, section = self.progress, self.recipe.checkpoints

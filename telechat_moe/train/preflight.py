@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from telechat_moe.checkpoint import folder, manifest
 from telechat_moe.checkpoint.weights import ReadWeights, own_weights
 from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recipe, open_valid
 from telechat_moe.data.build import MANIFEST
+from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
+from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.recipe import Problem, Recipe, RecipeError
 from telechat_moe.recipe.data_path import parse_data_path
@@ -25,6 +27,8 @@ from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 
 T = TypeVar("T")
+Shared = Publisher | Subscriber | None
+"""This process's end of what the processes of a host share; None: it reads for itself only."""
 DATA = "train_dataset.data_loader"
 VALID = "telechat_moe.evaluation.data_path"
 _LONGEST_NAME = 255
@@ -43,7 +47,7 @@ class Ready:
     """
 
     start: Start
-    loader: Loader
+    loader: Batches
 
 
 def require(
@@ -52,18 +56,20 @@ def require(
     resume: bool = False,
     overwrite: bool = False,
     weights: ReadWeights = own_weights,
+    shared: Shared = None,
 ) -> Ready:
     """Return what a run begins with.
 
     Args:
         resume, overwrite: See :func:`telechat_moe.train.start.start_of`.
         weights: What reads `load_checkpoint`.
+        shared: See :func:`open_loader`. Who follows leaves looking at the data to the reader.
 
     Raises:
         RecipeError: With everything that the run lacks.
         UsageError: It lacks nothing but a word on the other run that `output_dir` holds.
     """
-    look = _Look(recipe)
+    look = _Look(recipe, shared)
     ready = look.examine(resume, overwrite, weights)
     if ready is None:
         if look.problems == look.held:
@@ -116,8 +122,8 @@ def _folders(recipe: Recipe) -> Iterator[Problem]:
 class _Look:
     """Collects what is wrong."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.problems = recipe, list[Problem]()
+    def __init__(self, recipe: Recipe, shared: Shared = None) -> None:
+        self.recipe, self.shared, self.problems = recipe, shared, list[Problem]()
         self.held: list[Problem] = []  # that output_dir holds another run
 
     def examine(self, resume: bool, overwrite: bool, weights: ReadWeights) -> Ready | None:
@@ -150,8 +156,10 @@ class _Look:
     def say(self, key: str, found: str, expected: str) -> None:
         self.problems.append(self.recipe.problem(key, found, expected))
 
-    def data(self) -> Loader | None:
+    def data(self) -> Batches | None:
         """Open the training data; look at validation data and tokenizer, too."""
+        if isinstance(self.shared, Subscriber):
+            return open_loader(self.recipe, self.shared)
         recipe, section = self.recipe, self.recipe.train_dataset.data_loader.config
         own = recipe.telechat_moe
         name = "data_path" if section is None or section.data_path else "train_data_path"
@@ -161,7 +169,7 @@ class _Look:
             loader = None
         else:
             key = f"{DATA}.config.{name}" if given else DATA
-            loader = self.at(key, lambda: open_loader(recipe))
+            loader = self.at(key, lambda: open_loader(recipe, self.shared))
             if own.sample is not None and given:
                 key = "telechat_moe.sample"
                 self.at(key, lambda: load_tokenizer(tokenizer_path(recipe)))
@@ -257,7 +265,7 @@ class _Look:
             path = corpus.tokenizer
             self.at("telechat_moe.corpus.tokenizer", lambda: load_tokenizer(path))
 
-    def start(self, start: Start, loader: Loader | None, weights: ReadWeights) -> None:
+    def start(self, start: Start, loader: Batches | None, weights: ReadWeights) -> None:
         """Look whether what the run starts with fits the recipe and its data."""
         recipe, path, choice = self.recipe, start.path, self.recipe.telechat_moe.resume_data
         if start.kind != "resume" and choice == "new":
@@ -283,16 +291,25 @@ class _Look:
             self.at(f"{DATA}.config", lambda: loader.load_state(state["data"], choice == "new"))
 
 
-def open_loader(recipe: Recipe) -> Loader:
-    """Open the training data of a recipe.
+def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
+    """Open the training data of a recipe, or take its batches from another process of this host that does.
+
+    Args:
+        shared: With it the batches are given to the other processes, or come from one.
 
     Raises:
-        BadInputError: They are not there, broken or too few.
+        BadInputError: The data are not there, broken or too few.
+        RankDiedError: The process that reads them ended.
     """
-    # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
     rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
-    data, deal_to, epoch = open_recipe(recipe), dealt_to(recipe), recipe.epoch_samples
-    return Loader(data, rows, epochs=None, epoch_samples=epoch, deal_to=deal_to)
+    given: dict[str, Any] = {"epochs": None, "deal_to": dealt_to(recipe)}
+    if isinstance(shared, Subscriber):
+        return FollowingLoader(shared, rows, **given)
+    # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
+    data, given["epoch_samples"] = open_recipe(recipe), recipe.epoch_samples
+    if shared is None:
+        return Loader(data, rows, **given)
+    return SharedLoader(shared, data, rows, **given)
 
 
 def dealt_to(recipe: Recipe) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """An engine that runs one rank's graph of a model that is spread over CPU processes.
 
-Every rank reads all data, runs its graph and writes its share of the checkpoints; rank 0 completes them and holds the
+Every rank takes the whole batch, runs its graph and writes its share of the checkpoints; rank 0 completes them and holds the
 whole weights when they are needed.
 """
 
@@ -17,6 +17,7 @@ from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
 from telechat_moe.checkpoint.rank_shards import ShardExchange, ShardOwners, grouped
 from telechat_moe.checkpoint.snapshot import Groups
 from telechat_moe.checkpoint.weights import is_transient
+from telechat_moe.data.sample import put_together
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job, RankProgram
 from telechat_moe.model.router import Router
@@ -104,8 +105,10 @@ class RankEngine:
 
     def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
-        read = [next(columns) for _ in range(micro_batches or self.micro_batches)]
-        return [tensors({name: np.concatenate([r[name] for r in read]) for name in read[0]})]
+        count, rows = micro_batches or self.micro_batches, self.micro_rows
+        # One after another: what other processes share is overwritten.
+        parts = ((next(columns), slice(i * rows, (i + 1) * rows)) for i in range(count))
+        return [tensors(put_together(count * rows, parts))]
 
     def update(
         self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]

@@ -1,8 +1,11 @@
 """Coordinate the processes of a run, from within one of them."""
 
+import sys
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 
+from telechat_moe.data.shared import Publisher, Subscriber
 from telechat_moe.processes import Control
 
 
@@ -38,6 +41,24 @@ class Ranks:
         self._meetings += 1
         self.at(position)
         self.barrier(f"met-{self._meetings}")
+
+    def share_batches(self) -> Publisher | Subscriber | None:
+        """Agree who reads the training data: of the processes of this host, which all train on the same batches, the first.
+
+        All processes call this together, once. None: this one reads for itself only.
+        """
+        if self.control is None or self.count == 1 or sys.platform != "linux":
+            return None
+        # Of one kernel and one network, through whose names they meet: not those of two containers.
+        place = Path("/proc/sys/kernel/random/boot_id").read_text() + str(Path("/proc/self/ns/net").readlink())  # fmt: skip
+        self.control.write(f"place-{self.rank}", place)
+        self.meet("looking for the other processes of this host")
+        here = [r for r in range(self.count) if self.control.read(f"place-{r}") == place]
+        name, link = f"{self.control.read('nonce')}-{here[0]}", None
+        if self.rank == here[0] and len(here) > 1:
+            link = Publisher(name, len(here) - 1)
+        self.meet("waiting for the readers of the data")
+        return Subscriber(name) if self.rank != here[0] else link
 
     def agree(self, position: str, choose: Callable[[], str]) -> str:
         """Return on all processes what rank 0 chooses."""

@@ -68,7 +68,8 @@ class Trainer:
         self.recipe, self.plain, self.ranks = recipe, plain, ranks or Ranks()
         self.overwrite = overwrite and self.ranks.leads
         self.output = Path(recipe.output_dir)
-        ready = preflight.require(recipe, resume=resume, overwrite=overwrite, weights=weights)
+        given = {"resume": resume, "overwrite": overwrite, "weights": weights}
+        ready = preflight.require(recipe, shared=self.ranks.share_batches(), **given)
         self.start, self.loader = ready.start, ready.loader
         self.schedule = schedule.from_recipe(recipe)
         self.engine = self._engine(job)

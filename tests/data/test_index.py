@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_data import make_documents
 
-from telechat_moe.data import GptDataset, IndexedDataset, index, indexed, pack, write_indexed
+from telechat_moe.data import (
+    GptDataset,
+    IndexedDataset,
+    SampleOptions,
+    blend,
+    index,
+    indexed,
+    open_blend,
+    open_mixture,
+    pack,
+    whole,
+    write_indexed,
+)
+from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError, TelechatMoeError
 
 S = 16
@@ -123,6 +137,78 @@ def test_opened_as_built(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
             GptDataset(prefix, **{"seq_length": S, "num_samples": 200, **other})
 
 
+OPTIONS = SampleOptions(
+    eod=0, create_attention_mask=True, reset_attention_mask=True, reset_position_ids=True
+)
+
+
+def test_packed_documents_are_opened_as_built(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of whole documents is kept like the other: built by one process, the same bits, opened by the next."""
+
+    def opened(**changes: Any) -> WholeDataset:
+        given = {"seq_length": S, "num_samples": 200, "window": 3, "options": OPTIONS}
+        return WholeDataset(prefix, **given | changes)
+
+    said = list[tuple[str, int, int | None]]()
+    plain = opened(progress=lambda *what: said.append(what))
+    assert said == []  # done at once
+    assert not Path(f"{prefix}.cache").exists()
+    monkeypatch.setattr(index, "ON_DISK", 0)
+    built = opened(progress=lambda *what: said.append(what))
+    assert [what for what in said if what[0] == "packing documents"][-1][1:] == (len(plain), 200)
+    monkeypatch.setattr(whole, "build_packing", None)  # opened from here on
+    for one in (built, opened()):
+        assert not one._row.flags.writeable
+        assert (len(one), one.epochs, one.fingerprint()) == (
+            len(plain),
+            plain.epochs,
+            plain.fingerprint(),
+        )
+        everything = np.arange(len(plain))
+        assert one.index_problems() == []
+        for name, column in one.batch(everything).items():
+            np.testing.assert_array_equal(column, plain.batch(everything)[name])
+    for other in ({"seed": 2}, {"num_samples": 900}, {"window": 4}, {"documents": (0, 30)}):
+        with pytest.raises(TypeError, match="not callable"):
+            opened(**other)
+
+
+def test_conversations_that_are_refused_leave_no_index(tmp_path: Path, large: None) -> None:
+    write_indexed(tmp_path / "talks", [np.array([1, 2, 3])] * 4 + [np.arange(S + 1)], np.int32)
+    for _ in range(2):
+        with pytest.raises(BadInputError, match="1 of 5 conversations are longer than seq_length"):
+            WholeDataset(tmp_path / "talks", S, options=OPTIONS, conversations=True)
+    assert folders(str(tmp_path / "talks")) == []
+
+
+def test_sources_are_mixed_on_the_disk(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which source a sample is taken from is kept, too, by blends and by mixtures that change."""
+    both, given = [prefix, prefix], {"seq_length": S, "size": 90}
+    schedule = [(0, [3.0, 1.0]), (20, [0.0, 1.0]), (70, [1.0, 1.0])]
+
+    def opened(progress: Any = None) -> list[Any]:
+        return [
+            open_blend(["3", prefix, "1", prefix], progress=progress, **given),
+            open_mixture(both, schedule, progress=progress, **given),
+        ]
+
+    said = list[str]()
+    plain = opened(lambda what, done, total: said.append(what))
+    assert said == []  # done at once
+    monkeypatch.setattr(index, "ON_DISK", 0)
+    built = opened(lambda what, done, total: said.append(what))
+    assert said.count("mixing sources") == 1 + len(schedule)
+    monkeypatch.setattr(blend, "blend_indices", None)  # opened from here on
+    for one, other, expected in zip(built, opened(), plain, strict=True):
+        for found in (one, other):
+            assert not found.chosen.flags.writeable
+            np.testing.assert_array_equal(found.chosen, expected.chosen)
+            np.testing.assert_array_equal(found.within, expected.within)
+            assert found.fingerprint() == expected.fingerprint()
+    with pytest.raises(TypeError, match="not callable"):
+        open_mixture(both, [(0, [3.0, 1.0]), (21, [0.0, 1.0])], **given)
+
+
 def test_damage_is_built_again(prefix: str, large: None, caplog) -> None:
     whole = GptDataset(prefix, S, 200)
     (folder,) = folders(prefix)
@@ -205,4 +291,5 @@ def test_processes_that_are_killed_and_that_wait(prefix: str) -> None:
         ".building",
         folder.name,
     ]
-    assert json.loads((folder / "index.json").read_text())["epochs"] == 3
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
+    assert json.loads((folder / "index.json").read_text()) == {"bytes": sizes}

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_data import make_documents
 
-from telechat_moe.data import GptDataset, Loader, open_mixture, write_indexed
+from telechat_moe.data import GptDataset, Loader, open_mixture, pack, write_indexed
 from telechat_moe.data.mixture import MixedDataset, Passes, Schedule
-from telechat_moe.data.pack import blend_indices
 from telechat_moe.errors import BadInputError
 
 SIZE = 16
@@ -30,6 +29,15 @@ def megatron(weights: list[float], size: int) -> tuple[list[int], list[int]]:
     return chosen, within
 
 
+def blend(weights: list[float], size: int, part: int = 1 << 20) -> tuple[np.ndarray, np.ndarray]:
+    """Return what ``blend_indices`` yields, put together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "_PART", part)
+        chosen, within = zip(*pack.blend_indices(weights, size), strict=True)
+    assert all(len(one) <= part for one in chosen)
+    return np.concatenate(chosen), np.concatenate(within)
+
+
 VECTORS = {
     (0.5, 0.3, 0.2): [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1],
     (0.7, 0.3): [0, 1, 0, 0, 1, 0, 0, 1, 0, 0],
@@ -39,7 +47,7 @@ VECTORS = {
 @pytest.mark.parametrize("weights", VECTORS)
 def test_known_blends(weights: tuple[float, ...]) -> None:
     expected = VECTORS[weights]
-    chosen, within = blend_indices(list(weights), len(expected))
+    chosen, within = blend(list(weights), len(expected))
     assert chosen.tolist() == megatron(list(weights), len(expected))[0] == expected
     for which in range(len(weights)):
         assert within[chosen == which].tolist() == list(range(expected.count(which)))
@@ -48,11 +56,12 @@ def test_known_blends(weights: tuple[float, ...]) -> None:
 @given(
     weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=6),
     size=st.integers(1, 300),
+    part=st.sampled_from([7, 100, 1 << 20]),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_blend_is_megatrons(weights: list[float], size: int) -> None:
+def test_any_blend_is_megatrons(weights: list[float], size: int, part: int) -> None:
     shares = (np.array(weights) / np.sum(weights)).tolist()
-    chosen, within = blend_indices(shares, size)
+    chosen, within = blend(shares, size, part)
     assert (chosen.tolist(), within.tolist()) == megatron(shares, size)
 
 
@@ -74,7 +83,7 @@ def test_blends_of_megatrons_own_code() -> None:
         shares = (weights / weights.sum()).tolist()
         theirs, numbers = np.zeros(2000, np.int16), np.zeros(2000, np.int64)
         helpers.build_blending_indices(theirs, numbers, np.array(shares), count, 2000, False)
-        chosen, within = blend_indices(shares, 2000)
+        chosen, within = blend(shares, 2000)
         np.testing.assert_array_equal(chosen, theirs)
         np.testing.assert_array_equal(within, numbers)
 
@@ -84,6 +93,8 @@ def test_blends_of_megatrons_own_code() -> None:
 
 class Numbers:
     """A source whose n-th sample is the number n of the source."""
+
+    source = None
 
     def __init__(self, name: int) -> None:
         self.name, self.seq_length = name, SIZE
