@@ -203,7 +203,7 @@ class Control:
         rank_N.beat    touched every second while its interpreter runs
         rank_N.at      its position in the run
         rank_N.done    it ended well
-        rank_N.failed  it gave up: :func:`describe_failure`
+        rank_N.failed  it gave up: :func:`describe_failure`; rank_N.bound*: :mod:`telechat_moe.launch.binding`
         node_N.up      a host sees this folder
         stop           the user wants to stop
     """

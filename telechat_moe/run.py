@@ -17,17 +17,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telechat_moe.cli.arguments import add_overrides, add_start, add_trainer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import check_private, keep_others_out
-from telechat_moe.launch.affinity import use_cores
+from telechat_moe.launch.binding import Binding, conflicts, use_cores
 from telechat_moe.launch.commands import environment
 from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
 from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError, die_with_parent
-from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.train.ranks import Ranks
 
@@ -90,9 +91,12 @@ def _run(args: argparse.Namespace) -> int:
     local = args.local_processes or processes
     if local < 1:
         raise UsageError(f"--local-processes {local}: expected 1 or more")
+    if args.bind_cores and through == "mindformers" and (problems := conflicts(recipe)):
+        raise RecipeError(problems)
+    binding = None
     if args.local_processes or args.bind_cores or recipe.context.device_target == "CPU":
         index = int(os.environ.get("DEVICE_ID", "0")) % local
-        use_cores(local, index, args.bind_cores and not is_scheduler())
+        binding = use_cores(local, index, args.bind_cores and not is_scheduler())
     check_processes(recipe, processes, under_msrun=role is not None)
     if not args.allow_outside:
         check_written_paths(recipe)
@@ -102,13 +106,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.nonce and is_scheduler():  # with it the control folder
         control.begin(SCHEDULER)
     if through == "mindformers":
-        return _through_mindformers(args, recipe, control, processes if role else 0)
+        return _through_mindformers(args, recipe, control, processes if role else 0, binding)
     if not role:
         return 0 if _train(recipe, args, Ranks()).finished else 130
     if is_scheduler():
         meet()
         return 0
-    return _as_worker(recipe, args, control, processes)
+    return _as_worker(recipe, args, control, processes, binding)
 
 
 def default_trainer(recipe: Recipe) -> str:
@@ -143,7 +147,13 @@ def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> Non
     )
 
 
-def _as_worker(recipe: Recipe, args: argparse.Namespace, control: Control, processes: int) -> int:
+def _as_worker(
+    recipe: Recipe,
+    args: argparse.Namespace,
+    control: Control,
+    processes: int,
+    binding: Binding | None,
+) -> int:
     """Train as one of several processes."""
     if args.nonce:  # with it the control folder; the launcher watches us from the first moment
         control.check_nonce(args.nonce)
@@ -153,7 +163,7 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, control: Control, proce
             meet()
             _train_rank(recipe, args, control, rank)
 
-        return run_supervised(control, rank, work)
+        return run_supervised(control, rank, work, binding=binding)
     meet()
     from mindspore.communication import get_rank
 
@@ -169,7 +179,8 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, control: Control, proce
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()
             os._exit(error.exit_code)  # MindSpore would wait for the others first
-        return run_supervised(control, rank, lambda: _train_rank(recipe, args, control, rank))
+        train = partial(_train_rank, recipe, args, control, rank)
+        return run_supervised(control, rank, train, binding=binding)
 
 
 def _agree(control: Control, rank: int) -> None:
@@ -250,7 +261,11 @@ def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def _through_mindformers(
-    args: argparse.Namespace, recipe: Recipe, control: Control, processes: int
+    args: argparse.Namespace,
+    recipe: Recipe,
+    control: Control,
+    processes: int,
+    binding: Binding | None,
 ) -> int:
     """Let MindFormers' Trainer do the work of this process."""
     if args.overwrite:
@@ -274,7 +289,7 @@ def _through_mindformers(
     rank = int(os.environ["RANK_ID"])
     control.check_nonce(args.nonce)
     control.set_position(rank, "in MindFormers")
-    return run_supervised(control, rank, do, can_stop=False)
+    return run_supervised(control, rank, do, can_stop=False, binding=binding)
 
 
 if __name__ == "__main__":

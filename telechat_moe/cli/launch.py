@@ -9,9 +9,9 @@ from telechat_moe.cli.arguments import add_start, add_trainer
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
-from telechat_moe.units import ranges_text
 
 if TYPE_CHECKING:
+    from telechat_moe.launch.commands import LaunchNode
     from telechat_moe.launch.job import LaunchPlan
     from telechat_moe.recipe import Recipe
 
@@ -30,7 +30,7 @@ Writes output_dir/.job/recipe.yaml (all overrides put in), output_dir/log, and w
 """
 EXAMPLES = """\
 telechat-moe launch my_recipe.yaml --restart 3
-telechat-moe launch my_recipe.yaml --nodes hosts --bind --print
+telechat-moe launch my_recipe.yaml --nodes hosts --bind auto --print
 """
 
 
@@ -43,8 +43,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bind",
-        action="store_true",
-        help="bind each process to its own cores, on the NUMA node of its NPU",
+        nargs="?",
+        const="auto",
+        choices=("auto",),
+        help="bind each process to cores of its own, on the NUMA node of its NPU, and report what changes that; "
+        "with --print, show the plan",
     )
     parser.add_argument(
         "--restart",
@@ -82,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     if args.only_print:
         _print_commands(recipe, plan, resume, args.overwrite)
         return 0
-    _say_binding(plan)
+    for node in plan.nodes:
+        for line in _binding(plan, node):
+            print(line, file=sys.stderr)
     orders = rank_orders(recipe) if plan.through == "own" else None
     summary = launch.train(
         recipe, resume=resume, overwrite=args.overwrite, plan=plan, orders=orders
@@ -107,7 +112,7 @@ def _plan(args: argparse.Namespace, recipe: "Recipe", through: str) -> "LaunchPl
     return launch.LaunchPlan(
         nodes=commands.make_nodes(chosen, args.master_port),
         through=through,
-        bind=args.bind,
+        bind=args.bind is not None,
         restarts=args.restart,
         shell=args.remote_shell or commands.SSH,
         logs=Path(args.logs) if args.logs else None,
@@ -127,20 +132,20 @@ def _print_commands(recipe: "Recipe", plan: "LaunchPlan", resume: bool, overwrit
     program = plan.program(resolved, resume=resume, overwrite=overwrite)
     for node in plan.nodes:
         print(f"# on {node.host}: ranks {node.ranks.start} to {node.ranks.stop - 1}")
+        for line in _binding(plan, node):
+            print(f"# {line}")
         print(node.shell_line(logs.absolute(), program))
 
 
-def _say_binding(plan: "LaunchPlan") -> None:
-    """Say which cores each process on this machine gets."""
+def _binding(plan: "LaunchPlan", node: "LaunchNode") -> list[str]:
+    """Return what the processes of a host will be bound to, a line each; nothing if they will not be."""
     if not plan.bind:
-        return
-    from telechat_moe.launch.affinity import Topology
+        return []
+    from telechat_moe.launch import binding
 
-    for node in plan.nodes:
-        if node.is_here:
-            shares = Topology.read().cores(node.local)
-            for rank, cores in zip(node.ranks, shares, strict=True):
-                print(f"rank {rank}: cores {ranges_text(cores, ',')}", file=sys.stderr)
+    if not node.is_here:
+        return ["each process chooses its cores there, by the topology of that host"]
+    return binding.plan(node.local, node.ranks.start)
 
 
 VERB = Verb(

@@ -48,6 +48,16 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
         default="written",
         help="what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
     )
+    parser.add_argument(
+        "--host-syncs",
+        action="store_true",
+        help="list what makes the host wait for the device in each step, what it costs and how to move it",
+    )
+    parser.add_argument(
+        "--graph",
+        metavar="FILE",
+        help="with --host-syncs: a compiled graph (.mindir) to look into, too",
+    )
     add_start(parser)
 
 
@@ -228,6 +238,10 @@ def to_yaml(data: dict[str, Any]) -> str:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check recipes and print every problem."""
+    if args.host_syncs or args.graph:
+        from telechat_moe.cli.host_syncs import run
+
+        return run(args)
     report: list[dict[str, Any]] = []
     lines: list[str] = []
     missing = False
@@ -349,16 +363,20 @@ VERBS = (
         help="check recipes and print every problem",
         notes="Prints every problem of every recipe as file:line: key: found; expected. A key that asks for something\n"
         "which the use of the recipe (--for) will not do is a problem; `show --keys` says who reads each. For train,\n"
-        "files, folders, checkpoint and device are looked at, too, as `train` with the same flags would.",
+        "files, folders, checkpoint and device are looked at, too, as `train` with the same flags would.\n"
+        "--host-syncs judges nothing else: it lists waits (for work that was just queued) and fetches (copies to the host)\n"
+        "with their cost on the CPU where benchmarks/host_syncs ran.",
         examples="telechat-moe check my_recipe.yaml --devices 256",
         exits={
             0: "no problems",
-            1: "at least one recipe has problems",
+            1: "at least one recipe has problems; --host-syncs: our trainer waits more than once in every step",
             3: "a recipe does not exist or cannot be read",
         },
         json_keys="recipes, a list of {name, use, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
         "{key: why; keys that MindFormers reads only with settings that were not observed}}; "
-        "problems, their number.",
+        "problems, their number. With --host-syncs: recipes, a list of {name, use, waits_in_every_step, syncs [{file, line, key, "
+        "what, source, waits, fetches (null: not known), every (steps), cost_us (a step), move}]}; costs; graph, a list of {kind, module, phase, "
+        "times, why}.",
         overrides=SET,
         arguments=_check_arguments,
         run=run_check,

@@ -1,18 +1,55 @@
-"""Choose the cores that the processes of a machine run on: near their NPU, and different ones.
+"""Choose the cores that the processes of a machine run on: whole ones, near their NPU, and different ones.
 
 ``msrun --bind_core`` would do this, too, but it reads the cores from ``/sys/fs/cgroup/cpuset/cpuset.cpus``, which
 machines with cgroup 2 do not have; there it binds nothing, with a warning that nobody sees. So each process binds
-itself.
+itself (:mod:`telechat_moe.launch.binding`).
 """
 
 import os
 import re
+import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
+
+from telechat_moe.units import ranges_text
+
+Core = tuple[int, ...]
+"""A core: the CPUs (hardware threads, SMT siblings) of it that may be used."""
 
 _ASCEND = ("0x19e5", "0x12")  # vendor Huawei; PCI class 12, processing accelerators
+_LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+class Npu(NamedTuple):
+    """An NPU: its PCI address, empty if not known, and its NUMA node, -1 if not known."""
+
+    address: str
+    node: int
+
+
+class Share(NamedTuple):
+    """What one process gets: CPUs of whole cores, their NUMA node, and its NPU if it has one; ``why`` this node."""
+
+    cpus: list[int]
+    node: int
+    npu: Npu | None
+    why: str
+
+    def describe(self) -> str:
+        """Say it in words."""
+        return f"CPUs {ranges_text(self.cpus, ',')}, NUMA node {self.node} ({self.why})"
+
+
+class Interrupt(NamedTuple):
+    """An interrupt: number, name in ``/proc/interrupts``, and the CPUs that may handle it."""
+
+    number: int
+    name: str
+    cpus: list[int]
 
 
 @dataclass(frozen=True)
@@ -21,11 +58,11 @@ class Topology:
 
     Attributes:
         nodes: Cores of each NUMA node that this process may use; nodes without any are left out.
-        npus: NUMA node of each NPU by device number; -1 = not known.
+        npus: NPUs that processes see, by device number.
     """
 
-    nodes: dict[int, list[int]]
-    npus: list[int]
+    nodes: dict[int, list[Core]]
+    npus: list[Npu] = field(default_factory=list[Npu])
 
     @staticmethod
     def read(sys: Path = Path("/sys"), allowed: set[int] | None = None) -> "Topology":
@@ -33,47 +70,82 @@ class Topology:
 
         Args:
             sys: Where the kernel describes it.
-            allowed: Cores that may be used; None = those of this process.
+            allowed: CPUs that may be used; None = those of this process (control group and affinity).
         """
         allowed = os.sched_getaffinity(0) if allowed is None else allowed
-        nodes: dict[int, list[int]] = {}
+        cpus: dict[int, set[int]] = {}
         for path in sys.glob("devices/system/node/node[0-9]*/cpulist"):
-            cores = sorted(set(parse_cores(path.read_text())) & allowed)
-            if cores:
-                nodes[int(path.parent.name.removeprefix("node"))] = cores
-        if not nodes:  # a kernel without NUMA
-            nodes = {0: sorted(allowed)}
-        return Topology(dict(sorted(nodes.items())), _npus(sys))
+            node = int(path.parent.name.removeprefix("node"))
+            cpus[node] = set(parse_cpus(path.read_text())) & allowed
+        if not any(cpus.values()):  # a kernel without NUMA
+            cpus = {0: allowed}
+        nodes = {node: _cores(sys, here) for node, here in sorted(cpus.items()) if here}
+        return Topology(nodes, _npus(sys, cpus))
 
-    def cores(self, processes: int) -> list[list[int]]:
-        """Return the cores of each process.
+    def shares(self, processes: int) -> list[Share]:
+        """Return what each process gets.
 
-        Process i drives NPU i and gets cores of its NUMA node; where that is not known, processes are spread over the
-        nodes in order. Those on one node share its cores evenly; with fewer cores than processes, some run on the same.
+        Process i drives NPU i and gets cores of its NUMA node while there is one for it. The others are put where a
+        process gets the most cores (the highest average), neighbours on the same node. Those on one node share its
+        cores evenly; only with fewer cores than processes some run on the same.
 
         Args:
             processes: Processes on this machine.
         """
-        known = list(self.nodes)
-        wanted = self.npus[:processes]
-        if len(wanted) < processes or any(node not in self.nodes for node in wanted):
-            wanted = [known[i * len(known) // processes] for i in range(processes)]
-        shares: list[list[int]] = []
-        for i, node in enumerate(wanted):
-            here, index = wanted.count(node), wanted[:i].count(node)
-            shares.append(_share(self.nodes[node], here, index))
-        return shares
+        count = dict.fromkeys(self.nodes, 0)
+        places: list[tuple[int | None, str]] = []
+        for i in range(processes):
+            node = self.npus[i].node if i < len(self.npus) else None
+            if node in count and count[node] < len(self.nodes[node]):
+                count[node] += 1
+                places.append((node, f"that of NPU {i}"))
+            elif node is None:
+                places.append((None, "no NPU" if not self.npus else f"there is no NPU {i}"))
+            else:
+                where = "is not known" if node < 0 else f"{node} has no core left"
+                places.append((None, f"that of NPU {i} {where}"))
+        rest: list[int] = []
+        for _ in range(sum(node is None for node, _ in places)):
+            rest.append(max(count, key=lambda n: (len(self.nodes[n]) / (count[n] + 1), -n)))
+            count[rest[-1]] += 1
+        others = iter(sorted(rest))
+        wanted = [(next(others) if node is None else node, why) for node, why in places]
+        order = [node for node, _ in wanted]
+        found: list[Share] = []
+        for i, (node, why) in enumerate(wanted):
+            cores = _part(self.nodes[node], count[node], order[:i].count(node))
+            npu = self.npus[i] if i < len(self.npus) else None
+            found.append(Share(sorted(chain(*cores)), node, npu, why))
+        return found
 
 
-def _share(cores: Sequence[int], shares: int, index: int) -> list[int]:
-    """Return one of several shares of the cores, as equal as can be, none empty."""
-    if len(cores) < shares:
+def _part(cores: Sequence[Core], parts: int, index: int) -> Sequence[Core]:
+    """Return one of several parts of the cores, as equal as can be, none empty."""
+    if len(cores) < parts:
         return [cores[index % len(cores)]]
-    return list(cores[index * len(cores) // shares : (index + 1) * len(cores) // shares])
+    return cores[index * len(cores) // parts : (index + 1) * len(cores) // parts]
 
 
-def _npus(sys: Path) -> list[int]:
-    """Return the NUMA node of each Ascend NPU that processes see, by device number."""
+def _cores(sys: Path, cpus: Iterable[int]) -> list[Core]:
+    """Group CPUs by the core that they are hardware threads of, in the order of their first ones."""
+    cores: dict[Core, None] = {}
+    here = set(cpus)
+    for cpu in sorted(here):
+        path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        siblings = parse_cpus(path.read_text()) if path.exists() else [cpu]
+        cores[tuple(sorted({cpu, *(here & set(siblings))}))] = None
+    return list(cores)
+
+
+# ------------------------------------------------------------------------------ NPUs
+
+
+def _npus(sys: Path, cpus: dict[int, set[int]]) -> list[Npu]:
+    """Return the Ascend NPUs that processes see, by device number.
+
+    Their nodes are what the kernel says of the PCI device, or where it does not know (-1, as in virtual machines), that
+    of the CPUs that ``npu-smi info -t topo`` calls near.
+    """
     by_address: dict[str, int] = {}
     for device in sys.glob("bus/pci/devices/*"):
         try:
@@ -82,13 +154,20 @@ def _npus(sys: Path) -> list[int]:
                 by_address[device.name.lower()] = int((device / "numa_node").read_text())
         except (OSError, ValueError):
             continue
-    if not by_address:
+    if not by_address and shutil.which("npu-smi") is None:
         return []
     order = npu_addresses() or sorted(by_address)
-    nodes = [by_address.get(address, -1) for address in order]
+    npus = [Npu(address, by_address.get(address, -1)) for address in order]
+    if any(npu.node < 0 for npu in npus):
+        near = npu_cpus()
+        for i, npu in enumerate(npus):
+            shared = {node: len(here & set(near.get(i, []))) for node, here in cpus.items()}
+            node = max(shared, key=lambda node: (shared[node], -node))
+            if npu.node < 0 and shared[node]:
+                npus[i] = npu._replace(node=node)
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
     chosen = sorted(int(x) for x in visible.split(",") if x.strip().isdecimal())
-    return [nodes[i] if i < len(nodes) else -1 for i in chosen] or nodes
+    return [npus[i] if i < len(npus) else Npu("", -1) for i in chosen] or npus
 
 
 def npu_addresses() -> list[str]:
@@ -110,34 +189,68 @@ def npu_addresses() -> list[str]:
     return [found.get(i, "") for i in range(max(found) + 1)] if found else []
 
 
+def npu_cpus() -> dict[int, list[int]]:
+    """Return the CPUs near each NPU by device number, as ``npu-smi info -t topo`` says; those that it does not name are left out.
+
+    Its table has a row for each NPU whose last column, ``CPU Affinity``, is a list of CPUs.
+    """
+    try:
+        rows = [line.split() for line in _npu_smi("-t", "topo").splitlines()]
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found: dict[int, list[int]] = {}
+    for first, *rest in filter(None, rows):
+        number = re.fullmatch(r"NPU(\d+)", first)
+        if number is not None and rest and _LIST.fullmatch(rest[-1]):
+            found[int(number[1])] = parse_cpus(rest[-1])
+    return found
+
+
 def _npu_smi(*arguments: str) -> str:
     command = ["npu-smi", "info", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
 
 
-def parse_cores(text: str) -> list[int]:
+def parse_cpus(text: str) -> list[int]:
     """Return the numbers of the kernel's list format, ``0-3,8,10-11``."""
-    cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if ends is None:
-            raise ValueError(f"`{text.strip()}` is not a list of cores")
-        cores += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
-    return cores
+    text = text.strip()
+    if text and not _LIST.fullmatch(text):
+        raise ValueError(f"`{text}` is not a list of CPUs")
+    ends = (part.split("-") for part in text.split(",") if part)
+    return [cpu for part in ends for cpu in range(int(part[0]), int(part[-1]) + 1)]
 
 
-def use_cores(processes: int, index: int, bind: bool) -> None:
-    """Bind this process to its cores if asked; set how many threads it may use if that is not set.
+# ------------------------------------------------------------------------------ interrupts
 
-    Call it before mindspore is imported, whose threads inherit both.
 
-    Args:
-        processes: Processes on this machine.
-        index: Which of them this is.
+def interrupts(proc: Path = Path("/proc")) -> list[Interrupt]:
+    """Return the interrupts of this machine's devices, with the CPUs that may handle each; none where that cannot be read."""
+    try:
+        header, *lines = (proc / "interrupts").read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+    found: list[Interrupt] = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        if not number.strip().isdecimal():  # those of the processor itself
+            continue
+        words = rest.split()[len(header.split()) :]
+        try:
+            path = proc / "irq" / number.strip() / "smp_affinity_list"
+            cpus = parse_cpus(path.read_text())
+        except (OSError, ValueError):
+            continue
+        found.append(Interrupt(int(number), words[-1] if words else "", cpus))
+    return found
+
+
+def npu_interrupts(
+    npu: Npu, sys: Path = Path("/sys"), proc: Path = Path("/proc")
+) -> list[Interrupt]:
+    """Return the interrupts with which a process waits for its NPU: tasks are sent, and queues of done ones updated.
+
+    The driver names them ``sq_send_trigger_irq`` and ``cq_update_irq``.
     """
-    share = max(1, len(os.sched_getaffinity(0)) // processes)
-    if bind:
-        mine = Topology.read().cores(processes)[index]
-        os.sched_setaffinity(0, mine)
-        share = len(mine)
-    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    mine = {path.name for path in sys.glob(f"bus/pci/devices/{npu.address or '-'}/msi_irqs/*")}
+    named = ("sq_send_trigger_irq", "cq_update_irq")
+    return [one for one in interrupts(proc) if str(one.number) in mine and one.name in named]

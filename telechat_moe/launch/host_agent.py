@@ -1,7 +1,7 @@
 """The agent on one host of a run on several: start the host's processes, watch them, report.
 
 ``python -m telechat_moe.launch.host_agent``, started by :mod:`telechat_moe.launch.multi_host`. It reads its task and
-then ``go`` from standard input and writes lines of JSON: ``up``, ``beat`` every second, and at the end an ``answer``.
+then ``go`` from standard input and writes lines of JSON: ``up``, ``beat`` every second, what it has ``said``, and at the end an ``answer``.
 When standard input ends, it ends its processes, so whatever breaks the connection stops them.
 """
 
@@ -68,6 +68,7 @@ def _work(task: dict[str, Any], go: threading.Event, gone: threading.Event) -> d
             Path(task["logs"]),
             task["program"],
             out=None,
+            say=lambda text: _say({"said": text}),
             describe=lambda: f"in step {last_step(metrics) + 1}" if metrics.exists() else "",
             silence_s=task["silence_s"],
             abandoned=gone.is_set,

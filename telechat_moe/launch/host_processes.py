@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from telechat_moe import processes
 from telechat_moe.files import keep_others_out
+from telechat_moe.launch.binding import BindingWatch
 from telechat_moe.launch.commands import LaunchNode, environment
 from telechat_moe.processes import (
     CONTROL,
@@ -79,6 +80,7 @@ class HostProcesses:
         logs: Folder for their logs; made if it is not there.
         program: What they run: ``python`` and its arguments, or a script; the job folder must be one of the words.
         out: Where to show what rank 0 prints; None: nowhere.
+        say: Shows a line to the user.
         describe: Returns how far the run is, for the message when a process dies.
         silence_s: A process that neither gives signs of life nor computes for this long hangs.
         can_stop: The processes know how to stop between two steps, so Ctrl-C asks them to; else it ends them.
@@ -90,6 +92,7 @@ class HostProcesses:
     logs: Path
     program: Sequence[str]
     out: IO[str] | None = field(default_factory=lambda: sys.stderr)
+    say: Callable[[str], object] = lambda text: sys.stderr.write(f"{text}\n")
     describe: Callable[[], str] = lambda: ""
     silence_s: float = field(default_factory=lambda: processes.SILENCE_S)
     can_stop: bool = True
@@ -107,6 +110,7 @@ class HostProcesses:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.tail = LogTail(self.logs / "worker_0.log", self.out)
         self.detector = HangDetector(self.silence_s)
+        self.bindings = BindingWatch(self.control, self.node.ranks, self.say)
         number = self.node.number
         self.log = self.logs / (f"msrun_{number}.log" if number else "msrun.log")
         with self.log.open("wb") as log:
@@ -129,7 +133,9 @@ class HostProcesses:
         while True:
             self.tail.show()
             if self._finished():
+                self.bindings.end()
                 return
+            self.bindings.look()
             if self.abandoned():
                 raise RankDiedError("nobody waits for these processes any more", is_echo=True)
             self._raise_failed()

@@ -25,6 +25,7 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out, locked, write_atomic
 from telechat_moe.interop import hf
+from telechat_moe.launch.binding import conflicts
 from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
@@ -157,7 +158,7 @@ class LaunchPlan:
     Attributes:
         nodes: Hosts; the first runs the scheduler.
         through: Whose trainer: ``own`` or ``mindformers``.
-        bind: Bind each process to its own cores.
+        bind: Bind each process to its own cores, and watch that it stays there.
         restarts: How often in a row to restart after a process died or hung without a new checkpoint in between.
         shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
         logs: Folder for logs; None: ``output_dir/log``.
@@ -219,6 +220,8 @@ def check(
         from telechat_moe.interop.mindformers_config import check_launch
 
         check_launch(recipe, plan.nodes[0].total)
+        if plan.bind and (problems := conflicts(recipe)):
+            raise RecipeError(problems)
         if plan.nodes[0].is_here and (problems := preflight.machine(recipe)):
             raise RecipeError(problems)
 

@@ -145,6 +145,8 @@ class MultiHostProcesses:
                 agent.heard = time.monotonic()
                 agent.is_up |= "up" in said
                 agent.has_closed |= "closed" in said
+                if "said" in said:
+                    self.out.write(f"{agent.node.host}: {said['said']}\n")
                 if "answer" in said:
                     agent.answer = said["answer"]
         for agent in self.agents:

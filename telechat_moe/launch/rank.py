@@ -17,7 +17,7 @@ from typing import Any
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import check_private, keep_others_out
-from telechat_moe.launch.affinity import use_cores
+from telechat_moe.launch.binding import Binding, note, note_end, use_cores
 from telechat_moe.processes import (
     CONTROL,
     SCHEDULER,
@@ -63,7 +63,12 @@ def main(job: Path, run: Callable[[Path, int, Any], None] | None = None) -> int:
 
 
 def run_supervised(
-    control: Control, rank: int, work: Callable[[], None], *, can_stop: bool = True
+    control: Control,
+    rank: int,
+    work: Callable[[], None],
+    *,
+    can_stop: bool = True,
+    binding: Binding | None = None,
 ) -> int:
     """Run a function under supervision through the control folder; return the exit code.
 
@@ -71,8 +76,11 @@ def run_supervised(
 
     Args:
         can_stop: It looks whether it should stop between two steps.
+        binding: What this process was bound to, for the launcher to verify; None: it was not.
     """
     control.begin(f"rank_{rank}")
+    if binding is not None:
+        note(control, rank, binding)
 
     # All processes must stop after the same step, so one that is asked to asks for all.
     def stop(number: int, frame: object) -> None:
@@ -94,6 +102,8 @@ def run_supervised(
         said = describe_failure(error)
         control.write(f"rank_{rank}.failed", json.dumps(said))
         os._exit(said["exit_code"])  # MindSpore would wait for the others first
+    if binding is not None:
+        note_end(control, rank, binding)
     control.barrier("end", rank, int(os.environ["MS_WORKER_NUM"]))
     control.write(f"rank_{rank}.done")
     return 0

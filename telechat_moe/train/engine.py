@@ -159,8 +159,8 @@ class OneProcess(Engine):
             for batch in batches[:-1]:
                 samples += self.train_step.accumulate(*batch)[1:]
         found = self.train_step(*self.optimizer.scalars(number, rate), *batches[-1])
-        output = StepOutput(*found[:6], samples=[*samples, *found[6:]])
-        if self.average is not None and bool(output.applied.asnumpy()):
+        output = StepOutput.fetch(*found[:6], samples=[*samples, *found[6:]])
+        if self.average is not None and output.applied:
             self.average.update(number)
         return output
 

@@ -15,7 +15,6 @@ from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.timings import StepTimer
 from telechat_moe.train.checkpoints import RunCheckpoints
-from telechat_moe.train.engine import Batch
 from telechat_moe.train.evaluate import validation_loss
 from telechat_moe.train.guard import Spike, max_in_a_row
 from telechat_moe.train.monitor import Monitor
@@ -62,7 +61,7 @@ class StepResult(NamedTuple):
     """A step that was computed.
 
     Attributes:
-        batches: What it was computed from.
+        ids: Token ids of its micro-batches.
         output: What the engine returned.
         losses: Next-token, MTP, balance and z-loss.
         norm: Global norm of the gradient before clipping.
@@ -71,7 +70,7 @@ class StepResult(NamedTuple):
         data_seconds: Time spent waiting for data.
     """
 
-    batches: list[Batch]
+    ids: list[np.ndarray]
     output: StepOutput
     losses: tuple[float, float, float]
     norm: float
@@ -231,24 +230,27 @@ class Loop:
         self.timer.lap("data")
         self.ranks.begin_step(step)
         self.ranks.at(f"step {step}, in the graph")
+        ids = [batch[0].asnumpy() for batch in batches]  # before the step has them
         output = self.engine.update(batches, progress.updates + 1, rate, self.guard.limits())
-        lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
-        norm, applied = float(output.norm.asnumpy()), bool(output.applied.asnumpy())
+        lm, mtp, aux = (float(x) for x in output.losses)
+        norm, applied = float(output.norm), bool(output.applied)
         seconds = time.perf_counter() - began
         self.timer.lap("graph")
         self.ranks.end_step(step)
         progress.step = step
         progress.updates += applied
-        return StepResult(batches, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
+        return StepResult(ids, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
 
     def train_one(self) -> Spike | None:
         """Run one step and report it; return what was wrong if its update was left out."""
         first = self.loader.next_sample
         result = self.compute_step()
         step, output = self.progress.step, result.output
-        ids, count = (batch[0] for batch in result.batches), self.loader.next_sample - first
+        count = self.loader.next_sample - first
         sources = self.loader.counts(first, count)
-        self.monitor.samples(step, first, count, ids, result.applied, self.loader.order, sources)
+        self.monitor.samples(
+            step, first, count, result.ids, result.applied, self.loader.order, sources
+        )
         lm, mtp, aux = result.losses
         tokens = count * self.recipe.model_config.seq_length
         self.monitor.tokens_per_step = tokens
@@ -287,7 +289,7 @@ class Loop:
         source_B = self.loader.sources(first, count) if output.samples else None
         if source_B is None:
             return {}
-        each_B2 = np.concatenate([x.asnumpy() for x in output.samples]).astype(np.float64)
+        each_B2 = np.concatenate(output.samples).astype(np.float64)
         found: dict[str, tuple[float, int]] = {}
         for number, name in enumerate(self.sources):
             loss, tokens = each_B2[source_B == number].sum(0)
@@ -298,9 +300,8 @@ class Loop:
     def _record_loads(self, output: StepOutput) -> None:
         """Record the load of every expert where it is due, and how long that takes."""
         began = time.perf_counter()
-        load_LE = output.load_LE.asnumpy()
-        self.rows = self.engine.rows(load_LE)
-        record = self.loads.add(self.progress.step, load_LE)
+        self.rows = self.engine.rows(output.load_LE)
+        record = self.loads.add(self.progress.step, output.load_LE)
         if record is not None:
             self.monitor.expert_loads(self.progress.step, record)
         self.loads.seconds += time.perf_counter() - began
@@ -350,11 +351,11 @@ class Loop:
 
 def _balance(output: StepOutput) -> tuple[list[float], float | None]:
     """Return max over mean expert load of each MoE layer, and the share of pairs dropped."""
-    load_LE = output.load_LE.asnumpy()
+    load_LE = output.load_LE
     if load_LE.ndim != 2 or not load_LE.sum():
         return [], 0.0
     by_layer = load_LE.max(1) / load_LE.mean(1)
     if output.dropped is None:
         return [round(float(x), 4) for x in by_layer], None
-    dropped = float(output.dropped.asnumpy()[0]) / float(load_LE.sum())
+    dropped = float(output.dropped[0]) / float(load_LE.sum())
     return [round(float(x), 4) for x in by_layer], dropped

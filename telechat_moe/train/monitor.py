@@ -209,7 +209,7 @@ class Monitor:
         step: int,
         first: int,
         count: int,
-        input_ids: Iterable[Any],
+        input_ids: Iterable[np.ndarray],
         applied: bool,
         order: np.ndarray | None = None,
         sources: list[int] | None = None,
@@ -224,7 +224,7 @@ class Monitor:
             sources: How many are of each source (``Loader.counts``); None: there is one only.
         """
         if self._samples is not None:
-            content = sample_log.content(ids.asnumpy() for ids in input_ids)
+            content = sample_log.content(input_ids)
             values = {"first": first, "count": count, "content": content, "applied": applied}
             if order is not None:
                 values["order"] = order.tolist()

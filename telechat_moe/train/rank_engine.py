@@ -125,11 +125,11 @@ class RankEngine:
         weights = token_weights(self.model.config, masks, self.micro_batches, self.parts)
         self.program.set_token_weights(weights)
         losses, norm, applied, loads, dropped = self.program(*scalars, *batches[0])
-        counts = bool(applied.asnumpy())  # waits for the end of the step
-        if self.average is not None and counts:
+        output = StepOutput.fetch(losses, norm, None, applied, loads, dropped)
+        if self.average is not None and output.applied:
             self.average.update(number)
-        moves = self.experts.after_step(loads.asnumpy()) if self.experts is not None else ()
-        return StepOutput(losses, norm, None, applied, loads, dropped, moves)
+        moves = self.experts.after_step(output.load_LE) if self.experts is not None else ()
+        return output._replace(moves=moves)
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`telechat_moe.train.engine.Engine.parameters`."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
@@ -20,14 +21,14 @@ from telechat_moe.train.token_weights import LOSS_MASK, token_weights, weights_p
 
 
 class StepOutput(NamedTuple):
-    """What a step returns.
+    """What a step returns, on the host; :meth:`fetch` makes it.
 
     Attributes:
         losses: ``[3]`` fp32: next-token, MTP, balance and z-loss; means over micro-batches.
         norm: Global norm of the gradient before clipping.
-        square_sums: ``[parameters]``, to name the one that is not finite; None where a process has
-            a shard of the gradient only.
-        applied: False when the step was skipped because loss or gradient norm is not finite or too high.
+        square_sums: ``[parameters]``, to name the one that is not finite, still on the device; None where a process
+            has a shard of the gradient only.
+        applied: ``[]``, False when the step was skipped because loss or gradient norm is not finite or too high.
         load_LE: Tokens each expert of each MoE layer got.
         dropped: Pairs dropped, all layers (capacity dispatch; else 0); None if not counted.
         moves: Experts that moved after the step, an entry for each layer.
@@ -35,14 +36,42 @@ class StepOutput(NamedTuple):
             model does not return them.
     """
 
-    losses: Tensor
-    norm: Tensor
+    losses: np.ndarray
+    norm: np.ndarray
     square_sums: Tensor | None
-    applied: Tensor
-    load_LE: Tensor  # noqa: N815
-    dropped: Tensor | None
+    applied: np.ndarray
+    load_LE: np.ndarray  # noqa: N815
+    dropped: np.ndarray | None
     moves: Sequence[Mapping[str, Any]] = ()
-    samples: Sequence[Tensor] = ()
+    samples: Sequence[np.ndarray] = ()
+
+    @staticmethod
+    def fetch(
+        losses: Tensor,
+        norm: Tensor,
+        square_sums: Tensor | None,
+        applied: Tensor,
+        load_LE: Tensor,
+        dropped: Tensor | None,
+        samples: Sequence[Tensor] = (),
+    ) -> "StepOutput":
+        """Wait for the end of a step and bring what it returned to the host: the only place where a step waits.
+
+        The first tensor is waited for; the others are ready then and only copied.
+        """
+        return StepOutput(
+            _copy(losses),
+            _copy(norm),
+            square_sums,
+            _copy(applied),
+            _copy(load_LE),
+            None if dropped is None else _copy(dropped),
+            samples=[_copy(x) for x in samples],
+        )
+
+
+def _copy(tensor: Tensor) -> np.ndarray:
+    return np.array(tensor.asnumpy())
 
 
 class GlobalNorm(nn.Cell):
@@ -271,7 +300,7 @@ class TrainStep(UpdateStep):
     def construct(
         self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the fields of :class:`StepOutput` up to ``dropped``, then what else the model returns.
+        """Return what :meth:`StepOutput.fetch` takes up to ``dropped``, then what else the model returns.
 
         The first three arguments come from ``optimizer.scalars``.
         """

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +58,15 @@ def curve(output: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """A run that nothing interrupts, started with umask 0 and bound to cores."""
+    """A run that nothing interrupts, started with umask 0 and bound to cores; what it said is in ``said``."""
     output = tmp_path_factory.mktemp("launch") / "run"
     with pytest.MonkeyPatch.context() as patch:
         hold = Hold(output.parent, patch)
         hold.at(1)  # until the watch has seen its processes
         before, watch = os.umask(0), Watch(output, hold)
         try:
-            assert main(launch(data, output, "--bind")) == 0
+            with (output.parent / "said").open("w") as said, redirect_stderr(said):
+                assert main(launch(data, output, "--bind")) == 0
         finally:
             os.umask(before)
             watch.end()
@@ -170,6 +172,29 @@ def test_bound_processes_share_no_core(whole: Path) -> None:
     if len(os.sched_getaffinity(0)) > 1:
         assert not set(first) & set(second)
     assert set(first) | set(second) <= os.sched_getaffinity(0)
+    said = (whole.parent / "said").read_text()
+    assert "ranks 0-1: bound at the end as at the start\n" in said
+    assert len(re.findall(r"^rank \d: bound to CPUs .* verified, \d+ threads$", said, re.M)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be bound in two ways")
+def test_a_binding_that_somebody_changes_in_a_run_is_reported(
+    prepared: Path, data: Path, strike: Strike, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def move() -> None:
+        everywhere = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        command = ["taskset", "-apc", everywhere, str(rank(prepared, 1))]
+        subprocess.run(command, check=True, capture_output=True)
+
+    strike(prepared, 4, move)
+    assert main(launch(data, prepared, "--bind")) == 0
+    said = capsys.readouterr().err
+    # The plan first; what was verified after the start, if the run was still there at the second look.
+    assert re.search(r"^rank 0: CPUs [\d,-]+, NUMA node \d \(no NPU\)$", said, re.MULTILINE)
+    [change] = re.findall(r"^binding changed: .*$", said, re.MULTILINE)
+    assert re.match(r"binding changed: rank 1: threads .*python.* may run on CPUs ", change)
+    assert "bound at the end as at the start" not in said
 
 
 def test_the_resolved_recipe_is_the_recipe(whole: Path, data: Path) -> None:
@@ -398,10 +423,9 @@ def test_processes_that_are_not_the_recipe_s_devices_are_refused(
 
 
 def printed(out: str) -> list[tuple[str, list[str]]]:
-    """Return (comment, words of the command) of each host."""
-    lines = out.splitlines()
-    pairs = zip(lines[::2], lines[1::2], strict=True)
-    return [(comment, shlex.split(line)) for comment, line in pairs]
+    """Return (comments, words of the command) of each host."""
+    comments = re.findall(r"((?:^#.*\n)+)^(?!#)(.*)$", out, re.MULTILINE)
+    return [(said.rstrip("\n"), shlex.split(line)) for said, line in comments]
 
 
 def test_the_commands_of_two_hosts_are_printed(
@@ -410,10 +434,12 @@ def test_the_commands_of_two_hosts_are_printed(
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=1 addr=10.0.0.1\nb slots=1 addr=10.0.0.2\n")
     output = tmp_path / "run $(touch pwned)"
-    flags = ("--nodes", str(hosts), "--print", "--bind", "--resume", "--master-port", "8222")
+    flags = ("--nodes", str(hosts), "--print", "--bind=auto", "--resume", "--master-port", "8222")
     assert main(launch(data, output, *flags)) == 0
     found = printed(capsys.readouterr().out)
-    assert [comment for comment, _ in found] == ["# on a: ranks 0 to 0", "# on b: ranks 1 to 1"]
+    there = "\n# each process chooses its cores there, by the topology of that host"
+    said = [f"# on a: ranks 0 to 0{there}", f"# on b: ranks 1 to 1{there}"]
+    assert [comment for comment, _ in found] == said
     for number, (_, words) in enumerate(found):
         msrun = words.index(str(Path(sys.executable).parent / "msrun"))
         assert words[:2] == ["cd", str(Path.cwd())]

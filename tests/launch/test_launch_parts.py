@@ -15,15 +15,12 @@ import pytest
 
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out
-from telechat_moe.launch import affinity as topology
 from telechat_moe.launch import commands, hosts
-from telechat_moe.launch.affinity import Topology
 from telechat_moe.launch.commands import LaunchNode, check_port, make_nodes, remote
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankFailedError, exit_code, stop_on_signal
 from telechat_moe.recipe import load
-from telechat_moe.units import ranges_text
 
 NASTY = "a b$(touch pwned)`touch pwned`';touch pwned;\"&|\n*"
 
@@ -110,106 +107,6 @@ def test_an_address_that_others_cannot_reach_is_refused() -> None:
         make_nodes([Host("localhost", 1), Host("b", 1, "10.0.0.2")], None)
     with pytest.raises(BadInputError, match="add addr=IP"):
         make_nodes([Host("no.such.host.invalid", 1)], None)
-
-
-# ------------------------------------------------------------------------------ cores
-
-
-def machine(root: Path, nodes: dict[int, str], npus: dict[str, int]) -> Path:
-    """Write /sys of a machine: cores of NUMA nodes, NUMA node of each NPU by PCI address."""
-    for node, cores in nodes.items():
-        folder = root / f"devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cores + "\n")
-    for address, node in {"0000:00:01.0": -1, **npus}.items():
-        folder = root / "bus/pci/devices" / address
-        folder.mkdir(parents=True)
-        (folder / "vendor").write_text("0x19e5\n" if address in npus else "0x8086\n")
-        (folder / "class").write_text("0x120000\n")
-        (folder / "numa_node").write_text(f"{node}\n")
-    return root
-
-
-TWO_NODES = {0: "0-7", 1: "8-15"}
-
-
-def test_processes_get_cores_beside_their_npu(tmp_path: Path) -> None:
-    npus = {"0000:c1:00.0": 0, "0000:01:00.0": 1, "0000:02:00.0": 1, "0000:c2:00.0": 0}
-    found = Topology.read(machine(tmp_path, TWO_NODES, npus), set(range(16)))
-    assert found.npus == [1, 1, 0, 0]
-    assert [ranges_text(c, ",") for c in found.cores(4)] == ["8-11", "12-15", "0-3", "4-7"]
-
-
-NPU_SMI = """#!/bin/sh
-[ "$2" = -m ] && printf 'NPU ID  Chip ID  Chip Logic ID  Chip Name\\n0 0 0 Ascend 910B\\n0 1 - Mcu\\n5 0 1 Ascend 910B\\n' && exit
-case $5 in 0) echo '  PCIe Bus Info    : 0000:C1:00.0';; 5) echo '  PCIe Bus Info    : 0000:01:00.0';; esac
-"""
-
-
-def test_device_numbers_are_those_of_npu_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "npu-smi"
-    script.write_text(NPU_SMI)
-    script.chmod(0o755)
-    root = machine(tmp_path / "sys", TWO_NODES, {"0000:01:00.0": 0, "0000:c1:00.0": 1})
-    assert Topology.read(root, {0, 8}).npus == [0, 1]  # by address
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert topology.npu_addresses() == ["0000:c1:00.0", "0000:01:00.0"]
-    assert Topology.read(root, {0, 8}).npus == [1, 0]
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
-    assert Topology.read(root, {0, 8}).cores(1) == [[0]]
-    script.write_text("#!/bin/sh\nexit 1\n")
-    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
-    assert Topology.read(root, {0, 8}).npus == [0, 1]
-
-
-def test_without_npus_processes_spread_over_the_nodes(tmp_path: Path) -> None:
-    found = Topology.read(machine(tmp_path, TWO_NODES, {}), set(range(16)))
-    assert [ranges_text(c, ",") for c in found.cores(3)] == ["0-3", "4-7", "8-15"]
-
-
-def test_cores_that_are_not_allowed_and_nodes_without_any_are_left_out(tmp_path: Path) -> None:
-    nodes = {0: "0-3,16-19", 1: "4-7", 2: ""}
-    found = Topology.read(machine(tmp_path, nodes, {}), {2, 3, 16, 17})
-    assert found.nodes == {0: [2, 3, 16, 17]}
-    assert [ranges_text(c, ",") for c in found.cores(2)] == ["2-3", "16-17"]
-    # An NPU on a node whose cores are not ours does not leave its process without any.
-    assert Topology(found.nodes, [1, 0]).cores(2) == [[2, 3], [16, 17]]
-
-
-def test_more_processes_than_cores_share_them(tmp_path: Path) -> None:
-    assert Topology({0: [0, 1]}, []).cores(4) == [[0], [1], [0], [1]]
-
-
-def test_this_machine_is_read() -> None:
-    found = Topology.read()
-    assert sorted(core for cores in found.nodes.values() for core in cores) == sorted(
-        os.sched_getaffinity(0)
-    )
-
-
-def test_a_process_binds_itself() -> None:
-    code = (
-        "from telechat_moe.launch.affinity import use_cores; import os, subprocess, sys\n"
-        "use_cores(2, int(sys.argv[1]), True)\n"
-        "print(os.environ['OMP_NUM_THREADS'])\n"
-        "subprocess.run(['grep', 'Cpus_allowed_list', '/proc/self/status'], check=True)"
-    )
-    bound = []
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    for place in "01":
-        said = subprocess.run(
-            [sys.executable, "-c", code, place],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment,
-        ).stdout.splitlines()
-        cores = topology.parse_cores(said[1].split()[1])
-        assert len(cores) == int(said[0])
-        bound.append(cores)
-    assert bound == Topology.read().cores(2)
 
 
 # ------------------------------------------------------------------------------ commands

@@ -38,7 +38,7 @@ from telechat_moe.train import (
     sample,
     schedule,
 )
-from telechat_moe.train.engine import OneProcess
+from telechat_moe.train.engine import OneProcess, tensors
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
 from telechat_moe.train.ranks import Ranks
@@ -75,7 +75,7 @@ class Recorder:
         """Read the micro-batches of a step."""
         batches = [next(columns) for _ in range(micro_batches)]
         self.said.append(("read", [_hash(b.values()) for b in batches]))
-        return [tuple(b.values()) for b in batches]
+        return [tensors(b) for b in batches]
 
     def update(self, batches: Any, number: int, rate: float, limits: Any) -> StepOutput:
         """Take a step."""
@@ -84,7 +84,7 @@ class Recorder:
         loss, norm = SPIKES.get(step, (4.0 + 0.01 * step, 1.0 + 0.01 * step))
         applied = loss < limits[1] and norm < limits[0]
         output = (_value([loss, 0, 0]), _value(norm), None, _value(applied), _value([[1.0]]), None)
-        return StepOutput(*output)
+        return StepOutput.fetch(*output)
 
     def culprit(self, output: Any) -> str:
         """Name nothing."""

@@ -100,7 +100,7 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] 
     outcome, waiting = Outcome(), [run for run in sweep.runs if not is_finished(run)]
     running: dict[int, tuple[subprocess.Popen[Any], Run]] = {}
     jobs = min(jobs, len(waiting))
-    shares = Topology.read().cores(jobs) if jobs > 1 else [None]
+    shares = [share.cpus for share in Topology.read().shares(jobs)] if jobs > 1 else [None]
 
     told = False
 

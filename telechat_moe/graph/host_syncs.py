@@ -1,0 +1,91 @@
+"""Which operators of a compiled graph make the host wait for the device, or send it values."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.mindir import Model, find_value
+from telechat_moe.graph.nodes import STRUCTURE, Graph, GraphNode, call_counts, module_of
+
+_WRITES = "sends its values to the host, which writes them"
+_SIZED = "the host learns the size of its output before it can launch what uses it"
+_SENDS = ("Print", "TensorDump")
+_SENDS += ("HistogramSummary", "ImageSummary", "ScalarSummary", "TensorSummary")
+_BY_VALUE = ("MaskedSelect", "NonZero", "NonZeroExt")
+_BY_VALUE += ("Unique", "Unique2", "UniqueConsecutive", "UniqueDim")
+_UNKNOWN = (
+    "shapes are known only while it runs; the host computes them, without waiting for the device"
+)
+
+
+class GraphSync(NamedTuple):
+    """Operators of one kind in one module and phase.
+
+    Attributes:
+        kind: Primitive.
+        module: Dotted name of the cell, as in ``layers.0.attention``.
+        phase: One of :data:`telechat_moe.graph.nodes.PHASES`.
+        times: How often a step runs them.
+        why: What they do to the host.
+        waits: The host waits for the device.
+    """
+
+    kind: str
+    module: str
+    phase: str
+    times: int
+    why: str
+    waits: bool
+
+
+def host_syncs(mindir: bytes) -> list[GraphSync]:
+    """Return the operators that wait or send, and last, as one entry, those whose shapes are dynamic.
+
+    Args:
+        mindir: A serialised graph.
+
+    Raises:
+        BadInputError: It has no operators.
+    """
+    model = Model(mindir)
+    if not any(model.operations()):
+        raise BadInputError("no operators in it")
+    functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
+    times = call_counts(model, functions)
+    found: Counter[tuple[str, str, str, str, bool]] = Counter()
+    unknown = 0
+    for name, function in functions.items():
+        for node in function.nodes.values() if times[name] else ():
+            if not node.kind or node.kind in STRUCTURE or node.kind == "Constant":
+                continue
+            unknown += times[name] * any(d < 0 for dims, _ in node.shapes for d in dims)
+            for why, waits in _reasons(function, node):
+                phase = function.phases[node.name]
+                found[node.kind, module_of(node.scope), phase, why, waits] += times[name]
+    syncs = [
+        GraphSync(kind, module, phase, count, why, waits)
+        for (kind, module, phase, why, waits), count in found.items()
+    ]
+    if unknown:
+        syncs.append(GraphSync("dynamic shapes", "all", "all", unknown, _UNKNOWN, False))
+    return syncs
+
+
+def _reasons(function: Graph, node: GraphNode) -> Iterator[tuple[str, bool]]:
+    """Yield what a node does to the host, and whether the host waits."""
+    if node.kind in _SENDS:
+        yield _WRITES, False
+    if node.kind in _BY_VALUE:
+        yield _SIZED, True
+    if node.kind == "MoveTo":
+        given = [_constant(function, name) for name in node.inputs[1:]]
+        if "CPU" in given:
+            waits = True in given
+            yield "copies to the host" + (", which waits" if waits else ""), waits
+
+
+def _constant(function: Graph, name: str) -> object:
+    """Return the value of a constant input; None for another."""
+    node = function.nodes.get(name)
+    return None if node is None else find_value(node.proto.attribute, "value")

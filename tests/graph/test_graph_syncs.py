@@ -1,0 +1,61 @@
+"""Operators of an exported graph that make the host wait."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+from telechat_moe.cli import main
+from telechat_moe.graph.host_syncs import host_syncs
+
+EXPORT = """
+import sys
+import mindspore as ms, numpy as np
+from mindspore import Tensor, nn, ops
+ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+class Inner(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.places, self.show, self.to_host, self.mul = ops.NonZero(), ops.Print(), ops.MoveTo(), ops.Mul()
+    def construct(self, x):
+        self.show("x", x)
+        return self.mul(self.places(x), 2), self.to_host(x, "CPU", True), self.to_host(x + 1, "CPU", False)
+class Plain(nn.Cell):
+    def construct(self, x):
+        return x * 2 + 1
+class Net(nn.Cell):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def construct(self, x):
+        return self.inner(x)
+x = Tensor(np.ones((2, 3), np.float32))
+for name, inner in (("waits", Inner()), ("plain", Plain())):
+    ms.export(Net(inner), x, file_name=f"{sys.argv[1]}/{name}", file_format="MINDIR")
+"""
+
+
+def test_operators_that_reach_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "export.py"  # MindSpore reads the source of a cell
+    script.write_text(EXPORT)
+    subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True)
+    found = host_syncs((tmp_path / "waits.mindir").read_bytes())
+    assert {(one.kind, one.module, one.times, one.waits) for one in found} == {
+        ("NonZero", "inner", 1, True),
+        ("MoveTo", "inner", 1, True),
+        ("MoveTo", "inner", 1, False),
+        ("Print", "inner", 1, False),
+        ("dynamic shapes", "all", 2, False),
+    }
+    assert not host_syncs((tmp_path / "plain.mindir").read_bytes())
+    words = ["check", "telechat3_moe/pretrain_tiny.yaml", "--host-syncs", "--graph"]
+    assert main([*words, str(tmp_path / "waits.mindir")]) == 0
+    said = capsys.readouterr().out
+    assert "waits.mindir: operators that reach the host\n" in said
+    assert "copies to the host, which waits" in said
+    assert main([*words, str(tmp_path / "plain.mindir")]) == 0
+    assert "plain.mindir: operators that reach the host: none" in capsys.readouterr().out
