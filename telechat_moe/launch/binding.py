@@ -198,11 +198,13 @@ class BindingWatch:
     looked: float = 0.0
 
     def look(self) -> None:
-        """Look at ranks that have begun, if it is time again."""
-        if time.monotonic() - self.looked < LOOK_S:
-            return
-        self.looked = time.monotonic()
+        """Look at ranks that have just begun, and at all if it is time again."""
+        is_due = time.monotonic() - self.looked >= LOOK_S
+        if is_due:
+            self.looked = time.monotonic()
         for rank in self.ranks:
+            if rank in self.bound and not is_due:
+                continue
             noted = self.control.read(f"rank_{rank}.bound")
             begun = self.control.read(f"rank_{rank}.at")
             if noted is None or begun is None:
