@@ -65,7 +65,7 @@ def test_samples_add_up_to_the_loss_and_change_nothing(backend: str, per_token: 
 class Numbered:
     """A source whose samples are its number and theirs."""
 
-    samples_per_pass, seq_length = 100, 4
+    samples_per_pass, seq_length, source = 100, 4, None
 
     def __init__(self, number: int) -> None:
         self.number = number
