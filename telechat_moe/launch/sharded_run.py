@@ -220,7 +220,7 @@ def dispatch_text(recipe: Recipe) -> str:
 
 def one_process(recipe: Recipe) -> Recipe:
     """Return the same training on one device: the same global batch in as many micro-batches, plain operators."""
-    rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
+    rows = recipe.micro_batch_samples
     runner = replace(
         recipe.runner_config, batch_size=rows, gradient_accumulation_steps=micro_batches(recipe)
     )

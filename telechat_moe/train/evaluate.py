@@ -3,7 +3,7 @@
 from telechat_moe.data import Loader, open_valid
 from telechat_moe.data.dataset import Dataset
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.recipe import mesh_of, micro_batches
+from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.train.engine import Engine, tensors
 
 
@@ -26,7 +26,7 @@ def validation_loss(recipe: Recipe, engine: Engine) -> tuple[float, dict[str, fl
 
 def _loss(recipe: Recipe, engine: Engine, data: Dataset) -> float:
     """Return the loss on one source."""
-    batch = min(recipe.runner_config.batch_size * mesh_of(recipe).dp, len(data))
+    batch = min(recipe.micro_batch_samples, len(data))
     total = weight = 0.0
     # Whole global batches, so that every layout evaluates the same samples.
     whole = len(data) // recipe.global_batch or 1

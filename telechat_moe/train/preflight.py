@@ -301,7 +301,7 @@ def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
         BadInputError: The data are not there, broken or too few.
         RankDiedError: The process that reads them ended.
     """
-    rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
+    rows = recipe.micro_batch_samples
     given: dict[str, Any] = {"epochs": None, "deal_to": dealt_to(recipe)}
     if isinstance(shared, Subscriber):
         return FollowingLoader(shared, rows, **given)

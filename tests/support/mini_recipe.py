@@ -11,6 +11,16 @@ from telechat_moe.recipe.weights import weights
 
 STEPS = 12
 SPREAD = {"use_parallel": True, "parallel__parallel_mode": 1, "parallel__full_batch": True}
+TP2_PP2 = {
+    **SPREAD,
+    "parallel_config__model_parallel": 2,
+    "parallel_config__use_seq_parallel": True,
+    "parallel_config__pipeline_stage": 2,
+    "parallel_config__micro_batch_num": 2,
+    "callbacks__1__micro_batch_num": 2,
+    "runner_config__batch_size": 2,
+    "model__model_config__batch_size": 2,
+}
 OVERRIDES = {
     "model.model_config.vocab_size": 64,
     "model.model_config.hidden_size": 32,

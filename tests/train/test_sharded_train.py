@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mini_recipe import SPREAD
+from mini_recipe import SPREAD, TP2_PP2
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
@@ -43,16 +43,6 @@ BESIDE = {
     "callbacks__1__gradient_accumulation_steps": 2,
     "telechat_moe__sharding__dispatcher": "alltoallv",
     "telechat_moe__sharding__overlap_exchange": True,
-}
-TP2_PP2 = {
-    **SPREAD,
-    "parallel_config__model_parallel": 2,
-    "parallel_config__use_seq_parallel": True,
-    "parallel_config__pipeline_stage": 2,
-    "parallel_config__micro_batch_num": 2,
-    "callbacks__1__micro_batch_num": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
 }
 TP2 = {
     **SPREAD,

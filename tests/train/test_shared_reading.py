@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mini_recipe as mini
 import pytest
-from mini_recipe import SPREAD
+from mini_recipe import SPREAD, TP2_PP2
 
 from telechat_moe.processes import Control
 
@@ -27,16 +27,6 @@ DOCUMENTS = {
 DP2 = {
     **SPREAD,
     "parallel_config__data_parallel": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
-}
-TP2_PP2 = {
-    **SPREAD,
-    "parallel_config__model_parallel": 2,
-    "parallel_config__use_seq_parallel": True,
-    "parallel_config__pipeline_stage": 2,
-    "parallel_config__micro_batch_num": 2,
-    "callbacks__1__micro_batch_num": 2,
     "runner_config__batch_size": 2,
     "model__model_config__batch_size": 2,
 }
