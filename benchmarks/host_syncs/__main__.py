@@ -12,7 +12,6 @@ loads of 64 experts in 45 layers), so that nothing is left to wait for but what 
 
 import argparse
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import answer
+from benchmarks.ops.measure import processor
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds[name].append(time.perf_counter() - began)
     found = {name: np.array(times) * 1e6 for name, times in seconds.items()}
     result: dict[str, Any] = {
-        "machine": f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores",
+        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
         "command": "python -m benchmarks.host_syncs",
         "rounds": args.rounds,
         "layers": LAYERS,
