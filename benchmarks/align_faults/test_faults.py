@@ -225,6 +225,14 @@ def test_right_runs_of_two_layouts_pass_though_tokens_go_elsewhere(number):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [163, 763, 775, 1447])
+def test_right_runs_of_two_layouts_pass(number):
+    """Test rows of experts after other choices, an expert of a rank with other data, zeros, rows of half a sequence."""
+    pair = suite.judge_pair(*suite.pair_of(list(LAYOUTS), 0, number))
+    assert (pair.verdict, pair.unknown) == ("pass", 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2139, 2163])
 def test_no_limit_follows_from_deviations_that_overflow(number):
     """Test second steps in narrow types, whose weights follow from Adam's division by almost nothing."""

@@ -101,17 +101,26 @@ def test_equal_tensors_are_told_apart_by_their_files():
     np.testing.assert_array_equal(followed.made[0, (calls[2].key, "output.0")].value, 3 * one)
 
 
-def test_a_constant_that_cannot_be_recomputed_is_not_taken_for_others():
+def test_what_send_returns_is_not_taken_for_others():
     """What Send returns means nothing; it may be a zero, as an argument of another call is."""
     x, zero = np.arange(8, dtype=np.float32), np.zeros(1, np.float32)
     outputs = [
         tensor(name, values) for name, values in (("u.npy", zero), ("a.npy", x), ("b.npy", x))
     ]
     calls = [
-        called("Mystery", 0, [tensor("x.npy", x)], outputs[0]),
+        called("Send", 0, [tensor("x.npy", x)], outputs[0]),
         added(0, [tensor("x.npy", x), tensor("zero.npy", zero)], outputs[1]),
         added(1, [tensor("x.npy", x), outputs[0]], outputs[2]),
     ]
     made = Followed([rank_dump({call.key: call for call in calls})]).made
     np.testing.assert_array_equal(made[0, (calls[1].key, "output.0")].value, x)
     assert (0, (calls[2].key, "output.0")) not in made
+
+
+def test_a_zero_that_cannot_be_recomputed_is_not_taken_for_a_constant():
+    """A gradient may be all zeros where another choice of experts makes it something else."""
+    x, zeros = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
+    records = [TensorRecord("float32", (8,), read=lambda v=v: v) for v in (x, zeros, x)]
+    calls = [called("Mystery", 0, records[:1], records[1]), added(0, records[:2], records[2])]
+    made = Followed([rank_dump({call.key: call for call in calls})]).made
+    assert (0, (calls[1].key, "output.0")) not in made

@@ -1,8 +1,7 @@
 """Record what a MindSpore graph computes, on CPU: ``capture(net, x, out="dump")``, or a recipe's training steps.
 
 The net is compiled as MindSpore compiles it (MindIR), gets a tap behind each operator (``graph/tap.py``) and runs. So a
-net that differentiates and updates is recorded with forward, backward and updates, and fused operators appear as they
-run.
+net that differentiates and updates is recorded with all of that, and fused operators appear as they run.
 """
 
 import fnmatch
@@ -108,8 +107,7 @@ def capture_recipe(
 ) -> Dump:
     """Run the first steps of a recipe as in training, and write what the selected operators compute.
 
-    A recipe for several devices runs as in ``telechat-moe run-sharded``: one process for each rank, graphs of the
-    parallel compiler.
+    A recipe for several devices runs as in ``telechat-moe run-sharded``: a process and a graph for each rank.
 
     Args:
         steps: Steps to record, from 0.

@@ -2,8 +2,7 @@
 
 Operators carry the layouts of their inputs and outputs from the parallel compiler; those of weights and moments follow
 from the recipe; a gradient has the layout of its weight, and holds terms of a sum before its reduction. An elementwise
-operator keeps the layout of its input; a product over a sharded dimension makes terms of a sum. Other layouts are
-unknown.
+operator keeps its input's layout; a product over a sharded dimension makes terms of a sum. Others are unknown.
 """
 
 from collections.abc import Mapping

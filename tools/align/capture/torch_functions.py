@@ -22,10 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optim
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
@@ -329,8 +326,8 @@ def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
     recorder = _Recorder(calls, names)
     updates = _Optimizers(calls, recorder, names)
     hooks = (
-        register_optimizer_step_pre_hook(updates.begin),
-        register_optimizer_step_post_hook(updates.end),
+        optim.register_optimizer_step_pre_hook(updates.begin),
+        optim.register_optimizer_step_post_hook(updates.end),
     )
     try:
         with recorder, names:
@@ -387,7 +384,7 @@ def run_script(
     sys.path.insert(0, str(Path(script).resolve().parent))
     with capture(modules) as calls:
         cut = _Steps(calls, steps)
-        hook = register_optimizer_step_post_hook(cut.end)
+        hook = optim.register_optimizer_step_post_hook(cut.end)
         try:
             runpy.run_path(script, run_name="__main__")
         finally:

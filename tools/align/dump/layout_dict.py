@@ -3,8 +3,7 @@
 ``Device Matrix`` is the length of each axis, ``Alias Name`` their names, ``Rank List`` the devices in the order of the
 matrix. ``Tensor Map`` has for each dimension -1 or the axis that shards it, counted from the right, or a list of axes,
 outermost first. ``Partial`` has null or a reduction for each axis. The axis ``interleaved_parallel``, always the last,
-does not count devices: a device holds all shards along it, one after another, and the matrix with it counts virtual
-devices.
+does not count devices: a device holds all its shards, one after another, and the matrix counts virtual devices.
 
 This package adds ``Cyclic`` (axes), ``Blocks``, ``Local`` (axes), ``Calls`` (axis), ``Sizes``, ``Owned``, ``Padded``
 (by dimension; ``flat`` is the flattened shard) and ``Flat`` (axes); see :class:`records.TensorLayout`.

@@ -1,8 +1,7 @@
 """Merge the shards of many ranks into one tensor, and compare the copies that several ranks hold.
 
 Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-batch shards are all indices
-(``ranges.py``). A layout that contradicts its shards is refused. Copies of one shard are compared: where they differ,
-the finding names rank, element and values.
+(``ranges.py``). A layout that contradicts its shards is refused. Copies that differ are named by rank, element and values.
 
 Values are read in blocks of the whole tensor, so a tensor of any size merges in bounded memory.
 """
@@ -309,8 +308,7 @@ def logical_regions(
 ) -> Logical:
     """Return the tensor whose shards hold given regions, as (begin, end) of every dimension, by rank.
 
-    Where the calls of a rank hold different shards (micro-batches, whose number may differ between ranks), the keys
-    are (rank, call).
+    Where the calls of a rank hold different shards (micro-batches, not always as many), keys are (rank, call).
     """
     records = _records(shards)
     ranges = locate_regions(

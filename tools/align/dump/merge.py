@@ -1,8 +1,7 @@
 """Merge a dump of many ranks into one of whole tensors, as a run on one device would have written it.
 
 A tensor's layout is the one in its records, else the one that the caller gives (:class:`Said`); without either, tensors
-whose bits are equal on all their ranks are copies. A tensor whose shards contradict its layout is not merged: it is
-reported with the reason.
+whose bits are equal on all their ranks are copies. A tensor whose shards contradict its layout is not merged, but reported.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Read dumps of msprobe, written under MindSpore or PyTorch, without either of them: ``read("dump")``.
 
 ``step*/rank*|proc*`` (also below ``pynative/`` and ``graph/``) with ``dump.json``, perhaps ``stack.json`` and
-``construct.json``, and ``dump_tensor_data/``. The order of the keys, in which calls ended, is kept. Broken input raises
-a :class:`BadInputError` with file and key.
+``construct.json``, and ``dump_tensor_data/``. The keys are in the order in which calls ended. Broken input is a :class:`BadInputError`.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Native dumps of MindSpore: ``statistic.csv`` with a row for each input and output, and ``.npy`` files beside it.
 
 Tree: ``rank_<rank>/<net>/<graph>/<iteration>/statistic.csv``; a file alone is rank 0, step 0. Columns are found by their
-titles. Values: ``<type>.<name>.<task>.<stream>.<time>.<input|output>.<slot>.<format>.<dtype>.npy``; names longer than a
-file may have are listed in ``mapping.csv``.
+titles. Values: ``<type>.<name>.<task>.<stream>.<time>.<input|output>.<slot>.<format>.<dtype>.npy``; too long names are in ``mapping.csv``.
 """
 
 import csv

@@ -86,8 +86,7 @@ def across(
 
     Args:
         links: A map; if empty, gradients, weights and states are linked by the name of their weight.
-        tolerance: The relative L2 distance allowed for whole tensors; None: derived for each tensor, or else taken by
-            type from :data:`TOLERANCE`.
+        tolerance: The relative L2 distance allowed for whole tensors; None: derived, or else by type from :data:`TOLERANCE`.
         progress: Called as calls are recomputed and as shared tensors are compared.
         standard: Judges the shared tensors in place of distances.
     """
@@ -296,8 +295,7 @@ class _Points:
     ) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
 
-        Adam divides by a root that may be almost zero, so tiny differences between gradients can move a weight by the
-        learning rate.
+        Adam divides by a root that may be almost zero: tiny differences can move a weight by the learning rate.
         """
         state, _, when = name.rpartition(" ")
         one, other = near[name]

@@ -67,8 +67,7 @@ def bisect(
 
     Args:
         known: Results of earlier comparisons with the same reference; new ones are added.
-        itself: The reference is the target, perhaps with tensors of another layout in its shards (``shards.py``); that
-            calls agree with it shows nothing.
+        itself: The reference is the target, perhaps with another layout's tensors (``shards.py``): to agree shows nothing.
         progress: Called as calls are recomputed.
         standard: Judge tensors by a published standard, in place of recomputation and data flow.
     """
@@ -393,8 +392,7 @@ def _only(call: Call, word: str) -> str:
 def _gave_back(call: Call, *runs: RankDump) -> bool:
     """Return whether a call, or its forward call, returned its own argument in one of the runs.
 
-    For example a cast to the same type, or a detached or copied tensor: another run may omit it, and torch has no
-    backward call for it.
+    Such as a cast to the same type or a copy: another run may omit it, and torch has no backward call for it.
     """
     for forward in (run.calls.get(call.forward_key) for run in runs):
         if forward is None or not forward.given() or len(forward.made()) != 1:

@@ -124,7 +124,12 @@ def kind_of(call: Call) -> str | None:
 
 def is_exchange(call: Call) -> bool:
     """Return whether a call is a collective, a send or a receive."""
-    return kind_of(call) is not None or _short(call) in _SEND | _RECEIVE
+    return kind_of(call) is not None or is_send(call) or _short(call) in _RECEIVE
+
+
+def is_send(call: Call) -> bool:
+    """Return whether a call sends a message; what it returns is never written."""
+    return _short(call) in _SEND
 
 
 class Meeting(NamedTuple):
@@ -219,13 +224,12 @@ def _short(call: Call) -> str:
 
 def _ends(call: Call, rank: int) -> list[int]:
     """Return which rank sends a message of a rank and which receives it; the rank alone: the dump does not show it."""
-    sends = _short(call) in _SEND
     given = (call.kwargs.get(name) for name in ("dst", "dest_rank", "src", "src_rank", "peer"))
     numbers = (v.value for v in (*given, *call.inputs) if isinstance(v, Scalar))
     peer = next((n for n in numbers if type(n) is int), None)
     if peer is None:
         return [rank]
-    return [rank, peer] if sends else [peer, rank]
+    return [rank, peer] if is_send(call) else [peer, rank]
 
 
 def _tag(call: Call) -> list[int]:
@@ -272,7 +276,7 @@ def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[R
             why = f"arguments do not fit {given.name}: {error}"
     receivers = ranks if expected is not None else [*keys]
     for rank in ranks[-1:] if kind == MESSAGE else receivers:
-        if (call := calls.get(rank)) is None or _short(call) in _SEND:
+        if (call := calls.get(rank)) is None or is_send(call):
             continue
         own = not_judged(call.key, why)
         if expected is not None:
@@ -340,8 +344,7 @@ def flat(value: Value) -> Iterator[TensorRecord]:
 def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str] | None:
     """Return what a wrong exchange did instead: no reduction, another group, a doubled term, another order.
 
-    The weight of each rank's contribution is found by least squares; weights that explain the whole tensor are an
-    answer. ``dumps`` are all ranks of the step.
+    The weight of each rank's contribution is found by least squares; those that explain the whole tensor answer.
     """
     values = list(flat(received.call.outputs))
     if len(values) != 1 or values[0].read is None or not is_float(values[0].dtype):

@@ -374,8 +374,7 @@ def content_of(values: Array) -> bytes:
 def _gradient_place(call: Call, back: Call, name: str) -> str | None:
     """Return which output of a backward call is the gradient of an input of its forward call.
 
-    msprobe writes an entry for each positional argument, null where it is no tensor; other writers write one for each
-    tensor that needs a gradient.
+    msprobe writes an entry, or null, for each positional argument; others one for each tensor that needs a gradient.
     """
     taken = [(p, t) for p, t in call.given() if p.startswith("input") and is_float(t.dtype)]
     wanted = [place for place, tensor in taken if tensor.requires_grad is not False]

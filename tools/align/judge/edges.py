@@ -1,8 +1,7 @@
 """Judge the edges of a run's data flow: is each input what an earlier call made, as in the reference?
 
 An edge of the reference must also hold in the target. A tensor that changed on the way (dropped, permuted, stale, from
-another rank) is found even though every operator computes correctly. Nothing is demanded of the target that does not
-hold in the reference itself.
+another rank) is found even though every operator computes correctly. Only what holds in the reference is demanded.
 """
 
 from collections.abc import Iterator
@@ -56,8 +55,7 @@ def wanted(place: Place, reference: DataFlow, target: DataFlow) -> tuple[Array, 
 def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
     """Yield inputs of the target that are not what they should be.
 
-    An input that calls of the reference made must equal what the same call made in the target; an input from outside
-    (weights, data) must equal the reference's.
+    What calls of the reference made must equal what they made in the target; what comes from outside the reference's.
     """
     for place in reference.inputs():
         tensor = target.tensors.get(place)

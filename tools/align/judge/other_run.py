@@ -6,11 +6,9 @@ peers (calls of the same operator and widths in the same pair of runs), or else 
 operator makes small, compared with what it makes of others forward and backward, may gain more. Beyond :data:`BEYOND`
 times that is a fault: of the whole, of a row, of an element, or of the mean scale of all rows. Where some
 rows or columns differ much more than the rest (tokens that were routed otherwise), an operator that may mix them is
-wrong only beyond what those explain. What lies between, and what would hide a tensor that is altogether wrong, is not
-judged.
+wrong only beyond what those explain. What lies between, or would hide a tensor that is all wrong, is not judged.
 
-Dumps without values get the same rule with what they have: statistics can show a fault, never that there is none;
-equal checksums show that tensors are equal.
+Dumps without values get the same rule: statistics can show a fault, never that there is none; checksums equality.
 """
 
 from bisect import insort

@@ -1,7 +1,6 @@
 """Points: tensors that two runs must have in common, whatever their layouts, merged over all ranks.
 
-They are gradients of weights, weights and states before and after their update, and the choices of routers; ``links.py``
-adds the tensors that a map names.
+They are gradients of weights, weights and states around their update, choices of routers, and what a map names.
 """
 
 from collections import Counter

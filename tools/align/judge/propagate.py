@@ -19,7 +19,7 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
-from telechat_moe.tools.align.judge.collectives import bind, is_exchange, meetings
+from telechat_moe.tools.align.judge.collectives import bind, is_exchange, is_send, meetings
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, content_of, significant
 from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
@@ -140,8 +140,8 @@ class Followed:
                 self._held[rank] |= dict.fromkeys(keys, None if empty else own)
                 if not is_float(record.dtype):
                     self._sizes[rank].keep(record.load(), own.value)
-            else:  # where all values are alike, only the file: others are equal to it by chance
-                for key in keys[:-1] if len(np.unique(record.load())) < 2 else keys:
+            else:  # what Send returns is never written, so others are equal to it by chance
+                for key in keys[:-1] if is_send(call) else keys:
                     self._held[rank].setdefault(key, None)
 
     def _fits(self, shape: tuple[int, ...], record: TensorRecord) -> bool:
@@ -350,8 +350,7 @@ def _rounded(own: Held, dtype: str) -> Held:
 def allowed(squares: float, size: float) -> float:
     """Return the largest relative L2 distance of two correct runs, by the sum of squared deviations of one.
 
-    As in all bounds, eight standard deviations are allowed: a tensor's errors may have one cause, so their norm is as
-    uncertain as one error.
+    As in all bounds, eight standard deviations: errors may have one cause, so their norm is as uncertain as one.
     """
     return SIGMAS * (2 * squares) ** 0.5 / size if size else 0.0
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of, meetings
 from telechat_moe.tools.align.judge.data_flow import backward_key
 from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.other_run import BEYOND
+from telechat_moe.tools.align.judge.pins import choice_of, chose_otherwise
 from telechat_moe.tools.align.judge.propagate import can_follow
 from telechat_moe.tools.align.operators.approx import Array
 
@@ -45,14 +47,19 @@ def in_shards(reference: Dump, target: Dump) -> Dump:
 def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[RankDump]:
     known = {dump.rank: dump.calls for dump in target}
     groups = {(*m.group,) for m in meetings(target) if len(m.group) > 1}
+    otherwise = chose_otherwise(reference, target) > 0
     cut: dict[tuple[int, str], Call] = {}
     kinds: dict[Any, list[tuple[int, str]]] = {}
     for dump in target:
         sums = [[known[r] for r in g if r != dump.rank] for g in groups if dump.rank in g]
+        chosen = False
         for key, mates in _mates(reference, dump).items():
-            call = _cut(dump.calls[key], mates, [[c.get(key) for c in ranks] for ranks in sums])
+            own, same = dump.calls[key], mates[0].key
+            rest = [r.calls[same] for r in reference if same in r.calls]
+            call = _cut(own, mates, rest, [[c.get(key) for c in ranks] for ranks in sums])
+            chosen |= otherwise and choice_of(own) is not None
             if call is not None:
-                cut[dump.rank, key] = call
+                cut[dump.rank, key] = call = _without_counts(own, call) if chosen else call
                 kinds.setdefault(_kind(call, mates[0]), []).append((dump.rank, key))
     kinds.pop(None, None)
     for places in kinds.values():  # does it make shards of shards, or terms, at all?
@@ -64,6 +71,16 @@ def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[Ran
         replace(dump, calls={k: cut.get((dump.rank, k), c) for k, c in dump.calls.items()})
         for dump in target
     ]
+
+
+def _without_counts(call: Call, cut: Call) -> Call:
+    """Return a cut call with its own integers, unless it takes the reference's numbers: tokens of experts that others chose."""
+    golden = dict(cut.tensors())
+    given = [_apart(t.load(), golden[p].load()) for p, t in call.given() if is_float(t.dtype)]
+    if max(given, default=1.0) < _NEAR:
+        return cut
+    own = {place: t for place, t in call.tensors() if not is_float(t.dtype)}
+    return changed(cut, lambda place, value: own.get(place, value), results=True)
 
 
 def is_own(reference: Call | None, target: Call | None) -> bool:
@@ -137,18 +154,26 @@ def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str
     return alike / max(1, count), pairs
 
 
-def _cut(call: Call, mates: list[Call], sums: list[list[Call | None]]) -> Call | None:
-    """Return a call with the reference's tensors; None: some of them cannot be put together."""
-    theirs, others = [dict(m.tensors()) for m in mates], [[c for c in s if c] for s in sums]
+def _cut(
+    call: Call, mates: list[Call], rest: list[Call], sums: list[list[Call | None]]
+) -> Call | None:
+    """Return a call with the reference's tensors; None: some cannot be put together. The rest may have an expert's weight."""
+    theirs, every = ([dict(m.tensors()) for m in calls] for calls in (mates, rest))
+    others = [[c for c in s if c] for s in sums]
     found: dict[str, TensorRecord] = {}
     for place, record in call.tensors():
         own = [t for tensors in theirs if (t := tensors.get(place)) is not None and t.read]
         known = [[dict(c.tensors()).get(place, record) for c in calls] for calls in others]
         terms = [[t.load() for t in ts if t.read and t.shape == record.shape] for ts in known]
         once = {x.tobytes(): x for x in (t.load() for t in own)}  # of copies one
-        values = _golden(record.load(), [*once.values()], terms) if own and record.read else None
-        if values is None:
+        x = record.load() if own and record.read else None
+        values = None if x is None else _golden(x, [*once.values()], terms)
+        if x is None or values is None:
             return None
+        if x.dtype.kind == "f" and _apart(x, values) > _NEAR:
+            more = [t.load() for m in every if (t := m.get(place)) is not None and t.read]
+            options = [v for v in (values, _golden(x, more, [])) if v is not None]
+            values = _most_alike(x, options)
         found[place] = replace(record, dtype=own[0].dtype, read=lambda values=values: values)
     return changed(call, lambda place, value: found.get(place, value), results=True)
 
@@ -160,7 +185,7 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | N
         terms: The tensors of the other ranks of each group that may have to add it up.
     """
     options: list[Array] = []
-    sums = [[np.zeros((), x.dtype)], *(t for t in terms if t and x.dtype.kind == "f")]
+    sums = [[np.zeros((), x.dtype)], *(t for t in terms if t and x.dtype.kind in "fi")]
     for others in sums:
         best = _most_alike(x, options)
         if best is not None and _apart(x, best) < _NEAR:

@@ -1,8 +1,7 @@
 """Say more about the first tensor in which two programs differ: where each made it, and which of them is wrong.
 
 Upstream of it, back to tensors that agree, the calls of both runs are taken together. If the reference's are not what
-their inputs give, the reference is wrong. Else both compute correctly, but something else: other settings, if numbers
-in the calls differ, or another formula.
+their inputs give, the reference is wrong. Else both compute correctly, but with other settings or another formula.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,8 +53,7 @@ class Sides:
     def rejoins(self, point: Point) -> bool:
         """Return whether all that the target computes from a tensor of the forward pass agrees with the reference.
 
-        Then the programs compute it differently (a router's weights may be applied before or after an expert's last
-        product), and neither is wrong.
+        Then the programs compute it differently (router's weights before or after an expert's last product), legally.
         """
         flow = _flow(self.target, point)
         content = flow and flow.content.get((point.key, point.place))

@@ -2,8 +2,7 @@
 
 Every tensor of a call must meet the standard against the reference's. A choice (of experts, arg-max, sort) that came
 out otherwise is legal if isolated replay gives it from its own scores. From then on, calls that fail the standard are
-judged by isolated replay, too, because their inputs may follow from the choice; so are calls of all ranks, and of the
-steps after it.
+judged by isolated replay, too, as their inputs may follow from the choice; so are all ranks, and the steps after it.
 """
 
 import math

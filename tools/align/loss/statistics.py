@@ -106,8 +106,7 @@ def tame(d: Floats, limit: float = 4.5) -> Floats:
 def whiten(d: Floats, most: int = 6) -> Whitened:
     """Fit an autoregressive model to the noise of d and remove it.
 
-    The order (0 to ``most``) is chosen by the Bayesian information criterion; neither a change of level nor a change of
-    the noise's size counts as correlation.
+    The order (0 to ``most``) is chosen by the Bayesian information criterion; a change of level or of the noise's size is none.
     """
     residual = d - levels(d)
     # Stretches of little noise, such as before rounding errors have grown, say nothing about the rest.
@@ -255,8 +254,7 @@ class Scan(NamedTuple):
 def scan(blocks: Blocks, alpha: float, least: float = 0.0, draws: int = 400, seed: int = 0) -> Scan:
     """Search all stretches of the run for a mean other than 0, at least of size ``least``.
 
-    The distribution under noise alone is simulated by random signs: in equivalent runs each block's difference could as
-    well have had the other sign.
+    Noise alone is simulated by random signs: in equivalent runs each block's difference could have the other one.
     """
     generator = np.random.default_rng(seed)
     count = len(blocks.means)

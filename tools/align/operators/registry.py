@@ -1,7 +1,6 @@
 """Names and signatures of operators, in PyTorch's and MindSpore's spellings.
 
-A formula takes :class:`Arguments` and returns its outputs: :class:`Approx` for floating-point results, plain arrays for
-integers and booleans, which must be exact.
+A formula takes :class:`Arguments` and returns its outputs: :class:`Approx` for floating-point results, exact plain arrays for others.
 """
 
 import ast

@@ -14,8 +14,7 @@ _WIDE = 5  # calls shown at one distance
 def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
     """Return the neighbourhood of a call in the data flow; None: the call is not in the dump.
 
-    Plain JSON types: ``nodes`` (key, name, phase, layer's module, distance: below 0 before the call) and ``edges``
-    (from, to, tensor, shape).
+    Plain JSON types: ``nodes`` (key, name, phase, module, distance: below 0 before) and ``edges`` (from, to, tensor, shape).
     """
     found = dump.ranks.get((step, rank))
     if found is None or key not in found.calls:
