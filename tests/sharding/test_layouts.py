@@ -162,7 +162,9 @@ def _compare(got):
 
     assert compare.steps(got.ranks, compare.APPLIED).all()
     norms = compare.steps(got.ranks, compare.NORM)
-    np.testing.assert_allclose(norms, [step[compare.NORM] for step in reference], rtol=BOUND)
+    expected = [step[compare.NORM] for step in reference]
+    np.testing.assert_allclose(norms[0], expected[0], rtol=BOUND)
+    np.testing.assert_allclose(norms, expected, rtol=later)
 
     # Loads count every token of the batch once, so they are reduced over all devices that hold some.
     loads = compare.steps(got.ranks, compare.LOADS)
