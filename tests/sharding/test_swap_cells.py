@@ -1,9 +1,13 @@
 """What `swap_config` marks in a model, and what MindSpore makes of the marks in the compiled graph."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
+
+from mindspore import nn
 
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject, report, swap_text
@@ -41,7 +45,7 @@ def model_of(changes: dict[str, object]) -> CausalLM:
         return CausalLM(recipe_with(changes).model_config)
 
 
-def marked(cell: object) -> set[int]:
+def marked(cell: nn.Cell) -> set[int]:
     """Return the prefetches of the marked primitives below a cell."""
     found = [p.attrs for _, _, p in primitives(cell)]
     return {attrs["backward_prefetch"] for attrs in found if attrs.get("offload")}
@@ -88,7 +92,7 @@ def test_every_part_is_a_part_of_the_model(compressed: bool) -> None:
         assert ("attention.q_down" in parts(recipe.model_config, number)) is compressed
 
 
-def graph_of(changes: dict[str, object]) -> dict[str, object]:
+def graph_of(changes: dict[str, object]) -> dict[str, Any]:
     recipe = recipe_with(changes)
     (graph,) = compile_recipe(recipe, [0])
     subject = Subject("a", mesh_of(recipe), Expected(*even_exchange(recipe)))

@@ -9,10 +9,20 @@ t with sequence parallelism), D those of a device, P pairs of token and expert; 
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from telechat_moe.tools.plan.cost.columns import Array, Columns
+
+MOVED: Final = (1.0, 0.74)
+"""Bytes that MindSpore moves to the host's memory of a dense and of a MoE layer, over those that it keeps (docs/swap.md)."""
+
+FREED: Final = (0.99, 0.53)
+"""Bytes that are no longer kept on the device, over the same: some were not kept before, others are moved and kept."""
+
+BACKWARD_OPERATORS: Final = (120, 120)
+"""Operators of the backward pass of a dense and a MoE layer."""
 
 
 @dataclass
