@@ -122,13 +122,12 @@ def test_mindspore_moves_each_part(name: str) -> None:
 
 @pytest.mark.slow
 def test_it_takes_memory_off_the_device() -> None:
-    """What a pass leaves behind shrinks by what is moved; the rest are results of operators that have several."""
+    """What a pass leaves behind shrinks, by less than is moved: results of operators that have several are moved and kept."""
     whole = {**SWAP, LAYERS: "[{layers: True, backward_prefetch: 4}]"}
     plain, swapped = graph_of({})["memory"], graph_of(whole)
     moved = swapped["swapping"]["host"]
-    assert plain["kept_by_a_pass"] - swapped["memory"]["kept_by_a_pass"] == pytest.approx(
-        moved, rel=0.1
-    )
+    freed = plain["kept_by_a_pass"] - swapped["memory"]["kept_by_a_pass"]
+    assert 0.4 * moved < freed <= moved
     assert swapped["memory"]["activations"] < plain["activations"]
 
 
