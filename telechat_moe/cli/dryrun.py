@@ -212,7 +212,7 @@ def _mindformers(
 
 
 def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
-    from telechat_moe.graph.report import difference_tables, overlap_text, tables
+    from telechat_moe.graph.report import difference_tables, overlap_text, swap_text, tables
 
     print(
         f"{result['recipe']}, {result['model']}'s model: {result['layout']}, {result['devices']} devices, target {result['target']}, "
@@ -237,6 +237,8 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
             f"{name}: {again['operators']} forward operators run again, {again['collectives']} of them "
             f"collectives ({size_text(again['sent'])} sent)"
         )
+        if said := swap_text(stage):
+            print(f"{name}: {said}")
         if stage["derived_ranks"]:
             ranks = stage["derived_ranks"]
             print(f"{name}: ranks {ranks[0]} to {ranks[-1]} derived by substituting groups")

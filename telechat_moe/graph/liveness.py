@@ -5,7 +5,8 @@ are the outputs of forward, recomputed and backward operators. Not counted:
 
 * parameters and states, and copies of weights (gathered or cast), which are in :attr:`Alive.copies`;
 * gradients that only the update reads, which are as large as the accumulators (:attr:`.read.Memory.gradients`);
-* constants, views, results in place, and what the update itself needs while no activation is alive.
+* constants, views, results in place, and what the update itself needs while no activation is alive;
+* what a ``MoveTo`` took to the host's memory: its copy is in :attr:`Alive.host`, and a second one brings it back.
 
 The backend may run another order and let operators share memory; both are invisible here.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from telechat_moe.graph.mindir import find_value
 from telechat_moe.graph.nodes import (
     SAME_MEMORY,
     STRUCTURE,
@@ -42,6 +44,7 @@ class Tensor:
         dies: Position of its last reader.
         gradient: Whether only the update reads it.
         call: Number of the call that makes it; 0 = the main function.
+        host: Whether it is in the host's memory.
     """
 
     size: int = 0
@@ -53,6 +56,7 @@ class Tensor:
     dies: int = -1
     gradient: bool = False
     call: int = 0
+    host: bool = False
 
 
 class Closure(NamedTuple):
@@ -72,12 +76,16 @@ class Alive:
         kept: The most that the call of a forward pass leaves behind; without calls: what is alive when the first
             recomputed or backward operator runs.
         copies: Bytes of weights gathered or cast, at most.
+        host: Bytes of activations in the host's memory, at most.
+        moved: What goes there in a step, ``(module, operator, prefetch, shape)`` to how often and how many bytes.
     """
 
     peak: int
     tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = field(repr=False)
     kept: int
     copies: int
+    host: int
+    moved: dict[tuple[str, str, int, tuple[int, ...]], tuple[int, int]] = field(repr=False)
 
 
 def alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> Alive:
@@ -98,6 +106,7 @@ class _Walk:
         self.tensors: list[Tensor] = []
         self.phases: list[str] = []  # of each operator of the step
         self.ends: dict[int, int] = {}  # of each forward call, the position after it
+        self.moved: dict[tuple[str, str, int, tuple[int, ...]], tuple[int, int]] = {}
         self.calls = 0
         parameters = next(iter(functions.values())).model.proto.graph.parameter
         # Gradients are summed in parameters, too.
@@ -154,12 +163,19 @@ class _Walk:
             tensor.gradient = update
         if node.kind in IN_PLACE:
             return inputs[0]
+        host = _to_host(function, node)
         data = [t for t in read if t.node is None or t.node.kind != "Constant"]
         weights = bool(data) and all(t.weights for t in data)
         made = [
-            Tensor(self.size_of(shape), phase, node, shape, weights, now, now, call=call)
+            Tensor(self.size_of(shape), phase, node, shape, weights, now, now, call=call, host=host)
             for shape in node.shapes
         ]
+        if host:
+            source = read[0].node or node
+            early = find_value(function.model.primitive(node.proto).attribute, "backward_prefetch")
+            key = module_of(node.scope), source.kind, early or 0, node.shapes[0][0]
+            times, size = self.moved.get(key, (0, 0))
+            self.moved[key] = times + 1, size + made[0].size
         self.tensors += made
         return made[0] if len(made) == 1 else tuple(made)
 
@@ -186,19 +202,21 @@ class _Walk:
             if tensor.phase in PASSES and not (tensor.phase == "backward" and tensor.gradient):
                 born[tensor.born].append(tensor)
                 dead[tensor.dies].append(tensor)
-        now = copies = peak = most_copies = at = 0
+        now = copies = peak = most_copies = at = host = most_host = 0
         turn = None
         for place, phase in enumerate(self.phases):
             if phase in ("recompute", "backward") and turn is None:
                 turn = now
             for tensor in born[place]:
                 now, copies = _add(now, copies, tensor, 1)
+                host += tensor.size * tensor.host
             if phase in PASSES and now > peak:
                 peak, at = now, place
-            most_copies = max(most_copies, copies)
+            most_copies, most_host = max(most_copies, copies), max(most_host, host)
             for tensor in dead[place]:
                 now, copies = _add(now, copies, tensor, -1)
-        counted = [t for same in born.values() for t in same if not t.weights]
+                host -= tensor.size * tensor.host
+        counted = [t for same in born.values() for t in same if not t.weights and not t.host]
         here: Counter[tuple[str, str, str, tuple[int, ...]]] = Counter()
         kept: Counter[int] = Counter()
         for tensor in counted:
@@ -213,14 +231,26 @@ class _Walk:
             tensors=dict(here.most_common()),
             kept=max(kept.values(), default=turn or 0),
             copies=most_copies,
+            host=most_host,
+            moved=self.moved,
         )
 
 
 def _add(now: int, copies: int, tensor: Tensor, sign: int) -> tuple[int, int]:
-    """Return the bytes of activations and of copies with a tensor more or less."""
+    """Return the bytes of activations and of copies on the device with a tensor more or less."""
+    if tensor.host:
+        return now, copies
     if tensor.weights:
         return now, copies + sign * tensor.size
     return now + sign * tensor.size, copies
+
+
+def _to_host(function: Graph, node: GraphNode) -> bool:
+    """Tell whether a node takes a tensor to the host's memory."""
+    if node.kind != "MoveTo":
+        return False
+    place = function.nodes.get(node.inputs[1])
+    return place is not None and find_value(place.proto.attribute, "value") == "CPU"
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

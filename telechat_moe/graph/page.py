@@ -15,6 +15,7 @@ from telechat_moe.graph.report import (
     module_rows,
     overlap_table,
     overlap_text,
+    swap_text,
 )
 from telechat_moe.graph.schedule import Event, timeline
 from telechat_moe.html import Html
@@ -108,6 +109,8 @@ def _stage(stage: dict[str, Any]) -> str:
         if again["operators"]
         else "<p>No forward operator runs again.</p>"
     )
+    if swaps := swap_text(stage):
+        said += f"<p>{swaps}.</p>"
     table = html.table(["operator", *(f"{p} " for p in PHASES)], rows)
     count = sum(sum(c.values()) for c in stage["operators"].values())
     parts.append(f"<h3>Operators a step: {count}</h3>{said}")

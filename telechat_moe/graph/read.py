@@ -121,6 +121,8 @@ class Memory:
         activations: Most that is alive at once (:mod:`.liveness`).
         kept: The most that a forward pass leaves for its backward pass.
         alive: At the peak: phase, module, primitive and shape to bytes.
+        host: Most activations that wait in the host's memory at once.
+        moved: What goes there in a step: module, operator, prefetch and shape to how often and how many bytes.
     """
 
     parameters: int
@@ -131,6 +133,10 @@ class Memory:
     activations: int = 0
     kept: int = 0
     alive: dict[tuple[str, str, str, tuple[int, ...]], int] = field(default_factory=dict)
+    host: int = 0
+    moved: dict[tuple[str, str, int, tuple[int, ...]], tuple[int, int]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +253,8 @@ def _memory(parameters: dict[str, Any], living: Alive) -> Memory:
         activations=living.peak,
         kept=living.kept,
         alive=living.tensors,
+        host=living.host,
+        moved=living.moved,
     )
 
 

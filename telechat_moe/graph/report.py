@@ -101,6 +101,7 @@ def _stage(reading: Reading, graph: RankGraph, mesh: Devices) -> dict[str, Any]:
             for kind in sorted(set().union(*reading.operators.values()))
         },
         "recomputation": _recomputation(reading),
+        "swapping": _swapping(reading),
         "memory": _memory(reading),
         "alive_at_peak": _alive(reading),
         "order": [_event(event) for event in reading.order],
@@ -141,6 +142,24 @@ def _recomputation(reading: Reading) -> dict[str, Any]:
         "by_kind": dict(sorted(reading.recomputed.items())),
         "collectives": sum(c.times for c in repeated),
         "sent": sum(c.sent * c.times for c in repeated),
+    }
+
+
+def _swapping(reading: Reading) -> dict[str, Any]:
+    """Return what goes to the host's memory in a step, layers together, the largest first."""
+    sums: dict[tuple[str, str, int, tuple[int, ...]], Counter[str]] = {}
+    for (module, kind, early, shape), (count, size) in reading.memory.moved.items():
+        row = sums.setdefault((_any_layer(module), kind, early, shape), Counter())
+        row.update(count=count, bytes=size)
+    rows = sorted(sums.items(), key=lambda item: -item[1]["bytes"])
+    return {
+        "tensors": sum(s["count"] for s in sums.values()),
+        "bytes": sum(s["bytes"] for s in sums.values()),
+        "host": reading.memory.host,
+        "by_module": [
+            {"module": m, "kind": k, "prefetch": early, "shape": list(shape), **s}
+            for (m, k, early, shape), s in rows
+        ],
     }
 
 
@@ -262,6 +281,19 @@ def tables(result: dict[str, Any]) -> list[Table]:
         ]
         head = ["phase", "module", "operator", "shape", "bytes "]
         found.append((f"{name}: largest activations at the peak", head, rows))
+        rows = [
+            [
+                r["module"],
+                r["kind"],
+                str(r["shape"]),
+                str(r["count"]),
+                size_text(r["bytes"]),
+                str(r["prefetch"]),
+            ]
+            for r in stage["swapping"]["by_module"]
+        ]
+        head = ["module", "operator", "shape", "tensors ", "bytes ", "prefetch "]
+        found.append((f"{name}: to the host's memory in a step", head, rows))
         found.append((f"{name}: all-to-alls of passes that overlap", *overlap_table(stage)))
     found.append(("memory of a device", *_memory_table(result)))
     return [table for table in found if table[2]]
@@ -273,6 +305,17 @@ def overlap_text(result: Mapping[str, Any]) -> str:
     if found or not result["overlapped"]:
         return ""
     return f"pp_1f1b_overlap names {', '.join(result['overlapped'])}, of which no pair of passes here has one"
+
+
+def swap_text(stage: Mapping[str, Any]) -> str:
+    """Say what a stage swaps in a step; empty: nothing."""
+    found = stage["swapping"]
+    if not found["tensors"]:
+        return ""
+    return (
+        f"{found['tensors']} activations of {size_text(found['bytes'])} go to the host's memory and back in a step, at most "
+        f"{size_text(found['host'])} are there at once"
+    )
 
 
 def overlap_table(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -29,7 +29,6 @@ _FILLED_IN: dict[str, tuple[str, ...]] = {
         "metric",
         "moe_config",
         "rank_id",
-        "swap_config",
     ),
     "context": ("device_id",),
     "model.model_config": ("checkpoint_name_or_path",),
@@ -38,6 +37,8 @@ _FILLED_IN: dict[str, tuple[str, ...]] = {
     "train_dataset": ("do_eval",),
     "train_dataset_task.dataset_config": ("do_eval",),
 }
+_MADE_UP = r".*\.flash_attention"
+"""The pattern of operators that it puts where neither layers nor operators are named."""
 _DEGREES = (
     *("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage"),
     *("micro_batch_num", "use_seq_parallel"),
@@ -54,6 +55,7 @@ def recipe_of(config: Any) -> Recipe:
         RecipeError: A key is unknown, a value wrong or without effect, or values do not fit together; all are listed.
     """
     given = _plain(config)
+    given.update(_swap(given.pop("swap_config", None) or {}))
     if not (given.get("monitor_config") or {}).get("monitor_on"):
         given.pop("monitor_config", None)
     for path, keys in _FILLED_IN.items():
@@ -63,6 +65,19 @@ def recipe_of(config: Any) -> Recipe:
         for key in keys:
             section.pop(key, None)
     return loads(yaml.safe_dump(given, allow_unicode=True), name=NAME, use="mindformers")
+
+
+def _swap(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `swap_config` as it was written, from the object that MindFormers makes of it; nothing where it is off."""
+    if not config.get("swap"):
+        return {}
+    written = {key: value for key, value in config.items() if value}
+    operators = written.pop("op_swap", None)
+    if isinstance(operators, dict):
+        made_up = list(operators) == [_MADE_UP] and "layer_swap" not in written
+        operators = () if made_up else operators.items()
+        operators = [{"op_name": name, **item} for name, items in operators for item in items]
+    return {"swap_config": written | ({"op_swap": operators} if operators else {})}
 
 
 def _plain(value: Any) -> Any:

@@ -85,10 +85,15 @@ def stages_of(recipe: Recipe) -> Stages | None:
 
 
 def recomputed_layers(recipe: Recipe) -> set[int]:
-    """Return the layers that are recomputed as a whole: all, none, or the first of each stage and chunk."""
+    """Return the layers that are recomputed as a whole: all, none, or the first of each stage and chunk.
+
+    With `swap_config.swap` the list names them, as in MindFormers.
+    """
     asked, layers = recipe.recompute_config.recompute, recipe.model_config.num_hidden_layers
     if isinstance(asked, bool):
         return set(range(layers)) if asked else set()
+    if recipe.swap_config.swap:
+        return {layer for layer in asked if isinstance(layer, int)}
     stages = stages_of(recipe)
     places = stages.layers if stages is not None else [StageChunk(0, 0)] * layers
     rows: list[Any] = asked if asked and isinstance(asked[0], list) else [asked]

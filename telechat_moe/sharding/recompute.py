@@ -55,13 +55,23 @@ MODULES: dict[str, Callable[[Block], Iterator[object]]] = {
 }
 
 
-def _primitives(part: object) -> Iterator[ops.Primitive]:
-    if isinstance(part, ops.Primitive):
-        yield part
-    elif isinstance(part, Morphed):
-        yield from _primitives(getattr(part.body, "__self__", None))
-    elif isinstance(part, nn.Cell):
-        yield from (primitive for _, _, primitive in primitives(part))
+def primitives_of(part: object) -> list[ops.Primitive]:
+    """Return a primitive, or those of a cell and of the cells below it, the bodies of :class:`Morphed` included."""
+    found: dict[int, ops.Primitive] = {}
+    left, seen = [part], set[int]()
+    while left:
+        here = left.pop()
+        if id(here) in seen:  # the body of a Morphed may be a method of the cell above it
+            continue
+        seen.add(id(here))
+        if isinstance(here, ops.Primitive):
+            found[id(here)] = here
+        elif isinstance(here, Morphed):
+            left.append(getattr(here.body, "__self__", None))
+        elif isinstance(here, nn.Cell):
+            left += [below for _, below in here.cells_and_names()]
+            left += [primitive for _, _, primitive in primitives(here)]
+    return list(found.values())
 
 
 def recompute(
@@ -98,5 +108,5 @@ def recompute(
         # Primitives, not cells: the outputs of a recomputed cell are kept, and here they are what is large.
         for name in modules - {"moe"}:
             for part in MODULES[name](block):
-                for primitive in _primitives(part):
+                for primitive in primitives_of(part):
                     primitive.add_prim_attr("recompute", True)

@@ -17,6 +17,7 @@ from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.experts import drops, hop_between_nodes
 from telechat_moe.recipe.speed_up import path_of
+from telechat_moe.recipe.swap import swapped
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.recipe import (
@@ -30,6 +31,7 @@ from telechat_moe.sharding.recipe import (
 )
 from telechat_moe.sharding.recompute import recompute
 from telechat_moe.sharding.shards import Region, WeightShards
+from telechat_moe.sharding.swap import swap
 from telechat_moe.train.optimizer import AdamW, from_recipe
 from telechat_moe.train.rank_step import ExpertSquares, RankStep
 from telechat_moe.train.token_weights import weights_parameter
@@ -72,6 +74,7 @@ def placed_model(
         set(own.sharding.recompute),
         recipe.recompute_config.mp_comm_recompute,
     )
+    swap(model, swapped(recipe))
     return model, routers, placement
 
 

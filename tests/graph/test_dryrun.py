@@ -19,7 +19,7 @@ from telechat_moe.graph.mindir import Model
 from telechat_moe.graph.nodes import Graph, call_counts, module_of
 from telechat_moe.graph.page import page
 from telechat_moe.graph.read import Expected, read, sent_bytes
-from telechat_moe.graph.report import NOTES, Subject, difference, overlap_text, report
+from telechat_moe.graph.report import NOTES, Subject, difference, overlap_text, report, swap_text
 from telechat_moe.graph.schedule import Event, in_flight, timeline, unmatched
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.units import size_text
@@ -119,6 +119,11 @@ class Builder:
         node.name, node.op_type = name, "Constant"
         attribute = node.attribute.add()
         attribute.name, attribute.i, attribute.type = "value", value, pb.AttributeProto.INT64
+
+    def text(self, graph, name, value):
+        self.integer(graph, name, 0)
+        attribute = self.graphs[graph].node[-1].attribute[0]
+        attribute.s, attribute.type = value.encode(), pb.AttributeProto.STRING
 
     def names(self, graph):
         return {node.name for node in self.graphs[graph].node}
@@ -438,3 +443,39 @@ def test_terminal_and_exit_code_of_a_failed_check(monkeypatch, capsys, tmp_path)
     assert "AlltoAllV" in printed
     assert "Front end only" in printed
     assert json.loads(target.read_text())["check"]["same"] is False
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_what_is_moved_to_the_host_is_not_on_the_device(swapped):
+    """Between the ways there and back only the host's memory has it; the formula is 4 bytes an element."""
+    made, network = Builder(), "Default/network-Net/model-CausalLM/layers-CellList/1-Block"
+    made.graph("main")
+    x = "accu_grads.x"  # else it would be a weight, and so all that is made of it
+    made.given("main", x, (2, 2))
+    made.text("main", "there", "CPU")
+    made.text("main", "back", "Ascend")
+    made.node("main", "kept", "Add", x, x, shape=(100,), scope=network)
+    if swapped:
+        where = {"shape": (100,), "backward_prefetch": 6}
+        made.node("main", "out", "MoveTo", "kept", "there", scope=network, **where)
+    made.node("main", "narrow", "Mul", "kept", x, shape=(10,), scope=network)
+    made.node("main", "wide", "Tile", "narrow", shape=(70,), scope=network)
+    made.node("main", "end", "ReduceSum", "wide", shape=(1,), scope=network)
+    gradients = f"Gradients/{network}"
+    again = "kept"
+    if swapped:
+        made.node("main", "in", "MoveTo", "out", "back", scope=gradients, **where)
+        again = "in"
+    made.node("main", "down", "Mul", again, "end", shape=(10,), scope=gradients)
+    made.node("main", "update", "Assign", x, "down", scope="Default/optimizer-AdamW")
+    graph = made.compiled()
+    subject = Subject("r", Mesh(dp=4), Expected(1))
+    stage = report(subject, [graph], "Ascend")["stages"][0]
+    memory, found = stage["memory"], stage["swapping"]
+    assert memory["activations"] == 4 * (100 + 10 + (0 if swapped else 70))
+    assert (found["tensors"], found["bytes"], found["host"]) == (
+        (1, 400, 400) if swapped else (0,) * 3
+    )
+    rows = [(r["module"], r["kind"], r["prefetch"], r["count"]) for r in found["by_module"]]
+    assert rows == ([("layers.*", "Add", 6, 1)] if swapped else [])
+    assert ("1 activations of 400 B" in swap_text(stage)) is swapped

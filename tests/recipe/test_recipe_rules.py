@@ -35,6 +35,14 @@ SPREAD = {
     "parallel_config.data_parallel": "2",
 }
 
+
+def swap(text: str, recompute: str = "False") -> dict[str, str | None]:
+    return {"swap_config": f"{{swap: True, {text}}}", "recompute_config.recompute": recompute}
+
+
+ITEM = "{layers: [0, 3], backward_prefetch: 2}"
+OPERATOR = "{op_name: 'moe', layers: True, backward_prefetch: 2}"
+
 # rule: [(recipe, {key: value; None removes}, keys that complain), ...]
 CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
     "whole_documents": [
@@ -396,10 +404,50 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             "recompute_config.recompute_slice_activation",
         ),
         (LARGE, {"recompute_config.recompute": "[1, 2]"}, "recompute_config.recompute"),
+        (LARGE, swap("", "[0, 45]"), "recompute_config.recompute"),
         (
             LARGE,
             {"recompute_config.recompute": "[9, 9, 9, 9, 9, 9, 9, 9]"},
             "recompute_config.recompute",
+        ),
+    ],
+    "swap_off": [
+        (
+            LARGE,
+            {"swap_config": f"{{layer_swap: [{ITEM}], op_swap: [{OPERATOR}]}}"},
+            "swap_config.layer_swap swap_config.op_swap",
+        ),
+        (LARGE, {"swap_config.default_prefetch": "2"}, "swap_config.default_prefetch"),
+        (LARGE, swap(f"layer_swap: [{ITEM}], default_prefetch: 2"), "swap_config.default_prefetch"),
+        (LARGE, swap("layer_swap: []"), "swap_config.layer_swap"),
+    ],
+    "swapped_layers": [
+        (
+            LARGE,
+            swap("layer_swap: [{layers: [44, 45], backward_prefetch: 1}]"),
+            "swap_config.layer_swap.0.layers",
+        ),
+        (LARGE, swap(f"layer_swap: [{ITEM}, {ITEM}]"), "swap_config.layer_swap.1.layers"),
+        (
+            LARGE,
+            swap(f"op_swap: [{OPERATOR.replace('True', 'False')}]"),
+            "swap_config.op_swap.0.layers",
+        ),
+    ],
+    "swap_or_recompute": [
+        (LARGE, {"swap_config.swap": "True"}, "swap_config.swap"),
+        (LARGE, swap(f"layer_swap: [{ITEM}]", "[2, 3]"), "swap_config.layer_swap.0.layers"),
+        (
+            LARGE,
+            swap(f"op_swap: [{OPERATOR}]", f"{list(range(45))}"),
+            "swap_config.op_swap.0.layers",
+        ),
+    ],
+    "swapped_operators": [
+        (
+            LARGE,
+            swap(f"op_swap: [{OPERATOR.replace('moe', 'moe(')}]"),
+            "swap_config.op_swap.0.op_name",
         ),
     ],
     "loader_keys": [
@@ -690,6 +738,8 @@ FINE: list[tuple[str, dict[str, str | None]]] = [
     (LARGE, {M + "offset": "[[0, 1, 1, 1, 1, 1, 0, 0]]"}),
     (LARGE, {M + "offset": "[-5, 2, 2, 2, 2, 2, 0, 0]"}),
     (LARGE, {"recompute_config.recompute": "[5, 6, 6, 6, 6, 6, 5, 5]"}),
+    (LARGE, swap(f"layer_swap: [{ITEM}]", "[1, 44]")),
+    (LARGE, swap(f"op_swap: [{OPERATOR}]", "[1]")),
     (VPP, {M + "num_hidden_layers": "64", M + "offset": "0"}),
     (VPP, {M + "num_hidden_layers": "64", M + "offset": "[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"}),
     (LARGE, {P + "expert_parallel": "32"}),

@@ -271,6 +271,7 @@ def _placed(recipe: Recipe, target: str) -> str:
     """Return the steps of the first and the last rank."""
     own, data = recipe.telechat_moe, recipe.train_dataset.data_loader.config
     parts = [recipe.model, recipe.optimizer, recipe.runner_wrapper, recipe.recompute_config]
+    parts += [recipe.swap_config]
     parts += [own.operators, own.moe, own.moe_block_rows, own.moe_capacity_tokens]
     parts += [own.weight_decay_exclude]
     parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]

@@ -26,6 +26,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="added to the peak for fragmentation and the model's error (default 0.05)",
     )
+    add(
+        "--host-memory",
+        metavar="SIZE",
+        help="what a device may use of its host's memory for swapped activations, as 64GiB (default: any)",
+    )
     add("--expert-loads", metavar="FILE", help="a run's metrics.jsonl, with loads of experts")
 
 
@@ -40,8 +45,10 @@ def run(args: argparse.Namespace) -> int:
             f"--margin {margin:g}: expected a share of the peak, from 0 to less than 1"
         )
     room = args.memory and parse_size("--memory", args.memory)
+    host = parse_size("--host-memory", args.host_memory) if args.host_memory else float("inf")
+    device = load_device(args.device)
     found: Any = memory.answer(
-        args.recipe, args.overrides, load_device(args.device), margin, room, args.expert_loads
+        args.recipe, args.overrides, device, margin, room, args.expert_loads, host
     )
     code = 0 if found.fits(found.step) else 1
     if write_json(args.json, memory.report(found)):

@@ -426,7 +426,7 @@ def _no_strategy(r: Recipe) -> Iterator[Broken]:
 
 
 def recompute(r: Recipe) -> Iterator[Broken]:
-    """Lists count layers per stage; MindFormers' core refuses sliced activations."""
+    """Lists count layers per stage, or with `swap_config.swap` name them; MindFormers' core refuses sliced activations."""
     value, key = r.recompute_config.recompute, "recompute_config.recompute"
     if r.recompute_config.recompute_slice_activation:
         yield "recompute_config.recompute_slice_activation", "True", "False: the core refuses it"
@@ -437,6 +437,12 @@ def recompute(r: Recipe) -> Iterator[Broken]:
         chunks(r),
         r.model.model_config.num_hidden_layers,
     )
+    if r.swap_config.swap:
+        wrong = [n for n in value if isinstance(n, bool | list) or n >= (layers or n + 1)]
+        if wrong or not value:
+            found = f"{value} with swap_config.swap, where it names layers"
+            yield key, found, f"False, or layers from 0 to {(layers or 1) - 1}"
+        return
     rows = [row for row in value if isinstance(row, list)] or [value]
     flat = rows[0] is value
     if any(len(row) != pp for row in rows) or (not flat and len(rows) != vpp):

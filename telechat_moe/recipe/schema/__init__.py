@@ -23,6 +23,7 @@ from telechat_moe.recipe.schema.parallel import (
     Parallel,
     ParallelConfig,
     RecomputeConfig,
+    SwapConfig,
 )
 from telechat_moe.recipe.schema.table import section
 from telechat_moe.recipe.schema.train import (
@@ -137,6 +138,9 @@ class Recipe:
 
     recompute_config: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Recomputation."""
+
+    swap_config: SwapConfig = field(default_factory=SwapConfig)
+    """Activations in host memory."""
 
     model: Model
     """The network."""

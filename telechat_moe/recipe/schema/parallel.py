@@ -144,7 +144,7 @@ class RecomputeConfig:
     """
 
     recompute: bool | list[Count | bool] | list[list[Count | bool]] = False
-    """Whole layers: all, none, or how many of each stage."""
+    """Whole layers: all, none, or how many of each stage. With `swap_config.swap` a list names the layers, from 0."""
 
     select_recompute: bool | list[object] | dict[str, object] = False
     """Only some operators: default patterns, or patterns with the layers they hold for."""
@@ -154,3 +154,48 @@ class RecomputeConfig:
 
     recompute_slice_activation: bool = False
     """Slice what is kept; MindFormers' core refuses True."""
+
+
+@section
+class LayerSwap:
+    """`swap_config.layer_swap[]`: layers that keep their activations in the host's memory."""
+
+    layers: bool | list[Count]
+    """Decoder layers, from 0; True: all. The first item that names a layer counts."""
+
+    backward_prefetch: Positive
+    """How many operators before its reader an activation's way back begins. Larger: less waiting, and the activation
+    is in the device's memory for longer."""
+
+
+@section
+class OpSwap:
+    """`swap_config.op_swap[]`: operators whose results wait in the host's memory."""
+
+    op_name: Text | list[Text] = field(metadata=acts("swap_config.op_swap[]", "attention"))
+    """Patterns of names in a layer: regular expressions for each part of the name, with `\\.` between them. Our layers have
+    `attention`, `attention.core`, `attention.q_down`, `add_attention`, `add_ffn`; `ffn`, `ffn.act`; `moe`, `moe.router`,
+    `moe.dispatch`, `moe.experts`, `moe.shared`, `moe.shared.act`."""
+
+    layers: bool | list[Count]
+    """Decoder layers, from 0; True: all."""
+
+    backward_prefetch: Positive
+    """As in `layer_swap`."""
+
+
+@section
+class SwapConfig:
+    """`swap_config`: activations that wait in the host's memory between forward and backward pass ([swap.md](swap.md))."""
+
+    swap: bool = False
+    """Turn it on. Without `layer_swap` and `op_swap`: the operands and results of every layer's attention core."""
+
+    layer_swap: list[LayerSwap] | None = None
+    """Whole layers."""
+
+    op_swap: list[OpSwap] | None = None
+    """Some operators."""
+
+    default_prefetch: Positive = 1
+    """`backward_prefetch` where neither list is given."""

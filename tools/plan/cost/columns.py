@@ -84,7 +84,7 @@ def _stages(
     out = np.zeros((4, len(pairs), width))
     cache: dict[object, Array] = {}
     for row, (a, x) in enumerate(pairs):
-        key = (a.layers, x.pp, x.vpp, x.chunks, x.recompute_layers, x.schedule)
+        key = (a.layers, x.pp, x.vpp, x.chunks, x.recompute_layers, x.recomputed, x.schedule)
         if key not in cache:
             cache[key] = _one(a, x)
         out[:, row, : x.pp] = cache[key]
@@ -121,7 +121,7 @@ _DERIVED: dict[str, Callable[[Layout], float]] = {
     "exchange": lambda x: get_args(Exchange).index(x.exchange),
     "mtp_stage": lambda x: stage_of_chunk(x)[-1 - (x.ends != "last")],
     # recipes that count recomputed layers leave MTP out; it is never swapped
-    "mtp_again": lambda x: x.recompute_layers is None and x.recompute != "swap",
+    "mtp_again": lambda x: x.recompute_layers is x.recomputed is None and x.recompute != "swap",
 }
 """Columns that follow from other fields of a layout."""
 

@@ -79,6 +79,7 @@ def refuse(recipe: Recipe) -> None:
         ("tie_word_embeddings", c.tie_word_embeddings, False),
         ("create_attention_mask", bool(data and data.create_attention_mask), False),
         ("mp_comm_recompute", recipe.recompute_config.mp_comm_recompute, True),
+        ("swap_config.swap", recipe.swap_config.swap, False),
         ("telechat_moe.sharding.recompute: other modules", others, []),
     ]
     for name, found, expected in given:

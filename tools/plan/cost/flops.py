@@ -47,6 +47,7 @@ def hardware_flops(a: Architecture, x: Layout) -> float:
     words = set(x.recompute.split("+"))
     layers = len(a.layers)
     share = 1.0 if x.recompute_layers is None else sum(x.recompute_layers) / layers
+    share = share if x.recomputed is None else len(x.recomputed) / layers
     body = flops.products - 2 * (1 + a.mtp) * a.vocab * a.hidden
     attention = 2.0 * a.attention_weights * (layers + a.mtp)
     again = 0.0

@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.parallel import ParallelConfig
+from telechat_moe.recipe.swap import swapped
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
@@ -115,6 +116,15 @@ class Layout:
     recompute_layers: tuple[int, ...] | None = None
     """How many decoder layers of each global chunk, counted from its first, are recomputed or swapped; None: all."""
 
+    recomputed: tuple[int, ...] | None = None
+    """Numbers of the decoder layers that `full` recomputes; None: `recompute_layers` counts them."""
+
+    swapped: tuple[int, ...] = ()
+    """Numbers of the decoder layers whose activations wait in the host's memory, beside those that are recomputed or kept."""
+
+    prefetch: int = 1
+    """How many operators before its reader the way back of a swapped activation begins."""
+
     schedule: Schedule = "1f1b"
     chunks: tuple[int, ...] | None = None
     """Decoder layers of each global chunk, in the model's order (`pp x vpp` numbers); None: as even as possible, with
@@ -202,6 +212,11 @@ class Layout:
     def chunk_kinds(self, layers: Sequence[str]) -> list[list[tuple[str, bool]]]:
         """Return the kinds of layers in each global chunk, each with whether `recompute` is meant for it."""
         counts = self.chunk_layers(len(layers))
+        if (named := self.recomputed) is not None:
+            numbers = [
+                range(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)
+            ]
+            return [[(layers[i], i in named) for i in chunk] for chunk in numbers]
         marked = self.recompute_layers or counts
         return [
             [(kind, i < most) for i, kind in enumerate(layers[end - count : end])]
@@ -219,6 +234,7 @@ class Layout:
         parts += [
             word for word, usual in ((self.recompute, "none"), (self.ends, "last")) if word != usual
         ]
+        parts += [f"swap{len(self.swapped)}"] if self.swapped else []
         return " ".join(parts)
 
     def but(self, **changes: object) -> "Layout":
@@ -244,6 +260,8 @@ class Layout:
             zero = {"level1": 1, "level2": 2, "level3": 3}[detail.optimizer_level]
         count = p.micro_batch_num if pp > 1 else run.gradient_accumulation_steps
         recompute, layers = _recompute(recipe, pp * vpp)
+        swaps = swapped(recipe)
+        named = recipe.recompute_config.recompute if recipe.swap_config.swap else None
         width = {"float32": 4, "fp32": 4}.get(c.params_dtype, 2)
         compute: Compute = "fp32" if c.compute_dtype in ("float32", "fp32") else "bf16"
         return cls(
@@ -261,6 +279,11 @@ class Layout:
             micro_batches=count * recipe.micro_batch_interleave_num,
             recompute=recompute,
             recompute_layers=layers,
+            recomputed=tuple(_flat(named)) if isinstance(named, list) else None,
+            swapped=tuple(swaps),
+            prefetch=max(
+                (early for parts in swaps.values() for early in parts.values()), default=1
+            ),
             schedule=_schedule(pipeline.pipeline_scheduler if pipeline else "1f1b", vpp),
             chunks=_chunks(c.offset, c.num_hidden_layers, pp, vpp),
             compute=compute,
@@ -307,7 +330,8 @@ def _recompute(recipe: Recipe, chunks: int) -> tuple[str, tuple[int, ...] | None
     modules = [word for word, name in MODULES.items() if name in asked]
     if whole:
         flat = _flat(whole) if isinstance(whole, list) else []
-        return "full", tuple(flat) if len(flat) == chunks else None
+        counts = len(flat) == chunks and not recipe.swap_config.swap  # else they name layers
+        return "full", tuple(flat) if counts else None
     if modules:
         return "+".join(modules), None
     return ("selective", None) if section.select_recompute else ("none", None)

@@ -295,8 +295,8 @@ class Layer:
     again: Pass
 
 
-def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) -> Array:
-    """Return by how much copying a layer's activations to the host and back exceeds the passes that hide it.
+def swap_wait(kept: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
+    """Return by how much copying a layer's activations, bytes, to the host and back exceeds the passes that hide it.
 
     Raises:
         BadInputError: The device's description has no link to its host.
@@ -305,7 +305,7 @@ def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) ->
         raise BadInputError(
             f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
         )
-    copy = whole_layers(x)[moe] / (r.device.host_bandwidth * r.c.intra_share)
+    copy = kept / (r.device.host_bandwidth * r.c.intra_share)
     waits: list[Array] = [np.maximum(copy - one.time, 0.0) for one in (forward, backward)]
     return waits[0] + waits[1]
 
@@ -355,5 +355,7 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
         wait * x.re_full,
     )
     if np.any(x.re_swap > 0):
-        again.memory = again.memory + x.re_swap * swap_wait(x, r, moe, forward, backward)
+        again.memory = again.memory + x.re_swap * swap_wait(
+            whole_layers(x)[moe], r, forward, backward
+        )
     return Layer(forward, backward, again)

@@ -9,10 +9,21 @@ t with sequence parallelism), D those of a device, P pairs of token and expert; 
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from telechat_moe.tools.plan.cost.columns import Array, Columns
+
+MOVED: Final = (1.0, 0.73)
+"""Bytes that MindSpore 2.9 moves to the host's memory of a dense and of a MoE layer, over those that it keeps without swapping;
+from the compiled graph of the 105B recipe's first stage (docs/swap.md)."""
+
+FREED: Final = (0.99, 0.57)
+"""Bytes that are no longer kept on the device, over the same: of operators with several results some are moved and kept."""
+
+BACKWARD_OPERATORS: Final = (130, 195)
+"""Operators of the backward pass of a dense and a MoE layer, in the same graph, to about five."""
 
 
 @dataclass

@@ -14,13 +14,23 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.memory import layer_activations
 from telechat_moe.tools.plan.cost.memory import memory as step_memory
-from telechat_moe.tools.plan.cost.roofline import Layer, Rates, head_forward, layer, rates
+from telechat_moe.tools.plan.cost.roofline import (
+    Layer,
+    Rates,
+    head_forward,
+    layer,
+    rates,
+    swap_wait,
+    whole_layers,
+)
+from telechat_moe.tools.plan.cost.saved_activations import BACKWARD_OPERATORS, FREED, MOVED
 from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
 from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b
 from telechat_moe.tools.plan.schedules.program import Program, Times
 from telechat_moe.tools.plan.schedules.published import GENERATORS
-from telechat_moe.tools.plan.schedules.simulate import Result, simulate
+from telechat_moe.tools.plan.schedules.simulate import Result, memory, simulate
 
 PAIRED = ("overlap", "dualpipe", "dualpipev")
 """Schedules that hide experts' all-to-all in pairs of a forward and a backward."""
@@ -60,6 +70,8 @@ class Step:
     """The closed forms of the same layout, as one entry: data parallelism, optimizer, host, breakdown."""
     fixed_bytes: Array
     """Bytes of parameters, gradients, optimizer and buffers of each stage."""
+    moved: Array
+    """Bytes of a micro-batch's activations that wait in the host's memory, of each chunk."""
 
     @cached_property
     def bubble(self) -> Bubble:
@@ -76,6 +88,12 @@ class Step:
         """Seconds after the pipeline: gradients between copies, the update, the host."""
         t = self.table
         return float(t.data_s[0] + t.optimizer_s[0] + t.host_s[0])
+
+    @cached_property
+    def host_bytes(self) -> Array:
+        """Most bytes of activations in the host's memory, for a device of each stage."""
+        held = memory(self.program, replace(self.times, activation=self.moved))
+        return np.array([stage.max(initial=0.0) for stage in held])
 
     @property
     def peak_bytes(self) -> Array:
@@ -101,8 +119,65 @@ def make_program(layout: Layout) -> Program:
     return make(p, m, v)
 
 
+@dataclass(frozen=True)
+class Swap:
+    """What swapping a layer does, of a dense and of a MoE layer."""
+
+    moved: tuple[float, float]
+    """Bytes of a micro-batch that wait in the host's memory."""
+
+    freed: tuple[float, float]
+    """Bytes of a micro-batch that the device no longer keeps."""
+
+    wait_s: tuple[float, float]
+    """Seconds by which the copies exceed the passes beside them."""
+
+    prefetch: int
+    """How many operators ahead of their readers the way back begins: the copy's time over that of an operator of the layer before,
+    at most a whole layer."""
+
+
+def swap_of(architecture: Architecture, layout: Layout, device: Device) -> Swap:
+    """Return what swapping does to a layer of each kind; our graph keeps some of its activations on the device.
+
+    Raises:
+        BadInputError: The device's description has no link to its host.
+    """
+    x = columns([(architecture, layout)])
+    r = rates(x, device, device.constants)
+    full = "full" in layout.recompute.split("+")
+    kept = whole_layers(x) if full else layer_activations(x)[:2]
+    shares = (MOVED, FREED) if layout.own_graph else ((1.0, 1.0), (1.0, 1.0))
+    moved: list[float] = []
+    freed: list[float] = []
+    wait: list[float] = []
+    ahead = 1
+    for moe in (False, True):
+        if moe and not architecture.moe_layers:
+            moved, freed, wait = [*moved, 0.0], [*freed, 0.0], [*wait, 0.0]
+            continue
+        one, size = layer(x, r, moe), kept[moe] * shares[0][moe]
+        moved.append(float(size[0]))
+        freed.append(float(kept[moe][0]) * shares[1][moe])
+        wait.append(float(swap_wait(size, r, one.forward, one.backward)[0]))
+        copy = moved[-1] / (device.host_bandwidth * device.constants.intra_share)
+        operator = float(one.backward.time[0]) / BACKWARD_OPERATORS[moe]
+        ahead = max(ahead, min(int(np.ceil(copy / operator)), BACKWARD_OPERATORS[moe]))
+    return Swap((moved[0], moved[1]), (freed[0], freed[1]), (wait[0], wait[1]), ahead)
+
+
+def _swapped(architecture: Architecture, layout: Layout) -> Array:
+    """Return the swapped dense and MoE layers of each chunk, [2, chunks]."""
+    counts = layout.chunk_layers(len(architecture.layers))
+    found, end = np.zeros((2, len(counts))), np.cumsum(counts)
+    for number in layout.swapped:
+        chunk = int(np.searchsorted(end, number, side="right"))
+        found[int(architecture.layers[number] == "moe"), chunk] += 1
+    return found
+
+
 def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> tuple[Times, Array]:
-    """Return seconds and activation bytes of each global chunk, and the recomputation in its backward.
+    """Return seconds and activation bytes of each global chunk, and the recomputation and waits in its backward.
 
     The weight gradient (dW) is half of the backward products; all else of the backward is dX.
     """
@@ -127,6 +202,11 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     held = step_memory(x).activations[0]
     paired = layout.schedule in PAIRED
     once = float(np.max(send(x, device, device.constants)))
+    again = stages.again[0]
+    if layout.swapped:
+        one, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
+        held, wait = held - np.array(one.freed) @ count_2C, np.array(one.wait_s) @ count_2C
+        backward, again = backward + wait, again + wait
     times = Times(
         stages.forward[0],
         backward - weights,
@@ -136,7 +216,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         backward_exposed=exposed if paired else np.zeros(count),
         activation=held,
     )
-    return times, stages.again[0]
+    return times, again
 
 
 def weight_gradient(one: Layer) -> Array:
@@ -166,7 +246,14 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
     result = simulate(program, times)
     table = evaluate(architecture, [layout], device)
     held = table.memory
-    fixed = held.parameters + held.gradients + held.optimizer + held.buffers
+    fixed = (held.parameters + held.gradients + held.optimizer + held.buffers)[0, : layout.pp]
+    moved = np.zeros(program.chunks)
+    if layout.swapped:  # two layers' are on the device: one in use and one being copied
+        one, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
+        moved = np.array(one.moved) @ count_2C
+        for stage, chunks in enumerate(program.chunks_of_stage):
+            here = count_2C[:, list(chunks)].sum(axis=1) > 0
+            fixed[stage] += 2 * np.max(np.array(one.moved) * here)
     return Step(
         architecture,
         layout,
@@ -177,7 +264,8 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
         layout.chunk_layers(len(architecture.layers)),
         result,
         table,
-        fixed[0, : layout.pp],
+        fixed,
+        moved,
     )
 
 

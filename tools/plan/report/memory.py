@@ -1,7 +1,7 @@
 """Will a step fit into memory, at which imbalance of the experts, and what to change first: `plan memory`."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from telechat_moe.tools.plan.report.expert_loads import read_for
 from telechat_moe.tools.plan.report.step import per_stage
 from telechat_moe.tools.plan.report.timeline import Table
 from telechat_moe.tools.plan.search.emit import settings
+from telechat_moe.tools.plan.search.layer_memory import choose
 from telechat_moe.units import GIB, gib_text, seconds_text
 
 MARGIN = 0.05
@@ -53,6 +54,9 @@ class Answer:
     recorded: tuple[tuple[int, float, float], ...]
     """Percentile of the records, load factor, peak bytes."""
 
+    host: float
+    """What a device may use of the host's memory, bytes."""
+
     changes: tuple[Change, ...]
     """Those that recipes can say, fastest first; those that do not fit come last."""
 
@@ -80,6 +84,7 @@ def answer(
     margin: float = MARGIN,
     memory: int | None = None,
     expert_loads: str | None = None,
+    host: float = np.inf,
 ) -> Answer:
     """Predict the memory of a recipe's step and of the steps with one thing changed.
 
@@ -90,6 +95,7 @@ def answer(
         margin: Share of the peak, see `MARGIN`.
         memory: Bytes that the step may use. None: what the recipe or the device says.
         expert_loads: A run's metrics.jsonl.
+        host: Bytes of the host's memory that a device may use for activations.
 
     Raises:
         RecipeError, BadInputError: The recipe or the file of loads is refused.
@@ -99,11 +105,11 @@ def answer(
     step = _step(recipe, device)
     limit, source = (memory, "--memory") if memory else _limit(recipe, device)
     top = limit / (1 + margin)
-    changes = list(_legal(name, overrides, recipe, _variants(step, top), device))
+    changes = list(_legal(name, overrides, recipe, _variants(step, top, host), device))
     changes.sort(key=lambda c: (c.step.peak_bytes.max() > top, c.step.step_s))
     recorded = _recorded(step, expert_loads) if expert_loads else ()
     factor = _largest_factor(recipe, step, top)
-    return Answer(step, limit, source, margin, factor, recorded, tuple(changes))
+    return Answer(step, limit, source, margin, factor, recorded, host, tuple(changes))
 
 
 def _step(recipe: Recipe, device: Device) -> Step:
@@ -156,18 +162,10 @@ def _recorded(step: Step, path: str) -> tuple[tuple[int, float, float], ...]:
     return tuple(zip(PERCENTILES, factors, peaks, strict=True))
 
 
-def _variants(step: Step, top: float) -> Iterator[tuple[str, Layout]]:
+def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
     """Yield what could be changed, with the layout that it gives; not all are legal."""
     now = step.layout
-    if now.recompute != "none":
-        yield "recompute nothing", now.but(recompute="none", recompute_layers=None)
-    if now.recompute != "norm+activation":
-        modules = now.but(recompute="norm+activation", recompute_layers=None)
-        yield "recompute norms and activations only", modules
-    if now.recompute != "full" or now.recompute_layers is not None:
-        yield "recompute all layers", now.but(recompute="full", recompute_layers=None)
-    if (fewest := _fewest_layers(step, top)) is not None:
-        yield "recompute as few layers as fit", fewest
+    yield from _activations(step, top, host)
     if now.zero == 0 and now.dp * now.cp > 1:
         yield "shard the optimizer", now.but(zero=1)
     if now.micro_batch % 2 == 0:
@@ -189,6 +187,23 @@ def _variants(step: Step, top: float) -> Iterator[tuple[str, Layout]]:
         except BadInputError:
             continue
         yield f"{what} parallelism {changes[degree]}, data parallelism {fewer['dp']}", layout
+
+
+def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
+    """Yield what could be kept, recomputed or swapped."""
+    now = step.layout.but(recomputed=None, swapped=(), prefetch=1)
+    if now.recompute != "none" or now != step.layout:
+        yield "recompute nothing", now.but(recompute="none", recompute_layers=None)
+    if now.recompute != "norm+activation":
+        modules = now.but(recompute="norm+activation", recompute_layers=None)
+        yield "recompute norms and activations only", modules
+    if now.recompute != "full" or now.recompute_layers is not None or now != step.layout:
+        yield "recompute all layers", now.but(recompute="full", recompute_layers=None)
+    if (fewest := _fewest_layers(replace(step, layout=now), top)) is not None:
+        yield "recompute as few layers as fit", fewest
+    mixed = choose(step, top, host) if step.device.host_bandwidth else None
+    if mixed is not None and mixed.swapped and mixed != step.layout:
+        yield "keep, recompute or swap each layer", mixed
 
 
 def _fewest_layers(step: Step, top: float) -> Layout | None:
@@ -234,7 +249,9 @@ def _legal(
     for what, layout in variants:
         try:
             wanted = said(layout)
-            changed = {key: value for key, value in wanted.items() if value != given[key]}
+            changed = {key: value for key, value in wanted.items() if value != given.get(key)}
+            off = {"swap_config.swap": False, "swap_config.layer_swap": "null"}
+            changed |= {key: off[key] for key in given.keys() - wanted.keys()}
             if "parallel_config.data_parallel" in changed:
                 changed["parallel.dataset_strategy"] = [[layout.dp, 1]] * len(columns)
             sets = tuple(f"{key}={value}".replace(" ", "") for key, value in changed.items())
@@ -308,11 +325,17 @@ def tables(a: Answer) -> list[Table]:
         title = "Recorded loads: fullest device over the mean, over the records of a run"
         found.append(Table(title, ("percentile ", "factor ", "with margin ", "fits"), rows))
     changes = [
-        [c.name, gib_text(a.needs(c.step)), _fits(a.fits(c.step)), seconds_text(c.step.step_s), " ".join(c.overrides)]
+        [_name(c), gib_text(a.needs(c.step)), _fits(a.fits(c.step)), seconds_text(c.step.step_s), " ".join(c.overrides)]
         for c in a.changes
     ]  # fmt: skip
     heads = ["change", "with margin ", "fits", "step ", "settings"]
     return [*found, Table("One change at a time, same devices and sequences", heads, changes)]
+
+
+def _name(change: Change) -> str:
+    """Return what is changed, and what that takes of the host's memory."""
+    host = float(change.step.host_bytes.max())
+    return change.name + (f" ({gib_text(host)} of the host for each device)" if host else "")
 
 
 def _fits(fits: bool) -> str:
@@ -343,6 +366,7 @@ def report(a: Answer) -> dict[str, Any]:
                 "set": list(c.overrides),
                 "fits": a.fits(c.step),
                 "peak_bytes": float(c.step.peak_bytes.max()),
+                "host_bytes": float(c.step.host_bytes.max()),
                 "step_s": c.step.step_s,
             }
             for c in a.changes

@@ -21,7 +21,9 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     extra = [n - base for n in layout.chunk_layers(layers)]
     counts = layout.recompute_layers
     recompute: Any = layout.recompute == "full"
-    if counts is not None:
+    if layout.recomputed is not None:
+        recompute = list(layout.recomputed) or False
+    elif counts is not None:
         recompute = _rows(list(counts), pp, vpp) if any(counts) else False
     words = [] if layout.recompute in ("none", "full", "swap") else layout.recompute.split("+")
     unknown = [word for word in words if word not in MODULES]
@@ -54,6 +56,9 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
         "telechat_moe.sharding.recompute": [MODULES[word] for word in words],
         "telechat_moe.sharding.expert_tensor_parallel": layout.etp > 1,
     }
+    if layout.swapped:
+        item = {"layers": list(layout.swapped), "backward_prefetch": layout.prefetch}
+        found |= {"swap_config.swap": True, "swap_config.layer_swap": [item]}
     if layout.schedule == "gpipe":
         found["parallel.pipeline_config"]["pipeline_interleave"] = True
     return found

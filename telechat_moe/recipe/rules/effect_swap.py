@@ -1,0 +1,57 @@
+"""Rules for our own model about activations in the host's memory, beside those of `effect.py`."""
+
+from collections.abc import Iterator
+
+from telechat_moe.recipe.schema import Broken, Recipe
+from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.recipe.swap import RECOMPUTED, matched, names_layer, parts
+
+
+def swapped(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """MindSpore swaps in the graph for Ascend that several micro-batches share; a pattern must name operators of ours."""
+    c, m, p = r.swap_config, r.model.model_config, r.parallel_config
+    if not c.swap or not isinstance(m, ModelConfig):
+        return
+    key = "swap_config.swap"
+    micro = r.runner_config.gradient_accumulation_steps
+    if not compiled and r.context.device_target == "CPU":
+        found = "True on CPU, where activations are in the host's memory anyway"
+        yield key, found, "False, or context.device_target Ascend (dryrun compiles it here)"
+    elif not compiled and r.devices == 1:
+        yield key, "True on one device, where `telechat-moe train` keeps all activations", "False"
+    elif (micro if p.pipeline_stage == 1 else p.micro_batch_num) == 1:
+        found = "True with one micro-batch a step: MindSpore swaps in the graph that several share"
+        more = "gradient_accumulation_steps" if p.pipeline_stage == 1 else "micro_batch_num"
+        yield key, found, f"False, or {more} > 1"
+    yield from _swapped_parts(r, m)
+
+
+def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
+    again = {
+        part for word in r.telechat_moe.sharding.recompute for part in RECOMPUTED.get(word, ())
+    }
+    count = m.num_hidden_layers
+    for index, item in enumerate(r.swap_config.op_swap or ()):
+        names = [item.op_name] if isinstance(item.op_name, str) else item.op_name
+        layers = [i for i in range(count) if names_layer(item, i)]
+        whole = [
+            x for x in r.swap_config.layer_swap or () if any(names_layer(x, i) for i in layers)
+        ]
+        at = f"swap_config.op_swap.{index}.op_name"
+        if whole and all(any(names_layer(x, i) for x in whole) for i in layers):
+            found = (
+                f"{item.op_name} in layers that layer_swap swaps as a whole, where it has no effect"
+            )
+            yield at, found, "other layers, or no such item"
+        known = list(dict.fromkeys(name for i in layers for name in parts(m, i)))
+        for name in names:
+            found = matched(name, known)
+            if not found and layers:
+                yield (
+                    at,
+                    f"{name}, which matches no operator of these layers",
+                    f"one of {', '.join(known)}",
+                )
+            elif found and again.issuperset(found):
+                said = f"{name}, which telechat_moe.sharding.recompute computes again"
+                yield at, said, "swapped or recomputed, not both"

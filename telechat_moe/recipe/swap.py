@@ -1,0 +1,92 @@
+"""Which parts of which layers wait in the host's memory between forward and backward pass (`swap_config`).
+
+The spelling is MindFormers'. Of our layers those parts can be named whose results the backward pass reads and MindSpore
+moves ([swap.md](../../docs/swap.md)).
+"""
+
+import re
+from collections.abc import Sequence
+
+from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.recipe.schema.parallel import LayerSwap, OpSwap, SwapConfig
+
+DEFAULT = r"attention\.core"
+"""The operators where neither layers nor operators are named."""
+
+RECOMPUTED = {"swiglu": ("ffn.act", "moe.shared.act"), "moe": ("moe.router", "moe.dispatch", "moe.experts")}  # fmt: skip
+"""Parts that `telechat_moe.sharding.recompute` computes again, of those that can be swapped."""
+
+
+def parts(config: ModelConfig, layer: int) -> list[str]:
+    """Return the parts of a decoder layer that can be swapped, by their dotted names."""
+    found = ["attention", "attention.core", "add_attention", "add_ffn"]
+    if config.q_lora_rank:
+        found.append("attention.q_down")
+    if layer < config.first_k_dense_replace or not config.n_routed_experts:
+        return [*found, "ffn", "ffn.act"]
+    found += ["moe", "moe.router", "moe.dispatch", "moe.experts"]
+    return [*found, "moe.shared", "moe.shared.act"] if config.shared_width else found
+
+
+def matched(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern matches, part by part; none if it is no regular expression, as a rule says."""
+    try:
+        wanted = [re.compile(part) for part in pattern.split(r"\.")]
+    except re.error:
+        return []
+    split = ((name, name.split(".")) for name in names)
+    return [
+        name
+        for name, own in split
+        if len(own) == len(wanted)
+        and all(w.fullmatch(part) for w, part in zip(wanted, own, strict=True))
+    ]
+
+
+def patterns(config: SwapConfig) -> list[tuple[str, LayerSwap]]:
+    """Return the patterns of operators, each with its layers and how early they come back."""
+    if config.layer_swap is None and config.op_swap is None:
+        return [(DEFAULT, LayerSwap(layers=True, backward_prefetch=config.default_prefetch))]
+    found: list[tuple[str, LayerSwap]] = []
+    for item in config.op_swap or ():
+        given = LayerSwap(layers=item.layers, backward_prefetch=item.backward_prefetch)
+        names = [item.op_name] if isinstance(item.op_name, str) else item.op_name
+        found += [(name, given) for name in names]
+    return found
+
+
+def names_layer(item: LayerSwap | OpSwap, layer: int) -> bool:
+    """Tell whether an item is about a layer."""
+    return item.layers if isinstance(item.layers, bool) else layer in item.layers
+
+
+def recomputes_layer(r: Recipe, layer: int) -> bool:
+    """Tell whether a list of layers, which `recompute` is beside `swap_config.swap`, names one."""
+    value = r.recompute_config.recompute
+    return value is True or (isinstance(value, list) and layer in value)
+
+
+def swapped(recipe: Recipe) -> dict[int, dict[str, int]]:
+    """Return the parts of each layer that are swapped, and their prefetch, in operators; `""` is the whole layer.
+
+    A recipe that `check` accepts; a part that several items name has the prefetch of the first.
+    """
+    chosen, config = recipe.swap_config, recipe.model_config
+    found: dict[int, dict[str, int]] = {}
+    if not chosen.swap:
+        return found
+    for layer in range(config.num_hidden_layers):
+        if recomputes_layer(recipe, layer):
+            continue
+        here: dict[str, int] = {}
+        for item in chosen.layer_swap or ():
+            if names_layer(item, layer):
+                here.setdefault("", item.backward_prefetch)
+        for pattern, item in patterns(chosen):
+            if names_layer(item, layer):
+                for name in matched(pattern, parts(config, layer)):
+                    here.setdefault(name, item.backward_prefetch)
+        if here:
+            found[layer] = here
+    return found

@@ -1,0 +1,106 @@
+"""What waits in the host's memory: MindFormers' spelling, what it means for our layers, and what is refused."""
+
+import re
+
+import pytest
+
+from telechat_moe.recipe import RecipeError, load
+from telechat_moe.recipe.swap import matched, swapped
+from telechat_moe.recipe.uses import Use
+
+RECIPE = {
+    "use_parallel": True,
+    "parallel.parallel_mode": 1,
+    "parallel_config.data_parallel": 2,
+    "runner_config.gradient_accumulation_steps": 2,
+    "callbacks": "[]",
+    "model.model_config.moe_router_enable_expert_bias": False,
+    "swap_config.swap": True,
+}
+LAYERS, OPERATORS = "swap_config.layer_swap", "swap_config.op_swap"
+
+
+def read(changes: dict[str, object], use: Use = "dryrun") -> dict[int, dict[str, int]]:
+    values = {**RECIPE, **changes}
+    sets = [f"{k}={v}" for k, v in values.items()]
+    return swapped(load("telechat3_moe/pretrain_tiny.yaml", sets, use=use))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {i: {"attention.core": 1} for i in range(4)}),
+        ({"swap_config.default_prefetch": 9}, {i: {"attention.core": 9} for i in range(4)}),
+        ({LAYERS: "[{layers: [1, 3], backward_prefetch: 2}]"}, {1: {"": 2}, 3: {"": 2}}),
+        (
+            {
+                LAYERS: "[{layers: [1], backward_prefetch: 2}]",
+                OPERATORS: "[{op_name: ['.*\\.act', ffn], layers: [0, 2], backward_prefetch: 4}]",
+            },
+            {1: {"": 2}, 0: {"ffn.act": 4, "ffn": 4}},
+        ),
+        (
+            {
+                OPERATORS: "[{op_name: 'a.*', layers: [0], backward_prefetch: 4}]",
+                "recompute_config.recompute": "[1, 2]",
+            },
+            {0: {"attention": 4, "add_attention": 4, "add_ffn": 4}},
+        ),
+        ({OPERATORS: "[{op_name: add_ffn, layers: True, backward_prefetch: 4}]",
+          "recompute_config.recompute": "[1, 2]"}, {0: {"add_ffn": 4}, 3: {"add_ffn": 4}}),
+    ],
+)  # fmt: skip
+def test_parts_of_layers(changes: dict[str, object], expected: object) -> None:
+    assert read(changes) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"a\.b", r".*\.b", r"a", r"a.*", r".*\.c", r"(a|b)\.c", "", r"a\."]
+)
+def test_patterns_match_as_mindformers_matches(pattern: str) -> None:
+    """MindFormers' own walk over cells, on a layer with the same names."""
+    utils = pytest.importorskip("mindformers.parallel_core.training_graph.transformer.utils")
+    names, marked = ["a", "ab", "a.b", "a.c", "ab.c"], []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            below = [n for n in names if n.rpartition(".")[0] == name]
+            self.name, self._cells = name, {n.rpartition(".")[2]: Part(n) for n in below}
+
+        def offload(self, backward_prefetch: int) -> None:
+            marked.append(self.name)
+
+    utils.LayerSetting.set_pattern_swap(Part(""), pattern.split(r"\."), 1)
+    assert matched(pattern, names) == sorted(marked, key=names.index)
+
+
+@pytest.mark.parametrize(
+    ("use", "changes", "key", "said"),
+    [
+        ("train", {}, "swap", "host's memory anyway.*dryrun"),
+        ("train", {"context.device_target": "Ascend", "use_parallel": False,
+                   "parallel_config.data_parallel": 1}, "swap", "one device"),
+        ("dryrun", {"runner_config.gradient_accumulation_steps": 1}, "swap",
+         "one micro-batch.*gradient_accumulation_steps > 1"),
+        ("dryrun", {OPERATORS: "[{op_name: 'attention\\.cor', layers: True, backward_prefetch: 1}]"},
+         "op_swap.0.op_name", "matches no operator.*attention.core"),
+        ("dryrun", {OPERATORS: "[{op_name: ffn, layers: [1, 2], backward_prefetch: 1}]"},
+         "op_swap.0.op_name", "matches no operator.*moe"),
+        ("dryrun", {OPERATORS: "[{op_name: 'ffn\\.act', layers: [0], backward_prefetch: 1}]",
+                    "telechat_moe.sharding.recompute": "[swiglu]"},
+         "op_swap.0.op_name", "computes again"),
+        ("dryrun", {OPERATORS: "[{op_name: ffn, layers: [0], backward_prefetch: 1}]",
+                    LAYERS: "[{layers: [0, 1], backward_prefetch: 1}]"},
+         "op_swap.0.op_name", "layer_swap swaps as a whole"),
+        ("dryrun", {LAYERS: "[{layers: [0], backward_prefetch: 0}]"},
+         "layer_swap.0.backward_prefetch", "integer >= 1"),
+        ("dryrun", {LAYERS: "[{layers: [0]}]"}, "layer_swap.0.backward_prefetch", "missing"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_refused(
+    use: Use, changes: dict[str, object], key: str, said: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(changes, use)
+    assert [p.key for p in caught.value.problems] == [f"swap_config.{key}"]
+    assert re.search(said, str(caught.value))

@@ -1,0 +1,117 @@
+"""Choose for each decoder layer whether its activations are kept, computed again, or wait in the host's memory.
+
+A stage's peak and time depend on its own layers only, and layers of a kind are alike. So for each stage all numbers of
+recomputed and swapped layers of each chunk and kind are tried, which proves the choice: of those within the limits of
+device and host, the one that adds the least time.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.tools.plan.cost.columns import columns
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.memory import layer_activations
+from telechat_moe.tools.plan.cost.roofline import layer, rates, whole_layers
+from telechat_moe.tools.plan.cost.simulate_step import Step, Swap, simulate_step, swap_of
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.schedules.simulate import memory
+
+Array = NDArray[np.float64]
+MOST = 300_000
+"""Choices of a stage that are tried."""
+
+
+def choose(step: Step, top: float, host: float = np.inf) -> Layout | None:
+    """Return the layout of a step with each layer kept, recomputed or swapped, which adds the least time to every stage.
+
+    Args:
+        top: Bytes of a device.
+        host: Bytes of the host's memory that a device may use.
+
+    Returns:
+        None: no choice fits, or a stage has more than `MOST`.
+
+    Raises:
+        BadInputError: The device's description has no link to its host.
+    """
+    a, counts = step.architecture, step.layers
+    kept = step.layout.but(
+        recompute="full", recompute_layers=None, recomputed=(), swapped=(), prefetch=1
+    )
+    base, swap = simulate_step(a, kept, step.device), swap_of(a, kept, step.device)
+    numbers = np.split(np.arange(len(a.layers)), np.cumsum(counts)[:-1])
+    of_kind = [
+        [[int(i) for i in x if (a.layers[i] == "moe") == k] for k in (0, 1)] for x in numbers
+    ]
+    costs = _Costs(base, swap, of_kind)
+    recomputed: list[int] = []
+    swapped: list[int] = []
+    for stage, chunks in enumerate(base.program.chunks_of_stage):
+        options = [_options(*(len(layers) for layers in of_kind[c])) for c in chunks]
+        if np.prod([len(o) for o in options]) > MOST:
+            return None
+        n = np.array([np.concatenate(choice) for choice in product(*options)], np.float64)
+        n = n.reshape(len(n), len(chunks), 2, 2)  # [choices, chunks, recomputed or swapped, kind]
+        added, peak, away = costs.of(stage, chunks, n)
+        fits = np.flatnonzero((peak <= top) & (away <= host))
+        if not len(fits):
+            return None
+        best = n[fits[np.lexsort((peak[fits], away[fits], added[fits]))[0]]].astype(int)
+        for chunk, of_chunk in zip(chunks, best, strict=True):
+            for kind, layers in enumerate(of_kind[chunk]):
+                first, more = of_chunk[0, kind], of_chunk[1, kind]
+                recomputed += layers[:first]
+                swapped += layers[first : first + more]
+    return kept.but(
+        recomputed=tuple(sorted(recomputed)),
+        swapped=tuple(sorted(swapped)),
+        prefetch=swap.prefetch if swapped else 1,
+    )
+
+
+class _Costs:
+    """What the numbers of recomputed and swapped layers of a stage cost.
+
+    Args:
+        base: The step that keeps everything.
+        of_kind: Dense and MoE layers of each chunk, by their numbers.
+    """
+
+    def __init__(self, base: Step, swap: Swap, of_kind: list[list[list[int]]]) -> None:
+        self.base, self.swap = base, swap
+        a, device, chunks = base.architecture, base.device, len(of_kind)
+        x = columns([(a, base.layout)])
+        r, (*_, entry) = rates(x, device, device.constants), layer_activations(x)
+        kinds, none = (False, True) if a.moe_layers else (False,), [0.0] * (not a.moe_layers)
+        self.again_s = [float(layer(x, r, kind).again.time[0]) for kind in kinds] + none
+        self.dropped = [float(whole_layers(x)[kind][0] - entry[0]) for kind in kinds] + none
+        self.flight = [  # micro-batches of each chunk that each operation of each stage finds
+            memory(base.program, replace(base.times, activation=one)) for one in np.eye(chunks)
+        ]
+        # what a stage needs besides where it recomputes nothing, dense layers, MoE layers, both
+        first = [[layers[kind][0] for layers in of_kind if layers[kind]] for kind in (0, 1)]
+        cases = [(), first[0], first[1], first[0] + first[1]]
+        held = evaluate(a, [base.layout.but(recomputed=tuple(c)) for c in cases], device).memory
+        self.fixed_4P = held.parameters + held.gradients + held.optimizer + held.buffers
+
+    def of(self, stage: int, chunks: tuple[int, ...], n: Array) -> tuple[Array, Array, Array]:
+        """Return seconds added to a stage, its peak, and its bytes in the host's memory, of each choice."""
+        cost = n.sum(axis=1) @ np.array([self.again_s, self.swap.wait_s]).T
+        away_NC, freed_NC = (n[:, :, 1] @ np.array(x) for x in (self.swap.moved, self.swap.freed))
+        held_NC = self.base.times.activation[list(chunks)] - freed_NC
+        held_NC = held_NC - n[:, :, 0] @ np.array(self.dropped)
+        often = np.unique(np.stack([self.flight[c][stage] for c in chunks], axis=1), axis=0)
+        peak, away = ((often @ y.T).max(axis=0) for y in (held_NC, away_NC))
+        some = n.sum(axis=1) > 0
+        copied = 2 * (some[:, 1] * self.swap.moved).max(axis=1)
+        peak = peak + copied + self.fixed_4P[some[:, 0, 0] + 2 * some[:, 0, 1], stage]
+        return cost[:, 0, 0] + cost[:, 1, 1], peak, away
+
+
+def _options(dense: int, moe: int) -> NDArray[np.int64]:
+    """Return the numbers of recomputed dense and MoE and of swapped dense and MoE layers, `[choices, 4]`, of a chunk."""
+    ways = [[(i, j) for i in range(n + 1) for j in range(n + 1 - i)] for n in (dense, moe)]
+    return np.array([(r0, r1, s0, s1) for (r0, s0), (r1, s1) in product(*ways)])
