@@ -69,6 +69,6 @@ def test_a_doubled_input_is_seen():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_doubled_input_is_seen_in_every_layout(layout):
-    """``pytest -m slow tests/align/test_wiring.py``; an hour."""
+    """``make test-slow GROUP=wiring``; an hour."""
     for dtype in ("float32", "bfloat16", "float16"):
         assert missed(Base(layout, dtype, fused=dtype != "float32", seed=45))[1] == [], dtype

@@ -30,13 +30,14 @@ IN_CI: dict[str, tuple[str, ...]] = {
         "benchmarks/align_faults/test_layout_pairs",
         "benchmarks/peers",
     ),
+    "align_bugs": ("tests/align/test_hf_bugs", "tests/align/test_megatron"),
     "align_faults": ("benchmarks/align_faults",),
     "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
     "ops": ("tests/ops",),
     "mindspore210": ("tests/test_versions.py",),
     "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
     "keys": ("tests/recipe/test_keys.py",),
-    "wiring": ("tests/align/test_wiring", "tests/align/test_workflow"),
+    "workflow": ("tests/align/test_wiring", "tests/align/test_workflow"),
 }
 """One of these runs with every commit."""
 
@@ -48,6 +49,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
     ),
     "programs": ("tests/ops/dvm",),
     "schedules": ("tests/plan/test_schedules",),
+    "wiring": ("tests/align/test_wiring.py::test_a_doubled_input_is_seen_in_every_layout",),
     "faults": ("benchmarks/align_faults/test_faults.py::test_the_whole",),
 }
 """More than half an hour on two cores."""
