@@ -127,7 +127,7 @@ def test_it_takes_memory_off_the_device() -> None:
     plain, swapped = graph_of({})["memory"], graph_of(whole)
     moved = swapped["swapping"]["host"]
     freed = plain["kept_by_a_pass"] - swapped["memory"]["kept_by_a_pass"]
-    assert 0.4 * moved < freed <= moved
+    assert 0.4 * moved < freed < 1.1 * moved
     assert swapped["memory"]["activations"] < plain["activations"]
 
 
