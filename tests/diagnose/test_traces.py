@@ -145,6 +145,7 @@ STEP = event("ProfilerStep#1", 0, 100, "user_annotation")
         ("a.json", b'{"traceEvents": [{"ph": "X"', "a trace that was cut off cannot be read"),
         ("a.json.gz", gzip.compress(b"{}" * 999)[:30], "cannot read the trace"),
         ("a.json", b'{"events": []}', "no list traceEvents"),
+        ("a.json", b'[{"bs": 32}]', "no list traceEvents"),
         ("a.json", b'{"traceEvents": []}', "nothing runs on a device"),
         ("a.json", json.dumps([STEP]).encode(), "nothing runs on a device"),
         ("a.json", json.dumps([STEP, event("k", "x", 1)]).encode(), "has ts 'x' and dur 1; expected microseconds"),  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ class Trace:
     def __init__(self, path: Path) -> None:
         data = _json(path)
         events = data.get("traceEvents") if isinstance(data, dict) else data
-        if not isinstance(events, list):
+        if not isinstance(events, list) or (events and not any("ph" in e for e in events)):
             raise BadInputError(
                 f"{path}: no list traceEvents; expected a trace in Chrome's format, as torch's profiler writes it, or trace_view.json"
             )
