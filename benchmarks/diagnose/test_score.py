@@ -77,3 +77,8 @@ def test_a_few_runs_are_judged_right():
     score = run(Cluster(4, steps=100), 3, 2, 7)
     assert (score.precision(), score.recall()) == (1.0, 1.0), score.examples
     assert run(Cluster(4, steps=100), 2, 0, 7).wrong.total() == 0
+
+
+def test_slow_drift_of_few_peers_is_no_cause():
+    """A stage of eight ranks: what wanders more slowly than a window differs between ranks for a while."""
+    assert run(Cluster(1, pp=4), 8, 0, 12).wrong.total() == 0
