@@ -30,6 +30,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any] | None]] = {
     "telechat_infer": (NUMBER, None),
     "telechat_link_trial": (None, [ctypes.c_double, ctypes.c_double, NUMBER]),
     "telechat_link_times": (NUMBER, [POINTER, NUMBER]),
+    "telechat_link_ways": (None, [ctypes.c_int, POINTER]),
     "telechat_tap_begin": (NUMBER, [TEXT, NUMBER]),
     "telechat_tap_end": (NUMBER, []),
     "dvm_create": (POINTER, [POINTER, NUMBER]),

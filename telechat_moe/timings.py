@@ -9,6 +9,9 @@ about 50 bytes a step with one call. All but ``step``, ``first``, ``faults`` and
     CPU time of all threads during the graph.
 ``gc``, ``delay``, ``paused``
     Collecting garbage; ready to run but without a core (of the thread that waited longest); stopped, as by SIGSTOP.
+``pipeline.N``, ``exchange.N``
+    Of a run in several processes: how long the messages of rank N that the step took were on their way, those of pipelines and those that
+    carry rows to experts.
 ``first``, ``faults``, ``rows``
     1 in a process's first step, which compiles the graph; major page faults; rows that the rank's experts got (NaN: not known).
 """
@@ -21,6 +24,9 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +37,8 @@ from telechat_moe.errors import BadInputError, TelechatMoeError
 
 FOLDER = "timings"
 VERSION = 1
+LINKS = ("pipeline", "exchange")
+"""Kinds of messages, before the number of the rank that they are from."""
 COLUMNS = (
     "step", "first", "data", "host", "graph", "save", "evaluation", "cpu", "gc", "delay", "paused", "faults", "rows",
 )  # fmt: skip
@@ -125,6 +133,18 @@ class CoreWaits:
         self._known = {}
 
 
+@dataclass(frozen=True)
+class Links:
+    """The links of a process: the ranks at their ends, and how to learn the seconds of `LINKS` of each since the last time."""
+
+    peers: Sequence[int]
+    ways: Callable[[], Iterable[tuple[float, float]]]
+
+    def columns(self) -> list[str]:
+        """Return the names of their columns."""
+        return [f"{kind}.{peer}" for peer in self.peers for kind in LINKS]
+
+
 class StepTimer:
     """Measure the parts of a step and write them; without a file it does nothing.
 
@@ -132,24 +152,30 @@ class StepTimer:
         path: The file; None: nothing is measured.
         about: ``rank``, ``ranks`` and ``stage`` for the first line.
         step: Steps done; later rows of the file are removed.
+        links: Whose messages are timed, too.
 
     Raises:
         TelechatMoeError: The file cannot be written.
     """
 
     def __init__(
-        self, path: Path | None = None, about: dict[str, Any] | None = None, step: int = 0
+        self,
+        path: Path | None = None,
+        about: dict[str, Any] | None = None,
+        step: int = 0,
+        links: Links | None = None,
     ) -> None:
-        self.path, self._file = path, None
+        self.path, self._file, self._links = path, None, links
         if path is None:
             return
+        columns = [*COLUMNS, *(links.columns() if links is not None else ())]
         header = {
             "version": VERSION,
             **(about or {}),
             "host": socket.gethostname(),
-            "columns": list(COLUMNS),
+            "columns": columns,
         }
-        kept = _kept(path, step) if step else b""
+        kept = _kept(path, step, columns) if step else b""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb", buffering=0)
@@ -193,7 +219,10 @@ class StepTimer:
         row |= {"step": step, "first": self._first, "delay": self._waits.longest()}
         row["rows"] = float("nan") if rows is None else rows
         try:
-            self._file.write(np.array([row[name] for name in COLUMNS], TYPE).tobytes())
+            values = [row[name] for name in COLUMNS]
+            if self._links is not None:
+                values += chain.from_iterable(self._links.ways())
+            self._file.write(np.array(values, TYPE).tobytes())
         except OSError as error:
             raise TelechatMoeError(
                 f"cannot write the timings {self.path}: {error.strerror}"
@@ -222,13 +251,13 @@ class StepTimer:
             self._file = None
 
 
-def _kept(path: Path, step: int) -> bytes:
+def _kept(path: Path, step: int, columns: list[str]) -> bytes:
     """Return the rows of a file up to a step; nothing if it is another run's or of other columns."""
     try:
         header, rows = read(path)
     except BadInputError:
         return b""
-    return rows[rows[:, 0] <= step].tobytes() if header["columns"] == list(COLUMNS) else b""
+    return rows[rows[:, 0] <= step].tobytes() if header["columns"] == columns else b""
 
 
 def read(path: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:

@@ -15,20 +15,35 @@ import numpy as np
 
 from benchmarks.diagnose.cluster import Cluster
 from benchmarks.diagnose.files import write
+from benchmarks.diagnose.public import read_all
 from benchmarks.diagnose.score import Score, run
 from telechat_moe import timings
 from telechat_moe.tools.diagnose.kinds import KINDS
 
-DP = {128: 4, 256: 8, 1024: 32, 8192: 256}
-"""Data-parallel degree by ranks, with 8 tensor-parallel ranks and 4 stages."""
+DEGREES = {
+    8: (1, 1),
+    32: (1, 4),
+    64: (2, 4),
+    128: (4, 4),
+    256: (8, 4),
+    1024: (32, 4),
+    8192: (256, 4),
+}
+"""Data-parallel degree and stages by ranks, with 8 tensor-parallel ranks."""
 
 THREADS = 40
 """Threads of a rank's process, each of which is asked how long it waited for a core."""
 
 
+def cluster_of(ranks: int, steps: int) -> Cluster:
+    """Return the cluster of so many ranks."""
+    dp, pp = DEGREES[ranks]
+    return Cluster(dp, pp=pp, steps=steps)
+
+
 def accuracy(ranks: int, runs: int, steps: int, seed: int) -> tuple[Score, Score]:
     """Return the scores of clean runs and of runs with one or two causes."""
-    cluster = Cluster(DP[ranks], steps=steps)
+    cluster = cluster_of(ranks, steps)
     both = run(cluster, runs - runs // 2, 1, seed)
     both.join(run(cluster, runs // 2, 2, seed + 1))
     return run(cluster, runs, 0, seed + 2), both
@@ -37,7 +52,7 @@ def accuracy(ranks: int, runs: int, steps: int, seed: int) -> tuple[Score, Score
 def speed(ranks: int, steps: int) -> dict[str, float]:
     """Return seconds and peak memory of the verb on the files of a cluster of so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        cluster, block = Cluster(DP[ranks], steps=100), 100
+        cluster, block = cluster_of(ranks, 100), 100
         records = cluster.simulate(np.random.default_rng(0))
         # One block of steps is repeated: reading and judging take as long for it as for steps that differ.
         records.columns = {n: np.tile(x, (1, steps // block)) for n, x in records.columns.items()}
@@ -77,15 +92,20 @@ def recording(steps: int = 2000) -> dict[str, float]:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnose", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=256, choices=DP, help="ranks of a cluster")
+    parser.add_argument(
+        "--ranks", type=int, default=256, choices=DEGREES, help="ranks of a cluster"
+    )
     parser.add_argument("--runs", type=int, default=100, help="clean runs, and as many with causes")
     parser.add_argument("--steps", type=int, default=200, help="steps of a run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--speed", type=int, default=0, metavar="STEPS", help="measure speed instead"
     )
+    parser.add_argument("--traces", metavar="FOLDER", help="read the traces below a folder instead")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    if args.traces:
+        return _public(Path(args.traces))
     report: dict[str, object] = {"recording": recording()}
     print(
         "recording a step: {minimum_us:.0f} us minimum, {median_us:.0f} us median".format(
@@ -104,6 +124,20 @@ def main() -> int:
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _public(folder: Path) -> int:
+    found = read_all(folder)
+    for title, counts in (("read, bound by", found.bound), ("refused", found.refused)):
+        print(f"{title}: {counts.total()}")
+        for text, count in counts.most_common():
+            print(f"{count:6d}  {text}")
+    print(
+        f"trace_view.json and its table: {found.compared} pairs, at most {found.apart:.2e} of the device's time apart"
+    )
+    print(f"neither read nor refused: {len(found.broken)}")
+    print("\n".join(found.broken))
+    return 1 if found.broken else 0
 
 
 def _table(args: argparse.Namespace, clean: Score, planted: Score) -> dict[str, object]:

@@ -1,10 +1,14 @@
 """What counts as right: exactly the planted ranks with the one kind; and a few planted runs."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks.diagnose.cluster import Cluster, Planted, draw
+from benchmarks.diagnose.public import read_all
 from benchmarks.diagnose.score import Score, run
 from telechat_moe.tools.diagnose.cause import Cause
 
@@ -48,7 +52,33 @@ def test_planted_causes_have_the_stated_size():
             assert planted.onset < 50
 
 
+def test_traces_are_read_or_refused_and_compared_with_their_table(tmp_path: Path):
+    rows = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "Overlap Analysis"}}]
+    for name, begin, lasts in (
+        ("ProfilerStep#1", 0, 100),
+        ("Computing", 10, 40),
+        ("Communication(Not Overlapped)", 50, 10),
+    ):
+        rows.append({"ph": "X", "name": name, "pid": 1, "ts": str(begin), "dur": lasts})
+    (tmp_path / "trace_view.json").write_text(json.dumps(rows))
+    (tmp_path / "cut.json").write_text("[{")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("no trace")
+    for computing, apart in ((40, 0.0), (45, 5 / 55)):
+        table = f"Step,Computing,Communication(Not Overlapped),Free\n1,{computing},10,20\n"
+        (tmp_path / "step_trace_time.csv").write_text(table)
+        found = read_all(tmp_path)
+        assert (found.bound.total(), found.refused.total(), found.broken) == (2, 2, [])
+        assert found.compared == 1
+        assert found.apart == pytest.approx(apart, abs=1e-6)
+
+
 def test_a_few_runs_are_judged_right():
     score = run(Cluster(4, steps=100), 3, 2, 7)
     assert (score.precision(), score.recall()) == (1.0, 1.0), score.examples
     assert run(Cluster(4, steps=100), 2, 0, 7).wrong.total() == 0
+
+
+def test_slow_drift_of_few_peers_is_no_cause():
+    """A stage of eight ranks: what wanders more slowly than a window differs between ranks for a while."""
+    assert run(Cluster(1, pp=4), 8, 0, 12).wrong.total() == 0

@@ -30,13 +30,22 @@ using Clock = std::chrono::steady_clock;
 using Moment = Clock::time_point;
 
 struct Header {
-  int64_t tag, bytes;
+  int64_t tag, bytes, sent;
 };
+
+// Nanoseconds of the clock that hosts share, as far as they do; what is between two hosts cancels over both directions.
+int64_t wall_clock() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 struct Message {
   Moment at;  // of which it was handed over, or arrived
   Bytes bytes;
+  int64_t time = 0;  // by the wall clock, of which it was handed over; of one that arrived, how long it was on its way
 };
+
+// Whose messages are timed apart: those of pipelines, and those that carry rows to experts.
+enum Kind { kPipeline, kExchange, kKinds };
 
 // What a benchmark asks for; otherwise links are as fast as their sockets, and nothing is written down.
 struct Trial {
@@ -70,11 +79,11 @@ class Link {
 
   void send(int64_t tag, Bytes bytes) {
     std::lock_guard<std::mutex> held(lock_);
-    leaving_.emplace_back(tag, Message{Clock::now(), std::move(bytes)});
+    leaving_.emplace_back(tag, Message{Clock::now(), std::move(bytes), wall_clock()});
     change_.notify_all();
   }
 
-  Message take(int64_t tag, int rank) {
+  Message take(int64_t tag, int rank, Kind kind) {
     std::unique_lock<std::mutex> held(lock_);
     const auto there = [&] { return !arrived_[tag].empty(); };
     change_.wait(held, [&] { return there() || closed_; });
@@ -83,7 +92,14 @@ class Link {
     check(there(), "rank %d closed its connection before message %ld", rank, static_cast<long>(tag));
     Message message = std::move(arrived_[tag].front());
     arrived_[tag].pop_front();
+    way_s_[kind] += 1e-9 * static_cast<double>(message.time);
     return message;
+  }
+
+  // Give how long the messages were on their way that were taken since the last call, and begin anew.
+  void ways(double* to) {
+    std::lock_guard<std::mutex> held(lock_);
+    for (double& s : way_s_) *to++ = s, s = 0;
   }
 
  private:
@@ -102,8 +118,9 @@ class Link {
     while (all(false, &header, sizeof header)) {
       Bytes bytes(header.bytes);
       if (!all(false, bytes.data(), header.bytes)) break;
+      const int64_t way = wall_clock() - header.sent;
       std::lock_guard<std::mutex> held(lock_);
-      arrived_[header.tag].push_back({Clock::now(), std::move(bytes)});
+      arrived_[header.tag].push_back({Clock::now(), std::move(bytes), way});
       change_.notify_all();
     }
     std::lock_guard<std::mutex> held(lock_);
@@ -122,7 +139,7 @@ class Link {
       const auto [lasts, late] = trial.of(bytes.size());
       free = std::max(free, message.at) + lasts;
       std::this_thread::sleep_until(free + late);
-      Header header{tag, static_cast<int64_t>(bytes.size())};
+      Header header{tag, static_cast<int64_t>(bytes.size()), message.time};
       if (!all(true, &header, sizeof header) || !all(true, bytes.data(), header.bytes)) return;
     }
   }
@@ -133,6 +150,7 @@ class Link {
   std::deque<std::pair<int64_t, Message>> leaving_;
   std::map<int64_t, std::deque<Message>> arrived_;
   bool closed_ = false;
+  double way_s_[kKinds] = {};
 };
 
 std::mutex links_lock;
@@ -191,7 +209,7 @@ struct ExpertState : State {
     for (size_t r = 0; r < ranks.size(); r++) {
       const int rank = static_cast<int>(ranks[r]);
       if (static_cast<int64_t>(r) == member) continue;
-      Message message = link_to(rank).take(tag, rank);
+      Message message = link_to(rank).take(tag, rank, kExchange);
       arrived = std::max(arrived, message.at), most = std::max(most, message.bytes.size());
       parts[r] = std::move(message.bytes);
     }
@@ -325,6 +343,9 @@ extern "C" void telechat_link(int rank, int socket) {
   links[rank] = new Link(socket);
 }
 
+// Give the seconds that messages from `rank` were on their way which were taken since the last call: of pipelines, of exchanges.
+extern "C" void telechat_link_ways(int rank, double* to) { link_to(rank).ways(to); }
+
 // x -> a token.
 TELECHAT_INIT(Send, MessageState)
 TELECHAT_SHAPES1(Send) { return {1}; }
@@ -341,7 +362,7 @@ TELECHAT_SHAPES1(Receive) { return in.attributes().integers("extents"); }
 TELECHAT_RUN(Receive) {
   const auto& s = call.state<MessageState>();
   const Arg out = call[call.count() - 1];
-  const Bytes bytes = link_to(s.rank).take(s.tag, s.rank).bytes;
+  const Bytes bytes = link_to(s.rank).take(s.tag, s.rank, kPipeline).bytes;
   check(static_cast<int64_t>(bytes.size()) == bytes_of(out), "rank %d sent %ld bytes as message %ld, expected %ld", s.rank,
         static_cast<long>(bytes.size()), static_cast<long>(s.tag), static_cast<long>(bytes_of(out)));
   std::memcpy(out.data, bytes.data(), bytes.size());

@@ -1,6 +1,6 @@
 """Engines compute the steps of a run: one process here, a rank's graph in :mod:`telechat_moe.train.rank_engine`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,11 +33,13 @@ class Engine(Protocol):
         model: The model; its weights are the current ones after :meth:`collect_weights`.
         operators: Backends of the operators, for the user.
         evaluate_cell: Next-token loss of the model on a batch.
+        peers: Processes that this one exchanges messages with.
     """
 
     model: CausalLM
     operators: str
     evaluate_cell: Evaluate
+    peers: Sequence[int] = ()
 
     def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the batches of the next step, as :meth:`update` takes them.

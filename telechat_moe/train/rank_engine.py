@@ -4,7 +4,7 @@ Every rank takes the whole batch, runs its graph and writes its share of the che
 whole weights when they are needed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class RankEngine:
         self.average: WeightAverage | None = None
         self.program = self._load()
         graphs = self.program.job
+        self.peers: Sequence[int] = graphs.peers[self.rank]
         with select.using("plain"):
             self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.evaluate_cell = Evaluate(self.model)

@@ -10,6 +10,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from telechat_moe import timings
@@ -17,6 +18,7 @@ from telechat_moe.checkpoint import folder
 from telechat_moe.checkpoint.weights import ReadWeights, own_weights
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import write_atomic
+from telechat_moe.graph.links import ways
 from telechat_moe.model import initialize
 from telechat_moe.model.init import count_parameters
 from telechat_moe.ops.custom import reason
@@ -115,7 +117,9 @@ class Trainer:
         self.ranks.barrier("timings")
         stage = mesh_of(self.recipe).stage(rank)
         about = {"rank": rank, "ranks": self.ranks.count, "stage": stage}
-        return StepTimer(timings.file_of(self.output, rank), about, resumed)
+        peers = self.engine.peers
+        links = timings.Links(peers, partial(ways, peers)) if peers else None
+        return StepTimer(timings.file_of(self.output, rank), about, resumed, links)
 
     def run(self) -> Summary:
         """Train to the last step of the recipe, or until interrupted.

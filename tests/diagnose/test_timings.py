@@ -108,6 +108,27 @@ def test_a_stopped_process_is_noticed(tmp_path: Path):
     assert column(path, "delay")[0] < 0.5 * paused
 
 
+def test_links_have_columns_of_their_own(tmp_path: Path):
+    path, told = tmp_path / "rank_0.bin", iter([[(1.0, 2.0), (3.0, 4.0)], [(5.0, 6.0), (7.0, 8.0)]])
+    with StepTimer(path, ABOUT, 0, timings.Links([2, 7], lambda: next(told))) as timer:
+        timer.finish(1, None)
+        timer.finish(2, None)
+    found = {
+        f"{kind}.{peer}": column(path, f"{kind}.{peer}").tolist()
+        for kind in timings.LINKS
+        for peer in (2, 7)
+    }
+    assert found == {
+        "pipeline.2": [1, 5],
+        "exchange.2": [2, 6],
+        "pipeline.7": [3, 7],
+        "exchange.7": [4, 8],
+    }
+    with StepTimer(path, ABOUT, 1, timings.Links([2], lambda: [(0.0, 0.0)])):
+        pass  # other links: what was there had other columns
+    assert column(path, "step").tolist() == []
+
+
 def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path):
     path = tmp_path / "rank_0.bin"
     for step, done in ((0, (1, 2, 3, 4)), (2, (3, 4))):

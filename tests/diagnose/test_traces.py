@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telechat_moe.cli import main
-from telechat_moe.tools.diagnose import traces
+from telechat_moe.tools.diagnose import chrome, traces
 
 Capture = pytest.CaptureFixture[str]
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("kineto_rank*.json.gz"))
@@ -31,7 +31,7 @@ def one_by_one(events: list[dict[str, Any]], begin: int, end: int) -> dict[str, 
     for e in events:
         low = max(int(e["ts"]) - begin, 0)
         high = max(int(e["ts"]) + int(e["dur"]) - begin, 0)
-        if e["cat"] not in traces.DEVICE:
+        if e["cat"] not in chrome.DEVICE:
             if "DataLoader" in e["name"]:
                 reads[low:high] = True
         elif any(word in e["name"].lower() for word in ("nccl", "hccl")):
@@ -73,7 +73,7 @@ def test_parts_of_any_step_are_those_of_its_microseconds(
     tmp_path_factory: pytest.TempPathFactory, works: list[Any], moves: list[Any], reads: list[Any]
 ):
     events = [event("ProfilerStep#3", 0, 100, "user_annotation")]
-    events += [event("gemm", *span) for span in works]
+    events += [event("gemm", 50, 1), *(event("gemm", *span) for span in works)]
     events += [event("ncclDevKernel_AllReduce", *span) for span in moves]
     events += [event("enumerate(DataLoader)", *span, cat="user_annotation") for span in reads]
     path = tmp_path_factory.mktemp("trace") / "rank7.json"
@@ -143,9 +143,10 @@ STEP = event("ProfilerStep#1", 0, 100, "user_annotation")
     [
         ("a.json", b"", "is no JSON"),
         ("a.json", b'{"traceEvents": [{"ph": "X"', "a trace that was cut off cannot be read"),
-        ("a.json.gz", gzip.compress(b"{}" * 999)[:30], "cannot read the trace"),
+        ("a.json.gz", gzip.compress(b"{}" * 999, mtime=0)[:30], "cannot read the trace"),
         ("a.json", b'{"events": []}', "no list traceEvents"),
-        ("a.json", b'{"traceEvents": []}', "no user_annotation ProfilerStep#N"),
+        ("a.json", b'[{"bs": 32}]', "no list traceEvents"),
+        ("a.json", b'{"traceEvents": []}', "nothing runs on a device"),
         ("a.json", json.dumps([STEP]).encode(), "nothing runs on a device"),
         ("a.json", json.dumps([STEP, event("k", "x", 1)]).encode(), "has ts 'x' and dur 1; expected microseconds"),  # type: ignore[arg-type]
         ("a.csv", b"", "no column 'Step'"),

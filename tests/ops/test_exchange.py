@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telechat_moe.graph.links import ways
 from telechat_moe.ops import native
 from telechat_moe.ops.native import Kernel, NativeError
 from telechat_moe.ops.permute import permute_reference
@@ -203,6 +204,7 @@ def test_what_was_not_started_is_not_waited_for() -> None:
 def test_a_slowed_link_delays_exchanges_and_says_when_they_were_there() -> None:
     """Two parts of 28 bytes on a link of 0.02 s and 0.001 s a byte: the second is behind the first."""
     library, times = native.load(), np.zeros(64)
+    ways([peer(0, 1)])
     library.telechat_link_trial(0.02, 0.001, 1)
     rows, sizes = np.ones((2, WIDTH), np.float32), np.array([2, 0], np.int32)
     token, part = np.ones(1, np.float32), 4 + 2 * WIDTH * 4
@@ -216,6 +218,9 @@ def test_a_slowed_link_delays_exchanges_and_says_when_they_were_there() -> None:
         count = library.telechat_link_times(times.ctypes.data, len(times))
     finally:
         library.telechat_link_trial(0.0, 0.0, 0)
+    ((pipeline, exchange),) = ways([peer(0, 1)])
+    assert pipeline == 0.0
+    assert exchange >= 2 * (0.02 + 0.001 * part)
     found = times[:count].reshape(-1, 6)
     assert found[:, 0].tolist() == [-12, -13]
     assert found[:, 1].tolist() == [part, part]

@@ -5,6 +5,7 @@ import socket
 import numpy as np
 import pytest
 
+from telechat_moe.graph.links import ways
 from telechat_moe.ops import native
 from telechat_moe.ops.native import Kernel, NativeError
 
@@ -46,6 +47,27 @@ def test_every_type(dtype: type) -> None:
     x = np.arange(12).reshape(3, 4).astype(dtype)
     send(x, 7)
     np.testing.assert_array_equal(receive((3, 4), dtype, 7), x)
+
+
+@pytest.mark.usefixtures("ends")
+def test_how_long_messages_are_on_their_way_is_told_once() -> None:
+    library, x = native.load(), np.zeros(10, np.float32)
+    ways([B])
+    library.telechat_link_trial(0.05, 0.001, 0)
+    try:
+        for _ in range(2):
+            send(x, 9)
+            receive((10,), np.float32, 9)
+    finally:
+        library.telechat_link_trial(0.0, 0.0, 0)
+    send(x, 9)
+    ((pipeline, exchange),) = ways([B])  # not of the third, which was not taken yet
+    assert pipeline >= 2 * (0.05 + 0.001 * 40)
+    assert exchange == 0.0
+    receive((10,), np.float32, 9)
+    ((later, _),) = ways([B])
+    assert 0 <= later < pipeline
+    assert ways([B]) == [(0.0, 0.0)]
 
 
 @pytest.mark.usefixtures("ends")

@@ -25,11 +25,13 @@ FEWEST_STEPS = 20
 """Steps of the shortest window."""
 LARGEST_LEFT_OUT = 2
 """Steps of a window that are left out of its average."""
-MANY = 12
+MANY = 20
 """From so many peers on, their own spread is known."""
+UNSURE = 1.3
+"""How many times larger than it looks the spread of fewer peers may be in a part of the steps."""
 FEW = 5
 """With fewer peers a row is compared with the others only: it would pull their median."""
-SIGMAS = 6.5
+SIGMAS = 7.0
 """Robust standard deviations from the median peer: below 1e-10 by chance, for thousands of ranks, parts and windows."""
 
 
@@ -84,6 +86,32 @@ def windows(steps: int) -> list[tuple[int, int]]:
     return found
 
 
+def _robust(x: Array) -> float:
+    """Return the standard deviation of numbers, some of which may be of another kind."""
+    return 1.4826 * float(np.median(np.abs(x - np.median(x))))
+
+
+def _wandering(means: Array, spans: list[tuple[int, int]], rows: Ints, few: int) -> list[float]:
+    """Return for each window by how much averages of windows of its length wander, as a standard deviation.
+
+    Blocks within a window do not show what is slower than it, and the peers of one window are few. Fewer than ``few`` peers say nothing
+    of each other: of them only changes between the shortest windows count, of which a cause that begins is one.
+    """
+    counts = [parts for parts in (1, 2, 4, 8) if len(spans) >= 2 * parts - 1]
+    groups = [means[parts - 1 : 2 * parts - 1, rows] for parts in counts]
+    if len(rows) >= few:
+        by_length = [_robust(group - np.median(group, axis=1, keepdims=True)) for group in groups]
+    else:
+        changes = np.abs(np.diff(groups[-1], axis=0))
+        least = 1.4826 * float(np.median(changes)) / np.sqrt(2) if changes.size else 0.0
+        by_length = [0.0, *([least] * (len(counts) - 1))]
+    if few <= len(rows) < MANY:
+        # Twice as long an average of what keeps its sign for a while wanders at most the root of two less.
+        for i in range(len(by_length) - 2, -1, -1):
+            by_length[i] = max(by_length[i], by_length[i + 1] / np.sqrt(2))
+    return [x for parts, x in zip(counts, by_length, strict=True) for _ in range(parts)]
+
+
 def _averages(x: Floats, spans: list[tuple[int, int]]) -> Array:
     """Return the average of each row in each window without the largest steps, ``[windows, rows]``."""
     left = LARGEST_LEFT_OUT
@@ -100,19 +128,20 @@ def _averages(x: Floats, spans: list[tuple[int, int]]) -> Array:
     return found
 
 
-def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints) -> float:
+def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints, few: int) -> float:
     """Return the standard deviation of a window's averages among peers that are alike."""
+    shown = _robust(means[rows]) if len(rows) >= few else 0.0
     if len(rows) >= MANY:
-        return 1.4826 * float(np.median(np.abs(means[rows] - np.median(means[rows]))))
+        return shown
     # Too few to know their spread: the variation of each from block to block, which covers slow drift.
     begin, end = span
     blocks = np.array_split(np.arange(begin, end), min(8, max(2, (end - begin) // 5)))
     values = np.array([np.median(x[rows][:, block], axis=1) for block in blocks])
-    return float(np.median(values.std(0, ddof=1))) / np.sqrt(len(blocks))
+    return max(shown, float(np.median(values.std(0, ddof=1))) / np.sqrt(len(blocks)))
 
 
 def late_rows(
-    x: Floats, peers: Ints, least: float, floor: float, *, lost: bool = False
+    x: Floats, peers: Ints, least: float, floor: float, *, lost: bool = False, few: int = FEW
 ) -> list[Late]:
     """Return the rows that are later than their peers, with the window that shows it best.
 
@@ -123,6 +152,7 @@ def late_rows(
         floor: Spread in seconds that peers have at least.
         lost: The seconds were lost, which peers that are alike do not: of few peers only the floor counts, because what varies
             from step to step is the loss itself.
+        few: Peers below which they do not show each other's spread, because half of them may be late.
     """
     spans = windows(x.shape[1])
     means = _averages(x, spans)
@@ -132,9 +162,12 @@ def late_rows(
         if len(rows) < 2:
             continue
         wide = floor * (1.0 if len(rows) >= MANY else 1.7 if len(rows) >= FEW else 2.5)
+        wanders = _wandering(means, spans, rows, few)
         for number, span in enumerate(spans):
             known_spread = len(rows) >= MANY or not lost
-            spread = max(_spread(means[number], x, span, rows), wide) if known_spread else wide
+            shown = max(_spread(means[number], x, span, rows, few), wanders[number])
+            shown *= UNSURE if number and len(rows) < MANY else 1.0
+            spread = max(shown, wide) if known_spread else wide
             middle = float(np.median(means[number, rows])) if len(rows) >= FEW else 0.0
             above = means[number, rows] - middle
             for i in np.flatnonzero((above > SIGMAS * spread) & (above > least)):

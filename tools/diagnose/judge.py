@@ -13,7 +13,7 @@ import numpy as np
 from telechat_moe.tools.diagnose.cause import Cause
 from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, Array, Late, center, late_rows
 from telechat_moe.tools.diagnose.kinds import KINDS, possible
-from telechat_moe.tools.diagnose.links import late_links
+from telechat_moe.tools.diagnose.links import late_links, late_pairs
 from telechat_moe.tools.diagnose.records import LOCAL, LOST, Records
 
 RUN_WIDE = {"save": 0.02, "data": 0.03, "gc": 0.02, "delay": 0.05, "paused": 0.02}
@@ -47,7 +47,9 @@ class Judge:
         self.records = records
         self.step_s, self.calm_s = records.step_seconds(), records.calm_seconds()
         self.mean_s = records.mean_seconds()
-        self.recorded = frozenset(records.columns) | ({"comm"} if records.axes else set())
+        self.recorded = frozenset(records.columns) | (
+            {"comm"} if records.axes or records.pairs else set()
+        )
         self._slopes: dict[int, dict[str, float]] = {}
 
     def causes(self) -> list[Cause]:
@@ -63,6 +65,16 @@ class Judge:
             *self._by_host(found),
             *self._run_wide(),
             *late_links(self.records, self.step_s, self.calm_s),
+            *late_pairs(
+                self.records,
+                self.step_s,
+                self.calm_s,
+                {
+                    row: one.seconds
+                    for part in ("delay", "paused")
+                    for row, one in late.get(part, {}).items()
+                },
+            ),
         ]
         return sorted(causes, key=lambda c: (-c.lost, -c.share, c.ranks))
 

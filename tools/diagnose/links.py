@@ -4,11 +4,17 @@ The member of a group that comes last waits for nobody, so the shortest member's
 one group of each axis that it serves, and the rank where these groups meet has it.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 
 from telechat_moe.tools.diagnose.cause import Cause
-from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, Late, center, late_rows
+from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, MANY, Late, center, late_rows
 from telechat_moe.tools.diagnose.records import COMM, Floats, Ints, Records
+
+KEPT = 1.5
+"""Times the seconds that a rank was stopped or without a core from which on late messages are the link's."""
 
 
 def late_links(records: Records, step_s: float, calm_s: float) -> list[Cause]:
@@ -34,6 +40,47 @@ def late_links(records: Records, step_s: float, calm_s: float) -> list[Cause]:
         done |= {key, *also}
         causes.append(_cause(records, rows, [one, *(late[k] for k in also)], step_s))
     return causes
+
+
+def late_pairs(
+    records: Records, step_s: float, calm_s: float, lost: Mapping[int, float]
+) -> list[Cause]:
+    """Return the slow links between two ranks; a rank most of whose links are slow has a slow port.
+
+    Args:
+        lost: Seconds a step by which the threads of ranks were kept from running, by row: messages that are late by no more than
+            `KEPT` times that say nothing of their link.
+    """
+    causes: list[Cause] = []
+    for pairs in records.pairs.values():
+        ends, seconds = pairs.ends, pairs.seconds
+        if len(ends) < 2:
+            continue
+        alike = np.zeros(len(ends), np.int64)
+        x = center(seconds, alike)[0]
+        found = late_rows(x, alike, LEAST * calm_s, FLOOR * calm_s, few=MANY)
+        if not found or len(found) == len(ends):
+            continue
+        calm = np.median(np.delete(seconds, [one.row for one in found], axis=0), axis=0)
+        late = {one.row: _above(one, seconds[one.row] - calm) for one in found}
+        late = {
+            i: one
+            for i, one in late.items()
+            if one.seconds > KEPT * max(lost.get(row, 0.0) for row in ends[i].tolist())
+        }
+        rows: list[int] = np.unique(ends[list(late)]).tolist()
+        for row in sorted(rows, key=lambda r: -sum(r in ends[i] for i in late)):
+            of_row = [i for i in late if row in ends[i]]
+            if len(of_row) > 1 and len(of_row) > 0.6 * (ends == row).any(1).sum():
+                ones = [late.pop(i) for i in of_row]
+                causes.append(_cause(records, np.array([row]), ones, step_s))
+        causes += [_cause(records, ends[i], [one], step_s) for i, one in late.items()]
+    return causes
+
+
+def _above(late: Late, more: Floats) -> Late:
+    """Return a late link with what its messages were on their way above those of links that are not late."""
+    return replace(late, seconds=float(np.mean(more[late.begin : late.end])))
 
 
 def transfers(records: Records, axis: str) -> tuple[Floats, Ints]:

@@ -9,8 +9,11 @@ import numpy as np
 from telechat_moe import timings
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.diagnose.excess import FEWEST
-from telechat_moe.tools.diagnose.records import COMM, LOCAL, LOST, Floats, Ints, Records
+from telechat_moe.tools.diagnose.records import COMM, LOCAL, LOST, Floats, Ints, Pairs, Records
 from telechat_moe.tools.diagnose.traces import read_traces, traces_of
+
+Ways = dict[tuple[str, int, int], Floats]
+"""How long messages were on their way, seconds of each step, by kind, the row of the rank that got them and the rank that sent them."""
 
 
 def files(run: Path) -> list[Path]:
@@ -77,8 +80,9 @@ def read_runs(runs: Sequence[Path]) -> Records:
         problems.append(
             f"{len(missing)} ranks have no timings, rank {missing[0]} the first; they are not judged"
         )
-    columns, steps = _fill([kept[i] for i in order], begin, end, problems)
-    return _records(where, [heads[i] for i in order], columns, steps, problems)
+    columns, steps, ways = _fill([kept[i] for i in order], begin, end, problems)
+    pairs = _pairs([numbers[i] for i in order], ways)
+    return _records(where, [heads[i] for i in order], columns, steps, pairs, problems)
 
 
 def _steady(header: dict[str, object], rows: Floats) -> np.ndarray:
@@ -90,10 +94,11 @@ def _steady(header: dict[str, object], rows: Floats) -> np.ndarray:
 
 def _fill(
     paths: list[Path], begin: int, end: int, problems: list[str]
-) -> tuple[dict[str, Floats], Ints]:
-    """Return the columns ``[ranks, steps]`` and the numbers of the steps that all ranks have."""
+) -> tuple[dict[str, Floats], Ints, Ways]:
+    """Return the columns ``[ranks, steps]``, the numbers of the steps that all ranks have, and what each knows of its links."""
     count = end - begin + 1
     columns: dict[str, Floats] = {}
+    ways: Ways = {}
     there = np.ones(count, bool)
     for row, path in enumerate(paths):
         header, rows = timings.read(path)
@@ -106,6 +111,11 @@ def _fill(
         own[at] = True
         there &= own
         for number, name in enumerate(names):
+            kind, _, peer = name.partition(".")
+            if kind in timings.LINKS:
+                ways[kind, row, int(peer)] = own_ways = np.zeros(count, np.float32)
+                own_ways[at] = rows[:, number]
+                continue
             if name in ("step", "first"):
                 continue
             if name not in columns:
@@ -116,7 +126,23 @@ def _fill(
         problems.append(f"{int((~there).sum())} steps are not on all ranks; they are not judged")
         columns = {name: x[:, there] for name, x in columns.items()}
         steps = steps[there]
-    return {name: x for name, x in columns.items() if not np.isnan(x).any()}, steps
+    found = {name: x for name, x in columns.items() if not np.isnan(x).any()}
+    return found, steps, {key: x[there] for key, x in ways.items()}
+
+
+def _pairs(ranks: list[int], ways: Ways) -> dict[str, Pairs]:
+    """Return the links of which both ends were recorded, and which carried anything."""
+    rows = {rank: row for row, rank in enumerate(ranks)}
+    found: dict[str, list[tuple[int, int, Floats]]] = {}
+    for (kind, row, peer), back in ways.items():
+        other = rows.get(peer, row)
+        one = ways.get((kind, other, ranks[row]))
+        if other < row and one is not None and one.any():
+            found.setdefault(kind, []).append((other, row, (one + back) / 2))
+    return {
+        kind: Pairs(np.array([pair[:2] for pair in pairs]), np.stack([pair[2] for pair in pairs]))
+        for kind, pairs in found.items()
+    }
 
 
 def _records(
@@ -124,6 +150,7 @@ def _records(
     heads: list[dict[str, object]],
     columns: dict[str, Floats],
     steps: Ints,
+    pairs: dict[str, Pairs],
     problems: list[str],
 ) -> Records:
     names = [str(head.get("host", "")) for head in heads]
@@ -148,6 +175,7 @@ def _records(
         host=np.array([hosts.index(name) for name in names]),
         hosts=hosts,
         groups=groups,
+        pairs=pairs,
         inside=inside,
         problems=problems,
     )

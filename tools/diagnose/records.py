@@ -22,6 +22,19 @@ COMM = "comm."
 """Before the name of an axis: seconds in collectives of that axis, waiting for others included."""
 
 
+@dataclass
+class Pairs:
+    """Links between two ranks.
+
+    Attributes:
+        ends: Their rows, ``[pairs, 2]``, the lower first.
+        seconds: How long the messages of a step were on their way, mean of both directions, ``[pairs, steps]``.
+    """
+
+    ends: Ints
+    seconds: Floats
+
+
 @dataclass(kw_only=True)
 class Records:
     """Times of the ranks of a run, every array ``[ranks, steps]``.
@@ -35,6 +48,7 @@ class Records:
         host: Host of each rank, numbered.
         hosts: Names of the hosts.
         groups: For each axis of `COMM` the number of each rank's group.
+        pairs: Links by the kind of what they carry.
         inside: Whether the seconds of `LOST` are inside the other parts (else beside them).
         problems: What could not be read, for the user.
     """
@@ -47,6 +61,7 @@ class Records:
     host: Ints
     hosts: Sequence[str]
     groups: dict[str, Ints] = field(default_factory=dict[str, Ints])
+    pairs: dict[str, Pairs] = field(default_factory=dict[str, Pairs])
     inside: bool = True
     problems: list[str] = field(default_factory=list[str])
 

@@ -135,7 +135,10 @@ def _not_judged(records: Records) -> dict[str, str]:
     for name in (*LOCAL, *LOST, *COUNTS):
         if name not in records.columns:
             found[name] = "not recorded"
-    if not records.axes:
+    if records.pairs:
+        if all(len(pairs.ends) < 2 for pairs in records.pairs.values()):
+            found["links"] = "one link, which has no peers to compare it with"
+    elif not records.axes:
         found["links"] = "no times of collectives were recorded"
     elif all(len(set(records.groups[axis].tolist())) < 2 for axis in records.axes):
         found["links"] = (

@@ -1,63 +1,56 @@
-"""Read traces of profilers: torch's Kineto (Chrome's JSON), and step_trace_time.csv of MindSpore's and torch_npu's for Ascend.
+"""Read traces of profilers: one file a rank in Chrome's format (`chrome.py`), or step_trace_time.csv of MindSpore's and torch_npu's for Ascend.
 
 A step's time is taken apart as the device sees it: computing, collectives that no computation hides, waiting for data, and the rest,
-in which the device is idle and waits for the host. Sources: the Trace Event Format (ph, ts, dur in microseconds), Kineto's categories
-(``kernel``, ``gpu_memcpy``, ``gpu_memset``; ``user_annotation`` ``ProfilerStep#N``), and MindStudio's table of step_trace_time.csv.
+in which the device is idle and waits for the host. Source of the table: MindStudio's description of step_trace_time.csv.
 """
 
 import csv
-import gzip
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.diagnose.excess import Array
+from telechat_moe.tools.diagnose.chrome import MICRO, Parts, Rank, info_rank, rank_of, read_chrome
 from telechat_moe.tools.diagnose.records import COMM, Records
 
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Kineto's categories of what runs on the device."""
-COLLECTIVE = re.compile(r"nccl|hccl|hcom_", re.IGNORECASE)
-"""In the name of a kernel that communicates."""
-STEP = re.compile(r"ProfilerStep#(\d+)$")
-DATA = re.compile(r"DataLoader")
 TABLES = ("step_trace_time.csv", "cluster_step_trace_time.csv")
 """Names of profilers' tables of steps."""
-MICRO = 1e-6
-
-Parts = dict[str, float]
-Rank = tuple[int, dict[int, Parts]]
-"""Number of a rank, and the parts of each of its steps, seconds."""
+PREPARING, DEVICE_ONLY = "Preparing", "_ascend_pt"
+"""Column of the time before the first operator of a step, and the end of the names of torch_npu's folders, whose `Free` does not count it."""
+NAMED = ("trace_view.json", "msprof*.json")
+"""Names of Ascend profilers' traces, beside which other JSON files are."""
 
 
 def traces_of(path: Path) -> list[Path]:
     """Return the traces that a path names: itself, or what is below a folder."""
     if path.is_file():
         return [path]
-    tables = sorted(p for name in TABLES for p in path.rglob(name))
-    return tables or sorted(p for p in path.rglob("*") if p.name.endswith((".json", ".json.gz")))
+    for names in (TABLES, *((name,) for name in NAMED), ("*.json", "*.json.gz")):
+        if found := sorted(p for name in names for p in path.rglob(name)):
+            return found
+    return sorted(path.rglob("*.db"))
 
 
 def read_traces(paths: Sequence[Path]) -> Records:
-    """Return the records of traces, one file a rank (or one table of all ranks).
+    """Return the records of traces, a file or several with different steps a rank, or one table of all ranks.
 
     Raises:
-        BadInputError: A file is no trace, has no steps, or a rank is there twice.
+        BadInputError: A file is no trace, has no steps, or a step of a rank is there twice.
     """
     ranks: dict[int, dict[int, Parts]] = {}
     for path in paths:
-        found = _table(path) if path.name.endswith(".csv") else [_kineto(path)]
+        found = _table(path) if path.name.endswith(".csv") else [read_chrome(path)]
         for rank, steps in found:
-            if rank in ranks:
+            known = ranks.setdefault(rank, {})
+            if both := sorted(known.keys() & steps.keys()):
                 raise BadInputError(
-                    f"{path}: rank {rank} is in another trace, too; name one of each rank"
+                    f"{path}: step {both[0]} of rank {rank} is in another trace, too; name one of each rank, with the rank in its name "
+                    "(rank3.json) where a trace does not say it"
                 )
-            ranks[rank] = steps
-    where = ", ".join(map(str, paths))
+            known |= steps
+    where = ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more" if paths[3:] else "")
     common = sorted(set.intersection(*(set(steps) for steps in ranks.values()))) if ranks else []
     if not common:
         raise BadInputError(f"{where}: no step is in the traces of all {len(ranks)} ranks")
@@ -80,101 +73,6 @@ def read_traces(paths: Sequence[Path]) -> Records:
     )
 
 
-# ---------------------------------------------------------------------------------------- Kineto
-
-
-def _kineto(path: Path) -> Rank:
-    """Return the rank and the steps of a trace in Chrome's format."""
-    data = _json(path)
-    events = data.get("traceEvents") if isinstance(data, dict) else data
-    if not isinstance(events, list):
-        raise BadInputError(f"{path}: no list traceEvents; expected a trace of torch's profiler")
-    whole = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e]
-    marks = [
-        (m[1], e)
-        for e in whole
-        if e.get("cat") == "user_annotation" and (m := STEP.match(str(e.get("name"))))
-    ]
-    if not marks:
-        raise BadInputError(
-            f"{path}: no step: no user_annotation ProfilerStep#N; call prof.step() after each step when the trace is recorded"
-        )
-    device = [e for e in whole if e.get("cat") in DEVICE]
-    if not device:
-        raise BadInputError(
-            f"{path}: nothing runs on a device ({', '.join(DEVICE)}); profile with ProfilerActivity.CUDA"
-        )
-    moves = [e for e in device if COLLECTIVE.search(str(e.get("name")))]
-    works = [e for e in device if not COLLECTIVE.search(str(e.get("name")))]
-    reads = [e for e in whole if e.get("cat") not in DEVICE and DATA.search(str(e.get("name")))]
-    computing, moving, reading = (_union(map(_span, x)) for x in (works, moves, reads))
-    busy = _union(np.concatenate([computing, moving]))
-    steps: dict[int, Parts] = {}
-    for number, mark in marks:
-        begin, end = _span(mark)
-        compute, used = _within(computing, begin, end), _within(busy, begin, end)
-        data_s = _within(_union(np.concatenate([busy, reading])), begin, end) - used
-        steps[int(number)] = {
-            "compute": compute * MICRO,
-            COMM + "all": (used - compute) * MICRO,
-            "data": data_s * MICRO,
-            "host": (end - begin - used - data_s) * MICRO,
-        }
-    return _rank_of(path, data), steps
-
-
-def _json(path: Path) -> Any:
-    try:
-        raw = path.read_bytes()
-        return json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, EOFError) as error:
-        raise BadInputError(f"cannot read the trace {path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadInputError(
-            f"{path}: is no JSON ({error}); a trace that was cut off cannot be read"
-        ) from error
-
-
-def _span(event: dict[str, Any]) -> tuple[float, float]:
-    """Return begin and end of an event, microseconds; Ascend's traces write numbers as text."""
-    try:
-        begin = float(event["ts"])
-        return begin, begin + max(float(event["dur"]), 0.0)
-    except (KeyError, TypeError, ValueError):
-        raise BadInputError(
-            f"the event {str(event.get('name'))[:60]!r} has ts {event.get('ts')!r} and dur {event.get('dur')!r}; expected microseconds"
-        ) from None
-
-
-def _union(spans: Iterable[Sequence[float]] | Array) -> Array:
-    """Return the union of intervals as disjoint rising ones, ``[intervals, 2]``."""
-    x = np.array(list(spans), np.float64).reshape(-1, 2)
-    if not len(x):
-        return x
-    x = x[np.argsort(x[:, 0], kind="stable")]
-    ends = np.maximum.accumulate(x[:, 1])
-    first = np.append(True, x[1:, 0] > ends[:-1])
-    last = np.append(first[1:], True)
-    return np.stack([x[first, 0], ends[last]], 1)
-
-
-def _within(spans: Array, begin: float, end: float) -> float:
-    """Return how much of disjoint intervals is between two times."""
-    return float(np.maximum(np.minimum(spans[:, 1], end) - np.maximum(spans[:, 0], begin), 0).sum())
-
-
-def _rank_of(path: Path, data: Any) -> int:
-    """Return the rank that a trace is of: what it says, else the first number of its name, else 0."""
-    about = data.get("distributedInfo") if isinstance(data, dict) else None
-    if isinstance(about, dict) and isinstance(about.get("rank"), int):
-        return about["rank"]
-    found = re.search(r"\d+", path.name)
-    return int(found[0]) if found else 0
-
-
-# ---------------------------------------------------------------------------------------- Ascend
-
-
 def _table(path: Path) -> list[Rank]:
     """Return ranks and steps of a table of an Ascend profiler."""
     try:
@@ -193,22 +91,21 @@ def _table(path: Path) -> list[Rank]:
     for line, row in enumerate(rows, start=2):
         if of_all and row.get("Type") != "rank":
             continue
-        rank = (
-            _number(path, line, "Index", row["Index"]) if of_all else _rank_beside(path, line, row)
-        )
+        if of_all:
+            rank = _number(path, line, "Index", row["Index"])
+        else:
+            rank = info_rank(path)
+            if rank is None:
+                device = row.get("Device_id")
+                rank = _number(path, line, "Device_id", device) if device else rank_of(path, {})
         step = _number(path, line, "Step", re.sub(r"^\D+", "", row["Step"] or "0") or "0")
-        found.setdefault(int(rank), {})[int(step)] = {
+        parts = {
             part: _number(path, line, name, row[name]) * MICRO for name, part in wanted.items()
         }
+        if row.get(PREPARING) and path.absolute().parent.parent.name.endswith(DEVICE_ONLY):
+            parts["host"] += _number(path, line, PREPARING, row[PREPARING]) * MICRO
+        found.setdefault(int(rank), {})[int(step)] = parts
     return sorted(found.items())
-
-
-def _rank_beside(path: Path, line: int, row: dict[str, str]) -> float:
-    """Return the rank of a table: profiler_info_N.json beside its folder, else its device."""
-    for beside in sorted(path.parent.parent.glob("profiler_info_*.json")):
-        if found := re.search(r"_(\d+)\.json$", beside.name):
-            return int(found[1])
-    return _number(path, line, "Device_id", row.get("Device_id") or "0")
 
 
 def _number(path: Path, line: int, name: str, text: str | None) -> float:
