@@ -44,6 +44,11 @@ def matched(pattern: str, names: Sequence[str]) -> list[str]:
     ]
 
 
+def patterns_of(item: OpSwap) -> list[str]:
+    """Return the patterns of an item, which may be one or a list."""
+    return [item.op_name] if isinstance(item.op_name, str) else item.op_name
+
+
 def patterns(config: SwapConfig) -> list[tuple[str, LayerSwap]]:
     """Return the patterns of operators, each with its layers and how early they come back."""
     if config.layer_swap is None and config.op_swap is None:
@@ -51,8 +56,7 @@ def patterns(config: SwapConfig) -> list[tuple[str, LayerSwap]]:
     found: list[tuple[str, LayerSwap]] = []
     for item in config.op_swap or ():
         given = LayerSwap(layers=item.layers, backward_prefetch=item.backward_prefetch)
-        names = [item.op_name] if isinstance(item.op_name, str) else item.op_name
-        found += [(name, given) for name in names]
+        found += [(name, given) for name in patterns_of(item)]
     return found
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
-from telechat_moe.recipe.swap import RECOMPUTED, matched, names_layer, parts
+from telechat_moe.recipe.swap import RECOMPUTED, matched, names_layer, parts, patterns_of
 
 
 def swapped(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -32,7 +32,6 @@ def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
     }
     count = m.num_hidden_layers
     for index, item in enumerate(r.swap_config.op_swap or ()):
-        names = [item.op_name] if isinstance(item.op_name, str) else item.op_name
         layers = [i for i in range(count) if names_layer(item, i)]
         whole = [
             x for x in r.swap_config.layer_swap or () if any(names_layer(x, i) for i in layers)
@@ -44,7 +43,7 @@ def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
             )
             yield at, found, "other layers, or no such item"
         known = list(dict.fromkeys(name for i in layers for name in parts(m, i)))
-        for name in names:
+        for name in patterns_of(item):
             found = matched(name, known)
             if not found and layers:
                 yield (

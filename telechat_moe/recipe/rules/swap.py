@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.parallel import LayerSwap, OpSwap
-from telechat_moe.recipe.swap import recomputes_layer
+from telechat_moe.recipe.swap import patterns_of, recomputes_layer
 
 AT = "swap_config."
 
@@ -84,8 +84,7 @@ def swap_or_recompute(r: Recipe) -> Iterator[Broken]:
 def swapped_operators(r: Recipe) -> Iterator[Broken]:
     """A pattern is a regular expression."""
     for index, item in enumerate(r.swap_config.op_swap or ()):
-        names = [item.op_name] if isinstance(item.op_name, str) else item.op_name
-        for name in names:
+        for name in patterns_of(item):
             for part in name.split(r"\."):
                 try:
                     re.compile(part)

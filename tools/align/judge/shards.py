@@ -158,8 +158,7 @@ def _cut(
     call: Call, mates: list[Call], rest: list[Call], sums: list[list[Call | None]]
 ) -> Call | None:
     """Return a call with the reference's tensors; None: some cannot be put together. The rest may have an expert's weight."""
-    theirs, every = ([dict(m.tensors()) for m in calls] for calls in (mates, rest))
-    others = [[c for c in s if c] for s in sums]
+    theirs, others = [dict(m.tensors()) for m in mates], [[c for c in s if c] for s in sums]
     found: dict[str, TensorRecord] = {}
     for place, record in call.tensors():
         own = [t for tensors in theirs if (t := tensors.get(place)) is not None and t.read]
@@ -171,7 +170,7 @@ def _cut(
         if x is None or values is None:
             return None
         if x.dtype.kind == "f" and _apart(x, values) > _NEAR:
-            more = [t.load() for m in every if (t := m.get(place)) is not None and t.read]
+            more = [t.load() for c in rest for p, t in c.tensors() if p == place and t.read]
             options = [v for v in (values, _golden(x, more, [])) if v is not None]
             values = _most_alike(x, options)
         found[place] = replace(record, dtype=own[0].dtype, read=lambda values=values: values)
