@@ -23,6 +23,7 @@ FLOORS = (
         "tensor_files",
         "timings",
         "numerics",
+        "narrowing",
         "html",
         "processes",
         "versions",

@@ -38,12 +38,13 @@ def record(x, dtype):
     return TensorRecord(dtype if x.dtype.kind == "f" else x.dtype.name, x.shape, read=lambda: x)
 
 
-def program(numerics="float32", fault=None, kind="api", flip=None):
+def program(numerics="float32", fault=None, kind="api", flip=None, tanh=None):
     """Return a run: per layer a mixer of tokens and a projection with hidden weights, then a choice and a loss.
 
     Args:
         fault: Key of a call and what is done to its result.
         flip: Which of the two best experts of a token, which nearly tie, comes out as the best.
+        tanh: Name of an operator of its own for the projections' tanh; None: they are fused with it.
     """
     rng, keep = np.random.default_rng(5), NUMERICS[numerics]
     dtype = "bfloat16" if numerics == "bfloat16" else "float32"
@@ -79,7 +80,12 @@ def program(numerics="float32", fault=None, kind="api", flip=None):
         score = np.asarray(x, np.float64) @ a @ np.asarray(x, np.float64).T / 6
         p = np.exp(score - score.max(1, keepdims=True))
         (y,) = run("NPU.my_mixer", layer, [x], [p / p.sum(1, keepdims=True) @ x])
-        (z,) = run("NPU.my_projection", layer, [y], [np.tanh(np.asarray(y, np.float64) @ w)])
+        product = np.asarray(y, np.float64) @ w
+        if tanh is None:
+            (z,) = run("NPU.my_projection", layer, [y], [np.tanh(product)])
+        else:
+            (product,) = run("NPU.my_product", layer, [y], [product])
+            (z,) = run(tanh, layer, [product], [np.tanh(np.asarray(product, np.float64))])
         (x,) = run("NPU.my_residual", layer, [x, z], [np.asarray(x, np.float64) + z])
         if layer == 0:
             x = route(x)
@@ -132,6 +138,27 @@ def test_a_fault_is_named(name, key, numerics):
     assert (first.verdict.key, first.verdict.basis) == (key, "other run")
     if name in ("one row", "one element") and numerics == "float32":
         assert first.verdict.element == ({"one row": 17, "one element": 40}[name],)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("tanh", ["NPU.my_tanh", "Torch.tanh"])
+def test_operators_that_replace_a_fused_one_are_judged_together(tanh, numerics):
+    """Either run may be the fused one; what they make of what both have before them decides."""
+    for one, other in ((None, tanh), (tanh, None)):
+        outcome = bisect(program(tanh=one), program(numerics, tanh=other))
+        assert (outcome.verdict, outcome.findings) == ("pass", []), outcome.reason
+    fault = f"{tanh}.2.forward", one_row
+    outcome = bisect(program(), program(numerics, fault, tanh=tanh))
+    assert outcome.verdict == "diverged"
+    assert outcome.findings[0].verdict.key == fault[0]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fused_operator_that_is_wrong_is_named(name):
+    key = "NPU.my_projection.1.forward"
+    outcome = bisect(program(tanh="NPU.my_tanh"), program("other sums", (key, FAULTS[name])))
+    assert outcome.verdict == "diverged"
+    assert outcome.findings[0].verdict.key == key
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.graph.tap_plan import Argument, TappedOperator, TapPlan, Tensor
+from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.capture.ms_read import UPDATES, tensors
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import TensorLayout
-from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.graph.tap_plan import Argument, Number, TappedOperator, TapPlan, Tensor
+from telechat_moe.narrowing import is_list, is_sequence
 from telechat_moe.numerics import Array, from_bytes
 from telechat_moe.ops.tap import STATISTICS, VALUES, Written, index
 from telechat_moe.tools.align.dump.msprobe import canonical
@@ -21,7 +22,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.narrowing import is_list, is_sequence
 
 _LONG = 32  # numbers in a list, from which it is written as one text
 

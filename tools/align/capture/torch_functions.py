@@ -25,6 +25,7 @@ import torch
 from torch.optim import optimizer as optim
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
 from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import (
@@ -36,7 +37,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 # Functions that query a tensor or create one from nothing: no computations.
 _QUERIES = """

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.dump.records import Call, Phase, Value
-from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 
 @dataclass

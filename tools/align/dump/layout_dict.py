@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import is_object, is_sequence, short
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
-from telechat_moe.tools.align.narrowing import is_object, is_sequence, short
 
 INTERLEAVED = "interleaved_parallel"
 _KINDS = {"avg": "mean"}

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.narrowing import is_list, is_object, short
 from telechat_moe.tools.align.dump import value_files
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.records import (
@@ -29,7 +30,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.narrowing import is_list, is_object, short
 
 DATA = "dump_tensor_data"
 FINGERPRINT = "fingerprint"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import is_object
 from telechat_moe.ops import fingerprint
 from telechat_moe.tools.align.dump import value_files
 from telechat_moe.tools.align.dump.layout_dict import to_dict
@@ -24,7 +25,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.narrowing import is_object
 
 _MINDSPORE = {"bfloat16": "BFloat16", "float8_e4m3": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
 _TORCH = {"float8_e4m3": "float8_e4m3fn"}

@@ -122,24 +122,14 @@ def _rank(content: RankDump, verify: bool, missing: Counter[str]) -> dict[str, A
 
 
 def _calls(content: RankDump) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": content.step,
-            "rank": content.rank,
-            "key": call.key,
-            "kind": call.kind,
-            "phase": call.phase.value,
-            "parent": call.parent,
-            "tensors": [
-                {
-                    "place": place,
-                    "dtype": t.dtype,
-                    "shape": list(t.shape),
-                    **(t.stats or NO_STATS)._asdict(),
-                    "has": _has(t),
-                }
-                for place, t in call.tensors()
-            ],
-        }
-        for call in content.calls.values()
-    ]
+    where = {"step": content.step, "rank": content.rank}
+    calls: list[dict[str, Any]] = []
+    for call in content.calls.values():
+        tensors = [
+            {"place": place, "dtype": t.dtype, "shape": list(t.shape)}
+            | {**(t.stats or NO_STATS)._asdict(), "has": _has(t)}
+            for place, t in call.tensors()
+        ]
+        about = {"key": call.key, "kind": call.kind, "phase": call.phase.value}
+        calls.append({**where, **about, "parent": call.parent, "tensors": tensors})
+    return calls

@@ -129,6 +129,7 @@ class _Comparison:
         self.open: dict[tuple[int, int, str], list[Verdict]] = {}  # of collectives and inputs
         self.seen: list[Seen] = []
         self.theirs: dict[int, DataFlow] = {}
+        self.confirmed = set[str]()  # by the other run, among others
 
     def alone(self, dump: Dump, place: tuple[int, int], is_target: bool) -> None:
         """Count a step and rank that only one run has; its calls are not judged."""
@@ -153,11 +154,12 @@ class _Comparison:
             else:
                 wrong.setdefault(verdict.key, []).append(verdict)
         replaced = Replaced(theirs, ours)
-        for verdict in (*replaced.verdicts(), *replaced.otherwise()):
+        for verdict in (*replaced.verdicts(), *replaced.otherwise(), *replaced.by_other_run()):
             self._count(verdict, target)
             if verdict.status == "diverged":
                 wrong.setdefault(verdict.key, []).append(verdict)
         begins = _begins(target)
+        self.confirmed = replaced.confirmed
         self._replayed(reference, target, wrong)
         made = [
             Finding(*_where(target, key), ours.order[key] - begins[key], verdicts[0], call)
@@ -180,7 +182,7 @@ class _Comparison:
         calls = reference.calls
         if self.itself:
             calls = {k: c for k, c in calls.items() if not is_own(c, target.calls.get(k))}
-        other = OtherRun(replace(reference, calls=calls), target)
+        other = OtherRun(replace(reference, calls=calls), target, self.confirmed)
         kind = "api" if any(c.kind == "api" for c in target.calls.values()) else "module"
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))

@@ -14,6 +14,7 @@ from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.other_run import OtherRun
 from telechat_moe.tools.align.judge.replay import arguments_of
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators import find
@@ -30,8 +31,8 @@ class Replaced:
         self.reference, self.target = reference, target
         self.lost, self.new = _only_in(reference, target), _only_in(target, reference)
         self._made: dict[str, list[Approx | Array] | None] = {}
-        self._wrong: set[str] = set()
-        self._unknown: set[str] = set()
+        self._wrong = False
+        self.confirmed: set[str] = set()  # calls of the target, by :meth:`by_other_run`
 
     def verdicts(self) -> Iterator[Verdict]:
         """Yield a verdict for each input of the target that the missing calls made in the reference."""
@@ -73,9 +74,7 @@ class Replaced:
     def _judged(self, place: Place, sources: list[Place], tensor: TensorRecord) -> Verdict | None:
         expected = self._imagined(sources[-1], 0)
         if expected is None:
-            self._unknown |= {s[0] for s in sources}
-            said = "is only in the reference, and no formula for its result is known"
-            return not_judged(place[0], f"{sources[-1][0]} {said}", place[1])
+            return None  # the other run may tell
         found = tensor.load()
         if isinstance(expected, Approx) and expected.value.size == found.size:
             expected = expected.reshape(*found.shape)
@@ -84,16 +83,42 @@ class Replaced:
         verdict = judge(*place, found, expected, tensor.dtype)
         if verdict.status != "diverged":
             return verdict
-        self._wrong |= {s[0] for s in sources}
+        self._wrong = True
         return None  # the missing call is the finding
+
+    def by_other_run(self) -> Iterator[Verdict]:
+        """Yield verdicts on what calls of one run alone, some without formula, make of what both runs have before them."""
+        runs, pairs = (self.reference, self.target), dict[str, list[Call]]()
+        every, regions = {**runs[0].dump.calls, **runs[1].dump.calls}, dict[str, set[str]]()
+        for place in [p for p in self.reference.tensors if p in self.target.tensors]:
+            (theirs, one), (mine, two) = (_before(place, *way) for way in (runs, runs[::-1]))
+            key = next((key for key, _ in _makers(place, self.target)), "")
+            names = sorted(every[k].name for k in theirs | mine)
+            if not (theirs and mine) or key in regions or all(map(find, names)):
+                continue
+            given = [p for p in sorted(one | two) if all(p in run.tensors for run in runs)]
+            regions[key], call = mine, replace(every[key], name=" ".join(names), kwargs={})
+            pairs[key] = [
+                replace(call, inputs=[r.tensors[p] for p in given], outputs=[r.tensors[place]])
+                for r in runs
+            ]
+        sides = [{k: calls[i] for k, calls in pairs.items()} for i in range(2)]
+        run = replace(self.reference.dump, calls=sides[0])
+        other = OtherRun(run, replace(self.target.dump, calls=sides[1]))
+        for key, (_, call) in pairs.items():
+            said = f"no formula for {', '.join([n for n in call.name.split() if not find(n)][:4])}"
+            (verdict,) = other.judged(call, [not_judged(key, said, "output.0")])
+            self.confirmed |= regions[key] if verdict.status == "pass" else set()
+            if verdict.status != "not judged" or all(find(every[k].name) for k in regions[key]):
+                yield verdict
 
     @cached_property
     def right(self) -> frozenset[str]:
         """Calls of either run whose replacements in the other give the same result."""
         list(self.verdicts())
-        used = {key for key in self.lost if self._made.get(key) is not None}
         # New calls are judged by themselves; their results must be what the missing calls would have given.
-        return frozenset() if self._wrong or not used - self._unknown else self.new | self.lost
+        used = any(self._made.get(key) is not None for key in self.lost)
+        return self.new | self.lost if used and not self._wrong else frozenset()
 
     @cached_property
     def unjudged(self) -> frozenset[str]:
@@ -153,6 +178,25 @@ class Replaced:
             if found is not None:
                 return found
         return None if sources or tensor.read is None else tensor.load()
+
+
+def _makers(place: Place, flow: DataFlow) -> list[Place]:
+    return (flow.sources_of(place) or flow.plain.get(place, []))[-1:]
+
+
+def _before(place: Place, flow: DataFlow, other: DataFlow) -> tuple[set[str], set[Place]]:
+    """Return the calls before an input that another run does not make, and the outputs that both have before those."""
+    calls, common, left = set[str](), set[Place](), [place]
+    while left and not place[1].startswith("output"):
+        for key, name in _makers(left.pop(), flow):
+            if key in other.dump.calls:
+                common.add((key, name))
+            elif key not in calls:
+                calls.add(key)
+                call = flow.dump.calls[key]
+                both = {key: call, call.forward_key: flow.dump.calls.get(call.forward_key, call)}
+                left += [(k, p) for k, c in both.items() for p, _ in c.given()]
+    return calls, common
 
 
 def _narrowest(given: dict[str, Approx | Array]) -> str:

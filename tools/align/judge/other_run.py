@@ -12,7 +12,7 @@ Dumps without values get the same rule: statistics can show a fault, never that 
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import median
@@ -35,6 +35,7 @@ GAINS = 1.0, 8.0
 """The smallest and the largest gain that peers or rows can show."""
 
 _BASIS = "other run"
+_AGREE = "statistics agree, and cannot show that values do"
 _OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
 _ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
 _FEW = 4
@@ -110,19 +111,21 @@ class _Answer:
 
 
 class OtherRun:
-    """Judges calls of a rank by those of the trusted run, which have the same keys."""
+    """Judges calls of a rank by those of the trusted run, which have the same keys, or which it confirmed together."""
 
-    def __init__(self, reference: RankDump, target: RankDump) -> None:
-        self.reference, self.target = reference, target
+    def __init__(self, reference: RankDump, target: RankDump, sure: Container[str] = ()) -> None:
+        self.reference, self.target, self._sure = reference, target, sure
         self._answer = cache(self._answer_of)
 
     def judged(self, call: Call, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Return the verdicts of a call; where one is "not judged", the other run's answer to it."""
         theirs = self.reference.calls.get(call.key)
         unknown = {v.place: v.reason for v in verdicts if v.status == "not judged"}
+        made = [place for place, _ in call.made()]
+        if unknown and call.key in self._sure:
+            return [_passed(call, place) for place in made]
         if not unknown or theirs is None:
             return [*verdicts]
-        made = [place for place, _ in call.made()]
         whole = next((why for place, why in unknown.items() if not place), "")
         if whole:
             unknown = dict.fromkeys(made, whole)
@@ -155,9 +158,7 @@ class OtherRun:
         self, call: Call, place: str, answer: _Answer, made: Distance, why: str
     ) -> Verdict:
         if not made.whole and made.basis == "statistics":
-            return not_judged(
-                call.key, f"{why}; statistics agree, and cannot show that values do", place
-            )
+            return not_judged(call.key, f"{why}; {_AGREE}", place)
         if not made.whole:
             return _passed(call, place)
         if not any(d.whole for d in answer.given):
@@ -199,8 +200,7 @@ class OtherRun:
         if odd is not None:
             return _wrong(call, place, made, np.full(len(came), odd[0]), odd[1])
         if made.basis == "statistics":
-            said = "statistics agree, and cannot show that values do"
-            return not_judged(call.key, f"{why}; {said}", place)
+            return not_judged(call.key, f"{why}; {_AGREE}", place)
         if np.mean(BEYOND * conditions * (usual * came + answer.own) > VAGUE) > _OMITTED:
             said = "inputs differ too much to judge it by the other run"
             return not_judged(call.key, f"{why}; {said}", place)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.narrowing import is_list
 from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import bind, is_exchange, is_send, meetings
@@ -25,7 +26,6 @@ from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
-from telechat_moe.tools.align.narrowing import is_list
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 from telechat_moe.tools.align.operators.gradients import gradients

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.loss import migration_standard as gates
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.statistics import Floats
-from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 WANDER = 0.5
 """Prior for the lasting drift between equivalent runs, as a share of the spread of their single steps' difference."""

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import is_object
 from telechat_moe.tools.align.loss.statistics import Floats
-from telechat_moe.tools.align.narrowing import is_object
 
 LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss")
 NORM_NAMES = ("grad_norm", "global_norm", "gradient_norm")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.narrowing import is_sequence
+from telechat_moe.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op

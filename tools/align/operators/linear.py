@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.narrowing import is_list
 from telechat_moe.numerics import FLOATS
-from telechat_moe.tools.align.narrowing import is_list
 from telechat_moe.tools.align.operators.approx import Approx, Parents
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.joining import concatenate

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.narrowing import is_sequence
+from telechat_moe.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, integers, like, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive

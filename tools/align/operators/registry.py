@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from telechat_moe.narrowing import is_list, is_sequence
 from telechat_moe.numerics import Array
-from telechat_moe.tools.align.narrowing import is_list, is_sequence
 from telechat_moe.tools.align.operators.approx import Approx
 
 Output = Approx | Array

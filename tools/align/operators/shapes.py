@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.narrowing import is_sequence
 from telechat_moe.numerics import Array
-from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.joining import concatenate

@@ -12,10 +12,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from telechat_moe.narrowing import is_sequence
 from telechat_moe.numerics import round_to
 from telechat_moe.ops import attention, cross_entropy, matmul, norm, rope, routing, softmax, swiglu
 from telechat_moe.ops.select import backend as chosen_backend
-from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.ms_primitives import LOG
 from telechat_moe.tools.align.operators.registry import call

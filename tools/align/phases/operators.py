@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from telechat_moe.narrowing import is_list, is_sequence
 from telechat_moe.tools.align.judge.coverage import answer
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.judge.verdict import worst as worst_of
-from telechat_moe.tools.align.narrowing import is_list, is_sequence
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.gradients import gradients
 

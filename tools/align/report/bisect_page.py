@@ -286,7 +286,7 @@ def _picture(picture: Mapping[str, Any]) -> str:
     drawn = [f"<text x=58 y=13>{columns}</text><text x=0 y=33>{rows}</text>"]
     drawn += [
         f"<rect x={58 + j * side} y={20 + i * side} width={side - 1} height={side - 1} style='fill:{_fill(value)}'>"
-        f"<title>{_said(value)}</title></rect>"
+        f"<title>{'not finite' if value is None else f'{value:.3g} times the bound'}</title></rect>"
         for i, line in enumerate(fields)
         for j, value in enumerate(line)
     ]
@@ -304,10 +304,6 @@ def _fill(value: float | None) -> str:
         return "var(--line)"
     depth = 1.0 if value is None else min(1.0, 0.35 + 0.16 * np.log10(max(value, 1.0)))
     return f"color-mix(in srgb, var(--bad) {depth * 100:.0f}%, var(--paper))"
-
-
-def _said(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3g} times the bound"
 
 
 def _blocks(x: Array) -> Array:
