@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from microseconds import step_parts
 
 from telechat_moe.cli import main
 from telechat_moe.tools.diagnose.chrome import rank_of
@@ -49,14 +50,7 @@ def one_by_one(works: list[Any], moves: list[Any], reads: list[Any]) -> dict[str
     for mask, spans in zip(masks, (works, moves, reads), strict=True):
         for begin, lasts in spans:
             mask[max(begin, 0) : max(begin + lasts, 0)] = True
-    computes, exposed, waits = masks
-    counts = {
-        "compute": computes,
-        "comm.all": exposed & ~computes,
-        "data": waits & ~exposed & ~computes,
-        "host": ~(computes | exposed | waits),
-    }
-    return {name: float(x.sum()) * 1e-6 for name, x in counts.items()}
+    return step_parts(*masks)
 
 
 SPANS = st.tuples(st.integers(-200, STEP_US + 200), st.integers(0, 400))

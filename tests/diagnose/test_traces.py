@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from microseconds import step_parts
 
 from telechat_moe.cli import main
 from telechat_moe.tools.diagnose import chrome, traces
@@ -38,13 +39,7 @@ def one_by_one(events: list[dict[str, Any]], begin: int, end: int) -> dict[str, 
             moves[low:high] = True
         else:
             computes[low:high] = True
-    count = {
-        "compute": computes,
-        "comm.all": moves & ~computes,
-        "data": reads & ~moves & ~computes,
-        "host": ~(reads | moves | computes),
-    }
-    return {name: float(x.sum()) * 1e-6 for name, x in count.items()}
+    return step_parts(computes, moves, reads)
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.name)

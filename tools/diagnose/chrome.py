@@ -212,7 +212,7 @@ def _complete(events: list[Event]) -> list[Event]:
 
 
 def _float(value: object) -> float:
-    """Return a number that may be text; NaN: it is none."""
+    """Return a number that may be text: 0 if there is none, NaN for another text."""
     try:
         return float(value) if isinstance(value, int | float | str) else 0.0
     except ValueError:

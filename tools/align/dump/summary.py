@@ -126,8 +126,8 @@ def _calls(content: RankDump) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for call in content.calls.values():
         tensors = [
-            {"place": place, "dtype": t.dtype, "shape": list(t.shape)}
-            | {**(t.stats or NO_STATS)._asdict(), "has": _has(t)}
+            {"place": place, "dtype": t.dtype, "shape": list(t.shape), "has": _has(t)}
+            | (t.stats or NO_STATS)._asdict()
             for place, t in call.tensors()
         ]
         about = {"key": call.key, "kind": call.kind, "phase": call.phase.value}

@@ -216,6 +216,10 @@ class DataFlow:
         makers = self.makers.get(content, []) if content is not None else []
         return [maker for maker in makers if self.order[maker[0]] < at]
 
+    def origins_of(self, place: Place) -> list[Place]:
+        """Return the sources of an input, also of a plain one."""
+        return self.sources_of(place) or self.plain.get(place, [])
+
     @cached_property
     def taken(self) -> Mapping[Place, list[Place]]:
         """The inputs of all calls by the output that they are equal to."""

@@ -25,8 +25,7 @@ def origin(place: Place, reference: DataFlow, target: DataFlow) -> tuple[str, li
 
     These are what the same call made in the target, the gradients that were sent back, or the reference's own value.
     """
-    sources = reference.sources_of(place) or reference.plain.get(place, [])
-    made = [s for s in sources if s in target.tensors]
+    made = [s for s in reference.origins_of(place) if s in target.tensors]
     if made:
         key, name = made[-1]
         return f"what {key} made ({name})", [target.tensors[made[-1]]]

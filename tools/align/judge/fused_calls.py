@@ -2,6 +2,7 @@
 
 Calls that only one of the runs makes are no fault if they give the same result. What the reference's calls would have
 made from the target's own tensors is computed, with its bound; the inputs of the target's next calls must equal that.
+Where one of these calls has no formula, the other run judges what they make together.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ class Replaced:
         self.reference, self.target = reference, target
         self.lost, self.new = _only_in(reference, target), _only_in(target, reference)
         self._made: dict[str, list[Approx | Array] | None] = {}
-        self._wrong = False
+        self._wrong: set[str] = set()
+        self._unknown: set[str] = set()
         self.confirmed: set[str] = set()  # calls of the target, by :meth:`by_other_run`
 
     def verdicts(self) -> Iterator[Verdict]:
@@ -40,9 +42,8 @@ class Replaced:
             tensor = self.target.tensors.get(place)
             sources = self.reference.sources_of(place)
             whole = bool(sources) and all(s[0] in self.lost for s in sources)
-            if not whole or tensor is None or tensor.read is None:
-                continue
-            if self.reference.dump.calls[place[0]].phase is not Phase.FORWARD:
+            forward = self.reference.dump.calls[place[0]].phase is Phase.FORWARD
+            if not whole or not forward or tensor is None or tensor.read is None:
                 continue
             if is_float(tensor.dtype) != is_float(self.reference.tensors[place].dtype):
                 continue  # a mask of another kind: judged by its effect
@@ -74,7 +75,10 @@ class Replaced:
     def _judged(self, place: Place, sources: list[Place], tensor: TensorRecord) -> Verdict | None:
         expected = self._imagined(sources[-1], 0)
         if expected is None:
-            return None  # the other run may tell
+            self._unknown |= {s[0] for s in sources}
+            said = "is only in the reference, and no formula for its result is known"
+            unknown = not_judged(place[0], f"{sources[-1][0]} {said}", place[1])
+            return None if place in self._together else unknown  # the other run may tell
         found = tensor.load()
         if isinstance(expected, Approx) and expected.value.size == found.size:
             expected = expected.reshape(*found.shape)
@@ -83,42 +87,46 @@ class Replaced:
         verdict = judge(*place, found, expected, tensor.dtype)
         if verdict.status != "diverged":
             return verdict
-        self._wrong = True
+        self._wrong |= {s[0] for s in sources}
         return None  # the missing call is the finding
+
+    @cached_property
+    def _together(self) -> dict[Place, tuple[set[str], list[Call]]]:
+        """Inputs that calls of one run alone, some without formula, made in both: the target's, and each run's as one call."""
+        runs, found = (self.reference, self.target), dict[Place, tuple[set[str], list[Call]]]()
+        every = {**self.reference.dump.calls, **self.target.dump.calls}
+        for place in [p for p in self.reference.tensors if p in self.target.tensors]:
+            (theirs, one), (mine, two) = (_before(place, *way) for way in (runs, runs[::-1]))
+            names = sorted(every[k].name for k in theirs | mine)
+            if theirs and mine and not all(map(find, names)):
+                last = every[self.target.origins_of(place)[-1][0]]
+                given = [p for p in sorted(one | two) if all(p in run.tensors for run in runs)]
+                tensors = ([[r.tensors[p] for p in given], [r.tensors[place]]] for r in runs)
+                call = replace(last, name=" ".join(names), kwargs={})
+                found[place] = mine, [replace(call, inputs=x, outputs=y) for x, y in tensors]
+        return found
 
     def by_other_run(self) -> Iterator[Verdict]:
         """Yield verdicts on what calls of one run alone, some without formula, make of what both runs have before them."""
-        runs, pairs = (self.reference, self.target), dict[str, list[Call]]()
-        every, regions = {**runs[0].dump.calls, **runs[1].dump.calls}, dict[str, set[str]]()
-        for place in [p for p in self.reference.tensors if p in self.target.tensors]:
-            (theirs, one), (mine, two) = (_before(place, *way) for way in (runs, runs[::-1]))
-            key = next((key for key, _ in _makers(place, self.target)), "")
-            names = sorted(every[k].name for k in theirs | mine)
-            if not (theirs and mine) or key in regions or all(map(find, names)):
-                continue
-            given = [p for p in sorted(one | two) if all(p in run.tensors for run in runs)]
-            regions[key], call = mine, replace(every[key], name=" ".join(names), kwargs={})
-            pairs[key] = [
-                replace(call, inputs=[r.tensors[p] for p in given], outputs=[r.tensors[place]])
-                for r in runs
-            ]
-        sides = [{k: calls[i] for k, calls in pairs.items()} for i in range(2)]
-        run = replace(self.reference.dump, calls=sides[0])
-        other = OtherRun(run, replace(self.target.dump, calls=sides[1]))
-        for key, (_, call) in pairs.items():
+        first = {pair[1].key: (mine, pair) for mine, pair in reversed(self._together.values())}
+        sides = [{key: pair[i] for key, (_, pair) in first.items()} for i in range(2)]
+        believed = replace(self.reference.dump, calls=sides[0])
+        other = OtherRun(believed, replace(self.target.dump, calls=sides[1]))
+        for key, (mine, (_, call)) in first.items():
             said = f"no formula for {', '.join([n for n in call.name.split() if not find(n)][:4])}"
             (verdict,) = other.judged(call, [not_judged(key, said, "output.0")])
-            self.confirmed |= regions[key] if verdict.status == "pass" else set()
-            if verdict.status != "not judged" or all(find(every[k].name) for k in regions[key]):
+            self.confirmed |= mine if verdict.status == "pass" else set()
+            known = all(find(self.target.dump.calls[k].name) for k in mine)
+            if known or verdict.status != "not judged":  # else each call says so itself
                 yield verdict
 
     @cached_property
     def right(self) -> frozenset[str]:
         """Calls of either run whose replacements in the other give the same result."""
         list(self.verdicts())
+        used = {key for key in self.lost if self._made.get(key) is not None}
         # New calls are judged by themselves; their results must be what the missing calls would have given.
-        used = any(self._made.get(key) is not None for key in self.lost)
-        return self.new | self.lost if used and not self._wrong else frozenset()
+        return frozenset() if self._wrong or not used - self._unknown else self.new | self.lost
 
     @cached_property
     def unjudged(self) -> frozenset[str]:
@@ -180,22 +188,17 @@ class Replaced:
         return None if sources or tensor.read is None else tensor.load()
 
 
-def _makers(place: Place, flow: DataFlow) -> list[Place]:
-    return (flow.sources_of(place) or flow.plain.get(place, []))[-1:]
-
-
 def _before(place: Place, flow: DataFlow, other: DataFlow) -> tuple[set[str], set[Place]]:
     """Return the calls before an input that another run does not make, and the outputs that both have before those."""
     calls, common, left = set[str](), set[Place](), [place]
     while left and not place[1].startswith("output"):
-        for key, name in _makers(left.pop(), flow):
+        for key, name in flow.origins_of(left.pop())[-1:]:
             if key in other.dump.calls:
                 common.add((key, name))
             elif key not in calls:
                 calls.add(key)
-                call = flow.dump.calls[key]
-                both = {key: call, call.forward_key: flow.dump.calls.get(call.forward_key, call)}
-                left += [(k, p) for k, c in both.items() for p, _ in c.given()]
+                both = {key, flow.dump.calls[key].forward_key} & flow.dump.calls.keys()
+                left += [(k, p) for k in both for p, _ in flow.dump.calls[k].given()]
     return calls, common
 
 

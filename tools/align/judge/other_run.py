@@ -126,13 +126,10 @@ class OtherRun:
             return [_passed(call, place) for place in made]
         if not unknown or theirs is None:
             return [*verdicts]
-        whole = next((why for place, why in unknown.items() if not place), "")
-        if whole:
-            unknown = dict.fromkeys(made, whole)
+        if "" in unknown:  # the whole call
+            unknown = dict.fromkeys(made, unknown[""])
         found = [v for v in verdicts if v.place and v.place not in {*unknown} & {*made}]
-        found += [
-            self._verdict(call, place, why) for place, why in unknown.items() if place in made
-        ]
+        found += [self._verdict(call, p, why) for p, why in unknown.items() if p in made]
         return found or [*verdicts]
 
     def _verdict(self, call: Call, place: str, why: str) -> Verdict:

@@ -158,12 +158,8 @@ def values_text(first: Mapping[str, Any]) -> str:
     return ", ".join(f"{side} {value:.9g}" for side, value in values.items()) or "-"
 
 
-def _of_all(wrong: int, elements: int) -> str:
-    return f"{wrong:,} of {elements:,}" if wrong else f"of {elements:,}"
-
-
 def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
-    ratio = first["observed_over_bound"]
+    ratio, wrong = first["observed_over_bound"], first["wrong_elements"]
     rows = [
         ("call", code(first["operator"])),
         ("tensor", code(first["tensor"]) if first["tensor"] else "-"),
@@ -175,7 +171,7 @@ def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
         ("observed / bound", "must be equal" if ratio is None else f"{ratio:.3g}"),
         ("where", first["reason"]),
         ("values there", values_text(first)),
-        ("wrong elements", _of_all(first["wrong_elements"], first["elements"])),
+        ("wrong elements", (f"{wrong:,} " if wrong else "") + f"of {first['elements']:,}"),
     ]
     if first.get("source"):
         rows.append(("source", code(first["source"])))
