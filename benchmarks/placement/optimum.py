@@ -1,11 +1,16 @@
 """The proven optimum of one layer by integer programming (HiGHS through SciPy)."""
 
-from typing import NamedTuple
+import itertools
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.moe.assign import lower_bound
+
+SETS = 50_000
+"""Up to so many sets of experts for a device, all of them are tried: that decides layers that assignment leaves open."""
 
 
 class Optimum(NamedTuple):
@@ -24,14 +29,57 @@ def solve(load_E: NDArray[np.float64], devices: int, found: float, seconds: floa
         found: Load of the busiest device of some assignment, so the optimum is no more.
         seconds: Time after which the solver ends; its bound is then the result.
     """
+    from scipy import optimize
+
+    least = np.ceil(_bound(load_E, devices) - 1e-9)
+    if found <= least:
+        return Optimum(float(found), True)
+    few = math.comb(len(load_E), len(load_E) // devices) <= SETS
+    rules, upper = (_sets if few else _assignment)(load_E, devices, found)
+    lower = np.zeros_like(upper)
+    lower[-1], upper[-1] = least, found
+    result = optimize.milp(
+        np.eye(1, len(upper), len(upper) - 1)[0],
+        constraints=rules,
+        integrality=np.ones(len(upper)),
+        bounds=optimize.Bounds(lower, upper),
+        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+    )
+    if result.status == 0:
+        return Optimum(float(np.rint(result.fun)), True)
+    bound = result.mip_dual_bound
+    return Optimum(float(least if bound is None else max(least, np.ceil(bound - 1e-6))), False)
+
+
+def _bound(load_E: NDArray[np.float64], devices: int) -> float:
+    """Return a load that the busiest device of any assignment has at least; never below the planner's `lower_bound`.
+
+    Of the `n` hottest experts some device holds more than `m`, or some number `q` of devices hold them all, at most `m` each,
+    and have coolest experts in their other places at best: then one of these has at least their mean.
+    """
+    capacity = len(load_E) // devices
+    hot_E = -np.sort(-load_E)
+    if capacity == 2:  # the hottest with the coolest is the best of all pairings
+        return float((hot_E + hot_E[::-1]).max())
+    hot_N, cool_N = (np.concatenate([[0], x.cumsum()]) for x in (hot_E, hot_E[::-1]))
+    bound = lower_bound(load_E[None], devices)[0]
+    for m in range(1, capacity):
+        for n in range(m + 1, m * devices + 1):
+            more = hot_N[n] - hot_N[n - m - 1] + cool_N[capacity - m - 1]
+            q_Q = np.arange(-(-n // m), min(n, devices) + 1)
+            mean = ((hot_N[n] + cool_N[q_Q * capacity - n]) / q_Q).min()
+            bound = max(bound, min(more, mean))
+    return float(bound)
+
+
+def _assignment(
+    load_E: NDArray[np.float64], devices: int, _: float
+) -> tuple[list[Any], NDArray[np.float64]]:
+    """Return constraints and upper bounds of binaries "expert e is on device d", e-major, and last the busiest device's load."""
     import scipy.sparse as sparse
     from scipy import optimize
 
     experts = len(load_E)
-    least = max(np.ceil(lower_bound(load_E[None], devices)[0] - 1e-9), load_E.max())
-    if found <= least:
-        return Optimum(float(found), True)
-    # Binaries "expert e is on device d", e-major, and last the load of the busiest device.
     one_E = sparse.hstack(
         [sparse.kron(sparse.eye(experts), np.ones((1, devices))), np.zeros((experts, 1))]
     )
@@ -44,20 +92,33 @@ def solve(load_E: NDArray[np.float64], devices: int, found: float, seconds: floa
         upper[e * devices + rank + 1 : (e + 1) * devices] = (
             0  # devices are alike: name them by their hottest experts
         )
-    lower = np.zeros_like(upper)
-    lower[-1], upper[-1] = least, found
-    result = optimize.milp(
-        np.eye(1, len(upper), len(upper) - 1)[0],
-        constraints=[
-            optimize.LinearConstraint(one_E.tocsr(), 1, 1),
-            optimize.LinearConstraint(even_D.tocsr(), experts // devices, experts // devices),
-            optimize.LinearConstraint(load_D.tocsr(), -np.inf, 0),
-        ],
-        integrality=np.ones(len(upper)),
-        bounds=optimize.Bounds(lower, upper),
-        options={"time_limit": seconds, "mip_rel_gap": 0.0},
-    )
-    if result.status == 0:
-        return Optimum(float(np.rint(result.fun)), True)
-    bound = result.mip_dual_bound
-    return Optimum(float(least if bound is None else max(least, np.ceil(bound - 1e-6))), False)
+    rules = [
+        optimize.LinearConstraint(one_E.tocsr(), 1, 1),
+        optimize.LinearConstraint(even_D.tocsr(), experts // devices, experts // devices),
+        optimize.LinearConstraint(load_D.tocsr(), -np.inf, 0),
+    ]
+    return rules, upper
+
+
+def _sets(
+    load_E: NDArray[np.float64], devices: int, found: float
+) -> tuple[list[Any], NDArray[np.float64]]:
+    """Return constraints and upper bounds of binaries "these experts share a device", and last the busiest device's load."""
+    import scipy.sparse as sparse
+    from scipy import optimize
+
+    experts = len(load_E)
+    set_NC = np.array([*itertools.combinations(range(experts), experts // devices)])
+    load_N = load_E[set_NC].sum(axis=1)
+    # No set beside which the others' mean is above `found`.
+    set_NC = set_NC[(load_N <= found) & (load_N >= load_E.sum() - (devices - 1) * found)]
+    load_N, size = load_E[set_NC].sum(axis=1), set_NC.size
+    index = set_NC.ravel(), np.repeat(np.arange(len(set_NC)), experts // devices)
+    has_EN = sparse.csr_matrix((np.ones(size), index), shape=(experts, len(set_NC)))
+    one_E = sparse.hstack([has_EN, np.zeros((experts, 1))])
+    load_EN = sparse.hstack([has_EN.multiply(load_N[None]), -np.ones((experts, 1))])
+    rules = [
+        optimize.LinearConstraint(one_E.tocsr(), 1, 1),
+        optimize.LinearConstraint(load_EN.tocsr(), -np.inf, 0),
+    ]
+    return rules, np.ones(len(set_NC) + 1)

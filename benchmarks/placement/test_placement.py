@@ -1,13 +1,13 @@
 """The benchmark's peer and solver against what is known, and its tables on few loads."""
 
 import json
-from itertools import combinations
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.placement import eplb
+from benchmarks.placement import eplb, optimum
 from benchmarks.placement.__main__ import main
 from benchmarks.placement.loads import FAMILIES, PAIRS, batches, sequences
 from benchmarks.placement.optimum import solve
@@ -50,11 +50,17 @@ def test_eplb_s_hierarchical_example(loads: list[int], pairs: list[int]):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_solver_finds_the_least_of_all_halves(seed: int):
-    load_E = np.random.default_rng(seed).integers(1, 100, 8).astype(float)
-    halves = [load_E[list(h)].sum() for h in combinations(range(8), 4)]
-    best = min(max(h, load_E.sum() - h) for h in halves)
-    assert solve(load_E, 2, load_E.sum(), 30.0) == (best, True)
+@pytest.mark.parametrize("sets", [optimum.SETS, 0], ids=["sets", "assignment"])
+def test_the_solver_finds_the_least_of_all_thirds(
+    seed: int, sets: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(optimum, "SETS", sets)
+    load_E = np.random.default_rng(seed).integers(1, 100, 9).astype(float)
+    best = load_E.sum()
+    for order in permutations(range(1, 9)):
+        best = min(best, load_E[[0, *order]].reshape(3, 3).sum(axis=1).max())
+    assert optimum._bound(load_E, 3) <= best
+    assert solve(load_E, 3, load_E.sum(), 30.0) == (best, True)
 
 
 def test_loads_are_of_every_family_and_whole_pairs():
