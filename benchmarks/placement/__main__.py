@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from benchmarks.command import answer
 from benchmarks.placement import eplb
 from benchmarks.placement.loads import batches, drawn, recorded, sequences, shifting, uneven, zipf
-from benchmarks.placement.optimum import solve
+from benchmarks.placement.optimum import fewest_moves, solve
 from telechat_moe.moe.assign import device_loads, lower_bound
 from telechat_moe.moe.placement import Placement
 from telechat_moe.moe.planner import MoveRule, choose, copied, plan
 
 GROUPS = 8
 """Groups of experts, each on one node, in the models with 64 experts and more; a node has eight devices."""
+
+Array = NDArray[np.float64]
 
 FREE = MoveRule(seconds_per_pair=1.0, steps=1, expert_bytes=0.0, bandwidth=math.inf)
 """Only balance counts."""
@@ -112,14 +114,19 @@ def replicas() -> dict[str, Any]:
 
 
 def moved(decisions: int) -> dict[str, Any]:
-    """Plan so many times in a row over changing loads; count the experts that move at EPLB's balance, and at ours."""
+    """Plan so many times in a row over changing loads; count the experts that move at EPLB's balance, and at ours.
+
+    For eight experts `fewest` counts those that move at least, by anyone who knows all loads beforehand.
+    """
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, devices, load_TLE in sequences(decisions):
         start_LE = Placement.identity(*load_TLE.shape[1:], devices).owners.astype(np.int64)
         now = {"eplb": start_LE, "at_eplb_balance": start_LE, "at_best_balance": start_LE}
+        goals: list[Array] = []
         for load_LE in load_TLE:
             eplb_LE = np.array([eplb.pack(loads, devices) for loads in load_LE.tolist()])
             goal_L = device_loads(load_LE, eplb_LE, devices).max(axis=1)
+            goals.append(goal_L)
             then = {
                 "eplb": eplb_LE,
                 "at_eplb_balance": choose(load_LE, now["at_eplb_balance"], devices, FREE, goal_L),
@@ -131,8 +138,18 @@ def moved(decisions: int) -> dict[str, Any]:
                     device_loads(load_LE, owner_LE, devices).max(axis=1) <= goal_L * (1 + 1e-9)
                 ).all()
             now = then
+        if load_TLE.shape[2] == 8:
+            goal_TL = np.array(goals)
+            for layer, start_E in enumerate(start_LE):
+                given = load_TLE[:, layer], start_E, goal_TL[:, layer], devices
+                counts[name]["fewest"] += fewest_moves(*given)
     counts["all"] = {who: sum(c[who] for c in counts.values()) for who in now}
-    return {name: {**c, "share": c["at_eplb_balance"] / c["eplb"], "share_at_best": c["at_best_balance"] / c["eplb"]}
+    shares = {
+        "share": "at_eplb_balance",
+        "share_at_best": "at_best_balance",
+        "least_share": "fewest",
+    }
+    return {name: {**{who: c[who] for who in now}, **{s: c[who] / c["eplb"] if who in c else None for s, who in shares.items()}}
             for name, c in counts.items()}  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""The proven optimum of one layer by integer programming (HiGHS through SciPy)."""
+"""The proven optimum of one layer by integer programming (HiGHS through SciPy), and the fewest moves that keep a balance."""
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,3 +123,44 @@ def _sets(
         optimize.LinearConstraint(load_EN.tocsr(), -np.inf, 0),
     ]
     return rules, np.ones(len(set_NC) + 1)
+
+
+def fewest_moves(
+    load_TE: NDArray[np.float64], start_E: NDArray[np.int64], goal_T: Sequence[float], devices: int
+) -> int:
+    """Return how many experts of a layer move at least over T decisions known beforehand, by trying all assignments.
+
+    Args:
+        load_TE: Loads that each decision places.
+        start_E: Device of each expert before the first one.
+        goal_T: Load of the busiest device that each may have at most.
+        devices: D.
+    """
+    experts = len(start_E)
+    owner_AE = _assignments(experts, devices)
+    on_ADE = (owner_AE[:, None] == np.arange(devices)[:, None]).astype(np.float64)
+    flat_AN = on_ADE.reshape(len(owner_AE), -1)
+    apart_AA = experts - flat_AN @ flat_AN.T
+    least_A = np.where((owner_AE == start_E).all(axis=1), 0, np.inf)
+    for load_E, goal in zip(load_TE, goal_T, strict=True):
+        even_A = (on_ADE @ load_E).max(axis=1) <= goal * (1 + 1e-9)
+        before_A = np.isfinite(least_A)
+        reached_A = (least_A[before_A, None] + apart_AA[before_A]).min(axis=0)
+        least_A = np.where(even_A, reached_A, np.inf)
+    return int(least_A.min())
+
+
+def _assignments(experts: int, devices: int) -> NDArray[np.int64]:
+    """Return all assignments of equally many experts to each device, `[A, E]`."""
+    found = np.full((1, experts), -1)
+    for device in range(devices):
+        free = [np.flatnonzero(row < 0) for row in found]
+        pairs = [
+            (row, list(some))
+            for row, left in zip(found, free, strict=True)
+            for some in itertools.combinations(left, experts // devices)
+        ]
+        found = np.array([row for row, _ in pairs])
+        for row, (_, some) in zip(found, pairs, strict=True):
+            row[some] = device
+    return found

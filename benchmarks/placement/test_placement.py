@@ -1,7 +1,7 @@
 """The benchmark's peer and solver against what is known, and its tables on few loads."""
 
 import json
-from itertools import permutations
+from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,22 @@ def test_the_solver_finds_the_least_of_all_thirds(
         best = min(best, load_E[[0, *order]].reshape(3, 3).sum(axis=1).max())
     assert optimum._bound(load_E, 3) <= best
     assert solve(load_E, 3, load_E.sum(), 30.0) == (best, True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fewest_moves_of_all_plans(seed: int):
+    """Three decisions over four experts on two devices, all 6 x 6 x 6 plans."""
+    random, start_E = np.random.default_rng(seed), np.array([0, 0, 1, 1])
+    load_TE = random.integers(1, 100, (3, 4)).astype(float)
+    maps = [np.array(m) for m in sorted(set(permutations([0, 0, 1, 1])))]
+    busiest_TM = np.array([[max(x[m == 0].sum(), x[m == 1].sum()) for m in maps] for x in load_TE])
+    goal_T = np.sort(busiest_TM)[:, 2]  # a map and its mirror image are alike
+    best = 99
+    for plan in product(range(len(maps)), repeat=3):
+        if all(row[m] <= goal for row, m, goal in zip(busiest_TM, plan, goal_T, strict=True)):
+            then = [start_E, *(maps[m] for m in plan)]
+            best = min(best, sum(int((a != b).sum()) for a, b in pairwise(then)))
+    assert optimum.fewest_moves(load_TE, start_E, goal_T.tolist(), 2) == best
 
 
 def test_loads_are_of_every_family_and_whole_pairs():
