@@ -23,8 +23,6 @@ from telechat_moe.moe.planner import MoveRule, choose, copied, plan
 GROUPS = 8
 """Groups of experts, each on one node, in the models with 64 experts and more; a node has eight devices."""
 
-Array = NDArray[np.float64]
-
 FREE = MoveRule(seconds_per_pair=1.0, steps=1, expert_bytes=0.0, bandwidth=math.inf)
 """Only balance counts."""
 
@@ -122,7 +120,7 @@ def moved(decisions: int) -> dict[str, Any]:
     for name, devices, load_TLE in sequences(decisions):
         start_LE = Placement.identity(*load_TLE.shape[1:], devices).owners.astype(np.int64)
         now = {"eplb": start_LE, "at_eplb_balance": start_LE, "at_best_balance": start_LE}
-        goals: list[Array] = []
+        goals: list[NDArray[np.float64]] = []
         for load_LE in load_TLE:
             eplb_LE = np.array([eplb.pack(loads, devices) for loads in load_LE.tolist()])
             goal_L = device_loads(load_LE, eplb_LE, devices).max(axis=1)
@@ -144,13 +142,12 @@ def moved(decisions: int) -> dict[str, Any]:
                 given = load_TLE[:, layer], start_E, goal_TL[:, layer], devices
                 counts[name]["fewest"] += fewest_moves(*given)
     counts["all"] = {who: sum(c[who] for c in counts.values()) for who in now}
-    shares = {
-        "share": "at_eplb_balance",
-        "share_at_best": "at_best_balance",
-        "least_share": "fewest",
+    shares = {"share": "at_eplb_balance", "share_at_best": "at_best_balance", "least_share": "fewest"}  # fmt: skip
+    return {
+        name: {who: c[who] for who in now}
+        | {share: c[who] / c["eplb"] if who in c else None for share, who in shares.items()}
+        for name, c in counts.items()
     }
-    return {name: {**{who: c[who] for who in now}, **{s: c[who] / c["eplb"] if who in c else None for s, who in shares.items()}}
-            for name, c in counts.items()}  # fmt: skip
 
 
 def forecasts(window: int = 4, ahead: int = 4) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def solve(load_E: NDArray[np.float64], devices: int, found: float, seconds: floa
     if found <= least:
         return Optimum(float(found), True)
     few = math.comb(len(load_E), len(load_E) // devices) <= SETS
-    rules, upper = (_sets if few else _assignment)(load_E, devices, found)
+    rules, upper = _sets(load_E, devices, found) if few else _assignment(load_E, devices)
     lower = np.zeros_like(upper)
     lower[-1], upper[-1] = least, found
     result = optimize.milp(
@@ -73,9 +73,7 @@ def _bound(load_E: NDArray[np.float64], devices: int) -> float:
     return float(bound)
 
 
-def _assignment(
-    load_E: NDArray[np.float64], devices: int, _: float
-) -> tuple[list[Any], NDArray[np.float64]]:
+def _assignment(load_E: NDArray[np.float64], devices: int) -> tuple[list[Any], NDArray[np.float64]]:
     """Return constraints and upper bounds of binaries "expert e is on device d", e-major, and last the busiest device's load."""
     import scipy.sparse as sparse
     from scipy import optimize
@@ -112,10 +110,10 @@ def _sets(
     set_NC = np.array([*itertools.combinations(range(experts), experts // devices)])
     load_N = load_E[set_NC].sum(axis=1)
     # No set beside which the others' mean is above `found`.
-    set_NC = set_NC[(load_N <= found) & (load_N >= load_E.sum() - (devices - 1) * found)]
-    load_N, size = load_E[set_NC].sum(axis=1), set_NC.size
+    fits_N = (load_N <= found) & (load_N >= load_E.sum() - (devices - 1) * found)
+    set_NC, load_N = set_NC[fits_N], load_N[fits_N]
     index = set_NC.ravel(), np.repeat(np.arange(len(set_NC)), experts // devices)
-    has_EN = sparse.csr_matrix((np.ones(size), index), shape=(experts, len(set_NC)))
+    has_EN = sparse.csr_matrix((np.ones(set_NC.size), index), shape=(experts, len(set_NC)))
     one_E = sparse.hstack([has_EN, np.zeros((experts, 1))])
     load_EN = sparse.hstack([has_EN.multiply(load_N[None]), -np.ones((experts, 1))])
     rules = [
