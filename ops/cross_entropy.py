@@ -19,12 +19,14 @@ class CrossEntropy(nn.Cell):
 
     Attributes:
         by_token: Also return what each token adds to the sum.
+        marked: The mask also names sources (``model.by_source``): all that is above 0 counts as 1.
     """
 
     def __init__(self, sums: bool = False) -> None:
         super().__init__()
         self.sums = sums
-        self.by_token = False
+        self.by_token = self.marked = False
+        self.unmark, self.one = ops.Minimum(), Tensor(1.0, ms.float32)
         self.to_float = ops.Cast()
         self.fused = FusedCrossEntropy() if backend("cross_entropy") == "fused" else None
         self.log_softmax = ops.LogSoftmax(-1)
@@ -47,6 +49,8 @@ class CrossEntropy(nn.Cell):
             label_T: int32 in ``[0, V)``, also where the mask is 0.
             mask_T: fp32 weights, usually 0 or 1.
         """
+        if self.marked:
+            mask_T = self.unmark(mask_T, self.one)
         if self.fused is not None:
             logits_TV = self.to_float(logits_TV, ms.float32)
             loss, row_T2 = self.fused(logits_TV, label_T, mask_T)

@@ -135,13 +135,6 @@ class Batches(AbstractContextManager["Batches"], ABC):
             return None
         return self.blend.counts(np.arange(first, first + count) % self.samples_per_epoch)
 
-    def sources(self, first: int, count: int) -> np.ndarray | None:
-        """Return the number of the source of each sample of the last step, as served; None: there is one source only."""
-        if self.blend is None or len(self.blend.datasets) == 1:
-            return None
-        chosen = self.blend.chosen[np.arange(first, first + count) % self.samples_per_epoch]
-        return chosen if self.order is None else chosen[self.order.ravel()]
-
     def load_state(self, state: dict[str, Any], other_data: bool = False) -> bool:
         """Continue where ``state`` was taken; return whether it was with other data, which begin at their first sample.
 
@@ -190,6 +183,7 @@ class Loader(Batches):
         epochs: Passes over the samples; None never ends.
         epoch_samples: Samples of a pass; the whole dataset if None. Rounded down to whole batches.
         deal_to: See :class:`Batches`.
+        mark_sources: Multiply the loss mask of each sample by one plus the number of its source, where there are several.
 
     Raises:
         BadInputError: If the samples do not fill one batch.
@@ -204,6 +198,7 @@ class Loader(Batches):
         epochs: int | None = 1,
         epoch_samples: int | None = None,
         deal_to: tuple[int, int] | None = None,
+        mark_sources: bool = False,
     ) -> None:
         if batch_size < 1 or prefetch < 0:
             raise UsageError(
@@ -217,6 +212,7 @@ class Loader(Batches):
             )
         super().__init__(batch_size, served, epochs, deal_to)
         self.dataset = dataset
+        self._mark_sources = mark_sources
         self._dealt: tuple[int, np.ndarray] | None = None  # a step's first sample, and its order
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
@@ -260,7 +256,7 @@ class Loader(Batches):
         """Return the batch of the samples from ``start`` on, of the step that begins at ``step``, and the step's order."""
         if self.deal_to is None:
             rows = np.arange(start, start + self.batch_size)
-            return self.dataset.batch(rows % self.samples_per_epoch), None
+            return self._batch(rows), None
         if self._dealt is None or self._dealt[0] != step:
             # By batches, which bounds the memory for long sequences.
             rows = np.arange(step, step + self.step_samples) % self.samples_per_epoch
@@ -269,7 +265,16 @@ class Loader(Batches):
             self._dealt = step, deal(pairs, *self.deal_to)
         order = self._dealt[1]
         rows = step + order[(start - step) // self.batch_size].ravel()
-        return self.dataset.batch(rows % self.samples_per_epoch), order
+        return self._batch(rows), order
+
+    def _batch(self, rows: np.ndarray) -> Batch:
+        """Return samples of the dataset, counted over all epochs."""
+        indices = rows % self.samples_per_epoch
+        batch = self.dataset.batch(indices)
+        if self._mark_sources and self.blend is not None and len(self.blend.datasets) > 1:
+            marks_B = 1 + self.blend.chosen[indices].astype(np.float32)
+            batch["loss_mask"] = batch["loss_mask"] * marks_B[:, None]
+        return batch
 
     def close(self) -> None:
         """End the thread. The loader stays usable: it starts a new thread where it stopped."""

@@ -4,6 +4,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.model.block import Block
+from telechat_moe.model.by_source import LossBySource
 from telechat_moe.model.dispatch import set_rows
 from telechat_moe.model.linear import DTYPES, Linear, weight
 from telechat_moe.model.mtp import MTPLayer, ShiftLeft
@@ -78,7 +79,7 @@ class CausalLM(nn.Cell):
     Args:
         block_rows: ``telechat_moe.moe_block_rows`` of the recipe.
         capacity_tokens: ``telechat_moe.moe_capacity_tokens`` of the recipe.
-        by_sample: Also return what each sample adds to the next-token loss.
+        sources: Of the training data; where there are several, masks are marked (:mod:`telechat_moe.model.by_source`).
 
     Raises:
         BadInputError: The section asks for something that this model does not have.
@@ -90,7 +91,7 @@ class CausalLM(nn.Cell):
         block_rows: int | None = None,
         capacity_tokens: int | None = None,
         *,
-        by_sample: bool = False,
+        sources: int = 1,
     ) -> None:
         super().__init__()
         check_supported(config)
@@ -124,11 +125,14 @@ class CausalLM(nn.Cell):
             )
         self.sums = config.calculate_per_token_loss
         self.loss: nn.Cell = CrossEntropy(self.sums)
-        self.by_sample = self.loss.by_token = by_sample
+        self.by_source: nn.Cell | None = LossBySource(sources) if sources > 1 else None
+        self.sources = sources if sources > 1 else 0
+        self.loss.by_token = self.loss.marked = sources > 1
         self.mtp_depth = config.num_nextn_predict_layers
         if self.mtp_depth:
             self.mtp = nn.CellList([MTPLayer(config) for _ in range(self.mtp_depth)])
             self.mtp_loss: nn.Cell = CrossEntropy(self.sums)
+            self.mtp_loss.marked = sources > 1
             self.shift: nn.Cell = ShiftLeft()
             if self.sums:
                 self.concat_mtp = ops.Concat()
@@ -184,18 +188,16 @@ class CausalLM(nn.Cell):
             ``(lm, mtp, aux)``, each ``(1,)`` fp32: next-token cross-entropy, ``factor / depth`` times
             the sum of the MTP cross-entropies (DeepSeek-V3, equation 25), balance and z-losses. In training with
             ``calculate_per_token_loss`` the cross-entropies are sums over tokens, and ``mtp`` is ``[depth | 1]``, not
-            scaled: only the step knows by how many tokens to divide. With ``by_sample`` there is a fourth, ``[B, 2]``
-            fp32: sums over each sample's tokens of next-token cross-entropy and mask.
+            scaled: only the step knows by how many tokens to divide. Of Z sources there is a fourth, ``[2 Z]``: see
+            :class:`telechat_moe.model.by_source.LossBySource`.
         """
-        samples = ()
         hidden, aux, context = self.hidden(input_ids, position_ids, attention_mask)
-        lm = self.loss(
-            self.logits(hidden), self.reshape(labels, (-1,)), self.reshape(loss_mask, (-1,))
-        )
-        if self.by_sample:
+        mask_T = self.reshape(loss_mask, (-1,))
+        lm = self.loss(self.logits(hidden), self.reshape(labels, (-1,)), mask_T)
+        sources = ()
+        if self.by_source is not None:
             lm, token_T = lm
-            each_BS = (self.reshape(token_T, loss_mask.shape), loss_mask)
-            samples = (ops.reduce_sum(ops.stack(each_BS, 2), 1),)
+            sources = (self.by_source(token_T, mask_T),)
         mtp, depths = self.zero, ()
         if self.mtp_depth:
             next_id, label, keep = labels, labels, loss_mask
@@ -217,7 +219,7 @@ class CausalLM(nn.Cell):
             if self.sums and self.training:
                 # An odd number: MindSpore splits an even number of losses over devices.
                 mtp = self.concat_mtp(depths if self.mtp_depth % 2 else (*depths, self.zero))
-        return (lm, mtp, aux, *samples)
+        return (lm, mtp, aux, *sources)
 
 
 class Logits(nn.Cell):

@@ -5,7 +5,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 
 class ForwardBackward(nn.Cell):
-    """Losses, and gradients by ``params``, of one micro-batch; the model returns ``(lm, mtp, aux)``, each ``(1,)``, and more.
+    """Losses, and gradients by ``params``, of one micro-batch; the model returns ``(lm, mtp, aux)``, each ``(1,)``, and sums by source.
 
     Args:
         token_weights: See ``train.token_weights``: by which next-token and MTP losses are multiplied if they are sums over
@@ -24,11 +24,11 @@ class ForwardBackward(nn.Cell):
             if self.token_weights is not None:
                 lm = lm * self.token_weights[:1]
                 mtp = ops.reduce_sum(mtp * self.token_weights[1:-1]).reshape((1,))
-            return (lm + mtp + aux, ops.concat((lm, mtp, aux)), *found[3:])
+            return lm + mtp + aux, ops.concat((lm, mtp, aux, *found[3:]))
 
         self.gradient = ms.value_and_grad(loss, None, params, has_aux=True)
 
-    def construct(self, *batch: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return ``(losses [3] and what else the model returns, gradients)``."""
-        found, gradients = self.gradient(*batch)
-        return found[1:], gradients
+    def construct(self, *batch: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return ``(losses [3], gradients)``; of Z sources there are 2 Z more numbers behind the losses."""
+        (_, losses), gradients = self.gradient(*batch)
+        return losses, gradients

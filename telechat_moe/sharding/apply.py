@@ -115,9 +115,8 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
         p.cell(model, "CausalLM.tied")
     else:
         p.cell(model.head, "Linear.column")
-    model.loss = _loss(p, vocabulary, model.sums)
+    _losses(p, model, vocabulary)
     if model.mtp_depth:
-        model.mtp_loss = _loss(p, vocabulary, model.sums)
         if model.sums:
             p.put(model.concat_mtp, Rule((".",) * (model.mtp_depth | 1), (), "tuple"))
         model.shift = p.local(model.shift, "ShiftLeft")
@@ -195,6 +194,7 @@ def _stages(p: Placement, model: CausalLM, stages: Stages, stubs: bool) -> None:
             model.layers[i] = p.stub(model.layers[i], at)
     names = ["norm", "loss"] if model.tied else ["norm", "loss", "head"]
     names += ["mtp_loss"] if model.mtp_depth else []
+    names += ["by_source"] if model.by_source is not None else []
     for name in names:
         p.assign_stage(getattr(model, name), last)
         if away(last):
@@ -220,11 +220,22 @@ def _mtp_stages(
             model.mtp[i].embed_norm = p.stub(norm, StageChunk(0, 0))
 
 
-def _loss(p: Placement, vocabulary: Group, sums: bool) -> ParallelCrossEntropy:
-    loss = ParallelCrossEntropy(vocabulary, sums)
-    p.cell(loss, "ParallelCrossEntropy")
-    p.morphed(loss.token_loss.run, "TokenCrossEntropy")
-    return loss
+def _losses(p: Placement, model: CausalLM, vocabulary: Group) -> None:
+    names = ["loss", "mtp_loss"] if model.mtp_depth else ["loss"]
+    for name in names:
+        whole = getattr(model, name)
+        loss = ParallelCrossEntropy(vocabulary, whole.sums)
+        loss.by_token, loss.marked = whole.by_token, whole.marked
+        p.cell(loss, "ParallelCrossEntropy")
+        p.morphed(loss.token_loss.run, "TokenCrossEntropy")
+        setattr(model, name, loss)
+    sums = 2 * model.sources
+
+    def shape_of_sums(loss: Any, marked: Any) -> Any:
+        return [sums]
+
+    if model.by_source is not None:
+        model.by_source = p.local(model.by_source, "LossBySource", shape_of_sums)
 
 
 def _mtp(p: Placement, layer: MTPLayer, options: Options) -> None:

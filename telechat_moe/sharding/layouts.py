@@ -161,6 +161,7 @@ TABLE: dict[str, dict[str, Rule]] = {
     },
     "ParallelCrossEntropy": {
         "to_float": _layout("token tp"),
+        "unmark": _layout("token", ""),
         "weigh": _layout("token", "token"),
         "sum_loss": _tuple("token"),
         "sum_mask": _tuple("token"),
@@ -198,6 +199,7 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "RouterLosses": (("device .", "device .", "device ."), (".",)),
     "RouterLosses.by_step": (("device .", "device .", "."), (".",)),
     "TokenCrossEntropy": (("token tp", "token"), ("token",)),
+    "LossBySource": (("token", "token"), (".",)),
     # Shape-only stubs of the cells of other pipeline stages.
     "EmbeddingStub": (("stream",), ("stream .",)),
     "BlockStub": (("stream .", "."), ("stream .", ".")),

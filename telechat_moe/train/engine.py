@@ -102,7 +102,7 @@ def backends(recipe: Recipe) -> AbstractContextManager[None]:
     return select.using(chosen.default, chosen.backends(), recipe.context.device_target)
 
 
-def build_model(recipe: Recipe, by_sample: bool = False) -> tuple[CausalLM, str]:
+def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
     """Build the model of a recipe in graph mode; return it and the backends of its operators, for the user."""
     context = recipe.context
     ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
@@ -111,7 +111,7 @@ def build_model(recipe: Recipe, by_sample: bool = False) -> tuple[CausalLM, str]
     own = recipe.telechat_moe
     with backends(recipe):
         sizes = own.moe_block_rows, own.moe_capacity_tokens
-        model = CausalLM(recipe.model_config, *sizes, by_sample=by_sample)
+        model = CausalLM(recipe.model_config, *sizes, sources=len(sources_of(recipe)))
         operators = select.summary()
         if fused := fuse_cells(model) if own.operators.fuse_plain else []:
             regions = sum(region.program is not None for region in fused)
@@ -123,7 +123,7 @@ class OneProcess(Engine):
     """An engine that trains the whole model in this process; see :class:`Engine`."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.model, self.operators = build_model(recipe, by_sample=len(sources_of(recipe)) > 1)
+        self.model, self.operators = build_model(recipe)
         self.micro_batches = micro_batches(recipe)
         self.limits = (float("inf"), float("inf"))
         wrapper, config = recipe.runner_wrapper, recipe.model_config
@@ -156,12 +156,11 @@ class OneProcess(Engine):
             self.limits = limits
         self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
-        samples: list[Tensor] = []
         if self.train_step.accumulate is not None:
             for batch in batches[:-1]:
-                samples += self.train_step.accumulate(*batch)[1:]
-        found = self.train_step(*self.optimizer.scalars(number, rate), *batches[-1])
-        output = StepOutput.fetch(*found[:6], samples=[*samples, *found[6:]])
+                self.train_step.accumulate(*batch)
+        scalars = self.optimizer.scalars(number, rate)
+        output = StepOutput.fetch(*self.train_step(*scalars, *batches[-1]))
         if self.average is not None and output.applied:
             self.average.update(number)
         return output

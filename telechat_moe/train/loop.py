@@ -274,7 +274,7 @@ class Loop:
             expert_load_max_over_mean=max(imbalance, default=None),
             expert_load_by_layer=imbalance or None,
             drop_rate=dropped,
-            by_source=self._by_source(first, count, output),
+            by_source=self._by_source(output),
         )
         for record in output.moves:
             self.monitor.moved(step, record)
@@ -282,20 +282,12 @@ class Loop:
         self._count(spike, output)
         return spike
 
-    def _by_source(
-        self, first: int, count: int, output: StepOutput
-    ) -> dict[str, tuple[float, int]]:
-        """Return next-token loss and tokens of each source in a step, by its prefix; none where they are not known."""
-        source_B = self.loader.sources(first, count) if output.samples else None
-        if source_B is None:
+    def _by_source(self, output: StepOutput) -> dict[str, tuple[float, int]]:
+        """Return next-token loss and tokens of each source in a step, by its prefix; none where there is one."""
+        if output.by_source is None:
             return {}
-        each_B2 = np.concatenate(output.samples).astype(np.float64)
-        found: dict[str, tuple[float, int]] = {}
-        for number, name in enumerate(self.sources):
-            loss, tokens = each_B2[source_B == number].sum(0)
-            if tokens:
-                found[name] = float(loss / tokens), int(tokens)
-        return found
+        found = zip(self.sources, *output.by_source.tolist(), strict=True)
+        return {name: (loss / tokens, round(tokens)) for name, loss, tokens in found if tokens}
 
     def _record_loads(self, output: StepOutput) -> None:
         """Record the load of every expert where it is due, and how long that takes."""

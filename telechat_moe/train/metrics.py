@@ -8,7 +8,7 @@ Every line has ``event`` and ``step``. Events and their other keys:
     ``skipped`` (true: the weights were left as they are, because of a NaN, an Inf or a spike), and if given
     ``data_seconds`` (waiting for data), ``expert_load_max_over_mean`` (1.0 is perfect balance),
     ``expert_load_by_layer`` (that ratio for each MoE layer), ``drop_rate`` and what else the trainer
-    passes. One process that trains on several sources adds ``loss_by_source`` (mean next-token loss of the step's tokens
+    passes. A run that trains on several sources adds ``loss_by_source`` (mean next-token loss of the step's tokens
     of each, by its prefix) and ``tokens_by_source``; sources without tokens in the step are left out.
 ``evaluation``
     ``loss``: mean next-token loss on the validation set, in nats; where that has several sources, ``loss_by_source``:

@@ -307,6 +307,7 @@ def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
         return FollowingLoader(shared, rows, **given)
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
     data, given["epoch_samples"] = open_recipe(recipe), recipe.epoch_samples
+    given["mark_sources"] = True
     if shared is None:
         return Loader(data, rows, **given)
     return SharedLoader(shared, data, rows, **given)

@@ -125,8 +125,8 @@ class RankEngine:
         masks = [batch[LOSS_MASK].asnumpy() for batch in batches]
         weights = token_weights(self.model.config, masks, self.micro_batches, self.parts)
         self.program.set_token_weights(weights)
-        losses, norm, applied, loads, dropped = self.program(*scalars, *batches[0])
-        output = StepOutput.fetch(losses, norm, None, applied, loads, dropped)
+        losses, norm, *rest = self.program(*scalars, *batches[0])
+        output = StepOutput.fetch(losses, norm, None, *rest)
         if self.average is not None and output.applied:
             self.average.update(number)
         moves = self.experts.after_step(output.load_LE) if self.experts is not None else ()

@@ -8,6 +8,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common.initializer import initializer
 
+from telechat_moe.data.recipe import sources_of
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.model import CausalLM
 from telechat_moe.model.block import MoE
@@ -49,7 +50,8 @@ def placed_model(
         BadInputError: The layout does not fit the model.
     """
     mesh, own = mesh_of(recipe), recipe.telechat_moe
-    model = CausalLM(recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens)
+    sizes = own.moe_block_rows, own.moe_capacity_tokens
+    model = CausalLM(recipe.model_config, *sizes, sources=_sources(recipe, target))
     model.set_train()
     options = Options(
         dispatcher(recipe, target),
@@ -127,11 +129,18 @@ def build_step(
             elsewhere=[p for p in model.trainable_params() if not placement.is_here(p)],
             drops=drops(config) and len(routers) > 0,
             droppers=_droppers(model, placement),
+            sources=_sources(recipe, target),
+            token_shards=mesh.dp * mesh.cp,
             token_weights=weights_parameter(config),
             movable=_movable(recipe, model, placement, params),
         )
     step.set_train()
     return step
+
+
+def _sources(recipe: Recipe, target: str) -> int:
+    """Return how many sources the step tells apart; on Ascend other loaders serve the data, which mark none."""
+    return len(sources_of(recipe)) if target == "CPU" else 1
 
 
 def _droppers(model: CausalLM, placement: Placement) -> list[ParallelDispatch]:

@@ -27,7 +27,7 @@ def _scalar(name: str, value: float = 0.0) -> Parameter:
 
 
 class LossVector(nn.Cell):
-    """The losses of a model in one tensor, ``[3]``; of one that gives sums over tokens one for each depth."""
+    """What a model returns in one tensor: losses ``[3]``, of one that gives sums over tokens one for each depth; sums by source."""
 
     def __init__(self, model: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -35,12 +35,12 @@ class LossVector(nn.Cell):
         self.concat = ops.Concat()
 
     def construct(self, *batch: Tensor) -> Tensor:
-        """Return next-token, MTP, balance and z-loss."""
+        """Return next-token, MTP, balance and z-loss, and of Z sources 2 Z numbers."""
         if self.model.part_mask is None:
-            lm, mtp, aux = self.model(*batch)
+            found = self.model(*batch)
         else:
-            lm, mtp, aux = self.model(*batch[:4], None, batch[4:])
-        return self.concat((lm, mtp, aux))
+            found = self.model(*batch[:4], None, batch[4:])
+        return self.concat(found)
 
 
 class LossTerms(nn.Cell):
@@ -120,6 +120,8 @@ class RankStep(UpdateStep):
         experts: Experts of each.
         drops: Pairs are dropped, and counted.
         droppers: Dispatches of this stage, if so.
+        sources: Of the training data; where there are several, the step also returns what each adds to the loss.
+        token_shards: Devices that have different tokens in the loss.
         token_weights: By what the model's losses, sums over tokens, are multiplied; None: they are means.
         movable: For each layer whose experts may move, the parameters of its experts and how their squares are added.
         pipeline: The micro-batches go through pipeline stages.
@@ -151,6 +153,8 @@ class RankStep(UpdateStep):
         elsewhere: Sequence[Parameter] = (),
         drops: bool = False,
         droppers: Sequence[ParallelDispatch] = (),
+        sources: int = 1,
+        token_shards: int = 1,
         token_weights: Parameter | None = None,
         movable: Sequence[tuple[Sequence[int], ExpertSquares]] = (),
     ) -> None:
@@ -180,15 +184,24 @@ class RankStep(UpdateStep):
         self.sum_keep, self.sum_all = ops.ReduceSum(), ops.ReduceSum()
         self.sum_squares, self.sum_losses, self.sum_loads = (ops.AllReduce() for _ in range(3))
         self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
-        # A row for each router of the model, and, if there are any, one that begins with the number of dropped pairs.
-        self.drops, self.count_rows = drops, max(1, router_count + drops)
-        places = np.eye(self.count_rows, dtype=np.float32)[:, :, None]
-        self.rows = tuple(Tensor(places[row]) for row, _ in routers)
-        self.last_row = Tensor(places[-1] * np.eye(1, experts, dtype=np.float32))
         self.droppers = nn.CellList(list(droppers), auto_prefix=False)
-        self.router_count, self.add = router_count, ops.AddN()
-        self.experts = experts
+        self.router_count, self.experts, self.drops = router_count, experts, drops
+        self._set_rows([row for row, _ in routers])
+        self._set_sources(sources, loss_share * token_shards)
         self.set_movable(movable)
+
+    def _set_rows(self, rows: Sequence[int]) -> None:
+        # A row for each router of the model, and, if there are any, one that begins with the number of dropped pairs.
+        self.count_rows = max(1, self.router_count + self.drops)
+        places = np.eye(self.count_rows, dtype=np.float32)[:, :, None]
+        self.rows = tuple(Tensor(places[row]) for row in rows)
+        self.last_row = Tensor(places[-1] * np.eye(1, self.experts, dtype=np.float32))
+        self.add = ops.AddN()
+
+    def _set_sources(self, sources: int, share: float) -> None:
+        self.sources, self.source_share = sources, Tensor(share, ms.float32)
+        self.sum_sources, self.reshape = ops.AllReduce(), ops.Reshape()
+        self.concat, self.no_gradient = ops.Concat(), Tensor(np.zeros(2 * sources, np.float32))
 
     def set_movable(self, movable: Sequence[tuple[Sequence[int], ExpertSquares]]) -> None:
         """Take the layers whose experts may move; the squares of all other gradients are added up as they are."""
@@ -197,9 +210,16 @@ class RankStep(UpdateStep):
         moving = {i for indices in self.moving for i in indices}
         self.staying = tuple(i for i in range(len(self.weights)) if i not in moving)
 
-    def gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return losses (sum over micro-batches) and gradients (of their mean)."""
-        losses, sens = self.terms(self.network(*batch))
+    def gradients(
+        self, batch: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return losses (sum over micro-batches), sums by source, and gradients (of the losses' mean)."""
+        found, by_source = self.network(*batch), ()
+        if self.sources > 1:
+            found, by_source = found[: -2 * self.sources], (found[-2 * self.sources :],)
+        losses, sens = self.terms(found)
+        if self.sources > 1:
+            sens = self.concat((sens, self.no_gradient))
         grads = self.gradient(self.network, self.weights)(*batch, sens)
         if self.accumulates and not self.sharded:
             grads = self.depend(self.accu_grads, grads)[: len(grads)]
@@ -208,7 +228,7 @@ class RankStep(UpdateStep):
             sums, reduced, grads = self.depend(self.accu_grads, grads), grads, ()
             for i in range(len(reduced)):
                 grads += (sums[i] if self.alone[i] else reduced[i],)
-        return losses, grads
+        return losses, by_source, grads
 
     def global_norm(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the norm of the whole gradient, the same on all devices."""
@@ -226,20 +246,25 @@ class RankStep(UpdateStep):
     def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:
         """Return ``(losses [3], norm, applied, loads [layers, E], dropped [1])``, the same on all devices.
 
+        Of several sources a sixth, ``[2, sources]``: sums over their tokens of next-token loss and mask.
         ``optimizer.scalars`` are in the parameters of :data:`SCHEDULE`.
         """
-        losses, grads = self.gradients(batch)
+        losses, by_source, grads = self.gradients(batch)
         norm = self.global_norm(grads)
         losses = self.sum_losses(losses * self.loss_share)
         applied = self.counts(norm, ops.reduce_sum(losses))
         loads, dropped = self.take_loads(losses)
+        if self.sources > 1:
+            sums = self.sum_sources(by_source[0] * self.source_share)
+            by_source = (self.reshape(sums, (2, self.sources)),)
         if applied:
             self.apply(grads, norm, loads, (self.rate, self.epsilon, self.decay))
         if self.accumulates:
-            done = (losses, norm, applied, loads, dropped)
+            # Not before the update: MindSpore 2.9.0 does not end compiling a tuple of all that passes a condition.
+            done = (losses, norm, applied, loads, dropped, *by_source)
             for accumulated in self.accu_grads:
                 self.assign(accumulated, self.zeros(self.depend(accumulated, done)))
-        return losses, norm, applied, loads, dropped
+        return (losses, norm, applied, loads, dropped, *by_source)
 
     def zeros(self, x: Tensor) -> Tensor:
         """Return zeros like ``x``, not as a constant: ``ZerosLike`` would become one as large as ``x``."""

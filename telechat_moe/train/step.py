@@ -32,8 +32,7 @@ class StepOutput(NamedTuple):
         load_LE: Tokens each expert of each MoE layer got.
         dropped: Pairs dropped, all layers (capacity dispatch; else 0); None if not counted.
         moves: Experts that moved after the step, an entry for each layer.
-        samples: ``[B, 2]`` of each micro-batch, sums over each sample's tokens of next-token loss and mask; none where the
-            model does not return them.
+        by_source: ``[2, sources]``, sums over the tokens of each source of next-token loss and mask; None of one source.
     """
 
     losses: np.ndarray
@@ -43,7 +42,7 @@ class StepOutput(NamedTuple):
     load_LE: np.ndarray  # noqa: N815
     dropped: np.ndarray | None
     moves: Sequence[Mapping[str, Any]] = ()
-    samples: Sequence[np.ndarray] = ()
+    by_source: np.ndarray | None = None
 
     @staticmethod
     def fetch(
@@ -53,7 +52,7 @@ class StepOutput(NamedTuple):
         applied: Tensor,
         load_LE: Tensor,
         dropped: Tensor | None,
-        samples: Sequence[Tensor] = (),
+        by_source: Tensor | None = None,
     ) -> "StepOutput":
         """Wait for the end of a step and bring what it returned to the host: the only place where a step waits.
 
@@ -66,7 +65,7 @@ class StepOutput(NamedTuple):
             _copy(applied),
             _copy(load_LE),
             None if dropped is None else _copy(dropped),
-            samples=[_copy(x) for x in samples],
+            by_source=None if by_source is None else _copy(by_source),
         )
 
 
@@ -123,19 +122,19 @@ class Accumulate(nn.Cell):
         self.forward_backward = ForwardBackward(
             model, ParameterTuple([params[i] for i in self.others]), token_weights
         )
-        zeros = initializer(Zero(), (3,), ms.float32)
+        zeros = initializer(Zero(), (3 + 2 * getattr(model, "sources", 0),), ms.float32)
         self.losses = Parameter(zeros, name="accumulated_losses", requires_grad=False)
         self.add = ops.AssignAdd()
         self.assign = ops.Assign()
         self.scale = ops.Mul()
 
-    def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Process one micro-batch; return its losses, and what else the model returns."""
-        found, gradients = self.forward_backward(*batch)
+    def construct(self, *batch: Tensor) -> Tensor:
+        """Process one micro-batch; return its losses."""
+        losses, gradients = self.forward_backward(*batch)
         for i in range(len(self.others)):
             self.add(self.main_grads[self.others[i]], gradients[i])
-        self.add(self.losses, found[0])
-        return found
+        self.add(self.losses, losses)
+        return losses
 
     def take(self, losses: Tensor, share: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the means over all micro-batches and clear the sums."""
@@ -262,7 +261,8 @@ class TrainStep(UpdateStep):
         self.droppers = nn.CellList(
             [cell for cell in cells if isinstance(cell, CapacityDispatch)], auto_prefix=False
         )
-        self.stack = ops.Stack(0)
+        self.sources = getattr(model, "sources", 0)
+        self.stack, self.reshape = ops.Stack(0), ops.Reshape()
         self.assign = ops.Assign()
         self.zero = Tensor([0.0], ms.float32)
 
@@ -300,23 +300,27 @@ class TrainStep(UpdateStep):
     def construct(
         self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return what :meth:`StepOutput.fetch` takes up to ``dropped``, then what else the model returns.
+        """Return what :meth:`StepOutput.fetch` takes.
 
         The first three arguments come from ``optimizer.scalars``.
         """
         if self.accumulate is not None:
-            found = self.accumulate(*batch)
-            losses, gradients = self.accumulate.take(found[0], self.share)
+            losses, gradients = self.accumulate.take(self.accumulate(*batch), self.share)
         else:
-            found, gradients = self.forward_backward(*batch)
-            losses = found[0]
+            losses, gradients = self.forward_backward(*batch)
+        by_source = ()
+        if self.sources:
+            by_source = (self.reshape(losses[3:], (2, self.sources)),)
+            if self.accumulate is not None:
+                by_source = (by_source[0] / self.share,)
+            losses = losses[:3]
         norm, square_sums = self.norm(gradients)
         applied = self.counts(norm, self.sum(losses))
         loads, dropped = self.take_loads()
         if applied:
             self.apply(gradients, norm, loads, (rate, epsilon, decay))
         load_LE = self.stack(loads) if loads else self.zero
-        return (losses, norm, square_sums, applied, load_LE, dropped, *found[1:])
+        return (losses, norm, square_sums, applied, load_LE, dropped, *by_source)
 
 
 class Evaluate(nn.Cell):

@@ -22,7 +22,7 @@ def token_weights(
     is then the mean over the tokens of the step, however unevenly the masks keep them.
 
     Args:
-        masks: Loss masks of the whole global batch, ``[B, S]`` each, in any parts.
+        masks: Loss masks of the whole global batch, ``[B, S]`` each, in any parts, marked or not (``model.by_source``).
         micro_batches: ``M``.
         parts: Parts of a sequence, each of which gives balance losses.
 
@@ -31,7 +31,7 @@ def token_weights(
         as the model gives terms.
     """
     depth = config.num_nextn_predict_layers
-    kept_S = np.sum([mask.sum(0, dtype=np.float64) for mask in masks], 0)
+    kept_S = np.sum([np.minimum(mask, 1).sum(0, dtype=np.float64) for mask in masks], 0)
     tokens = np.array([kept_S[k:].sum() for k in range(1 + depth)])
     factors = np.array([1.0] + [(config.mtp_loss_factor or 0.0) / depth for _ in range(depth)])
     weights = np.zeros(_terms(config), np.float32)

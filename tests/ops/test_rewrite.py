@@ -26,7 +26,7 @@ def run(fuse):
     ids = np.random.default_rng(0).integers(0, 96, (2, 17)).astype(np.int32)
     position = np.tile(np.arange(16, dtype=np.int32), (2, 1))
     arrays = (ids[:, :-1].copy(), ids[:, 1:].copy(), np.ones((2, 16), np.float32), position)
-    (losses,), gradients = step(*[Tensor(x) for x in arrays])
+    losses, gradients = step(*[Tensor(x) for x in arrays])
     named = {p.name: g.asnumpy().copy() for p, g in zip(params, gradients, strict=True)}
     return losses.asnumpy().copy(), named, regions
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.mindspore
 import key_effects
 import mini_recipe as mini
 import numpy as np
+from mini_recipe import TP2_PP2
 from running import Hold, steps_in, until
+from test_sharded_train import DP2_EP2
 
 from telechat_moe.cli import main
 from telechat_moe.data.audit import Audit, audit
@@ -32,6 +34,29 @@ OTHER_FUTURE = f"[{FIRST}, {SECOND}, {{from_sample: 24, weights: [5, 1]}}]"
 OTHER_PAST = (
     f"[{FIRST}, {{from_sample: 11, weights: [0, 1]}}, {{from_sample: 30, weights: [1, 1]}}]"
 )
+TWO_MICRO_BATCHES = {
+    "runner_config__batch_size": 1,
+    "model__model_config__batch_size": 1,
+    "runner_config__gradient_accumulation_steps": 2,
+    "callbacks__1__gradient_accumulation_steps": 2,
+}
+
+CP2 = {
+    **mini.SPREAD,
+    "parallel_config__context_parallel": 2,
+    "model__model_config__use_flash_attention": True,
+    **TWO_MICRO_BATCHES,
+    "runner_config__gradient_accumulation_steps": 4,
+    "callbacks__1__gradient_accumulation_steps": 4,
+}
+SEQUENCE_PARTS = TP2_PP2 | {
+    "parallel_config__seq_split_num": 2,
+    "parallel__pipeline_config__pipeline_scheduler": "seqpipe",
+    "parallel__pipeline_config__pipeline_interleave": True,
+    "model__model_config__calculate_per_token_loss": True,
+}
+# The balance loss of a sequence is not known of its parts.
+NO_BALANCE_LOSS = {"model__model_config__moe_router_load_balancing_type": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +226,34 @@ def test_another_future(tmp_path, sources, run, capsys):
     ):
         log.write_text("".join([*lines[:number], json.dumps(line) + "\n", *lines[number + 1 :]]))
         assert audit(after.output_dir, after).problems == [problem]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (DP2_EP2, {}),
+        (DP2_EP2 | TWO_MICRO_BATCHES, {}),
+        (TP2_PP2, {}),
+        (CP2, {}),
+        (SEQUENCE_PARTS, NO_BALANCE_LOSS),
+    ],
+    ids=["dp2-ep2", "two", "tp2-pp2", "cp2", "sequence-parts"],
+)
+def test_processes_tell_the_sources_apart_as_one_does(tmp_path, sources, layout, model) -> None:
+    """In every layout, where every process takes its share of the tokens, and other stages have no loss."""
+    one, several = tmp_path / "one", tmp_path / "several"
+    changes = model | {"train_dataset__data_loader__sizes": "[32,0,0]"}
+    assert main(arguments(sources, one, SCHEDULE, **changes)) == 0
+    assert main(arguments(sources, several, SCHEDULE, **changes, **layout)) == 0
+    steps = zip(records(one, "step"), records(several, "step"), strict=True)
+    for expected, found in steps:
+        assert found["tokens_by_source"] == expected["tokens_by_source"]
+        assert found["loss_by_source"] == pytest.approx(expected["loss_by_source"], rel=1e-5)
+        mean = np.average(
+            [*found["loss_by_source"].values()], weights=[*found["tokens_by_source"].values()]
+        )
+        assert found["lm_loss"] == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.slow

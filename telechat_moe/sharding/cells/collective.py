@@ -271,6 +271,8 @@ class ParallelCrossEntropy(nn.Cell):
     def __init__(self, group: Group, sums: bool = False) -> None:
         super().__init__(auto_prefix=False)
         self.sums = sums
+        self.by_token = self.marked = False
+        self.unmark, self.one = ops.Minimum(), Tensor(1.0, ms.float32)
         self.to_float = ops.Cast()
         self.token_loss = TokenCrossEntropy(group)
         self.weigh = ops.Mul()
@@ -279,12 +281,16 @@ class ParallelCrossEntropy(nn.Cell):
         self.reshape = ops.Reshape()
         self.tiny = Tensor(1e-8, ms.float32)
 
-    def construct(self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor) -> Tensor:
-        """Return the loss, shape ``(1,)`` fp32."""
+    def construct(
+        self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the loss, shape ``(1,)`` fp32; with ``by_token`` also ``[T]`` fp32."""
+        if self.marked:
+            mask_T = self.unmark(mask_T, self.one)
         loss_T = self.token_loss(self.to_float(logits_TV, ms.float32), label_T)
-        total = self.sum_loss(self.weigh(loss_T, mask_T), 0)
-        if self.sums and self.training:
-            return self.reshape(total, (1,))
-        return self.reshape(
-            self.mean(total, self.add_tiny(self.sum_mask(mask_T, 0), self.tiny)), (1,)
-        )
+        kept_T = self.weigh(loss_T, mask_T)
+        loss = self.sum_loss(kept_T, 0)
+        if not self.sums or not self.training:
+            loss = self.mean(loss, self.add_tiny(self.sum_mask(mask_T, 0), self.tiny))
+        loss = self.reshape(loss, (1,))
+        return (loss, kept_T) if self.by_token else loss
