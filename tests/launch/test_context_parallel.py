@@ -67,3 +67,9 @@ def test_documents_over_two_processes(data: Path, tmp_path: Path) -> None:
     report = compared(data, tmp_path, 2, 3, **of_length(64), **DOCUMENTS_MASK)
     kinds = {row["ascend"]: row["cpu"] for row in report["differences"]["operators"]}
     assert "native library" in kinds["FlashAttentionScore"]
+
+
+@pytest.mark.slow
+def test_32k_over_two_processes(data: Path, tmp_path: Path) -> None:
+    """Each process has 16,384 queries of one sequence."""
+    compared(data, tmp_path, 2, 2, **of_length(1 << 15))

@@ -116,6 +116,28 @@ def test_loss_and_gradient_are_those_of_samples_in_order(tmp_path: Path, data: P
     np.testing.assert_allclose(b, a, rtol=1e-6)
 
 
+def curve(output: Path) -> np.ndarray:
+    """Return loss and gradient norm of every step of a run."""
+    said = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return np.array([(r["loss"], r["grad_norm"]) for r in said if r["event"] == "step"])
+
+
+@pytest.mark.slow
+def test_two_processes_to_which_samples_are_dealt_compute_what_one_does(
+    tmp_path: Path, data: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for output, changes in ((one, ONE), (two, DEALT)):
+        assert main(mini.arguments(data, output, **DOCUMENTS, **changes)) == 0
+    assert len(curve(two)) == mini.STEPS
+    np.testing.assert_allclose(curve(two), curve(one), rtol=1e-5)
+    said = map(json.loads, (two / "samples.jsonl").read_text().splitlines())
+    orders = [line["order"] for line in said if line["event"] == "step"]
+    assert any(np.ravel(order).tolist() != list(range(8)) for order in orders)
+    code, found = audited(two)
+    assert (code, found["problems"]) == (0, [])
+
+
 def test_each_rank_gets_what_the_log_says(tmp_path: Path, data: Path, dealt: Path) -> None:
     """Every step has the samples that it has without dealing, in another order, and the audit finds each once."""
     said = map(json.loads, (dealt / "samples.jsonl").read_text().splitlines())
