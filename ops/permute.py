@@ -22,6 +22,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import auto_generate
 
 from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.select import host_computes
 
 
 class _ExpertRank(nn.Cell):
@@ -37,6 +38,8 @@ class _ExpertRank(nn.Cell):
         self.pick = ops.ReduceSum()
         self.sub_one = ops.Sub()
         self.count = ops.ReduceSum()
+        host_computes("sort", self.one_hot, self.cumsum, self.own, self.pick)
+        host_computes("sort", self.sub_one, self.count)
 
     def construct(self, expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """Return ``(rank_N, load_E)`` int32."""
@@ -109,6 +112,7 @@ class CapacityPlan(nn.Cell):
         self.mul = ops.Mul()
         self.add = ops.Add()
         self.select = ops.Select()
+        host_computes("sort", self.reshape, self.sort, self.reorder, self.restore)
 
     def construct(
         self, index_TK: Tensor, weight_TK: Tensor, capacity: int, num_experts: int | None = None
@@ -296,6 +300,7 @@ class AscendPermute(nn.Cell):
         self.one_hot = ops.OneHot()
         self.on, self.off = Tensor(1, ms.int32), Tensor(0, ms.int32)
         self.count = ops.ReduceSum()
+        host_computes("histogram", self.one_hot, self.count)
 
     def construct(self, x_TH: Tensor, index_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(x_PH, row_N, size_E)``: rows sorted by expert, the row of each pair, group sizes."""

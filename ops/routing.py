@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.ops.custom import custom_op
-from telechat_moe.ops.select import backend
+from telechat_moe.ops.select import backend, host_computes
 
 
 class Rule(NamedTuple):
@@ -67,6 +67,9 @@ class GroupLimit(nn.Cell):
         self.is_kept = ops.Greater()
         self.minus_inf = Tensor(float("-inf"), ms.float32)
         self.select = ops.Select()
+        best = (self.reshape, self.best_of_group, self.group_score, self.best_groups)
+        kept = (self.one_hot, self.kept, self.stretch, self.is_kept, self.select)
+        host_computes("top_k", *best, *kept)
 
     def construct(self, score_TE: Tensor) -> Tensor:
         """Return the scores with the experts of dropped groups at -inf."""
@@ -104,6 +107,8 @@ class Routing(nn.Cell):
         self.scaling_factor = Tensor(rule.scale, ms.float32)
         self.sum_choices = ops.ReduceSum()
         self.count = ops.ReduceSum()
+        host_computes("top_k", self.top)
+        host_computes("histogram", self.count)
 
     def construct(self, logits_TE: Tensor, bias_E: Tensor) -> tuple[Tensor, ...]:
         """Return ``(score_TE, index_TK, weight_TK, chosen_TE, load_E)``; all fp32, ``index`` int32."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.ops import native
+
+if TYPE_CHECKING:
+    from mindspore import ops
 
 BACKENDS = ("fused", "plain", "ascend")
 
@@ -56,6 +59,7 @@ class _Selection(NamedTuple):
     target: str
     default: str
     each: Mapping[str, str]
+    host: Collection[str] = ()
 
 
 _selection: ContextVar[_Selection | None] = ContextVar("backends", default=None)
@@ -63,7 +67,10 @@ _selection: ContextVar[_Selection | None] = ContextVar("backends", default=None)
 
 @contextlib.contextmanager
 def using(
-    default: str = "auto", each: Mapping[str, str] | None = None, target: str = "CPU"
+    default: str = "auto",
+    each: Mapping[str, str] | None = None,
+    target: str = "CPU",
+    host: Collection[str] = (),
 ) -> Iterator[None]:
     """Build the cells inside with these backends.
 
@@ -71,6 +78,7 @@ def using(
         default: ``auto`` or one of :data:`BACKENDS`, for operators that ``each`` does not name.
         each: Operator to backend.
         target: ``CPU`` or ``Ascend``.
+        host: Parts that the host computes, see :func:`host_computes`.
 
     Raises:
         BadInputError: No such operator or backend.
@@ -84,7 +92,7 @@ def using(
     for wanted in (default, *each.values()):
         if wanted != "auto" and wanted not in BACKENDS:
             raise BadInputError(f"no backend {wanted!r}; there are auto, {', '.join(BACKENDS)}")
-    token = _selection.set(_Selection(target, default, each))
+    token = _selection.set(_Selection(target, default, each, host))
     try:
         yield
     finally:
@@ -130,6 +138,17 @@ def target() -> str:
     """Return the target for which cells are built now: ``CPU`` or ``Ascend``."""
     selection = _selection.get()
     return selection.target if selection is not None else "CPU"
+
+
+def host_computes(part: str, *primitives: ops.Primitive) -> None:
+    """Mark primitives for the host (``primitive_target``), if it is to compute their part (``telechat_moe.operators.host``).
+
+    The primitives of a part have only each other between them, so that their inputs go to the host once.
+    """
+    selection = _selection.get()
+    if selection is not None and part in selection.host:
+        for primitive in primitives:
+            primitive.set_device("CPU")
 
 
 def backend(operator: str) -> str:

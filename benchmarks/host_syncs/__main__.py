@@ -1,6 +1,6 @@
 """What waits and fetches of the host cost on a CPU: one by one, and as our trainer and MindFormers' callbacks make them after a step.
 
-And what the host takes to make ids and masks of a sample.
+And what the host takes to make ids and masks of a sample, and for what `telechat_moe.operators.host` leaves to it.
 
     python -m benchmarks.host_syncs [--rounds 300] [--json FILE]
 
@@ -25,7 +25,7 @@ from benchmarks.ops.measure import processor
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 
-EXPERTS, LAYERS, TOKENS = 64, 45, 4096
+EXPERTS, LAYERS, TOKENS, TOP_K = 64, 45, 4096, 8
 SAYS = {
     "wait": "`if load.sum() > 0` on one layer's loads: queue, wait, fetch",
     "fetch": "`asnumpy()` of a tensor that is ready",
@@ -34,6 +34,9 @@ SAYS = {
     "bias_layers": f"MindFormers' expert bias: a `wait` for each of {LAYERS} layers, as in update_topk_bias",
     "ids": f"labels, loss mask and positions by document of a sample of {TOKENS} tokens, by the loader",
     "ids_and_mask": f"the same, and its attention mask by document, {TOKENS} x {TOKENS} bytes",
+    "top_k": f"`operators.host: [top_k]`: the {TOP_K} highest of {EXPERTS} scores of {TOKENS} tokens",
+    "sort": f"`operators.host: [sort]`: the places of {TOKENS} x {TOP_K} pairs, by {EXPERTS} experts",
+    "histogram": f"`operators.host: [histogram]`: {TOKENS} x {EXPERTS} choices added up by expert",
 }
 
 
@@ -43,11 +46,20 @@ def parts(theirs: Callable[[Any], Any]) -> Callable[[], dict[str, Callable[[], o
     from mindspore import Tensor, nn, ops
 
     from telechat_moe.data.sample import SampleOptions, collate
+    from telechat_moe.ops.permute import BlockPlan
+    from telechat_moe.ops.routing import Routing, Rule
+    from telechat_moe.ops.select import using
     from telechat_moe.train.step import StepOutput
 
     ids = SampleOptions(eod=0, eod_mask_loss=True, reset_position_ids=True)
     masks = replace(ids, create_attention_mask=True, reset_attention_mask=True)
-    window = np.random.default_rng(0).integers(0, 500, (1, TOKENS + 1), np.int32)
+    rng = np.random.default_rng(0)
+    window = rng.integers(0, 500, (1, TOKENS + 1), np.int32)
+    score_TE = rng.random((TOKENS, EXPERTS), np.float32)
+    index_TK = np.argsort(-score_TE, 1)[:, :TOP_K].astype(np.int32)
+    chosen_TE = np.zeros_like(score_TE)
+    np.put_along_axis(chosen_TE, index_TK.astype(np.int64), 1, 1)
+    scores, pairs, chosen = Tensor(score_TE), Tensor(index_TK.ravel()), Tensor(chosen_TE)
 
     class Step(nn.Cell):
         def construct(self, x: Tensor, loads: Tensor) -> tuple[Tensor, ...]:
@@ -55,6 +67,8 @@ def parts(theirs: Callable[[Any], Any]) -> Callable[[], dict[str, Callable[[], o
             return x[:3] + mean, mean + 1.0, mean > 0.0, loads + 1.0, x[:1] * 2.0
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    with using("plain", {}, "CPU", ("top_k", "sort", "histogram")):
+        routing, plan = Routing(Rule(EXPERTS, TOP_K)), BlockPlan(EXPERTS)
     step = Step()
     given = Tensor(np.ones(8, np.float32)), Tensor(np.ones((LAYERS, EXPERTS), np.float32))
     rate, scale = Tensor(1e-4, ms.float32), Tensor(1.0, ms.float32)
@@ -75,6 +89,9 @@ def parts(theirs: Callable[[Any], Any]) -> Callable[[], dict[str, Callable[[], o
             "bias_layers": lambda: [bool(layer.sum() > 0) for layer in layers],
             "ids": lambda: collate(window, TOKENS, ids),
             "ids_and_mask": lambda: collate(window, TOKENS, masks),
+            "top_k": lambda: routing.top(scores, TOP_K)[1].asnumpy(),
+            "sort": lambda: plan.rank(pairs, EXPERTS)[0].asnumpy(),
+            "histogram": lambda: routing.count(chosen, 0).asnumpy(),
         }
 
     return begin

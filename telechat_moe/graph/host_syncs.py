@@ -10,6 +10,7 @@ from telechat_moe.graph.nodes import STRUCTURE, Graph, GraphNode, call_counts, m
 
 _WRITES = "sends its values to the host, which writes them"
 _SIZED = "the host learns the size of its output before it can launch what uses it"
+_ON_HOST = "the host computes it, and waits for what it gets from the device"
 _SENDS = ("Print", "TensorDump")
 _SENDS += ("HistogramSummary", "ImageSummary", "ScalarSummary", "TensorSummary")
 _BY_VALUE = ("MaskedSelect", "NonZero", "NonZeroExt")
@@ -60,7 +61,7 @@ def host_syncs(mindir: bytes) -> list[GraphSync]:
             if not node.kind or node.kind in STRUCTURE or node.kind == "Constant":
                 continue
             unknown += times[name] * any(d < 0 for dims, _ in node.shapes for d in dims)
-            for why, waits in _reasons(function, node):
+            for why, waits in _reasons(model, function, node):
                 phase = function.phases[node.name]
                 found[node.kind, module_of(node.scope), phase, why, waits] += times[name]
     syncs = [
@@ -72,8 +73,11 @@ def host_syncs(mindir: bytes) -> list[GraphSync]:
     return syncs
 
 
-def _reasons(function: Graph, node: GraphNode) -> Iterator[tuple[str, bool]]:
+def _reasons(model: Model, function: Graph, node: GraphNode) -> Iterator[tuple[str, bool]]:
     """Yield what a node does to the host, and whether the host waits."""
+    primitive = model.primitive(node.proto)
+    if find_value(primitive.attribute, "primitive_target") == "CPU":
+        yield _ON_HOST, True
     if node.kind in _SENDS:
         yield _WRITES, False
     if node.kind in _BY_VALUE:

@@ -77,7 +77,7 @@ class TelechatMoeForCausalLM(PreTrainedModel):
     def _build(self, recipe: Recipe) -> None:
         own, target = recipe.telechat_moe, recipe.context.device_target
         backends = own.operators
-        with select.using(backends.default, backends.backends(), target):
+        with select.using(backends.default, backends.backends(), target, backends.host):
             if is_split(recipe):
                 rank, shared = (
                     ms.get_auto_parallel_context("global_rank"),

@@ -27,8 +27,8 @@ from telechat_moe.launch.job import (
 from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.recipe.experts import drops, hop_between_nodes
-from telechat_moe.sharding.recipe import balance_groups, dispatcher, mesh_of, micro_batches
+from telechat_moe.recipe.experts import dispatcher, drops, hop_between_nodes
+from telechat_moe.sharding.recipe import balance_groups, mesh_of, micro_batches
 from telechat_moe.train import preflight
 from telechat_moe.train.monitor import SilentMonitor
 from telechat_moe.train.ranks import Ranks

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from telechat_moe.recipe.schema import Recipe
     from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 
 HOPS = {"alltoall_deredundency": "gather", "alltoall_zero_redundancy": "once"}
@@ -26,6 +27,20 @@ def hop_between_nodes(model: "ModelConfig") -> tuple[str, int]:
 def drops(model: "ModelConfig | OtherModelConfig") -> bool:
     """Return whether experts have a capacity; without policy or factor they do not."""
     return bool(model.moe_token_drop_policy) and model.moe_expert_capacity_factor is not None
+
+
+def dispatcher(recipe: "Recipe", target: str) -> str:
+    """Return how rows reach their experts on a target, within a node where there are two hops."""
+    asked = recipe.telechat_moe.sharding.dispatcher
+    config = recipe.model_config
+    if asked == "auto" and hop_between_nodes(config)[0] == "once":
+        return "alltoallv"  # buffers for the worst routing would take every token to every node
+    if asked == "auto":
+        blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
+        return (
+            "alltoallv" if target == "Ascend" and not drops(config) and not blocks else "alltoall"
+        )
+    return asked
 
 
 def expert_shares(ep: int, degrees: Sequence[int]) -> list[int] | None:

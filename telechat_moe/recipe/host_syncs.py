@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.recipe.experts import HOPS, drops
+from telechat_moe.recipe.experts import HOPS, dispatcher, drops
 from telechat_moe.recipe.schema import ModelConfig, Recipe
 from telechat_moe.recipe.uses import OUR_TRAINER, use_of
 from telechat_moe.recipe.weights import weights
@@ -194,6 +194,7 @@ def _mindformers(recipe: Recipe) -> Iterator[HostSync]:
     if watches is not None or (monitor is not None and _setting(monitor, "monitor_on", False)):
         yield from _state_monitor(recipe, watches, calls)
     yield from _exchange(recipe)
+    yield from _host_operators(recipe)
     save = f"{_CALLBACK}, CheckpointMonitor._save_ckpt"
     yield from _checkpoints(recipe, None, save)
 
@@ -251,13 +252,9 @@ def _exchange(recipe: Recipe) -> Iterator[HostSync]:
         return
     if degrees.expert_parallel < 2 or static:
         return
-    layers, hops = _layers(recipe), 1
-    if (getattr(config, "moe_token_dispatcher_type", None) or "") in HOPS:
-        hops = 2
-    times = None
-    if layers is not None:
-        pieces = recipe.global_batch // recipe.micro_batch_samples
-        times = hops * math.ceil(layers / degrees.pipeline_stage) * pieces
+    times = _passes(recipe)
+    if times is not None and (getattr(config, "moe_token_dispatcher_type", None) or "") in HOPS:
+        times *= 2
     cells = "telechat_moe/sharding/cells/dispatch.py, hierarchical.py"
     theirs = "mindformers/parallel_core/training_graph/transformer/moe/token_dispatcher.py"
     yield HostSync(
@@ -270,6 +267,35 @@ def _exchange(recipe: Recipe) -> Iterator[HostSync]:
         if ours
         else f"with `trainer.type: {OUR_TRAINER}`, telechat_moe.sharding.dispatcher: alltoall",
     )
+
+
+_HOST = {
+    "top_k": ("the scores of which the host chooses experts", "ops/routing.py, Routing"),
+    "sort": ("the experts of all tokens, by which the host sorts", "ops/permute.py, CapacityPlan"),
+    "histogram": ("the experts of all tokens, which the host counts", "ops/routing.py, Routing"),
+}
+
+
+def _host_operators(recipe: Recipe) -> Iterator[HostSync]:
+    """Yield what operators wait for that the host computes within the graph, in forward passes."""
+    times, config = _passes(recipe), recipe.model.model_config
+    if times is None or recipe.trainer.type != OUR_TRAINER:
+        return
+    sorts_rows = dispatcher(recipe, "Ascend") == "alltoallv"
+    for i, part in enumerate(recipe.telechat_moe.operators.host):
+        what, source = _HOST[part]
+        waits = 2 if part == "histogram" and sorts_rows else 1  # GroupedMatmul's sizes, too
+        by_weight = part == "sort" and drops(config) and config.moe_token_drop_policy == "probs"
+        took = f"{costs()['min_us'][part]:,.0f} us for 4,096 tokens and 64 experts on that CPU"
+        again = "; layers that are recomputed sort again" if part == "sort" else ""
+        yield HostSync(
+            what=what,
+            key=f"telechat_moe.operators.host.{i}",
+            source=source,
+            waits=waits * times,
+            fetches=(2 if by_weight else waits) * times,
+            move=f"remove it; beside the wait it takes {took}{again}",
+        )
 
 
 def _at_intervals(callback: Any, at: str) -> Iterator[HostSync]:
@@ -357,6 +383,13 @@ def _layers(recipe: Recipe) -> int | None:
     """Return how many routers the model has; None: the recipe does not tell."""
     config = recipe.model.model_config
     return len(config.moe_layer_names) if isinstance(config, ModelConfig) else None
+
+
+def _passes(recipe: Recipe) -> int | None:
+    """Return how often a step goes forward through an expert layer of a stage; None: the recipe does not tell."""
+    layers, stages = _layers(recipe), recipe.parallel_config.pipeline_stage
+    pieces = recipe.global_batch // recipe.micro_batch_samples
+    return None if layers is None else math.ceil(layers / stages) * pieces
 
 
 def _setting(section: Any, key: str, default: Any) -> Any:

@@ -235,12 +235,16 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
-    """Yield the parts of sequences where sequences are whole, in the planner and for our model in MindFormers' trainer, and of layers."""
+    """Yield what a use does not know: parts of sequences, and for the planner what its cost model cannot price."""
     swap = recipe.swap_config
     if use == "plan" and swap.swap and (swap.op_swap is not None or swap.layer_swap is None):
         key = "swap_config.op_swap" if swap.op_swap is not None else "swap_config.swap"
         found = "operators of layers, of which the planner's cost model does not know the copies"
         yield key, found, "swap_config.layer_swap: whole layers"
+    host = recipe.telechat_moe.operators.host
+    if use == "plan" and host:
+        found = f"{', '.join(host)}, of which the planner's cost model does not know the waits"
+        yield "telechat_moe.operators.host", found, "remove it"
     parts = recipe.parallel_config.seq_split_num
     if parts > 1 and (plugin or use == "plan"):
         who = "MindFormers' trainer does for its own networks only"

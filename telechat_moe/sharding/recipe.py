@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from telechat_moe.recipe import Recipe
-from telechat_moe.recipe.experts import drops, hop_between_nodes
+from telechat_moe.recipe.experts import hop_between_nodes
 from telechat_moe.sharding.layouts import balance_axes
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.stages import StageChunk, Stages, assign_layers
@@ -108,20 +108,6 @@ def recomputed_layers(recipe: Recipe) -> set[int]:
             left[at] -= 1
             chosen.add(i)
     return chosen
-
-
-def dispatcher(recipe: Recipe, target: str) -> str:
-    """Return how rows reach their experts on a target, within a node where there are two hops."""
-    asked = recipe.telechat_moe.sharding.dispatcher
-    config = recipe.model_config
-    if asked == "auto" and hop_between_nodes(config)[0] == "once":
-        return "alltoallv"  # buffers for the worst routing would take every token to every node
-    if asked == "auto":
-        blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
-        return (
-            "alltoallv" if target == "Ascend" and not drops(config) and not blocks else "alltoall"
-        )
-    return asked
 
 
 def even_exchange(recipe: Recipe) -> tuple[int, int]:

@@ -99,7 +99,8 @@ def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
 def backends(recipe: Recipe) -> AbstractContextManager[None]:
     """Return a context in which cells are built with the operators that the recipe chooses."""
     chosen = recipe.telechat_moe.operators
-    return select.using(chosen.default, chosen.backends(), recipe.context.device_target)
+    target = recipe.context.device_target
+    return select.using(chosen.default, chosen.backends(), target, chosen.host)
 
 
 def build_model(recipe: Recipe) -> tuple[CausalLM, str]:

@@ -16,13 +16,12 @@ from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
-from telechat_moe.recipe.experts import drops, hop_between_nodes
+from telechat_moe.recipe.experts import dispatcher, drops, hop_between_nodes
 from telechat_moe.recipe.speed_up import path_of
 from telechat_moe.recipe.swap import swapped
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.recipe import (
-    dispatcher,
     mesh_of,
     micro_batches,
     parallel_context,
@@ -105,7 +104,7 @@ def build_step(
         shared_graph = micro > 1 and _shares_graph(recipe, target)
     chosen = recipe.telechat_moe.operators
     backends = ("plain", {}) if target == "CPU" else (chosen.default, chosen.backends())
-    with select.using(*backends, target):
+    with select.using(*backends, target, chosen.host):
         model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
         params = [p for p in model.trainable_params() if placement.is_here(p)]
         head = stages.head.stage if stages is not None else 0

@@ -21,6 +21,7 @@ class Inner(nn.Cell):
     def __init__(self):
         super().__init__()
         self.places, self.show, self.to_host, self.mul = ops.NonZero(), ops.Print(), ops.MoveTo(), ops.Mul()
+        self.mul.set_device("CPU")
     def construct(self, x):
         self.show("x", x)
         return self.mul(self.places(x), 2), self.to_host(x, "CPU", True), self.to_host(x + 1, "CPU", False)
@@ -49,6 +50,7 @@ def test_operators_that_reach_the_host(tmp_path: Path, capsys: pytest.CaptureFix
         ("MoveTo", "inner", 1, True),
         ("MoveTo", "inner", 1, False),
         ("Print", "inner", 1, False),
+        ("Mul", "inner", 1, True),
         ("dynamic shapes", "all", 2, False),
     }
     assert not host_syncs((tmp_path / "plain.mindir").read_bytes())
@@ -57,5 +59,6 @@ def test_operators_that_reach_the_host(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "waits.mindir: operators that reach the host\n" in said
     assert "copies to the host, which waits" in said
+    assert "the host computes it, and waits" in said
     assert main([*words, str(tmp_path / "plain.mindir")]) == 0
     assert "plain.mindir: operators that reach the host: none" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from telechat_moe.recipe.uses import OUR_TRAINER
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 BIAS = "{type: TopkBiasBalanceCallback}"
+HOST = "telechat_moe.operators.host"
 THEIRS = "trainer.type=CausalLanguageModelingTrainer"
 ROOT = Path(__file__).parents[2]
 LAYERS = 45
@@ -169,6 +170,28 @@ def test_an_exchange_whose_sizes_the_router_decides_waits() -> None:
     assert key not in syncs(TINY)
 
 
+def test_operators_on_the_host_wait_in_every_pass() -> None:
+    """A wait of each part in each expert layer of a stage, micro-batch by micro-batch."""
+    recipe, drops = load(LARGE), "model.model_config.moe_"
+    passes = -(-LAYERS // recipe.parallel_config.pipeline_stage)
+    passes *= recipe.global_batch // recipe.micro_batch_samples
+
+    def counts(*sets: str) -> list[tuple[int | None, int | None]]:
+        found = [one for key, one in syncs(LARGE, *sets).items() if key.startswith(HOST)]
+        return [(one.waits, one.fetches) for one in found]
+
+    one, two = (passes, passes), (2 * passes, 2 * passes)
+    padded, every = "telechat_moe.sharding.dispatcher=alltoall", f"{HOST}=[top_k, sort, histogram]"
+    assert counts() == []
+    assert counts(every, padded) == [one] * 3
+    assert counts(f"{HOST}=[histogram]") == [two]  # where rows are sorted, too
+    dropping = (f"{drops}token_drop_policy=probs", f"{drops}expert_capacity_factor=1.5")
+    assert counts(every, *dropping) == [one, (passes, 2 * passes), one]  # and the weights
+    found, took = syncs(LARGE, every, padded), host_syncs.costs()["min_us"]
+    for i, part in enumerate(("top_k", "sort", "histogram")):
+        assert f"takes {took[part]:,.0f} us" in found[f"{HOST}.{i}"].move
+
+
 def every_source() -> set[str]:
     monitor = "monitor_config={monitor_on: True, " + ", ".join(
         f"{name}_format: log"
@@ -185,7 +208,7 @@ def every_source() -> set[str]:
     items = ", ".join(f"{{type: {name}}}" for name in callbacks)
     items += ", {type: ExpertMigrateCallback, print_expert_load: True}"
     items += ", {type: TrainingStateMonitor, check_for_nan_in_loss_and_grad: True}"
-    sets = f"callbacks=[{items}]", f"{monitor}}}"
+    sets = f"callbacks=[{items}]", f"{monitor}}}", f"{HOST}=[top_k, sort, histogram]"
     own = ("telechat_moe.ema={decay: 0.9}", "telechat_moe.moe.placement={every: 5}")
     found = [*syncs(LARGE, *sets).values(), *syncs(LARGE, THEIRS, *sets).values()]
     return {one.source for one in [*found, *syncs(TINY, *own).values()]}
@@ -196,7 +219,7 @@ def test_the_code_that_is_named_is_there() -> None:
     checked = 0
     for source in every_source():
         name, *functions = source.split(", ")
-        ours = name.startswith("telechat_moe/")
+        ours = name.startswith(("telechat_moe/", "ops/"))
         if not ours and not installed:
             continue
         spec = importlib.util.find_spec("telechat_moe" if ours else "mindformers")
@@ -262,7 +285,7 @@ def test_the_page_quotes_what_was_measured() -> None:
 def test_the_commands_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "host_syncs.md").read_text(encoding="utf-8")
     lines = re.findall(r"^telechat-moe (.*)$", page, re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         assert main(shlex.split(line)) == 0
         assert "waits in every step: " in capsys.readouterr().out

@@ -22,7 +22,12 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "checkpoint": ("tests/checkpoint",),
     "mindformers": ("tests/interop/test_mindformers",),
     "upstream": ("tests/interop",),
-    "graph": ("tests/graph", "tests/sharding/test_place.py", "tests/sharding/test_swap_cells"),
+    "graph": (
+        "tests/graph",
+        "tests/sharding/test_host_operators",
+        "tests/sharding/test_place.py",
+        "tests/sharding/test_swap_cells",
+    ),
     "pipeline": ("tests/sharding/test_pipeline_schedules.py",),
     "align": (
         "tests/align",

@@ -2,14 +2,23 @@
 
 A rule is a public generator function of `model.py`, `parallel.py`, `swap.py`, `data.py` or `train.py`. It takes the recipe, in
 `model.py` the model section, and yields (dotted key, found, expected) for each place that breaks it. Its docstring says
-what happens in MindFormers otherwise. The rules of `effect.py` and `effect_swap.py` hold where this package trains or compiles the recipe.
+what happens in MindFormers otherwise. The rules of `effect*.py` hold where this package trains or compiles the recipe.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 
-from telechat_moe.recipe.rules import data, effect, effect_swap, model, parallel, swap, train
+from telechat_moe.recipe.rules import (
+    data,
+    effect,
+    effect_host,
+    effect_swap,
+    model,
+    parallel,
+    swap,
+    train,
+)
 from telechat_moe.recipe.schema import Broken, Recipe
 
 
@@ -17,7 +26,9 @@ def documented(*, own: bool = False) -> list[Callable[..., Iterator[Broken]]]:
     """Return every rule that always holds, or those for our ``own`` trainer and compiler."""
     return [
         found
-        for module in ((effect, effect_swap) if own else (model, parallel, swap, data, train))
+        for module in (
+            (effect, effect_host, effect_swap) if own else (model, parallel, swap, data, train)
+        )
         for name, found in vars(module).items()
         if inspect.isgeneratorfunction(found) and not name.startswith("_")
     ]

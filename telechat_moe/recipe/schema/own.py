@@ -119,6 +119,7 @@ class Ema:
 
 
 Backend = Literal["auto", "fused", "plain"]
+HostPart = Literal["top_k", "sort", "histogram"]
 
 
 @section
@@ -134,6 +135,13 @@ class Operators:
 
     fuse_plain: bool = False
     """Let the fuser replace regions of plain operators by programs of the virtual machine."""
+
+    host: list[HostPart] = field(
+        default_factory=list[HostPart], metadata=acts("ascend", ["top_k"], ["histogram"])
+    )
+    """What the host computes in a graph for Ascend, with the same results: `top_k` the choice of experts with its group limit,
+    `sort` the places of (token, expert) pairs, `histogram` the pairs of each expert. Each waits for every router
+    ([host_syncs.md](host_syncs.md))."""
 
     adamw: Backend | None = None
     """AdamW, clipping and the gradient norm."""
@@ -172,7 +180,7 @@ class Operators:
 
     def backends(self) -> dict[str, str]:
         """Return the operators that are named, and their backends."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
+        named = {f.name: getattr(self, f.name) for f in fields(self)[3:]}
         return {name: backend for name, backend in named.items() if backend is not None}
 
 

@@ -28,6 +28,7 @@ from mindspore.ops.auto_generate import (
 )
 
 from telechat_moe.ops.permute import FusedPermute, FusedUnpermute, SortPlan
+from telechat_moe.ops.select import host_computes
 from telechat_moe.sharding.cells.dispatch import (
     Capacity,
     DispatchSpec,
@@ -217,6 +218,7 @@ class SortedNodeDispatch(NodeDispatch):
         self.on, self.off = Tensor(1, ms.float32), Tensor(0, ms.float32)
         self.weigh, self.to_rows, self.add = ops.Mul(), ops.Cast(), IndexAddExt()
         self.rows = SortedRows(spec, self.experts)
+        host_computes("histogram", self.one_hot, self.count)
 
     def first_hop(self, spec: DispatchSpec) -> nn.Cell:
         """See :class:`NodeDispatch`."""

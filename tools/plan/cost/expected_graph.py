@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.recipe.experts import dispatcher
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
-from telechat_moe.sharding.recipe import dispatcher, shard_threshold
+from telechat_moe.sharding.recipe import shard_threshold
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import columns, stage_of_chunk
 from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
