@@ -45,7 +45,7 @@ def drawn(seed: int) -> Iterator[Layout]:
                 ep=dice.choice([e for e in (1, 2, 4) if dp * cp * tp % e == 0]),
                 sequence_parallel=tp > 1 and dice.random() < 0.6,
                 zero=dice.choice((0, 1)) if dp * cp > 1 else 0,
-                micro_batch=dice.choice((1, 2, 4)),
+                micro_batch=1 if cp > 1 else dice.choice((1, 2, 4)),
                 micro_batches=dice.choice((pp, 2 * pp)) if pp > 1 else 1,
                 recompute=recompute,
                 recompute_layers=counts,

@@ -56,8 +56,9 @@ BY_HAND: dict[str, tuple[str, ...]] = {
     "schedules": ("tests/plan/test_schedules",),
     "wiring": ("tests/align/test_wiring.py::test_a_doubled_input_is_seen_in_every_layout",),
     "faults": ("benchmarks/align_faults/test_faults.py::test_the_whole",),
+    "diagnose": ("tests/diagnose",),
 }
-"""More than half an hour on two cores."""
+"""More than half an hour on two cores; `diagnose` wants a machine that does nothing else."""
 
 GROUPS = IN_CI | BY_HAND
 
