@@ -5,14 +5,14 @@
 ``--out`` compiles the operators only. ``pip install`` runs the same code.
 ``--checked`` turns on bounds checks and poisons scratch memory,
 ``--sanitize`` adds AddressSanitizer and UndefinedBehaviorSanitizer. Files named ``*.simd.cc`` are compiled
-once for each instruction set (see ``csrc/dispatch.h``); no flag depends on this machine.
+once for each instruction set (see ``csrc/dispatch.h``); no flag depends on this machine, and ``CXX`` may be a cross
+compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -62,7 +62,7 @@ INSTRUCTION_SETS = {
             "-mprefer-vector-width=512",
         ],
     },
-    "aarch64": {"scalar": [], "neon": []},
+    "aarch64": {"neon": []},
 }
 
 
@@ -99,7 +99,8 @@ def build(library: Path = LIBRARY, mode: list[str] | None = None, out: Path | No
     """
     mode, folder, out = mode or OPTIMIZE, SOURCES[library], out or library
     cxx = compiler()
-    sets = INSTRUCTION_SETS.get(platform.machine(), {"scalar": []})
+    machine, _, _ = _run([cxx, "-dumpmachine"]).partition("-")  # a cross compiler's is another
+    sets = INSTRUCTION_SETS.get(machine, {"scalar": []})
     jobs: list[tuple[Path, str, list[str]]] = []
     for source in sorted(folder.rglob("*.cc")):
         name = "_".join(source.relative_to(folder).with_suffix("").parts)
@@ -128,10 +129,11 @@ def build(library: Path = LIBRARY, mode: list[str] | None = None, out: Path | No
     return out
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def main() -> int:

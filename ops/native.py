@@ -21,6 +21,7 @@ POINTER, TEXT, NUMBER = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
 # Function -> type of the result, types of the arguments (None: those of the call). Others return int.
 SIGNATURES: dict[str, tuple[Any, list[Any] | None]] = {
     "telechat_isa": (TEXT, []),
+    "telechat_use_isa": (ctypes.c_int, [TEXT]),
     "telechat_gemm_backend": (TEXT, []),
     "telechat_attributes_new": (POINTER, []),
     "telechat_attributes_workspace": (NUMBER, [POINTER]),
@@ -43,6 +44,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any] | None]] = {
     "dvm_time_encode": (ctypes.c_int, [POINTER, POINTER, NUMBER, POINTER]),
     "dvm_opcode_names": (NUMBER, [TEXT, NUMBER]),
 }
+
+ISAS = ("scalar", "avx2", "avx512", "amx", "neon")
+"""Instruction sets; ``amx`` is avx512 with bfloat16 products on tiles, ``neon`` is the only one of ARM processors."""
 
 Attribute = bool | int | float | Sequence[int]
 
@@ -106,8 +110,24 @@ def last_error() -> str:
 
 
 def isa() -> str:
-    """Return the instruction set in use: avx512, avx2, neon or scalar."""
+    """Return the instruction set in use, one of ``ISAS``: the processor's best unless `use_isa` chose another."""
     return load().telechat_isa().decode()
+
+
+def isas() -> tuple[str, ...]:
+    """Return the instruction sets that can be used here, the best one last."""
+    best = isa()
+    return (best,) if best == "neon" else ISAS[: ISAS.index(best) + 1]
+
+
+def use_isa(name: str) -> None:
+    """Use a lower instruction set in this process, in MindSpore's products too: for tests and benchmarks.
+
+    Raises:
+        NativeError: There is none of this name, the processor lacks it, or an operator has already run.
+    """
+    if load().telechat_use_isa(name.encode()):
+        raise NativeError(last_error())
 
 
 def gemm_backend() -> str:

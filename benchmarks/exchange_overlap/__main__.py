@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.command import answer
 from benchmarks.exchange_overlap.streams import Link, measured, simulated
-from benchmarks.ops.measure import processor
+from benchmarks.ops.sets import processor
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.launch.commands import LaunchNode, free_port

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import answer
-from benchmarks.ops import TUNED_MALLOC
+from benchmarks.ops import TUNED_MALLOC, sets
 from benchmarks.ops.report import page
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json, write_text
-from telechat_moe.errors import CheckFailedError
+from telechat_moe.errors import BadInputError, CheckFailedError
+from telechat_moe.ops import native
 
 GROUPS = ("vector", "dynamic", "gmm", "moe", "attention", "cross-entropy", "adamw")
 
@@ -24,12 +25,14 @@ EPILOG = """\
 example:
   python -m benchmarks.ops --quick
   python -m benchmarks.ops --json ops.json --html ops.html
+  python -m benchmarks.ops --isa scalar --sets ops_sets.json
 
 Peers that are not installed (torch, mindspore) are named on standard error and left out. All peers run
 in one process, in turns, on the same inputs, and their results are compared. The whole set takes about
 five minutes for each number of threads.
 
-exit codes: 0 ran (targets may be missed), 1 peers disagree, 2 usage
+exit codes: 0 ran (targets may be missed), 1 peers disagree, 2 usage, 3 no such instruction set here, or
+--sets is of another processor
 """
 
 
@@ -44,6 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_options(parser)
     add_json(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page with bars")
+    parser.add_argument(
+        "--sets", metavar="FILE", help="keep our times there, a column for each instruction set"
+    )
     return parser
 
 
@@ -52,16 +58,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N")
     parser.add_argument("--quick", action="store_true", help="one small shape each, under a minute")
+    parser.add_argument(
+        "--isa",
+        choices=native.ISAS,
+        help="instruction set of our operators and MindSpore's products",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure in a child process, whose memory allocator is set up for torch."""
     write_text("--html ", args.html, str)  # fail now, not after ten minutes
+    if args.isa and args.isa not in native.isas():
+        best = native.isas()[-1]
+        raise BadInputError(
+            f"--isa {args.isa}: this processor has no {args.isa}, its best is {best}"
+        )
+    if args.sets:
+        sets.keep(
+            Path(args.sets),
+            {"processor": sets.processor(), "isa": "", "commit": "", "date": "", "cases": []},
+        )
     if missing := [name for name in ("torch", "mindspore") if find_spec(name) is None]:
         sys.stderr.write(
             f"not installed, so not compared: {', '.join(missing)}; `make test-torch` installs torch, `make train` mindspore\n"
         )
     result = _measure(args)
+    if args.sets:
+        result["sets"] = sets.keep(Path(args.sets), result)
+        write_text("--sets ", args.sets, lambda: json.dumps(result["sets"], indent=2) + "\n")
     write_text("--html ", args.html, lambda: page(result))
     if not write_json(args.json, result):
         _show(result)
@@ -75,7 +99,11 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         command += ["--only", *args.only, "--threads", *map(str, args.threads)]
         environment = {**TUNED_MALLOC, "GLOG_v": "3", "TORCHINDUCTOR_CACHE_DIR": folder}
         done = subprocess.run(
-            [*command, *(["--quick"] if args.quick else [])],
+            [
+                *command,
+                *(["--quick"] if args.quick else []),
+                *(["--isa", args.isa] if args.isa else []),
+            ],
             env={**os.environ, **environment},
             stdout=subprocess.DEVNULL,
             check=False,
@@ -120,6 +148,9 @@ def _show(result: dict[str, Any]) -> None:
         print(
             "no target was judged: they compare with torch, which is not installed or measured here"
         )
+    if kept := result.get("sets"):
+        show_table(*sets.table(kept))
+        print(sets.never(kept))
     print(result["machine"])
 
 

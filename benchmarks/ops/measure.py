@@ -3,13 +3,14 @@
 import argparse
 import json
 import os
-import platform
 import sys
+from datetime import date
 from pathlib import Path
 
 from benchmarks.ops import blocks, decoder, vector
 from benchmarks.ops.__main__ import add_options
 from benchmarks.ops.report import targets
+from benchmarks.ops.sets import commit, processor
 from benchmarks.ops.timing import Measurement
 from telechat_moe.ops import native
 
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     add_options(parser)
     args = parser.parse_args()
+    if args.isa:
+        native.use_isa(args.isa)
     cases: list[Measurement] = []
     for threads in args.threads:
         native.set_threads(threads)
@@ -42,20 +45,15 @@ def main() -> None:
             cases += MEASURES[name](threads, args.quick, tell)
     result = {
         "machine": f"{processor()}, {os.cpu_count()} CPUs, {native.isa()}, {native.gemm_backend()}",
+        "processor": processor(),
+        "isa": native.isa(),
+        "commit": commit(),
+        "date": date.today().isoformat(),
         "threads": args.threads,
         "targets": [{**t._asdict(), "met": t.met} for t in targets(cases)],
         "cases": [case.as_dict() for case in cases],
     }
     args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def processor() -> str:
-    """Return the name of this machine's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
 
 
 if __name__ == "__main__":

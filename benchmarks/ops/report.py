@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from benchmarks.ops import sets
 from benchmarks.ops.timing import Measurement
 from telechat_moe import html
 from telechat_moe.html import Html
@@ -152,6 +153,12 @@ def page(result: dict[str, Any]) -> str:
         ),
         html.table(["target (times faster, or share)", "wanted ", "reached "], rows),
     ]
+    if kept := result.get("sets"):
+        parts += [
+            html.tag("h2", f"instruction sets of {kept['processor']}"),
+            html.table(*sets.table(kept)),
+        ]
+        parts.append(html.tag("p", sets.never(kept), "soft"))
     for group in dict.fromkeys(c["group"] for c in result["cases"]):
         parts.append(html.tag("h2", group))
         parts += [_bars(c) for c in result["cases"] if c["group"] == group]

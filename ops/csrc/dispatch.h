@@ -12,9 +12,9 @@
 
 namespace telechat {
 
-enum class Isa { scalar, avx2, avx512, neon };
-Isa isa();
-const char* isa_name();
+// amx: the vectors of avx512, and oneDNN's bfloat16 products on tiles.
+enum class Isa { scalar, avx2, avx512, amx, neon };
+Isa isa();  // fixed from the first call on
 
 }  // namespace telechat
 
@@ -28,28 +28,21 @@ const char* isa_name();
   }
 #define TELECHAT_SELECT(Table, name)                                 \
   const Table& telechat::name() {                                    \
-    static const Table& chosen = isa() == Isa::avx512 ? avx512::name \
+    static const Table& chosen = isa() >= Isa::avx512 ? avx512::name \
                                  : isa() == Isa::avx2 ? avx2::name   \
                                                       : scalar::name; \
     return chosen;                                                   \
   }
-#elif defined(__aarch64__)
-#define TELECHAT_DECLARE(Table, name)                                \
-  namespace telechat {                                               \
-  namespace scalar { extern const Table name; }                      \
-  namespace neon { extern const Table name; }                        \
-  const Table& name();                                               \
-  }
-#define TELECHAT_SELECT(Table, name)                                 \
-  const Table& telechat::name() {                                    \
-    static const Table& chosen = isa() == Isa::neon ? neon::name : scalar::name; \
-    return chosen;                                                   \
-  }
 #else
+#if defined(__aarch64__)
+#define TELECHAT_ONLY neon
+#else
+#define TELECHAT_ONLY scalar
+#endif
 #define TELECHAT_DECLARE(Table, name)                                \
   namespace telechat {                                               \
-  namespace scalar { extern const Table name; }                      \
+  namespace TELECHAT_ONLY { extern const Table name; }               \
   const Table& name();                                               \
   }
-#define TELECHAT_SELECT(Table, name) const Table& telechat::name() { return scalar::name; }
+#define TELECHAT_SELECT(Table, name) const Table& telechat::name() { return TELECHAT_ONLY::name; }
 #endif

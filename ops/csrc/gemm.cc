@@ -28,6 +28,7 @@ constexpr unsigned kThreadpool = 8;  // built for a thread pool of the caller's:
 struct OneDnn {
   Sgemm sgemm = nullptr;
   Bgemm bgemm = nullptr;
+  int (*limit)(int) = nullptr;
 
   bool open(void* library) {
     if (!library) return false;
@@ -35,6 +36,7 @@ struct OneDnn {
     if (!version || version()->cpu_runtime != kThreadpool) return false;
     sgemm = reinterpret_cast<Sgemm>(dlsym(library, "dnnl_threadpool_interop_sgemm"));
     bgemm = reinterpret_cast<Bgemm>(dlsym(library, "dnnl_threadpool_interop_gemm_bf16bf16f32"));
+    limit = reinterpret_cast<int (*)(int)>(dlsym(library, "dnnl_set_max_cpu_isa"));
     return sgemm && bgemm;
   }
 };
@@ -53,8 +55,7 @@ bool use_own = false;
 
 bool has_bf16_instructions() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512bf16");
+  return isa() >= Isa::avx512 && __builtin_cpu_supports("avx512bf16");
 #else
   return false;
 #endif
@@ -93,6 +94,11 @@ void gemm_bf16(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, c
 }
 
 const char* gemm_backend() { return onednn().sgemm && !use_own ? "onednn" : "own"; }
+
+bool limit_onednn(Isa isa) {
+  const int highest = isa == Isa::scalar ? 0x1 : isa == Isa::avx2 ? 0x7 : isa == Isa::avx512 ? 0x1ef : 0;  // dnnl_cpu_isa_t
+  return !onednn().limit || onednn().limit(highest) == 0;
+}
 
 bool multiplies_bf16() {
   static const bool has = has_bf16_instructions();

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "aot.h"
+#include "dispatch.h"
 
 namespace telechat {
 
@@ -45,6 +46,8 @@ Operand columns(const Operand& x, int64_t rows, int64_t count, int slot);
 void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Operand a, Operand b, float beta, float* c,
               int64_t ldc);
 
+// Keep oneDNN, MindSpore's own products too, from instructions that `isa` lacks. False where it has run or has a limit.
+bool limit_onednn(Isa isa);
 bool multiplies_bf16();      // the processor and the library do
 const char* gemm_backend();  // "onednn" or "own"
 

@@ -16,7 +16,7 @@ constexpr int MR = 4, NV = 2;
 #endif
 constexpr int NR = NV * W;
 constexpr int64_t KC = 256, MC = MR * 12, NC = 1024;
-constexpr int kSlotA = 6, kSlotB = 7;
+constexpr int kSlotA = 8, kSlotB = 9;
 
 int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
 

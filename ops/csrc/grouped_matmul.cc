@@ -17,7 +17,7 @@ constexpr int64_t kRows = 256;   // rows of a task: oneDNN repacks the weight on
 constexpr int64_t kTasks = 16;   // fewer are cut further, down to these
 constexpr int64_t kNarrow = 64;  // columns or rows of a weight
 constexpr int64_t kDepth = 512;  // rows summed into a weight gradient at a time
-enum Slot { kX, kW, kUp, kDy, kDgate, kColumns };  // 6 and 7 are gemm's
+enum Slot { kX, kW, kUp, kDy, kDgate, kColumns };
 
 // A block of a result: rows of an expert's group and columns, or rows of an expert's weight gradient.
 struct Block {

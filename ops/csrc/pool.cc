@@ -199,7 +199,7 @@ void parallel(int64_t count, Task task, void* context) {
 }
 
 void* scratch_bytes(int slot, size_t bytes) {
-  thread_local Buffer buffers[8];
+  thread_local Buffer buffers[10];
   Buffer& buffer = buffers[slot];
 #ifdef TELECHAT_CHECKED  // a buffer of its own for each use, so that a sanitizer sees its end; full of NaN
   const bool grow = true;

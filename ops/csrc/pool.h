@@ -33,8 +33,8 @@ void parallel_for_steps(int64_t count, int64_t step, F&& body) {
   });
 }
 
-// Memory of this thread, aligned to 64 bytes, kept for the next call; `slot` in [0, 8) tells apart buffers that
-// are used together. Contents are undefined.
+// Memory of this thread, aligned to 64 bytes, kept for the next call; `slot` in [0, 10) tells apart buffers that
+// are used together, and the last two are our matrix product's. Contents are undefined.
 void* scratch_bytes(int slot, size_t bytes);
 template <typename T>
 T* scratch(int slot, int64_t count) {

@@ -1,54 +1,34 @@
 """The kernel-level tests on a checked build: bounds by AddressSanitizer, undefined behaviour, scratch memory full of NaN."""
 
-import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from other_library import run_kernel_tests
 
-HERE = Path(__file__).parent
 SHORT = ["test_attention.py", "dvm/test_programs.py", "test_tap.py", "test_copy.py"]
 SHORT += ["../plan/test_pipeline.py", "../plan/test_placement.py"]
-CHOICE = "not mindspore and not torch and not slow"
+CHOICE = ["-m", "not mindspore and not torch and not slow", "-k", "not no_scores_in_memory"]
 
 
-def run_sanitized(library: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+def run_sanitized(
+    library: Path, tests: list[str | Path], **environment: str
+) -> subprocess.CompletedProcess[str]:
     runtime = [
         subprocess.run(
             ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
         )
         for name in ("libasan.so", "libubsan.so")
     ]
-    environment = {
-        **os.environ,
+    environment |= {
         "LD_PRELOAD": ":".join(r.stdout.strip() for r in runtime),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "OTHER_LIBRARY": str(library),
-        "PYTHONPATH": str(HERE.parent / "support"),  # of the plugin other_library
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-qsx",
-        "-p",
-        "other_library",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        CHOICE,
-    ]
-    command += ["-k", "not instruction_set and not no_scores_in_memory", "--ignore", __file__]
-    return subprocess.run(
-        [*command, *[str((HERE / t).resolve()) for t in tests]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_kernel_tests(tests, environment, *CHOICE)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +68,7 @@ def test_a_planted_overflow_is_found(library, tmp_path):
         "    lib.telechat_attributes_list(extra, b'x', short, 1000)\n",
         encoding="utf-8",
     )
-    done = run_sanitized(library, [str(script)])
+    done = run_sanitized(library, [script])
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stdout + done.stderr
 

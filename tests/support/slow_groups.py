@@ -57,8 +57,9 @@ BY_HAND: dict[str, tuple[str, ...]] = {
     "wiring": ("tests/align/test_wiring.py::test_a_doubled_input_is_seen_in_every_layout",),
     "faults": ("benchmarks/align_faults/test_faults.py::test_the_whole",),
     "diagnose": ("tests/diagnose",),
+    "arm": ("tests/ops/test_arm.py",),
 }
-"""More than half an hour on two cores; `diagnose` wants a machine that does nothing else."""
+"""More than half an hour on two cores; `diagnose` wants a machine that does nothing else, `arm` a cross compiler."""
 
 GROUPS = IN_CI | BY_HAND
 
