@@ -37,7 +37,8 @@ def test_both_native_libraries_are_installed(tmp_path):
     """A compiler that only creates what it is asked for stands in for g++."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\n: > "$2"\n', encoding="utf-8"
+        '#!/bin/sh\n[ "$1" = -dumpmachine ] && exec uname -m\nwhile [ "$1" != "-o" ]; do shift; done\n: > "$2"\n',
+        encoding="utf-8",
     )
     compiler.chmod(0o755)
     subprocess.run(

@@ -80,6 +80,15 @@ struct Arg {
     check(at >= 0 && at < rank, "a tensor of rank %d has no dimension %d", rank, i);
     return shape[at];
   }
+  int64_t bytes() const {
+    switch (dtype()) {
+      case DType::f32: case DType::i32: return 4 * size();
+      case DType::f16: case DType::bf16: return 2 * size();
+      case DType::i64: case DType::f64: return 8 * size();
+      case DType::u8: case DType::b8: return size();
+      default: check(false, "a tensor that is copied cannot be %s", type_name); return 0;
+    }
+  }
   // Product of all dimensions but the last.
   int64_t rows() const { return rank == 0 ? 1 : (shape[rank - 1] ? size() / shape[rank - 1] : 0); }
   template <typename T> T* as(const char* what) const {
@@ -130,6 +139,9 @@ class Call {
   const char** types_;
   AotExtra* extra_;
 };
+
+// Give what only says that an operator has run.
+inline void make_token(const Call& call) { *static_cast<float*>(call[call.count() - 1].data) = 0.0f; }
 
 using Shape = std::vector<int64_t>;
 

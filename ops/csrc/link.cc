@@ -20,14 +20,13 @@
 #include <sys/socket.h>
 
 #include "aot.h"
+#include "trial.h"
 
 using namespace telechat;
 
 namespace {
 
 using Bytes = std::vector<char>;
-using Clock = std::chrono::steady_clock;
-using Moment = Clock::time_point;
 
 struct Header {
   int64_t tag, bytes, sent;
@@ -47,28 +46,7 @@ struct Message {
 // Whose messages are timed apart: those of pipelines, and those that carry rows to experts.
 enum Kind { kPipeline, kExchange, kKinds };
 
-// What a benchmark asks for; otherwise links are as fast as their sockets, and nothing is written down.
-struct Trial {
-  std::mutex lock;
-  double latency = 0, seconds_per_byte = 0;
-  bool records = false;
-  std::vector<double> rows;
-
-  // How long a message holds the link, and how much later it arrives.
-  std::pair<Clock::duration, Clock::duration> of(size_t bytes) {
-    std::lock_guard<std::mutex> held(lock);
-    const auto length = [](double s) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s)); };
-    return {length(seconds_per_byte * static_cast<double>(bytes)), length(latency)};
-  }
-
-  void write(int64_t tag, size_t bytes, std::initializer_list<Moment> times) {
-    std::lock_guard<std::mutex> held(lock);
-    if (!records) return;
-    rows.push_back(static_cast<double>(tag));
-    rows.push_back(static_cast<double>(bytes));
-    for (const Moment& t : times) rows.push_back(std::chrono::duration<double>(t.time_since_epoch()).count());
-  }
-} trial;
+Trial trial;
 
 class Link {
  public:
@@ -163,16 +141,6 @@ Link& link_to(int rank) {
   return *found->second;
 }
 
-int64_t bytes_of(const Arg& x) {
-  switch (x.dtype()) {
-    case DType::f32: case DType::i32: return 4 * x.size();
-    case DType::f16: case DType::bf16: return 2 * x.size();
-    case DType::i64: case DType::f64: return 8 * x.size();
-    case DType::u8: case DType::b8: return x.size();
-    default: check(false, "a message cannot be %s", x.type_name); return 0;
-  }
-}
-
 struct MessageState : State {
   int rank;
   int64_t tag;
@@ -250,7 +218,7 @@ void sorted_by_expert(const int32_t* sizes, int64_t members, int64_t experts, Vi
 // What each member gets of x [P, H] sorted by expert: the numbers of rows of its experts, then the rows.
 std::vector<Bytes> parts_to_experts(const Call& call, const ExpertState& s) {
   const auto R = static_cast<int64_t>(s.ranks.size());
-  const int64_t E = call[1].size(), e = E / R, P = call[0].dim(0), width = P ? bytes_of(call[0]) / P : 0;
+  const int64_t E = call[1].size(), e = E / R, P = call[0].dim(0), width = P ? call[0].bytes() / P : 0;
   const auto* sizes = call[1].as<const int32_t>("sizes");
   const auto start = starts_of(sizes, E);
   check(E == e * R && start[E] <= P, "%ld experts on %ld devices have %ld of %ld rows", static_cast<long>(E), static_cast<long>(R),
@@ -268,7 +236,7 @@ std::vector<Bytes> parts_to_experts(const Call& call, const ExpertState& s) {
 // Sort by expert what the members have sent, into the last three arguments.
 void rows_at_experts(const Call& call, const ExpertState& s, const std::vector<Bytes>& parts) {
   const auto R = static_cast<int64_t>(s.ranks.size());
-  const int64_t E = call[1].size(), e = E / R, P = call[0].dim(0), width = P ? bytes_of(call[0]) / P : 0;
+  const int64_t E = call[1].size(), e = E / R, P = call[0].dim(0), width = P ? call[0].bytes() / P : 0;
   const int64_t head = e * static_cast<int64_t>(sizeof(int32_t));
   const int first = call.count() - 3;
   char* rows = static_cast<char*>(call[first].data);
@@ -300,7 +268,7 @@ std::vector<Shape> shapes_at_experts(const Inputs& in) {
 // What each member gets back of y [P times, H]: its rows, in its own order.
 std::vector<Bytes> parts_from_experts(const Call& call, const ExpertState& s) {
   const auto R = static_cast<int64_t>(s.ranks.size());
-  const int64_t E = call[1].size(), e = E / R, room = call[0].dim(0), width = room ? bytes_of(call[0]) / room : 0;
+  const int64_t E = call[1].size(), e = E / R, room = call[0].dim(0), width = room ? call[0].bytes() / room : 0;
   const auto *sizes = call[1].as<const int32_t>("sizes"), *got = call[2].as<const int32_t>("sizes by sender");
   const int64_t own = starts_of(sizes, E)[E];
   check(own * s.times <= room && starts_of(got, E)[E] <= room, "sizes of %ld rows, and %ld rows", static_cast<long>(own),
@@ -318,7 +286,7 @@ std::vector<Bytes> parts_from_experts(const Call& call, const ExpertState& s) {
 void rows_from_experts(const Call& call, const ExpertState& s, const std::vector<Bytes>& parts) {
   const auto R = static_cast<int64_t>(s.ranks.size());
   const Arg result = call[call.count() - 1];
-  const int64_t E = call[1].size(), e = E / R, P = result.dim(0), width = P ? bytes_of(result) / P : 0;
+  const int64_t E = call[1].size(), e = E / R, P = result.dim(0), width = P ? result.bytes() / P : 0;
   const auto start = starts_of(call[1].as<const int32_t>("sizes"), E);
   check(start[E] <= P, "sizes of %ld rows, and %ld rows", static_cast<long>(start[E]), static_cast<long>(P));
   char* out = static_cast<char*>(result.data);
@@ -332,8 +300,6 @@ void rows_from_experts(const Call& call, const ExpertState& s, const std::vector
 }
 
 Shape shape_from_experts(const Inputs& in) { return {in.dim(0, 0) / in.attributes().integer("times"), in.dim(0, 1)}; }
-
-void make_token(const Call& call) { *static_cast<float*>(call[call.count() - 1].data) = 0.0f; }
 
 }  // namespace
 
@@ -352,7 +318,7 @@ TELECHAT_SHAPES1(Send) { return {1}; }
 TELECHAT_RUN(Send) {
   const auto& s = call.state<MessageState>();
   const char* data = static_cast<const char*>(call[0].data);
-  link_to(s.rank).send(s.tag, Bytes(data, data + bytes_of(call[0])));
+  link_to(s.rank).send(s.tag, Bytes(data, data + call[0].bytes()));
   make_token(call);
 }
 
@@ -363,8 +329,8 @@ TELECHAT_RUN(Receive) {
   const auto& s = call.state<MessageState>();
   const Arg out = call[call.count() - 1];
   const Bytes bytes = link_to(s.rank).take(s.tag, s.rank, kPipeline).bytes;
-  check(static_cast<int64_t>(bytes.size()) == bytes_of(out), "rank %d sent %ld bytes as message %ld, expected %ld", s.rank,
-        static_cast<long>(bytes.size()), static_cast<long>(s.tag), static_cast<long>(bytes_of(out)));
+  check(static_cast<int64_t>(bytes.size()) == out.bytes(), "rank %d sent %ld bytes as message %ld, expected %ld", s.rank,
+        static_cast<long>(bytes.size()), static_cast<long>(s.tag), static_cast<long>(out.bytes()));
   std::memcpy(out.data, bytes.data(), bytes.size());
 }
 
@@ -423,19 +389,9 @@ TELECHAT_RUN(MoeCombineWait) {
 // For benchmarks: a message arrives `latency` seconds after it has gone through a link that takes `seconds_per_byte`, and the
 // times of exchanges are written down, if so asked. 0, 0 and 0 undo it.
 extern "C" void telechat_link_trial(double latency, double seconds_per_byte, int64_t records) {
-  std::lock_guard<std::mutex> held(trial.lock);
-  trial.latency = latency, trial.seconds_per_byte = seconds_per_byte, trial.records = records != 0;
-  trial.rows.clear();
+  trial.set(latency, seconds_per_byte, records != 0);
 }
 
 // Copy what was written down, and forget it; return how many numbers there are. An exchange is: tag, bytes of the largest part
 // that arrived, and in seconds when it was started, when the last part was there, when the graph began to wait, and when it went on.
-extern "C" int64_t telechat_link_times(double* to, int64_t room) {
-  std::lock_guard<std::mutex> held(trial.lock);
-  const auto count = static_cast<int64_t>(trial.rows.size());
-  if (count <= room) {
-    std::copy(trial.rows.begin(), trial.rows.end(), to);
-    trial.rows.clear();
-  }
-  return count;
-}
+extern "C" int64_t telechat_link_times(double* to, int64_t room) { return trial.take(to, room); }

@@ -14,6 +14,7 @@ from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
 from telechat_moe.graph.reorder import Pair, Pass, in_order
 from telechat_moe.graph.rewrite import for_cpu
+from telechat_moe.graph.swapping import Swapped, open_pool
 
 # Parameters that a step reads and the host sets before each call.
 SCHEDULE = ("step_rate", "step_epsilon", "step_decay")
@@ -40,6 +41,7 @@ class Job:
         peers: Ranks that each rank exchanges messages with.
         rewritten: Collectives that were rewritten for CPU, by kind, for each rank.
         operators: Primitives before that, by kind, for each rank.
+        swapped: What each rank's graph swaps.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class Job:
     peers: list[list[int]]
     rewritten: list[dict[str, int]]
     operators: list[dict[str, int]]
+    swapped: list[Swapped | None]
 
     @staticmethod
     def write(
@@ -65,7 +68,7 @@ class Job:
         """
         folder.mkdir(parents=True, exist_ok=True)
         groups: dict[str, list[int]] = {}
-        light, counts, operators = [], [], []
+        light, counts, operators, swapped = [], [], [], []
         sent, received = set[Letter](), set[Letter]()
         for graph in graphs:
             mindir = graph.mindir
@@ -79,6 +82,7 @@ class Job:
             received |= {(by, graph.rank, tag, shape) for by, tag, shape in rewritten.received}
             counts.append(rewritten.counts)
             operators.append(dict(kinds(graph.mindir)))
+            swapped.append(rewritten.swapped)
         if sent != received:
             sender, receiver, tag, shape = min(sent ^ received)
             raise BadInputError(
@@ -88,9 +92,9 @@ class Job:
         peers = [sorted(b for a, b in pairs if a == graph.rank) for graph in graphs]
         ranks = [{k: v for k, v in vars(graph).items() if k != "mindir"} for graph in light]
         known = {"ranks": ranks, "groups": groups, "peers": peers, "rewritten": counts}
-        known["operators"] = operators
+        known |= {"operators": operators, "swapped": swapped}
         (folder / "ranks.json").write_text(json.dumps(known), encoding="utf-8")
-        return Job(folder, light, groups, peers, counts, operators)
+        return Job(folder, light, groups, peers, counts, operators, swapped)
 
     def with_copies(self, prefix: str, keep: Callable[[str], bool]) -> "Job":
         """Return the job with a tensor ``prefix.NAME`` beside each that is kept, in the same shards; no graph has it."""
@@ -105,7 +109,8 @@ class Job:
         """Read what :meth:`write` wrote."""
         known = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
         ranks = [RankGraph(mindir=b"", **entry) for entry in known.pop("ranks")]
-        return Job(folder, ranks, **known)
+        swapped = [row and Swapped(*row) for row in known.pop("swapped")]
+        return Job(folder, ranks, **known, swapped=swapped)
 
 
 class RankProgram:
@@ -114,12 +119,15 @@ class RankProgram:
     Args:
         job: The job; its groups are created here, all processes in the same order.
         made: Names of groups that earlier programs of this process created; extended here.
+        swap_folder: Where swapped activations wait; None: in memory.
 
     Attributes:
         parameters: Those of the graph by name; others may join them that only the host computes.
     """
 
-    def __init__(self, job: Job, rank: int, made: set[str] | None = None) -> None:
+    def __init__(
+        self, job: Job, rank: int, made: set[str] | None = None, swap_folder: str | None = None
+    ) -> None:
         import mindspore as ms
         from mindspore import nn
         from mindspore.communication import create_group
@@ -131,6 +139,8 @@ class RankProgram:
                 create_group(name, ranks)
             made.add(name)
         link(rank, job.peers)
+        if (swapped := job.swapped[rank]) is not None:
+            open_pool(swapped.pool, swap_folder)
         self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
         self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
 

@@ -14,6 +14,7 @@ The backend may run another order and let operators share memory; both are invis
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.mindir import find_value
@@ -98,6 +99,17 @@ def alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> Alive:
     walk = _Walk(functions, size_of)
     walk.run(main, [Tensor() for _ in main.given], 0)
     return walk.found()
+
+
+def most_alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> int:
+    """Return the bytes of all results of operators that are alive at once, at most; see :func:`alive`."""
+    walk = _Walk(functions, size_of)
+    walk.run(main, [Tensor() for _ in main.given], 0)
+    change: Counter[int] = Counter()
+    for tensor in walk.tensors:
+        change[tensor.born] += tensor.size
+        change[tensor.dies + 1] -= tensor.size
+    return max(accumulate(change[i] for i in range(len(walk.phases))), default=0)
 
 
 class _Walk:

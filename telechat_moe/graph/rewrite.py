@@ -23,6 +23,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.exchanges import EXCHANGES, WAITS
 from telechat_moe.graph.inline import inline
 from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, Model, Operation
+from telechat_moe.graph.swapping import Swapped, swap_on_cpu
 from telechat_moe.ops import native
 
 FLOAT32, FLOATS = 1, (1, 10)
@@ -41,12 +42,14 @@ class Rewritten(NamedTuple):
         sent: Receiver, tag and shape of each message that it sends.
         received: Sender, tag and shape of each that it receives.
         counts: Collectives rewritten, by kind.
+        swapped: Activations that go out of its memory and come back; None: all stay.
     """
 
     mindir: bytes
     sent: set[Message]
     received: set[Message]
     counts: dict[str, int]
+    swapped: Swapped | None
 
 
 class _Site:
@@ -244,7 +247,9 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
                 messages[operation.kind].add((site.peer, site.tag, tuple(site.shape)))
         del graph.node[:]
         graph.node.extend(fresh.node)
-    return Rewritten(model.proto.SerializeToString(), messages["Send"], messages["Receive"], counts)
+    swapped = swap_on_cpu(model)
+    written = model.proto.SerializeToString()
+    return Rewritten(written, messages["Send"], messages["Receive"], counts, swapped)
 
 
 def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[Message]:

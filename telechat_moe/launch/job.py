@@ -36,6 +36,7 @@ from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.sharding.recipe import mesh_of, micro_batches, smaller_steps
 from telechat_moe.train import preflight
 from telechat_moe.train.metrics import last_step
+from telechat_moe.units import size_text
 
 LOGS = "log"
 RESOLVED = "recipe.yaml"
@@ -92,6 +93,7 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
 
     Raises:
         RecipeError: The recipe chooses the order of passes and no orders are given.
+        BadInputError: More is swapped than may be in memory at once.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
     keep_others_out()
@@ -108,12 +110,37 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
     key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
+        check_swapped(recipe, folder)
         return folder
     for path in (written, *folder.glob("rank*")):
         path.unlink(missing_ok=True)
     _compile_job(recipe, folder.absolute(), orders)
     written.write_text(key)
+    check_swapped(recipe, folder)
     return folder
+
+
+def check_swapped(recipe: Recipe, job: Path) -> None:
+    """Say what the graphs of a job swap.
+
+    Raises:
+        BadInputError: More than the recipe lets a process have outside of its graph.
+    """
+    from telechat_moe.graph.execute import Job
+
+    swapped = {rank: found for rank, found in enumerate(Job.read(job).swapped) if found}
+    if not swapped:
+        return
+    rank, most = max(swapped.items(), key=lambda item: item[1].pool)
+    _say(
+        f"rank {rank}: {most.tensors} activations of {size_text(most.moved)} go out of its memory and back in a step, "
+        f"{size_text(most.pool)} at once; {size_text(most.peak)} are in it at most"
+    )
+    pool = recipe.telechat_moe.swap
+    if pool is not None and pool.pool_mib is not None and most.pool > pool.pool_mib << 20:
+        found = f"{pool.pool_mib}, and rank {rank} swaps {size_text(most.pool)} at once"
+        expected = f"{-(-most.pool >> 20)} at least, or fewer layers in swap_config"
+        raise RecipeError([recipe.problem("telechat_moe.swap.pool_mib", found, expected)])
 
 
 def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:

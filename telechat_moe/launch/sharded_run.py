@@ -177,7 +177,7 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     rewritten: Counter[str] = sum((Counter(counts) for counts in job.rewritten), Counter())
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
     kind = dispatcher(recipe, "CPU")
-    beside = recipe.telechat_moe.sharding.overlap_exchange
+    beside, swaps = recipe.telechat_moe.sharding.overlap_exchange, recipe.swap_config.swap
     forms = PLAIN | (ROUTED if kind == "alltoallv" else {})
     if recipe.telechat_moe.operators.attention == "fused":
         forms |= FLASH
@@ -203,7 +203,8 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
             if every[name] > rewritten[name]
         },
         "order": "all collectives of a rank run one after another, in the order of the graph"
-        + (", exchanges of rows beside computation" if beside else ""),
+        + (", exchanges of rows beside computation" if beside else "")
+        + (", and so do all operators, beside copies of swapped activations" if swaps else ""),
         "dispatch": dispatch_text(recipe),
     }
 

@@ -225,6 +225,7 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
         "moe.placement": own.moe.placement and "a section",
         "sharding.overlap_exchange": own.sharding.overlap_exchange or None,
         "sharding.pipeline_schedule": own.sharding.pipeline_schedule,
+        "swap": own.swap and "a section",
         "moe.load_interval": own.moe.load_interval if own.moe.load_interval != 50 else None,
         "max_skipped_steps": own.max_skipped_steps if own.max_skipped_steps != 10 else None,
     }

@@ -11,7 +11,8 @@ from telechat_moe.recipe.schema import Recipe
 WRITTEN_KEYS = frozenset(
     {
         *("dataset_state_dir", "directory", "dump_local_norm_path", "dump_path", "filepath_prefix"),
-        *("health_ckpts_record_dir", "output_path", "path_to_cache", "remote_save_url"),
+        *("health_ckpts_record_dir", "output_path", "path_to_cache", "pool_folder"),
+        "remote_save_url",
         *("s3_cache_path", "save_file", "save_graphs_path", "save_path", "strategy_ckpt_save_file"),
     }
 )

@@ -113,6 +113,12 @@ def _folders(recipe: Recipe) -> Iterator[Problem]:
         reason = f"{recipe.output_dir}: a name of more than {_LONGEST_NAME} bytes"
     if reason:
         yield recipe.problem("output_dir", reason, "a folder that can be made and written")
+    pool = recipe.telechat_moe.swap
+    if pool is not None and pool.pool_folder is not None:
+        folder = Path(pool.pool_folder)
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            found = f"{folder}, which is no folder that can be written"
+            yield recipe.problem("telechat_moe.swap.pool_folder", found, "one, or remove the key")
     model = recipe.pretrained_model_dir
     if model and not exists(Path(model) / "config.json"):
         found = f"{model}: no config.json there"

@@ -59,6 +59,8 @@ class RankEngine:
         self.jobs[self.micro_batches] = job
         self.micro_rows, self.groups = recipe.micro_batch_samples, set[str]()
         self.ema = recipe.telechat_moe.ema
+        pool = recipe.telechat_moe.swap
+        self.swap_folder = pool.pool_folder if pool is not None else None
         self.average: WeightAverage | None = None
         self.program = self._load()
         graphs = self.program.job
@@ -81,8 +83,9 @@ class RankEngine:
         """Return the program of steps of as many micro-batches as now, with the averages beside its parameters."""
         graphs = Job.read(self.jobs[self.micro_batches])
         if self.ema is None:
-            return RankProgram(graphs, self.rank, self.groups)
-        program = RankProgram(graphs.with_copies(EMA, self._averaged), self.rank, self.groups)
+            return RankProgram(graphs, self.rank, self.groups, self.swap_folder)
+        graphs = graphs.with_copies(EMA, self._averaged)
+        program = RankProgram(graphs, self.rank, self.groups, self.swap_folder)
         own = {n: p for n, p in program.parameters.items() if self._averaged(n)}
         if self.average is None:
             self.average = WeightAverage(own, self.ema.decay)

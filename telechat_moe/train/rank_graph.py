@@ -189,8 +189,8 @@ def places_of_rows(regions: Sequence[Region | None]) -> np.ndarray:
 def _shares_graph(recipe: Recipe, target: str) -> bool:
     """Return whether micro-batches share one graph.
 
-    On CPU they do where the graph must be, where its passes get another order, and where what a micro-batch counts is
-    read by the next: nothing orders the router's counts in graphs of their own.
+    On CPU they do where the graph must be, where its passes get another order or activations are swapped, and where what a
+    micro-batch counts is read by the next: nothing orders the router's counts in graphs of their own.
     """
     stages = stages_of(recipe)
     if target == "Ascend" or stages is None:
@@ -199,7 +199,7 @@ def _shares_graph(recipe: Recipe, target: str) -> bool:
     parts = recipe.parallel_config.seq_split_num > 1
     by_step = recipe.model_config.moe_router_load_balancing_type == "gbs_aux_loss"
     scheduled = recipe.telechat_moe.sharding.pipeline_schedule is not None
-    return interleaved or parts or by_step or scheduled
+    return interleaved or parts or by_step or scheduled or recipe.swap_config.swap
 
 
 def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:

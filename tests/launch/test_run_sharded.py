@@ -1,6 +1,7 @@
 """`telechat-moe run-sharded`: the graphs of all ranks beside one process."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ DP2_EP2 = {
     "runner_config__batch_size": 2,
     "model__model_config__batch_size": 2,
 }
+LENGTH = (
+    "model__model_config__seq_length",
+    "train_dataset__data_loader__config__seq_length",
+    "model__model_config__max_position_embeddings",
+)
 PP2 = {
     "use_parallel": True,
     "parallel__parallel_mode": 1,
@@ -178,6 +184,46 @@ def test_accumulation_without_stages_computes_what_one_process_does(
     changes |= {"runner_config__batch_size": 1, "model__model_config__batch_size": 1}
     given = arguments(data, tmp_path / "run", 2, **changes)
     assert main([*given, "--steps", "4", "--compare"]) == 0
+
+
+@pytest.mark.slow
+def test_swapped_activations_are_told_and_may_be_too_many(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One process, which swaps nothing, computes the same; the pool has no name, and its size is judged before a step."""
+    pool = tmp_path / "pool"
+    changes: dict[str, object] = {
+        **DP2_EP2,
+        "runner_config__gradient_accumulation_steps": 2,
+        "callbacks__1__gradient_accumulation_steps": 2,
+        "runner_config__batch_size": 1,
+        "model__model_config__batch_size": 1,
+        **dict.fromkeys(LENGTH, 128),
+        "model__model_config__hidden_size": 256,
+        "swap_config__swap": True,
+        "swap_config__layer_swap": "[{layers: True, backward_prefetch: 5}]",
+        "telechat_moe__swap__pool_folder": str(pool),
+        "telechat_moe__swap__pool_mib": 64,
+    }
+    given = arguments(data, tmp_path / "run", 2, **changes)
+    assert main([*given, "--steps", "2", "--compare"]) == 3
+    assert "pool, which is no folder that can be written" in capfd.readouterr().err
+    pool.mkdir()
+    assert main([*given, "--steps", "2", "--compare"]) == 0
+    said = re.search(
+        r"rank 0: (\d+) activations of (\S+) (.)iB go out of its memory .* (\S+) (.)iB at once; \S+ .iB are in it",
+        capfd.readouterr().err,
+    )
+    assert said is not None
+    assert not list(pool.iterdir())
+    scale = {"K": 1 / 1024, "M": 1.0}
+    most = float(said[4]) * scale[said[5]]
+    assert float(said[2]) * scale[said[3]] >= most > 1
+    given = arguments(data, tmp_path / "run", 2, **changes | {"telechat_moe__swap__pool_mib": 1})
+    assert main([*given, "--steps", "2"]) == 3
+    found = capfd.readouterr().err
+    assert "compiled before" in found
+    assert re.search(r"pool_mib: 1, and rank 0 swaps .* at once; .*\d+ at least", found), found
 
 
 @pytest.mark.slow

@@ -77,9 +77,8 @@ def test_patterns_match_as_mindformers_matches(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("use", "changes", "key", "said"),
     [
-        ("train", {}, "swap", "host's memory anyway.*dryrun"),
-        ("train", {"context.device_target": "Ascend", "use_parallel": False,
-                   "parallel_config.data_parallel": 1}, "swap", "one device"),
+        ("train", {"use_parallel": False, "parallel_config.data_parallel": 1}, "swap", "one device"),
+        ("train", {"runner_config.gradient_accumulation_steps": 1}, "swap", "one micro-batch"),
         ("dryrun", {"runner_config.gradient_accumulation_steps": 1}, "swap",
          "one micro-batch.*gradient_accumulation_steps > 1"),
         ("dryrun", {OPERATORS: "[{op_name: 'attention\\.cor', layers: True, backward_prefetch: 1}]"},
@@ -104,3 +103,30 @@ def test_what_has_no_effect_is_refused(
         read(changes, use)
     assert [p.key for p in caught.value.problems] == [f"swap_config.{key}"]
     assert re.search(said, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "said"),
+    [
+        ({"swap_config.swap": False, "telechat_moe.swap.pool_mib": 1}, "swap", "no effect"),
+        ({"telechat_moe.swap": "{}"}, "swap", "says nothing"),
+        ({"telechat_moe.swap.pool_mib": 0}, "swap.pool_mib", "integer >= 1"),
+    ],
+)
+def test_a_pool_without_effect_is_refused(changes: dict[str, object], key: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said) as caught:
+        read(changes, "train")
+    assert [p.key for p in caught.value.problems] == [f"telechat_moe.{key}"]
+
+
+def test_processes_take_swapping() -> None:
+    pool = {"telechat_moe.swap.pool_mib": 64, "telechat_moe.swap.pool_folder": "pool"}
+    assert read({**pool, LAYERS: "[{layers: [1], backward_prefetch: 2}]"}, "train") == {1: {"": 2}}
+
+
+@pytest.mark.parametrize("key", ["overlap_exchange", "pipeline_schedule"])
+def test_swapping_in_an_order_of_our_own_is_refused(key: str) -> None:
+    asked = {"overlap_exchange": True, "pipeline_schedule": "1f1b"}[key]
+    changes = {f"telechat_moe.sharding.{key}": asked}
+    with pytest.raises(RecipeError, match="True with an order of passes of our own"):
+        read({**changes, LAYERS: "[{layers: [1], backward_prefetch: 2}]"}, "train")

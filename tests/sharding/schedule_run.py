@@ -12,6 +12,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,9 +20,10 @@ import numpy as np
 from sharded_momentum import Momentum
 from sharded_run import RATE, Layout, recipe
 
-from telechat_moe.graph import reorder
+from telechat_moe.graph import reorder, swapping
 from telechat_moe.graph.exchanges import split
 from telechat_moe.graph.mindir import Editor, Model, output_shapes
+from telechat_moe.graph.swapping import in_pool
 from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times, loop_route, v_route
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
@@ -40,6 +42,8 @@ CASES = {
         pp=2, dp=2, ep=2, micro=4, vpp=2, scheduler="zero_bubble_v", dispatcher="alltoallv"
     ),
     "nodes-beside": Layout(dp=4, ep=4, micro=3, dispatcher="alltoallv", hop="once", node=2),
+    "swap": Layout(dp=2, ep=2, micro=2, dispatcher="alltoallv", swap=5),
+    "swap-stages": Layout(pp=2, micro=3, mtp=0, swap=5),
     "four": Layout(pp=4, micro=4, mtp=0),
     "four-v": Layout(pp=4, micro=8, vpp=2, scheduler="zero_bubble_v", mtp=0),
 }
@@ -48,6 +52,9 @@ FAULTS = {
     "short": {"sums-as-they-come": "random 0", "another-micro-batch": "1f1b"},
     "beside": {"read-early": "1f1b-overlap-full"},
 }
+SWAPPED, OVERWRITTEN = "swapped", "overwritten"
+SWAPS = ("swap", "swap-stages")
+"""Cases that swap; their own jobs do not."""
 
 
 def random_program(stages: int, route: tuple[int, ...], micro_batches: int, seed: int) -> Program:
@@ -163,8 +170,11 @@ def compile_case(folder: Path, case: str) -> None:
     from telechat_moe.sharding.recipe import mesh_of
     from telechat_moe.train.rank_graph import compile_recipe
 
-    chosen = recipe(CASES[case], 2 if case in FAULTS else 4)
+    chosen = recipe(CASES[case], 2 if case in (*FAULTS, *SWAPS) else 4)
     graphs = compile_recipe(chosen, target="CPU", optimizer=Momentum, shared_graph=True)
+    if case in SWAPS:
+        _compile_swap(folder, case, graphs)
+        return
     (folder / "graphs.pickle").write_bytes(pickle.dumps(graphs))
     mesh, made = mesh_of(chosen), {}
     Job.write(folder / OWN, graphs)
@@ -179,6 +189,29 @@ def compile_case(folder: Path, case: str) -> None:
         with planted(fault):
             Job.write(folder / fault, graphs, made[name])
     (folder / "orders.pickle").write_bytes(pickle.dumps(made))
+
+
+def largest_at_one_place(tensors: list[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Let the largest activations overwrite each other."""
+    places, pool = in_pool(tensors)
+    largest = max(size for size, *_ in tensors)
+    return [
+        pool if row[0] == largest else place for place, row in zip(places, tensors, strict=True)
+    ], pool + largest
+
+
+def _compile_swap(folder: Path, case: str, graphs: list) -> None:
+    """Write the jobs of a case that swaps, and the same without swapping."""
+    from telechat_moe.graph.execute import Job
+    from telechat_moe.train.rank_graph import compile_recipe
+
+    layout = CASES[case]
+    kept = recipe(replace(layout, swap=0), 2)
+    graphs_kept = compile_recipe(kept, target="CPU", optimizer=Momentum, shared_graph=True)
+    Job.write(folder / OWN, graphs_kept)
+    Job.write(folder / SWAPPED, graphs)
+    with patch.object(swapping, "in_pool", largest_at_one_place):
+        Job.write(folder / OVERWRITTEN, graphs)
 
 
 def work(folder: Path, case: str) -> None:

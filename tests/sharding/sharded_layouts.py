@@ -36,6 +36,9 @@ class Layout:
     length: int = 16
     balance: str = "seq_aux_loss"  # or ep: aux_loss over expert groups
     parts: int = 1  # of a sequence, one after the other through the pipeline
+    swap: int = (
+        0  # how early swapped activations of all layers come back, in operators; 0: they stay
+    )
 
     @property
     def devices(self) -> int:

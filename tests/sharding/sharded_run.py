@@ -132,6 +132,9 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         settings["telechat_moe.moe_capacity_tokens"] = 8
     if layout.per_token:
         settings["model.model_config.calculate_per_token_loss"] = True
+    if layout.swap:
+        settings["swap_config.swap"] = True
+        settings["swap_config.layer_swap"] = f"[{{layers: True, backward_prefetch: {layout.swap}}}]"
     settings |= within_documents(layout) | balanced(layout)
     settings["parallel_config.seq_split_num"] = layout.parts
     if layout.vpp > 1 or layout.parts > 1:

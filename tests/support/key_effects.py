@@ -249,6 +249,8 @@ def trained(recipe: Recipe) -> str:
     said.append(rank_orders(recipe))
     if (rules := recipe.telechat_moe.moe.placement) is not None:
         said.append([rules.window, repr(expert_moves.rule_of(recipe))])
+    if recipe.swap_config.swap:  # where the processes keep what is swapped, and how much at most
+        said.append(repr(recipe.telechat_moe.swap))
     return json.dumps(said, default=str)
 
 

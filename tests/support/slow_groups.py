@@ -28,7 +28,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
         "tests/sharding/test_place.py",
         "tests/sharding/test_swap_cells",
     ),
-    "pipeline": ("tests/sharding/test_pipeline_schedules.py",),
+    "pipeline": ("tests/sharding/test_pipeline_schedules.py", "tests/sharding/test_swap_runs"),
     "align": (
         "tests/align",
         "benchmarks/align_",

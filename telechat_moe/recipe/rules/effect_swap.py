@@ -8,22 +8,42 @@ from telechat_moe.recipe.swap import RECOMPUTED, matched, names_layer, parts, pa
 
 
 def swapped(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """MindSpore swaps in the graph for Ascend that several micro-batches share; a pattern must name operators of ours."""
+    """MindSpore swaps in the graph that several micro-batches share; a pattern must name operators of ours."""
     c, m, p = r.swap_config, r.model.model_config, r.parallel_config
     if not c.swap or not isinstance(m, ModelConfig):
         return
     key = "swap_config.swap"
     micro = r.runner_config.gradient_accumulation_steps
-    if not compiled and r.context.device_target == "CPU":
-        found = "True on CPU, where activations are in the host's memory anyway"
-        yield key, found, "False, or context.device_target Ascend (dryrun compiles it here)"
-    elif not compiled and r.devices == 1:
+    if not compiled and r.devices == 1:
         yield key, "True on one device, where `telechat-moe train` keeps all activations", "False"
     elif (micro if p.pipeline_stage == 1 else p.micro_batch_num) == 1:
         found = "True with one micro-batch a step: MindSpore swaps in the graph that several share"
         more = "gradient_accumulation_steps" if p.pipeline_stage == 1 else "micro_batch_num"
         yield key, found, f"False, or {more} > 1"
+    own = r.telechat_moe.sharding
+    if not compiled and (own.pipeline_schedule is not None or own.overlap_exchange):
+        found = (
+            "True with an order of passes of our own, in which nothing is swapped on CPU processes"
+        )
+        expected = "False, or no telechat_moe.sharding.pipeline_schedule or overlap_exchange"
+        yield key, found, expected
     yield from _swapped_parts(r, m)
+
+
+def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Where activations wait matters where some do."""
+    chosen = r.telechat_moe.swap
+    if chosen is None:
+        return
+    if not r.swap_config.swap:
+        found = "a section with swap_config.swap False, where it has no effect"
+        yield "telechat_moe.swap", found, "remove it, or swap_config.swap True"
+    elif chosen.pool_folder is None and chosen.pool_mib is None:
+        yield (
+            "telechat_moe.swap",
+            "a section that says nothing",
+            "pool_folder or pool_mib, or no such section",
+        )
 
 
 def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:

@@ -193,6 +193,7 @@ def _of_one_size(r: Recipe) -> list[str]:
         "telechat_moe.balance_attention": own.balance_attention,
         "telechat_moe.moe.placement": own.moe.placement,
         "telechat_moe.sharding.overlap_exchange": own.sharding.overlap_exchange,
+        "swap_config.swap": r.swap_config.swap,
     }
     return [key for key, value in asked.items() if value]
 

@@ -220,6 +220,17 @@ class Sharding:
 
 
 @section
+class Swap:
+    """`telechat_moe.swap`: where activations that `swap_config` takes out of the memory of a CPU process wait."""
+
+    pool_folder: Text | None = None
+    """Folder for a file without a name, which is gone with its process. None: in memory that belongs to no graph."""
+
+    pool_mib: Positive | None = None
+    """MiB of them that a process may have at once. More is an error before the first step. None: any amount."""
+
+
+@section
 class Saving:
     """How checkpoints are written. How often and how many: `callbacks[]` CheckpointMonitor."""
 
@@ -388,3 +399,6 @@ class TelechatMoe:
 
     operators: Operators = field(default_factory=Operators)
     """What computes each operator."""
+
+    swap: Swap | None = None
+    """Where swapped activations wait on CPU processes. None: in memory, any amount."""

@@ -1,0 +1,1 @@
+"""Swapped activations on CPU processes with a slowed link: peak memory and waiting, predicted and measured."""

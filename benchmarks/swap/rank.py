@@ -1,0 +1,76 @@
+"""The process of a rank: run the steps of both graphs in turn, with a slow and a fast link, and keep what was waited.
+
+msrun ... python -m benchmarks.swap.rank FOLDER/JOB
+"""
+
+import hashlib
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.exchange_overlap.rank import batch, start_values
+from benchmarks.swap.streams import Copy
+from telechat_moe.launch import rank
+from telechat_moe.launch.job import RESOLVED
+from telechat_moe.ops import native
+from telechat_moe.recipe import load
+
+WARM_UP = 4  # MindSpore tries two ways to run a graph in its first calls and keeps the faster
+
+
+def copies() -> list[Copy]:
+    """Return what the native library wrote down since it was asked to."""
+    numbers = np.zeros(1 << 16)
+    count = native.load().telechat_swap_times(numbers.ctypes.data, len(numbers))
+    rows = numbers[:count].reshape(-1, len(Copy._fields)).tolist()
+    return [Copy(int(tag), int(size), *times) for tag, size, *times in rows]
+
+
+def run(job: Path, number: int, task: dict[str, Any]) -> None:
+    """Run the rounds of a task for its programs; write times, copies and digests of what came out."""
+    from telechat_moe.graph.execute import Job, RankProgram
+    from telechat_moe.train.optimizer import from_recipe
+
+    recipe, library = load(job / RESOLVED), native.load()
+    native.set_threads(1)
+    made, programs, names = set[str](), {}, task["programs"]
+    for name in names:
+        programs[name] = RankProgram(Job.read(job.parent / name), number, made)
+        programs[name].set_parameters(start_values(recipe, programs[name]))
+    scalars = from_recipe(recipe, []).scalars
+    done = dict.fromkeys(names, 0)
+    steps: dict[str, list[tuple[float, list[Copy]]]] = {}
+    digests = {name: hashlib.sha256() for name in names}
+
+    def step(name: str, kept: str | None, seconds_per_byte: float) -> None:
+        done[name] += 1
+        inputs = [*scalars(done[name], 1e-3), *batch(recipe, done[name])]
+        library.telechat_swap_trial(seconds_per_byte, 1)
+        begin = time.monotonic()
+        answers = [x.asnumpy() for x in programs[name](*inputs)]
+        seconds = time.monotonic() - begin
+        for x in answers:
+            digests[name].update(x.tobytes())
+        if kept is not None:
+            steps.setdefault(kept, []).append((seconds, copies()))
+
+    for _ in range(WARM_UP):
+        for name in names:
+            step(name, None, 0.0)
+    for _ in range(task["rounds"]):
+        for speed, cost in (("slow", task["seconds_per_byte"]), ("fast", 0.0)):
+            for name in names:
+                step(name, f"{name} {speed}", cost)
+    for name in names:
+        for _, x in sorted(programs[name].shards().items()):
+            digests[name].update(x.tobytes())
+    found = {"steps": steps, "digests": {n: d.hexdigest() for n, d in digests.items()}}
+    (job / f"found_{number}.pickle").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(rank.main(Path(sys.argv[1]), run))

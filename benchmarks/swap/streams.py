@@ -1,0 +1,52 @@
+"""How long a step waits for copies of activations: measured, and predicted from sizes, a bandwidth and computation."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Copy(NamedTuple):
+    """A copy of an activation; seconds of a clock.
+
+    Attributes:
+        tag: Twice its number, one more on the way back.
+        bytes: Its size.
+        asked: When it was started.
+        done: When it was there.
+        waits: When the graph began to wait.
+        goes_on: When it went on.
+    """
+
+    tag: int
+    bytes: int
+    asked: float
+    done: float
+    waits: float
+    goes_on: float
+
+
+def measured(copies: Sequence[Copy]) -> float:
+    """Return the seconds that a step waited."""
+    return sum(copy.goes_on - copy.waits for copy in copies)
+
+
+def predicted(copies: Sequence[Copy], seconds_per_byte: float) -> float:
+    """Return the seconds that a step will wait, with the computation between starts and waits of a step on a fast link.
+
+    Each direction takes copies one after the other; what the fast step waited is left out.
+    """
+    events = [(copy.asked, False, copy) for copy in copies]
+    events += [(copy.waits, True, copy) for copy in copies]
+    now = stall = 0.0
+    computed = min((at for at, *_ in events), default=0.0)
+    free, done = {False: 0.0, True: 0.0}, dict[int, float]()
+    for at, waits, copy in sorted(events, key=lambda event: event[0]):
+        now += at - computed
+        computed = copy.goes_on if waits else at
+        back = bool(copy.tag % 2)
+        if not waits:
+            free[back] = max(free[back], now) + copy.bytes * seconds_per_byte
+            done[copy.tag] = free[back]
+        elif done[copy.tag] > now:
+            stall += done[copy.tag] - now
+            now = done[copy.tag]
+    return stall

@@ -1,0 +1,286 @@
+"""Move activations out of a rank's memory and back on CPU processes, as `swap_config` says; see ``docs/swap.md``.
+
+MindSpore's front end has a ``MoveTo`` to the host's memory in the forward pass and one back in the backward pass. Here each
+becomes two operators of the native library (``ops/csrc/swap.cc``), a start and a wait, and threads copy in between:
+
+======================  ====================================================================
+SwapOut, SwapOutWait    at the ``MoveTo``, and ``backward_prefetch`` operators later, or behind the last forward reader
+SwapBack, SwapBackWait  ``backward_prefetch`` operators before the ``MoveTo`` back, and at it
+======================  ====================================================================
+
+MindSpore runs kernels in any order that their inputs allow. So that the distances hold and the peak is known, each
+operator waits for the one before it.
+"""
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.inline import WRITES
+from telechat_moe.graph.liveness import most_alive
+from telechat_moe.graph.mindir import Editor, Model, find_value, output_shapes
+from telechat_moe.graph.nodes import SAME_MEMORY, STRUCTURE, Graph, size_of
+from telechat_moe.ops import native
+from telechat_moe.units import size_text
+
+FLOAT32 = 1
+ALIGNMENT = 64
+"""Bytes at whose multiples tensors begin in the pool."""
+
+
+class Swapped(NamedTuple):
+    """What a rank's graph swaps in a step.
+
+    Attributes:
+        tensors: Activations that go out and come back.
+        moved: Their bytes.
+        pool: Bytes of the file that they wait in.
+        peak: Bytes of all results of operators that are in the graph's memory at once, at most.
+    """
+
+    tensors: int
+    moved: int
+    pool: int
+    peak: int
+
+
+class _Move(NamedTuple):
+    """A ``MoveTo`` and the one back, by the operators that come before each.
+
+    Attributes:
+        out: Node of the ``MoveTo`` to the host's memory.
+        source: What it moves.
+        back: Nodes of those back.
+        left: Operators before it.
+        gone: Operators before the wait for it.
+        asked: Operators before the start of the way back.
+        there: Operators before the wait for it.
+    """
+
+    out: Any
+    source: str
+    back: Any
+    left: int
+    gone: int
+    asked: int
+    there: int
+
+
+def swap_on_cpu(model: Model) -> Swapped | None:
+    """Let the moves of the main graph run on CPU, and put all its operators into their order; None: it has none.
+
+    Args:
+        model: Without calls of functions that micro-batches share, in the form for CPU.
+    """
+    main = model.proto.graph
+    graph = Graph(model, main)
+    if all(node.kind != "MoveTo" for node in graph.nodes.values()):
+        return None
+    moves = list(_moves(graph))
+    sizes = [size_of(output_shapes(move.out)[0]) or 0 for move in moves]
+    places, pool = in_pool([(size, m.left, m.there) for size, m in zip(sizes, moves, strict=True)])
+    _rewrite(model, graph, moves, places)
+    _in_turn(model)
+    functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
+    peak = most_alive(functions[main.name], functions, lambda shape: size_of(shape) or 0)
+    return Swapped(len(moves), sum(sizes), pool, peak)
+
+
+def open_pool(size: int, folder: str | None) -> None:
+    """Let the swapped activations of this process wait in memory, or in a file without a name.
+
+    Args:
+        size: Bytes, taken now.
+        folder: Of the file; None: memory.
+
+    Raises:
+        BadInputError: There is no room, or no such folder.
+    """
+    where = "memory" if folder is None else f"telechat_moe.swap.pool_folder {folder}"
+    try:
+        if folder is None:
+            pool = os.memfd_create("telechat-swap")
+        else:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                pool = os.dup(file.fileno())
+    except OSError as error:
+        raise BadInputError(
+            f"{where}: {error.strerror}; name a folder that can be written"
+        ) from error
+    try:
+        os.posix_fallocate(pool, 0, max(size, 1))
+    except OSError as error:
+        os.close(pool)
+        raise BadInputError(
+            f"{where}: no room for {size_text(size)} of swapped activations ({error.strerror}); "
+            "swap fewer layers, or set telechat_moe.swap.pool_folder to one with room"
+        ) from error
+    native.load().telechat_swap_pool(pool)
+
+
+def in_pool(tensors: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Return where each tensor begins in the pool, and the pool's bytes.
+
+    Args:
+        tensors: Bytes of each, and the first and the last operator between which it is there.
+    """
+    places: list[int] = []
+    there: list[tuple[int, int, int]] = []  # begin, end, and the last operator
+    end = 0
+    for size, first, last in tensors:
+        there = sorted(row for row in there if row[2] >= first)
+        place, need = 0, -(-size // ALIGNMENT) * ALIGNMENT
+        for begin, stop, _ in there:
+            if place + need <= begin:
+                break
+            place = max(place, stop)
+        places.append(place)
+        there.append((place, place + need, last))
+        end = max(end, place + need)
+    return places, end
+
+
+def _moves(graph: Graph) -> Iterator[_Move]:
+    """Yield the moves in the order in which they leave."""
+    count, before, reads = 0, dict[str, int](), defaultdict[str, list[int]](list)
+    roots: dict[str, tuple[str, ...]] = {}
+    for name, node in graph.nodes.items():
+        before[name] = count
+        behind = tuple(r for i in node.inputs for r in roots.get(i, (i,)))
+        if node.kind in STRUCTURE | SAME_MEMORY or node.kind == "Constant":
+            roots[name] = behind
+            continue
+        for root in behind:
+            reads[root].append(count)
+        count += _computes(node.kind)
+    out = {name: node for name, node in graph.nodes.items() if _place(graph, name) == "CPU"}
+    back = {
+        node.inputs[0]: node
+        for name, node in graph.nodes.items()
+        if _place(graph, name) == "Ascend"
+    }
+    for name, node in out.items():
+        returns = back.get(name)
+        if returns is None:
+            continue
+        primitive = graph.model.primitive(node.proto)
+        early = find_value(primitive.attribute, "backward_prefetch") or 1
+        source = node.inputs[0]
+        left, there = before[name], before[returns.name]
+        readers = [i + 1 for root in roots.get(source, (source,)) for i in reads[root] if i < there]
+        gone = min(max(left + early, *readers, left), there)
+        yield _Move(node.proto, source, returns.proto, left, gone, max(there - early, gone), there)
+
+
+def _place(graph: Graph, name: str) -> str | None:
+    """Return where a node moves a tensor to; None: it moves none."""
+    node = graph.nodes[name]
+    if node.kind != "MoveTo":
+        return None
+    return find_value(graph.nodes[node.inputs[1]].proto.attribute, "value")
+
+
+def _computes(kind: str) -> bool:
+    """Tell whether MindSpore's CPU backend runs a kernel for nodes of a kind."""
+    return kind not in STRUCTURE | SAME_MEMORY | {"Constant", "MoveTo", ""}
+
+
+def _rewrite(model: Model, graph: Graph, moves: Sequence[_Move], places: Sequence[int]) -> None:
+    """Put starts and waits in the place of the moves; a move of which none comes back is left out."""
+    main, library = model.proto.graph, str(native.path())
+    fresh = type(main)()
+    editor = Editor(model, fresh.node)
+    tokens: dict[int, str] = {}  # of what is under way
+    ends = {m.out.name: (i, m) for i, m in enumerate(moves)}
+    ends |= {m.back.name: (i, m) for i, m in enumerate(moves)}
+    between: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for number, move in enumerate(moves):
+        between[move.gone].append(("SwapOutWait", number))
+    for number, move in enumerate(moves):
+        between[move.asked].append(("SwapBack", number))
+
+    def add(kind: str, number: int, inputs: Sequence[str]) -> None:
+        node, more = moves[number].out, dict[str, Sequence[int]]()
+        shape, element = (1,), FLOAT32
+        if kind == "SwapBack":
+            (shape, element), *_ = output_shapes(node)
+            more["extents"] = shape
+        made = editor.custom(
+            kind, library, writes=False, several=False, number=number, at=places[number], **more
+        )
+        tokens[number] = editor.node(made, inputs, shape, element, node.domain)
+
+    def add_what_is_due(count: int) -> None:
+        for kind, number in between.pop(count, ()):
+            first = [moves[number].source] if kind == "SwapOutWait" else []
+            add(kind, number, [*first, tokens[number]])
+
+    count = 0
+    for node in main.node:
+        kind = graph.nodes[node.name].kind
+        if _computes(kind):
+            add_what_is_due(count)
+            count += 1
+        if kind != "MoveTo":
+            fresh.node.add().CopyFrom(node)
+            continue
+        value = behind = node.input[0]
+        number, move = ends.get(node.name, (0, None))
+        if move is not None and node.name == move.out.name:
+            add("SwapOut", number, [value])
+            behind = tokens[number]
+        elif move is not None:
+            add_what_is_due(count)
+            value = tokens[number]
+            add("SwapBackWait", number, [value])
+            behind = tokens[number]
+        depend = editor.primitive("Depend", side_effect_propagate=1)
+        shape, element = output_shapes(node)[0]
+        editor.node(depend, [value, behind], shape, element, node.domain, node.name)
+    del main.node[:]
+    main.node.extend(fresh.node)
+
+
+def _in_turn(model: Model) -> None:
+    """Let each operator of the main graph wait for the one before it, up to the first call: the update."""
+    main = model.proto.graph
+    graph, fresh = Graph(model, main), type(main)()
+    editor = Editor(model, fresh.node)
+    shapes = {n.name: next((a for a in n.attribute if a.name == "shape"), None) for n in main.node}
+    waits: list[str] = []  # the operator before, and those before it for which it could not wait
+    for node in main.node:
+        kind = graph.nodes[node.name].kind
+        added = type(node)()
+        added.CopyFrom(node)
+        if not kind:  # a call
+            waits = []
+        elif _computes(kind):
+            own = [
+                i
+                for i in range(kind in WRITES, len(node.input))
+                if _is_tensor(graph, node.input[i])
+            ]
+            # All inputs: MindSpore makes several kernels of some operators, each with inputs of its own.
+            for i in own:
+                source = node.input[i]
+                for before in waits:
+                    if before != source:
+                        depend = editor.primitive("Depend", side_effect_propagate=1)
+                        added.input[i] = editor.node(
+                            depend, [added.input[i], before], (), FLOAT32, node.domain
+                        )
+                        fresh.node[-1].attribute[0].CopyFrom(shapes[source])
+            waits = [node.name] if own else [*waits, node.name]
+        fresh.node.add().CopyFrom(added)
+    del main.node[:]
+    main.node.extend(fresh.node)
+
+
+def _is_tensor(graph: Graph, name: str) -> bool:
+    node = graph.nodes.get(name)
+    return (
+        node is not None and node.kind not in ("", "Constant", "UpdateState") and bool(node.shapes)
+    )
