@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ops.sets import processor
+from benchmarks.machine import processor
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data import write_indexed
 from telechat_moe.numerics import is_float

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.balance_pilot.report import Runs, summary, verdicts
 from benchmarks.command import answer
-from benchmarks.ops.sets import processor
+from benchmarks.machine import processor
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.files import write_atomic

@@ -17,7 +17,6 @@ with the pairs on the least and on the most busy core. Windows are one document 
 
 import argparse
 import os
-import pickle
 import statistics
 import sys
 from collections.abc import Sequence
@@ -29,14 +28,11 @@ import numpy as np
 
 from benchmarks.command import answer
 from benchmarks.data_balance.rank import CALIBRATIONS, KINDS
-from benchmarks.ops.measure import processor
+from benchmarks.machine import machine
+from benchmarks.ranks import run_ranks
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.data import write_indexed
-from telechat_moe.launch.commands import LaunchNode, free_port
-from telechat_moe.launch.host_processes import HostProcesses
-from telechat_moe.launch.job import write_resolved
-from telechat_moe.processes import Control
 from telechat_moe.recipe import Recipe, load
 
 BAR = 0.1
@@ -144,15 +140,9 @@ def ranks_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         job = Path(name) / "job"
         recipe = recipe_of(args, Path(name))
         Job.write(job, compile_recipe(recipe, target="CPU", full_batch=True))
-        write_resolved(recipe, job)
         cores = min(args.processes, len(os.sched_getaffinity(0)))
         task = {"rounds": args.rounds, "steps": args.steps, "batches": CANDIDATES, "cores": cores}
-        Control.fresh(job, task=task)
-        program = ["python", "-u", "-m", "benchmarks.data_balance.rank", str(job)]
-        node = LaunchNode(local=args.processes, total=args.processes, port=free_port())
-        HostProcesses(job, node, Path(name) / "log", program, out=None).run()
-        paths = [job / f"times_{number}.pickle" for number in range(args.processes)]
-        return [pickle.loads(path.read_bytes()) for path in paths]
+        return run_ranks("benchmarks.data_balance.rank", job, recipe, args.processes, task)
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
@@ -206,8 +196,7 @@ def run(args: argparse.Namespace) -> int:
         args.window, args.steps, args.rounds = 512, 1, 2
     found = report(args)
     given = {name: getattr(args, name) for name in ("processes", "window", "rounds", "steps")}
-    machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
-    result = {"machine": machine, **given, "micro_batches": MICRO_BATCHES, **found}
+    result = {"machine": machine(), **given, "micro_batches": MICRO_BATCHES, **found}
     bad = found["losses_apart"] > ROUNDING or (found["apart"] > BAR and not args.quick)
     if write_json(args.json, result):
         return int(bad)
@@ -216,7 +205,9 @@ def run(args: argparse.Namespace) -> int:
         predicted = f"{1e3 * found['predicted'][kind]:.0f}" if kind in KINDS else ""
         rows.append([kind, *(f"{1e3 * x:.0f}" for x in times.values()), predicted])
     show_table(["samples", "ms (min) ", "ms (median) ", "predicted "], rows)
-    print(f"{machine}; {args.processes} processes on cores {found['cores']}, {args.window} tokens")
+    print(
+        f"{result['machine']}; {args.processes} processes on cores {found['cores']}, {args.window} tokens"
+    )
     print(
         f"dealt over in order: measured {found['ratio_measured']:.3f}, predicted {found['ratio_predicted']:.3f}, "
         f"{found['apart']:.1%} apart; losses and norms at most {found['losses_apart']:.1e} apart"

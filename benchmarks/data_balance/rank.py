@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.exchange_overlap.rank import start_values
+from benchmarks.ranks import start_values
 from telechat_moe.data.sample import Batch, with_masks
 from telechat_moe.launch import rank
 from telechat_moe.launch.binding import use_cores
@@ -80,9 +80,7 @@ def run(job: Path, number: int, task: dict[str, Any]) -> None:
     native.set_threads(1)
     program = RankProgram(Job.read(job), number)
     program.set_parameters(start_values(recipe, program))
-    scalars = from_recipe(recipe, []).scalars(
-        1, 0.0
-    )  # a rate of 0: all steps have the same weights
+    scalars = from_recipe(recipe, []).scalars(1, 0.0)  # a rate of 0: the weights stay
     data = read(recipe, task["steps"], task["batches"], task["cores"])
     batches = {key: tensors(batch) for key, (batch, _) in data.items()}
     times: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in batches}

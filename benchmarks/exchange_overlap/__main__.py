@@ -1,8 +1,6 @@
 """Exchanges beside computation, measured on CPU processes: `python -m benchmarks.exchange_overlap`."""
 
 import argparse
-import os
-import pickle
 import statistics
 import sys
 from collections.abc import Sequence
@@ -12,13 +10,10 @@ from typing import Any
 
 from benchmarks.command import answer
 from benchmarks.exchange_overlap.streams import Link, measured, simulated
-from benchmarks.ops.sets import processor
+from benchmarks.machine import machine
+from benchmarks.ranks import run_ranks
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
-from telechat_moe.launch.commands import LaunchNode, free_port
-from telechat_moe.launch.host_processes import HostProcesses
-from telechat_moe.launch.job import write_resolved
-from telechat_moe.processes import Control
 from telechat_moe.recipe import Recipe, load
 
 POINTS = 10.0
@@ -99,13 +94,8 @@ def steps_of(processes: int, link: Link, rounds: int) -> list[dict[str, Any]]:
         for name, orders in zip(PROGRAMS, (None, rank_orders(recipe)), strict=True):
             Job.write(Path(folder) / name, graphs, orders)
         job = Path(folder) / PROGRAMS[0]
-        write_resolved(recipe, job)
-        Control.fresh(job, task={"rounds": rounds, "link": link})
-        program = ["python", "-u", "-m", "benchmarks.exchange_overlap.rank", str(job)]
-        node = LaunchNode(local=processes, total=processes, port=free_port())
-        HostProcesses(job, node, Path(folder) / "log", program, out=None).run()
-        paths = [job / f"times_{number}.pickle" for number in range(processes)]
-        return [pickle.loads(path.read_bytes()) for path in paths]
+        task = {"rounds": rounds, "link": link}
+        return run_ranks("benchmarks.exchange_overlap.rank", job, recipe, processes, task)
 
 
 def report(processes: int, link: Link, rounds: int) -> dict[str, Any]:
@@ -162,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     link = Link(args.latency_ms / 1e3, 1 / (args.megabytes_per_s * 1e6))
     found = [report(processes, link, args.rounds) for processes in args.processes]
     result = {
-        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "link": {"latency_ms": args.latency_ms, "megabytes_per_s": args.megabytes_per_s},
         "rounds": args.rounds,
         "cases": found,

@@ -9,59 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.exchange_overlap.streams import Exchange, Step
+from benchmarks.exchange_overlap.streams import Step
+from benchmarks.ranks import batch, start_values, transfers
 from telechat_moe.launch import rank
 from telechat_moe.launch.job import RESOLVED
 from telechat_moe.ops import native
-from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe import load
 
 PROGRAMS = ("waiting", "beside")
 """Jobs: with MindSpore's order of passes, and with exchanges beside computation."""
 WARM_UP = 8  # MindSpore tries two ways to run a graph in its first calls and keeps the faster
-FIELDS = len(Exchange._fields)
-
-
-def batch(recipe: Recipe, step: int) -> list[Any]:
-    """Return the inputs of a step: any tokens, all of which count."""
-    from mindspore import Tensor
-
-    rows = recipe.runner_config.batch_size * recipe.parallel_config.data_parallel
-    shape = (
-        rows * recipe.runner_config.gradient_accumulation_steps,
-        recipe.model_config.seq_length,
-    )
-    rng = np.random.default_rng(step)
-    ids, labels = (rng.integers(1, 64, shape).astype(np.int32) for _ in range(2))
-    places = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-    return [Tensor(x) for x in (ids, labels, np.ones(shape, np.float32), places)]
-
-
-def start_values(recipe: Recipe, program: Any) -> dict[str, np.ndarray]:
-    """Return the whole tensors that the parameters of a program start from."""
-    from telechat_moe.model import initialize
-    from telechat_moe.train.engine import build_model
-
-    model, _ = build_model(recipe)
-    initialize(model, recipe.seed)
-    values = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
-    for name, p in program.parameters.items():
-        entry = program.graph.layouts.get(name)
-        values.setdefault(name, np.zeros(p.shape if entry is None else entry[6], np.float32))
-    return values
-
-
-def exchanges() -> list[Exchange]:
-    """Return what the native library wrote down since it was asked to."""
-    numbers = np.zeros(1 << 16)
-    count = native.load().telechat_link_times(numbers.ctypes.data, len(numbers))
-    rows = numbers[:count].reshape(-1, FIELDS).tolist()
-    return [Exchange(int(tag), int(size), *times) for tag, size, *times in sorted(rows, key=_start)]
-
-
-def _start(row: list[float]) -> float:
-    return row[Exchange._fields.index("started")]
 
 
 def run(job: Path, number: int, task: dict[str, Any]) -> None:
@@ -89,7 +46,9 @@ def run(job: Path, number: int, task: dict[str, Any]) -> None:
         end = time.monotonic()
         results[name] += [x.tobytes() for x in answers]
         if kept is not None:
-            times.setdefault(kept, []).append(Step(begin, end, exchanges()))
+            times.setdefault(kept, []).append(
+                Step(begin, end, transfers(library.telechat_link_times))
+            )
 
     for _ in range(WARM_UP):
         for name in PROGRAMS:

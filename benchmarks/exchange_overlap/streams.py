@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from benchmarks.ranks import Transfer
 from telechat_moe.tools.plan.cost.expert_overlap import (
     Interval,
     OverlapSummary,
@@ -11,30 +12,12 @@ from telechat_moe.tools.plan.cost.expert_overlap import (
 )
 
 
-class Exchange(NamedTuple):
-    """When an exchange was started and waited for on a rank; seconds of a clock.
-
-    Attributes:
-        bytes: Of the largest part that arrived.
-        arrived: When the last part was there.
-        waits: When the graph began to wait.
-        goes_on: When it went on.
-    """
-
-    tag: int
-    bytes: int
-    started: float
-    arrived: float
-    waits: float
-    goes_on: float
-
-
 class Step(NamedTuple):
     """A step of a rank: when it began and ended, and its exchanges."""
 
     begin: float
     end: float
-    exchanges: list[Exchange]
+    exchanges: list[Transfer]
 
     @property
     def seconds(self) -> float:

@@ -2,11 +2,12 @@
 
 import pytest
 
-from benchmarks.exchange_overlap.streams import Exchange, Link, Step, events, measured, simulated
+from benchmarks.exchange_overlap.streams import Link, Step, events, measured, simulated
+from benchmarks.ranks import Transfer
 
 # 2 s of computation, a start, 3 s, another start, 1 s, a wait of 4 s for the first, 1 s, a wait of 2 s, 2 s to the end.
-FIRST = Exchange(-1, 1000, started=2.0, arrived=10.0, waits=6.0, goes_on=10.0)
-SECOND = Exchange(-2, 500, started=5.0, arrived=13.0, waits=11.0, goes_on=13.0)
+FIRST = Transfer(-1, 1000, started=2.0, arrived=10.0, waits=6.0, goes_on=10.0)
+SECOND = Transfer(-2, 500, started=5.0, arrived=13.0, waits=11.0, goes_on=13.0)
 STEP = Step(0.0, 15.0, [FIRST, SECOND])
 
 
@@ -26,7 +27,7 @@ def test_computation_is_what_the_graph_does_not_wait() -> None:
 
 
 def test_waiting_at_once_hides_nothing() -> None:
-    assert measured(Step(0.0, 9.0, [Exchange(-1, 8, 2.0, 5.0, 2.0, 5.0)])).overlap == 0.0
+    assert measured(Step(0.0, 9.0, [Transfer(-1, 8, 2.0, 5.0, 2.0, 5.0)])).overlap == 0.0
 
 
 def test_the_simulation_does_not_see_how_long_the_graph_waited() -> None:
@@ -44,8 +45,8 @@ def test_the_simulation_does_not_see_how_long_the_graph_waited() -> None:
 
 def test_a_late_rank_delays_the_others() -> None:
     """One starts after 1 s, the other after 3 s; a message takes 1 s. The first waits from 2 to 4, the second not at all."""
-    early = Step(0.0, 5.0, [Exchange(-1, 8, started=1.0, arrived=4.0, waits=2.0, goes_on=4.0)])
-    late = Step(0.0, 5.0, [Exchange(-1, 8, started=3.0, arrived=2.0, waits=4.0, goes_on=4.0)])
+    early = Step(0.0, 5.0, [Transfer(-1, 8, started=1.0, arrived=4.0, waits=2.0, goes_on=4.0)])
+    late = Step(0.0, 5.0, [Transfer(-1, 8, started=3.0, arrived=2.0, waits=4.0, goes_on=4.0)])
     first, second = simulated([early, late], Link(1.0, 0.0))
     assert (first.communication_us, first.exposed_us) == pytest.approx((3e6, 2e6))
     assert (second.communication_us, second.exposed_us) == (0.0, 0.0)
@@ -53,7 +54,7 @@ def test_a_late_rank_delays_the_others() -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_an_error() -> None:
-    one, other = Exchange(-1, 8, 1.0, 5.0, 2.0, 5.0), Exchange(-2, 8, 6.0, 8.0, 7.0, 8.0)
+    one, other = Transfer(-1, 8, 1.0, 5.0, 2.0, 5.0), Transfer(-2, 8, 6.0, 8.0, 7.0, 8.0)
     swapped = [one._replace(tag=-2), other._replace(tag=-1)]
     with pytest.raises(ValueError, match="2 ranks wait for exchanges"):
         simulated([Step(0.0, 9.0, [one, other]), Step(0.0, 9.0, swapped)], Link(1.0, 0.0))

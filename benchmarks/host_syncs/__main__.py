@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import answer
-from benchmarks.ops.sets import processor
+from benchmarks.machine import processor
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import answer
+from benchmarks.machine import processor
 from benchmarks.ops import TUNED_MALLOC, sets
 from benchmarks.ops.report import page
 from telechat_moe.cli.arguments import add_json
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sets:
         sets.keep(
             Path(args.sets),
-            {"processor": sets.processor(), "isa": "", "commit": "", "date": "", "cases": []},
+            {"processor": processor(), "isa": "", "commit": "", "date": "", "cases": []},
         )
     if missing := [name for name in ("torch", "mindspore") if find_spec(name) is None]:
         sys.stderr.write(

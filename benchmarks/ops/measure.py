@@ -7,10 +7,10 @@ import sys
 from datetime import date
 from pathlib import Path
 
+from benchmarks.machine import commit, processor
 from benchmarks.ops import blocks, decoder, vector
 from benchmarks.ops.__main__ import add_options
 from benchmarks.ops.report import targets
-from benchmarks.ops.sets import commit, processor
 from benchmarks.ops.timing import Measurement
 from telechat_moe.ops import native
 

@@ -1,9 +1,6 @@
 """Our times with each instruction set: a column each in one file, all of one kind of processor."""
 
 import json
-import platform
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +57,3 @@ def never(kept: dict[str, Any]) -> str:
     """Return the sentence about the sets without a column."""
     lacking = [isa for isa in ISAS if isa not in kept["sets"]]
     return f"never run on {kept['processor']}: {', '.join(lacking)}" if lacking else ""
-
-
-def commit() -> str:
-    """Return the commit that is checked out, with a + where files differ from it; nothing without git."""
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()
-
-
-def processor() -> str:
-    """Return the kind of this machine's processor: its name, which alone may stand for several, family and model."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.M))
-    if len(fields) < 3:
-        return platform.machine()
-    return f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"

@@ -1,7 +1,6 @@
 """Swapped activations on CPU processes: `python -m benchmarks.swap`."""
 
 import argparse
-import os
 import pickle
 import re
 import statistics
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.command import answer
-from benchmarks.ops.measure import processor
+from benchmarks.machine import machine
 from benchmarks.swap.streams import measured, predicted
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
@@ -131,9 +130,8 @@ def report(seconds_per_byte: float, prefetch: int, rounds: int) -> dict[str, Any
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code."""
     found = report(1 / (args.megabytes_per_s * 1e6), args.prefetch, args.rounds)
-    machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
     result = {
-        "machine": machine,
+        "machine": machine(),
         "megabytes_per_s": args.megabytes_per_s,
         "prefetch": args.prefetch,
         "rounds": args.rounds,
@@ -148,7 +146,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     show_table(["activations, link", "s (min) ", "s (median) "], rows)
     peak, stall = found["peak_mib"], found["stall_seconds"]
-    print(f"{machine}; link: {args.megabytes_per_s:g} MB/s each way, prefetch {args.prefetch}")
+    print(
+        f"{result['machine']}; link: {args.megabytes_per_s:g} MB/s each way, prefetch {args.prefetch}"
+    )
     print(
         f"{found['tensors']} activations of {found['moved_mib']:.1f} MiB a step, {found['pool_mib']:.1f} MiB at once; "
         f"bits {'the same' if found['same_bits'] else 'DIFFER'}"

@@ -10,24 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.exchange_overlap.rank import batch, start_values
-from benchmarks.swap.streams import Copy
+from benchmarks.ranks import Transfer, batch, start_values, transfers
 from telechat_moe.launch import rank
 from telechat_moe.launch.job import RESOLVED
 from telechat_moe.ops import native
 from telechat_moe.recipe import load
 
 WARM_UP = 4  # MindSpore tries two ways to run a graph in its first calls and keeps the faster
-
-
-def copies() -> list[Copy]:
-    """Return what the native library wrote down since it was asked to."""
-    numbers = np.zeros(1 << 16)
-    count = native.load().telechat_swap_times(numbers.ctypes.data, len(numbers))
-    rows = numbers[:count].reshape(-1, len(Copy._fields)).tolist()
-    return [Copy(int(tag), int(size), *times) for tag, size, *times in rows]
 
 
 def run(job: Path, number: int, task: dict[str, Any]) -> None:
@@ -43,7 +32,7 @@ def run(job: Path, number: int, task: dict[str, Any]) -> None:
         programs[name].set_parameters(start_values(recipe, programs[name]))
     scalars = from_recipe(recipe, []).scalars
     done = dict.fromkeys(names, 0)
-    steps: dict[str, list[tuple[float, list[Copy]]]] = {}
+    steps: dict[str, list[tuple[float, list[Transfer]]]] = {}
     digests = {name: hashlib.sha256() for name in names}
 
     def step(name: str, kept: str | None, seconds_per_byte: float) -> None:
@@ -56,7 +45,7 @@ def run(job: Path, number: int, task: dict[str, Any]) -> None:
         for x in answers:
             digests[name].update(x.tobytes())
         if kept is not None:
-            steps.setdefault(kept, []).append((seconds, copies()))
+            steps.setdefault(kept, []).append((seconds, transfers(library.telechat_swap_times)))
 
     for _ in range(WARM_UP):
         for name in names:

@@ -1,40 +1,21 @@
 """How long a step waits for copies of activations: measured, and predicted from sizes, a bandwidth and computation."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from benchmarks.ranks import Transfer
 
 
-class Copy(NamedTuple):
-    """A copy of an activation; seconds of a clock.
-
-    Attributes:
-        tag: Twice its number, one more on the way back.
-        bytes: Its size.
-        asked: When it was started.
-        done: When it was there.
-        waits: When the graph began to wait.
-        goes_on: When it went on.
-    """
-
-    tag: int
-    bytes: int
-    asked: float
-    done: float
-    waits: float
-    goes_on: float
-
-
-def measured(copies: Sequence[Copy]) -> float:
+def measured(copies: Sequence[Transfer]) -> float:
     """Return the seconds that a step waited."""
     return sum(copy.goes_on - copy.waits for copy in copies)
 
 
-def predicted(copies: Sequence[Copy], seconds_per_byte: float) -> float:
+def predicted(copies: Sequence[Transfer], seconds_per_byte: float) -> float:
     """Return the seconds that a step will wait, with the computation between starts and waits of a step on a fast link.
 
     Each direction takes copies one after the other; what the fast step waited is left out.
     """
-    events = [(copy.asked, False, copy) for copy in copies]
+    events = [(copy.started, False, copy) for copy in copies]
     events += [(copy.waits, True, copy) for copy in copies]
     now = stall = 0.0
     computed = min((at for at, *_ in events), default=0.0)

@@ -2,13 +2,14 @@
 
 import pytest
 
-from benchmarks.swap.streams import Copy, measured, predicted
+from benchmarks.ranks import Transfer
+from benchmarks.swap.streams import measured, predicted
 
 # Out: started at 10 and 11, waited for at 13 (until 14) and 15. Back: started at 18, waited for at 20.
 COPIES = [
-    Copy(0, 100, asked=10.0, done=14.0, waits=13.0, goes_on=14.0),
-    Copy(2, 200, asked=11.0, done=15.0, waits=15.0, goes_on=15.0),
-    Copy(1, 100, asked=18.0, done=19.0, waits=20.0, goes_on=20.0),
+    Transfer(0, 100, started=10.0, arrived=14.0, waits=13.0, goes_on=14.0),
+    Transfer(2, 200, started=11.0, arrived=15.0, waits=15.0, goes_on=15.0),
+    Transfer(1, 100, started=18.0, arrived=19.0, waits=20.0, goes_on=20.0),
 ]
 
 
@@ -31,7 +32,7 @@ def test_a_fast_link_is_not_waited_for() -> None:
 
 
 def test_both_directions_are_free_for_each_other() -> None:
-    copies = [Copy(0, 100, 0.0, 1.0, 5.0, 5.0), Copy(3, 100, 0.0, 1.0, 6.0, 6.0)]
+    copies = [Transfer(0, 100, 0.0, 1.0, 5.0, 5.0), Transfer(3, 100, 0.0, 1.0, 6.0, 6.0)]
     assert predicted(copies, 0.06) == pytest.approx(
         1.0
     )  # until 6, waited for at 5; the other is there at 6, too
