@@ -12,7 +12,6 @@
 #include <string>
 #include <thread>
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "aot.h"
@@ -102,8 +101,7 @@ Direction& direction(bool out) {  // never freed: their threads run to the end o
 struct SwapState : State {
   int64_t number, at;
   explicit SwapState(Attributes& a) : number(a.integer("number")), at(a.integer("at")) {
-    if (pool < 0) pool = memfd_create("telechat-swap", MFD_CLOEXEC);
-    check(pool >= 0, "no memory for swapped activations: %s", std::strerror(errno));
+    check(pool >= 0, "no pool for swapped activations; telechat_swap_pool names one");
   }
   void start(bool out, const Arg& x) const { direction(out).start({number, at, x.bytes(), static_cast<char*>(x.data), Clock::now()}); }
 };

@@ -92,8 +92,7 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         orders: See :meth:`telechat_moe.graph.execute.Job.write`.
 
     Raises:
-        RecipeError: The recipe chooses the order of passes and no orders are given.
-        BadInputError: More is swapped than may be in memory at once.
+        RecipeError: The recipe chooses the order of passes and no orders are given, or more is swapped than it allows.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
     keep_others_out()
@@ -110,21 +109,20 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
     key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
-        check_swapped(recipe, folder)
-        return folder
-    for path in (written, *folder.glob("rank*")):
-        path.unlink(missing_ok=True)
-    _compile_job(recipe, folder.absolute(), orders)
-    written.write_text(key)
-    check_swapped(recipe, folder)
+    else:
+        for path in (written, *folder.glob("rank*")):
+            path.unlink(missing_ok=True)
+        _compile_job(recipe, folder.absolute(), orders)
+        written.write_text(key)
+    _check_swapped(recipe, folder)
     return folder
 
 
-def check_swapped(recipe: Recipe, job: Path) -> None:
+def _check_swapped(recipe: Recipe, job: Path) -> None:
     """Say what the graphs of a job swap.
 
     Raises:
-        BadInputError: More than the recipe lets a process have outside of its graph.
+        RecipeError: More than the recipe lets a process have outside of its graph.
     """
     from telechat_moe.graph.execute import Job
 

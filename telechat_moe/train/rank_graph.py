@@ -50,7 +50,9 @@ def placed_model(
     """
     mesh, own = mesh_of(recipe), recipe.telechat_moe
     sizes = own.moe_block_rows, own.moe_capacity_tokens
-    model = CausalLM(recipe.model_config, *sizes, sources=_sources(recipe, target))
+    # On Ascend other loaders serve the data, which mark no sources.
+    sources = len(sources_of(recipe)) if target == "CPU" else 1
+    model = CausalLM(recipe.model_config, *sizes, sources=sources)
     model.set_train()
     options = Options(
         dispatcher(recipe, target),
@@ -128,18 +130,12 @@ def build_step(
             elsewhere=[p for p in model.trainable_params() if not placement.is_here(p)],
             drops=drops(config) and len(routers) > 0,
             droppers=_droppers(model, placement),
-            sources=_sources(recipe, target),
             token_shards=mesh.dp * mesh.cp,
             token_weights=weights_parameter(config),
             movable=_movable(recipe, model, placement, params),
         )
     step.set_train()
     return step
-
-
-def _sources(recipe: Recipe, target: str) -> int:
-    """Return how many sources the step tells apart; on Ascend other loaders serve the data, which mark none."""
-    return len(sources_of(recipe)) if target == "CPU" else 1
 
 
 def _droppers(model: CausalLM, placement: Placement) -> list[ParallelDispatch]:

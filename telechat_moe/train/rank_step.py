@@ -111,7 +111,7 @@ class RankStep(UpdateStep):
     """Train on one batch.
 
     Args:
-        model: Placed model (:func:`telechat_moe.sharding.apply`).
+        model: Placed model (:func:`telechat_moe.sharding.apply`); where it tells sources apart, the step returns their sums, too.
         shares: For each of its parameters, one over the number of devices that hold the same shard of the
             gradient; so square sums over all devices count each shard once.
         loss_share: The same for the losses; 0 on a stage that has none.
@@ -120,7 +120,6 @@ class RankStep(UpdateStep):
         experts: Experts of each.
         drops: Pairs are dropped, and counted.
         droppers: Dispatches of this stage, if so.
-        sources: Of the training data; where there are several, the step also returns what each adds to the loss.
         token_shards: Devices that have different tokens in the loss.
         token_weights: By what the model's losses, sums over tokens, are multiplied; None: they are means.
         movable: For each layer whose experts may move, the parameters of its experts and how their squares are added.
@@ -153,7 +152,6 @@ class RankStep(UpdateStep):
         elsewhere: Sequence[Parameter] = (),
         drops: bool = False,
         droppers: Sequence[ParallelDispatch] = (),
-        sources: int = 1,
         token_shards: int = 1,
         token_weights: Parameter | None = None,
         movable: Sequence[tuple[Sequence[int], ExpertSquares]] = (),
@@ -187,7 +185,7 @@ class RankStep(UpdateStep):
         self.droppers = nn.CellList(list(droppers), auto_prefix=False)
         self.router_count, self.experts, self.drops = router_count, experts, drops
         self._set_rows([row for row, _ in routers])
-        self._set_sources(sources, loss_share * token_shards)
+        self._set_sources(model.sources, loss_share * token_shards)
         self.set_movable(movable)
 
     def _set_rows(self, rows: Sequence[int]) -> None:
@@ -215,10 +213,10 @@ class RankStep(UpdateStep):
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return losses (sum over micro-batches), sums by source, and gradients (of the losses' mean)."""
         found, by_source = self.network(*batch), ()
-        if self.sources > 1:
+        if self.sources:
             found, by_source = found[: -2 * self.sources], (found[-2 * self.sources :],)
         losses, sens = self.terms(found)
-        if self.sources > 1:
+        if self.sources:
             sens = self.concat((sens, self.no_gradient))
         grads = self.gradient(self.network, self.weights)(*batch, sens)
         if self.accumulates and not self.sharded:
@@ -254,7 +252,7 @@ class RankStep(UpdateStep):
         losses = self.sum_losses(losses * self.loss_share)
         applied = self.counts(norm, ops.reduce_sum(losses))
         loads, dropped = self.take_loads(losses)
-        if self.sources > 1:
+        if self.sources:
             sums = self.sum_sources(by_source[0] * self.source_share)
             by_source = (self.reshape(sums, (2, self.sources)),)
         if applied:
