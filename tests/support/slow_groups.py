@@ -19,7 +19,11 @@ IN_CI: dict[str, tuple[str, ...]] = {
     ),
     "moves": ("tests/train/test_moving_runs",),
     "launch": ("tests/launch",),
-    "checkpoint": ("tests/checkpoint",),
+    "checkpoint": (
+        "tests/checkpoint",
+        "tests/checkpoint/test_checkpoint_kills.py::test_ten_kills[0]",
+        "tests/checkpoint/test_checkpoint_kills.py::test_ten_kills[1]",
+    ),
     "mindformers": ("tests/interop/test_mindformers",),
     "upstream": ("tests/interop",),
     "graph": (
@@ -52,6 +56,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
         "tests/sharding/test_layouts.py::test_an_exchange",
         "tests/sharding/test_layouts.py::test_what_is",
     ),
+    "kills": ("tests/checkpoint/test_checkpoint_kills",),
     "programs": ("tests/ops/dvm",),
     "schedules": ("tests/plan/test_schedules",),
     "wiring": ("tests/align/test_wiring.py::test_a_doubled_input_is_seen_in_every_layout",),
