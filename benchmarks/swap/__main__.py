@@ -24,6 +24,10 @@ from telechat_moe.recipe import Recipe, load
 PEAK, STALL = 0.05, 0.15
 """Measured and predicted may be this far apart, as a share of the measured."""
 KEPT, SWAPPED = "kept", "swapped"
+LENGTH = (
+    "model.model_config.seq_length",
+    "train_dataset.data_loader.config.seq_length",
+)
 MICRO_BATCHES = 2
 PROCESSES = 2
 _PEAK = re.compile(r"dynamic memory pool .*?peak used mem:(\d+)M")
@@ -45,13 +49,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefetch", type=int, default=20, metavar="N", help="operators (default 20)"
     )
+    parser.add_argument("--states", action="store_true", help="swap AdamW's moments, not activations")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default 5")
     add_json(parser)
     return parser
 
 
-def recipe_of(swap: bool, prefetch: int, output: Path) -> Recipe:
-    """Return a small recipe for two devices whose layers are swapped, or not."""
+def recipe_of(swap: bool, states: bool, prefetch: int, output: Path) -> Recipe:
+    """Return a small recipe for two devices whose layers are swapped, or not, or one with larger weights that swaps moments."""
     settings: dict[str, object] = {
         "model.model_config.num_hidden_layers": 3,
         "model.model_config.num_nextn_predict_layers": 0,
@@ -63,7 +68,10 @@ def recipe_of(swap: bool, prefetch: int, output: Path) -> Recipe:
         "parallel_config.data_parallel": PROCESSES,
         "output_dir": output,
     }
-    if swap:
+    if states:
+        settings |= dict.fromkeys(LENGTH, 64)
+        settings |= {"model.model_config.hidden_size": 512, "optimizer.swap": swap}
+    elif swap:
         settings["swap_config.swap"] = True
         settings["swap_config.layer_swap"] = f"[{{layers: True, backward_prefetch: {prefetch}}}]"
     return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in settings.items()])
@@ -89,16 +97,16 @@ def launch(job: Path, recipe: Recipe, task: dict[str, Any]) -> tuple[list[dict[s
     return [pickle.loads(path.read_bytes()) for path in paths], max(peaks)
 
 
-def report(seconds_per_byte: float, prefetch: int, rounds: int) -> dict[str, Any]:
+def report(seconds_per_byte: float, states: bool, prefetch: int, rounds: int) -> dict[str, Any]:
     """Return what was measured and predicted."""
     from telechat_moe.graph.execute import Job
     from telechat_moe.train.rank_graph import compile_recipe
 
     with TemporaryDirectory() as folder:
         for name in (KEPT, SWAPPED):
-            recipe = recipe_of(name == SWAPPED, prefetch, Path(folder) / "out")
+            recipe = recipe_of(name == SWAPPED, states, prefetch, Path(folder) / "out")
             graphs = compile_recipe(recipe, target="CPU", full_batch=True, shared_graph=True)
-            job = Job.write(Path(folder) / name, graphs)
+            job = Job.write(Path(folder) / name, graphs, states=recipe.optimizer.swap)
         task = {"rounds": rounds, "seconds_per_byte": seconds_per_byte, "programs": [KEPT, SWAPPED]}
         both, kept_peak = launch(Path(folder) / KEPT, recipe, task)
         _, peak = launch(
@@ -129,7 +137,7 @@ def report(seconds_per_byte: float, prefetch: int, rounds: int) -> dict[str, Any
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code."""
-    found = report(1 / (args.megabytes_per_s * 1e6), args.prefetch, args.rounds)
+    found = report(1 / (args.megabytes_per_s * 1e6), args.states, args.prefetch, args.rounds)
     result = {
         "machine": machine(),
         "megabytes_per_s": args.megabytes_per_s,
