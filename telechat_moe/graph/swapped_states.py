@@ -42,9 +42,7 @@ def swap_states(model: Model, swapped: Swapped | None) -> Swapped | None:
             _Rewriter(model, swapped.tensors, states).rewrite(proto, updates)
             in_turn(model, proto)
             size = sum(map(_room, states))
-            return swapped._replace(
-                pool=swapped.pool + size, peak=peak_of(model), states=states
-            )
+            return swapped._replace(pool=swapped.pool + size, peak=peak_of(model), states=states)
     return swapped if swapped.tensors else None
 
 

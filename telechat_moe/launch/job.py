@@ -137,7 +137,9 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
         )
     if most.states:
         moments = size_text(sum(state.nbytes for state in most.states))
-        _say(f"rank {rank}: {len(most.states)} moments of {moments} are out of its memory between updates")
+        _say(
+            f"rank {rank}: {len(most.states)} moments of {moments} are out of its memory between updates"
+        )
     pool = recipe.telechat_moe.swap
     if pool is not None and pool.pool_mib is not None and most.pool > pool.pool_mib << 20:
         found = f"{pool.pool_mib}, and rank {rank} swaps {size_text(most.pool)} at once"
