@@ -24,6 +24,12 @@ from telechat_moe.recipe import Recipe, load
 PEAK, STALL = 0.05, 0.15
 """Measured and predicted may be this far apart, as a share of the measured."""
 KEPT, SWAPPED = "kept", "swapped"
+WIDER = {
+    "model.model_config.hidden_size": 768,
+    "model.model_config.intermediate_size": 2304,
+    "model.model_config.moe_intermediate_size": 384,
+    "model.model_config.moe_shared_expert_intermediate_size": 384,
+}
 LENGTH = (
     "model.model_config.seq_length",
     "train_dataset.data_loader.config.seq_length",
@@ -74,7 +80,7 @@ def recipe_of(swap: bool, states: bool, prefetch: int, output: Path) -> Recipe:
     }
     if states:
         settings |= dict.fromkeys(LENGTH, 64)
-        settings |= {"model.model_config.hidden_size": 512, "optimizer.swap": swap}
+        settings |= WIDER | {"optimizer.swap": swap}
     elif swap:
         settings["swap_config.swap"] = True
         settings["swap_config.layer_swap"] = f"[{{layers: True, backward_prefetch: {prefetch}}}]"
