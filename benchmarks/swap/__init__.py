@@ -1,1 +1,1 @@
-"""Swapped activations on CPU processes with a slowed link: peak memory and waiting, predicted and measured."""
+"""Swapped activations and moments on CPU processes with a slowed link: peak memory and waiting, predicted and measured."""

@@ -1,4 +1,4 @@
-"""Swapped activations on CPU processes: `python -m benchmarks.swap`."""
+"""Swapped activations and moments on CPU processes: `python -m benchmarks.swap`."""
 
 import argparse
 import pickle
@@ -24,6 +24,16 @@ from telechat_moe.recipe import Recipe, load
 PEAK, STALL = 0.05, 0.15
 """Measured and predicted may be this far apart, as a share of the measured."""
 KEPT, SWAPPED = "kept", "swapped"
+WIDER = {
+    "model.model_config.hidden_size": 768,
+    "model.model_config.intermediate_size": 2304,
+    "model.model_config.moe_intermediate_size": 384,
+    "model.model_config.moe_shared_expert_intermediate_size": 384,
+}
+LENGTH = (
+    "model.model_config.seq_length",
+    "train_dataset.data_loader.config.seq_length",
+)
 MICRO_BATCHES = 2
 PROCESSES = 2
 _PEAK = re.compile(r"dynamic memory pool .*?peak used mem:(\d+)M")
@@ -35,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.swap",
-        description="Measure memory and waiting of swapped activations on two CPU processes with a slowed link, and compare "
-        "with what sizes, bandwidth and computation predict.",
+        description="Measure memory and waiting of swapped activations, or moments, on two CPU processes with a slowed link, and "
+        "compare with what sizes, bandwidth and computation predict.",
     )
     parser.add_argument(
         "--megabytes-per-s", type=float, default=60.0, metavar="MB",
@@ -45,13 +55,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefetch", type=int, default=20, metavar="N", help="operators (default 20)"
     )
+    parser.add_argument(
+        "--states",
+        action="store_true",
+        help="swap AdamW's moments, of larger weights, not activations",
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default 5")
     add_json(parser)
     return parser
 
 
-def recipe_of(swap: bool, prefetch: int, output: Path) -> Recipe:
-    """Return a small recipe for two devices whose layers are swapped, or not."""
+def recipe_of(swap: bool, states: bool, prefetch: int, output: Path) -> Recipe:
+    """Return a small recipe for two devices that swaps layers, or, with larger weights, moments; or not."""
     settings: dict[str, object] = {
         "model.model_config.num_hidden_layers": 3,
         "model.model_config.num_nextn_predict_layers": 0,
@@ -63,7 +78,10 @@ def recipe_of(swap: bool, prefetch: int, output: Path) -> Recipe:
         "parallel_config.data_parallel": PROCESSES,
         "output_dir": output,
     }
-    if swap:
+    if states:
+        settings |= dict.fromkeys(LENGTH, 64)
+        settings |= WIDER | {"optimizer.swap": swap}
+    elif swap:
         settings["swap_config.swap"] = True
         settings["swap_config.layer_swap"] = f"[{{layers: True, backward_prefetch: {prefetch}}}]"
     return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in settings.items()])
@@ -89,22 +107,32 @@ def launch(job: Path, recipe: Recipe, task: dict[str, Any]) -> tuple[list[dict[s
     return [pickle.loads(path.read_bytes()) for path in paths], max(peaks)
 
 
-def report(seconds_per_byte: float, prefetch: int, rounds: int) -> dict[str, Any]:
+def report(seconds_per_byte: float, states: bool, prefetch: int, rounds: int) -> dict[str, Any]:
     """Return what was measured and predicted."""
     from telechat_moe.graph.execute import Job
+    from telechat_moe.graph.mindir import Model
+    from telechat_moe.graph.swapping import peak_of
     from telechat_moe.train.rank_graph import compile_recipe
 
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as place:
+        folder, graphs = Path(place), []
         for name in (KEPT, SWAPPED):
-            recipe = recipe_of(name == SWAPPED, prefetch, Path(folder) / "out")
-            graphs = compile_recipe(recipe, target="CPU", full_batch=True, shared_graph=True)
-            job = Job.write(Path(folder) / name, graphs)
+            recipe = recipe_of(name == SWAPPED, states, prefetch, folder / "out")
+            if not (states and graphs):  # moments leave when a graph is rewritten for CPU
+                graphs = compile_recipe(recipe, target="CPU", full_batch=True, shared_graph=True)
+            job = Job.write(folder / name, graphs, states=recipe.optimizer.swap)
         task = {"rounds": rounds, "seconds_per_byte": seconds_per_byte, "programs": [KEPT, SWAPPED]}
-        both, kept_peak = launch(Path(folder) / KEPT, recipe, task)
-        _, peak = launch(
-            Path(folder) / SWAPPED, recipe, {**task, "rounds": 1, "programs": [SWAPPED]}
-        )
-    swapped = next(row for row in job.swapped if row is not None)
+        both, kept_peak = launch(folder / KEPT, recipe, task)
+        alone = {**task, "rounds": 1}
+        here, peak = launch(folder / SWAPPED, recipe, {**alone, "programs": [SWAPPED]})
+        swapped = next(row for row in job.swapped if row is not None)
+        predicted_peak = saved = swapped.peak / 2**20
+        if states:
+            there, _ = launch(folder / KEPT, recipe, {**alone, "programs": [KEPT]})
+            kept_peak, peak = (statistics.mean(r["memory"] for r in x) for x in (there, here))
+            before = peak_of(Model((folder / KEPT / "rank_0.mindir").read_bytes()))
+            saved = (sum(s.nbytes for s in swapped.states) - swapped.peak + before) / 2**20
+            predicted_peak = kept_peak - saved
     waited = [[measured(c) for _, c in rank["steps"]["swapped slow"]] for rank in both]
     said = [
         [predicted(c, seconds_per_byte) for _, c in rank["steps"]["swapped fast"]] for rank in both
@@ -115,13 +143,13 @@ def report(seconds_per_byte: float, prefetch: int, rounds: int) -> dict[str, Any
         for name in both[0]["steps"]
     }
     return {
-        "tensors": swapped.tensors,
-        "moved_mib": swapped.moved / 2**20,
+        "tensors": swapped.tensors + len(swapped.states),
+        "moved_mib": (swapped.moved + sum(s.nbytes for s in swapped.states)) / 2**20,
         "pool_mib": swapped.pool / 2**20,
         "seconds": {n: {"min": min(v), "median": statistics.median(v)} for n, v in seconds.items()},
-        "peak_mib": {"kept": kept_peak, "measured": peak, "predicted": swapped.peak / 2**20},
+        "peak_mib": {"kept": kept_peak, "measured": peak, "predicted": predicted_peak},
         "stall_seconds": {"measured": stall, "predicted": expected},
-        "peak_apart": abs(swapped.peak / 2**20 / peak - 1),
+        "peak_apart": abs(predicted_peak - peak) / (saved if states else peak),
         "stall_apart": abs(expected / stall - 1) if stall else 0.0,
         "same_bits": all(len({*rank["digests"].values()}) == 1 for rank in both),
     }
@@ -129,11 +157,12 @@ def report(seconds_per_byte: float, prefetch: int, rounds: int) -> dict[str, Any
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code."""
-    found = report(1 / (args.megabytes_per_s * 1e6), args.prefetch, args.rounds)
+    found = report(1 / (args.megabytes_per_s * 1e6), args.states, args.prefetch, args.rounds)
     result = {
         "machine": machine(),
         "megabytes_per_s": args.megabytes_per_s,
         "prefetch": args.prefetch,
+        "states": args.states,
         "rounds": args.rounds,
         **found,
     }
@@ -144,18 +173,17 @@ def run(args: argparse.Namespace) -> int:
         [name, *(f"{t[key]:.3f}" for key in ("min", "median"))]
         for name, t in found["seconds"].items()
     ]
-    show_table(["activations, link", "s (min) ", "s (median) "], rows)
+    what = "moments" if args.states else "activations"
+    show_table([f"{what}, link", "s (min) ", "s (median) "], rows)
     peak, stall = found["peak_mib"], found["stall_seconds"]
+    print(f"{result['machine']}; link: {args.megabytes_per_s:g} MB/s each way")
     print(
-        f"{result['machine']}; link: {args.megabytes_per_s:g} MB/s each way, prefetch {args.prefetch}"
-    )
-    print(
-        f"{found['tensors']} activations of {found['moved_mib']:.1f} MiB a step, {found['pool_mib']:.1f} MiB at once; "
+        f"{found['tensors']} {what} of {found['moved_mib']:.1f} MiB a step, {found['pool_mib']:.1f} MiB at once; "
         f"bits {'the same' if found['same_bits'] else 'DIFFER'}"
     )
     print(
-        f"peak: {peak['measured']} MiB measured, {peak['predicted']:.1f} predicted ({found['peak_apart']:.1%} apart); "
-        f"{peak['kept']} without swapping"
+        f"peak: {peak['measured']:.0f} MiB measured, {peak['predicted']:.1f} predicted ({found['peak_apart']:.1%} apart); "
+        f"{peak['kept']:.0f} without swapping"
     )
     print(
         f"waiting: {stall['measured']:.3f} s a step measured, {stall['predicted']:.3f} predicted "

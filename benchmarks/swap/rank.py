@@ -3,6 +3,7 @@
 msrun ... python -m benchmarks.swap.rank FOLDER/JOB
 """
 
+import gc
 import hashlib
 import pickle
 import sys
@@ -57,7 +58,14 @@ def run(job: Path, number: int, task: dict[str, Any]) -> None:
     for name in names:
         for _, x in sorted(programs[name].shards().items()):
             digests[name].update(x.tobytes())
-    found = {"steps": steps, "digests": {n: d.hexdigest() for n, d in digests.items()}}
+    gc.collect()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    memory = int(status.partition("RssAnon:")[2].split()[0]) / 1024
+    found = {
+        "memory": memory,
+        "steps": steps,
+        "digests": {n: d.hexdigest() for n, d in digests.items()},
+    }
     (job / f"found_{number}.pickle").write_bytes(pickle.dumps(found))
 
 

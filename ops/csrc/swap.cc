@@ -1,7 +1,7 @@
-// Activations that are outside of the graph's memory between their forward and their backward pass.
+// Activations that are outside of the graph's memory between their forward and their backward pass, and moments between updates.
 //
 // They are in a file without a name, the pool, in memory or in a folder; their places in it are in the graph
-// (telechat_moe/graph/swapping.py). As on the two directions of a link, a thread copies to the pool and another one back.
+// (telechat_moe/graph/swapping.py, swapped_states.py). As on the two directions of a link, a thread copies to the pool and another one back.
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
@@ -48,8 +48,8 @@ class Direction {
     change_.wait(held, [&] { return done_.count(number) > 0; });
     const Copy copy = std::move(done_.extract(number).mapped());
     held.unlock();
-    check(copy.error.empty(), "%ld bytes of an activation %s: %s", static_cast<long>(copy.bytes),
-          out_ ? "cannot be written to the pool of swap_config" : "cannot be read from the pool of swap_config", copy.error.c_str());
+    check(copy.error.empty(), "%ld bytes that are swapped %s: %s", static_cast<long>(copy.bytes),
+          out_ ? "cannot be written to the pool" : "cannot be read from the pool", copy.error.c_str());
     trial.write(2 * number + !out_, copy.bytes, {copy.asked, copy.done, begun, Clock::now()});
   }
 
@@ -101,7 +101,7 @@ Direction& direction(bool out) {  // never freed: their threads run to the end o
 struct SwapState : State {
   int64_t number, at;
   explicit SwapState(Attributes& a) : number(a.integer("number")), at(a.integer("at")) {
-    check(pool >= 0, "no pool for swapped activations; telechat_swap_pool names one");
+    check(pool >= 0, "no pool for what is swapped; telechat_swap_pool names one");
   }
   void start(bool out, const Arg& x) const { direction(out).start({number, at, x.bytes(), static_cast<char*>(x.data), Clock::now()}); }
 };
@@ -137,7 +137,7 @@ TELECHAT_RUN(SwapBackWait) {
   make_token(call);
 }
 
-// Keep activations in this file from now on; the one before is closed.
+// Keep what is swapped in this file from now on; the one before is closed.
 extern "C" void telechat_swap_pool(int file) {
   const int before = pool.exchange(file);
   if (before >= 0) close(before);

@@ -183,7 +183,8 @@ def _ours(
     recipe = load(name, overrides, devices=devices, use="dryrun")
     sizes = Expected(*even_exchange(recipe))
     named = overlapped(recipe)
-    subject = Subject(str(recipe.source), mesh_of(recipe), sizes, overlapped=named)
+    states = recipe.optimizer.swap
+    subject = Subject(str(recipe.source), mesh_of(recipe), sizes, "telechat-moe", named, states)
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types

@@ -14,7 +14,7 @@ from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
 from telechat_moe.graph.reorder import Pair, Pass, in_order
 from telechat_moe.graph.rewrite import for_cpu
-from telechat_moe.graph.swapping import Swapped, open_pool
+from telechat_moe.graph.swapping import PooledTensor, State, Swapped, open_pool
 
 # Parameters that a step reads and the host sets before each call.
 SCHEDULE = ("step_rate", "step_epsilon", "step_decay")
@@ -57,11 +57,13 @@ class Job:
         folder: Path,
         graphs: Sequence[RankGraph],
         orders: Mapping[int, Sequence[Pass | Pair]] | None = None,
+        states: bool = False,
     ) -> "Job":
         """Rewrite the graphs of all ranks for CPU and write them.
 
         Args:
             orders: For each rank the order of its passes; None: MindSpore's.
+            states: The optimizer's are swapped.
 
         Raises:
             BadInputError: A rank waits for a message that none sends, or an order is none of its graph's passes.
@@ -74,7 +76,7 @@ class Job:
             mindir = graph.mindir
             if orders is not None:
                 mindir = in_order(mindir, orders[graph.rank])
-            rewritten = for_cpu(mindir, graph.rank, graph.groups)
+            rewritten = for_cpu(mindir, graph.rank, graph.groups, states)
             (folder / f"rank_{graph.rank}.mindir").write_bytes(rewritten.mindir)
             groups.update({name: list(ranks) for name, ranks in graph.groups.items()})
             light.append(replace(graph, mindir=b""))
@@ -109,7 +111,10 @@ class Job:
         """Read what :meth:`write` wrote."""
         known = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
         ranks = [RankGraph(mindir=b"", **entry) for entry in known.pop("ranks")]
-        swapped = [row and Swapped(*row) for row in known.pop("swapped")]
+        swapped = [
+            row and Swapped(*row[:-1], [State(*state) for state in row[-1]])
+            for row in known.pop("swapped")
+        ]
         return Job(folder, ranks, **known, swapped=swapped)
 
 
@@ -119,10 +124,10 @@ class RankProgram:
     Args:
         job: The job; its groups are created here, all processes in the same order.
         made: Names of groups that earlier programs of this process created; extended here.
-        swap_folder: Where swapped activations wait; None: in memory.
+        swap_folder: Where what is swapped waits; None: in memory.
 
     Attributes:
-        parameters: Those of the graph by name; others may join them that only the host computes.
+        parameters: Those of the graph by name, and states in the pool; others may join them that only the host computes.
     """
 
     def __init__(
@@ -139,10 +144,11 @@ class RankProgram:
                 create_group(name, ranks)
             made.add(name)
         link(rank, job.peers)
-        if (swapped := job.swapped[rank]) is not None:
-            open_pool(swapped.pool, swap_folder)
         self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
         self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
+        if (swapped := job.swapped[rank]) is not None:
+            pool = open_pool(swapped.pool, swap_folder)
+            self.parameters |= {s.name: PooledTensor(s, pool) for s in swapped.states}
 
     def set_parameters(self, values: Mapping[str, np.ndarray], in_place: bool = False) -> None:
         """Set the parameters to this rank's shards of whole tensors; after the first call only ``in_place``.
@@ -150,7 +156,7 @@ class RankProgram:
         Raises:
             BadInputError: A parameter has no value, or its shard another shape.
         """
-        from mindspore import Tensor, ops
+        from mindspore import Tensor
 
         for name, parameter in self.parameters.items():
             if name in (*SCHEDULE, TOKEN_WEIGHTS):
@@ -170,8 +176,8 @@ class RankProgram:
                     f"rank {self.rank}: {name} is {tuple(shard.shape)} after cutting, "
                     f"the graph has {tuple(parameter.shape)}"
                 )
-            if in_place:
-                ops.assign(parameter, Tensor(shard))
+            if in_place or isinstance(parameter, PooledTensor):
+                self.put(name, shard)
             else:
                 parameter.set_data(Tensor(shard))
 
@@ -184,7 +190,10 @@ class RankProgram:
             if given is not parameter:  # without one it is a gradient sum, zero between steps
                 empty = given is None
                 value = np.zeros(parameter.shape, np.float32) if empty else given.asnumpy().copy()
-                parameter.set_data(Tensor(value))
+                if isinstance(parameter, PooledTensor):
+                    self.put(name, value)
+                else:
+                    parameter.set_data(Tensor(value))
 
     def set_limits(self, norm: float, loss: float) -> None:
         """Let the next steps be applied only where gradient norm and loss are below these."""
@@ -201,7 +210,11 @@ class RankProgram:
         """Set this rank's shard of a parameter, in place."""
         from mindspore import Tensor, ops
 
-        ops.assign(self.parameters[name], Tensor(shard))
+        parameter = self.parameters[name]
+        if isinstance(parameter, PooledTensor):
+            parameter.memory[...] = shard
+        else:
+            ops.assign(parameter, Tensor(shard))
 
     def shards(self) -> dict[str, np.ndarray]:
         """Return copies of this rank's parameters."""

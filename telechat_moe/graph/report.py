@@ -49,6 +49,7 @@ class Subject(NamedTuple):
         expected: Sizes of dynamic exchanges.
         model: Whose model was compiled from it.
         overlapped: Collectives that ``pp_1f1b_overlap`` names.
+        swaps_states: The optimizer's are in the host's memory.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Subject(NamedTuple):
     expected: Expected
     model: str = "telechat-moe"
     overlapped: tuple[str, ...] = ()
+    swaps_states: bool = False
 
 
 def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[str, Any]:
@@ -78,14 +80,16 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
         "mindspore": version("mindspore"),
         "limits": LIMITS,
         "notes": NOTES,
-        "stages": [_stage(r, g, mesh) for r, g in zip(readings, graphs, strict=True)],
+        "stages": [
+            _stage(r, g, mesh, subject.swaps_states) for r, g in zip(readings, graphs, strict=True)
+        ],
         "overlapped": list(subject.overlapped),
         "unmatched_transfers": unmatched(orders),
         "check": None,
     }
 
 
-def _stage(reading: Reading, graph: RankGraph, mesh: Devices) -> dict[str, Any]:
+def _stage(reading: Reading, graph: RankGraph, mesh: Devices, swaps_states: bool) -> dict[str, Any]:
     stage = mesh.stage(reading.rank)
     first = stage * mesh.stage_devices
     others = [r for r in range(first, first + mesh.stage_devices) if r != reading.rank]
@@ -101,8 +105,11 @@ def _stage(reading: Reading, graph: RankGraph, mesh: Devices) -> dict[str, Any]:
             for kind in sorted(set().union(*reading.operators.values()))
         },
         "recomputation": _recomputation(reading),
-        "swapping": _swapping(reading),
-        "memory": _memory(reading),
+        "swapping": {
+            **_swapping(reading),
+            "states": reading.memory.optimizer * swaps_states,
+        },
+        "memory": _memory(reading, swaps_states),
         "alive_at_peak": _alive(reading),
         "order": [_event(event) for event in reading.order],
         "order_text": " ".join(map(str, reading.order)),
@@ -163,8 +170,10 @@ def _swapping(reading: Reading) -> dict[str, Any]:
     }
 
 
-def _memory(reading: Reading) -> dict[str, Any]:
+def _memory(reading: Reading, swaps_states: bool) -> dict[str, Any]:
     sizes = {name: int(getattr(reading.memory, name)) for name in MEMORY}
+    if swaps_states:
+        sizes["optimizer"] = 0
     return {
         **sizes,
         "kept_by_a_pass": reading.memory.kept,
@@ -309,13 +318,15 @@ def overlap_text(result: Mapping[str, Any]) -> str:
 
 def swap_text(stage: Mapping[str, Any]) -> str:
     """Say what a stage swaps in a step; empty: nothing."""
-    found = stage["swapping"]
-    if not found["tensors"]:
-        return ""
-    return (
-        f"{found['tensors']} activations of {size_text(found['bytes'])} go to the host's memory and back in a step, at most "
-        f"{size_text(found['host'])} are there at once"
-    )
+    found, said = stage["swapping"], list[str]()
+    if found["tensors"]:
+        said.append(
+            f"{found['tensors']} activations of {size_text(found['bytes'])} go to the host's memory and back in a step, at most "
+            f"{size_text(found['host'])} are there at once"
+        )
+    if found["states"]:
+        said.append(f"the moments, {size_text(found['states'])}, are in the host's memory")
+    return "; ".join(said)
 
 
 def overlap_table(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -23,6 +23,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.exchanges import EXCHANGES, WAITS
 from telechat_moe.graph.inline import inline
 from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, Model, Operation
+from telechat_moe.graph.swapped_states import swap_states
 from telechat_moe.graph.swapping import Swapped, swap_on_cpu
 from telechat_moe.ops import native
 
@@ -42,7 +43,7 @@ class Rewritten(NamedTuple):
         sent: Receiver, tag and shape of each message that it sends.
         received: Sender, tag and shape of each that it receives.
         counts: Collectives rewritten, by kind.
-        swapped: Activations that go out of its memory and come back; None: all stay.
+        swapped: What goes out of its memory and comes back; None: all stays.
     """
 
     mindir: bytes
@@ -191,11 +192,14 @@ REWRITES: dict[str, Callable[[_Site], None]] = {
 }
 
 
-def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Rewritten:
+def for_cpu(
+    mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]], states: bool = False
+) -> Rewritten:
     """Return a rank's graph in the form that CPU processes can run.
 
     Args:
         groups: Groups by name, global ranks.
+        states: The optimizer's are swapped.
 
     Raises:
         BadInputError: A collective has no static form (AlltoAllV) or an unknown group.
@@ -248,6 +252,8 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
         del graph.node[:]
         graph.node.extend(fresh.node)
     swapped = swap_on_cpu(model)
+    if states:
+        swapped = swap_states(model, swapped)
     written = model.proto.SerializeToString()
     return Rewritten(written, messages["Send"], messages["Receive"], counts, swapped)
 

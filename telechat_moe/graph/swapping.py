@@ -12,11 +12,14 @@ MindSpore runs kernels in any order that their inputs allow. So that the distanc
 operator waits for the one before it.
 """
 
+import mmap
 import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.inline import WRITES
@@ -31,20 +34,58 @@ ALIGNMENT = 64
 """Bytes at whose multiples tensors begin in the pool."""
 
 
+class State(NamedTuple):
+    """A moment of AdamW that waits in the pool between the updates.
+
+    Attributes:
+        name: The parameter that it was.
+        at: Where it begins in the pool.
+        shape: This rank's shard, float32.
+    """
+
+    name: str
+    at: int
+    shape: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return size_of((tuple(self.shape), FLOAT32)) or 0
+
+
 class Swapped(NamedTuple):
     """What a rank's graph swaps in a step.
 
     Attributes:
         tensors: Activations that go out and come back.
         moved: Their bytes.
-        pool: Bytes of the file that they wait in.
+        pool: Bytes of the file that activations and states wait in.
         peak: Bytes of all results of operators that are in the graph's memory at once, at most.
+        states: Moments, in the order in which they come and go.
     """
 
     tensors: int
     moved: int
     pool: int
     peak: int
+    states: Sequence[State] = ()
+
+
+class PooledTensor:
+    """A state in the pool, beside the parameters of a graph; its array is the pool's memory."""
+
+    def __init__(self, state: State, pool: mmap.mmap) -> None:
+        count = state.nbytes // np.dtype(np.float32).itemsize
+        values = np.frombuffer(pool, np.float32, count, state.at)
+        self.shape, self.memory = tuple(state.shape), values.reshape(state.shape)
+
+    def asnumpy(self) -> np.ndarray:
+        """Return its values, not a copy."""
+        return self.memory
+
+    def data_ptr(self) -> int:
+        """Return where they are."""
+        return self.memory.ctypes.data
 
 
 class _Move(NamedTuple):
@@ -83,18 +124,26 @@ def swap_on_cpu(model: Model) -> Swapped | None:
     sizes = [size_of(output_shapes(move.out)[0]) or 0 for move in moves]
     places, pool = in_pool([(size, m.left, m.there) for size, m in zip(sizes, moves, strict=True)])
     _rewrite(model, graph, moves, places)
-    _in_turn(model)
+    in_turn(model, main)
+    return Swapped(len(moves), sum(sizes), pool, peak_of(model))
+
+
+def peak_of(model: Model) -> int:
+    """Return the bytes of all results of operators that are in memory at once, at most."""
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
-    peak = most_alive(functions[main.name], functions, lambda shape: size_of(shape) or 0)
-    return Swapped(len(moves), sum(sizes), pool, peak)
+    main = functions[model.proto.graph.name]
+    return most_alive(main, functions, lambda shape: size_of(shape) or 0)
 
 
-def open_pool(size: int, folder: str | None) -> None:
-    """Let the swapped activations of this process wait in memory, or in a file without a name.
+def open_pool(size: int, folder: str | None) -> mmap.mmap:
+    """Let what this process swaps wait in memory, or in a file without a name.
 
     Args:
         size: Bytes, taken now.
         folder: Of the file; None: memory.
+
+    Returns:
+        The pool; it lasts as long as this does.
 
     Raises:
         BadInputError: There is no room, or no such folder.
@@ -115,10 +164,11 @@ def open_pool(size: int, folder: str | None) -> None:
     except OSError as error:
         os.close(pool)
         raise BadInputError(
-            f"{where}: no room for {size_text(size)} of swapped activations ({error.strerror}); "
-            "swap fewer layers, or set telechat_moe.swap.pool_folder to one with room"
+            f"{where}: no room for {size_text(size)} of swapped tensors ({error.strerror}); "
+            "swap less, or set telechat_moe.swap.pool_folder to one with room"
         ) from error
     native.load().telechat_swap_pool(pool)
+    return mmap.mmap(pool, max(size, 1))
 
 
 def in_pool(tensors: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
@@ -244,9 +294,8 @@ def _rewrite(model: Model, graph: Graph, moves: Sequence[_Move], places: Sequenc
     main.node.extend(fresh.node)
 
 
-def _in_turn(model: Model) -> None:
-    """Let each operator of the main graph wait for the one before it, up to the first call: the update."""
-    main = model.proto.graph
+def in_turn(model: Model, main: Any) -> None:
+    """Let each operator of a function wait for the one before it; the main graph up to its first call, the update."""
     graph, fresh = Graph(model, main), type(main)()
     editor = Editor(model, fresh.node)
     shapes = {n.name: next((a for a in n.attribute if a.name == "shape"), None) for n in main.node}

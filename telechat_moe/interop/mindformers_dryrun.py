@@ -228,7 +228,9 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
         model = {"model": {"model_config": model}}
         node = _integer(name, model, f"{MODEL}.npu_nums_per_device", NODE_DEVICES)
     mesh = Mesh(**sizes, sp=sp, zero1=zero1, node=node)
-    return Subject(name, mesh, _exchange(name, given, mesh), f"MindFormers {MINDFORMERS}")
+    states = bool(_section(name, given, "optimizer").get("swap"))
+    model = f"MindFormers {MINDFORMERS}"
+    return Subject(name, mesh, _exchange(name, given, mesh), model, swaps_states=states)
 
 
 def _model(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

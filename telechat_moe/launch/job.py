@@ -130,14 +130,20 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
     if not swapped:
         return
     rank, most = max(swapped.items(), key=lambda item: item[1].pool)
-    _say(
-        f"rank {rank}: {most.tensors} activations of {size_text(most.moved)} go out of its memory and back in a step, "
-        f"{size_text(most.pool)} at once; {size_text(most.peak)} are in it at most"
-    )
+    if most.tensors:
+        _say(
+            f"rank {rank}: {most.tensors} activations of {size_text(most.moved)} go out of its memory and back in a step, "
+            f"{size_text(most.pool - sum(s.nbytes for s in most.states))} at once; {size_text(most.peak)} are in it at most"
+        )
+    if most.states:
+        moments = size_text(sum(state.nbytes for state in most.states))
+        _say(
+            f"rank {rank}: {len(most.states)} moments of {moments} are out of its memory between updates"
+        )
     pool = recipe.telechat_moe.swap
     if pool is not None and pool.pool_mib is not None and most.pool > pool.pool_mib << 20:
         found = f"{pool.pool_mib}, and rank {rank} swaps {size_text(most.pool)} at once"
-        expected = f"{-(-most.pool >> 20)} at least, or fewer layers in swap_config"
+        expected = f"{-(-most.pool >> 20)} at least, or swap less"
         raise RecipeError([recipe.problem("telechat_moe.swap.pool_mib", found, expected)])
 
 
@@ -157,7 +163,7 @@ def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
         _say(f"compiled {done} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
 
     graphs = compile_recipe(recipe, target="CPU", full_batch=True, done=one_more)
-    Job.write(folder, graphs, orders)
+    Job.write(folder, graphs, orders, recipe.optimizer.swap)
 
 
 def ascend_operators(recipe: Recipe) -> dict[str, int]:

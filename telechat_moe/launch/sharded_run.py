@@ -230,9 +230,11 @@ def one_process(recipe: Recipe) -> Recipe:
     operators = replace(recipe.telechat_moe.operators, default="plain")
     moe = replace(recipe.telechat_moe.moe, balance_group="dp", placement=None)
     own = replace(recipe.telechat_moe, operators=operators, sharding=sharding, moe=moe)
+    states = replace(recipe.optimizer, swap=False)
     return replace(
         recipe,
         use_parallel=False,
+        optimizer=states,
         runner_config=runner,
         parallel_config=pipeline,
         telechat_moe=own,

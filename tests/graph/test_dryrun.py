@@ -479,3 +479,21 @@ def test_what_is_moved_to_the_host_is_not_on_the_device(swapped):
     rows = [(r["module"], r["kind"], r["prefetch"], r["count"]) for r in found["by_module"]]
     assert rows == ([("layers.*", "Add", 6, 1)] if swapped else [])
     assert ("1 activations of 400 B" in swap_text(stage)) is swapped
+
+
+def test_swapped_moments_are_not_on_the_device():
+    made = Builder()
+    made.graph("main")
+    for name in ("w", "adam_m.w", "adam_v.w"):
+        made.given("main", name, (100,))
+    made.node("main", "end", "Add", "w", "w", shape=(100,), scope="Default/optimizer-AdamW")
+    graph = made.compiled()
+    kept, away = (
+        report(Subject("r", Mesh(), Expected(1), swaps_states=x), [graph], "Ascend")["stages"][0]
+        for x in (False, True)
+    )
+    assert kept["memory"]["optimizer"] == 800
+    assert away["memory"]["optimizer"] == 0
+    assert kept["memory"]["total"] - away["memory"]["total"] == 800
+    assert swap_text(kept) == ""
+    assert swap_text(away) == "the moments, 800 B, are in the host's memory"

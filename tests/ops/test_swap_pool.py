@@ -96,7 +96,7 @@ def test_a_slow_link_is_waited_for() -> None:
 def test_what_was_not_written_is_not_read() -> None:
     open_pool(64, None)
     tensor = back(np.zeros(10, np.float32), 3, 1 << 20)
-    with pytest.raises(NativeError, match=r"40 bytes of an activation cannot be read .*: it ends"):
+    with pytest.raises(NativeError, match=r"40 bytes that are swapped cannot be read .*: it ends"):
         there(tensor, 3)
 
 

@@ -1,8 +1,11 @@
 """Memory: parameters against exact counts, activations against Korthikanti et al. 2022, in-flight micro-batches."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.plan_published.models import published
+from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import columns
@@ -141,3 +144,25 @@ def test_what_fsdp_keeps_from_the_first_micro_batch_to_the_last():
     assert kept.gradients == pytest.approx(4 * dense)
     ahead = (memory(columns([(a, x.but(gathered=on))])).buffers[0, 1] for on in (True, False))
     assert next(ahead) - next(ahead) == 3 * 2 * a.seq * a.vocab
+
+
+def test_swapped_moments_are_not_on_the_device_and_take_the_link():
+    """8 bytes of each parameter of a device, over its link to the host; the update waits for the slower of both."""
+    a = Architecture(hidden=4096, layers=("dense",) * 8, heads=32, ffn=16384, seq=2048, vocab=32000)
+    device = load_device("ascend-910b")
+    kept = Layout(dp=8, zero=1)
+    away = kept.but(optimizer_bytes=4, host_bytes=8)
+    x, y = columns([(a, kept)]), columns([(a, away)])
+    count = a.parameters / 8
+    freed = memory(x).optimizer[0, 0] - memory(y).optimizer[0, 0]
+    assert freed == pytest.approx(8 * count, rel=1e-4)
+    copy = 8 * count / (device.host_bandwidth * device.constants.intra_share)
+    found = evaluate([a], [away], device).optimizer_s[0]
+    assert found == pytest.approx(copy * 9 / 8, rel=1e-4)
+    assert evaluate([a], [kept], device).optimizer_s[0] < copy
+    fast = replace(device, host_bandwidth=1e30)
+    assert evaluate([a], [away], fast).optimizer_s == pytest.approx(
+        evaluate([a], [kept], device).optimizer_s
+    )
+    with pytest.raises(BadInputError, match="host_bandwidth is missing"):
+        evaluate([a], [away], replace(device, host_bandwidth=0.0))

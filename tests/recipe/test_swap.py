@@ -109,6 +109,7 @@ def test_what_has_no_effect_is_refused(
     ("changes", "key", "said"),
     [
         ({"swap_config.swap": False, "telechat_moe.swap.pool_mib": 1}, "swap", "no effect"),
+        ({"telechat_moe.swap": "{}", "optimizer.swap": True}, "swap", "says nothing"),
         ({"telechat_moe.swap": "{}"}, "swap", "says nothing"),
         ({"telechat_moe.swap.pool_mib": 0}, "swap.pool_mib", "integer >= 1"),
     ],
@@ -117,6 +118,48 @@ def test_a_pool_without_effect_is_refused(changes: dict[str, object], key: str, 
     with pytest.raises(RecipeError, match=said) as caught:
         read(changes, "train")
     assert [p.key for p in caught.value.problems] == [f"telechat_moe.{key}"]
+
+
+@pytest.mark.parametrize(
+    ("use", "changes", "said"),
+    [
+        (
+            "train",
+            {"use_parallel": False, "parallel_config.data_parallel": 1},
+            "True on one device, where .* keeps the moments",
+        ),
+        ("mindformers", {"context.memory_optimize_level": "O1"}, "memory_optimize_level O1"),
+    ],
+)
+def test_moments_that_would_stay_are_refused(
+    use: Use, changes: dict[str, object], said: str
+) -> None:
+    off = {"swap_config.swap": False, "trainer.type": "PretrainTrainer"}
+    with pytest.raises(RecipeError, match=said) as caught:
+        read({**off, "optimizer.swap": True, **changes}, use)
+    assert "optimizer.swap" in [p.key for p in caught.value.problems]
+
+
+@pytest.mark.parametrize("use", ["train", "dryrun", "plan"])
+@pytest.mark.parametrize("key", ["overlap_exchange", "pipeline_schedule"])
+def test_moments_are_swapped_in_any_order_of_passes(use: Use, key: str) -> None:
+    stages = {
+        "parallel_config.data_parallel": 1,
+        "parallel_config.pipeline_stage": 2,
+        "parallel_config.micro_batch_num": 2,
+        "runner_config.gradient_accumulation_steps": 1,
+        "telechat_moe.sharding.pipeline_schedule": "zb-h1",
+    }
+    beside = {
+        "parallel_config.expert_parallel": 2,
+        "telechat_moe.sharding.dispatcher": "alltoallv",
+        "telechat_moe.sharding.overlap_exchange": True,
+    }
+    chosen = (
+        {"overlap_exchange": beside, "pipeline_schedule": stages}[key] if use == "train" else {}
+    )
+    pool = {"telechat_moe.swap.pool_mib": 64} if use == "train" else {}
+    assert not read({"swap_config.swap": False, "optimizer.swap": True, **chosen, **pool}, use)
 
 
 def test_processes_take_swapping() -> None:

@@ -249,8 +249,9 @@ def trained(recipe: Recipe) -> str:
     said.append(rank_orders(recipe))
     if (rules := recipe.telechat_moe.moe.placement) is not None:
         said.append([rules.window, repr(expert_moves.rule_of(recipe))])
-    if recipe.swap_config.swap:  # where the processes keep what is swapped, and how much at most
-        said.append(repr(recipe.telechat_moe.swap))
+    states = recipe.optimizer.swap and recipe.devices > 1
+    if recipe.swap_config.swap or states:  # where processes keep what is swapped, and how much
+        said += [states, repr(recipe.telechat_moe.swap)]
     return json.dumps(said, default=str)
 
 
@@ -264,6 +265,7 @@ def compiled(recipe: Recipe) -> str:
             depth,
             switches(recipe),
             [(x.shape, str(x.dtype)) for x in batch],
+            recipe.optimizer.swap,  # the report says where the moments are
             _placed(recipe, "Ascend"),
         ]
     )

@@ -1,4 +1,4 @@
-"""Rules for our own model about activations in the host's memory, beside those of `effect.py`."""
+"""Rules for our own trainer about what is in the host's memory, beside those of `effect.py`."""
 
 from collections.abc import Iterator
 
@@ -30,14 +30,21 @@ def swapped(r: Recipe, compiled: bool) -> Iterator[Broken]:
     yield from _swapped_parts(r, m)
 
 
+def states(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The graphs of CPU processes swap the moments."""
+    if r.optimizer.swap and not compiled and r.devices == 1:
+        found = "True on one device, where `telechat-moe train` keeps the moments in its memory"
+        yield "optimizer.swap", found, "False, or more devices"
+
+
 def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Where activations wait matters where some do."""
+    """Where swapped tensors wait matters where there are some."""
     chosen = r.telechat_moe.swap
     if chosen is None:
         return
-    if not r.swap_config.swap:
-        found = "a section with swap_config.swap False, where it has no effect"
-        yield "telechat_moe.swap", found, "remove it, or swap_config.swap True"
+    if not r.swap_config.swap and not r.optimizer.swap:
+        found = "a section with swap_config.swap and optimizer.swap False, where it has no effect"
+        yield "telechat_moe.swap", found, "remove it, or one of these True"
     elif chosen.pool_folder is None and chosen.pool_mib is None:
         yield (
             "telechat_moe.swap",

@@ -1,4 +1,4 @@
-"""Rules about activations in the host's memory (`swap_config`)."""
+"""Rules about activations and optimizer states in the host's memory (`swap_config`, `optimizer.swap`)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,14 @@ from telechat_moe.recipe.schema.parallel import LayerSwap, OpSwap
 from telechat_moe.recipe.swap import patterns_of, recomputes_layer
 
 AT = "swap_config."
+
+
+def swapped_states(r: Recipe) -> Iterator[Broken]:
+    """MindSpore keeps parameters of the host on the device with `memory_optimize_level` O1."""
+    level = getattr(r.context, "memory_optimize_level", None)  # a key of the table
+    if r.optimizer.swap and level == "O1":
+        found = "True with context.memory_optimize_level O1, where MindSpore takes no notice of it"
+        yield "optimizer.swap", found, "False, or memory_optimize_level O0"
 
 
 def swap_off(r: Recipe) -> Iterator[Broken]:

@@ -11,6 +11,7 @@ from telechat_moe.recipe.fields import (
     Range,
     Share,
     Text,
+    acts,
 )
 from telechat_moe.recipe.schema.table import section
 
@@ -32,6 +33,9 @@ class Optimizer:
 
     learning_rate: Above0 | None = None
     """Learning rate without a schedule; `lr_schedule` replaces it."""
+
+    swap: bool = field(default=False, metadata=acts("copies"))
+    """Keep the moments in the host's memory; on CPU processes out of the memory of their graphs ([swap.md](swap.md))."""
 
 
 _LR_TYPES = Literal[

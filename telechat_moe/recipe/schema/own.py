@@ -221,13 +221,13 @@ class Sharding:
 
 @section
 class Swap:
-    """`telechat_moe.swap`: where activations that `swap_config` takes out of the memory of a CPU process wait."""
+    """`telechat_moe.swap`: where a CPU process keeps what `swap_config` and `optimizer.swap` take out of the memory of its graph."""
 
     pool_folder: Text | None = None
     """Folder for a file without a name, which is gone with its process. None: in memory that belongs to no graph."""
 
     pool_mib: Positive | None = None
-    """MiB of them that a process may have at once. More is an error before the first step. None: any amount."""
+    """MiB that a process may have there at once. More is an error before the first step. None: any amount."""
 
 
 @section
@@ -401,4 +401,4 @@ class TelechatMoe:
     """What computes each operator."""
 
     swap: Swap | None = None
-    """Where swapped activations wait on CPU processes. None: in memory, any amount."""
+    """Where swapped activations and moments wait on CPU processes. None: in memory, any amount."""

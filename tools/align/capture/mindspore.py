@@ -187,6 +187,10 @@ def _sharded(
     from telechat_moe.tools.plan.schedules.ranks import rank_orders
     from telechat_moe.train.rank_graph import compile_recipe
 
+    if recipe.optimizer.swap:
+        raise BadInputError(
+            f"{recipe.source}: optimizer.swap True: a capture reads moments, which are out of the graph then; set it to False"
+        )
     orders = rank_orders(recipe)
     chosen = range(recipe.devices) if ranks is None else ranks
     if outside := [r for r in chosen if not 0 <= r < recipe.devices]:

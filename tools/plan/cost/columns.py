@@ -20,7 +20,7 @@ _ARCHITECTURE = (
 )  # fmt: skip
 _LAYOUT = (
     "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
-    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "own_graph", "skips", "imbalance",
+    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "host_bytes", "residual_bytes", "own_graph", "skips", "imbalance",
     "devices",
 )  # fmt: skip
 STAGE_COLUMNS = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")

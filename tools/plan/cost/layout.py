@@ -142,6 +142,9 @@ class Layout:
     optimizer_bytes: int = 12
     """Bytes per parameter: float32 master copy and two moments."""
 
+    host_bytes: int = 0
+    """Bytes per parameter of moments that wait in the host's memory between updates, not in `optimizer_bytes`."""
+
     residual_bytes: int = 2
     """Bytes per element of the residual stream."""
 
@@ -289,7 +292,8 @@ class Layout:
             compute=compute,
             parameter_bytes=width,
             gradient_bytes=width,
-            optimizer_bytes=8 if width == 4 else 12,
+            optimizer_bytes=(0 if width == 4 else 4) + 8 * (not recipe.optimizer.swap),
+            host_bytes=8 * recipe.optimizer.swap,
             residual_bytes=4 if c.fp32_residual_connection else 2,
             exchange=cast("Exchange", kind)
             if (kind := c.moe_token_dispatcher_type) in get_args(Exchange)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, point_to_point
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
@@ -254,15 +255,27 @@ def reduction(
 def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Array) -> Array:
     """Return the time of the update: gradients, master copies and moments read, the latter written.
 
-    `dense` parameters are held by all data-parallel copies, `experts` are not.
+    Moments of the host come beside it in sixteenths, and leave: the slower of both, with the first that comes and the last
+    that leaves. `dense` parameters are held by all data-parallel copies, `experts` are not.
+
+    Raises:
+        BadInputError: They are, and the device's link to its host is not known.
     """
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut = x.zero > 0
     count = dense / np.where(cut, copies, 1) + experts / np.where(cut, x.expert_copies, 1)
     # gradients are read for the norm and for the update, 2-byte ones first copied to 4 bytes
     gradients = np.where(x.gradient_bytes < 4, 14.0, 8.0)
-    traffic = gradients + 2 * x.optimizer_bytes + x.parameter_bytes
-    return count * traffic / (device.memory_bandwidth * c.memory_share)
+    traffic = gradients + 2 * (x.optimizer_bytes + x.host_bytes) + x.parameter_bytes
+    seconds = count * traffic / (device.memory_bandwidth * c.memory_share)
+    if not np.any(x.host_bytes):
+        return seconds
+    if not device.host_bandwidth:
+        raise BadInputError(
+            f"device {device.name}: host_bandwidth is missing, so optimizer.swap has no cost; add it, or optimizer.swap False"
+        )
+    copy = count * x.host_bytes / (device.host_bandwidth * c.intra_share)
+    return np.where(x.host_bytes > 0, np.maximum(seconds, copy) + copy / 8, seconds)
 
 
 def evaluate_columns(
