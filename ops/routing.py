@@ -158,6 +158,41 @@ class FusedRouting(nn.Cell):
         return self.backward(out[0], out[1], dout[0], dout[2]), ops.zeros_like(bias_E)
 
 
+class FusedBalance(nn.Cell):
+    """``scale / g * sum_gi f_gi P_gi`` over ``g`` groups of tokens: ``f`` the share of tokens that chose expert i, ``P`` its mean normalised score.
+
+    No gradient flows through ``f``.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.forward = custom_op(
+            "BalanceLoss", lambda score, chosen: (score, score), 2, scale=scale
+        )
+        self.backward = custom_op("BalanceLossGrad", lambda score, f, d: score, scale=scale)
+
+    def construct(self, score_gnE: Tensor, chosen_gnE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss ``(1,)`` and ``f``, both fp32."""
+        return self.forward(score_gnE, chosen_gnE)
+
+    def bprop(
+        self,
+        score_gnE: Tensor,
+        chosen_gnE: Tensor,
+        out: tuple[Tensor, ...],
+        dout: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the scores; the choices have none."""
+        return self.backward(score_gnE, out[1], dout[0]), ops.zeros_like(chosen_gnE)
+
+
+def balance_reference(score_gnE: np.ndarray, chosen_gnE: np.ndarray, scale: float) -> float:
+    """Define the balance loss in float64."""
+    score = score_gnE.astype(np.float64)
+    mean_gE = (score / (score.sum(-1, keepdims=True) + 1e-20)).mean(1)
+    return scale * float((chosen_gnE.astype(np.float64).mean(1) * mean_gE).sum(-1).mean())
+
+
 def ranked(rule: Rule, choice_TE: np.ndarray) -> np.ndarray:
     """Return biased scores with -inf for the experts outside each token's best groups."""
     if rule.groups == 1:

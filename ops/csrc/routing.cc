@@ -15,6 +15,7 @@ namespace {
 using namespace telechat;
 
 constexpr int64_t kTokens = 64;  // of a task
+constexpr int64_t kBalanced = 256;  // of a task of the balance loss
 constexpr int64_t kMost = 64;    // experts of a token
 constexpr float kEps = 1e-20f;
 
@@ -71,6 +72,17 @@ void limit_groups(const RoutingState& s, int64_t experts, float* value, float* g
 float sum_of(const float* score, const int32_t* index, int64_t k) {
   float sum = 0;
   for (int64_t j = 0; j < k; j++) sum += score[index[j]];
+  return sum;
+}
+
+struct ScaleState : State {
+  float scale;
+  explicit ScaleState(Attributes& a) : scale(a.number("scale")) {}
+};
+
+float row_sum(const float* x, int64_t n) {
+  float sum = kEps;
+  for (int64_t i = 0; i < n; i++) sum += x[i];
   return sum;
 }
 
@@ -138,5 +150,55 @@ TELECHAT_RUN(RoutingGrad) {
     for (int64_t j = 0; s.normalize && j < K; j++) mean += dw[j] * (own[best[j]] / sum);
     for (int64_t j = 0; j < K; j++) d[best[j]] += s.scale * (dw[j] - mean) / sum;
     (s.softmax ? score_kernels().softmax_grad : score_kernels().sigmoid_grad)(own, d, E, dlogits + t * E);
+  });
+}
+
+// score, chosen [g, n, E] -> loss [1], fraction [g, E] of a group's tokens that chose an expert:
+// scale / g * sum over groups and experts of fraction * (mean over tokens of score / (sum of its row + eps))
+TELECHAT_INIT(BalanceLoss, ScaleState)
+TELECHAT_SHAPES(BalanceLoss) { return {{1}, {in.dim(0, 0), in.dim(0, 2)}}; }
+TELECHAT_RUN(BalanceLoss) {
+  const Arg scores = call[0], chosen = call[1];
+  check(scores.rank == 3 && chosen.size() == scores.size(), "scores have rank %d, expected 3; %ld choices of %ld", scores.rank,
+        long(chosen.size()), long(scores.size()));
+  const int64_t G = scores.dim(0), n = scores.dim(1), E = scores.dim(2), blocks = (n + kBalanced - 1) / kBalanced;
+  const auto *score = scores.as<const float>("scores"), *choice = chosen.as<const float>("choices");
+  auto* fraction = call[3].as<float>("fractions");
+  std::vector<double> sums(2 * G * blocks * E);  // of normalised scores and of choices, by block of tokens
+  parallel_for(G * blocks, [&](int64_t i) {
+    const int64_t g = i / blocks, first = i % blocks * kBalanced, end = std::min(n, first + kBalanced);
+    double* sum = sums.data() + 2 * i * E;
+    for (int64_t t = g * n + first; t < g * n + end; t++) {
+      const float inverse = 1 / row_sum(score + t * E, E);
+      for (int64_t e = 0; e < E; e++) sum[e] += score[t * E + e] * inverse, sum[E + e] += choice[t * E + e];
+    }
+  });
+  double loss = 0;
+  for (int64_t g = 0; g < G; g++) {
+    for (int64_t e = 0; e < E; e++) {
+      double mean = 0, count = 0;
+      for (int64_t b = 0; b < blocks; b++) mean += sums[2 * (g * blocks + b) * E + e], count += sums[(2 * (g * blocks + b) + 1) * E + e];
+      fraction[g * E + e] = static_cast<float>(count / n);
+      loss += mean / n * (count / n);
+    }
+  }
+  *call[2].as<float>("the loss") = static_cast<float>(call.state<ScaleState>().scale / G * loss);
+}
+
+// score [g, n, E], fraction [g, E], dloss [1] -> dscore
+TELECHAT_INIT(BalanceLossGrad, ScaleState)
+TELECHAT_SHAPES1(BalanceLossGrad) { return in.shape(0); }
+TELECHAT_RUN(BalanceLossGrad) {
+  const Arg scores = call[0];
+  const int64_t G = scores.dim(0), n = scores.dim(1), E = scores.dim(2);
+  check(call[1].size() == G * E, "%ld fractions for %ld groups of %ld experts", long(call[1].size()), long(G), long(E));
+  const auto *score = scores.as<const float>("scores"), *fraction = call[1].as<const float>("fractions");
+  auto* dscore = call[3].as<float>("dscore");
+  const float share = *call[2].as<const float>("dloss") * call.state<ScaleState>().scale / static_cast<float>(G * n);
+  parallel_for_steps(G * n, kTokens, [&](int64_t t) {
+    const float *own = score + t * E, *f = fraction + t / n * E, inverse = 1 / row_sum(own, E);
+    float mean = 0;
+    for (int64_t e = 0; e < E; e++) mean += f[e] * own[e] * inverse;
+    for (int64_t e = 0; e < E; e++) dscore[t * E + e] = share * inverse * (f[e] - mean);
   });
 }

@@ -3,6 +3,8 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from telechat_moe.ops.routing import FusedBalance
+from telechat_moe.ops.select import backend
 from telechat_moe.recipe import ModelConfig
 
 
@@ -31,6 +33,9 @@ class BalanceLoss(nn.Cell):
         self.active = bool(config.moe_aux_loss_coeff) and self.kind != "none"
         self.num_experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
         self.coefficient = config.moe_aux_loss_coeff
+        self.fused = None
+        if self.active and not self.by_step and backend("routing") == "fused":
+            self.fused = FusedBalance(float(self.coefficient * self.num_experts / self.top_k))
         self.zero = Tensor([0.0], ms.float32)
         self.reshape = ops.Reshape()
         self.sum_experts = ops.ReduceSum(keep_dims=True)
@@ -64,6 +69,9 @@ class BalanceLoss(nn.Cell):
             return self.zero
         E = self.num_experts
         groups = self.groups or (batch if self.kind == "seq_aux_loss" else 1)
+        if self.fused is not None:
+            shape = (groups, -1, E)
+            return self.fused(self.reshape(score_TE, shape), self.reshape(chosen_TE, shape))[0]
         score_TE = self.divide(score_TE, self.add_eps(self.sum_experts(score_TE, -1), self.eps))
         if self.by_step:
             fraction_gE, chosen = self.share(count_E), 1

@@ -7,6 +7,7 @@ from mindspore.common.initializer import Zero, initializer
 
 from telechat_moe.model.balance import BalanceLoss, ZLoss
 from telechat_moe.model.linear import DTYPES, weight
+from telechat_moe.ops.matmul import matmul
 from telechat_moe.ops.routing import Rule, routing
 from telechat_moe.recipe import ModelConfig
 
@@ -40,6 +41,8 @@ class Router(nn.Cell):
         self.to_router = ops.Cast()
         self.weight_to_router = ops.Cast()
         self.gate: nn.Cell | ops.Primitive = ops.MatMul(transpose_b=True)
+        if self.dtype == ms.float32:
+            self.gate = matmul(self.dtype)
         self.to_float = ops.Cast()
         self.rule = Rule(
             experts=self.num_experts,

@@ -11,6 +11,7 @@ from tiny_models import tiny_config
 
 from telechat_moe.model.balance import BalanceLoss, ZLoss
 from telechat_moe.model.router import Router
+from telechat_moe.ops.select import using
 from telechat_moe.sharding.cells.collective import ALONE, RouterLosses
 
 pytestmark = pytest.mark.mindspore
@@ -67,6 +68,7 @@ def check(found, expected) -> None:
     np.testing.assert_allclose(found[1], expected[1], atol=2e-6 * np.abs(expected[1]).max())
 
 
+@pytest.mark.parametrize("backend", ["fused", "plain"])
 @pytest.mark.parametrize(
     ("kind", "groups", "brute"),
     [
@@ -78,9 +80,11 @@ def check(found, expected) -> None:
         ("aux_loss", 1, 1),
     ],
 )
-def test_loss_and_gradient(kind, groups, brute):
+def test_loss_and_gradient(kind, groups, brute, backend):
     score, chosen = drawn(1)
-    cell = BalanceLoss(config(kind))
+    with using(each={"routing": backend}):
+        cell = BalanceLoss(config(kind))
+    assert (cell.fused is not None) == (backend == "fused")
     cell.groups = groups
     found = value_and_gradient(cell, score, Tensor(chosen), Tensor(chosen.sum(0)), B)
     check(found, brute_force(score, chosen, brute))

@@ -13,7 +13,14 @@ from mindspore import Tensor, nn
 
 from telechat_moe.ops import native
 from telechat_moe.ops.native import Kernel, NativeError
-from telechat_moe.ops.routing import FusedRouting, Routing, Rule, routing, routing_reference
+from telechat_moe.ops.routing import (
+    FusedRouting,
+    Routing,
+    Rule,
+    balance_reference,
+    routing,
+    routing_reference,
+)
 from telechat_moe.ops.select import using
 
 pytestmark = pytest.mark.mindspore
@@ -194,6 +201,38 @@ def test_the_number_of_threads_changes_no_bit():
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert (a.view(np.uint32) == b.view(np.uint32)).all()
+
+
+def balance(score, chosen, scale):
+    """Return the loss and the gradient of the scores by the native operators."""
+    loss, fraction = np.empty(1, np.float32), np.empty((len(score), score.shape[2]), np.float32)
+    slope, one = np.empty_like(score), np.ones(1, np.float32)
+    Kernel("BalanceLoss", {"scale": scale})([score, chosen], [loss, fraction])
+    Kernel("BalanceLossGrad", {"scale": scale})([score, fraction, one], [slope])
+    return loss[0], slope
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 700, 5), (2, 256, 64)])
+def test_balance_loss_is_its_definition_with_any_threads(shape):
+    """The gradient along a random direction is the difference quotient of the definition."""
+    rng = np.random.default_rng(0)
+    score = rng.uniform(0.05, 1, shape).astype(np.float32)
+    chosen = (rng.random(shape) < 0.3).astype(np.float32)
+    before, found = native.threads(), []
+    try:
+        for threads in (1, 3):
+            native.set_threads(threads)
+            found.append(balance(score, chosen, 0.7))
+    finally:
+        native.set_threads(before)
+    loss, slope = found[0]
+    assert loss == found[1][0]
+    np.testing.assert_array_equal(slope, found[1][1])
+    np.testing.assert_allclose(loss, balance_reference(score, chosen, 0.7), rtol=1e-6)
+    way, h = rng.standard_normal(shape), 1e-6
+    ahead, back = (balance_reference(score + x * way, chosen, 0.7) for x in (h, -h))
+    bound = 1e-6 * np.abs(slope * way).sum() + 1e-9
+    assert abs((ahead - back) / (2 * h) - (slope * way).sum(dtype=np.float64)) < bound
 
 
 @pytest.mark.parametrize(
