@@ -3,6 +3,7 @@
 import argparse
 import pickle
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ PEAK, STALL = 0.05, 0.15
 """Measured and predicted may be this far apart, as a share of the measured."""
 KEPT, SWAPPED = "kept", "swapped"
 WIDER = {
+    "model.model_config.num_hidden_layers": 2,
     "model.model_config.hidden_size": 768,
     "model.model_config.intermediate_size": 2304,
     "model.model_config.moe_intermediate_size": 384,
@@ -94,6 +96,7 @@ def launch(job: Path, recipe: Recipe, task: dict[str, Any]) -> tuple[list[dict[s
     program = ["python", "-u", "-m", "benchmarks.swap.rank", str(job)]
     node = LaunchNode(local=PROCESSES, total=PROCESSES, port=free_port())
     logs = job / "log"
+    shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir()
     # Not watched: a process says its peak when it ends by itself.
     command = node.msrun(logs.absolute(), program)

@@ -112,7 +112,7 @@ class Job:
         known = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
         ranks = [RankGraph(mindir=b"", **entry) for entry in known.pop("ranks")]
         swapped = [
-            row and Swapped(*row[:-1], [State(*state) for state in row[-1]])
+            row and Swapped._make([*row[:-1], [State(*state) for state in row[-1]]])
             for row in known.pop("swapped")
         ]
         return Job(folder, ranks, **known, swapped=swapped)
@@ -145,7 +145,8 @@ class RankProgram:
             made.add(name)
         link(rank, job.peers)
         self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
-        self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
+        named = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
+        self.parameters: dict[str, Any] = named
         if (swapped := job.swapped[rank]) is not None:
             pool = open_pool(swapped.pool, swap_folder)
             self.parameters |= {s.name: PooledTensor(s, pool) for s in swapped.states}

@@ -209,11 +209,10 @@ def for_cpu(
     counts: dict[str, int] = {}
     messages: dict[str, set[Message]] = {"Send": set(), "Receive": set()}
     for graph in model.graphs():
-        nodes = list(graph.node)
         fresh = type(graph)()
         editor = Editor(model, fresh.node)
         before: str | None = None
-        for node in nodes:
+        for node in list(graph.node):
             primitive = model.primitive(node)
             if primitive is None or primitive.op_type not in (*COLLECTIVES, "Custom"):
                 fresh.node.add().CopyFrom(node)
@@ -251,11 +250,13 @@ def for_cpu(
                 messages[operation.kind].add((site.peer, site.tag, tuple(site.shape)))
         del graph.node[:]
         graph.node.extend(fresh.node)
+    swapped, sent, received = _swap(model, states), messages["Send"], messages["Receive"]
+    return Rewritten(model.proto.SerializeToString(), sent, received, counts, swapped)
+
+
+def _swap(model: Model, states: bool) -> Swapped | None:
     swapped = swap_on_cpu(model)
-    if states:
-        swapped = swap_states(model, swapped)
-    written = model.proto.SerializeToString()
-    return Rewritten(written, messages["Send"], messages["Receive"], counts, swapped)
+    return swap_states(model, swapped) if states else swapped
 
 
 def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[Message]:

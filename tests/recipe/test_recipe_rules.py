@@ -411,6 +411,13 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             "recompute_config.recompute",
         ),
     ],
+    "swapped_states": [
+        (
+            LARGE,
+            {"optimizer.swap": "True", "context.memory_optimize_level": "O1"},
+            "optimizer.swap",
+        )
+    ],
     "swap_off": [
         (
             LARGE,

@@ -134,4 +134,4 @@ def test_a_capture_refuses_swapped_moments(data: Path, tmp_path: Path) -> None:
     given = mini.arguments(data, tmp_path / "run", **DP2_EP2, optimizer__swap=True)
     recipe = load(given[1], given[4::2])
     with pytest.raises(BadInputError, match=r"optimizer\.swap True: a capture reads moments"):
-        capture._sharded(recipe, tmp_path, range(1), capture.VALUES, lambda _: True, None)
+        capture._sharded(recipe, tmp_path, range(1), capture.VALUES, capture.Filter(), None)
