@@ -32,7 +32,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
         "tests/sharding/test_place.py",
         "tests/sharding/test_swap_cells",
     ),
-    "pipeline": ("tests/sharding/test_pipeline_schedules.py", "tests/sharding/test_swap_runs"),
+    "pipeline": ("tests/sharding/test_pipeline_schedules.py",),
     "align": (
         "tests/align",
         "benchmarks/align_",
@@ -47,6 +47,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
     "keys": ("tests/recipe/test_keys.py",),
     "workflow": ("tests/align/test_wiring", "tests/align/test_workflow"),
+    "swap": ("tests/sharding/test_swap_runs", "tests/train/test_swapped_states"),
 }
 """One of these runs with every commit."""
 
