@@ -89,7 +89,9 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
     }
 
 
-def _stage(reading: Reading, graph: RankGraph, mesh: Devices, swaps_states: bool) -> dict[str, Any]:
+def _stage(
+    reading: Reading, graph: RankGraph, mesh: Devices, swaps_states: bool = False
+) -> dict[str, Any]:
     stage = mesh.stage(reading.rank)
     first = stage * mesh.stage_devices
     others = [r for r in range(first, first + mesh.stage_devices) if r != reading.rank]

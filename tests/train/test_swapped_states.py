@@ -33,7 +33,7 @@ RUN = {
 }
 SKIPS = {
     "use_skip_data_by_global_norm": True,
-    "monitor_config": "{global_norm_spike_threshold: 1.15, global_norm_spike_count_threshold: 6}",
+    "monitor_config": "{global_norm_spike_threshold: 1.1, global_norm_spike_count_threshold: 6}",
 }
 ACTIVATIONS = {
     "runner_config__batch_size": 1,
