@@ -14,9 +14,9 @@ namespace {
 
 using namespace telechat;
 
-constexpr int64_t kTokens = 64;  // of a task
+constexpr int64_t kTokens = 64;     // of a task
 constexpr int64_t kBalanced = 256;  // of a task of the balance loss
-constexpr int64_t kMost = 64;    // experts of a token
+constexpr int64_t kMost = 64;       // experts of a token
 constexpr float kEps = 1e-20f;
 
 struct RoutingState : State {

@@ -177,7 +177,7 @@ class RankProgram:
                     f"rank {self.rank}: {name} is {tuple(shard.shape)} after cutting, "
                     f"the graph has {tuple(parameter.shape)}"
                 )
-            if in_place or isinstance(parameter, PooledTensor):
+            if in_place:
                 self.put(name, shard)
             else:
                 parameter.set_data(Tensor(shard))
@@ -191,10 +191,7 @@ class RankProgram:
             if given is not parameter:  # without one it is a gradient sum, zero between steps
                 empty = given is None
                 value = np.zeros(parameter.shape, np.float32) if empty else given.asnumpy().copy()
-                if isinstance(parameter, PooledTensor):
-                    self.put(name, value)
-                else:
-                    parameter.set_data(Tensor(value))
+                parameter.set_data(Tensor(value))
 
     def set_limits(self, norm: float, loss: float) -> None:
         """Let the next steps be applied only where gradient norm and loss are below these."""
@@ -213,7 +210,7 @@ class RankProgram:
 
         parameter = self.parameters[name]
         if isinstance(parameter, PooledTensor):
-            parameter.memory[...] = shard
+            parameter.set_data(Tensor(shard))
         else:
             ops.assign(parameter, Tensor(shard))
 

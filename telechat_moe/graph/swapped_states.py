@@ -17,7 +17,7 @@ from typing import Any
 
 from telechat_moe.graph.mindir import Editor, Model
 from telechat_moe.graph.nodes import Graph, GraphNode
-from telechat_moe.graph.swapping import ALIGNMENT, FLOAT32, State, Swapped, in_turn, peak_of
+from telechat_moe.graph.swapping import FLOAT32, State, Swapped, in_turn, peak_of, room
 from telechat_moe.ops import native
 
 UPDATE = "AdamWeightDecay"
@@ -41,7 +41,7 @@ def swap_states(model: Model, swapped: Swapped | None) -> Swapped | None:
             states = _without_parameters(model, proto, updates, swapped.pool)
             _Rewriter(model, swapped.tensors, states).rewrite(proto, updates)
             in_turn(model, proto)
-            size = sum(map(_room, states))
+            size = sum(room(state.nbytes) for state in states)
             return swapped._replace(pool=swapped.pool + size, peak=peak_of(model), states=states)
     return swapped if swapped.tensors else None
 
@@ -55,10 +55,6 @@ def groups_of(sizes: Sequence[int]) -> list[range]:
             groups.append(range(begin, index + 1))
             begin, held = index + 1, 0
     return groups
-
-
-def _room(state: State) -> int:
-    return -(-state.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _without_parameters(
@@ -80,7 +76,7 @@ def _without_parameters(
     for name in wanted:
         parameter = parameters.pop(names[name])
         states.append(State(parameter.name.split(":")[-1], at, list(parameter.dims)))
-        at += _room(states[-1])
+        at += room(states[-1].nbytes)
     for owner, field, left in (
         (function, "input", [x for x in function.input if x.name not in wanted]),
         (main, "parameter", list(parameters.values())),

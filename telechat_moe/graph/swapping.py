@@ -34,6 +34,11 @@ ALIGNMENT = 64
 """Bytes at whose multiples tensors begin in the pool."""
 
 
+def room(size: int) -> int:
+    """Return the bytes that a tensor of a size takes in the pool."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class State(NamedTuple):
     """A moment of AdamW that waits in the pool between the updates.
 
@@ -78,6 +83,10 @@ class PooledTensor:
         count = state.nbytes // np.dtype(np.float32).itemsize
         values = np.frombuffer(pool, np.float32, count, state.at)
         self.shape, self.memory = tuple(state.shape), values.reshape(state.shape)
+
+    def set_data(self, value: Any) -> None:
+        """Take the values of a tensor."""
+        self.memory[...] = value.asnumpy()
 
     def asnumpy(self) -> np.ndarray:
         """Return its values, not a copy."""
@@ -182,7 +191,7 @@ def in_pool(tensors: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     end = 0
     for size, first, last in tensors:
         there = sorted(row for row in there if row[2] >= first)
-        place, need = 0, -(-size // ALIGNMENT) * ALIGNMENT
+        place, need = 0, room(size)
         for begin, stop, _ in there:
             if place + need <= begin:
                 break
@@ -294,13 +303,15 @@ def _rewrite(model: Model, graph: Graph, moves: Sequence[_Move], places: Sequenc
     main.node.extend(fresh.node)
 
 
-def in_turn(model: Model, main: Any) -> None:
+def in_turn(model: Model, function: Any) -> None:
     """Let each operator of a function wait for the one before it; the main graph up to its first call, the update."""
-    graph, fresh = Graph(model, main), type(main)()
+    graph, fresh = Graph(model, function), type(function)()
     editor = Editor(model, fresh.node)
-    shapes = {n.name: next((a for a in n.attribute if a.name == "shape"), None) for n in main.node}
+    shapes = {
+        n.name: next((a for a in n.attribute if a.name == "shape"), None) for n in function.node
+    }
     waits: list[str] = []  # the operator before, and those before it for which it could not wait
-    for node in main.node:
+    for node in function.node:
         kind = graph.nodes[node.name].kind
         added = type(node)()
         added.CopyFrom(node)
@@ -324,8 +335,8 @@ def in_turn(model: Model, main: Any) -> None:
                         fresh.node[-1].attribute[0].CopyFrom(shapes[source])
             waits = [node.name] if own else [*waits, node.name]
         fresh.node.add().CopyFrom(added)
-    del main.node[:]
-    main.node.extend(fresh.node)
+    del function.node[:]
+    function.node.extend(fresh.node)
 
 
 def _is_tensor(graph: Graph, name: str) -> bool:

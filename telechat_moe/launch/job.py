@@ -125,6 +125,7 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
         RecipeError: More than the recipe lets a process have outside of its graph.
     """
     from telechat_moe.graph.execute import Job
+    from telechat_moe.graph.swapping import room
 
     swapped = {rank: found for rank, found in enumerate(Job.read(job).swapped) if found}
     if not swapped:
@@ -133,7 +134,7 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
     if most.tensors:
         _say(
             f"rank {rank}: {most.tensors} activations of {size_text(most.moved)} go out of its memory and back in a step, "
-            f"{size_text(most.pool - sum(s.nbytes for s in most.states))} at once; {size_text(most.peak)} are in it at most"
+            f"{size_text(most.pool - sum(room(s.nbytes) for s in most.states))} at once; {size_text(most.peak)} are in it at most"
         )
     if most.states:
         moments = size_text(sum(state.nbytes for state in most.states))

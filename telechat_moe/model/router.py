@@ -40,9 +40,10 @@ class Router(nn.Cell):
         self.dtype = DTYPES[config.router_dense_type]
         self.to_router = ops.Cast()
         self.weight_to_router = ops.Cast()
-        self.gate: nn.Cell | ops.Primitive = ops.MatMul(transpose_b=True)
-        if self.dtype == ms.float32:
-            self.gate = matmul(self.dtype)
+        single = self.dtype == ms.float32
+        self.gate: nn.Cell | ops.Primitive = (
+            matmul(self.dtype) if single else ops.MatMul(transpose_b=True)
+        )
         self.to_float = ops.Cast()
         self.rule = Rule(
             experts=self.num_experts,

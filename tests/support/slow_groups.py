@@ -33,6 +33,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
         "tests/sharding/test_swap_cells",
     ),
     "pipeline": ("tests/sharding/test_pipeline_schedules.py",),
+    "swap": ("tests/sharding/test_swap_runs", "tests/train/test_swapped_states"),
     "align": (
         "tests/align",
         "benchmarks/align_",
@@ -47,7 +48,6 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
     "keys": ("tests/recipe/test_keys.py",),
     "workflow": ("tests/align/test_wiring", "tests/align/test_workflow"),
-    "swap": ("tests/sharding/test_swap_runs", "tests/train/test_swapped_states"),
 }
 """One of these runs with every commit."""
 
