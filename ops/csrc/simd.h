@@ -38,10 +38,17 @@ static inline V load(const float* p) {
 }
 static inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+static inline __m256i first_mask(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+#endif
 // n in [0, W]: the first n lanes, zeros behind.
 static inline V load_n(const float* p, int n) {
 #if defined(__AVX512F__)
   return (V)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+#elif defined(__AVX2__)
+  return (V)_mm256_maskload_ps(p, first_mask(n));
 #else
   V v = {};
   __builtin_memcpy(&v, p, static_cast<size_t>(n) * 4);
@@ -51,6 +58,8 @@ static inline V load_n(const float* p, int n) {
 static inline void store_n(float* p, V v, int n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_maskstore_ps(p, first_mask(n), (__m256)v);
 #else
   __builtin_memcpy(p, &v, static_cast<size_t>(n) * 4);
 #endif
@@ -132,53 +141,63 @@ static inline float max_lanes(V v) {
   return x[0];
 }
 
-static inline V round_even(V x) {  // |x| < 2^22
-  V magic = splat(12582912.0f);
-  V y = x + magic;
-#if defined(__x86_64__)  // keep the pair of additions
+// Hide a sum from the compiler, which would cancel what is added and subtracted.
+static inline void keep(V& y) {
+#if defined(__x86_64__)
   asm("" : "+x"(y));
 #elif defined(__aarch64__)
   asm("" : "+w"(y));
 #endif
+}
+static inline V round_even(V x) {  // |x| < 2^22
+  V magic = splat(12582912.0f);
+  V y = x + magic;
+  keep(y);
   return y - magic;
 }
 
-// e^x, at most 1.5 ulp off; below -103.97 zero, above 88.72 infinity, NaN stays.
+// e^x, at most 1.2 ulp off, 0.9 with fused multiply-add; below -103.97 zero, above 88.72 infinity, NaN stays.
 static inline V exp_v(V x) {
-#if defined(__AVX512F__)  // max and min give their second operand where one is NaN
+  // Minimum and maximum give their second operand where one is NaN.
+#if defined(__AVX512F__)
   V clamped = (V)_mm512_min_ps((__m512)splat(89.0f), _mm512_max_ps((__m512)splat(-105.0f), (__m512)x));
-  V n = (V)_mm512_roundscale_ps((__m512)(clamped * splat(1.44269504088896341f)), 0);
+#elif defined(__AVX2__)
+  V clamped = (V)_mm256_min_ps((__m256)splat(89.0f), _mm256_max_ps((__m256)splat(-105.0f), (__m256)x));
 #else
   V clamped = select(x > splat(89.0f), splat(89.0f), x);
   clamped = select(clamped < splat(-105.0f), splat(-105.0f), clamped);
-  V n = round_even(clamped * splat(1.44269504088896341f));
 #endif
+  const V magic = splat(12582912.0f);  // its last bits are the integer that was added
+  V y = fma(clamped, splat(1.44269504088896341f), magic);
+  keep(y);
+  const V n = y - magic;
   V r = fma(n, splat(-0.693359375f), clamped);
   r = fma(n, splat(2.12194440e-4f), r);
-  V p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + splat(1.0f);
+  V p = splat(1.3814598788e-3f);  // minimax for |r| < ln 2 / 2
+  p = fma(p, r, splat(8.3687165752e-3f));
+  p = fma(p, r, splat(4.1668388993e-2f));
+  p = fma(p, r, splat(1.6666521132e-1f));
+  p = fma(p, r, splat(4.9999994040e-1f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
 #if defined(__AVX512F__)
   return (V)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-  // 2^n in two factors, so that results below the normal range come out right.
-  VI i = __builtin_convertvector(select(x == x, n, splat(0.0f)), VI);
-  VI half = i >> 1;
-  V a = (V)((half + 127) << 23);
-  V b = (V)((i - half + 127) << 23);
-  V y = p * a * b;
-  y = select(x > splat(88.7228394f), splat(__builtin_inff()), y);
-  y = select(x < splat(-103.972084f), splat(0.0f), y);
-  return select(x == x, y, x);
+  // 2^n in two factors, so that results beyond the normal range come out right.
+  const VU i = (VU)y - 0x4b400000u, half = (VU)((VI)i >> 1);
+  return p * (V)((half + 127u) << 23) * (V)((i - half + 127u) << 23);
 #endif
 }
 
 // ln x, at most 2 ulp off; 0 gives -infinity, negative NaN, denormals are handled.
 static inline V log_v(V x) {
+#if defined(__AVX512F__)
+  V m = (V)_mm512_getmant_ps((__m512)x, _MM_MANT_NORM_p5_1, _MM_MANT_SIGN_nan);
+  V fe = (V)_mm512_getexp_ps((__m512)x) + splat(1.0f);
+  const V low = select(m < splat(0.707106781f), splat(1.0f), splat(0.0f));
+  m = fma(m, low, m) - splat(1.0f);
+  fe = fe - low;
+#else
   V tiny = splat(1.17549435e-38f);
   VI small = x < tiny;
   V scaled = select(small, x * splat(8388608.0f), x);
@@ -188,6 +207,7 @@ static inline V log_v(V x) {
   VI low = m < splat(0.707106781f);
   m = select(low, m + m, m) - splat(1.0f);
   V fe = __builtin_convertvector(e, V) - select(low, splat(1.0f), splat(0.0f)) - select(small, splat(23.0f), splat(0.0f));
+#endif
   V z = m * m;
   V p = splat(7.0376836292e-2f);
   p = fma(p, m, splat(-1.1514610310e-1f));
@@ -203,9 +223,13 @@ static inline V log_v(V x) {
   y = fma(z, splat(-0.5f), y);
   V r = m + y;
   r = fma(fe, splat(0.693359375f), r);
+#if defined(__AVX512F__)  // zero and infinity: their exponent is infinite
+  return (V)_mm512_mask_add_ps((__m512)r, _mm512_fpclass_ps_mask((__m512)fe, 0x18), (__m512)fe, (__m512)m);
+#else
   r = select(x == splat(__builtin_inff()), x, r);
   r = select(x == splat(0.0f), splat(-__builtin_inff()), r);
   return select((x < splat(0.0f)) | (x != x), splat(__builtin_nanf("")), r);
+#endif
 }
 
 static inline V sigmoid_v(V x) { return splat(1.0f) / (splat(1.0f) + exp_v(-x)); }

@@ -14,7 +14,7 @@ const char* kInstructionNames[] = {
 #define X(name, code, text) #text,
     TELECHAT_DVM_UNARY(X) TELECHAT_DVM_BINARY(X)
 #undef X
-    "const", "copy", "select", "mul_add", "exp_sub", "round_f16", "round_bf16", "to_i32", "from_i32", "to_bool",
+    "const", "copy", "select", "mul_add", "add_add", "mul_mul", "add_mul", "sub_mul", "exp_sub", "round_f16", "round_bf16", "to_i32", "from_i32", "to_bool",
     "neg_i32", "abs_i32", "add_i32", "sub_i32", "mul_i32", "max_i32", "min_i32", "eq_i32", "ne_i32", "lt_i32", "le_i32",
     "gt_i32", "ge_i32", "sum", "sum_product", "max", "min", "column_sum", "column_sum_product", "column_max", "column_min",
     "load_f16", "load_bf16", "load_bool", "store_f16", "store_bf16", "store_bool", "spread", "gather"};
@@ -38,7 +38,7 @@ std::string register_text(const LoweredStage& s, int r) {
 
 int operands(int id) {
   if (id == kConst) return 0;
-  if (id == kSelect || id == kMulAdd) return 3;
+  if (id >= kSelect && id <= kSubMul) return 3;
   const bool binary = (id >= static_cast<int>(kAdd) && id <= static_cast<int>(kOr)) || id == kExpSub ||
                       (id >= kAddInt && id <= kGreaterEqualInt) || id == kSumProduct || id == kColumnSumProduct || id == kGather;
   return binary ? 2 : 1;
@@ -71,19 +71,19 @@ std::string Program::disassemble(const int64_t* shapes) {
   std::string text;
   char line[256];
   for (size_t i = 0; i < p->stages.size(); i++) {
-    const uint64_t* w = p->stages[i].words.data();
-    const LoweredStage& s = stage(i, w[kStride]);
+    const StagePlan& at = p->stages[i];
+    const LoweredStage& s = *at.code;
     std::snprintf(line, sizeof line, "stage %zu: %ld rows x %ld columns, tiles of %ld x %ld, %ld task%s, arena %ld floats, %zu words\n", i,
-                  long(w[kRows]), long(w[kColumns]), long(w[kHeight]), long(w[kWidth]), long(w[kTasks]), w[kTasks] == 1 ? "" : "s",
-                  long(w[kArenaFloats]), p->stages[i].words.size());
+                  long(at.rows), long(at.columns), long(at.height), long(at.width), long(at.tasks), at.tasks == 1 ? "" : "s",
+                  long(at.arena_floats), s.words.size());
     text += line;
-    const uint64_t* at = w + kHeaderWords + w[kRegisters];
-    if (w[kPrologue]) text += "  once a task:\n";
-    for (uint64_t k = 0; k < w[kPrologue]; k++, at += 2) print(&text, s, Code::of(at), at);
-    for (uint64_t pass = 0; pass < w[kPasses]; pass++) {
-      const uint64_t count = *at++;
-      text += w[kPasses] > 1 ? "  once a tile, pass " + std::to_string(pass) + ":\n" : "  once a tile:\n";
-      for (uint64_t k = 0; k < count; k++, at += 2) print(&text, s, Code::of(at), at);
+    const uint64_t* w = s.words.data() + s.registers.size();
+    if (!s.prologue.empty()) text += "  once a task:\n";
+    for (size_t k = 0; k < s.prologue.size(); k++, w += 2) print(&text, s, Code::of(w), w);
+    for (size_t pass = 0; pass < s.passes.size(); pass++) {
+      const uint64_t count = *w++;
+      text += s.passes.size() > 1 ? "  once a tile, pass " + std::to_string(pass) + ":\n" : "  once a tile:\n";
+      for (uint64_t k = 0; k < count; k++, w += 2) print(&text, s, Code::of(w), w);
     }
   }
   return text;
@@ -217,7 +217,7 @@ void run_node(const Call& call) {
     if (i >= g.inputs) continue;
     const auto& load = g.nodes[g.input_node[i]];
     check(x.rank == static_cast<int>(load.dims.size()), "input %d has rank %d, expected %zu", i, x.rank, load.dims.size());
-    check(std::string(x.type_name) == dvm::type_name(load.dtype), "input %d is %s, expected %s", i, x.type_name, dvm::type_name(load.dtype));
+    check(std::strcmp(x.type_name, dvm::type_name(load.dtype)) == 0, "input %d is %s, expected %s", i, x.type_name, dvm::type_name(load.dtype));
     shapes.insert(shapes.end(), x.shape, x.shape + x.rank);
   }
   dvm::run(program, *program.plan(shapes.data()), data.data());

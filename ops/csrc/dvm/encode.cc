@@ -1,4 +1,4 @@
-// Completing bytecode for a shape, keeping the last few, and showing it.
+// Words of the bytecode; tiles and tasks for a shape, of which the last few are kept.
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,12 +34,6 @@ int64_t product(const Dims& dims, size_t begin, size_t end, const int64_t* symbo
   return n;
 }
 
-int moving_registers(const LoweredStage& s) {
-  int n = s.full_slots;
-  for (const Binding& b : s.registers) n += b.place != Place::arena && b.kind == Kind::full;
-  return std::max(n, 1);
-}
-
 }  // namespace
 
 void Code::words(uint64_t out[2]) const {
@@ -66,6 +60,26 @@ Code Code::of(const uint64_t w[2]) {
   return code;
 }
 
+void LoweredStage::finish() {
+  streams = full_slots;
+  for (const Binding& b : registers) {
+    words.push_back(b.word());
+    streams += b.place != Place::arena && b.kind == Kind::full;
+  }
+  streams = std::max<int64_t>(streams, 1);
+  const auto add = [&](const Code& c) {
+    words.resize(words.size() + 2);
+    c.words(&words.back() - 1);
+    instructions++;
+  };
+  instructions = 0;
+  for (const Code& c : prologue) add(c);
+  for (const auto& pass : passes) {
+    words.push_back(pass.size());
+    for (const Code& c : pass) add(c);
+  }
+}
+
 Program::Program(const int64_t* words, int64_t count) : graph_(parse(words, count)), fusion_(fuse(graph_)) {
   workspace_of_.assign(graph_.nodes.size(), -1);
   for (size_t i = 0; i < graph_.nodes.size(); i++) {
@@ -80,46 +94,30 @@ Program::Program(const int64_t* words, int64_t count) : graph_(parse(words, coun
   }
 }
 
-void Program::encode_stage(size_t i, const int64_t* symbols, StageCode* out) const {
+StagePlan Program::encode_stage(size_t i, const int64_t* symbols) const {
   const Stage& s = fusion_.stages[i];
   const size_t rank = s.domain.size(), split = s.split < 0 ? rank : size_t(s.split);
-  const int64_t R = product(s.domain, 0, split, symbols), C = product(s.domain, split, rank, symbols);
-  const bool by_rows = s.split < 0 || C * 4 * moving_registers(rows_[i]) <= cache_bytes().second / 2;
+  StagePlan p;
+  const int64_t R = p.rows = product(s.domain, 0, split, symbols), C = p.columns = product(s.domain, split, rank, symbols);
+  const bool by_rows = s.split < 0 || C * 4 * rows_[i].streams <= cache_bytes().second / 2;
   const LoweredStage& code = by_rows ? rows_[i] : parts_[i];
-  const int64_t tile = std::max<int64_t>(512, cache_bytes().first * 3 / 4 / 4 / moving_registers(code)) / 64 * 64;
-  const int64_t width = by_rows ? C : std::min(C, std::max<int64_t>(tile, 1024));
-  const int64_t height = by_rows ? std::clamp<int64_t>(C ? tile / C : R, 1, std::max<int64_t>(R, 1)) : 1;
-  int64_t task_rows = (std::max<int64_t>(kTaskElements / std::max<int64_t>(C, 1), 1) + height - 1) / height * height;
-  task_rows = std::max(task_rows, (R / kMostTasks + height) / height * height);
-  const int64_t stride = round16(height * width);
-
-  int64_t instructions = static_cast<int64_t>(code.prologue.size());
-  for (const auto& pass : code.passes) instructions += static_cast<int64_t>(pass.size());
-  out->words.resize(kHeaderWords + code.registers.size() + 2 * instructions + code.passes.size());
-  uint64_t* w = out->words.data();
-  w[kRows] = R, w[kColumns] = C, w[kHeight] = height, w[kWidth] = width, w[kTileFloats] = stride;
-  w[kTaskRows] = task_rows, w[kTasks] = std::max<int64_t>((R + task_rows - 1) / task_rows, 1);
-  w[kArenaFloats] = code.full_slots * stride + code.row_slots * round16(C) + code.column_slots * round16(height) + code.single_slots * 16;
-  w[kPasses] = code.passes.size(), w[kRegisters] = code.registers.size(), w[kPrologue] = code.prologue.size();
-  w[kStride] = by_rows;
-  w += kHeaderWords;
-  for (const Binding& b : code.registers) *w++ = b.word();
-  for (const Code& c : code.prologue) c.words(w), w += 2;
-  for (const auto& pass : code.passes) {
-    *w++ = pass.size();
-    for (const Code& c : pass) c.words(w), w += 2;
-  }
-  for (int node : code.partials) {
-    (void)node;
-    out->combine.push_back(C);
-  }
+  p.code = &code;
+  const int64_t tile = std::max<int64_t>(512, cache_bytes().first * 3 / 4 / 4 / code.streams) / 64 * 64;
+  p.width = by_rows ? C : std::min(C, std::max<int64_t>(tile, 1024));
+  p.height = by_rows ? std::clamp<int64_t>(C ? tile / C : R, 1, std::max<int64_t>(R, 1)) : 1;
+  p.task_rows = (std::max<int64_t>(kTaskElements / std::max<int64_t>(C, 1), 1) + p.height - 1) / p.height * p.height;
+  p.task_rows = std::max(p.task_rows, (R / kMostTasks + p.height) / p.height * p.height);
+  p.tasks = std::max<int64_t>((R + p.task_rows - 1) / p.task_rows, 1);
+  p.tile_floats = round16(p.height * p.width);
+  p.arena_floats = code.full_slots * p.tile_floats + code.row_slots * round16(C) + code.column_slots * round16(p.height) + code.single_slots * 16;
+  return p;
 }
 
 std::shared_ptr<const Plan> Program::encode(const int64_t* symbols) const {
   auto plan = std::make_shared<Plan>();
   plan->symbols.assign(symbols, symbols + graph_.symbols);
-  plan->stages.resize(fusion_.stages.size());
-  for (size_t i = 0; i < fusion_.stages.size(); i++) encode_stage(i, symbols, &plan->stages[i]);
+  plan->stages.reserve(fusion_.stages.size());
+  for (size_t i = 0; i < fusion_.stages.size(); i++) plan->stages.push_back(encode_stage(i, symbols));
   plan->workspace.reserve(kept_.size() + 1);
   int64_t total = 0;
   for (int node : kept_) {

@@ -26,7 +26,7 @@ enum Instruction : int {
 #define X(name, code, text) k##name,
   TELECHAT_DVM_UNARY(X) TELECHAT_DVM_BINARY(X)
 #undef X
-  kConst, kCopy, kSelect, kMulAdd, kExpSub,
+  kConst, kCopy, kSelect, kMulAdd, kAddAdd, kMulMul, kAddMul, kSubMul, kExpSub,
   kRoundHalf, kRoundBf16, kToInt, kFromInt, kToBool,
   kNegInt, kAbsInt, kAddInt, kSubInt, kMulInt, kMaxInt, kMinInt, kEqualInt, kNotEqualInt, kLessInt, kLessEqualInt,
   kGreaterInt, kGreaterEqualInt,

@@ -109,6 +109,16 @@ BINARY(LessIntOp, truth((VI)x < (VI)y))
 BINARY(LessEqualIntOp, truth((VI)x <= (VI)y))
 BINARY(GreaterIntOp, truth((VI)x > (VI)y))
 BINARY(GreaterEqualIntOp, truth((VI)x >= (VI)y))
+#define TERNARY(Name, expression) \
+  struct Name {                   \
+    static V f(V x, V y, V z) { return expression; } \
+  };
+TERNARY(SelectOp, select(x != splat(0.0f), y, z))
+TERNARY(MulAddOp, x* y + z)
+TERNARY(AddAddOp, (x + y) + z)
+TERNARY(MulMulOp, (x * y) * z)
+TERNARY(AddMulOp, (x + y) * z)
+TERNARY(SubMulOp, (x - y) * z)
 struct PowOp {
   static V f(V x, V y) {
     V z;
@@ -120,65 +130,42 @@ struct PowOp {
 const float* at(const void* p, int64_t row, int64_t stride) { return static_cast<const float*>(p) + row * stride; }
 float* out(const Args& x, int64_t row) { return static_cast<float*>(x.d) + row * x.sd; }
 
-template <typename Op> void unary(const Args& x) {
+// Element-wise: N operands, each a vector or, where K is false, one number a row.
+template <typename Op, bool KA, bool KB, bool KC, int N> void map_rows(const Args& x) {
+  const auto f = [](V p, V q, V s) {
+    if constexpr (N == 1) return Op::f(p);
+    else if constexpr (N == 2) return Op::f(p, q);
+    else return Op::f(p, q, s);
+  };
   for (int64_t r = 0; r < x.rows; r++) {
     const float* a = at(x.a, r, x.sa);
+    const float *b = N > 1 ? at(x.b, r, x.sb) : a, *c = N > 2 ? at(x.c, r, x.sc) : a;
     float* d = out(x, r);
-    const V one = splat(*a);
-    int64_t i = 0;
-    if (x.va) {
-      for (; i + 2 * W <= x.n; i += 2 * W) {
-        const V p = Op::f(load(a + i)), q = Op::f(load(a + i + W));
-        store(d + i, p);
-        store(d + i + W, q);
-      }
-    }
-    for (; i < x.n; i += W) store_n(d + i, Op::f(x.va ? load_n(a + i, lanes(x.n - i)) : one), lanes(x.n - i));
-  }
-}
-
-template <typename Op, bool VA, bool VB> void binary_rows(const Args& x) {
-  for (int64_t r = 0; r < x.rows; r++) {
-    const float *a = at(x.a, r, x.sa), *b = at(x.b, r, x.sb);
-    float* d = out(x, r);
-    const V one_a = splat(*a), one_b = splat(*b);
-    int64_t i = 0;
+    const V one_a = splat(*a), one_b = splat(*b), one_c = splat(*c);
+    const auto whole = [&](int64_t i) { return f(KA ? load(a + i) : one_a, KB ? load(b + i) : one_b, KC ? load(c + i) : one_c); };
+    const auto part = [&](int64_t i, int n) {
+      store_n(d + i, f(KA ? load_n(a + i, n) : one_a, KB ? load_n(b + i, n) : one_b, KC ? load_n(c + i, n) : one_c), n);
+    };
+    int64_t i = until_aligned(d, x.n);
+    if (i) part(0, static_cast<int>(i));
     for (; i + 2 * W <= x.n; i += 2 * W) {
-      const V p = Op::f(VA ? load(a + i) : one_a, VB ? load(b + i) : one_b);
-      const V q = Op::f(VA ? load(a + i + W) : one_a, VB ? load(b + i + W) : one_b);
+      const V p = whole(i), q = whole(i + W);
       store(d + i, p);
       store(d + i + W, q);
     }
-    for (; i < x.n; i += W) {
-      const int rest = lanes(x.n - i);
-      store_n(d + i, Op::f(VA ? load_n(a + i, rest) : one_a, VB ? load_n(b + i, rest) : one_b), rest);
-    }
+    for (; i < x.n; i += W) part(i, lanes(x.n - i));
   }
 }
 
-template <typename Op> void binary(const Args& x) {
-  if (x.va && x.vb) return binary_rows<Op, true, true>(x);
-  if (x.va) return binary_rows<Op, true, false>(x);
-  if (x.vb) return binary_rows<Op, false, true>(x);
-  binary_rows<Op, false, false>(x);
-}
-
-template <typename F> void ternary(const Args& x, F f) {
-  for (int64_t r = 0; r < x.rows; r++) {
-    const float *a = at(x.a, r, x.sa), *b = at(x.b, r, x.sb), *c = at(x.c, r, x.sc);
-    float* d = out(x, r);
-    const V one_a = splat(*a), one_b = splat(*b), one_c = splat(*c);
-    for (int64_t i = 0; i < x.n; i += W) {
-      const int n = lanes(x.n - i);
-      store_n(d + i, f(x.va ? load_n(a + i, n) : one_a, x.vb ? load_n(b + i, n) : one_b, x.vc ? load_n(c + i, n) : one_c), n);
-    }
+template <int N, typename Op, bool... K> void map(const Args& x) {
+  constexpr int known = sizeof...(K);
+  if constexpr (known == N) {
+    constexpr bool k[] = {K..., false, false};
+    map_rows<Op, k[0], k[1], k[2], N>(x);
+  } else {
+    const bool is[] = {x.va, x.vb, x.vc};
+    is[known] ? map<N, Op, K..., true>(x) : map<N, Op, K..., false>(x);
   }
-}
-void select_rows(const Args& x) {
-  ternary(x, [](V a, V b, V c) { return select(a != splat(0.0f), b, c); });
-}
-void mul_add(const Args& x) {
-  ternary(x, [](V a, V b, V c) { return a * b + c; });
 }
 
 void constant(const Args& x) { *static_cast<float*>(x.d) = x.value; }
@@ -208,26 +195,39 @@ template <bool Product> void sum(const Args& x) {
   }
 }
 
-template <typename Op> void extreme(const Args& x, float worst) {
+// NaN is looked for apart: the largest number of all values' bits without their sign tells whether there is one.
+template <bool Max> void extreme(const Args& x) {
+  const V worst = splat(Max ? -__builtin_inff() : __builtin_inff());
+  const auto better = [](float p, float q) { return (Max ? p > q : p < q) ? p : q; };
   for (int64_t r = 0; r < x.rows; r++) {
     const float* a = at(x.a, r, x.sa);
-    V s[2] = {splat(worst), splat(worst)};
+    V s[4] = {worst, worst, worst, worst};
+    VI size = {};
+    const auto take = [&](V* best, V v) {
+      *best = Max ? max_fast(*best, v) : -max_fast(-*best, -v);
+      const VI bits = (VI)v & 0x7fffffff;
+      size = size > bits ? size : bits;
+    };
     int64_t i = 0;
-    for (; x.va && i + 2 * W <= x.n; i += 2 * W) {
-      s[0] = Op::f(s[0], load(a + i));
-      s[1] = Op::f(s[1], load(a + i + W));
+    for (; x.va && i + 4 * W <= x.n; i += 4 * W) {
+      for (int j = 0; j < 4; j++) take(&s[j], load(a + i + j * W));
     }
-    for (; i < x.n; i += W) s[0] = Op::f(s[0], x.va ? first_lanes(load_n(a + i, lanes(x.n - i)), lanes(x.n - i), splat(worst)) : splat(*a));
-    float y[W];
-    store(y, Op::f(s[0], s[1]));
-    float best = y[0];
-    for (int j = 1; j < W; j++) best = Op::f(splat(best), splat(y[j]))[0];
+    for (; i < x.n; i += W) take(s, x.va ? first_lanes(load_n(a + i, lanes(x.n - i)), lanes(x.n - i), worst) : splat(*a));
+    float y[4 * W];
+    int32_t bits[W];
+    store(y, s[0]), store(y + W, s[1]), store(y + 2 * W, s[2]), store(y + 3 * W, s[3]);
+    __builtin_memcpy(bits, &size, sizeof size);
+    for (int half = 2 * W; half > 0; half /= 2) {
+      for (int j = 0; j < half; j++) y[j] = better(y[j], y[j + half]);
+    }
+    for (int half = W / 2; half > 0; half /= 2) {
+      for (int j = 0; j < half; j++) bits[j] = bits[j] > bits[j + half] ? bits[j] : bits[j + half];
+    }
     float* d = out(x, r);
-    *d = x.first ? best : Op::f(splat(*d), splat(best))[0];
+    const float best = bits[0] > 0x7f800000 ? __builtin_nanf("") : y[0];
+    *d = x.first || *d == *d ? (x.first || best != best ? best : better(*d, best)) : *d;
   }
 }
-void max_row(const Args& x) { extreme<MaximumOp>(x, -__builtin_inff()); }
-void min_row(const Args& x) { extreme<MinimumOp>(x, __builtin_inff()); }
 
 // Rows of a tile added to the row `d`; with one column the tile is one long row.
 template <typename Op, bool Product> void column(const Args& x, float worst) {
@@ -275,34 +275,38 @@ void column_max(const Args& x) { column<MaximumOp, false>(x, -__builtin_inff());
 void column_min(const Args& x) { column<MinimumOp, false>(x, __builtin_inff()); }
 
 // Between memory and registers; both sides are contiguous.
+template <typename F> void each_vector(const Args& x, F f) {
+  int64_t i = 0;
+  for (; i + W <= x.n; i += W) f(i, W);
+  if (i < x.n) f(i, lanes(x.n - i));
+}
+#define INLINE __attribute__((always_inline))
 void load_bf16_rows(const Args& x) {
   const auto* a = static_cast<const uint16_t*>(x.a);
   float* d = static_cast<float*>(x.d);
-  for (int64_t i = 0; i < x.n; i += W) store_n(d + i, load_bf16_n(a + i, lanes(x.n - i)), lanes(x.n - i));
+  each_vector(x, [&](int64_t i, int n) INLINE { store_n(d + i, load_bf16_n(a + i, n), n); });
 }
 void store_bf16_rows(const Args& x) {
   const auto* a = static_cast<const float*>(x.a);
   auto* d = static_cast<uint16_t*>(x.d);
-  for (int64_t i = 0; i < x.n; i += W) {
-    store_bf16_n(d + i, x.va ? load_n(a + i, lanes(x.n - i)) : splat(*a), lanes(x.n - i));
-  }
+  each_vector(x, [&](int64_t i, int n) INLINE { store_bf16_n(d + i, x.va ? load_n(a + i, n) : splat(*a), n); });
 }
 void load_half_rows(const Args& x) {
   const auto* a = static_cast<const uint16_t*>(x.a);
   float* d = static_cast<float*>(x.d);
-  for (int64_t i = 0; i < x.n; i += W) {
+  each_vector(x, [&](int64_t i, int n) INLINE {
     VH h = {};
-    __builtin_memcpy(&h, a + i, static_cast<size_t>(lanes(x.n - i)) * 2);
-    store_n(d + i, from_half(h), lanes(x.n - i));
-  }
+    __builtin_memcpy(&h, a + i, static_cast<size_t>(n) * 2);
+    store_n(d + i, from_half(h), n);
+  });
 }
 void store_half_rows(const Args& x) {
   const auto* a = static_cast<const float*>(x.a);
   auto* d = static_cast<uint16_t*>(x.d);
-  for (int64_t i = 0; i < x.n; i += W) {
-    const VH h = to_half(x.va ? load_n(a + i, lanes(x.n - i)) : splat(*a));
-    __builtin_memcpy(d + i, &h, static_cast<size_t>(lanes(x.n - i)) * 2);
-  }
+  each_vector(x, [&](int64_t i, int n) INLINE {
+    const VH h = to_half(x.va ? load_n(a + i, n) : splat(*a));
+    __builtin_memcpy(d + i, &h, static_cast<size_t>(n) * 2);
+  });
 }
 void load_bool_rows(const Args& x) {
   const auto* a = static_cast<const uint8_t*>(x.a);
@@ -320,18 +324,19 @@ void store_bool_rows(const Args& x) {
 extern const DvmHandlers dvm_handlers;
 // clang-format off
 const DvmHandlers dvm_handlers = {{
-#define X(name, code, text) unary<name##Op>,
+#define X(name, code, text) map<1, name##Op>,
   TELECHAT_DVM_UNARY(X)
 #undef X
-#define X(name, code, text) binary<name##Op>,
+#define X(name, code, text) map<2, name##Op>,
   TELECHAT_DVM_BINARY(X)
 #undef X
-  constant, unary<CopyOp>, select_rows, mul_add, binary<ExpSubOp>,
-  unary<RoundHalfOp>, unary<RoundBf16Op>, unary<ToIntOp>, unary<FromIntOp>, unary<ToBoolOp>,
-  unary<NegIntOp>, unary<AbsIntOp>, binary<AddIntOp>, binary<SubIntOp>, binary<MulIntOp>, binary<MaxIntOp>,
-  binary<MinIntOp>, binary<EqualIntOp>, binary<NotEqualIntOp>, binary<LessIntOp>, binary<LessEqualIntOp>,
-  binary<GreaterIntOp>, binary<GreaterEqualIntOp>,
-  sum<false>, sum<true>, max_row, min_row,
+  constant, map<1, CopyOp>, map<3, SelectOp>, map<3, MulAddOp>, map<3, AddAddOp>, map<3, MulMulOp>, map<3, AddMulOp>, map<3, SubMulOp>,
+  map<2, ExpSubOp>,
+  map<1, RoundHalfOp>, map<1, RoundBf16Op>, map<1, ToIntOp>, map<1, FromIntOp>, map<1, ToBoolOp>,
+  map<1, NegIntOp>, map<1, AbsIntOp>, map<2, AddIntOp>, map<2, SubIntOp>, map<2, MulIntOp>, map<2, MaxIntOp>,
+  map<2, MinIntOp>, map<2, EqualIntOp>, map<2, NotEqualIntOp>, map<2, LessIntOp>, map<2, LessEqualIntOp>,
+  map<2, GreaterIntOp>, map<2, GreaterEqualIntOp>,
+  sum<false>, sum<true>, extreme<true>, extreme<false>,
   column_sum, column_sum_product, column_max, column_min,
   load_half_rows, load_bf16_rows, load_bool_rows, store_half_rows, store_bf16_rows, store_bool_rows,
   nullptr, nullptr,

@@ -16,17 +16,19 @@ class Lowering {
     out_.split = stage_.split;
     out_.by_rows = by_rows;
     uses_.assign(g.nodes.size(), 0);
-    user_.assign(g.nodes.size(), -1);
     for (int n : stage_.nodes) {
-      for (int arg : g.nodes[n].args) {
-        uses_[source(g, arg)]++;
-        user_[arg] = n;
-      }
+      for (int arg : g.nodes[n].args) uses_[source(g, arg)]++;
     }
   }
 
   LoweredStage run() {
     level();
+    takes_.assign(g_.nodes.size(), -1);
+    absorbed_.assign(g_.nodes.size(), false);
+    for (size_t i = stage_.nodes.size(); i-- > 0;) {
+      const int n = stage_.nodes[i], inner = absorbed_[n] ? -1 : takes(n);
+      if (inner >= 0) takes_[n] = inner, absorbed_[inner] = true;
+    }
     const int last = out_.by_rows ? 0 : passes_ - 1;
     for (int pass = 0; pass <= last; pass++) {
       std::vector<bool> needed = out_.by_rows ? std::vector<bool>(g_.nodes.size(), true) : closure(pass, pass == last);
@@ -34,10 +36,11 @@ class Lowering {
       body_ = &out_.passes.back();
       moving_.clear();
       for (int n : stage_.nodes) {
-        if (needed[n] && !absorbed(n)) emit(n);
+        if (needed[n] && !absorbed_[n]) emit(n);
       }
       allocate();
     }
+    out_.finish();
     return std::move(out_);
   }
 
@@ -84,24 +87,22 @@ class Lowering {
 
   bool inside(int n) const { return f_.stage_of[n] == index_; }
 
-  // Its only user takes it up into its own instruction.
-  bool absorbed(int n) const {
-    if (f_.kept[n] || !inside(n)) return false;
-    return uses_[n] == 1 && user_[n] >= 0 && takes(user_[n]) == n;
+  // The instruction that computes `inner` on the way to `outer`, or -1.
+  static int joint(int outer, int inner) {
+    if (outer == Exp) return inner == Sub ? static_cast<int>(kExpSub) : -1;
+    if (outer == Add) return inner == Mul ? static_cast<int>(kMulAdd) : inner == Add ? static_cast<int>(kAddAdd) : -1;
+    if (outer != Mul) return -1;
+    return inner == Mul ? static_cast<int>(kMulMul) : inner == Add ? static_cast<int>(kAddMul) : inner == Sub ? static_cast<int>(kSubMul) : -1;
   }
 
   // The argument that the instruction of `user` computes on the way, or -1.
   int takes(int user) const {
     const Node& u = g_.nodes[user];
-    const auto single = [&](int arg, int op) {
-      return inside(arg) && g_.nodes[arg].op == op && g_.nodes[arg].dtype == kF32 && uses_[arg] == 1 && !f_.kept[arg];
-    };
-    if (u.op == Sum && single(u.args[0], Mul)) return u.args[0];
-    if (u.op == Exp && single(u.args[0], Sub)) return u.args[0];
-    if (u.op == Add && u.dtype == kF32) {
-      for (int arg : u.args) {
-        if (single(arg, Mul) && u.args[0] != u.args[1]) return arg;
-      }
+    if (u.op != Sum && u.dtype != kF32) return -1;
+    for (int arg : u.args) {
+      const Node& in = g_.nodes[arg];
+      if (!inside(arg) || in.dtype != kF32 || uses_[arg] != 1 || f_.kept[arg]) continue;
+      if (u.op == Sum ? in.op == Mul : joint(u.op, in.op) >= 0 && kind(in.dims, in) == kind(u.dims, u)) return arg;
     }
     return -1;
   }
@@ -258,17 +259,13 @@ class Lowering {
     const Kind k = kind(node.dims, node);
     if (stays(k) && still_.count(n)) return;  // computed before an earlier pass
     Code code;
-    const int inner = takes(n);
+    const int inner = takes_[n];
     if (inner >= 0) {
       const Node& in = g_.nodes[inner];
+      code.id = joint(node.op, in.op);
       code.a = operand(in.args[0], in, &code.kinds[1]);
       code.b = operand(in.args[1], in, &code.kinds[2]);
-      if (node.op == Add) {
-        code.id = kMulAdd;
-        code.c = operand(node.args[node.args[0] == inner ? 1 : 0], node, &code.kinds[3]);
-      } else {
-        code.id = kExpSub;
-      }
+      if (node.args.size() == 2) code.c = operand(node.args[node.args[0] == inner ? 1 : 0], node, &code.kinds[3]);
       return define(n, code, k);
     }
     code.id = instruction(node);
@@ -310,7 +307,7 @@ class Lowering {
   void reduce(int n, const Node& node) {
     Code code;
     const bool rows = over_rows(n);
-    const int inner = takes(n);
+    const int inner = takes_[n];
     code.id = (node.op == Sum ? static_cast<int>(kSum) : node.op == Max ? static_cast<int>(kMax) : static_cast<int>(kMin)) + (rows ? kColumnSum - kSum : 0);
     if (inner >= 0) {
       code.id++;
@@ -400,7 +397,9 @@ class Lowering {
   const int index_;
   const std::vector<int>& workspace_of_;
   LoweredStage out_;
-  std::vector<int> uses_, user_;  // of each node in this stage: how often, and by whom
+  std::vector<int> uses_;       // of each node in this stage
+  std::vector<int> takes_;      // the argument that a node's instruction computes on the way
+  std::vector<bool> absorbed_;  // by the instruction of its only user
   std::vector<int> level_;
   int passes_ = 1;
   std::vector<Code>* body_ = nullptr;

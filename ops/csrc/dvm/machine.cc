@@ -17,6 +17,7 @@ enum Slot { kArena = 3, kWorkspace = 4, kPartials = 5, kRegisterSlot = 2 };
 struct Register {
   char* base;
   int64_t by_row, by_column;  // bytes
+  bool stream;
 };
 
 struct Machine {
@@ -55,78 +56,118 @@ float as_float(const char* p, int type) {
   }
 }
 
+// An instruction whose registers a task has found. Addresses change with the tile, extents only with the last one.
+struct Step {
+  Handler run;
+  Args x;
+  int64_t height, width;  // for which the extents are
+  Code code;
+};
+
 class Task {
  public:
-  Task(const Machine& m, size_t stage, const StageCode& code, int64_t index, float* partials)
-      : m_(m), stage_(m.program.fusion().stages[stage]), w_(code.words.data()), index_(index) {
-    C_ = w_[kColumns], height_ = w_[kHeight], width_ = w_[kWidth];
-    registers_ = w_ + kHeaderWords;
-    const int64_t count = w_[kRegisters];
-    reg_ = scratch<Register>(kRegisterSlot, count);
-    arena_ = scratch<float>(kArena, w_[kArenaFloats]);
-    const LoweredStage& lowered = m.program.stage(stage, w_[kStride]);
-    const int64_t stride = w_[kTileFloats], row = (C_ + 15) / 16 * 16, column = (height_ + 15) / 16 * 16;
-    float* rows = arena_ + lowered.full_slots * stride;
+  Task(const Machine& m, size_t stage, int64_t index, float* partials)
+      : m_(m), stage_(m.program.fusion().stages[stage]), p_(m.plan.stages[stage]), words_(p_.code->words.data()), index_(index), C_(p_.columns) {
+    const LoweredStage& lowered = *p_.code;
+    count_ = static_cast<int64_t>(lowered.registers.size());
+    char* room = static_cast<char*>(scratch_bytes(kRegisterSlot, count_ * (sizeof(Register) + sizeof(char*)) + lowered.instructions * sizeof(Step)));
+    steps_ = reinterpret_cast<Step*>(room);
+    reg_ = reinterpret_cast<Register*>(steps_ + lowered.instructions);
+    now_ = reinterpret_cast<char**>(reg_ + count_);
+    float* arena = scratch<float>(kArena, p_.arena_floats);
+    const int64_t stride = p_.tile_floats, row = (C_ + 15) / 16 * 16, column = (p_.height + 15) / 16 * 16;
+    float* rows = arena + lowered.full_slots * stride;
     float* columns = rows + lowered.row_slots * row;
     float* singles = columns + lowered.column_slots * column;
-    for (int64_t i = 0; i < count; i++) {
-      const Binding b = Binding::of(registers_[i]);
+    for (int64_t i = 0; i < count_; i++) {
+      const Binding b = Binding::of(words_[i]);
       Register& r = reg_[i];
       if (b.place == Place::arena) {
-        float* at[] = {arena_ + b.index * stride, rows + b.index * row, columns + b.index * column, singles + b.index * 16};
-        r = {reinterpret_cast<char*>(at[int(b.kind)]), 0, b.kind == Kind::row ? 4 : 0};
+        float* at[] = {arena + b.index * stride, rows + b.index * row, columns + b.index * column, singles + b.index * 16};
+        r = {reinterpret_cast<char*>(at[int(b.kind)]), 0, b.kind == Kind::row ? 4 : 0, false};
       } else if (b.place == Place::partial) {
-        r = {reinterpret_cast<char*>(partials + (b.index * int64_t(w_[kTasks]) + index) * C_), 0, 4};
+        r = {reinterpret_cast<char*>(partials + (b.index * p_.tasks + index) * C_), 0, 4, false};
       } else {
         const int64_t size = bytes_of(b.type);
         r = {m.memory(b), b.kind == Kind::full ? C_ * size : b.kind == Kind::column ? size : 0,
-             b.kind == Kind::full || b.kind == Kind::row ? size : 0};
+             b.kind == Kind::full || b.kind == Kind::row ? size : 0, b.kind == Kind::full};
       }
     }
   }
 
   void run() {
-    const int64_t begin = index_ * int64_t(w_[kTaskRows]), end = std::min<int64_t>(w_[kRows], begin + int64_t(w_[kTaskRows]));
-    const uint64_t* body = registers_ + w_[kRegisters];
-    row_ = begin, column_ = 0, h_ = height_, n_ = C_, first_ = true;
-    for (uint64_t i = 0; i < w_[kPrologue]; i++, body += 2) execute(Code::of(body));
-    for (row_ = begin; row_ < end; row_ += height_) {
-      h_ = std::min(height_, end - row_);
-      const uint64_t* pass = body;
-      for (uint64_t p = 0; p < w_[kPasses]; p++) {
-        const uint64_t count = *pass++;
+    const int64_t begin = index_ * p_.task_rows, end = std::min(p_.rows, begin + p_.task_rows);
+    const LoweredStage& lowered = *p_.code;
+    const uint64_t* word = words_ + count_;
+    Step* step = steps_;
+    const auto decode = [&](size_t count) {
+      for (size_t i = 0; i < count; i++, word += 2, step++) {
+        step->code = Code::of(word);
+        step->run = dvm_handlers().run[step->code.id];
+        step->height = -1;
+      }
+    };
+    decode(lowered.prologue.size());
+    const auto body = step;
+    for (const auto& pass : lowered.passes) {
+      word++;
+      decode(pass.size());
+    }
+    const bool whole = p_.width == C_ && C_;
+    row_ = begin, h_ = p_.height;
+    move(0, C_);
+    for (Step* s = steps_; s < body; s++) execute(*s);
+    for (row_ = begin; row_ < end; row_ += h_) {
+      h_ = std::min(p_.height, end - row_);
+      Step* first = body;
+      for (const auto& pass : lowered.passes) {
         column_ = 0;
         do {
-          n_ = std::min(width_, C_ - column_);
-          first_ = column_ == 0;
-          for (uint64_t i = 0; i < count; i++) execute(Code::of(pass + 2 * i));
-          column_ += width_;
+          move(column_, std::min(p_.width, C_ - column_));
+          for (size_t i = 0; i < pass.size(); i++) {
+            if (whole && row_ + h_ < end) fetch(static_cast<int64_t>(i), static_cast<int64_t>(pass.size()));
+            execute(first[i]);
+          }
+          column_ += p_.width;
         } while (column_ < C_);
-        pass += 2 * count;
+        first += pass.size();
       }
     }
   }
 
  private:
-  char* at(int r) const { return reg_[r].base + row_ * reg_[r].by_row + column_ * reg_[r].by_column; }
+  // Go to a tile: `n` columns from `column` on.
+  void move(int64_t column, int64_t n) {
+    column_ = column, n_ = n;
+    for (int64_t i = 0; i < count_; i++) now_[i] = reg_[i].base + row_ * reg_[i].by_row + column * reg_[i].by_column;
+  }
+
+  // The next tile's part of memory, piece `part` of `parts`, on its way into the cache while this one is computed.
+  void fetch(int64_t part, int64_t parts) const {
+    for (int64_t i = 0; i < count_; i++) {
+      const Register& r = reg_[i];
+      if (!r.stream) continue;
+      const int64_t bytes = h_ * r.by_row;
+      const char* next = now_[i] + bytes;
+      for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts / 64 * 64; at += 64) __builtin_prefetch(next + at);
+    }
+  }
 
   int64_t stride(Kind k) const { return k == Kind::full ? n_ : k == Kind::column ? 1 : 0; }
 
-  void execute(const Code& c) {
-    if (c.flags & kOnce && index_ != 0) return;
-    Args x;
-    x.d = at(c.d), x.a = at(c.a), x.b = at(c.b), x.c = at(c.c);
-    x.first = first_, x.value = c.value;
+  void extents(Step& step) const {
+    const Code& c = step.code;
+    Args& x = step.x;
+    step.height = h_, step.width = n_;
+    x.value = c.value;
     const Kind d = c.kinds[0], a = c.kinds[1], b = c.kinds[2], e = c.kinds[3];
-    if (c.id == kGather) return gather(c, x);
-    if (c.id == kSpread) return spread(c, x);
     const bool reduces = c.id >= kSum && c.id <= kColumnMin;
+    x.sa = x.sb = x.sc = x.sd = 0;
     if (d == Kind::full || reduces) {
       const auto flat = [](Kind k) { return k == Kind::full || k == Kind::single; };
       if (!reduces && flat(a) && flat(b) && flat(e)) {
         x.rows = 1, x.n = h_ * n_;
         x.va = a == Kind::full, x.vb = b == Kind::full, x.vc = e == Kind::full;
-        x.sa = x.sb = x.sc = x.sd = 0;
       } else {
         x.rows = h_, x.n = n_;
         x.va = a == Kind::full || a == Kind::row, x.vb = b == Kind::full || b == Kind::row, x.vc = e == Kind::full || e == Kind::row;
@@ -136,13 +177,23 @@ class Task {
       x.rows = 1, x.n = d == Kind::column ? h_ : d == Kind::row ? n_ : 1;
       x.va = a == d || (d == Kind::column && a == Kind::full), x.vb = b == d || (d == Kind::column && b == Kind::full);
       x.vc = e == d || (d == Kind::column && e == Kind::full);
-      x.sa = x.sb = x.sc = x.sd = 0;
     }
+  }
+
+  void execute(Step& step) {
+    const Code& c = step.code;
+    if (c.flags & kOnce && index_ != 0) return;
+    if (step.height != h_ || step.width != n_) extents(step);
+    Args& x = step.x;
+    x.d = now_[c.d], x.a = now_[c.a], x.b = now_[c.b], x.c = now_[c.c];
+    x.first = column_ == 0;
+    if (c.id == kGather) return gather(c, x);
+    if (c.id == kSpread) return spread(c, x);
     if (x.n == 0 || x.rows == 0) {
       if (c.id >= kSum && c.id <= kMin) empty(c.id, static_cast<float*>(x.d), x.rows);
       return;
     }
-    dvm_handlers().run[c.id](x);
+    step.run(x);
   }
 
   static void empty(int id, float* d, int64_t rows) {
@@ -154,7 +205,7 @@ class Task {
     const Node& node = m_.program.graph().nodes[c.tensor];
     const Node& table = m_.program.graph().nodes[m_.program.graph().input_node[node.attrs[0]]];
     const int64_t count = extent(table.dims[0], m_.plan.symbols.data()), size = bytes_of(table.dtype);
-    const bool wide = Binding::of(registers_[c.a]).type == kI64;
+    const bool wide = Binding::of(words_[c.a]).type == kI64;
     const char* from = reg_[c.b].base;
     float* to = static_cast<float*>(x.d);
     for (int64_t r = 0; r < h_; r++, to += n_) {
@@ -174,7 +225,7 @@ class Task {
     const Dims& dims = m_.program.graph().nodes[c.tensor].dims;
     const size_t rank = stage_.domain.size(), pad = rank - dims.size();
     int64_t size[kMaxRank], step[kMaxRank], at[kMaxRank], run = 1;
-    const Binding b = Binding::of(registers_[c.a]);
+    const Binding b = Binding::of(words_[c.a]);
     for (size_t i = rank; i-- > 0;) {
       size[i] = extent(stage_.domain[i], m_.plan.symbols.data());
       const int64_t own = i < pad ? 1 : extent(dims[i - pad], m_.plan.symbols.data());
@@ -204,13 +255,14 @@ class Task {
 
   const Machine& m_;
   const Stage& stage_;
-  const uint64_t *w_, *registers_;
-  const int64_t index_;
-  int64_t C_, height_, width_;
+  const StagePlan& p_;
+  const uint64_t* words_;
+  const int64_t index_, C_;
+  int64_t count_;
   int64_t row_ = 0, column_ = 0, h_ = 0, n_ = 0;
-  bool first_ = true;
+  Step* steps_;
   Register* reg_;
-  float* arena_;
+  char** now_;  // where each register is for this tile
 };
 
 float identity(int op) {
@@ -229,16 +281,15 @@ float joined(int op, float a, float b) {
 void run(const Program& program, const Plan& plan, void* const* data) {
   Machine machine{program, plan, data, scratch<float>(kWorkspace, plan.workspace.back())};
   for (size_t s = 0; s < plan.stages.size(); s++) {
-    const StageCode& code = plan.stages[s];
-    const LoweredStage& lowered = program.stage(s, code.words[kStride]);
-    const int64_t tasks = code.words[kTasks], C = code.words[kColumns];
+    const LoweredStage& lowered = *plan.stages[s].code;
+    const int64_t tasks = plan.stages[s].tasks, C = plan.stages[s].columns;
     float* partials = nullptr;
     if (!lowered.partials.empty()) {
       partials = scratch<float>(kPartials, tasks * C * static_cast<int64_t>(lowered.partials.size()));
       float* at = partials;
       for (int node : lowered.partials) at = std::fill_n(at, tasks * C, identity(program.graph().nodes[node].op));
     }
-    parallel_for(tasks, [&](int64_t i) { Task(machine, s, code, i, partials).run(); });
+    parallel_for(tasks, [&](int64_t i) { Task(machine, s, i, partials).run(); });
     for (size_t p = 0; p < lowered.partials.size(); p++) {
       const int node = lowered.partials[p], op = program.graph().nodes[node].op;
       float* to = machine.workspace + plan.workspace[program.workspace_index(node)];

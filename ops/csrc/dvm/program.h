@@ -1,7 +1,6 @@
-// Bytecode of a program: lowered once from the graph, completed for each distinct shape.
+// Bytecode of a program: lowered once from the graph, for all shapes; a Plan holds what depends on the shape.
 //
 // A stage is a run of 64-bit words:
-//   header     kHeaderWords words that depend on the shape (rows, columns, tile, tasks, arena)
 //   bindings   one word a register: where its memory is
 //   prologue   instructions on rows and single numbers, once a task
 //   passes     for each: number of instructions, then the instructions, once a tile
@@ -17,8 +16,6 @@
 #include "dvm/handlers.h"
 
 namespace telechat::dvm {
-
-enum Header { kRows, kColumns, kHeight, kWidth, kTileFloats, kTaskRows, kTasks, kArenaFloats, kPasses, kRegisters, kPrologue, kStride, kHeaderWords };
 
 // Where a register's memory is. `full` and `column` registers move with the tile.
 enum class Place : int { arena, input, output, workspace, partial };
@@ -48,11 +45,6 @@ struct Code {
   static Code of(const uint64_t w[2]);
 };
 
-// Memory of a tensor that a stage reads with other strides than its own (a broadcast that is neither row nor column).
-struct Spread {
-  int node;
-};
-
 struct LoweredStage {
   Dims domain;
   int split;
@@ -62,18 +54,24 @@ struct LoweredStage {
   std::vector<Code> prologue;
   std::vector<std::vector<Code>> passes;
   std::vector<int> partials;  // nodes of the column reductions
+  std::vector<uint64_t> words;
+  int64_t instructions, streams;  // streams: tensors of which a tile needs a part
+
+  void finish();  // the words and counts
 };
 
-struct StageCode {
-  std::vector<uint64_t> words;
-  std::vector<int64_t> combine;  // elements of each column reduction
+struct StagePlan {
+  const LoweredStage* code;
+  int64_t rows, columns;
+  int64_t height, width;     // of a tile
+  int64_t tile_floats, arena_floats;
+  int64_t task_rows, tasks;
 };
 
 struct Plan {
   std::vector<int64_t> symbols;
-  std::vector<StageCode> stages;
+  std::vector<StagePlan> stages;
   std::vector<int64_t> workspace;  // floats before each kept value, and the total
-  std::vector<int64_t> input_size, output_size;
 };
 
 class Program {
@@ -86,13 +84,12 @@ class Program {
   void bind(const int64_t* shapes, int64_t* symbols) const { dvm::bind(graph_, shapes, symbols); }
   std::string explain() const;
   std::string disassemble(const int64_t* shapes);
-  const LoweredStage& stage(size_t i, bool by_rows) const { return by_rows ? rows_[i] : parts_[i]; }
   int workspace_index(int node) const { return workspace_of_[node]; }
   int workspaces() const { return static_cast<int>(kept_.size()); }
 
  private:
   LoweredStage lower(size_t stage, bool by_rows) const;
-  void encode_stage(size_t i, const int64_t* symbols, StageCode* out) const;
+  StagePlan encode_stage(size_t i, const int64_t* symbols) const;
 
   Graph graph_;
   Fusion fusion_;

@@ -395,3 +395,20 @@ def test_a_program_in_a_graph_with_unknown_rows():
         (x,) = arrays((rows, 8))
         expected = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
         np.testing.assert_allclose(net(ms.Tensor(x)).asnumpy(), expected, rtol=1e-5)
+
+
+def test_a_nan_reaches_the_extremes_of_its_own_row():
+    def extremes(k, x, c):
+        wide = k.broadcast(c, ("T", 100))
+        for value in (x, wide):
+            k.store(k.max(value, -1))
+            k.store(k.min(value, -1))
+
+    run = dvm.Compiled(dvm.build(extremes, ("T", 100), ("T", 1)))
+    x, c = arrays((100, 100), (100, 1))
+    np.fill_diagonal(x, np.nan)
+    x[7] = -np.inf  # a row without one
+    c[3] = np.nan
+    want = [x.max(-1), x.min(-1), c[:, 0], c[:, 0]]
+    for y, expected in zip(run(x, c), want, strict=True):
+        np.testing.assert_array_equal(y.reshape(-1), expected)
