@@ -271,6 +271,7 @@ bool kind_of(const Dims& dims, const Stage& s, Kind* kind) {
   if (rows_one && columns_full) return *kind = columns_one ? Kind::single : Kind::row, true;
   if (rows_full && columns_one) return *kind = Kind::column, true;
   if (rows_one && columns_one) return *kind = Kind::single, true;
+  *kind = s.split >= 0 && columns_one ? Kind::column : rows_one ? Kind::row : Kind::full;
   return false;
 }
 

@@ -35,6 +35,9 @@ class Lowering {
       out_.passes.emplace_back();
       body_ = &out_.passes.back();
       moving_.clear();
+      if (pass == last) {
+        for (const auto& [n, reg] : reduced_) keep(n, reg, Kind::column);
+      }
       for (int n : stage_.nodes) {
         if (needed[n] && !absorbed_[n]) emit(n);
       }
@@ -175,7 +178,6 @@ class Lowering {
 
   int loaded(int n, int from, const Node& shape, const Node& user, Kind* k) {
     const bool spread = !kind_of(shape.dims, stage_, k);
-    if (spread) *k = Kind::full;
     auto& known = stays(*k) ? still_ : moving_;
     const auto found = known.find(n);
     if (found != known.end()) return found->second;

@@ -175,8 +175,7 @@ class Task {
       }
     } else {
       x.rows = 1, x.n = d == Kind::column ? h_ : d == Kind::row ? n_ : 1;
-      x.va = a == d || (d == Kind::column && a == Kind::full), x.vb = b == d || (d == Kind::column && b == Kind::full);
-      x.vc = e == d || (d == Kind::column && e == Kind::full);
+      x.va = a == d, x.vb = b == d, x.vc = e == d;
     }
   }
 
@@ -234,14 +233,15 @@ class Task {
     }
     const char* from = reg_[c.a].base;
     float* to = static_cast<float*>(x.d);
-    for (int64_t r = 0; r < h_; r++) {
+    const int64_t rows = c.kinds[0] == Kind::row ? 1 : h_, columns = c.kinds[0] == Kind::column ? 1 : n_;
+    for (int64_t r = 0; r < rows; r++) {
       int64_t flat = (row_ + r) * C_ + column_, offset = 0;
       for (size_t i = rank; i-- > 0;) {
         at[i] = flat % size[i];
         flat /= size[i];
         offset += at[i] * step[i];
       }
-      for (int64_t k = 0; k < n_; k++) {
+      for (int64_t k = 0; k < columns; k++) {
         *to++ = as_float(from + offset * bytes_of(b.type), b.type);
         for (size_t i = rank; i-- > 0;) {
           offset += step[i];

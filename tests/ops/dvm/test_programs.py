@@ -373,6 +373,52 @@ def test_lazy_long_chains_and_middle_reductions():
         _ = lazy.nonsense
 
 
+def test_a_nan_reaches_the_extremes_of_its_own_row():
+    def extremes(k, x, c):
+        wide = k.broadcast(c, ("T", 100))
+        for value in (x, wide):
+            k.store(k.max(value, -1))
+            k.store(k.min(value, -1))
+
+    run = dvm.Compiled(dvm.build(extremes, ("T", 100), ("T", 1)))
+    x, c = arrays((100, 100), (100, 1))
+    np.fill_diagonal(x, np.nan)
+    x[7] = -np.inf  # a row without one
+    c[3] = np.nan
+    want = [x.max(-1), x.min(-1), c[:, 0], c[:, 0]]
+    for y, expected in zip(run(x, c), want, strict=True):
+        np.testing.assert_array_equal(y.reshape(-1), expected)
+
+
+def test_an_operand_that_is_neither_row_nor_column_of_its_stage():
+    def across_rows(k, x, b):
+        k.store(k.sum(x, -1, keepdims=True) + b)
+
+    def across_columns(k, x, b, row):
+        y = x * (row + b)
+        k.store(k.sum(y, (1, 2), keepdims=True))
+        k.store(y)
+
+    x, b, row = arrays((3, 5, 7), (1, 5, 1), (1, 5, 7))
+    found = dvm.Compiled(dvm.build(across_rows, ("A", "B", "C"), (1, "B", 1)))(x, b)
+    np.testing.assert_allclose(found[0], x.sum(-1, keepdims=True) + b, rtol=1e-5, atol=1e-5)
+    shapes = ("A", "B", "C"), (1, "B", 1), (1, "B", "C")
+    found = dvm.Compiled(dvm.build(across_columns, *shapes))(x, b, row)
+    y = x * (row + b)
+    np.testing.assert_allclose(found[0], y.sum((1, 2), keepdims=True), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(found[1], y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [7, 600_000])
+def test_a_sum_of_a_row_that_only_a_later_stage_reads(columns):
+    def summed(k, x):
+        k.store(k.reshape(k.sum(x, -1, keepdims=True), ("A",)) * 0.5)
+
+    (x,) = arrays((3, columns))
+    run = dvm.Compiled(dvm.build(summed, ("A", "B")))
+    np.testing.assert_allclose(run(x)[0], x.sum(-1, dtype=np.float64) * 0.5, rtol=1e-5, atol=1e-2)
+
+
 # ---------------------------------------------------------------------- MindSpore
 
 
@@ -395,20 +441,3 @@ def test_a_program_in_a_graph_with_unknown_rows():
         (x,) = arrays((rows, 8))
         expected = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
         np.testing.assert_allclose(net(ms.Tensor(x)).asnumpy(), expected, rtol=1e-5)
-
-
-def test_a_nan_reaches_the_extremes_of_its_own_row():
-    def extremes(k, x, c):
-        wide = k.broadcast(c, ("T", 100))
-        for value in (x, wide):
-            k.store(k.max(value, -1))
-            k.store(k.min(value, -1))
-
-    run = dvm.Compiled(dvm.build(extremes, ("T", 100), ("T", 1)))
-    x, c = arrays((100, 100), (100, 1))
-    np.fill_diagonal(x, np.nan)
-    x[7] = -np.inf  # a row without one
-    c[3] = np.nan
-    want = [x.max(-1), x.min(-1), c[:, 0], c[:, 0]]
-    for y, expected in zip(run(x, c), want, strict=True):
-        np.testing.assert_array_equal(y.reshape(-1), expected)
