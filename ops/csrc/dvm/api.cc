@@ -14,6 +14,9 @@ const char* kInstructionNames[] = {
 #define X(name, code, text) #text,
     TELECHAT_DVM_UNARY(X) TELECHAT_DVM_BINARY(X)
 #undef X
+#define X(name, code, text) "mul_" #text,
+    TELECHAT_DVM_UNARY(X)
+#undef X
     "const", "copy", "select", "mul_add", "add_add", "mul_mul", "add_mul", "sub_mul", "exp_sub", "round_f16", "round_bf16", "to_i32", "from_i32", "to_bool",
     "neg_i32", "abs_i32", "add_i32", "sub_i32", "mul_i32", "max_i32", "min_i32", "eq_i32", "ne_i32", "lt_i32", "le_i32",
     "gt_i32", "ge_i32", "sum", "sum_product", "max", "min", "column_sum", "column_sum_product", "column_max", "column_min",
@@ -39,7 +42,7 @@ std::string register_text(const LoweredStage& s, int r) {
 int operands(int id) {
   if (id == kConst) return 0;
   if (id >= kSelect && id <= kSubMul) return 3;
-  const bool binary = (id >= static_cast<int>(kAdd) && id <= static_cast<int>(kOr)) || id == kExpSub ||
+  const bool binary = (id >= kMulNeg && id <= kMulCos) || (id >= static_cast<int>(kAdd) && id <= static_cast<int>(kOr)) || id == kExpSub ||
                       (id >= kAddInt && id <= kGreaterEqualInt) || id == kSumProduct || id == kColumnSumProduct || id == kGather;
   return binary ? 2 : 1;
 }
@@ -50,7 +53,10 @@ void print(std::string* text, const LoweredStage& s, const Code& c, const uint64
                 kInstructionNames[c.id], register_text(s, c.d).c_str());
   *text += line;
   const int all[] = {c.a, c.b, c.c};
-  for (int i = 0; i < operands(c.id); i++) *text += ", " + register_text(s, all[i]);
+  for (int i = 0; i < operands(c.id); i++) {
+    const std::string at = register_text(s, all[i]);
+    *text += ", " + (c.flags & kAbsolute << i ? "|" + at + "|" : at);
+  }
   if (c.id == kConst) {
     std::snprintf(line, sizeof line, ", %g", static_cast<double>(c.value));
     *text += line;

@@ -15,6 +15,7 @@ struct Args {
   int64_t rows, n;
   int64_t sd, sa, sb, sc;
   bool va, vb, vc;
+  int absolute;    // bits of the operands whose sign is dropped
   bool first;      // a reduction begins, or goes on from an earlier part of the row
   float value;     // of kConst
 };
@@ -25,6 +26,9 @@ using Handler = void (*)(const Args&);
 enum Instruction : int {
 #define X(name, code, text) k##name,
   TELECHAT_DVM_UNARY(X) TELECHAT_DVM_BINARY(X)
+#undef X
+#define X(name, code, text) kMul##name,  // of the unary's result
+  TELECHAT_DVM_UNARY(X)
 #undef X
   kConst, kCopy, kSelect, kMulAdd, kAddAdd, kMulMul, kAddMul, kSubMul, kExpSub,
   kRoundHalf, kRoundBf16, kToInt, kFromInt, kToBool,

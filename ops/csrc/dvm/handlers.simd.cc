@@ -119,6 +119,9 @@ TERNARY(AddAddOp, (x + y) + z)
 TERNARY(MulMulOp, (x * y) * z)
 TERNARY(AddMulOp, (x + y) * z)
 TERNARY(SubMulOp, (x - y) * z)
+template <typename Op> struct TimesOp {
+  static V f(V x, V y) { return Op::f(x) * y; }
+};
 struct PowOp {
   static V f(V x, V y) {
     V z;
@@ -131,8 +134,11 @@ const float* at(const void* p, int64_t row, int64_t stride) { return static_cast
 float* out(const Args& x, int64_t row) { return static_cast<float*>(x.d) + row * x.sd; }
 
 // Element-wise: N operands, each a vector or, where K is false, one number a row.
-template <typename Op, bool KA, bool KB, bool KC, int N> void map_rows(const Args& x) {
-  const auto f = [](V p, V q, V s) {
+template <typename Op, bool Absolute, bool KA, bool KB, bool KC, int N> void map_rows(const Args& x) {
+  const auto mask = [&](int i) { return splat_i(x.absolute >> i & 1 ? 0x7fffffff : -1); };
+  const VI mp = mask(0), mq = mask(1), ms = mask(2);
+  const auto f = [&](V p, V q, V s) {
+    if constexpr (Absolute) p = (V)((VI)p & mp), q = (V)((VI)q & mq), s = (V)((VI)s & ms);
     if constexpr (N == 1) return Op::f(p);
     else if constexpr (N == 2) return Op::f(p, q);
     else return Op::f(p, q, s);
@@ -157,15 +163,31 @@ template <typename Op, bool KA, bool KB, bool KC, int N> void map_rows(const Arg
   }
 }
 
-template <int N, typename Op, bool... K> void map(const Args& x) {
+template <int N, typename Op, bool Absolute, bool... K> void map_kinds(const Args& x) {
   constexpr int known = sizeof...(K);
   if constexpr (known == N) {
     constexpr bool k[] = {K..., false, false};
-    map_rows<Op, k[0], k[1], k[2], N>(x);
+    map_rows<Op, Absolute, k[0], k[1], k[2], N>(x);
   } else {
     const bool is[] = {x.va, x.vb, x.vc};
-    is[known] ? map<N, Op, K..., true>(x) : map<N, Op, K..., false>(x);
+    is[known] ? map_kinds<N, Op, Absolute, K..., true>(x) : map_kinds<N, Op, Absolute, K..., false>(x);
   }
+}
+template <typename Op> constexpr bool arithmetic = false;
+template <> constexpr bool arithmetic<AddOp> = true;
+template <> constexpr bool arithmetic<SubOp> = true;
+template <> constexpr bool arithmetic<MulOp> = true;
+template <> constexpr bool arithmetic<MulAddOp> = true;
+template <> constexpr bool arithmetic<AddAddOp> = true;
+template <> constexpr bool arithmetic<MulMulOp> = true;
+template <> constexpr bool arithmetic<AddMulOp> = true;
+template <> constexpr bool arithmetic<SubMulOp> = true;
+
+template <int N, typename Op> void map(const Args& x) {
+  if constexpr (arithmetic<Op>) {
+    if (x.absolute) return map_kinds<N, Op, true>(x);
+  }
+  map_kinds<N, Op, false>(x);
 }
 
 void constant(const Args& x) { *static_cast<float*>(x.d) = x.value; }
@@ -329,6 +351,9 @@ const DvmHandlers dvm_handlers = {{
 #undef X
 #define X(name, code, text) map<2, name##Op>,
   TELECHAT_DVM_BINARY(X)
+#undef X
+#define X(name, code, text) map<2, TimesOp<name##Op>>,
+  TELECHAT_DVM_UNARY(X)
 #undef X
   constant, map<1, CopyOp>, map<3, SelectOp>, map<3, MulAddOp>, map<3, AddAddOp>, map<3, MulMulOp>, map<3, AddMulOp>, map<3, SubMulOp>,
   map<2, ExpSubOp>,

@@ -25,9 +25,19 @@ class Lowering {
     level();
     takes_.assign(g_.nodes.size(), -1);
     absorbed_.assign(g_.nodes.size(), false);
+    absolute_.assign(g_.nodes.size(), false);
     for (size_t i = stage_.nodes.size(); i-- > 0;) {
       const int n = stage_.nodes[i], inner = absorbed_[n] ? -1 : takes(n);
       if (inner >= 0) takes_[n] = inner, absorbed_[inner] = true;
+    }
+    for (int n : stage_.nodes) {
+      if (absorbed_[n] || !drops_signs(n)) continue;
+      for (int user : {n, takes_[n]}) {
+        if (user < 0) continue;
+        for (int arg : g_.nodes[user].args) {
+          if (g_.nodes[arg].op == Abs && only_here(arg)) absorbed_[arg] = absolute_[arg] = true;
+        }
+      }
     }
     const int last = out_.by_rows ? 0 : passes_ - 1;
     for (int pass = 0; pass <= last; pass++) {
@@ -95,8 +105,19 @@ class Lowering {
     if (outer == Exp) return inner == Sub ? static_cast<int>(kExpSub) : -1;
     if (outer == Add) return inner == Mul ? static_cast<int>(kMulAdd) : inner == Add ? static_cast<int>(kAddAdd) : -1;
     if (outer != Mul) return -1;
+    if (is_unary(inner)) return inner - Neg + static_cast<int>(kMulNeg);
     return inner == Mul ? static_cast<int>(kMulMul) : inner == Add ? static_cast<int>(kAddMul) : inner == Sub ? static_cast<int>(kSubMul) : -1;
   }
+
+  // Its instruction can leave out the sign of an operand.
+  bool drops_signs(int n) const {
+    const Node& node = g_.nodes[n];
+    if (node.dtype != kF32 || (node.op != Add && node.op != Sub && node.op != Mul)) return false;
+    return takes_[n] < 0 || is_binary(g_.nodes[takes_[n]].op);
+  }
+
+  // A value of this stage that one other value reads, and nothing else.
+  bool only_here(int n) const { return inside(n) && g_.nodes[n].dtype == kF32 && uses_[n] == 1 && !f_.kept[n]; }
 
   // The argument that the instruction of `user` computes on the way, or -1.
   int takes(int user) const {
@@ -104,7 +125,7 @@ class Lowering {
     if (u.op != Sum && u.dtype != kF32) return -1;
     for (int arg : u.args) {
       const Node& in = g_.nodes[arg];
-      if (!inside(arg) || in.dtype != kF32 || uses_[arg] != 1 || f_.kept[arg]) continue;
+      if (!only_here(arg)) continue;
       if (u.op == Sum ? in.op == Mul : joint(u.op, in.op) >= 0 && kind(in.dims, in) == kind(u.dims, u)) return arg;
     }
     return -1;
@@ -261,18 +282,21 @@ class Lowering {
     const Kind k = kind(node.dims, node);
     if (stays(k) && still_.count(n)) return;  // computed before an earlier pass
     Code code;
-    const int inner = takes_[n];
-    if (inner >= 0) {
-      const Node& in = g_.nodes[inner];
-      code.id = joint(node.op, in.op);
-      code.a = operand(in.args[0], in, &code.kinds[1]);
-      code.b = operand(in.args[1], in, &code.kinds[2]);
-      if (node.args.size() == 2) code.c = operand(node.args[node.args[0] == inner ? 1 : 0], node, &code.kinds[3]);
-      return define(n, code, k);
-    }
-    code.id = instruction(node);
     int* to[] = {&code.a, &code.b, &code.c};
-    for (size_t i = 0; i < node.args.size(); i++) *to[i] = operand(node.args[i], node, &code.kinds[i + 1]);
+    int i = 0;
+    const auto take = [&](int arg, const Node& user) {
+      if (absolute_[arg]) code.flags |= kAbsolute << i, arg = g_.nodes[arg].args[0];
+      *to[i] = operand(arg, user, &code.kinds[i + 1]);
+      i++;
+    };
+    const int inner = takes_[n];
+    code.id = inner < 0 ? instruction(node) : joint(node.op, g_.nodes[inner].op);
+    if (inner >= 0) {
+      for (int arg : g_.nodes[inner].args) take(arg, g_.nodes[inner]);
+    }
+    for (int arg : node.args) {
+      if (arg != inner) take(arg, node);
+    }
     define(n, code, k);
   }
 
@@ -402,6 +426,7 @@ class Lowering {
   std::vector<int> uses_;       // of each node in this stage
   std::vector<int> takes_;      // the argument that a node's instruction computes on the way
   std::vector<bool> absorbed_;  // by the instruction of its only user
+  std::vector<bool> absolute_;  // of these, operands without their sign
   std::vector<int> level_;
   int passes_ = 1;
   std::vector<Code>* body_ = nullptr;

@@ -160,6 +160,7 @@ class Task {
     Args& x = step.x;
     step.height = h_, step.width = n_;
     x.value = c.value;
+    x.absolute = c.flags / kAbsolute;
     const Kind d = c.kinds[0], a = c.kinds[1], b = c.kinds[2], e = c.kinds[3];
     const bool reduces = c.id >= kSum && c.id <= kColumnMin;
     x.sa = x.sb = x.sc = x.sd = 0;

@@ -33,6 +33,7 @@ struct Binding {
 };
 
 constexpr int kOnce = 1;      // flag: only the first task runs it
+constexpr int kAbsolute = 2;  // flag: without the sign of operand a; shifted by one or two, of b or c
 constexpr int kRegisterLimit = 4095;
 
 struct Code {
