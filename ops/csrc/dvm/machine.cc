@@ -227,7 +227,7 @@ class Task {
     int64_t size[kMaxRank], step[kMaxRank], at[kMaxRank], run = 1;
     const Binding b = Binding::of(words_[c.a]);
     for (size_t i = rank; i-- > 0;) {
-      size[i] = extent(stage_.domain[i], m_.plan.symbols.data());
+      size[i] = std::max<int64_t>(extent(stage_.domain[i], m_.plan.symbols.data()), 1);  // a sum of no columns is one number a row
       const int64_t own = i < pad ? 1 : extent(dims[i - pad], m_.plan.symbols.data());
       step[i] = own == 1 && (i < pad || dims[i - pad] == 1) ? 0 : run;
       run *= own;

@@ -400,8 +400,11 @@ def test_an_operand_that_is_neither_row_nor_column_of_its_stage():
         k.store(y)
 
     x, b, row = arrays((3, 5, 7), (1, 5, 1), (1, 5, 7))
-    found = dvm.Compiled(dvm.build(across_rows, ("A", "B", "C"), (1, "B", 1)))(x, b)
+    sums = dvm.Compiled(dvm.build(across_rows, ("A", "B", "C"), (1, "B", 1)))
+    found = sums(x, b)
     np.testing.assert_allclose(found[0], x.sum(-1, keepdims=True) + b, rtol=1e-5, atol=1e-5)
+    empty = sums(x[..., :0], b)
+    np.testing.assert_array_equal(empty[0], np.broadcast_to(b, (3, 5, 1)))
     shapes = ("A", "B", "C"), (1, "B", 1), (1, "B", "C")
     found = dvm.Compiled(dvm.build(across_columns, *shapes))(x, b, row)
     y = x * (row + b)
