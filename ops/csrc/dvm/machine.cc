@@ -227,7 +227,8 @@ class Task {
     int64_t size[kMaxRank], step[kMaxRank], at[kMaxRank], run = 1;
     const Binding b = Binding::of(words_[c.a]);
     for (size_t i = rank; i-- > 0;) {
-      size[i] = std::max<int64_t>(extent(stage_.domain[i], m_.plan.symbols.data()), 1);  // a sum of no columns is one number a row
+      size[i] = std::max<int64_t>(extent(stage_.domain[i], m_.plan.symbols.data()), 1);
+      if (C_ == 0 && static_cast<int>(i) >= stage_.split) size[i] = 1;  // the sums of no columns are one number a row
       const int64_t own = i < pad ? 1 : extent(dims[i - pad], m_.plan.symbols.data());
       step[i] = own == 1 && (i < pad || dims[i - pad] == 1) ? 0 : run;
       run *= own;
@@ -236,7 +237,7 @@ class Task {
     float* to = static_cast<float*>(x.d);
     const int64_t rows = c.kinds[0] == Kind::row ? 1 : h_, columns = c.kinds[0] == Kind::column ? 1 : n_;
     for (int64_t r = 0; r < rows; r++) {
-      int64_t flat = (row_ + r) * C_ + column_, offset = 0;
+      int64_t flat = (row_ + r) * std::max<int64_t>(C_, 1) + column_, offset = 0;
       for (size_t i = rank; i-- > 0;) {
         at[i] = flat % size[i];
         flat /= size[i];
