@@ -7,6 +7,7 @@ from mindspore import nn, ops
 from telechat_moe.model.block import Block
 from telechat_moe.model.causal_lm import CausalLM
 from telechat_moe.model.mtp import MTPLayer
+from telechat_moe.sharding.apply import COLLECTIVES
 from telechat_moe.sharding.cells.collective import Morphed, RouterLosses
 from telechat_moe.sharding.placement import primitives
 
@@ -74,6 +75,23 @@ def primitives_of(part: object) -> list[ops.Primitive]:
     return list(found.values())
 
 
+def _recompute_cell(cell: nn.Cell, communication: bool) -> None:
+    """Mark a cell, and the primitives that run on slices below it.
+
+    MindSpore recomputes the operators whose scope is the cell's. Those of a :class:`Morphed` body lose their scope when it
+    is expanded: where micro-batches share no network, their results would be kept.
+    """
+    cell.recompute(mp_comm_recompute=communication)
+    for _, below in cell.cells_and_names():
+        owner = getattr(below.body, "__self__", None) if isinstance(below, Morphed) else None
+        if not isinstance(owner, nn.Cell):
+            continue
+        for _, _, primitive in primitives(owner):
+            again = communication or primitive.name not in COLLECTIVES
+            if again and "recompute" not in primitive.attrs:  # counters are marked already
+                primitive.add_prim_attr("recompute", True)
+
+
 def recompute(
     model: CausalLM, layers: Set[int], mtp: bool, modules: Set[str], communication: bool
 ) -> None:
@@ -101,10 +119,10 @@ def recompute(
             for primitive in counters:
                 primitive.recompute(False)
         if whole:
-            cell.recompute(mp_comm_recompute=communication)
+            _recompute_cell(cell, communication)
             continue
         if "moe" in modules and block.is_moe:
-            block.moe.recompute(mp_comm_recompute=communication)
+            _recompute_cell(block.moe, communication)
         # Primitives, not cells: the outputs of a recomputed cell are kept, and here they are what is large.
         for name in modules - {"moe"}:
             for part in MODULES[name](block):

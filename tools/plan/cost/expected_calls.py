@@ -157,8 +157,10 @@ class Calls:
                 calls.append(_Once("AllGather", mesh.axes("cp", "tp"), size))
                 continue
             calls += self._gather_tp(self.width * self.token * width)
-            # The rotary key comes from a function on slices, whose gather MindSpore repeats among backward operators.
-            by = "backward" if width == a.qk_rope else "recompute"
+            # The rotary key comes from a function on slices, whose gather MindSpore repeats among backward operators,
+            # unmarked, in a network that micro-batches share.
+            shared = self.x.micro_batches > 1
+            by = "backward" if width == a.qk_rope and shared else "recompute"
             calls.append(_Once("AllGather", mesh.axes("cp"), size, by=by))
         calls += self._sum_tp(again=True)
         rows = self._gather_tp(self.width * self.token * a.hidden)

@@ -92,10 +92,14 @@ def refuse(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Item:
-    """A section of a chunk: the bytes that a micro-batch keeps, and those that only its backward pass needs."""
+    """A section of a chunk, and the bytes of a micro-batch in it."""
 
     kept: float
     working: float = 0.0
+    """Bytes that only its backward pass needs."""
+
+    late: float = 0.0
+    """Bytes that it leaves behind for the gradients of its weights."""
 
 
 def activations(a: Architecture, x: Layout) -> list[int]:
@@ -107,12 +111,9 @@ def activations(a: Architecture, x: Layout) -> list[int]:
     chunks, place = _chunks(a, x), stage_of_chunk(x)
     name = "interleaved" if x.vpp > 1 else x.schedule
     program = generate(name, x.pp, x.micro_batches, x.vpp)
-    entry = float(saved(columns([(a, x)])).entry[0])
     peaks: list[int] = []
     for stage in range(x.pp):
         held = peak = 0.0
-        # the gradient of MTP's embeddings has come before the stage's own
-        early = a.mtp * entry if stage == place[0] else 0.0
         for op in program.ops[stage]:
             items = chunks[op.chunk]
             size = sum(item.kept for item in items)
@@ -122,8 +123,8 @@ def activations(a: Architecture, x: Layout) -> list[int]:
                 continue
             left = held
             for item in reversed(items):
-                peak = max(peak, left + item.working + early)
-                left -= item.kept
+                peak = max(peak, left + item.working)
+                left += item.late - item.kept
             held -= size
         peaks.append(round(peak))
     return peaks
@@ -131,36 +132,43 @@ def activations(a: Architecture, x: Layout) -> list[int]:
 
 def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
     """Return the items of every chunk, in the model's order."""
-    full = "full" in x.recompute
+    full, one = "full" in x.recompute, x.micro_batches == 1
     s = saved(columns([(a, x)]))
     entry, last = float(s.entry[0]), x.pp * x.vpp - 1
-    layers = {
-        "dense": _Item(float(s.dense[0]), float(s.dense_working[0])),
-        "moe": _Item(float(s.moe[0]), float(s.moe_working[0])),
+    # the gradient of MTP's embeddings comes before that of layers: of stages in the place of what it was computed from
+    embedded = a.mtp * entry
+    early = embedded * one
+    kinds = {
+        "dense": (s.dense, s.dense_working, s.dense_late, s.entry),
+        "moe": (s.moe, s.moe_working, s.moe_late, s.moe_entry),
     }
 
     def layer(kind: str, again: bool) -> _Item:
-        whole = layers[kind]
-        return _Item(entry, whole.working + whole.kept - entry) if again else whole
+        kept, working, late = (float(v[0]) for v in (*kinds[kind][:2], kinds[kind][2][again]))
+        least = float(kinds[kind][3][0])
+        if not again:
+            return _Item(kept, working + early, late)
+        return _Item(least, working + early + kept - least, late)
 
     found: list[list[_Item]] = []
-    for chunk, kinds in enumerate(x.chunk_kinds(a.layers)):
+    for chunk, layers in enumerate(x.chunk_kinds(a.layers)):
         items = [_Item(float(s.ends[0]))]
         if chunk == 0:  # what MTP's norm of the embeddings reads; the table's gradient
-            items.append(_Item(a.mtp * entry, 4 * a.vocab // x.tp * a.hidden))
-        items += [layer(kind, full and again) for kind, again in kinds]
+            items.append(_Item(embedded, float(s.table_gradient[0]) - early))
+        items += [layer(kind, full and again) for kind, again in layers]
         if chunk == last:
-            items += _end(a, s, entry, layer(a.layers[-1], full and x.recompute_layers is None))
+            block = layer(a.layers[-1], full and x.recompute_layers is None)
+            items += (_one_end if one else _end)(a, s, block)
         found.append(items)
     return found
 
 
-def _end(a: Architecture, s: Saved, entry: float, block: _Item) -> list[_Item]:
+def _end(a: Architecture, s: Saved, block: _Item) -> list[_Item]:
     """Return final norm, losses and MTP, as they go forward. MTP's loss goes back before its block, the other loss last.
 
     Logits' gradients in bfloat16 stay until the head's gradient, which is one product for all of them.
     """
-    loss, first, logits = (float(v[0]) for v in (s.loss, s.loss_working, s.logits))
+    entry, loss, first, logits = (float(v[0]) for v in (s.entry, s.loss, s.loss_working, s.logits))
     if not a.mtp:
         return [_Item(entry), _Item(loss, max(first, float(s.head_gradient[0]) - 1.5 * logits))]
     late = a.mtp * logits / 2
@@ -172,6 +180,21 @@ def _end(a: Architecture, s: Saved, entry: float, block: _Item) -> list[_Item]:
         items.append(_Item(3 * entry, late))
         items.append(_Item(block.kept, block.working + late))
     return [*items, _Item(a.mtp * loss, first)]
+
+
+def _one_end(a: Architecture, s: Saved, block: _Item) -> list[_Item]:
+    """Return the same of one graph: the other loss has its gradient before MTP's layers run.
+
+    The head's inputs and logits' gradients in bfloat16 stay for the head's gradient, the logits for the loss's value.
+    """
+    entry, loss, first, logits = (float(v[0]) for v in (s.entry, s.loss, s.loss_working, s.logits))
+    late = loss + logits / 2
+    if not a.mtp:
+        return [_Item(entry), _Item(loss, first, late)]
+    items = [_Item(entry), _Item(late, 0.0, late)]
+    for _ in range(a.mtp):  # of the projection: both inputs, the result's gradient
+        items += [_Item(3 * entry, 0.0, 1.5 * entry), block]
+    return [*items, _Item(a.mtp * loss, first, a.mtp * late)]
 
 
 def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
