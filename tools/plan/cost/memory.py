@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.tools.plan.cost.columns import Array, Columns
-from telechat_moe.tools.plan.cost.saved_activations import saved
+from telechat_moe.tools.plan.cost.saved_activations import one_graph, saved
 from telechat_moe.units import MIB
 
 WORKSPACE = 96 * MIB
@@ -138,26 +138,34 @@ def in_flight(x: Columns) -> Array:
     return np.where(stage < p, chosen, 0.0)
 
 
-def memory(x: Columns) -> Memory:
-    """Return the bytes of each stage at the step's peak."""
+def memory(x: Columns, with_late: bool = True) -> Memory:
+    """Return the bytes of each stage at the step's peak.
+
+    Args:
+        with_late: Whether the end of the backward pass counts, see `late_peak`.
+    """
     dense, experts = local_parameters(x)
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut_dense, cut_experts = copies[:, None], x.expert_copies[:, None]
 
-    def held(level: int) -> Array:
+    def held(level: Array | int) -> Array:
         on = (x.zero >= level)[:, None]
         return dense / np.where(on, cut_dense, 1) + experts / np.where(on, cut_experts, 1)
 
     parameters = held(3) * x.parameter_bytes[:, None]
-    gradients = held(2) * x.gradient_bytes[:, None]
+    # without accumulators a gradient is summed as soon as it is there, and only its shard stays
+    gradients = held(np.where(one_graph(x), 1, 2)) * x.gradient_bytes[:, None]
     whole, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
     parameters = np.where(x.gathered[:, None] > 0, shard + 2 * whole, parameters)
     gradients = np.where(x.gathered[:, None] > 0, whole * x.gradient_bytes[:, None], gradients)
     optimizer = held(1) * x.optimizer_bytes[:, None]
     one_dense, one_moe, entry = (_column(a, x) for a in layer_activations(x))
+    moe_entry = entry
+    if np.any(x.own_graph):
+        moe_entry = np.where(x.own_graph[:, None] > 0, _column(saved(x).moe_entry, x), entry)
     full, swapped = x.re_full[:, None], x.re_swap[:, None]
     kept = np.where(full > 0, entry, one_dense) * (1 - swapped)
-    kept_moe = np.where(full > 0, entry, one_moe) * (1 - swapped)
+    kept_moe = np.where(full > 0, moe_entry, one_moe) * (1 - swapped)
     whole_dense, whole_moe = (_column(a, x) for a in whole_layers(x))
     per_micro = (
         x.stage_dense_again * kept
@@ -168,13 +176,15 @@ def memory(x: Columns) -> Memory:
     activations = per_micro * in_flight(x)
     if np.any(x.own_graph):
         activations = activations + _besides(x, whole_dense, whole_moe)
-    working = _working(x, whole_dense, whole_moe, entry)
+    working = _working(x, (whole_dense, entry), (whole_moe, moe_entry))
     rows = np.arange(len(x))
     buffers = working * (x.stage_dense.astype(bool) | x.stage_moe.astype(bool))
     logits = _end(x, whole_moe, whole_dense)
     last = x.last_stage.astype(int)
     # logits live while the last stage holds one micro-batch less than a whole set of layers needs
     buffers[rows, last] = np.maximum(buffers[rows, last], np.broadcast_to(logits, (len(x),)))
+    if with_late:
+        buffers[:, 0] = np.maximum(buffers[:, 0], late_peak(x) - activations[:, 0])
     gathered = (dense + experts).max(axis=1) / np.maximum(
         (x.stage_dense + x.stage_moe).max(axis=1), 1
     )
@@ -186,14 +196,38 @@ def memory(x: Columns) -> Memory:
     return Memory(parameters, gradients, optimizer, activations, buffers * inside, peak * inside)
 
 
-def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
+def late_peak(x: Columns) -> Array:
+    """Return the bytes of activations and buffers at the end of the backward pass of one graph, [n]; 0 for other steps.
+
+    By then all layers have left what the gradients of their weights need. The same however many layers are recomputed:
+    counted are all, where a layout chooses, and in the MoE layer before the dense ones, none of these.
+    """
+    if not np.any(x.own_graph):
+        return np.zeros(len(x))
+    s = saved(x)
+    dense_late, moe_late = (
+        np.where(x.re_full > 0, late.again, late.kept) for late in (s.dense_late, s.moe_late)
+    )
+    dense, moe = x.stage_dense.sum(axis=1), x.stage_moe.sum(axis=1)
+    block = np.where(x.mtp_moe > 0, moe_late, dense_late)
+    ends = s.ends + (1 + x.mtp) * (s.loss + s.logits / 2) + x.mtp * (1.5 * s.entry + block)
+    layers = dense * dense_late + moe * moe_late
+    embedded = 2 * x.mtp * s.entry
+    first_dense = embedded + layers - dense_late + s.dense + s.dense_working
+    first_moe = embedded + (moe - 1) * moe_late + dense * s.dense + s.moe + s.moe_working
+    most = np.maximum(layers + s.table_gradient, np.where(dense > 0, first_dense, 0))
+    most = ends + np.maximum(most, np.where(moe > 0, first_moe, 0))
+    return np.where((x.own_graph > 0) & one_graph(x) & (x.pp == 1), most, 0.0)
+
+
+def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -> Array:
     """Return what the backward pass of a layer needs besides what layers keep, the largest of each stage.
 
-    Dense and MoE layers keep the given bytes, [n, 1], a recomputed layer those of its entry.
+    Dense and MoE layers keep the given bytes, [n, 1], without and with recomputation.
     """
     # two swapped layers are in memory: one in use and one being copied
     full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
-    again: Array = np.where(x.stage_moe_again > 0, moe, dense)
+    again: Array = np.where(x.stage_moe_again > 0, moe[0], dense[0])
     again = again * np.where(swapped, 2.0 * (x.stage_dense_again + x.stage_moe_again > 0), full)
     if not np.any(x.own_graph):
         return again
@@ -201,7 +235,7 @@ def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
     one_dense, one_moe = _column(s.dense_working, x), _column(s.moe_working, x)
     has_moe = _column(x.moe_layers, x) > 0
     mine = np.where(has_moe, np.maximum(one_dense, one_moe), one_dense)
-    for layers, working, kept in (
+    for layers, working, (kept, entry) in (
         (x.stage_dense_again, one_dense, dense),
         (x.stage_moe_again, one_moe, moe),
     ):
@@ -228,10 +262,15 @@ def _end(x: Columns, moe: Array, dense: Array) -> Array:
     needs = np.where(x.mtp_moe > 0, s.moe_working, s.dense_working)
     needs = needs + np.where(marked, layer - s.entry, 0.0)
     mtp = x.mtp * np.where(x.mtp_apart > 0, s.entry, 3 * s.entry + np.where(marked, s.entry, layer))
-    # MTP's loss goes back first, then its layer, then the other loss, last the head's gradient
+    # MTP's loss goes back first, then its layer, then the other loss, last the head's gradient; of one graph the other loss
+    # before MTP's layer runs, and what both leave for the head's gradient stays
+    one = one_graph(x)
     mine = s.entry + mtp + (1 + x.mtp) * s.loss + s.loss_working
-    block = s.entry + mtp + s.loss + s.logits / 2 + needs
+    mine = mine + np.where(one & (x.mtp > 0), s.logits / 2, 0)
+    left = np.where(one, x.mtp * (s.loss + s.logits / 2), 0)
+    block = s.entry + mtp + s.loss + s.logits / 2 + needs + left
     head = s.entry + s.loss + s.head_gradient + (x.mtp - 1.5) * s.logits
+    head = np.where(one, 0, head)
     together = (x.mtp > 0) & (x.mtp_apart == 0)
     mine = np.maximum(mine, np.maximum(np.where(together, block, 0.0), head))
     return np.where(x.own_graph > 0, mine, logits)
@@ -244,7 +283,7 @@ def _besides(x: Columns, dense: Array, moe: Array) -> Array:
     """
     s, flight = saved(x), in_flight(x)
     found = flight * _column(s.ends * x.vpp * x.own_graph, x)
-    found[:, 0] += (flight[:, 0] + 1) * x.mtp * s.entry * x.own_graph
+    found[:, 0] += (flight[:, 0] + one_graph(x)) * x.mtp * s.entry * x.own_graph
     if np.any(x.mtp_apart > 0):
         layer = 3 * s.entry + np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
         ahead = np.minimum(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from telechat_moe.tools.plan.cost.columns import STAGE_COLUMNS, Array, Columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.memory import local_parameters, memory
+from telechat_moe.tools.plan.cost.memory import WORKSPACE, late_peak, local_parameters, memory
 from telechat_moe.tools.plan.cost.roofline import Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.cost.simulate_step import weight_gradient
 from telechat_moe.tools.plan.cost.step import hides_forward, reduction, send, stage_times, update
@@ -147,8 +147,8 @@ def with_stages(x: Columns, **arrays: Array) -> Columns:
     return Columns(values | {"pp": whole, "last_stage": last, "mtp_stage": mtp})
 
 
-def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
-    """Return the costs of all configurations of one depth (`space_columns`).
+def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Costs:
+    """Return the costs of all configurations of one depth (`space_columns`) on a device with `room` bytes.
 
     Where there is a `choice`, the number of recomputed layers is free; else all layers are, by the policy.
     """
@@ -159,7 +159,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
     seen = with_stages(x, **dict(zip(STAGE_COLUMNS, probe, strict=True)))
     r = rates(seen, device, device.constants)
     s = stage_times(seen, r)
-    held = memory(seen)
+    held = memory(seen, with_late=False)
     states = held.parameters + held.gradients + held.optimizer
     weights = np.stack(local_parameters(seen), axis=-1)  # [n, 7, 2]
     always = choice[:, None]  # else every layer is recomputed by its policy
@@ -171,6 +171,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
     own, head = _weight_gradients(x, seen, r, s.backward)
     zero = np.zeros(n)
     kept, entry, idle = _kept(x, choice)
+    least = _least(x)[:, None]
     often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
     start, reduce, updates = _after(x, device, often)
     each = np.where(often, x.micro_batches * (1 - device.constants.exposed), 1.0)
@@ -187,7 +188,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
         entry=entry,
         working=held.buffers[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - held.buffers[:, :1],
         held=held.buffers[:, DENSE] - held.buffers[:, PLAIN],
-        fixed=idle,
+        fixed=np.where(least > room, least, idle),
         logits=held.buffers[:, END] - held.buffers[:, PLAIN],
         last_stage=x.last_stage.astype(int),
         weights=weights[:, [DENSE, MOE]],
@@ -231,9 +232,10 @@ def _kept(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
     zero = {name: np.zeros_like(ones) for name in STAGE_COLUMNS}
 
     def activations(*names: str) -> Array:
-        return memory(Columns(vars(x) | zero | dict.fromkeys(names, ones))).activations
+        some = Columns(vars(x) | zero | dict.fromkeys(names, ones))
+        return memory(some, with_late=False).activations
 
-    empty = memory(Columns(vars(x) | zero))
+    empty = memory(Columns(vars(x) | zero), with_late=False)
     idle = empty.peak.copy()
     last = x.last_stage.astype(int)
     rows = np.arange(len(x))
@@ -242,7 +244,7 @@ def _kept(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
         idle[rows, last] -= empty.buffers[rows, last] - empty.buffers[rows, other]
     else:
         seen = with_stages(x, stage_dense=np.zeros((len(x), 2)))
-        buffers = memory(seen).buffers
+        buffers = memory(seen, with_late=False).buffers
         idle[rows, last] -= buffers[:, 1] - buffers[:, 0]
     plain = [activations(name) - empty.activations for name in STAGE_COLUMNS[:2]]
     more = [
@@ -252,6 +254,18 @@ def _kept(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
     entry = np.stack(more, axis=1)
     kept = np.where(choice[:, None, None], np.stack(plain, axis=1), entry)
     return kept, entry, idle
+
+
+def _least(x: Columns) -> Array:
+    """Return the bytes that a step of one graph needs, however many layers are recomputed, [n]; 0 for other steps."""
+    there = {
+        name: np.broadcast_to(count[:, None], x.stage_moe.shape)
+        for name, count in zip(STAGE_COLUMNS[:2], (x.dense_layers, x.moe_layers), strict=True)
+    }
+    whole = Columns(vars(x) | there)
+    late, held = late_peak(whole), memory(whole)
+    states = (held.parameters + held.gradients + held.optimizer)[:, 0]
+    return np.where(late > 0, late + states + WORKSPACE, 0.0)
 
 
 def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:

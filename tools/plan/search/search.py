@@ -236,8 +236,9 @@ class _Search:
         def bounds(pp: int) -> tuple[Costs, tuple[NDArray[Any], ...]]:
             here = np.flatnonzero(column["pp"] == pp)
             x = space_columns(self.found.architecture, self.found.rows[here], self.found.space)
-            c = costs(x, self.found.device, np.isin(column["policy"][here], CHOSEN))
-            bound, lacks, stage = lower_bound(c, self.found.room_bytes)
+            choice, room = np.isin(column["policy"][here], CHOSEN), self.found.room_bytes
+            c = costs(x, self.found.device, choice, room)
+            bound, lacks, stage = lower_bound(c, room)
             guess = estimate(c, column["vpp"][here], bound)
             return c, (here, bound, guess, np.column_stack([lacks, stage]))
 
