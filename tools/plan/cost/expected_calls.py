@@ -93,6 +93,19 @@ class Calls:
             self._put("optimizer", "AllReduce", everyone, 4 * size)
         return self.calls
 
+    def gradients(self, rank: int) -> int:
+        """Return the elements of gradients that a device holds at the end of a step.
+
+        Accumulators are as large as weights. Without them a gradient is summed at once, and its device's share stays.
+        """
+        found, one = 0, self.x.micro_batches == 1
+        for name, weight in self.cuts.weights.items():
+            if self.cuts.stage(name) == self.mesh.stage(rank):
+                copies = len(self._copies(weight, rank))
+                share = copies if one and self._shared(weight, copies) else 1
+                found += math.prod(shard_shape(self.cuts, weight)) // share
+        return found
+
     def _put(self, phase: str, kind: str, ranks: Sequence[int], size: int, times: int = 1) -> None:
         if len(ranks) > 1 and times:
             self.calls[Call(phase, kind, tuple(ranks), size)] += times
@@ -247,14 +260,26 @@ class Calls:
 
     def _weight(self, weight: Weight) -> None:
         """Add the sum of a gradient over the copies of its weight, and the gather of a weight that they share."""
-        cut = {axis for axes in self.cuts.axes(weight.name) for axis in axes}
-        ranks = self.mesh.group(self.rank, [axis for axis in self.mesh.sizes if axis not in cut])
-        shape = shard_shape(self.cuts, weight)
-        elements, copies = math.prod(shape), len(ranks)
-        if self.threshold is None or shape[0] % copies or 4 * elements < self.threshold:
+        ranks, shape = self._copies(weight, self.rank), shard_shape(self.cuts, weight)
+        elements = math.prod(shape)
+        if not self._shared(weight, len(ranks)):
             self._put("backward", "AllReduce", ranks, 4 * elements)
             return
-        # norms, routers and the embedding are read in float32, matrices in the type of products
-        wide = len(shape) == 1 or weight.name.endswith(("router.weight", "embedding.weight"))
+        # norms, routers and the embedding are read in float32, matrices in the type of products; so is the head in one
+        # graph, where two losses read it: a gather with one reader alone changes places with its cast
+        names = ["router.weight", "embedding.weight"]
+        names += ["head.weight"] * (self.a.mtp > 0 and self.x.micro_batches == 1)
+        wide = len(shape) == 1 or weight.name.endswith(tuple(names))
         self._put("backward", "ReduceScatter", ranks, 4 * elements)
         self._put("forward", "AllGather", ranks, (4 if wide else 2) * elements)
+
+    def _copies(self, weight: Weight, rank: int) -> list[int]:
+        """Return the devices that hold a copy of a weight's shard."""
+        cut = {axis for axes in self.cuts.axes(weight.name) for axis in axes}
+        return self.mesh.group(rank, [axis for axis in self.mesh.sizes if axis not in cut])
+
+    def _shared(self, weight: Weight, copies: int) -> bool:
+        """Tell whether a weight's copies share the optimizer's states."""
+        shape = shard_shape(self.cuts, weight)
+        large = self.threshold is not None and 4 * math.prod(shape) >= self.threshold
+        return large and shape[0] % copies == 0

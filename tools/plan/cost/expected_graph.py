@@ -17,7 +17,6 @@ from telechat_moe.tools.plan.cost.columns import columns, stage_of_chunk
 from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
 from telechat_moe.tools.plan.cost.layout import MODULES, Layout
 from telechat_moe.tools.plan.cost.saved_activations import Saved, saved
-from telechat_moe.tools.plan.cost.weights import stage_elements
 from telechat_moe.tools.plan.schedules.program import Kind
 from telechat_moe.tools.plan.schedules.published import generate
 
@@ -30,7 +29,7 @@ class ExpectedRank:
     """What the graph of a rank must contain."""
 
     elements: int
-    """Trained parameters, before the optimizer's states are shared among copies."""
+    """Trained parameters whose gradients the device holds: of one graph with shared optimizer's states, its share."""
 
     calls: Counter[Call]
     """Collectives of a step."""
@@ -50,7 +49,7 @@ def predict(recipe: Recipe, rank: int) -> ExpectedRank:
     calls = Calls(a, x, shard_threshold(recipe))
     stage = calls.mesh.stage(rank)
     return ExpectedRank(
-        elements=stage_elements(a, x)[stage],
+        elements=calls.gradients(rank),
         calls=calls.of(rank),
         activations=activations(a, x)[stage],
     )
