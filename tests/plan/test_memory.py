@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.plan_memory.small import RECIPE, SETTINGS
 from benchmarks.plan_published.models import published
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
@@ -90,6 +91,8 @@ OWN = [
         "micro_batches": 9,
         "recompute": "norm+activation",
     },
+    {"dp": 8, "tp": 4, "pp": 1, "ep": 32, "micro_batches": 1, "recompute": "full"},
+    {"dp": 8, "cp": 4, "tp": 1, "pp": 1, "ep": 32, "zero": 1, "micro_batches": 1},
 ]
 
 
@@ -166,3 +169,38 @@ def test_swapped_moments_are_not_on_the_device_and_take_the_link():
     )
     with pytest.raises(BadInputError, match="host_bandwidth is missing"):
         evaluate([a], [away], replace(device, host_bandwidth=0.0))
+
+
+OF_GRAPHS = [
+    # one graph: the end of the backward pass, where all that gradients of weights need is alive; of one dense and five
+    # MoE layers 6, 5 or 2 are recomputed
+    ({"tp": 2, "cp": 2, "ep": 4, "sequence_parallel": True}, (6,), [8_845_672]),
+    ({"dp": 2, "cp": 2, "ep": 4}, (5,), [17_002_856]),
+    # or its beginning
+    ({"dp": 2, "micro_batch": 2}, (2,), [57_758_038]),
+    # accumulators: gradients of weights come at once
+    (
+        {"dp": 2, "pp": 4, "micro_batch": 2, "micro_batches": 8, "chunks": (1, 2, 2, 1)},
+        (1, 2, 2, 0),
+        [9_123_842, 8_972_358, 8_316_998, 39_588_220],
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "recomputed", "compiled"), OF_GRAPHS)
+def test_activations_are_those_of_compiled_graphs(change, recomputed, compiled):
+    """Bytes by the liveness analysis of MindSpore 2.9's graphs of `benchmarks.plan_memory`."""
+    a = Architecture.from_recipe(load(RECIPE, SETTINGS))
+    given = {"chunks": (6,), "micro_batches": 1, "recompute": "full"} | change
+    x = Layout(**given, recompute_layers=recomputed, own_graph=True)
+    assert activations(a, x) == pytest.approx(compiled, rel=0.015)
+
+
+def test_gradients_of_one_graph_are_shards():
+    """With ZeRO-1 each is reduced at once; accumulators of several micro-batches are whole."""
+    a = Architecture.from_recipe(load(RECIPE, SETTINGS))
+    one, two = (
+        memory(columns([(a, Layout(dp=4, zero=1, micro_batches=m, own_graph=True))]))
+        for m in (1, 2)
+    )
+    assert two.gradients == pytest.approx(4 * one.gradients)

@@ -4,6 +4,11 @@ Other frameworks keep other tensors: see `memory.layer_activations`. This table 
 products, float32 norms and router, the experts' rows in every form that a backward operator reads. The liveness
 analysis of the dry run's graph confirms it (`telechat-moe dryrun RECIPE --confirm`).
 
+Where micro-batches accumulate, the gradient of a weight is added in place, an effect that keeps its turn: what it reads is free
+from then on. In a step of one micro-batch ("one graph") the update alone reads gradients of weights, and MindSpore's
+topological order has them after the whole chain of the activations' gradients: what they read is `late`. An operator that
+is recomputed for them alone comes as late, so its input stays in place of its result.
+
 Symbols: W rows of whole sequences, T those of a context-parallel shard, R those of the residual stream (divided over
 t with sequence parallelism), D those of a device, P pairs of token and expert; H width, n heads of a device.
 """
