@@ -107,7 +107,7 @@ def activations(a: Architecture, x: Layout) -> list[int]:
     Forward and backward passes in their order: what micro-batches in flight keep, and in a backward pass, item by item from
     the last one, what its operators make while what it kept is still there.
     """
-    chunks, place = _chunks(a, x), stage_of_chunk(x)
+    chunks = _chunks(a, x)
     name = "interleaved" if x.vpp > 1 else x.schedule
     program = generate(name, x.pp, x.micro_batches, x.vpp)
     peaks: list[int] = []

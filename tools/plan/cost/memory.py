@@ -154,7 +154,7 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
 
     parameters = held(3) * x.parameter_bytes[:, None]
     # without accumulators a gradient is summed as soon as it is there, and only its shard stays
-    gradients = held(np.where(one_graph(x), 1, 2)) * x.gradient_bytes[:, None]
+    gradients = held(np.where(one_graph(x) & (x.own_graph > 0), 1, 2)) * x.gradient_bytes[:, None]
     whole, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
     parameters = np.where(x.gathered[:, None] > 0, shard + 2 * whole, parameters)
     gradients = np.where(x.gathered[:, None] > 0, whole * x.gradient_bytes[:, None], gradients)

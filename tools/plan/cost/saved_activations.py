@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.columns import Array, Columns
 
@@ -216,6 +217,7 @@ def _ends(x: Columns, r: _Rows) -> dict[str, Array]:
     }
 
 
-def one_graph(x: Columns) -> Array:
-    """Return where a step has one micro-batch, and so no accumulators."""
-    return x.micro_batches == 1
+def one_graph(x: Columns) -> NDArray[np.bool_]:
+    """Return where a step has one micro-batch, and so no accumulators; not where `x` is one of several."""
+    accumulates: Array | float = vars(x).get("accumulates", 0.0)
+    return (x.micro_batches == 1) & (np.asarray(accumulates) == 0)

@@ -191,6 +191,8 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         ep_overlap=layout.stack.ep_overlap and layout.schedule not in PAIRED,
     )
     x = columns([(architecture, flat)])
+    several = np.array([float(layout.micro_batches > 1)])
+    x = Columns(vars(x) | {"accumulates": several})  # one of them has what each of them keeps
     r = rates(x, device, device.constants)
     stages = stage_times(x, r)
     dense = layer(x, r, False)
