@@ -18,6 +18,7 @@ ONE_GRAPH = {
     "parallel_config.data_parallel": 2,
     "runner_config.gradient_accumulation_steps": 1,
     "callbacks": "[]",
+    f"{MODEL}moe_router_enable_expert_bias": False,
     f"{MODEL}num_hidden_layers": 2,
     "recompute_config.recompute": True,
 }

@@ -13,7 +13,7 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.sharding.recipe import shard_threshold
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import columns, stage_of_chunk
+from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
 from telechat_moe.tools.plan.cost.layout import MODULES, Layout
 from telechat_moe.tools.plan.cost.saved_activations import Saved, saved
