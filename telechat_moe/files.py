@@ -353,6 +353,11 @@ def keep_others_out() -> None:
     os.umask(os.umask(0o077) | OTHERS_WRITE)
 
 
+def user_cache() -> Path:
+    """Return this user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "telechat-moe"
+
+
 def check_private(path: Path) -> Path:
     """Return a file or folder that only this user can have written.
 

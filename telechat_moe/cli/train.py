@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             resume=args.resume,
             overwrite=args.overwrite,
             plain=args.plain,
+            keep_graph=args.own_process,
             weights=hf.weights,
         )
         summary = asdict(trainer.run())

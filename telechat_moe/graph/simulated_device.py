@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import user_cache
 from telechat_moe.versions import MINDSPORE, require_bfloat16
 
 SOURCE = Path(__file__).with_name("simulated_device.cc")
@@ -35,7 +36,7 @@ def library() -> Path:
     package, found = _mindspore(), version("mindspore")
     text = SOURCE.read_bytes()
     key = hashlib.sha256(text + found.encode() + str(package).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "telechat-moe"
+    cache = user_cache()
     target = cache / f"simulated_device-{key}.so"
     if target.exists():
         return target

@@ -1,7 +1,8 @@
 """Engines compute the steps of a run: one process here, a rank's graph in :mod:`telechat_moe.train.rank_engine`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from mindspore import Parameter, Tensor
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.snapshot import Groups
 from telechat_moe.data.recipe import sources_of
+from telechat_moe.graph import cache
 from telechat_moe.model import CausalLM
 from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
@@ -121,9 +123,14 @@ def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
 
 
 class OneProcess(Engine):
-    """An engine that trains the whole model in this process; see :class:`Engine`."""
+    """An engine that trains the whole model in this process; see :class:`Engine`.
 
-    def __init__(self, recipe: Recipe) -> None:
+    Args:
+        keep_graph: Keep the compiled graph for later starts (:mod:`telechat_moe.graph.cache`).
+    """
+
+    def __init__(self, recipe: Recipe, keep_graph: bool = False) -> None:
+        self.kept = partial(cache.kept, recipe.to_dict()) if keep_graph else nullcontext
         self.model, self.operators = build_model(recipe)
         self.micro_batches = micro_batches(recipe)
         self.limits = (float("inf"), float("inf"))
@@ -157,11 +164,13 @@ class OneProcess(Engine):
             self.limits = limits
         self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
-        if self.train_step.accumulate is not None:
-            for batch in batches[:-1]:
-                self.train_step.accumulate(*batch)
         scalars = self.optimizer.scalars(number, rate)
-        output = StepOutput.fetch(*self.train_step(*scalars, *batches[-1]))
+        with self.kept(1 + (len(batches) > 1)):
+            if self.train_step.accumulate is not None:
+                for batch in batches[:-1]:
+                    self.train_step.accumulate(*batch)
+            found = self.train_step(*scalars, *batches[-1])
+        output = StepOutput.fetch(*found)
         if self.average is not None and output.applied:
             self.average.update(number)
         return output

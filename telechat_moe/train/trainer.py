@@ -44,6 +44,7 @@ class Trainer:
         plain: Print plain lines, also on a terminal.
         ranks: The processes of the run; None: this is the only one.
         job: Folder of the ranks' graphs, of which this process runs one; None: it trains the whole model.
+        keep_graph: Keep the compiled graph for later starts; only in a process that runs the sources as they are.
         weights: What reads `load_checkpoint`; :func:`telechat_moe.interop.hf.weights` knows Hugging Face's format, too.
 
     Raises:
@@ -60,6 +61,7 @@ class Trainer:
         plain: bool = False,
         ranks: Ranks | None = None,
         job: Path | None = None,
+        keep_graph: bool = False,
         weights: ReadWeights = own_weights,
     ) -> None:
         if job is None and recipe.devices > 1:
@@ -74,7 +76,7 @@ class Trainer:
         ready = preflight.require(recipe, shared=self.ranks.share_batches(), **given)
         self.start, self.loader = ready.start, ready.loader
         self.schedule = schedule.from_recipe(recipe)
-        self.engine = self._engine(job)
+        self.engine = self._engine(job, keep_graph)
         self.checkpoints = RunCheckpoints(
             recipe, self.engine, self.loader, guard.of_recipe(recipe), self.ranks
         )
@@ -83,9 +85,9 @@ class Trainer:
         self.ranks.barrier("loaded")
         self.engine.begin()
 
-    def _engine(self, job: Path | None) -> Engine:
+    def _engine(self, job: Path | None, keep_graph: bool) -> Engine:
         if job is None:
-            return OneProcess(self.recipe)
+            return OneProcess(self.recipe, keep_graph)
         from telechat_moe.train.rank_engine import RankEngine
 
         return RankEngine(self.recipe, job, self.ranks)
@@ -162,7 +164,7 @@ class Trainer:
                     monitor.message(note)
                 monitor.message(
                     f"{count_parameters(self.engine.model) / 1e6:.2f}M parameters, {steps} steps of "
-                    f"{tokens} tokens; compiling the graph of a step (10 to 30 s)"
+                    f"{tokens} tokens; the first step compiles its graph (up to 30 s) unless it is kept"
                 )
                 monitor.message(f"operators: {self.engine.operators}")
                 loop.run()
