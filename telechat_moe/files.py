@@ -87,8 +87,8 @@ def write_atomic(path: Path, data: bytes | str, *, replace: bool = True) -> None
     """Write a file whole or not at all, replacing one of that name; ``replace`` False: that is a FileExistsError."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}.part")
     hidden.unlink(missing_ok=True)
-    write_new(hidden, [data.encode() if isinstance(data, str) else data])
     try:
+        write_new(hidden, [data.encode() if isinstance(data, str) else data])
         if replace:
             hidden.replace(path)
         else:
@@ -377,7 +377,7 @@ def check_private(path: Path) -> Path:
             found = f"can be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
         if found:
             raise BadInputError(
-                f"{path}: {what} {found}, and what it says is trusted; remove it, and start again with an "
-                "output_dir of your own (chmod go-w)"
+                f"{path}: {what} {found}, and what it says is trusted; remove it, and start again where "
+                "only you can write (chmod go-w)"
             )
     return path

@@ -80,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if any("\ud800" <= c <= "\udfff" for c in word):  # bytes that Python could not decode
                 raise UsageError(f"the argument {word!a} is not UTF-8 text; rename what it names")
         args = build_parser().parse_args(argv)
-        args.own_process = argv is None
         return int(args.run(args))
     except SystemExit as stop:  # argparse has printed help, the version or a usage error
         return stop.code if isinstance(stop.code, int) else 2

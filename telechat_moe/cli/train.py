@@ -27,6 +27,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="print plain lines, also on a terminal"
     )
+    parser.add_argument(
+        "--no-graph-cache",
+        action="store_true",
+        help="compile the graph of a step, also where an earlier start has kept it, and keep none",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             resume=args.resume,
             overwrite=args.overwrite,
             plain=args.plain,
-            keep_graph=args.own_process,
+            keep_graph=not args.no_graph_cache,
             weights=hf.weights,
         )
         summary = asdict(trainer.run())

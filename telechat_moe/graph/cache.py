@@ -1,17 +1,22 @@
 """Keep the compiled graphs of a training step in the user's cache folder for later starts of the same recipe.
 
-MindSpore's compile cache holds what its front end makes of a graph, but to know whether it still fits it asks only for
-the script. Here the folder's name is a hash of everything that the graph is made from: recipe, sources, library, versions.
+MindSpore's compile cache holds what its front end makes of a graph, but it trusts its files, and to know whether they
+still fit it looks at the script only. Here a file's name is a hash of everything that graphs are made from, its content
+begins with a checksum, and MindSpore has a folder of its own to which it is copied.
 """
 
 import hashlib
+import io
 import json
 import os
-import shutil
+import platform
 import sys
-from collections.abc import Generator, Mapping
+import sysconfig
+import zipfile
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mindspore as ms
@@ -20,59 +25,163 @@ import numpy as np
 import telechat_moe
 from telechat_moe import ops
 from telechat_moe.errors import BadInputError
-from telechat_moe.files import check_private, user_cache
+from telechat_moe.files import check_private, user_cache, write_atomic
+from telechat_moe.graph.mindir import Model
 from telechat_moe.ops import native
 
 KEPT = 8
-"""Graphs, the last ones used."""
-
-_taken = False
+"""Files, the last ones used."""
+COMPILING = "compiling the graph of a step (5 to 30 s)"
+COMMAND = "telechat_moe.cli.__main__", "telechat-moe"
+"""Module and script that start the sources as they are; another program may have changed them before a graph is made."""
+_DIGEST_BYTES = 64
+_SWITCHES = ("MS_DEV_", "MS_COMPILER_CACHE_")
+_SETTINGS = ("MS_", "OMP_", "ONEDNN_", "DNNL_")
+_asked = False
 """MindSpore asks for the folder once in a process."""
 
 
-def key(recipe: Mapping[str, Any], graphs: int) -> str:
+@contextmanager
+def kept(made_from: Any, graphs: int, say: Callable[[str], object]) -> Generator[None, None, None]:
+    """Take the graphs that are compiled inside, always the same ones in this order, from the user's cache, or put them there.
+
+    Only the first use in a process does so. What hinders that is said, and hinders nothing else.
+
+    Args:
+        made_from: Everything about the run that graphs are made from, as JSON can write it.
+        graphs: How many are compiled.
+        say: Called with lines for the user.
+    """
+    global _asked
+    hindered = "this process has compiled a step before" if _asked else _hindered()
+    _asked = True
+    scratch, file, taken = None, Path(), dict[str, bytes]()
+    try:
+        if not hindered:
+            file = _folder() / f"{key(made_from, graphs)}.graphs"
+            scratch = TemporaryDirectory(prefix="telechat-moe-", ignore_cleanup_errors=True)
+            taken = _take(file, Path(scratch.name), say)
+    except (OSError, BadInputError, RuntimeError) as error:  # RuntimeError: this user has no home
+        hindered = str(error)
+        if scratch is not None:
+            scratch.cleanup()
+            scratch = None
+    if scratch is None:
+        say(f"{COMPILING}; it is not kept: {hindered}")
+        yield
+        return
+    say("the graph of a step is kept from an earlier start" if taken else COMPILING)
+    with scratch as folder:
+        ms.set_context(enable_compile_cache=True, compile_cache_path=folder)
+        try:
+            yield
+        finally:
+            ms.set_context(enable_compile_cache=False)
+        try:
+            _keep(file, Path(folder), taken, graphs)
+        except (OSError, BadInputError) as error:
+            say(f"the graph of a step is not kept for later starts: {error}")
+
+
+def key(made_from: Any, graphs: int) -> str:
     """Return a hash of everything that the graphs of a step are made from."""
-    values = {name: value for name, value in recipe.items() if name != "output_dir"}
-    library = native.path().stat()
-    made_from = [graphs, values, sys.version, sys.argv[0], ms.__version__, np.__version__]
-    made_from += [str(native.path()), library.st_size, library.st_mtime_ns]
-    found = hashlib.sha256(json.dumps(made_from).encode())
-    for package in (telechat_moe, ops):
-        for source in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
-            found.update(f"{source}\n".encode() + source.read_bytes())
+    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)}
+    versions = [sys.version, ms.__version__, np.__version__, _processor()]
+    cores = len(os.sched_getaffinity(0))
+    found = hashlib.sha256(json.dumps([made_from, graphs, settings, versions, cores]).encode())
+    for file in sorted(set(_code())):
+        found.update(f"{file}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()[:32]
 
 
-@contextmanager
-def kept(recipe: Mapping[str, Any], graphs: int) -> Generator[None, None, None]:
-    """Take the graphs that are compiled inside, always the same ones in this order, from the user's cache folder, or put them there.
+def _hindered() -> str:
+    """Return why this process must compile, empty if it need not."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if (spec.name if spec else Path(sys.argv[0]).name) not in COMMAND:
+        return f"{sys.argv[0]} is not the command telechat-moe"
+    switches = [name for name in os.environ if name.startswith(_SWITCHES)]
+    return f"{switches[0]} is set" if switches else ""
 
-    Only the first use in a process does so; later ones compile, and so does one whose folder others or nobody can write.
-    """
-    global _taken
-    if _taken or not Path(sys.argv[0]).is_file():  # MindSpore reads the script
-        yield
-        return
-    _taken = True
-    root = user_cache() / "graphs"
-    ready = root / key(recipe, graphs)
-    known = ready.exists()
-    fresh = ready.with_suffix(f".{os.getpid()}")
+
+def _code() -> Iterator[Path]:
+    """Yield the files whose code may take part, but those of installed packages, whose versions are known."""
+    for package in (telechat_moe, ops):
+        yield from Path(str(package.__file__)).parent.rglob("*.py")
+    if native.LIBRARY.exists():
+        yield native.LIBRARY
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        foreign = name.endswith("customize") or not file.startswith(installed)
+        if foreign and Path(file).is_absolute():  # torch has modules with invented names
+            yield Path(file)
+
+
+def _processor() -> list[str]:
+    """Return kind and instruction sets of the processor."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        if known:
-            check_private(ready).touch()
-    except (OSError, BadInputError):
-        yield
-        return
-    ms.set_context(enable_compile_cache=True, compile_cache_path=str(ready if known else fresh))
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+            first = file.read(1 << 14).partition("\n\n")[0].splitlines()
+    except OSError:
+        first = [platform.processor()]
+    changing = ("cpu MHz", "bogomips", "BogoMIPS", "processor", "apicid", "core id", "initial")
+    return [platform.machine(), *(line for line in first if not line.startswith(changing))]
+
+
+def _folder() -> Path:
+    """Return the folder of kept graphs, to which this user alone can write."""
+    folder = user_cache() / "graphs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return check_private(folder)
+
+
+def _take(file: Path, scratch: Path, say: Callable[[str], object]) -> dict[str, bytes]:
+    """Copy MindSpore's files out of a kept file; return them, none if there is no good one."""
+    if not file.exists():
+        return {}
+    raw = check_private(file).read_bytes()
+    if hashlib.sha256(raw[_DIGEST_BYTES:]).hexdigest().encode() != raw[:_DIGEST_BYTES]:
+        say(f"{file} is damaged")
+        return {}
+    with zipfile.ZipFile(io.BytesIO(raw[_DIGEST_BYTES:])) as packed:
+        packed.extractall(scratch)
+    with suppress(OSError):  # a disk that can only be read
+        os.utime(file)
+    return _files(scratch)
+
+
+def _keep(file: Path, scratch: Path, taken: Mapping[str, bytes], graphs: int) -> None:
+    """Keep what MindSpore has written, and the last files used beside it."""
+    made = _files(scratch)
+    if made != taken:
+        complete = sum(name.endswith(".mindir") for name in made) == graphs
+        if not complete or not all(_is_whole(name, data) for name, data in made.items()):
+            raise BadInputError(
+                f"MindSpore could not write it to {scratch.parent}; is there space?"
+            )
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in made.items():
+                archive.writestr(name, data)
+        data = packed.getvalue()
+        write_atomic(file, hashlib.sha256(data).hexdigest().encode() + data)
+    with suppress(OSError):  # another process was first
+        for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink()
+
+
+def _is_whole(name: str, data: bytes) -> bool:
+    """Return whether a file ends as MindSpore ends it: a disk may have been full."""
+    from google.protobuf.message import DecodeError
+
+    if not name.endswith(".mindir"):  # the hash of the script
+        return len(data) == _DIGEST_BYTES
     try:
-        yield
-        if len(list(fresh.rglob("*.mindir"))) == graphs:
-            with suppress(OSError):  # another process was first
-                fresh.rename(ready)
-    finally:
-        ms.set_context(enable_compile_cache=False)
-        shutil.rmtree(fresh, ignore_errors=True)
-    for old in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+        return Model(data).proto.HasField("mind_ir_version")  # the last field
+    except DecodeError:
+        return False
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}

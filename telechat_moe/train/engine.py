@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,12 +35,14 @@ class Engine(Protocol):
         operators: Backends of the operators, for the user.
         evaluate_cell: Next-token loss of the model on a batch.
         peers: Processes that this one exchanges messages with.
+        say: Called with lines for the user.
     """
 
     model: CausalLM
     operators: str
     evaluate_cell: Evaluate
     peers: Sequence[int] = ()
+    say: Callable[[str], object] = staticmethod(lambda text: None)
 
     def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the batches of the next step, as :meth:`update` takes them.
@@ -130,7 +131,7 @@ class OneProcess(Engine):
     """
 
     def __init__(self, recipe: Recipe, keep_graph: bool = False) -> None:
-        self.kept = partial(cache.kept, recipe.to_dict()) if keep_graph else nullcontext
+        self.recipe, self.keep_graph = recipe, keep_graph
         self.model, self.operators = build_model(recipe)
         self.micro_batches = micro_batches(recipe)
         self.limits = (float("inf"), float("inf"))
@@ -165,7 +166,7 @@ class OneProcess(Engine):
         self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
         scalars = self.optimizer.scalars(number, rate)
-        with self.kept(1 + (len(batches) > 1)):
+        with self._kept(batches):
             if self.train_step.accumulate is not None:
                 for batch in batches[:-1]:
                     self.train_step.accumulate(*batch)
@@ -174,6 +175,18 @@ class OneProcess(Engine):
         if self.average is not None and output.applied:
             self.average.update(number)
         return output
+
+    def _kept(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Return a context in which the graphs of a step are taken from an earlier start, or kept for later ones."""
+        if not self.keep_graph:
+            return nullcontext()
+        self.keep_graph = False
+        values = {k: v for k, v in self.recipe.to_dict().items() if k != "output_dir"}
+        parameters = self.train_step.parameters_dict().values()
+        tensors = [(x.name, x.shape, str(x.dtype)) for x in parameters]
+        inputs = [(x.shape, str(x.dtype)) for x in batches[-1]]
+        made_from = [values, self.operators, tensors, inputs]
+        return cache.kept(made_from, 1 + (len(batches) > 1), self.say)
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`Engine.parameters`."""

@@ -18,6 +18,7 @@ from telechat_moe.checkpoint import folder
 from telechat_moe.checkpoint.weights import ReadWeights, own_weights
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import write_atomic
+from telechat_moe.graph.cache import COMPILING
 from telechat_moe.graph.links import ways
 from telechat_moe.model import initialize
 from telechat_moe.model.init import count_parameters
@@ -44,7 +45,7 @@ class Trainer:
         plain: Print plain lines, also on a terminal.
         ranks: The processes of the run; None: this is the only one.
         job: Folder of the ranks' graphs, of which this process runs one; None: it trains the whole model.
-        keep_graph: Keep the compiled graph for later starts; only in a process that runs the sources as they are.
+        keep_graph: Take the compiled graph from an earlier start, or keep it for later ones (:mod:`telechat_moe.graph.cache`).
         weights: What reads `load_checkpoint`; :func:`telechat_moe.interop.hf.weights` knows Hugging Face's format, too.
 
     Raises:
@@ -70,13 +71,14 @@ class Trainer:
                 "one process; `telechat-moe train` starts one for each device"
             )
         self.recipe, self.plain, self.ranks = recipe, plain, ranks or Ranks()
+        self.keep_graph = keep_graph
         self.overwrite = overwrite and self.ranks.leads
         self.output = Path(recipe.output_dir)
         given = {"resume": resume, "overwrite": overwrite, "weights": weights}
         ready = preflight.require(recipe, shared=self.ranks.share_batches(), **given)
         self.start, self.loader = ready.start, ready.loader
         self.schedule = schedule.from_recipe(recipe)
-        self.engine = self._engine(job, keep_graph)
+        self.engine = self._engine(job)
         self.checkpoints = RunCheckpoints(
             recipe, self.engine, self.loader, guard.of_recipe(recipe), self.ranks
         )
@@ -85,9 +87,9 @@ class Trainer:
         self.ranks.barrier("loaded")
         self.engine.begin()
 
-    def _engine(self, job: Path | None, keep_graph: bool) -> Engine:
+    def _engine(self, job: Path | None) -> Engine:
         if job is None:
-            return OneProcess(self.recipe, keep_graph)
+            return OneProcess(self.recipe, self.keep_graph)
         from telechat_moe.train.rank_engine import RankEngine
 
         return RankEngine(self.recipe, job, self.ranks)
@@ -160,11 +162,12 @@ class Trainer:
         stopping = stop_on_signal(self.ranks.interrupt, signal.SIG_DFL) if alone else nullcontext()
         try:
             with self.loader, timer, stopping:
+                self.engine.say = monitor.message
                 for note in self.checkpoints.notes:
                     monitor.message(note)
                 monitor.message(
                     f"{count_parameters(self.engine.model) / 1e6:.2f}M parameters, {steps} steps of "
-                    f"{tokens} tokens; the first step compiles its graph (up to 30 s) unless it is kept"
+                    f"{tokens} tokens" + ("" if self.keep_graph else f"; {COMPILING}")
                 )
                 monitor.message(f"operators: {self.engine.operators}")
                 loop.run()

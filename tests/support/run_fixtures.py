@@ -13,6 +13,15 @@ from running import Hold
 COMMAND = [sys.executable, "-c", "import sys; from telechat_moe.cli import main; sys.exit(main())"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Processes of the tests keep graphs in the session's own folder.
+
+    There they neither use what the user's runs have compiled nor push it out.
+    """
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mini.write_data(tmp_path_factory.mktemp("data"))
