@@ -5,6 +5,7 @@ still fit it looks at the script only. Here a file's name is a hash of everythin
 begins with a checksum, and MindSpore has a folder of its own to which it is copied.
 """
 
+import ast
 import hashlib
 import io
 import json
@@ -99,6 +100,10 @@ def _hindered() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if (spec.name if spec else Path(sys.argv[0]).name) not in COMMAND:
         return f"{sys.argv[0]} is not the command telechat-moe"
+    try:
+        ast.parse(Path(sys.argv[0]).read_bytes())  # as MindSpore does
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{sys.argv[0]}: {error}"
     switches = [name for name in os.environ if name.startswith(_SWITCHES)]
     return f"{switches[0]} is set" if switches else ""
 
