@@ -58,8 +58,8 @@ def start(command: list[str], kind: str, home: Path, output: Path) -> dict[str, 
     env = {**os.environ, "XDG_CACHE_HOME": str(home), "GLOG_v": "3"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     took = time.perf_counter() - began
-    if done.returncode or SAID[kind] not in done.stdout or "not kept" in done.stdout:
-        raise SystemExit(f"a start that is to be {kind}: {done.stdout}{done.stderr}")
+    if done.returncode or SAID[kind] not in done.stderr or "not kept" in done.stderr:
+        raise SystemExit(f"{kind}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     steps = [(x["loss"], x["grad_norm"]) for x in lines if x["event"] == "step"]
     first = json.loads((output / "summary.json").read_text())["first_step_seconds"]
@@ -96,7 +96,7 @@ def measure(recipe: str, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the arguments, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipe", default="telechat3_moe/pretrain_19m.yaml")
     parser.add_argument("--json", metavar="FILE")

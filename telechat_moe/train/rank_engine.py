@@ -43,6 +43,8 @@ class RankEngine:
     MindSpore's communication is initialised.
     """
 
+    say: Callable[[str], object] = staticmethod(lambda text: None)
+
     def __init__(self, recipe: Recipe, job: Path, ranks: Ranks) -> None:
         assert ranks.control is not None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
