@@ -24,7 +24,6 @@ import mindspore as ms
 import numpy as np
 
 import telechat_moe
-from telechat_moe import ops
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import check_private, user_cache, write_atomic
 from telechat_moe.graph.mindir import Model
@@ -110,8 +109,8 @@ def _hindered() -> str:
 
 def _code() -> Iterator[Path]:
     """Yield the files whose code may take part, but those of installed packages, whose versions are known."""
-    for package in (telechat_moe, ops):
-        yield from Path(str(package.__file__)).parent.rglob("*.py")
+    for module in (telechat_moe, native):
+        yield from Path(str(module.__file__)).parent.rglob("*.py")
     if native.LIBRARY.exists():
         yield native.LIBRARY
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))

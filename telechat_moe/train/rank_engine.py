@@ -43,10 +43,9 @@ class RankEngine:
     MindSpore's communication is initialised.
     """
 
-    say: Callable[[str], object] = staticmethod(lambda text: None)
-
     def __init__(self, recipe: Recipe, job: Path, ranks: Ranks) -> None:
         assert ranks.control is not None
+        self.say: Callable[[str], object] = lambda text: None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
         self.micro_batches, self.mesh = micro_batches(recipe), mesh_of(recipe)
         self.layout = self.mesh.describe()
