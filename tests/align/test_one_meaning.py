@@ -9,7 +9,7 @@ from telechat_moe.ops.grouped_matmul import grouped_matmul_reference
 from telechat_moe.ops.matmul import matmul_reference
 from telechat_moe.ops.permute import permute_reference, unpermute_reference
 from telechat_moe.ops.rope import rope_reference
-from telechat_moe.ops.routing import Rule, routing_reference
+from telechat_moe.ops.routing import Rule, balance_reference, routing_reference
 from telechat_moe.ops.swiglu import swiglu_reference
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx
@@ -85,6 +85,18 @@ def test_routing(groups, softmax):
     for one, wanted in zip(got, routing_reference(rule, logits, bias), strict=False):
         same(one, wanted)
     assert got[4].sum() == TOKENS * rule.top_k
+
+
+def test_balance_loss():
+    score, scale = RANDOM.uniform(0.1, 1, (2, TOKENS, EXPERTS)), 0.7
+    chosen = RANDOM.integers(0, 2, score.shape).astype(np.float64)
+    loss, fraction = formula("TelechatBalanceLoss", score, chosen, scale=scale)
+    same(loss[0], balance_reference(score, chosen, scale))
+    (grad,) = formula("TelechatBalanceLossGrad", score, fraction, np.array([3.0]), scale=scale)
+    step = np.zeros_like(score)
+    step[1, 2, 3] = 1e-6
+    up, down = (balance_reference(score + s, chosen, scale) for s in (step, -step))
+    np.testing.assert_allclose(grad[1, 2, 3], 3 * (up - down) / 2e-6, rtol=1e-6)
 
 
 def test_permutation():

@@ -273,6 +273,26 @@ def _routing_grad(a: Arguments) -> Any:
     return g * (score * (1 - score))
 
 
+def _balance(score: Approx, fraction: Approx, scale: Any) -> Approx:
+    """Return the balance loss of groups of tokens, ``[g, n, E]``, with the share of tokens that chose each expert, ``[g, E]``."""
+    g, n, _ = score.shape
+    mean = (score / score.sum(2, True)).sum(1, False) / float(n)
+    return (mean * fraction).reshape(-1).sum(0, True) * (float(scale) / g)
+
+
+@primitive("TelechatBalanceLoss", "input chosen | scale=1.0")
+def _balance_loss(a: Arguments) -> Any:
+    score, chosen = floating(a.input), floating(a.chosen)
+    fraction = chosen.sum(1, False) / float(score.shape[1])
+    return [_balance(score, fraction, a.scale), fraction]
+
+
+@primitive("TelechatBalanceLossGrad", "score fraction grad | scale=1.0")
+def _balance_loss_grad(a: Arguments) -> Any:
+    score = floating(a.score)
+    return _back([_balance(score, floating(a.fraction), a.scale)], [a.grad], [score])[0]
+
+
 @primitive("TelechatPermutePlan", "input | experts=1", exact=True)
 def _permute_plan(a: Arguments) -> Any:
     """Return the row of each pair, the pair of each row, and the rows of each expert, whose pairs keep their order."""
