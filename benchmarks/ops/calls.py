@@ -7,8 +7,7 @@ calls at last. A node's cost is the difference of both graphs by 32.
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -18,13 +17,13 @@ from mindspore.graph.api import _cell_graph_executor
 
 from benchmarks.command import answer
 from benchmarks.machine import machine
+from benchmarks.ops.timing import Call, microseconds
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.ops import dvm
 
 LENGTHS = (1, 33)
 SECONDS = 0.7
-WARM_UP = 20
 
 
 class Chain(nn.Cell):
@@ -42,7 +41,7 @@ class Chain(nn.Cell):
         return x
 
 
-def compiled(cell: nn.Cell, *inputs: Tensor) -> Callable[[], Any]:
+def compiled(cell: nn.Cell, *inputs: Tensor) -> Call:
     """Return the call of a cell's compiled graph, without what the cell does in Python before."""
     seen: list[tuple[str, tuple[Any, ...]]] = []
     run = _cell_graph_executor._exec_pip
@@ -60,26 +59,11 @@ def compiled(cell: nn.Cell, *inputs: Tensor) -> Callable[[], Any]:
     return lambda: _cell_graph_executor._graph_executor(arguments, phase)
 
 
-def in_turns(calls: dict[Any, Callable[[], Any]]) -> dict[Any, dict[str, float]]:
-    """Return minimum and median microseconds of calls, made one after the other."""
-    times: dict[Any, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(WARM_UP):
-            call()
-    end = time.perf_counter() + SECONDS * len(calls)
-    while time.perf_counter() < end:
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            times[name].append(1e6 * (time.perf_counter() - began))
-    return {name: {"min": min(t), "median": statistics.median(t)} for name, t in times.items()}
-
-
 def report() -> list[dict[str, Any]]:
     """Return microseconds for each kind of shape and of operator."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     x, y = (Tensor(np.full((4, 64), value, np.float32)) for value in (1.0, 0.5))
-    calls: dict[Any, Callable[[], Any]] = {}
+    calls: dict[Any, Call] = {}
     for shapes in ("static", "dynamic"):
         for ours in (False, True):
             for length in LENGTHS:
@@ -89,7 +73,10 @@ def report() -> list[dict[str, Any]]:
                 np.testing.assert_array_equal(cell(x, y).asnumpy(), 1.0 + 0.5 * length)
                 calls[shapes, ours, length, "cell"] = lambda cell=cell: cell(x, y)
                 calls[shapes, ours, length, "graph"] = compiled(cell, x, y)
-    times = in_turns(calls)
+    times = {
+        name: {"min": min(t), "median": statistics.median(t)}
+        for name, t in microseconds(calls, SECONDS * len(calls)).items()
+    }
     rows: list[dict[str, Any]] = []
     for shapes in ("static", "dynamic"):
         for ours in (False, True):

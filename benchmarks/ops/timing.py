@@ -59,8 +59,23 @@ class Measurement:
         return {**asdict(self), "ratios": ratios}
 
 
+def microseconds(peers: dict[Any, Call], seconds: float) -> dict[Any, list[float]]:
+    """Return the times of all peers, one call each in turn, for about ``seconds``; at least 7 rounds."""
+    for call in peers.values():
+        for _ in range(WARM_UP):
+            call()
+    times: dict[Any, list[float]] = {name: [] for name in peers}
+    end = time.perf_counter() + seconds
+    while len(next(iter(times.values()))) < 7 or time.perf_counter() < end:
+        for name, call in peers.items():
+            began = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - began) * 1e6)
+    return times
+
+
 def in_turns(case: Measurement, peers: dict[str, Call], seconds: float) -> None:
-    """Time all peers, one call each in turn, for about ``seconds``; at least 7 rounds.
+    """Time all peers for about ``seconds``; see :func:`microseconds`.
 
     Raises:
         RuntimeError: If the results of a peer were not compared with ours.
@@ -68,17 +83,7 @@ def in_turns(case: Measurement, peers: dict[str, Call], seconds: float) -> None:
     unknown = [name for name in peers if name != "ours" and name not in case.compared]
     if unknown:
         raise RuntimeError(f"{case.op} {case.shape}: not compared with ours: {', '.join(unknown)}")
-    for call in peers.values():
-        for _ in range(WARM_UP):
-            call()
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    end = time.perf_counter() + seconds
-    while len(next(iter(times.values()))) < 7 or time.perf_counter() < end:
-        for name, call in peers.items():
-            began = time.perf_counter()
-            call()
-            times[name].append((time.perf_counter() - began) * 1e6)
-    for name, values in times.items():
+    for name, values in microseconds(peers, seconds).items():
         case.best[name] = min(values)
         case.median[name] = statistics.median(values)
 
