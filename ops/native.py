@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,16 @@ class Kernel:
         Raises:
             NativeError: The operator refused its input; carries its sentence.
         """
+        self.bind(inputs, outputs)()
+
+    def bind(
+        self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
+    ) -> Callable[[], None]:
+        """Return a call of the operator on these arrays, which does not look at them again.
+
+        Raises:
+            NativeError: As above; the call raises what it finds in the values.
+        """
         self._check_outputs(inputs, outputs)
         arrays = [*inputs, *outputs]
         workspace = self._library.telechat_attributes_workspace(self._extra)
@@ -236,9 +246,12 @@ class Kernel:
         ranks, shapes, keep = _describe(arrays)
         data = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
         types = (ctypes.c_char_p * len(arrays))(*[a.dtype.name.encode() for a in arrays])
-        if self._run(len(arrays), data, ranks, shapes, types, None, self._extra):
-            raise NativeError(last_error())
-        del keep
+
+        def call(_alive: Any = (arrays, keep)) -> None:
+            if self._run(len(arrays), data, ranks, shapes, types, None, self._extra):
+                raise NativeError(last_error())
+
+        return call
 
     def _check_outputs(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
         """Refuse results that the operator would write beyond; once for each set of shapes."""

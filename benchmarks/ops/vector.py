@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ops.timing import Measurement, check_same, in_turns, relative_error
+from benchmarks.ops.timing import Measurement, aligned, check_same, in_turns, relative_error
 from benchmarks.ops.translate import mindspore_cell, torch_function
 from telechat_moe.ops import dvm
 
@@ -107,7 +107,7 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Me
     done: dict[int, tuple[Any, ...]] = {}
     for name, body, specs, shapes in SET:
         for real in shapes[:1] if quick else shapes:
-            inputs = [rng.standard_normal(s).astype(np.float32) for s in real]
+            inputs = [aligned(rng.standard_normal(s).astype(np.float32)) for s in real]
             tell(f"{name} {list(real[0])}")
             key = id(body) + hash(str(specs))
             if key not in done:
@@ -117,7 +117,7 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Me
             case.compile["trace, build, encode"] = float(np.median(built))
             case.compile["trace, build, encode: slowest of 50"] = max(built)
             case.compile["encode"] = float(np.median(run.encode_nanoseconds(real, 1000))) / 1e3
-            out = run(*inputs)
+            out = [aligned(y) for y in run(*inputs)]
             exact = dvm.interpret(program, inputs)
             case.error = max(relative_error(a, b) for a, b in zip(out, exact, strict=True))
             peers: dict[str, Any] = {"ours": run.prepared(inputs, out)}
