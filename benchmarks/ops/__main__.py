@@ -20,7 +20,7 @@ from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.errors import BadInputError, CheckFailedError
 from telechat_moe.ops import native
 
-GROUPS = ("vector", "dynamic", "gmm", "moe", "attention", "cross-entropy", "adamw")
+GROUPS = ("vector", "dynamic", "products", "gmm", "moe", "attention", "cross-entropy", "adamw")
 
 EPILOG = """\
 example:
@@ -99,6 +99,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.ops.measure", str(out)]
         command += ["--only", *args.only, "--threads", *map(str, args.threads)]
         environment = {**TUNED_MALLOC, "GLOG_v": "3", "TORCHINDUCTOR_CACHE_DIR": folder}
+        environment["OPENBLAS_NUM_THREADS"] = "1"
         done = subprocess.run(
             [
                 *command,

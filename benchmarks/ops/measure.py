@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.machine import commit, processor
-from benchmarks.ops import blocks, decoder, vector
+from benchmarks.ops import blocks, decoder, products, vector
 from benchmarks.ops.__main__ import add_options
 from benchmarks.ops.report import targets
 from benchmarks.ops.timing import Measurement
@@ -17,6 +17,7 @@ from telechat_moe.ops import native
 MEASURES = {
     "vector": vector.cases,
     "dynamic": lambda *how: [*vector.dynamic_cases(*how), *decoder.cases(*how)],
+    "products": products.cases,
     "gmm": blocks.grouped_matmul,
     "moe": blocks.moe,
     "attention": blocks.attention,

@@ -17,6 +17,7 @@ TURN = 0.003
 LINE = 64
 
 Call = Callable[[], Any]
+Tell = Callable[[str], None]
 
 
 @dataclass

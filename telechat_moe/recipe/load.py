@@ -26,6 +26,9 @@ from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConf
 from telechat_moe.recipe.tree import Entry, YamlNode, locate, read
 from telechat_moe.recipe.uses import USES, Use, idle_overrides, unread
 
+COMPUTED_WITH = "computed_with"
+"""Key of a run's ``recipe.json`` that says what computed it: a record, not a setting."""
+
 
 def shipped_dir() -> Path:
     """Return the folder of the recipes that come with the package."""
@@ -157,7 +160,10 @@ class _Loader:
         if self.path.suffix != ".json":
             return text
         try:
-            return yaml.safe_dump(json.loads(text), sort_keys=False)
+            read = json.loads(text)
+            if isinstance(read, dict):
+                read.pop(COMPUTED_WITH, None)
+            return yaml.safe_dump(read, sort_keys=False)
         except ValueError as error:
             self.report(self.file, 0, "", f"no JSON ({error})", "the recipe.json of a run")
             raise RecipeError(list(self.problems.values())) from error

@@ -24,7 +24,7 @@ from telechat_moe.model import initialize
 from telechat_moe.model.init import count_parameters
 from telechat_moe.ops.custom import reason
 from telechat_moe.processes import stop_on_signal
-from telechat_moe.recipe import Recipe
+from telechat_moe.recipe import COMPUTED_WITH, Recipe
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
 from telechat_moe.train import guard, preflight, schedule, state
@@ -149,7 +149,8 @@ class Trainer:
             shutil.rmtree(self.checkpoints.root, ignore_errors=True)
             shutil.rmtree(self.output / "tensorboard", ignore_errors=True)
             (self.output / "metrics.jsonl").unlink(missing_ok=True)
-        self._write("recipe.json", json.dumps(self.recipe.to_dict(), indent=2) + "\n")
+        resolved = self.recipe.to_dict() | {COMPUTED_WITH: {"operators": self.engine.operators}}
+        self._write("recipe.json", json.dumps(resolved, indent=2) + "\n")
         steps = self.recipe.train_steps
         tokens = self.recipe.global_batch * self.recipe.model_config.seq_length
         monitor = SilentMonitor()

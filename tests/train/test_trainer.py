@@ -19,6 +19,8 @@ from running import Hold, steps_in, until, wait_for_step
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
+from telechat_moe.ops import native
+from telechat_moe.recipe import load
 
 
 def losses(output: Path) -> list[tuple[int, float, float]]:
@@ -44,6 +46,10 @@ def test_a_run_writes_what_it_promises(reference: Path) -> None:
     names = {path.name for path in reference.iterdir()}
     assert {"metrics.jsonl", "loss.png", "summary.json", "recipe.json", "checkpoints"} <= names
     assert [step for step, _, _ in losses(reference)] == list(range(1, mini.STEPS + 1))
+    resolved = json.loads((reference / "recipe.json").read_text())
+    said = resolved.pop("computed_with")["operators"]
+    assert f"({native.isa()}, {native.gemm_backend()})" in said
+    assert load(reference / "recipe.json").to_dict() == resolved
     summary = json.loads((reference / "summary.json").read_text())
     assert summary == json.loads((reference.parent / "s.json").read_text())
     assert summary["finished"] is True
