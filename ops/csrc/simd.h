@@ -234,6 +234,35 @@ static inline V log_v(V x) {
 
 static inline V sigmoid_v(V x) { return splat(1.0f) / (splat(1.0f) + exp_v(-x)); }
 
+// A square of `rows` stored rows of `columns` values, zero beyond, turned over the diagonal into rows `to` apart.
+static inline __attribute__((always_inline)) void turn(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out,
+                                                       int64_t to) {
+  V row[W];
+  const bool whole = rows >= W && columns >= W;
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) row[i] = whole ? load(x + i * ld) : i < rows ? load_n(x + i * ld, lanes(columns)) : V{};
+#pragma GCC unroll 4
+  for (int step = 1; step < W; step *= 2) {  // swap the off-diagonal squares of this size
+    VI upper, lower;
+#pragma GCC unroll 16
+    for (int l = 0; l < W; l++) {
+      upper[l] = l & step ? W + l - step : l;
+      lower[l] = l & step ? W + l : l + step;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) {
+      if (i & step) continue;
+      const V a = row[i], b = row[i + step];
+      row[i] = __builtin_shuffle(a, b, upper);
+      row[i + step] = __builtin_shuffle(a, b, lower);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) {
+    if (i < columns) store(out + i * to, row[i]);
+  }
+}
+
 // bfloat16, round to nearest even; NaN stays NaN.
 static inline V from_bf16(VH h) { return (V)(__builtin_convertvector(h, VU) << 16); }
 static inline VU bf16_bits(V v) {
