@@ -91,19 +91,22 @@ float dot(const float* x, const float* y, int64_t n) {
 // ---- products of a block of queries and a chunk of keys: tiles in registers, operands read where they are ----
 
 #if defined(__AVX512F__)
-constexpr int MR = 8, NV = 2;
+#ifndef MRX
+#define MRX 8
+#endif
+constexpr int MR = MRX, NV = 2;
 #elif defined(__AVX2__)
 constexpr int MR = 6, NV = 2;
 #else
 constexpr int MR = 4, NV = 2;
 #endif
-constexpr int NR = NV * W;  // queries of a panel: scores are kept by keys, a lane a query
+constexpr int kLine = 16 / W;  // vectors of a cache line
+constexpr int NR = NV * W;     // queries of a panel: scores are kept by keys, a lane a query
 static_assert(kQueries % NR == 0, "a block is whole panels");
 
 int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// C = A B, or added to C. Element (i, k) of A is a[i * lda + k] with APART, else a[k * lda + i].
 struct Product {
   const float* a;
   int64_t lda;
@@ -111,38 +114,45 @@ struct Product {
   int64_t ldb, depth;
   float* c;
   int64_t ldc;
-  bool add;
 };
+enum Kind { kSet, kAddByRows, kAddByColumns };  // C = A B; C += A B; the same with element (i, k) of A at a[k * lda + i]
 
-// ROWS rows and VECTORS vectors of C, of the last `last` lanes. Every loop over the sums is unrolled, or they would live in memory.
-template <int ROWS, int VECTORS, bool APART, bool WHOLE> void tile(const Product& p, int last) {
+// ROWS rows and VECTORS vectors of C; the last one's lanes from `last` on are left alone unless all are WHOLE. Every loop over
+// the sums is unrolled, or they would live in memory.
+template <Kind KIND, int ROWS, int VECTORS, bool WHOLE> void tile(const Product& p, int last) {
+  constexpr bool kApart = KIND != kAddByColumns;
   const float *b = p.b, *a[(ROWS + 2) / 3];  // a processor adds 1 or 2 times lda to an address by itself
-  const int64_t lda = p.lda, ldb = p.ldb;
+  float* c = p.c;
+  const int64_t lda = p.lda, ldb = p.ldb, ldc = p.ldc;
 #pragma GCC unroll 16
-  for (int i = 0; i < ROWS; i += 3) a[i / 3] = p.a + (APART ? i * lda : i);
+  for (int i = 0; i < ROWS; i += 3) a[i / 3] = p.a + (kApart ? i * lda : i);
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS && KIND != kSet; i++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j += kLine) __builtin_prefetch(c + i * ldc + j * W, 1);
+  }
   V sum[ROWS][VECTORS] = {};
-  for (int64_t k = 0; k < p.depth; k++, b += ldb) {
+  for (int64_t k = p.depth; k > 0; k--, b += ldb) {
     V right[VECTORS];
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) right[j] = WHOLE || j < VECTORS - 1 ? load(b + j * W) : load_n(b + j * W, last);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
-      const V left = splat(a[i / 3][APART ? i % 3 * lda : i % 3]);
+      const V left = splat(a[i / 3][kApart ? i % 3 * lda : i % 3]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++) sum[i][j] = fma(left, right[j], sum[i][j]);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i += 3) a[i / 3] += APART ? 1 : lda;
+    for (int i = 0; i < ROWS; i += 3) a[i / 3] += kApart ? 1 : lda;
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < ROWS; i++) {
+  for (int i = 0; i < ROWS; i++, c += ldc) {
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) {
-      float* c = p.c + i * p.ldc + j * W;
       if (WHOLE || j < VECTORS - 1) {
-        store(c, p.add ? load(c) + sum[i][j] : sum[i][j]);
+        store(c + j * W, KIND == kSet ? sum[i][j] : load(c + j * W) + sum[i][j]);
       } else {
-        store_n(c, p.add ? load_n(c, last) + sum[i][j] : sum[i][j], last);
+        store_n(c + j * W, KIND == kSet ? sum[i][j] : load_n(c + j * W, last) + sum[i][j], last);
       }
     }
   }
@@ -150,22 +160,28 @@ template <int ROWS, int VECTORS, bool APART, bool WHOLE> void tile(const Product
 
 using Tile = void (*)(const Product&, int);
 
-template <int ROWS, int VECTORS, bool APART> Tile tile_of(int64_t rows, int64_t vectors, bool whole) {
+template <Kind KIND, int ROWS, int VECTORS> Tile tile_of(int64_t rows, int64_t vectors, bool whole) {
   if constexpr (ROWS > 1) {
-    if (rows < ROWS) return tile_of<ROWS - 1, VECTORS, APART>(rows, vectors, whole);
+    if (rows < ROWS) return tile_of<KIND, ROWS - 1, VECTORS>(rows, vectors, whole);
   }
   if constexpr (VECTORS > 1) {
-    if (vectors < VECTORS) return tile_of<ROWS, VECTORS - 1, APART>(rows, vectors, whole);
+    if (vectors < VECTORS) return tile_of<KIND, ROWS, VECTORS - 1>(rows, vectors, whole);
   }
-  return whole ? tile<ROWS, VECTORS, APART, true> : tile<ROWS, VECTORS, APART, false>;
+  return whole || KIND == kSet ? tile<KIND, ROWS, VECTORS, true> : tile<KIND, ROWS, VECTORS, KIND == kSet>;
 }
 
 // `rows` <= MR rows of C and all its columns.
-template <bool APART> void strip(Product p, int64_t rows, int64_t columns) {
+template <Kind KIND> void strip(Product p, int64_t rows, int64_t columns) {
   for (int64_t j = 0; j < columns; j += NR, p.b += NR, p.c += NR) {
     const int64_t wide = lower(NR, columns - j), vectors = (wide + W - 1) / W;
-    tile_of<MR, NV, APART>(rows, vectors, wide % W == 0)(p, static_cast<int>(wide - (vectors - 1) * W));
+    tile_of<KIND, MR, NV>(rows, vectors, wide % W == 0)(p, static_cast<int>(wide - (vectors - 1) * W));
   }
+}
+
+// Rows of a strip, when `rows` are cut into the fewest strips of equal height.
+int64_t height(int64_t rows) {
+  const int64_t strips = (rows + MR - 1) / MR;
+  return (rows + strips - 1) / strips;
 }
 
 // Panels of NR rows: out[panel][k][i] = x[i][k], zero behind the last row.
@@ -202,27 +218,28 @@ struct Panel {
 // Products of `rows` keys from `key` on with the panel's queries: those whose first vectors see none of the keys are left out.
 void scores(const Seen& z, const Panel& panel, const HeadRows& k, int64_t key, int64_t rows, const float* packed, float* to, int64_t ld) {
   const int64_t from = higher(0, key - z.own - panel.begin) / W * W;
-  strip<true>({k.x + key * k.ld, k.ld, packed + panel.begin * k.width + from, NR, k.width, to + from, ld, false}, rows, NR - from);
+  strip<kSet>({k.x + key * k.ld, k.ld, packed + panel.begin * k.width + from, NR, k.width, to + from, ld}, rows, NR - from);
 }
 
 // Add to rows of the panel's queries what the values (or keys) give by weights w[key][query].
 void add_to_queries(const Seen& z, const Panel& panel, const float* w, int64_t ld, const HeadRows& v, float* out, int64_t ld_out) {
-  const int64_t strips = (panel.queries + MR - 1) / MR, height = (panel.queries + strips - 1) / strips;
-  for (int64_t i = 0; i < panel.queries; i += height) {
-    const int64_t rows = lower(height, panel.queries - i), keys = lower(panel.keys, z.own + panel.begin + i + rows);
-    if (keys > 0) strip<false>({w + i, ld, v.x, v.ld, keys, out + (panel.begin + i) * ld_out, ld_out, true}, rows, v.width);
+  const int64_t high = height(panel.queries);
+  for (int64_t i = 0; i < panel.queries; i += high) {
+    const int64_t rows = lower(high, panel.queries - i), keys = lower(panel.keys, z.own + panel.begin + i + rows);
+    if (keys > 0) strip<kAddByColumns>({w + i, ld, v.x, v.ld, keys, out + (panel.begin + i) * ld_out, ld_out}, rows, v.width);
   }
 }
 
 void forward(const ForwardPart& p) {
   const Seen& z = p.seen;
   const V factor = splat(p.scale);
+  const int64_t high = height(z.keys);
   for (int64_t y = 0; y < z.queries; y += NR) {
     const Panel panel(z, y);
     V top[NV], sum[NV], shift[NV];
     for (int j = 0; j < NV; j++) top[j] = load(p.top + y + j * W);
-    for (int64_t x = 0; x < panel.keys; x += MR) {
-      const int64_t rows = lower(MR, panel.keys - x);
+    for (int64_t x = 0; x < panel.keys; x += high) {
+      const int64_t rows = lower(high, panel.keys - x);
       float* s = p.scores + x * NR;
       scores(z, panel, p.k, x, rows, p.q, s, NR);
       const bool all = panel.all(x, x + rows);
@@ -245,9 +262,9 @@ void forward(const ForwardPart& p) {
         if (fade[i] != 1) scale_by(p.out + (y + j * W + i) * p.ld_out, p.v.width, fade[i]);
       }
     }
-    for (int64_t x = 0; x < panel.keys; x += MR) {  // sums of few keys at first: they lose less
+    for (int64_t x = 0; x < panel.keys; x += high) {  // sums of few keys at first: they lose less
       V part[NV] = {};
-      for (int64_t i = x; i < lower(x + MR, panel.keys); i++) {
+      for (int64_t i = x; i < lower(x + high, panel.keys); i++) {
         for (int j = 0; j < NV; j++) {
           float* s = p.scores + i * NR + j * W;
           const V e = exp_v(fma(load(s), factor, shift[j]));
@@ -284,10 +301,11 @@ void gradients(const BackwardPart& p, const Panel& panel, int64_t key, int64_t r
 
 void backward(const BackwardPart& p) {
   const Seen& z = p.seen;
+  const int64_t high = height(z.keys);
   for (int64_t y = 0; y < z.queries; y += NR) {
     const Panel panel(z, y);
-    for (int64_t x = 0; x < panel.keys; x += MR) {
-      const int64_t rows = lower(MR, z.keys - x);  // whole strips, as they are read below
+    for (int64_t x = 0; x < panel.keys; x += high) {
+      const int64_t rows = lower(high, z.keys - x);  // whole strips, as they are read below
       float *prob = p.p + x * kScoresApart + y, *ds = p.ds + x * kScoresApart + y;
       scores(z, panel, p.k, x, rows, p.packed_q, prob, kScoresApart);
       scores(z, panel, p.v, x, rows, p.packed_do, ds, kScoresApart);
@@ -295,11 +313,11 @@ void backward(const BackwardPart& p) {
     }
     add_to_queries(z, panel, p.ds + y, kScoresApart, p.k, p.dq, p.q.ld);
   }
-  for (int64_t x = 0; x < z.keys; x += MR) {
-    const int64_t rows = lower(MR, z.keys - x), from = higher(0, x - z.own), depth = z.queries - from;
+  for (int64_t x = 0; x < z.keys; x += high) {
+    const int64_t rows = lower(high, z.keys - x), from = higher(0, x - z.own), depth = z.queries - from;
     const float *prob = p.p + x * kScoresApart + from, *ds = p.ds + x * kScoresApart + from;
-    strip<true>({prob, kScoresApart, p.d_out.x + from * p.d_out.ld, p.d_out.ld, depth, p.dv + x * p.v.ld, p.v.ld, true}, rows, p.v.width);
-    strip<true>({ds, kScoresApart, p.q.x + from * p.q.ld, p.q.ld, depth, p.dk + x * p.k.ld, p.k.ld, true}, rows, p.k.width);
+    strip<kAddByRows>({prob, kScoresApart, p.d_out.x + from * p.d_out.ld, p.d_out.ld, depth, p.dv + x * p.v.ld, p.v.ld}, rows, p.v.width);
+    strip<kAddByRows>({ds, kScoresApart, p.q.x + from * p.q.ld, p.q.ld, depth, p.dk + x * p.k.ld, p.k.ld}, rows, p.k.width);
   }
 }
 
