@@ -91,10 +91,7 @@ float dot(const float* x, const float* y, int64_t n) {
 // ---- products of a block of queries and a chunk of keys: tiles in registers, operands read where they are ----
 
 #if defined(__AVX512F__)
-#ifndef MRX
-#define MRX 8
-#endif
-constexpr int MR = MRX, NV = 2;
+constexpr int MR = 8, NV = 2;
 #elif defined(__AVX2__)
 constexpr int MR = 6, NV = 2;
 #else
