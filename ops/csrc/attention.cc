@@ -26,11 +26,12 @@ namespace {
 
 using namespace telechat;
 
-constexpr int64_t kQueries = 128;       // of a block; the diagonal wastes half of its square
 constexpr int64_t kKeys = 1024;         // of a chunk forward: 128 x 1024 scores stay in L2
 constexpr int64_t kKeysBackward = 512;  // two such blocks at once; queries of a band, too
+constexpr int64_t kKeysOfPart = 256;    // of a chunk of our own products, which use it for each of the block's panels
+constexpr int64_t kKeysOfPartBackward = 128;
 constexpr int64_t kApart = 64;          // first keys of a block differ by less, each query's from those before it
-enum Slot { kQ, kK, kV, kDo, kScores, kHalf, kRow };
+enum Slot { kQ, kK, kV, kDo, kScores, kHalf, kRow, kPacked };
 
 struct AttentionState : State {
   float scale;
@@ -85,48 +86,75 @@ struct Sizes {
 // Head n of an operand [rows, N * width], from a row on.
 Operand head(const Operand& x, int64_t width, int64_t n, int64_t row) { return x.at(row, n * width); }
 
-// A block made by this thread as an operand of the same kind as the others.
-Operand block(float* x, int64_t rows, int64_t width, bool bf16) {
-  if (!bf16) return {x, nullptr, width};
-  if (multiplies_bf16()) {
-    auto* half = scratch<uint16_t>(kHalf, rows * width);
-    casts().to_bf16(x, half, rows * width);
-    return {nullptr, half, width};
-  }
-  casts().round_bf16(x, x, rows * width);
-  return {x, nullptr, width};
+// A block made by this thread in the precision of the other operands.
+Operand block(float* x, int64_t rows, int64_t width) {
+  auto* half = scratch<uint16_t>(kHalf, rows * width);
+  casts().to_bf16(x, half, rows * width);
+  return {nullptr, half, width};
 }
 
-void forward_block(const Sizes& z, const AttentionState& a, const Operand& q, const Operand& k, const Operand& v,
-                   const Block& block_of, int64_t n, float* o, float* lse) {
-  const auto [b, begin, end, key] = block_of;
-  const int64_t rows = end - begin, ldo = z.N * z.Dv, keys_end = z.first + end;
-  float* out = o + (b * z.Q + begin) * ldo + n * z.Dv;
+// What a block of queries sees of a chunk of keys.
+struct Sight : Seen {
+  int32_t first[kQueries];
+
+  Sight(const Sizes& z, const Block& x, int64_t from, int64_t keys_) : Seen{x.end - x.begin, keys_, z.first + x.begin - from, first} {
+    const int32_t* start = z.start + x.b * z.Q + x.begin;
+    for (int64_t i = 0; i < kQueries; i++) first[i] = i < queries ? int32_t(start[i] - from) : std::numeric_limits<int32_t>::max();
+  }
+};
+
+HeadRows rows_of(const Operand& x, int64_t width) { return {x.single, x.ld, width}; }
+
+// Exponentials of scores, their sums and products with the values; all chunks of keys.
+void forward_single(const Sizes& z, const AttentionState& a, const Operand& q, const Operand& k, const Operand& v,
+                    const Block& x, int64_t n, float* out, float* top, float* sum) {
+  const int64_t rows = x.end - x.begin, ldo = z.N * z.Dv, keys_end = z.first + x.end;
+  float* scores = scratch<float>(kScores, kQueries * kKeysOfPart);
+  float* packed = scratch<float>(kPacked, kQueries * z.D);
+  attention().pack(rows_of(head(q, z.D, n, x.b * z.Q + x.begin), z.D), rows, packed);
+  for (int64_t i = 0; i < rows; i++) std::fill_n(out + i * ldo, z.Dv, 0.0f);
+  for (int64_t k0 = x.key; k0 < keys_end; k0 += kKeysOfPart) {
+    const Sight seen(z, x, k0, std::min(kKeysOfPart, keys_end - k0));
+    const int64_t column = x.b * z.S + k0;
+    attention().forward({seen, packed, rows_of(head(k, z.D, n, column), z.D), rows_of(head(v, z.Dv, n, column), z.Dv), a.scale, a.bf16,
+                         scores, top, sum, out, ldo});
+  }
+}
+
+// The same by bfloat16 products.
+void forward_half(const Sizes& z, const AttentionState& a, const Operand& q, const Operand& k, const Operand& v,
+                  const Block& x, int64_t n, float* out, float* top, float* sum) {
+  const int64_t rows = x.end - x.begin, ldo = z.N * z.Dv, keys_end = z.first + x.end;
   float* scores = scratch<float>(kScores, kQueries * kKeys);
-  float top[kQueries], sum[kQueries] = {};
-  std::fill(top, top + kQueries, -std::numeric_limits<float>::infinity());
-  bool first = true;
-  for (int64_t k0 = key; k0 < keys_end; k0 += kKeys, first = false) {
+  for (int64_t k0 = x.key; k0 < keys_end; k0 += kKeys) {
     const int64_t keys = std::min(kKeys, keys_end - k0);
-    multiply(false, true, rows, keys, z.D, 1, head(q, z.D, n, b * z.Q + begin), head(k, z.D, n, b * z.S + k0), 0, scores, keys);
+    multiply(false, true, rows, keys, z.D, 1, head(q, z.D, n, x.b * z.Q + x.begin), head(k, z.D, n, x.b * z.S + k0), 0, scores, keys);
     for (int64_t i = 0; i < rows; i++) {
-      const int64_t query = begin + i;
-      const int64_t low = std::clamp<int64_t>(z.start[b * z.Q + query] - k0, 0, keys);
+      const int64_t query = x.begin + i;
+      const int64_t low = std::clamp<int64_t>(z.start[x.b * z.Q + query] - k0, 0, keys);
       const int64_t high = std::clamp<int64_t>(z.first + query + 1 - k0, low, keys);
       const float before = top[i];
       const float added = attention().softmax(scores + i * keys, keys, low, high, a.scale, &top[i]);
-      if (!first && top[i] > before) {
+      if (k0 > x.key && top[i] > before) {
         const float factor = std::exp(a.scale * (before - top[i]));
         sum[i] *= factor;
         attention().scale(out + i * ldo, z.Dv, factor);
       }
       sum[i] += added;
     }
-    multiply(false, false, rows, z.Dv, keys, 1, block(scores, rows, keys, a.bf16), head(v, z.Dv, n, b * z.S + k0), first ? 0 : 1, out, ldo);
+    multiply(false, false, rows, z.Dv, keys, 1, block(scores, rows, keys), head(v, z.Dv, n, x.b * z.S + k0), k0 > x.key, out, ldo);
   }
-  for (int64_t i = 0; i < rows; i++) {
-    attention().scale(out + i * ldo, z.Dv, 1 / sum[i]);
-    lse[(b * z.N + n) * z.Q + begin + i] = a.scale * top[i] + std::log(sum[i]);
+}
+
+void forward_block(const Sizes& z, const AttentionState& a, const Operand& q, const Operand& k, const Operand& v,
+                   const Block& x, int64_t n, float* o, float* lse) {
+  float* out = o + (x.b * z.Q + x.begin) * z.N * z.Dv + n * z.Dv;
+  float top[kQueries], sum[kQueries] = {};
+  std::fill(top, top + kQueries, -1e30f);  // of no score; infinity less itself would be no number
+  (q.half ? forward_half : forward_single)(z, a, q, k, v, x, n, out, top, sum);
+  for (int64_t i = 0; i < x.end - x.begin; i++) {
+    attention().scale(out + i * z.N * z.Dv, z.Dv, 1 / sum[i]);
+    lse[(x.b * z.N + n) * z.Q + x.begin + i] = a.scale * top[i] + std::log(sum[i]);
   }
 }
 
@@ -142,11 +170,28 @@ std::pair<int64_t, int64_t> keys_of(const Sizes& z, const Block& block_of, int64
 }
 
 // Add what a block of queries gives to the gradients of its keys of a chunk, and to its own.
-void backward_block(const Sizes& z, const AttentionState& a, const Operand& q, const Operand& k, const Operand& v,
-                    const Operand& d_out, const Block& block_of, int64_t n, int64_t chunk, const Gradients& g) {
-  const auto [from, to] = keys_of(z, block_of, chunk);
-  if (from >= to) return;
-  const int64_t b = block_of.b, begin = block_of.begin, rows = block_of.end - begin, keys = to - from, ld = z.N * z.D, ldv = z.N * z.Dv;
+void backward_single(const Sizes& z, const AttentionState& a, const Operand& q, const Operand& k, const Operand& v,
+                     const Operand& d_out, const Block& x, int64_t n, int64_t from, int64_t to, const Gradients& g) {
+  const int64_t rows = x.end - x.begin, ld = z.N * z.D, ldv = z.N * z.Dv, row = x.b * z.Q + x.begin;
+  const int64_t at = (x.b * z.N + n) * z.Q + x.begin;
+  float* p = scratch<float>(kScores, 2 * kScoresApart * kKeysOfPartBackward);
+  float* packed = scratch<float>(kPacked, kQueries * (z.D + z.Dv));
+  const HeadRows rows_q = rows_of(head(q, z.D, n, row), z.D), rows_do = rows_of(head(d_out, z.Dv, n, row), z.Dv);
+  attention().pack(rows_q, rows, packed);
+  attention().pack(rows_do, rows, packed + kQueries * z.D);
+  for (int64_t k0 = from; k0 < to; k0 += kKeysOfPartBackward) {
+    const Sight seen(z, x, k0, std::min(kKeysOfPartBackward, to - k0));
+    const int64_t column = x.b * z.S + k0;
+    attention().backward({seen, packed, packed + kQueries * z.D, g.lse + at, g.delta + at, rows_q, rows_of(head(k, z.D, n, column), z.D),
+                          rows_of(head(v, z.Dv, n, column), z.Dv), rows_do, a.scale, a.bf16, p, p + kScoresApart * kKeysOfPartBackward,
+                          g.dq + row * ld + n * z.D, g.dk + column * ld + n * z.D, g.dv + column * ldv + n * z.Dv});
+  }
+}
+
+// The same by bfloat16 products.
+void backward_half(const Sizes& z, const AttentionState& a, const Operand& q, const Operand& k, const Operand& v,
+                   const Operand& d_out, const Block& x, int64_t n, int64_t from, int64_t to, const Gradients& g) {
+  const int64_t b = x.b, begin = x.begin, rows = x.end - begin, keys = to - from, ld = z.N * z.D, ldv = z.N * z.Dv;
   const int64_t row = b * z.Q + begin, column = b * z.S + from;
   float* p = scratch<float>(kScores, 2 * kQueries * kKeysBackward);
   float* dp = p + kQueries * kKeysBackward;
@@ -160,8 +205,8 @@ void backward_block(const Sizes& z, const AttentionState& a, const Operand& q, c
     attention().probabilities(p + i * keys, keys, low, high, a.scale, g.lse[at]);
     attention().score_gradient(p + i * keys, dp + i * keys, keys, g.delta[at], a.scale);
   }
-  multiply(true, false, keys, z.Dv, rows, 1, block(p, rows, keys, a.bf16), rows_do, 1, g.dv + column * ldv + n * z.Dv, ldv);
-  const Operand d_scores = block(dp, rows, keys, a.bf16);
+  multiply(true, false, keys, z.Dv, rows, 1, block(p, rows, keys), rows_do, 1, g.dv + column * ldv + n * z.Dv, ldv);
+  const Operand d_scores = block(dp, rows, keys);
   multiply(true, false, keys, z.D, rows, 1, d_scores, rows_q, 1, g.dk + column * ld + n * z.D, ld);
   multiply(false, false, rows, z.D, keys, 1, d_scores, keys_k, 1, g.dq + row * ld + n * z.D, ld);
 }
@@ -238,7 +283,10 @@ TELECHAT_RUN(FlashAttentionGrad) {
   for (const std::vector<Pair>& pairs : phases(z, blocks)) {
     parallel_for(z.N * int64_t(pairs.size()), [&](int64_t task) {
       const auto [first, last, chunk] = pairs[task / z.N];
-      for (int64_t i = first; i < last; i++) backward_block(z, a, q, k, v, d, blocks[i], task % z.N, chunk, g);
+      for (int64_t i = first; i < last; i++) {
+        const auto [from, to] = keys_of(z, blocks[i], chunk);
+        if (from < to) (q.half ? backward_half : backward_single)(z, a, q, k, v, d, blocks[i], task % z.N, from, to, g);
+      }
     });
   }
 }

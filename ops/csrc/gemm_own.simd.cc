@@ -32,40 +32,13 @@ void pack_a(bool transposed, const float* a, int64_t lda, int64_t rows, int64_t 
   }
 }
 
-// A square of `rows` stored rows of `columns` values, zero beyond, turned over the diagonal into rows NR apart.
-void turn(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out) {
-  V row[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; i++) row[i] = i < rows ? load_n(x + i * ld, static_cast<int>(columns)) : V{};
-#pragma GCC unroll 4
-  for (int step = 1; step < W; step *= 2) {  // swap the off-diagonal squares of this size
-    VI upper, lower;
-#pragma GCC unroll 16
-    for (int l = 0; l < W; l++) {
-      upper[l] = l & step ? W + l - step : l;
-      lower[l] = l & step ? W + l : l + step;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < W; i++) {
-      if (i & step) continue;
-      const V a = row[i], b = row[i + step];
-      row[i] = __builtin_shuffle(a, b, upper);
-      row[i + step] = __builtin_shuffle(a, b, lower);
-    }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < W; i++) {
-    if (i < columns) store(out + i * NR, row[i]);
-  }
-}
-
 void pack_b(bool transposed, const float* b, int64_t ldb, int64_t depth, int64_t columns, float* out) {
   for (int64_t c = 0; c < columns; c += NR) {
     const int64_t width = lower(NR, columns - c);
     if (transposed) {
       for (int64_t k = 0; k < depth; k += W) {
         for (int64_t j = 0; j < NR; j += W) {
-          turn(b + (c + j) * ldb + k, ldb, lower(W, width - j), lower(W, depth - k), out + k * NR + j);
+          turn(b + (c + j) * ldb + k, ldb, width - j, depth - k, out + k * NR + j, NR);
         }
       }
     } else if (width == NR) {

@@ -234,6 +234,42 @@ static inline V log_v(V x) {
 
 static inline V sigmoid_v(V x) { return splat(1.0f) / (splat(1.0f) + exp_v(-x)); }
 
+// Swap the off-diagonal squares of STEP rows and columns; the masks must be constants, or they would be built each time.
+template <int STEP> static inline __attribute__((always_inline)) void turn_squares(V (&row)[W]) {
+  static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  VI lane;
+  std::memcpy(&lane, kLane, sizeof lane);
+  const VI odd = (lane & STEP) != 0, upper = lane + (odd & (W - STEP)), lower = lane + STEP + (odd & (W - STEP));
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) {
+    if (i & STEP) continue;
+    const V a = row[i], b = row[i + STEP];
+    row[i] = __builtin_shuffle(a, b, upper);
+    row[i + STEP] = __builtin_shuffle(a, b, lower);
+  }
+}
+
+// A square of `rows` stored rows of `columns` values, zero beyond, turned over the diagonal into rows `to` apart.
+static inline __attribute__((always_inline)) void turn(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out,
+                                                       int64_t to) {
+  V row[W];
+  if (rows >= W && columns >= W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) row[i] = load(x + i * ld);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) row[i] = i < rows ? load_n(x + i * ld, lanes(columns)) : V{};
+  }
+  turn_squares<1>(row);
+  turn_squares<2>(row);
+  if constexpr (W > 4) turn_squares<4>(row);
+  if constexpr (W > 8) turn_squares<8>(row);
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) {
+    if (i < columns) store(out + i * to, row[i]);
+  }
+}
+
 // bfloat16, round to nearest even; NaN stays NaN.
 static inline V from_bf16(VH h) { return (V)(__builtin_convertvector(h, VU) << 16); }
 static inline VU bf16_bits(V v) {

@@ -23,6 +23,16 @@ def reference(q, k, v, start, scale):
     return np.einsum("bnij,bjnd->bind", weight, v.astype(np.float64)), weight
 
 
+def log_sums(q, k, start, scale):
+    """The logarithms of the sums of exponentials ``[B, N, S]`` in float64."""
+    key, query = np.arange(k.shape[1])[None, :], np.arange(q.shape[1])[:, None]
+    scores = np.einsum("bind,bjnd->bnij", q.astype(np.float64), k.astype(np.float64)) * scale
+    hidden = (key > query) | (key < start[:, :, None])
+    scores = np.where(hidden[:, None], -np.inf, scores)
+    top = scores.max(-1)
+    return top + np.log(np.exp(scores - top[..., None]).sum(-1))
+
+
 def reference_gradients(q, k, v, start, scale, do):
     """The gradients of q, k, v in float64."""
     q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
@@ -66,6 +76,7 @@ def run(q, k, v, start, do, bf16=False):
 
 SHAPES = [
     (1, 1, 1, 4, 4, 0),
+    (1, 33, 2, 1, 1, 0),
     (2, 5, 3, 12, 10, 2),
     (1, 64, 2, 16, 8, 0),
     (2, 65, 1, 48, 32, 20),
@@ -102,6 +113,56 @@ def test_bf16_operands(shape):
     for name, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
         error = np.linalg.norm(a - b) / max(np.linalg.norm(b), np.linalg.norm(do))
         assert 1e-5 < error < 2**-7, f"{name}: {error:.1e}"  # rounded, and not by more
+
+
+EDGES = [1, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 49, 127, 128, 129, 255, 256, 257, 300]
+"""Lengths about those of tiles, panels of queries, blocks and chunks of keys."""
+WIDTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 49]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_width_and_length(data):
+    """Strips, panels and vectors end anywhere; what lies behind the arrays is not touched."""
+    S, D, Dv = (data.draw(st.sampled_from(x)) for x in (EDGES, WIDTHS, WIDTHS))
+    N, mean = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 3, 40]))
+    q, k, v, start = inputs(1, S, N, D, Dv, mean)
+    do = rng.standard_normal(v.shape).astype(np.float32)
+    names = ("o", "lse", "dq", "dk", "dv")
+    shapes = (v.shape, (1, N, S), q.shape, k.shape, v.shape)
+    memory = [np.full(np.prod(x) + 64, 7e7, np.float32) for x in shapes]
+    o, lse, *grads = (m[:-64].reshape(x) for m, x in zip(memory, shapes, strict=True))
+    attributes = {"scale": D**-0.5, "bf16": False}
+    Kernel("FlashAttention", attributes)([q, k, v, start], [o, lse])
+    Kernel("FlashAttentionGrad", attributes)([q, k, v, start, o, lse, do], grads)
+    expected = [
+        reference(q, k, v, start, D**-0.5)[0],
+        log_sums(q, k, start, D**-0.5),
+        *reference_gradients(q, k, v, start, D**-0.5, do),
+    ]
+    for name, a, b, m in zip(names, (o, lse, *grads), expected, memory, strict=True):
+        assert np.abs(a - b).max() < 3e-6 * max(1, np.abs(b).max()), name
+        assert (m[-64:] == 7e7).all(), name
+
+
+@pytest.mark.parametrize("low", [-1e5, 1e5])
+def test_scores_far_from_zero(low):
+    """The highest score is far below or above zero, and rises or falls from chunk to chunk of keys."""
+    S = 600
+    q, k, v, start = inputs(1, S, 1, 4, 8)
+    q[..., 0], k[0, :, 0, 0] = 1, low * np.linspace(1, 2, S)
+    o, lse = np.empty_like(v), np.empty((1, 1, S), np.float32)
+    Kernel("FlashAttention", {"scale": 0.01, "bf16": False})([q, k, v, start], [o, lse])
+    np.testing.assert_allclose(o, reference(q, k, v, start, 0.01)[0], atol=2e-3)
+    np.testing.assert_allclose(lse, log_sums(q, k, start, 0.01), rtol=1e-6)
+
+
+def test_a_query_that_is_no_number_spoils_its_own_row_only():
+    q, k, v, start = inputs(1, 200, 1, 8, 8)
+    q[0, 100, 0, 3] = np.nan
+    o = run(q, k, v, start, np.ones_like(v))[0]
+    assert np.isnan(o[0, 100]).all()
+    assert np.isfinite(np.delete(o, 100, axis=1)).all()
 
 
 @given(st.data())
@@ -155,9 +216,10 @@ def test_threads_change_no_bit():
     try:
         native.set_threads(1)
         one = run(q, k, v, start, do)
-        native.set_threads(3)
-        for a, b in zip(one, run(q, k, v, start, do), strict=True):
-            assert a.tobytes() == b.tobytes()
+        for count in (2, 3):
+            native.set_threads(count)
+            for a, b in zip(one, run(q, k, v, start, do), strict=True):
+                assert a.tobytes() == b.tobytes()
     finally:
         native.set_threads(before)
 
