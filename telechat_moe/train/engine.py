@@ -138,7 +138,7 @@ class OneProcess(Engine):
         wrapper, config = recipe.runner_wrapper, recipe.model_config
         with backends(recipe):
             self.model.set_train()
-            self.optimizer = optimizer.from_recipe(recipe, self.model.trainable_params())
+            self.optimizer = optimizer.from_recipe(recipe, self.model.trainable_params(), swap=True)
             self.train_step = TrainStep(
                 self.model,
                 self.optimizer,
