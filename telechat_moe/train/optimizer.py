@@ -214,10 +214,10 @@ class _SwappedGroup(nn.Cell):
 
     def go(self, moments: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
         """Return a token of when the moments have gone."""
-        found = ()
-        for i in range(len(self.out_wait)):
-            found += (self.out_wait[i](*moments[i]),)
-        return ops.depend(found[0], found)
+        token = self.out_wait[0](*moments[0])
+        for i in range(1, len(self.out_wait)):
+            token = ops.depend(token, self.out_wait[i](*moments[i]))
+        return token
 
 
 class WeightAverage:

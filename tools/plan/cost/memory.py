@@ -209,7 +209,8 @@ def _constant(x: Columns, parameters: Array) -> Array:
     """Return the bytes that are there all the time, [n]: the workspace, and a layer that ZeRO-3 has gathered."""
     layers = np.maximum((x.stage_dense + x.stage_moe).max(axis=1), 1)
     gathered = np.where(x.own_graph > 0, _largest_layer(x), parameters.max(axis=1) / layers)
-    return WORKSPACE + np.where(x.zero == 3, 4.0 * gathered, 0.0)
+    held: Array = np.where(x.zero == 3, 4.0 * gathered, 0.0)
+    return held + WORKSPACE
 
 
 def late_peak(x: Columns) -> Array:

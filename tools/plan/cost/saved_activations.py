@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
@@ -285,7 +285,10 @@ class ChunkActivations:
                 the results have this shape.
         """
         items = self._begin(chunk)
-        items += [self._layer(kind, np.asarray(way)) for kind, way in zip(kinds, ways, strict=True)]
+        items += [
+            self._layer(kind, np.asarray(way, np.int64))
+            for kind, way in zip(kinds, ways, strict=True)
+        ]
         items += self._end(chunk)
         left: Array = np.zeros(())
         most = left
@@ -294,7 +297,7 @@ class ChunkActivations:
             left = left + (item.late - item.kept) * self.frees
         return np.asarray(sum(item.kept for item in items)), most
 
-    def _layer(self, kind: str, way: Array) -> _Item:
+    def _layer(self, kind: str, way: NDArray[np.int64]) -> _Item:
         kept, working, least = self.kinds[kind]
         late = self.saved.moe_late if kind == "moe" else self.saved.dense_late
         whole, again = float(late.kept[0]), float(late.again[0])
@@ -330,7 +333,9 @@ class ChunkActivations:
         """Return MTP's layer: recipes that count or name recomputed layers leave it out."""
         x = self.layout
         again = "full" in x.recompute and x.recompute_layers is x.recomputed is None
-        return self._layer(self.architecture.layers[-1], np.asarray(AGAIN if again else KEPT))
+        return self._layer(
+            self.architecture.layers[-1], np.asarray(AGAIN if again else KEPT, np.int64)
+        )
 
     def _losses(self, mtp: bool) -> list[_Item]:
         """Return the last chunk's end. MTP's loss goes back before its block, the other loss last.
