@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,13 @@ from test_growing_runs import SETTINGS
 from test_sharded_average import ZERO, equal, train
 from test_sharded_train import BESIDE, DP2_EP2, records
 
+from benchmarks.ranks import transfers
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job
+from telechat_moe.graph.swapped_states import groups_of
+from telechat_moe.ops import native
 from telechat_moe.recipe import load
 from telechat_moe.tools.align.capture import mindspore as capture
 
@@ -131,9 +135,23 @@ def test_killed_and_resumed_bit_for_bit(data: Path, start, tmp_path: Path, hold:
 @pytest.mark.parametrize("case", [RUN, ALONE, {**RUN, **SKIPS}], ids=["one", "several", "skipped"])
 def test_one_process_changes_no_bit(case: dict[str, object], data: Path, tmp_path: Path) -> None:
     kept = train(data, tmp_path / "kept", **case)
-    output = tmp_path / "swapped"
-    same(train(data, output, **case, **swapping(output)), kept)
+    output, library = tmp_path / "swapped", native.load()
+    library.telechat_swap_trial(0.0, 1)  # write the copies down
+    try:
+        same(train(data, output, **case, **swapping(output)), kept)
+        copies = transfers(library.telechat_swap_times)
+    finally:
+        library.telechat_swap_trial(0.0, 0)
     assert not list((output / "pool").iterdir())
+    saved = checkpoint.list_checkpoints(output / "checkpoints")[0]
+    updates = STEPS - len(records(output, "guard"))
+    assert len(copies) == 2 * updates * len(checkpoint.load(saved).tensors["optimizer"])
+    there = {c.tag // 2: c.bytes for c in copies}
+    pairs = [there[i] + there[i + 1] for i in range(0, len(there), 2)]
+    groups = [sum(pairs[i] for i in group) for group in groups_of(pairs)]
+    events = [(c.started, c.bytes) if c.tag % 2 else (c.goes_on, -c.bytes) for c in copies]
+    most = max(accumulate(size for _, size in sorted(events)))
+    assert most <= max(sum(groups[i : i + 3]) for i in range(len(groups))) < sum(pairs)
 
 
 def test_one_process_killed_and_resumed_bit_for_bit(
