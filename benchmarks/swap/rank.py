@@ -1,4 +1,4 @@
-"""The process of a rank: run the steps of both graphs in turn, with a slow and a fast link, and keep what was waited.
+"""The process of a rank: run the steps of both graphs in turn, with links of several speeds, and keep what was waited.
 
 msrun ... python -m benchmarks.swap.rank FOLDER/JOB
 """
@@ -52,9 +52,9 @@ def run(job: Path, number: int, task: dict[str, Any]) -> None:
         for name in names:
             step(name, None, 0.0)
     for _ in range(task["rounds"]):
-        for speed, cost in (("slow", task["seconds_per_byte"]), ("fast", 0.0)):
+        for speed, factor in (("slow", 1.0), ("half", 2.0), ("fast", 0.0)):
             for name in names:
-                step(name, f"{name} {speed}", cost)
+                step(name, f"{name} {speed}", factor * task["seconds_per_byte"])
     for name in names:
         for _, x in sorted(programs[name].shards().items()):
             digests[name].update(x.tobytes())

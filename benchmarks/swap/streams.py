@@ -11,9 +11,9 @@ def measured(copies: Sequence[Transfer]) -> float:
 
 
 def predicted(copies: Sequence[Transfer], seconds_per_byte: float) -> float:
-    """Return the seconds that a step will wait, with the computation between starts and waits of a step on a fast link.
+    """Return the seconds that a step will wait, with the computation between starts and waits of a step on another link.
 
-    Each direction takes copies one after the other; what the fast step waited is left out.
+    Each direction takes copies one after the other; what that step waited is left out.
     """
     events = [(copy.started, False, copy) for copy in copies]
     events += [(copy.waits, True, copy) for copy in copies]

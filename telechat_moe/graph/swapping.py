@@ -82,7 +82,11 @@ class PooledTensor:
     def __init__(self, state: State, pool: mmap.mmap) -> None:
         count = state.nbytes // np.dtype(np.float32).itemsize
         values = np.frombuffer(pool, np.float32, count, state.at)
-        self.shape, self.memory = tuple(state.shape), values.reshape(state.shape)
+        self.name, self.shape, self.memory = (
+            state.name,
+            tuple(state.shape),
+            values.reshape(state.shape),
+        )
 
     def set_data(self, value: Any) -> None:
         """Take the values of a tensor."""

@@ -32,6 +32,7 @@ from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankDiedError, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError
+from telechat_moe.recipe.swap import require_pool
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.sharding.recipe import mesh_of, micro_batches, smaller_steps
 from telechat_moe.train import preflight
@@ -141,11 +142,7 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
         _say(
             f"rank {rank}: {len(most.states)} moments of {moments} are out of its memory between updates"
         )
-    pool = recipe.telechat_moe.swap
-    if pool is not None and pool.pool_mib is not None and most.pool > pool.pool_mib << 20:
-        found = f"{pool.pool_mib}, and rank {rank} swaps {size_text(most.pool)} at once"
-        expected = f"{-(-most.pool >> 20)} at least, or swap less"
-        raise RecipeError([recipe.problem("telechat_moe.swap.pool_mib", found, expected)])
+    require_pool(recipe, most.pool, f"rank {rank}")
 
 
 def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:

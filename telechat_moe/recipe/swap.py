@@ -7,15 +7,34 @@ moves ([swap.md](../../docs/swap.md)).
 import re
 from collections.abc import Sequence
 
+from telechat_moe.recipe.problems import RecipeError
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.parallel import LayerSwap, OpSwap, SwapConfig
+from telechat_moe.units import size_text
 
 DEFAULT = r"attention\.core"
 """The operators where neither layers nor operators are named."""
 
 RECOMPUTED = {"swiglu": ("ffn.act", "moe.shared.act"), "moe": ("moe.router", "moe.dispatch", "moe.experts")}  # fmt: skip
 """Parts that `telechat_moe.sharding.recompute` computes again, of those that can be swapped."""
+
+
+def require_pool(recipe: Recipe, size: int, who: str) -> None:
+    """Require that what a process swaps is no more than the recipe allows.
+
+    Args:
+        size: Bytes of its pool.
+        who: The process.
+
+    Raises:
+        RecipeError: It is.
+    """
+    pool = recipe.telechat_moe.swap
+    if pool is not None and pool.pool_mib is not None and size > pool.pool_mib << 20:
+        found = f"{pool.pool_mib}, and {who} swaps {size_text(size)} at once"
+        expected = f"{-(-size >> 20)} at least, or swap less"
+        raise RecipeError([recipe.problem("telechat_moe.swap.pool_mib", found, expected)])
 
 
 def parts(config: ModelConfig, layer: int) -> list[str]:

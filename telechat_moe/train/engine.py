@@ -1,7 +1,8 @@
 """Engines compute the steps of a run: one process here, a rank's graph in :mod:`telechat_moe.train.rank_engine`."""
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,14 +132,14 @@ class OneProcess(Engine):
     """
 
     def __init__(self, recipe: Recipe, keep_graph: bool = False) -> None:
-        self.recipe, self.keep_graph = recipe, keep_graph
+        self.recipe, self.keep_graph, self.compiled_now = recipe, keep_graph, True
         self.model, self.operators = build_model(recipe)
         self.micro_batches = micro_batches(recipe)
         self.limits = (float("inf"), float("inf"))
         wrapper, config = recipe.runner_wrapper, recipe.model_config
         with backends(recipe):
             self.model.set_train()
-            self.optimizer = optimizer.from_recipe(recipe, self.model.trainable_params())
+            self.optimizer = optimizer.from_recipe(recipe, self.model.trainable_params(), swap=True)
             self.train_step = TrainStep(
                 self.model,
                 self.optimizer,
@@ -172,6 +173,9 @@ class OneProcess(Engine):
                     self.train_step.accumulate(*batch)
             found = self.train_step(*scalars, *batches[-1])
         output = StepOutput.fetch(*found)
+        if self.compiled_now and self.recipe.optimizer.swap:
+            _give_back_memory()
+        self.compiled_now = False
         if self.average is not None and output.applied:
             self.average.update(number)
         return output
@@ -228,6 +232,12 @@ class OneProcess(Engine):
         if len(bad) == len(params):
             return f"the loss is not finite, and so is every gradient, {bad[-1]} the last"
         return f"the gradient of {bad[-1]} is not finite" + _more(bad[::-1])
+
+
+def _give_back_memory() -> None:
+    """Give what MindSpore's compiler has freed back to the system, as far as the C library is one that keeps it (glibc)."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _more(names: list[str]) -> str:

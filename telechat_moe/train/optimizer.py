@@ -4,15 +4,24 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.swapped_states import groups_of
+from telechat_moe.graph.swapping import PooledTensor, State, open_pool, room
 from telechat_moe.ops.adamw import FusedAdamW
+from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.select import backend
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.swap import require_pool
 from telechat_moe.sharding.shards import EMA
+
+COPIES = ("SwapBack", "SwapBackWait", "SwapOut", "SwapOutWait")
+"""Operators of the native library that copy a moment (``ops/csrc/swap.cc``)."""
 
 
 class AdamW(nn.Cell):
@@ -42,8 +51,7 @@ class AdamW(nn.Cell):
         super().__init__(auto_prefix=False)
         self.params = ParameterTuple(params)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.moment1 = self.params.clone(prefix="adam_m", init="zeros")
-        self.moment2 = self.params.clone(prefix="adam_v", init="zeros")
+        self.moment1, self.moment2 = map(self._zeros, ("adam_m", "adam_v"))
         patterns = [re.compile(pattern) for pattern in no_decay]
         self.decayed = tuple(not any(p.search(w.name) for p in patterns) for w in self.params)
         self.beta1 = Tensor(betas[0], ms.float32)
@@ -52,6 +60,10 @@ class AdamW(nn.Cell):
         self.fused = FusedAdamW(betas, self.decayed) if backend("adamw") == "fused" else None
         self.update = ops.AdamWeightDecay()
         self.clip = ops.Mul()
+
+    def _zeros(self, prefix: str) -> Sequence[Any]:
+        """Return a moment of every weight, by the names of checkpoints."""
+        return self.params.clone(prefix=prefix, init="zeros")
 
     def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, ...]:
         """Return ``(a, e, d)`` of update number ``step`` (from 1), fp32 scalars."""
@@ -87,6 +99,125 @@ class AdamW(nn.Cell):
                 self.clip(gradients[i], clip),
             )
         return Tensor(True)
+
+
+class SwappedAdamW(AdamW):
+    """AdamW whose moments wait in a pool between updates (docs/swap.md), to the last bit the same.
+
+    Groups of weights are updated in turn, as in :mod:`telechat_moe.graph.swapped_states`: at group ``i`` the moments of
+    group ``i + 1`` begin to come, once those of group ``i - 2`` have gone.
+
+    Args:
+        given: What :class:`AdamW` takes besides.
+        folder: See :func:`telechat_moe.graph.swapping.open_pool`.
+
+    Attributes:
+        states: The moments; two for each weight.
+        size: Bytes of the pool.
+    """
+
+    def __init__(self, params: Sequence[Parameter], *given: Any, folder: str | None = None) -> None:
+        self.states: list[State] = []
+        self.size = 0
+        for weight in params:
+            for moment in ("adam_m", "adam_v"):
+                self.states.append(State(f"{moment}.{weight.name}", self.size, weight.shape))
+                self.size += room(self.states[-1].nbytes)
+        pool = open_pool(self.size, folder)
+        self.pooled = {state.name: PooledTensor(state, pool) for state in self.states}
+        super().__init__(params, *given)
+        if self.fused is None:
+            raise BadInputError(
+                "optimizer.swap True: one process swaps moments beside the fused AdamW only; build the native library, "
+                "set telechat_moe.operators.adamw to fused, or swap nothing"
+            )
+        groups = groups_of([2 * self.states[2 * i].nbytes for i in range(len(params))])
+        self.groups = nn.CellList(
+            [_SwappedGroup(self, group) for group in groups], auto_prefix=False
+        )
+
+    def _zeros(self, prefix: str) -> Sequence[Any]:
+        return [self.pooled[f"{prefix}.{weight.name}"] for weight in self.params]
+
+    def construct(
+        self,
+        gradients: tuple[Tensor, ...],
+        rate: Tensor,
+        epsilon: Tensor,
+        decay: Tensor,
+        clip: Tensor,
+    ) -> Tensor:
+        """See :meth:`AdamW.construct`."""
+        ready = ops.depend(clip, gradients)
+        moments, gone = (self.groups[0].come(ready),), ()
+        for i in range(len(self.groups)):
+            if i > 1:
+                ready = self.groups[i - 2].go(moments[i - 2])
+                gone += (ready,)
+            if i + 1 < len(self.groups):
+                coming = self.groups[i + 1].come(ready)
+                moments += (coming,)
+                rate = ops.depend(rate, coming)  # the next ones begin to come before the update
+            scalars = (rate, epsilon, decay, clip)
+            moments = (
+                *moments[:i],
+                self.groups[i](moments[i], gradients, scalars),
+                *moments[i + 1 :],
+            )
+        for i in range(max(len(self.groups) - 2, 0), len(self.groups)):
+            gone += (self.groups[i].go(moments[i]),)
+        return ops.depend(Tensor(True), gone)
+
+
+class _SwappedGroup(nn.Cell):
+    """Weights that are updated together, and the copies of their moments."""
+
+    def __init__(self, whole: SwappedAdamW, group: range) -> None:
+        super().__init__(auto_prefix=False)
+        self.first, self.last = group.start, group.stop
+        self.params = ParameterTuple(whole.params[group.start : group.stop])
+        self.update = FusedAdamW(whole.betas, whole.decayed[group.start : group.stop])
+        copies: dict[str, list[ops.Custom]] = {name: [] for name in COPIES}
+        for number in range(2 * group.start, 2 * group.stop):
+            state = whole.states[number]
+            for name, made in copies.items():
+                shape = {"extents": list(state.shape)} if name == "SwapBack" else {}
+                given = {"number": number, "at": state.at, **shape}
+                made.append(custom_op(name, lambda x, *_: x, **given))
+        self.back, self.back_wait, self.out, self.out_wait = map(tuple, copies.values())
+
+    def come(self, ready: Tensor) -> tuple[Tensor, ...]:
+        """Let the moments begin to come."""
+        found = ()
+        for i in range(len(self.back)):
+            found += (self.back[i](ready),)
+        return found
+
+    def construct(
+        self,
+        moments: tuple[Tensor, ...],
+        gradients: tuple[Tensor, ...],
+        scalars: tuple[Tensor, ...],
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Update when the moments are there, and let these leave; return them with their tokens."""
+        first, second = (), ()
+        for i in range(len(self.params)):
+            m, v = moments[2 * i], moments[2 * i + 1]
+            first += (ops.depend(m, self.back_wait[2 * i](m)),)
+            second += (ops.depend(v, self.back_wait[2 * i + 1](v)),)
+        done = self.update(self.params, first, second, gradients[self.first : self.last], *scalars)
+        found = ()
+        for i in range(len(self.params)):
+            m, v = ops.depend(first[i], done), ops.depend(second[i], done)
+            found += ((m, self.out[2 * i](m)), (v, self.out[2 * i + 1](v)))
+        return found
+
+    def go(self, moments: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
+        """Return a token of when the moments have gone."""
+        token = self.out_wait[0](*moments[0])
+        for i in range(1, len(self.out_wait)):
+            token = ops.depend(token, self.out_wait[i](*moments[i]))
+        return token
 
 
 class WeightAverage:
@@ -131,13 +262,17 @@ class WeightAverage:
             average.asnumpy()[...] = weight.asnumpy()
 
 
-def from_recipe(recipe: Recipe, params: Sequence[Parameter]) -> AdamW:
-    """Return the optimizer of a recipe."""
-    given = recipe.optimizer
-    return AdamW(
-        params,
-        (given.betas[0], given.betas[1]),
-        given.eps,
-        given.weight_decay,
-        recipe.telechat_moe.weight_decay_exclude,
-    )
+def from_recipe(recipe: Recipe, params: Sequence[Parameter], swap: bool = False) -> AdamW:
+    """Return the optimizer of a recipe.
+
+    Args:
+        swap: Whether this process keeps the moments in a pool, if the recipe says so; the graphs of several do it themselves.
+    """
+    own, given = recipe.telechat_moe, recipe.optimizer
+    betas = (given.betas[0], given.betas[1])
+    settings = (params, betas, given.eps, given.weight_decay, own.weight_decay_exclude)
+    if not (swap and given.swap):
+        return AdamW(*settings)
+    found = SwappedAdamW(*settings, folder=own.swap and own.swap.pool_folder)
+    require_pool(recipe, found.size, "this process")
+    return found

@@ -8,6 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError
+from telechat_moe.graph.swapping import PooledTensor
 from telechat_moe.numerics import widen
 from telechat_moe.tensor_files import DTYPES, Output
 from telechat_moe.train.optimizer import AdamW
@@ -50,7 +51,7 @@ def put(
     for group, found in groups.items():
         for name, parameter in found.items():
             value = Tensor(arrays[group][name])
-            if in_place:
+            if in_place and not isinstance(parameter, PooledTensor):
                 ops.assign(parameter, value)
             else:
                 parameter.set_data(value)

@@ -249,7 +249,7 @@ def trained(recipe: Recipe) -> str:
     said.append(rank_orders(recipe))
     if (rules := recipe.telechat_moe.moe.placement) is not None:
         said.append([rules.window, repr(expert_moves.rule_of(recipe))])
-    states = recipe.optimizer.swap and recipe.devices > 1
+    states = recipe.optimizer.swap
     if recipe.swap_config.swap or states:  # where processes keep what is swapped, and how much
         said += [states, repr(recipe.telechat_moe.swap)]
     return json.dumps(said, default=str)

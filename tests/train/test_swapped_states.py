@@ -1,8 +1,9 @@
-"""Runs on two processes whose moments are swapped have every bit of the same runs without: what is saved, kills, skipped steps."""
+"""Runs whose moments are swapped, on two processes and in one, have every bit of the same runs without: what is saved, kills, skipped steps."""
 
 import os
 import shutil
 import signal
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,13 @@ from test_growing_runs import SETTINGS
 from test_sharded_average import ZERO, equal, train
 from test_sharded_train import BESIDE, DP2_EP2, records
 
+from benchmarks.ranks import transfers
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job
+from telechat_moe.graph.swapped_states import groups_of
+from telechat_moe.ops import native
 from telechat_moe.recipe import load
 from telechat_moe.tools.align.capture import mindspore as capture
 
@@ -50,6 +54,14 @@ PIPELINE = {
     "runner_config__batch_size": 2,
     "model__model_config__batch_size": 2,
     "telechat_moe__sharding__pipeline_schedule": "zb-h1",
+}
+ALONE = {
+    **RUN,
+    "runner_config__batch_size": 2,
+    "model__model_config__batch_size": 2,
+    "runner_config__gradient_accumulation_steps": 2,
+    "callbacks__1__gradient_accumulation_steps": 2,
+    "telechat_moe__ema__decay": 0.75,
 }
 CASES = {
     "averaged": {**RUN, **DP2_EP2, **ZERO, "telechat_moe__ema__decay": 0.75},
@@ -118,6 +130,59 @@ def test_killed_and_resumed_bit_for_bit(data: Path, start, tmp_path: Path, hold:
     same(output, kept)
     train(data, tmp_path / "again", "--resume", **case)
     same(tmp_path / "again", kept)
+
+
+@pytest.mark.parametrize("case", [RUN, ALONE, {**RUN, **SKIPS}], ids=["one", "several", "skipped"])
+def test_one_process_changes_no_bit(case: dict[str, object], data: Path, tmp_path: Path) -> None:
+    kept = train(data, tmp_path / "kept", **case)
+    output, library = tmp_path / "swapped", native.load()
+    library.telechat_swap_trial(0.0, 1)  # write the copies down
+    try:
+        same(train(data, output, **case, **swapping(output)), kept)
+        copies = transfers(library.telechat_swap_times)
+    finally:
+        library.telechat_swap_trial(0.0, 0)
+    assert not list((output / "pool").iterdir())
+    saved = checkpoint.list_checkpoints(output / "checkpoints")[0]
+    updates = STEPS - len(records(output, "guard"))
+    assert len(copies) == 2 * updates * len(checkpoint.load(saved).tensors["optimizer"])
+    there = {c.tag // 2: c.bytes for c in copies}
+    pairs = [there[i] + there[i + 1] for i in range(0, len(there), 2)]
+    groups = [sum(pairs[i] for i in group) for group in groups_of(pairs)]
+    events = [(c.started, c.bytes) if c.tag % 2 else (c.goes_on, -c.bytes) for c in copies]
+    most = max(accumulate(size for _, size in sorted(events)))
+    assert most <= max(sum(groups[i : i + 3]) for i in range(len(groups))) < sum(pairs)
+
+
+def test_one_process_killed_and_resumed_bit_for_bit(
+    data: Path, start, tmp_path: Path, hold: Hold
+) -> None:
+    output = tmp_path / "run"
+    kept, pool = train(data, tmp_path / "kept", **ALONE), output / "pool"
+    hold.at(3)
+    process = start(output, **ALONE, **swapping(output))
+    wait_for_step(output, 3, process)
+    links = [str(f.readlink()) for f in Path(f"/proc/{process.pid}/fd").iterdir()]
+    assert any(str(pool) in link and "deleted" in link for link in links)
+    process.kill()
+    hold.release()
+    process.wait()
+    assert not list(pool.iterdir())
+    shutil.copytree(output, tmp_path / "again")
+    train(data, output, "--resume", **ALONE, **swapping(output))
+    same(output, kept)
+    train(data, tmp_path / "again", "--resume", **ALONE)
+    same(tmp_path / "again", kept)
+
+
+@pytest.mark.parametrize(("limit", "said"), [(1, "and this process swaps"), (64, "")])
+def test_one_process_has_a_pool_with_a_limit(
+    limit: int, said: str, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    large = {**RUN, "model__model_config__vocab_size": 20000, "optimizer__swap": True}
+    given = mini.arguments(data, tmp_path / "run", **large, telechat_moe__swap__pool_mib=limit)
+    assert main(given) == (3 if said else 0)
+    assert said in capfd.readouterr().err
 
 
 def test_a_pool_without_room_is_an_error_before_the_first_step(

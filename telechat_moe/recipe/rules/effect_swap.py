@@ -31,10 +31,15 @@ def swapped(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def states(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """The graphs of CPU processes swap the moments."""
-    if r.optimizer.swap and not compiled and r.devices == 1:
-        found = "True on one device, where `telechat-moe train` keeps the moments in its memory"
-        yield "optimizer.swap", found, "False, or more devices"
+    """The graphs of CPU processes swap the moments, and one process beside the fused operator."""
+    if not r.optimizer.swap or compiled or r.devices > 1:
+        return
+    own = r.telechat_moe.operators
+    chosen = own.backends().get("adamw", own.default)
+    if r.context.device_target != "CPU" or chosen not in ("auto", "fused"):
+        found = f"True on one device with the {chosen} AdamW on {r.context.device_target}"
+        expected = "False, telechat_moe.operators.adamw fused on CPU, or more devices"
+        yield "optimizer.swap", found, expected
 
 
 def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:

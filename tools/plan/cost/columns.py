@@ -116,6 +116,8 @@ _DERIVED: dict[str, Callable[[Layout], float]] = {
     "fp32": lambda x: x.compute == "fp32",
     "order": lambda x: _ORDER.get(x.schedule, 4),
     "gpipe": lambda x: x.schedule == "gpipe",
+    # a step of one micro-batch has no accumulators: it is one graph
+    "one_graph": lambda x: x.micro_batches == 1,
     "last_stage": lambda x: stage_of_chunk(x)[-1],
     "mtp_apart": lambda x: x.ends != "last",
     "exchange": lambda x: get_args(Exchange).index(x.exchange),

@@ -7,18 +7,20 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.experts import dispatcher
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.sharding.recipe import shard_threshold
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
 from telechat_moe.tools.plan.cost.layout import MODULES, Layout
-from telechat_moe.tools.plan.cost.saved_activations import Saved, saved
-from telechat_moe.tools.plan.schedules.program import Kind
-from telechat_moe.tools.plan.schedules.published import generate
+from telechat_moe.tools.plan.cost.saved_activations import ChunkActivations
+from telechat_moe.tools.plan.cost.simulate_step import make_program
+from telechat_moe.tools.plan.schedules.program import Times
+from telechat_moe.tools.plan.schedules.simulate import memory
 
 TOLERANCE = 0.05
 """Relative difference up to which peak activations count as equal."""
@@ -89,111 +91,12 @@ def refuse(recipe: Recipe) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A section of a chunk, and the bytes of a micro-batch in it."""
-
-    kept: float
-    working: float = 0.0
-    """Bytes that only its backward pass needs."""
-
-    late: float = 0.0
-    """Bytes that it leaves behind for the gradients of its weights."""
-
-
 def activations(a: Architecture, x: Layout) -> list[int]:
-    """Return the most bytes of activations that are alive at once on each stage.
-
-    Forward and backward passes in their order: what micro-batches in flight keep, and in a backward pass, item by item from
-    the last one, what its operators make while what it kept is still there.
-    """
-    chunks = _chunks(a, x)
-    name = "interleaved" if x.vpp > 1 else x.schedule
-    program = generate(name, x.pp, x.micro_batches, x.vpp)
-    peaks: list[int] = []
-    for stage in range(x.pp):
-        held = peak = 0.0
-        for op in program.ops[stage]:
-            items = chunks[op.chunk]
-            size = sum(item.kept for item in items)
-            if op.kind is Kind.F:
-                held += size
-                peak = max(peak, held)
-                continue
-            left = held
-            for item in reversed(items):
-                peak = max(peak, left + item.working)
-                left += item.late - item.kept
-            held -= size
-        peaks.append(round(peak))
-    return peaks
-
-
-def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
-    """Return the items of every chunk, in the model's order."""
-    full, one = "full" in x.recompute, x.micro_batches == 1
-    s = saved(columns([(a, x)]))
-    entry, last = float(s.entry[0]), x.pp * x.vpp - 1
-    # the gradient of MTP's embeddings comes before that of layers: of stages in the place of what it was computed from
-    embedded = a.mtp * entry
-    early = embedded * one
-    kinds = {
-        "dense": (s.dense, s.dense_working, s.dense_late, s.entry),
-        "moe": (s.moe, s.moe_working, s.moe_late, s.moe_entry),
-    }
-
-    def layer(kind: str, again: bool) -> _Item:
-        kept, working, late = (float(v[0]) for v in (*kinds[kind][:2], kinds[kind][2][again]))
-        least = float(kinds[kind][3][0])
-        if not again:
-            return _Item(kept, working + early, late)
-        return _Item(least, working + early + kept - least, late)
-
-    found: list[list[_Item]] = []
-    for chunk, layers in enumerate(x.chunk_kinds(a.layers)):
-        items = [_Item(float(s.ends[0]))]
-        if chunk == 0:  # what MTP's norm of the embeddings reads; the table's gradient
-            items.append(_Item(embedded, float(s.table_gradient[0]) - early))
-        items += [layer(kind, full and again) for kind, again in layers]
-        if chunk == last:
-            block = layer(a.layers[-1], full and x.recompute_layers is None)
-            items += (_one_end if one else _end)(a, s, block)
-        found.append(items)
-    return found
-
-
-def _end(a: Architecture, s: Saved, block: _Item) -> list[_Item]:
-    """Return final norm, losses and MTP, as they go forward. MTP's loss goes back before its block, the other loss last.
-
-    Logits' gradients in bfloat16 stay until the head's gradient, which is one product for all of them.
-    """
-    entry, loss, first, logits = (float(v[0]) for v in (s.entry, s.loss, s.loss_working, s.logits))
-    if not a.mtp:
-        return [_Item(entry), _Item(loss, max(first, float(s.head_gradient[0]) - 1.5 * logits))]
-    late = a.mtp * logits / 2
-    gradient = float(s.head_gradient[0]) + (a.mtp - 1.5) * logits
-    items = [_Item(entry), _Item(loss, max(2 * logits + late, gradient))]
-    for _ in range(
-        a.mtp
-    ):  # the norm's output, both inputs of the projection, the block, its output
-        items.append(_Item(3 * entry, late))
-        items.append(_Item(block.kept, block.working + late))
-    return [*items, _Item(a.mtp * loss, first)]
-
-
-def _one_end(a: Architecture, s: Saved, block: _Item) -> list[_Item]:
-    """Return the same of one graph: the other loss has its gradient before MTP's layers run.
-
-    The head's inputs and logits' gradients in bfloat16 stay for the head's gradient, the logits for the loss's value.
-    """
-    entry, loss, first, logits = (float(v[0]) for v in (s.entry, s.loss, s.loss_working, s.logits))
-    late = loss + logits / 2
-    if not a.mtp:
-        return [_Item(entry), _Item(loss, first, late)]
-    items = [_Item(entry), _Item(late, 0.0, late)]
-    for _ in range(a.mtp):  # of the projection: both inputs, the result's gradient
-        items += [_Item(3 * entry, 0.0, 1.5 * entry), block]
-    return [*items, _Item(a.mtp * loss, first, a.mtp * late)]
+    """Return the most bytes of activations that are alive at once on each stage, by `ChunkActivations`."""
+    kept, working = ChunkActivations(a, x).all()
+    none = np.zeros_like(kept)
+    times = Times(none, none, none, activation=kept, working=working)
+    return [round(float(held.max(initial=0.0))) for held in memory(make_program(x), times)]
 
 
 def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.tools.plan.cost.columns import Array, Columns
-from telechat_moe.tools.plan.cost.saved_activations import one_graph, saved
+from telechat_moe.tools.plan.cost.saved_activations import saved
 from telechat_moe.units import MIB
 
 WORKSPACE = 96 * MIB
@@ -29,6 +29,9 @@ class Memory:
 
     buffers: Array
     """Logits and their gradients, gathered layers, what a recomputed layer needs while it runs."""
+
+    constant: Array
+    """Those of the buffers that are there all the time."""
 
     peak: Array
 
@@ -154,7 +157,9 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
 
     parameters = held(3) * x.parameter_bytes[:, None]
     # without accumulators a gradient is summed as soon as it is there, and only its shard stays
-    gradients = held(np.where(one_graph(x) & (x.own_graph > 0), 1, 2)) * x.gradient_bytes[:, None]
+    gradients = (
+        held(np.where((x.one_graph > 0) & (x.own_graph > 0), 1, 2)) * x.gradient_bytes[:, None]
+    )
     whole, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
     parameters = np.where(x.gathered[:, None] > 0, shard + 2 * whole, parameters)
     gradients = np.where(x.gathered[:, None] > 0, whole * x.gradient_bytes[:, None], gradients)
@@ -185,15 +190,27 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
     buffers[rows, last] = np.maximum(buffers[rows, last], np.broadcast_to(logits, (len(x),)))
     if with_late:
         buffers[:, 0] = np.maximum(buffers[:, 0], late_peak(x) - activations[:, 0])
-    gathered = (dense + experts).max(axis=1) / np.maximum(
-        (x.stage_dense + x.stage_moe).max(axis=1), 1
-    )
-    gathered = np.where(x.own_graph > 0, _largest_layer(x), gathered)
-    buffers = buffers + np.where((x.zero == 3), 4.0 * gathered, 0.0)[:, None]
-    buffers = buffers + WORKSPACE
+    constant = np.broadcast_to(_constant(x, dense + experts)[:, None], buffers.shape)
+    buffers = buffers + constant
     peak = parameters + gradients + optimizer + activations + buffers
     inside = np.arange(peak.shape[1])[None, :] < x.pp[:, None]
-    return Memory(parameters, gradients, optimizer, activations, buffers * inside, peak * inside)
+    return Memory(
+        parameters,
+        gradients,
+        optimizer,
+        activations,
+        buffers * inside,
+        constant * inside,
+        peak * inside,
+    )
+
+
+def _constant(x: Columns, parameters: Array) -> Array:
+    """Return the bytes that are there all the time, [n]: the workspace, and a layer that ZeRO-3 has gathered."""
+    layers = np.maximum((x.stage_dense + x.stage_moe).max(axis=1), 1)
+    gathered = np.where(x.own_graph > 0, _largest_layer(x), parameters.max(axis=1) / layers)
+    held: Array = np.where(x.zero == 3, 4.0 * gathered, 0.0)
+    return held + WORKSPACE
 
 
 def late_peak(x: Columns) -> Array:
@@ -217,7 +234,7 @@ def late_peak(x: Columns) -> Array:
     first_moe = embedded + (moe - 1) * moe_late + dense * s.dense + s.moe + s.moe_working
     most = np.maximum(layers + s.table_gradient, np.where(dense > 0, first_dense, 0))
     most = ends + np.maximum(most, np.where(moe > 0, first_moe, 0))
-    return np.where((x.own_graph > 0) & one_graph(x) & (x.pp == 1), most, 0.0)
+    return np.where((x.own_graph > 0) & (x.one_graph > 0) & (x.pp == 1), most, 0.0)
 
 
 def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -> Array:
@@ -264,7 +281,7 @@ def _end(x: Columns, moe: Array, dense: Array) -> Array:
     mtp = x.mtp * np.where(x.mtp_apart > 0, s.entry, 3 * s.entry + np.where(marked, s.entry, layer))
     # MTP's loss goes back first, then its layer, then the other loss, last the head's gradient; of one graph the other loss
     # before MTP's layer runs, and what both leave for the head's gradient stays
-    one = one_graph(x)
+    one = x.one_graph > 0
     mine = s.entry + mtp + (1 + x.mtp) * s.loss + s.loss_working
     mine = mine + np.where(one & (x.mtp > 0), s.logits / 2, 0)
     left = np.where(one, x.mtp * (s.loss + s.logits / 2), 0)
@@ -283,7 +300,7 @@ def _besides(x: Columns, dense: Array, moe: Array) -> Array:
     """
     s, flight = saved(x), in_flight(x)
     found = flight * _column(s.ends * x.vpp * x.own_graph, x)
-    found[:, 0] += (flight[:, 0] + one_graph(x)) * x.mtp * s.entry * x.own_graph
+    found[:, 0] += (flight[:, 0] + x.one_graph) * x.mtp * s.entry * x.own_graph
     if np.any(x.mtp_apart > 0):
         layer = 3 * s.entry + np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
         ahead = np.minimum(

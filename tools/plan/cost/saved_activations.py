@@ -13,13 +13,16 @@ Symbols: W rows of whole sequences, T those of a context-parallel shard, R those
 t with sequence parallelism), D those of a device, P pairs of token and expert; H width, n heads of a device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from telechat_moe.tools.plan.cost.columns import Array, Columns
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.layout import Layout
 
 MOVED: Final = (1.0, 0.73)
 """Bytes that MindSpore 2.9 moves to the host's memory of a dense and of a MoE layer, over those that it keeps without swapping;
@@ -145,7 +148,7 @@ def saved(x: Columns) -> Saved:
     Args:
         x: Configurations; MLA and gated feed-forwards. Of those that recompute whole layers: what the others keep.
     """
-    r, h, one = _rows(x), x.hidden, one_graph(x)
+    r, h, one = _rows(x), x.hidden, x.one_graph > 0
     norm, act = x.re_norm * (1 - x.re_full), x.re_activation * (1 - x.re_full)
     residual = x.residual_bytes * r.stream * h
     attention = _attention(x, r, norm)
@@ -201,7 +204,7 @@ def saved(x: Columns) -> Saved:
 
 def _ends(x: Columns, r: _Rows) -> dict[str, Array]:
     """Return the bytes of losses, embeddings and tables."""
-    logits, one = 4 * r.token * x.vocab / x.tp, one_graph(x)
+    logits, one = 4 * r.token * x.vocab / x.tp, x.one_graph > 0
     loss = 2 * r.token * x.hidden + np.where(one, 1, 2) * logits
     table = 4 * x.vocab / x.tp * x.hidden
     # one graph adds up the gradients of all uses before copies are summed
@@ -217,7 +220,156 @@ def _ends(x: Columns, r: _Rows) -> dict[str, Array]:
     }
 
 
-def one_graph(x: Columns) -> NDArray[np.bool_]:
-    """Return where a step has one micro-batch, and so no accumulators; not where `x` is one of several."""
-    accumulates: Array | float = vars(x).get("accumulates", 0.0)
-    return (x.micro_batches == 1) & (np.asarray(accumulates) == 0)
+WHOLE: Final = ("gpipe", "1f1b", "interleaved")
+"""Schedules whose backward passes compute dX and dW together; in the others dW reads what the chunk kept."""
+
+KEPT, AGAIN, SWAPPED, AWAY = range(4)
+"""What becomes of a layer's activations: kept; computed again; moved to the host's memory as far as MindSpore moves them;
+all of them moved, with two layers' on the device while the stage's backward pass runs."""
+
+
+class _Item(NamedTuple):
+    """A section of a chunk, and the bytes of a micro-batch in it."""
+
+    kept: Array | float
+    working: Array | float = 0.0
+    """Bytes that only its backward pass needs."""
+
+    late: Array | float = 0.0
+    """Bytes that it leaves behind for the gradients of its weights."""
+
+
+class ChunkActivations:
+    """Bytes that one micro-batch keeps in each chunk of this package's step, and needs in its backward pass.
+
+    Items of a chunk are in the order of its forward pass. The backward pass goes through them from the last one: what
+    an item's operators make comes on top of what it and those before it kept, while those behind it are gone.
+    """
+
+    def __init__(self, a: Architecture, x: Layout) -> None:
+        self.architecture, self.layout = a, x
+        s = saved(columns([(a, x)]))
+        self.saved, self.one = s, x.micro_batches == 1
+        self.entry, self.last = float(s.entry[0]), x.pp * x.vpp - 1
+        self.frees = x.schedule in WHOLE or x.pp == 1
+        self.kinds = {
+            "dense": tuple(float(v[0]) for v in (s.dense, s.dense_working, s.entry)),
+            "moe": tuple(float(v[0]) for v in (s.moe, s.moe_working, s.moe_entry)),
+        }
+
+    def all(self) -> tuple[Array, Array]:
+        """Return kept bytes and those that the backward pass needs besides, [chunks] each."""
+        layout, kinds = self.layout, self.architecture.layers
+        numbers = iter(range(len(kinds)))
+        marked = (
+            AGAIN if "full" in layout.recompute else AWAY if "swap" in layout.recompute else KEPT
+        )
+        found: list[tuple[Array, Array]] = []
+        for chunk, layers in enumerate(layout.chunk_kinds(kinds)):
+            ways = [marked if again else KEPT for _, again in layers]
+            swapped = [next(numbers) in layout.swapped for _ in layers]
+            ways = [SWAPPED if away else way for way, away in zip(ways, swapped, strict=True)]
+            found.append(self.of(chunk, [kind for kind, _ in layers], ways))
+        kept, working = zip(*found, strict=True)
+        return np.array(kept, np.float64), np.array(working, np.float64)
+
+    def of(
+        self, chunk: int, kinds: Sequence[str], ways: Sequence[ArrayLike]
+    ) -> tuple[Array, Array]:
+        """Return the same of one chunk.
+
+        Args:
+            chunk: Its number in the model.
+            kinds: Kinds of its decoder layers.
+            ways: For each of them `KEPT`, `AGAIN`, `SWAPPED` or `AWAY`: a number, or an array of any shape that all share;
+                the results have this shape.
+        """
+        items = self._begin(chunk)
+        items += [
+            self._layer(kind, np.asarray(way, np.int64))
+            for kind, way in zip(kinds, ways, strict=True)
+        ]
+        items += self._end(chunk)
+        left: Array = np.zeros(())
+        most = left
+        for item in reversed(items):
+            most = np.maximum(most, left + item.working)
+            left = left + (item.late - item.kept) * self.frees
+        return np.asarray(sum(item.kept for item in items)), most
+
+    def _layer(self, kind: str, way: NDArray[np.int64]) -> _Item:
+        kept, working, least = self.kinds[kind]
+        late = self.saved.moe_late if kind == "moe" else self.saved.dense_late
+        whole, again = float(late.kept[0]), float(late.again[0])
+        # the gradient of MTP's embeddings comes first: of one graph it stays
+        working += self.architecture.mtp * self.entry * self.one
+        moved = kept * (1 - FREED[kind == "moe"])
+        return _Item(
+            np.choose(way, (kept, least, moved, 0.0)),
+            working + np.choose(way, (0.0, kept - least, 0.0, 2 * kept)),
+            np.choose(way, (whole, again, whole, whole)),
+        )
+
+    def _begin(self, chunk: int) -> list[_Item]:
+        items = [_Item(float(self.saved.ends[0]))]
+        if chunk == 0:  # what MTP's norm of the embeddings reads; the table's gradient
+            # the gradient of MTP's embeddings is, of stages, in the place of what it was computed from
+            embedded = self.architecture.mtp * self.entry
+            gradient = float(self.saved.table_gradient[0]) - embedded * self.one
+            items.append(_Item(embedded, gradient))
+        return items
+
+    def _end(self, chunk: int) -> list[_Item]:
+        """Return final norm, losses and MTP, as they go forward, if they are in this chunk."""
+        a, x = self.architecture, self.layout
+        apart = x.ends != "last"
+        if chunk == self.last:
+            return (self._one_end if self.one else self._losses)(not apart)
+        if chunk == self.last - 1 and apart:
+            return [item for _ in range(a.mtp) for item in (_Item(3 * self.entry), self._block())]
+        return []
+
+    def _block(self) -> _Item:
+        """Return MTP's layer: recipes that count or name recomputed layers leave it out."""
+        x = self.layout
+        again = "full" in x.recompute and x.recompute_layers is x.recomputed is None
+        return self._layer(
+            self.architecture.layers[-1], np.asarray(AGAIN if again else KEPT, np.int64)
+        )
+
+    def _losses(self, mtp: bool) -> list[_Item]:
+        """Return the last chunk's end. MTP's loss goes back before its block, the other loss last.
+
+        Logits' gradients in bfloat16 stay until the head's gradient, which is one product for all of them.
+        """
+        a, s, entry = self.architecture, self.saved, self.entry
+        loss, first, logits = (float(v[0]) for v in (s.loss, s.loss_working, s.logits))
+        head = float(s.head_gradient[0])
+        if not a.mtp:
+            return [_Item(entry), _Item(loss, max(first, head - 1.5 * logits))]
+        late = a.mtp * logits / 2
+        items = [_Item(entry), _Item(loss, max(2 * logits + late, head + (a.mtp - 1.5) * logits))]
+        for _ in range(
+            a.mtp
+        ):  # the norm's output, both inputs of the projection, the block, its output
+            if mtp:
+                block = self._block()
+                items += [_Item(3 * entry, late), block._replace(working=block.working + late)]
+            else:
+                items.append(_Item(entry, late))
+        return [*items, _Item(a.mtp * loss, first)]
+
+    def _one_end(self, mtp: bool) -> list[_Item]:
+        """Return the same of one graph: the other loss has its gradient before MTP's layers run.
+
+        The head's inputs and logits' gradients in bfloat16 stay for the head's gradient, the logits for the loss's value.
+        """
+        a, s, entry = self.architecture, self.saved, self.entry
+        loss, first, logits = (float(v[0]) for v in (s.loss, s.loss_working, s.logits))
+        late = loss + logits / 2
+        if not a.mtp:
+            return [_Item(entry), _Item(loss, first, late)]
+        items = [_Item(entry), _Item(late, 0.0, late)]
+        for _ in range(a.mtp):  # of the projection: both inputs, the result's gradient
+            items += [_Item(3 * entry, 0.0, 1.5 * entry), self._block()] if mtp else [_Item(entry)]
+        return [*items, _Item(a.mtp * loss, first, a.mtp * late)]

@@ -25,7 +25,12 @@ from telechat_moe.tools.plan.cost.roofline import (
     swap_wait,
     whole_layers,
 )
-from telechat_moe.tools.plan.cost.saved_activations import BACKWARD_OPERATORS, FREED, MOVED
+from telechat_moe.tools.plan.cost.saved_activations import (
+    BACKWARD_OPERATORS,
+    FREED,
+    MOVED,
+    ChunkActivations,
+)
 from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
 from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b
 from telechat_moe.tools.plan.schedules.program import Program, Times
@@ -69,7 +74,7 @@ class Step:
     table: Table
     """The closed forms of the same layout, as one entry: data parallelism, optimizer, host, breakdown."""
     fixed_bytes: Array
-    """Bytes of parameters, gradients, optimizer and buffers of each stage."""
+    """Bytes of parameters, gradients, optimizer and constant buffers of each stage; of other frameworks all buffers."""
     moved: Array
     """Bytes of a micro-batch's activations that wait in the host's memory, of each chunk."""
 
@@ -92,8 +97,17 @@ class Step:
     @cached_property
     def host_bytes(self) -> Array:
         """Most bytes of activations in the host's memory, for a device of each stage."""
-        held = memory(self.program, replace(self.times, activation=self.moved))
-        return np.array([stage.max(initial=0.0) for stage in held])
+        return self._most(self.moved)
+
+    @cached_property
+    def kept_bytes(self) -> Array:
+        """Most bytes that micro-batches in flight keep on each stage, without what backward passes need besides."""
+        return self._most(self.times.activation)
+
+    def _most(self, kept: Array) -> Array:
+        """Return the most that micro-batches in flight keep on each stage, of what one keeps of each chunk."""
+        alone = replace(self.times, activation=kept, working=np.zeros(self.program.chunks))
+        return np.array([held.max(initial=0.0) for held in memory(self.program, alone)])
 
     @property
     def peak_bytes(self) -> Array:
@@ -191,8 +205,6 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         ep_overlap=layout.stack.ep_overlap and layout.schedule not in PAIRED,
     )
     x = columns([(architecture, flat)])
-    several = np.array([float(layout.micro_batches > 1)])
-    x = Columns(vars(x) | {"accumulates": several})  # one of them has what each of them keeps
     r = rates(x, device, device.constants)
     stages = stage_times(x, r)
     dense = layer(x, r, False)
@@ -201,13 +213,15 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     backward = stages.backward[0]
     weights = np.minimum(weights, backward - stages.again[0])
     exposed = x.stage_moe[0] * (moe.forward.expert[0] if moe else 0.0)
-    held = step_memory(x).activations[0]
+    held, working = _activations(architecture, layout, x)
     paired = layout.schedule in PAIRED
     once = float(np.max(send(x, device, device.constants)))
     again = stages.again[0]
     if layout.swapped:
         one, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
-        held, wait = held - np.array(one.freed) @ count_2C, np.array(one.wait_s) @ count_2C
+        wait = np.array(one.wait_s) @ count_2C
+        if not layout.own_graph:
+            held = held - np.array(one.freed) @ count_2C
         backward, again = backward + wait, again + wait
     times = Times(
         stages.forward[0],
@@ -217,8 +231,19 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         forward_exposed=exposed if paired else np.zeros(count),
         backward_exposed=exposed if paired else np.zeros(count),
         activation=held,
+        working=working,
     )
     return times, again
+
+
+def _activations(architecture: Architecture, layout: Layout, flat: Columns) -> tuple[Array, Array]:
+    """Return the bytes that a micro-batch keeps in each chunk, and what its backward pass needs besides.
+
+    Of other frameworks' steps the latter is in the buffers. Chunks are the stages of `flat`.
+    """
+    if layout.own_graph:
+        return ChunkActivations(architecture, layout).all()
+    return step_memory(flat).activations[0], np.zeros(layout.pp * layout.vpp)
 
 
 def weight_gradient(one: Layer) -> Array:
@@ -248,7 +273,8 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
     result = simulate(program, times)
     table = evaluate(architecture, [layout], device)
     held = table.memory
-    fixed = (held.parameters + held.gradients + held.optimizer + held.buffers)[0, : layout.pp]
+    buffers = held.constant if layout.own_graph else held.buffers
+    fixed = (held.parameters + held.gradients + held.optimizer + buffers)[0, : layout.pp]
     moved = np.zeros(program.chunks)
     if layout.swapped:  # two layers' are on the device: one in use and one being copied
         one, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)

@@ -294,7 +294,7 @@ def evaluate_columns(
     whole = makespan + sends
     parts = {name: seconds * x.micro_batches for name, seconds in s.parts.items()}
     parts["neighbours"] = sends
-    held = Memory(*[np.zeros_like(s.forward)] * 6) if steps_only else memory(x)
+    held = Memory(*[np.zeros_like(s.forward)] * 7) if steps_only else memory(x)
     return Table(
         step_s=whole + data + optimizer + host,
         pipeline_s=whole,

@@ -168,6 +168,7 @@ def utilisations(step: Step) -> list[tuple[str, float, float]]:
 def per_stage(step: Step) -> list[dict[str, Any]]:
     """Return the layers, the idle share and the memory of each stage, as `report` writes them."""
     held = step.table.memory
+    states = (held.parameters + held.gradients + held.optimizer)[0]
     return [
         {
             "stage": s,
@@ -176,8 +177,8 @@ def per_stage(step: Step) -> list[dict[str, Any]]:
             "parameters_bytes": float(held.parameters[0, s]),
             "gradients_bytes": float(held.gradients[0, s]),
             "optimizer_bytes": float(held.optimizer[0, s]),
-            "activations_bytes": float(step.result.peak[s]),
-            "buffers_bytes": float(held.buffers[0, s]),
+            "activations_bytes": float(step.kept_bytes[s]),
+            "buffers_bytes": float(step.peak_bytes[s] - step.kept_bytes[s] - states[s]),
             "peak_bytes": float(step.peak_bytes[s]),
         }
         for s, chunks in enumerate(step.program.chunks_of_stage)

@@ -196,6 +196,8 @@ class Times:
     activation: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     """Activations that F keeps, in units of an average stage's activations for one micro-batch;
     stages / chunks each where it is empty (then 1F1B's first stage holds P)."""
+    working: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
+    """What D or B needs in addition, in the unit of `activation`; none where empty."""
     kept_for_w: float = 1.0
     """Share of `activation` that W needs, so that D does not free it."""
 
@@ -225,6 +227,7 @@ class Times:
             "forward_exposed": np.zeros(n),
             "backward_exposed": np.zeros(n),
             "activation": np.full(n, stages / n),
+            "working": np.zeros(n),
         }
         given = {name: getattr(self, name) for name in usual}
         filled = {k: _array(a, n) if len(a) else usual[k] for k, a in given.items()}

@@ -59,8 +59,8 @@ def durations(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
 def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     """Return per stage the activations held while each operation runs.
 
-    F allocates its activations before it starts; D, B and W free theirs after they end. So only the order matters,
-    not the times.
+    F allocates its activations before it starts; D, B and W free theirs after they end, D and B need `Times.working` besides.
+    So only the order matters, not the times.
     """
     times = times.full(program.stages)
     freed = {Kind.F: 0.0, Kind.B: 1.0, Kind.D: 1.0 - times.kept_for_w, Kind.W: times.kept_for_w}
@@ -71,7 +71,9 @@ def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
         for i, op in enumerate(ops):
             parts = op.parts()
             held += sum(float(times.activation[c]) for k, c, _ in parts if k is Kind.F)
-            during[i] = held
+            during[i] = held + sum(
+                float(times.working[c]) for k, c, _ in parts if k in (Kind.D, Kind.B)
+            )
             held -= sum(freed[k] * float(times.activation[c]) for k, c, _ in parts)
         result.append(during)
     return tuple(result)

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.memory import layer_activations
-from telechat_moe.tools.plan.cost.roofline import layer, rates, whole_layers
+from telechat_moe.tools.plan.cost.roofline import layer, rates
+from telechat_moe.tools.plan.cost.saved_activations import AGAIN, KEPT, SWAPPED, ChunkActivations
 from telechat_moe.tools.plan.cost.simulate_step import Step, Swap, simulate_step, swap_of
-from telechat_moe.tools.plan.cost.step import evaluate
 from telechat_moe.tools.plan.schedules.simulate import memory
 
 Array = NDArray[np.float64]
@@ -81,34 +80,47 @@ class _Costs:
     """
 
     def __init__(self, base: Step, swap: Swap, of_kind: list[list[list[int]]]) -> None:
-        self.base, self.swap = base, swap
+        self.base, self.swap, self.of_kind = base, swap, of_kind
         a, device, chunks = base.architecture, base.device, len(of_kind)
         x = columns([(a, base.layout)])
-        r, (*_, entry) = rates(x, device, device.constants), layer_activations(x)
+        r = rates(x, device, device.constants)
         kinds, none = (False, True) if a.moe_layers else (False,), [0.0] * (not a.moe_layers)
         self.again_s = [float(layer(x, r, kind).again.time[0]) for kind in kinds] + none
-        self.dropped = [float(whole_layers(x)[kind][0] - entry[0]) for kind in kinds] + none
-        self.flight = [  # micro-batches of each chunk that each operation of each stage finds
-            memory(base.program, replace(base.times, activation=one)) for one in np.eye(chunks)
+        self.kept, self.kinds = ChunkActivations(a, base.layout), a.layers
+        # of each operation of each stage: micro-batches of each chunk that it finds, and whose backward pass it is
+        zero, each = np.zeros(chunks), np.eye(chunks)
+        self.flight = [
+            memory(base.program, replace(base.times, activation=one, working=zero)) for one in each
         ]
-        # what a stage needs besides where it recomputes nothing, dense layers, MoE layers, both
-        first = [[layers[kind][0] for layers in of_kind if layers[kind]] for kind in (0, 1)]
-        cases = [(), first[0], first[1], first[0] + first[1]]
-        held = evaluate(a, [base.layout.but(recomputed=tuple(c)) for c in cases], device).memory
-        self.fixed_4P = held.parameters + held.gradients + held.optimizer + held.buffers
+        self.back = [
+            memory(base.program, replace(base.times, activation=zero, working=one)) for one in each
+        ]
 
     def of(self, stage: int, chunks: tuple[int, ...], n: Array) -> tuple[Array, Array, Array]:
         """Return seconds added to a stage, its peak, and its bytes in the host's memory, of each choice."""
         cost = n.sum(axis=1) @ np.array([self.again_s, self.swap.wait_s]).T
-        away_NC, freed_NC = (n[:, :, 1] @ np.array(x) for x in (self.swap.moved, self.swap.freed))
-        held_NC = self.base.times.activation[list(chunks)] - freed_NC
-        held_NC = held_NC - n[:, :, 0] @ np.array(self.dropped)
-        often = np.unique(np.stack([self.flight[c][stage] for c in chunks], axis=1), axis=0)
-        peak, away = ((often @ y.T).max(axis=0) for y in (held_NC, away_NC))
-        some = n.sum(axis=1) > 0
-        copied = 2 * (some[:, 1] * self.swap.moved).max(axis=1)
-        peak = peak + copied + self.fixed_4P[some[:, 0, 0] + 2 * some[:, 0, 1], stage]
-        return cost[:, 0, 0] + cost[:, 1, 1], peak, away
+        away_NC = n[:, :, 1] @ np.array(self.swap.moved)
+        bytes_NC2 = np.stack([self._chunk(c, n[:, i]) for i, c in enumerate(chunks)], axis=1)
+        found = [self.flight[c][stage] for c in chunks] + [self.back[c][stage] for c in chunks]
+        often = np.unique(np.stack(found, axis=1), axis=0)
+        peak = (often @ bytes_NC2.transpose(2, 1, 0).reshape(2 * len(chunks), -1)).max(axis=0)
+        away = (often[:, : len(chunks)] @ away_NC.T).max(axis=0)
+        copied = 2 * ((n.sum(axis=1)[:, 1] > 0) * self.swap.moved).max(axis=1)
+        return cost[:, 0, 0] + cost[:, 1, 1], peak + copied + self.base.fixed_bytes[stage], away
+
+    def _chunk(self, chunk: int, n: Array) -> Array:
+        """Return what a chunk keeps of a micro-batch and what its backward pass needs besides, [choices, 2]."""
+        once, which = np.unique(n.reshape(len(n), 4), axis=0, return_inverse=True)
+        numbers = sorted(i for layers in self.of_kind[chunk] for i in layers)
+        ways: list[NDArray[np.int64]] = []
+        for number in numbers:
+            kind = int(self.kinds[number] == "moe")
+            at = self.of_kind[chunk][kind].index(number)
+            again, away = once[:, kind], once[:, 2 + kind]
+            ways.append(np.where(at < again, AGAIN, np.where(at < again + away, SWAPPED, KEPT)))
+        found = self.kept.of(chunk, [self.kinds[i] for i in numbers], ways)
+        found = np.broadcast_arrays(*found, once[:, 0])[:2]
+        return np.stack(found, axis=-1)[which.ravel()]
 
 
 def _options(dense: int, moe: int) -> NDArray[np.int64]:

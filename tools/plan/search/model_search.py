@@ -259,7 +259,7 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
                 one.layout,
                 one.step_s,
                 tokens / one.step_s,
-                one.peak_bytes,
+                one.simulated_bytes,
                 plan.gap,
             )
             for one in plan.best[:1]

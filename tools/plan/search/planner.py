@@ -45,7 +45,7 @@ def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int
         word = f"within {best.step_s / plan.lower_bound_s - 1:.2%} of the proven bound"
     comment = (
         f"{plan.architecture.name} on {plan.space.devices} x {plan.device.name}, by telechat-moe plan layout.\n"
-        f"Predicted step {best.step_s:.4f} s ({word}), peak {gib_text(best.peak_bytes, 1)}.\n"
+        f"Predicted step {best.step_s:.4f} s ({word}), peak {gib_text(best.simulated_bytes, 1)}.\n"
         "Not measured."
     )
     layout = best.layout

@@ -79,7 +79,8 @@ class Candidate:
     """Lower bound: no placement of this configuration is faster."""
 
     peak_bytes: float
-    """Peak memory as in the search, where micro-batches in flight are a mean over a stage's chunks."""
+    """Peak memory as in the search, whose formula is linear in the layers of a stage: micro-batches in flight are a mean over its
+    chunks, and a recomputed layer's working set comes on top of all that they keep."""
 
     simulated_bytes: float
     """Peak memory of the simulation, operation by operation."""

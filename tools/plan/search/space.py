@@ -233,6 +233,7 @@ def space_columns(a: Architecture, rows: NDArray[Any], space: Space) -> Columns:
     values["sequence_parallel"], values["zero"] = own["sp"], own["zero"]
     values["opt_shards"] = np.zeros(n)
     values["fsdp"] = (own["zero"] == 3).astype(float)
+    values["one_graph"] = (own["micro_batches"] == 1).astype(float)
     values["devices"] = own["dp"] * own["tp"] * own["cp"] * own["pp"]
     values["expert_copies"] = own["dp"] * own["cp"] * own["tp"] / (own["ep"] * own["etp"])
     values |= dict.fromkeys(STAGE_COLUMNS, np.zeros((n, int(rows[0, NAMES.index("pp")]))))
