@@ -1,7 +1,8 @@
-"""Matrix products: oneDNN, which the operators call, beside our own, OpenBLAS and MKL, and the processor's rate."""
+"""Matrix products as the operators compute them, beside oneDNN alone, our own, OpenBLAS, MKL, and the processor's rate."""
 
 import ctypes
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ from telechat_moe.ops import native
 
 SERIES = 32 << 20
 """Bytes of the matrices that a timed call goes through, one product after the other: more than L2 holds."""
-ONEDNN, OWN, OPENBLAS, MKL = "oneDNN", "own", "OpenBLAS", "MKL"
+OURS, ONEDNN, OWN, OPENBLAS, MKL = "ours", "oneDNN", "own packing", "OpenBLAS", "MKL"
 # Whether A and B are stored transposed, m, n, k: 1024 cubed, and tasks of the 19M step and of small groups of rows.
 SHAPES = [
     *((ta, tb, 1024, 1024, 1024) for ta, tb in ((False, False), (False, True), (True, False))),
     (False, True, 256, 1024, 256), (False, False, 256, 256, 1024), (True, False, 128, 256, 2048),
+    (False, False, 256, 1024, 256), (True, False, 128, 1024, 2048), (False, False, 256, 512, 256),
     (False, False, 256, 160, 256), (False, True, 256, 256, 160), (True, False, 256, 160, 512),
     (False, True, 128, 512, 48), (False, False, 128, 32, 512), (True, False, 512, 48, 128),
     (False, False, 32, 512, 1024), (False, True, 32, 1024, 512), (True, False, 256, 512, 32),
@@ -48,7 +50,7 @@ def cases(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     for ta, tb, m, n, k in SHAPES[:1] if quick else SHAPES:
         name = f"{'NT'[ta]}{'NT'[tb]} {m}x{n}x{k}"
         tell(f"product {name}")
-        case = Measurement("products", "matmul", name, 1, ours=ONEDNN)
+        case = Measurement("products", "matmul", name, 1)
         product = _Product(ta, tb, m, n, k)
         peers = product.peers()
         for peer, call in peers.items():
@@ -58,6 +60,13 @@ def cases(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
         case.extra = {f"share of the register rate, {p}": flops / t / rate for p, t in case.best.items()}  # fmt: skip
         yield case
     native.load().telechat_use_gemm(b"")
+
+
+def _onednn() -> Any:
+    """Return the product of the oneDNN library that the operators call."""
+    spec = find_spec("mindspore")
+    (folder,) = (spec and spec.submodule_search_locations) or [""]
+    return ctypes.CDLL(f"{folder}/lib/libdnnl.so.3").dnnl_threadpool_interop_sgemm
 
 
 class _Product:
@@ -74,7 +83,7 @@ class _Product:
         self.right = self.b.transpose(0, 2, 1) if tb else self.b
 
     def native(self, backend: str) -> Call:
-        """Return a call of the native library's products with one of its two backends."""
+        """Return a call of oneDNN, or of the native library's products with one of its two backends."""
         use, gemm = native.load().telechat_use_gemm, native.load().telechat_gemm
         ta, tb, m, n, k = self.how
         number, pointer = ctypes.c_int64, ctypes.c_void_p
@@ -90,7 +99,14 @@ class _Product:
                 if gemm(ta, tb, *sizes, one, a, widths[0], b, widths[1], zero, c, widths[2]):
                     raise CheckFailedError(native.last_error())
 
-        return call
+        def alone() -> None:
+            for a, b, c in triples:
+                sgemm(*ways, *sizes, one, a, widths[0], b, widths[1], zero, c, widths[2], None)
+
+        if backend != ONEDNN:
+            return call
+        sgemm, ways = _onednn(), [ctypes.c_char(b"NT"[t : t + 1]) for t in (ta, tb)]
+        return alone
 
     def peers(self) -> dict[str, Call]:
         """Return what is compared, MKL only if torch is installed."""
@@ -99,8 +115,10 @@ class _Product:
             for a, b, c in zip(self.left, self.right, self.c, strict=True):
                 np.matmul(a, b, out=c)
 
-        found: dict[str, Call] = {ONEDNN: self.native("onednn"), OWN: self.native("own")}
+        found: dict[str, Call] = {OURS: self.native("onednn"), OWN: self.native("own")}
         found[OPENBLAS] = openblas
+        if find_spec("mindspore"):
+            found[ONEDNN] = self.native(ONEDNN)
         try:
             import torch
         except ImportError:

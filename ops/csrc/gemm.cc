@@ -52,6 +52,7 @@ OneDnn& onednn() {
 }
 
 bool use_own = false;
+constexpr int kSlotB = 9;  // as in our own product, which runs instead
 
 bool has_bf16_instructions() {
 #if defined(__x86_64__)
@@ -67,10 +68,23 @@ void scale(int64_t m, int64_t n, float beta, float* c, int64_t ldc) {
   }
 }
 
-template <typename T> const T* copy_columns(const T* x, int64_t ld, int64_t rows, int64_t columns, int slot) {
-  T* out = scratch<T>(slot, rows * columns);
-  for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * columns, x + r * ld, columns * sizeof(T));
+// Rows of `x` as rows `to` values apart.
+template <typename T> const T* copy_rows(const T* x, int64_t ld, int64_t rows, int64_t columns, int64_t to, int slot) {
+  T* out = scratch<T>(slot, rows * to);
+  for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * to, x + r * ld, columns * sizeof(T));
   return out;
+}
+
+void onednn_gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, const float* b,
+                 int64_t ldb, float beta, float* c, int64_t ldc) {
+  int rc = onednn().sgemm(ta ? 'T' : 'N', tb ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nullptr);
+  check(rc == 0, "oneDNN sgemm returned %d for %ldx%ldx%ld", rc, long(m), long(n), long(k));
+}
+
+// With few rows of A oneDNN reads B where it is; rows of B whose distance is such a multiple share a few sets of the cache.
+bool collides(int64_t m, int64_t ldb) {
+  constexpr int64_t kFewRows = 256, kWorth = 128;
+  return isa() >= Isa::avx512 ? m >= kWorth && m <= kFewRows && ldb % 1024 == 0 : m <= kFewRows && ldb % 512 == 0;
 }
 
 }  // namespace
@@ -80,8 +94,13 @@ void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const 
   if (m == 0 || n == 0) return;
   if (k == 0) return scale(m, n, beta, c, ldc);
   if (use_own || !onednn().sgemm) return own_gemm().run(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-  int rc = onednn().sgemm(ta ? 'T' : 'N', tb ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nullptr);
-  check(rc == 0, "oneDNN sgemm returned %d for %ldx%ldx%ld", rc, long(m), long(n), long(k));
+  if (tb || !collides(m, ldb)) return onednn_gemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  constexpr int64_t kDepth = 256, kLine = 16;
+  for (int64_t k0 = 0; k0 < k; k0 += kDepth) {  // what is copied stays in the cache
+    const int64_t depth = std::min(kDepth, k - k0);
+    const float* apart = copy_rows(b + k0 * ldb, ldb, depth, n, n + kLine, kSlotB);
+    onednn_gemm(ta, tb, m, n, depth, alpha, ta ? a + k0 * lda : a + k0, lda, apart, n + kLine, k0 == 0 ? beta : 1, c, ldc);
+  }
 }
 
 void gemm_bf16(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const uint16_t* a, int64_t lda,
@@ -125,8 +144,8 @@ Operand operand(const float* x, int64_t rows, int64_t width, bool bf16, int slot
 Operand columns(const Operand& x, int64_t rows, int64_t count, int slot) {
   constexpr int64_t kFar = 1024;  // values between rows
   if (x.ld < kFar) return x;
-  if (x.half) return {nullptr, copy_columns(x.half, x.ld, rows, count, slot), count};
-  return {copy_columns(x.single, x.ld, rows, count, slot), nullptr, count};
+  if (x.half) return {nullptr, copy_rows(x.half, x.ld, rows, count, count, slot), count};
+  return {copy_rows(x.single, x.ld, rows, count, count, slot), nullptr, count};
 }
 
 void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Operand a, Operand b, float beta, float* c,

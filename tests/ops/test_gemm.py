@@ -46,17 +46,7 @@ def gemm(ta, tb, a, b, c, alpha, beta, shape):
     assert not function(ta, tb, m, n, k, alpha, a, sizes[0], b, sizes[1], beta, c, sizes[2])
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=150, deadline=None)
-@given(
-    shape=st.tuples(SIZES, SIZES, SIZES),
-    transposed=st.tuples(st.booleans(), st.booleans()),
-    wider=st.tuples(*[st.integers(0, 3)] * 3),
-    alpha=st.sampled_from([1.0, -0.5]),
-    beta=st.sampled_from([0.0, 1.0, 0.25]),
-    seed=st.integers(0, 2**16),
-)
-def test_gemm_is_the_product(name, shape, transposed, wider, alpha, beta, seed):
+def check_product(name, shape, transposed, wider, alpha, beta, seed=0):
     m, n, k = shape
     ta, tb = transposed
     rng = np.random.default_rng(seed)
@@ -82,6 +72,31 @@ def test_gemm_is_the_product(name, shape, transposed, wider, alpha, beta, seed):
     # Error of a sum of k products in any order (Higham 2002, equation 3.5).
     assert (np.abs(c[:, :n] - expected) <= (k + 2) * 2.0**-24 * scale).all()
     assert (c[:, n:] == margin).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=st.tuples(SIZES, SIZES, SIZES),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    wider=st.tuples(*[st.integers(0, 3)] * 3),
+    alpha=st.sampled_from([1.0, -0.5]),
+    beta=st.sampled_from([0.0, 1.0, 0.25]),
+    seed=st.integers(0, 2**16),
+)
+def test_gemm_is_the_product(name, shape, transposed, wider, alpha, beta, seed):
+    check_product(name, shape, transposed, wider, alpha, beta, seed)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False)])
+@pytest.mark.parametrize(
+    ("shape", "wider"), [((130, 1000, 600), 24), ((256, 1024, 255), 0), ((3, 7, 257), 505)]
+)
+def test_rows_that_collide_in_the_cache(name, shape, wider, transposed, beta):
+    """They are 512 or 1,024 values apart: copied apart, a part of the sum at a time, where they would collide."""
+    check_product(name, shape, transposed, (1, wider, 2), -0.5, beta)
 
 
 def matmul(x, w, bf16):

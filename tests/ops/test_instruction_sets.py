@@ -11,7 +11,7 @@ from other_library import run_kernel_tests
 from telechat_moe.ops import native
 
 CHOICE = "not torch and not slow"
-SOME = "own or types or special or ulp or bytes or values_and_gradients or any_width"
+SOME = "own or types or special or ulp or bytes or values_and_gradients or any_width or collide"
 
 
 def check(isa: str, tests: list[str], *options: str, **environment: str) -> None:
