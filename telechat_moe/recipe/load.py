@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import yaml
 
+from telechat_moe.narrowing import is_object
 from telechat_moe.recipe import rules
 from telechat_moe.recipe.check import Checker, section_keys
 from telechat_moe.recipe.problems import Problem, RecipeError, label
@@ -161,7 +162,7 @@ class _Loader:
             return text
         try:
             read = json.loads(text)
-            if isinstance(read, dict):
+            if is_object(read):
                 read.pop(COMPUTED_WITH, None)
             return yaml.safe_dump(read, sort_keys=False)
         except ValueError as error:

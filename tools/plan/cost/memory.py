@@ -157,9 +157,8 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
 
     parameters = held(3) * x.parameter_bytes[:, None]
     # without accumulators a gradient is summed as soon as it is there, and only its shard stays
-    gradients = (
-        held(np.where((x.one_graph > 0) & (x.own_graph > 0), 1, 2)) * x.gradient_bytes[:, None]
-    )
+    early = (x.one_graph > 0) & (x.own_graph > 0)
+    gradients = held(np.where(early, 1, 2)) * x.gradient_bytes[:, None]
     whole, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
     parameters = np.where(x.gathered[:, None] > 0, shard + 2 * whole, parameters)
     gradients = np.where(x.gathered[:, None] > 0, whole * x.gradient_bytes[:, None], gradients)
@@ -194,15 +193,8 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
     buffers = buffers + constant
     peak = parameters + gradients + optimizer + activations + buffers
     inside = np.arange(peak.shape[1])[None, :] < x.pp[:, None]
-    return Memory(
-        parameters,
-        gradients,
-        optimizer,
-        activations,
-        buffers * inside,
-        constant * inside,
-        peak * inside,
-    )
+    buffers, constant, peak = (a * inside for a in (buffers, constant, peak))
+    return Memory(parameters, gradients, optimizer, activations, buffers, constant, peak)
 
 
 def _constant(x: Columns, parameters: Array) -> Array:
