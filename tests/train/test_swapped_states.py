@@ -109,6 +109,16 @@ def test_swapping_changes_no_bit(case: str, data: Path, tmp_path: Path) -> None:
         assert records(swapped, "move") == records(kept, "move") != []
 
 
+def resumes_either_way(data: Path, output: Path, kept: Path, case: dict[str, object]) -> None:
+    """Resume a killed run with swapping, and a copy of it without."""
+    again = output.with_name("again")
+    shutil.copytree(output, again)
+    train(data, output, "--resume", **case, **swapping(output))
+    same(output, kept)
+    train(data, again, "--resume", **case)
+    same(again, kept)
+
+
 def test_killed_and_resumed_bit_for_bit(data: Path, start, tmp_path: Path, hold: Hold) -> None:
     """A kill leaves nothing in the pool's folder; a resumed run goes on with or without swapping."""
     case, output = CASES["averaged"], tmp_path / "run"
@@ -125,11 +135,7 @@ def test_killed_and_resumed_bit_for_bit(data: Path, start, tmp_path: Path, hold:
     assert process.wait() == 1
     wait_for_ends(pids)
     assert not list(pool.iterdir())
-    shutil.copytree(output, tmp_path / "again")
-    train(data, output, "--resume", **case, **swapping(output))
-    same(output, kept)
-    train(data, tmp_path / "again", "--resume", **case)
-    same(tmp_path / "again", kept)
+    resumes_either_way(data, output, kept, case)
 
 
 @pytest.mark.parametrize("case", [RUN, ALONE, {**RUN, **SKIPS}], ids=["one", "several", "skipped"])
@@ -168,11 +174,7 @@ def test_one_process_killed_and_resumed_bit_for_bit(
     hold.release()
     process.wait()
     assert not list(pool.iterdir())
-    shutil.copytree(output, tmp_path / "again")
-    train(data, output, "--resume", **ALONE, **swapping(output))
-    same(output, kept)
-    train(data, tmp_path / "again", "--resume", **ALONE)
-    same(tmp_path / "again", kept)
+    resumes_either_way(data, output, kept, ALONE)
 
 
 @pytest.mark.parametrize(("limit", "said"), [(1, "and this process swaps"), (64, "")])
