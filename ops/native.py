@@ -97,12 +97,18 @@ def load() -> ctypes.CDLL:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    found = importlib.util.find_spec("mindspore")
-    if found and found.submodule_search_locations:
-        onednn = Path(found.submodule_search_locations[0]) / "lib" / "libdnnl.so.3"
-        if onednn.exists():
-            library.telechat_use_onednn(str(onednn).encode())
+    if onednn := onednn_path():
+        library.telechat_use_onednn(str(onednn).encode())
     return library
+
+
+def onednn_path() -> Path | None:
+    """Return the oneDNN library that mindspore brought, or None."""
+    found = importlib.util.find_spec("mindspore")
+    if not found or not found.submodule_search_locations:
+        return None
+    library = Path(found.submodule_search_locations[0]) / "lib" / "libdnnl.so.3"
+    return library if library.exists() else None
 
 
 def last_error() -> str:

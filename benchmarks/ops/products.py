@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,13 +62,6 @@ def cases(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     native.load().telechat_use_gemm(b"")
 
 
-def _onednn() -> Any:
-    """Return the product of the oneDNN library that the operators call."""
-    spec = find_spec("mindspore")
-    (folder,) = (spec and spec.submodule_search_locations) or [""]
-    return ctypes.CDLL(f"{folder}/lib/libdnnl.so.3").dnnl_threadpool_interop_sgemm
-
-
 class _Product:
     """A series of products of one shape, and each peer's way to compute them."""
 
@@ -82,31 +75,42 @@ class _Product:
         self.left = self.a.transpose(0, 2, 1) if ta else self.a
         self.right = self.b.transpose(0, 2, 1) if tb else self.b
 
+    def arguments(self) -> list[list[Any]]:
+        """Return the C arguments of each product after the two that say what is transposed."""
+        m, n, k = map(ctypes.c_int64, self.how[2:])
+        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        lda, ldb, ldc = (ctypes.c_int64(x.shape[2]) for x in (self.a, self.b, self.c))
+        found: list[list[Any]] = []
+        for matrices in zip(self.a, self.b, self.c, strict=True):
+            a, b, c = (ctypes.c_void_p(x.ctypes.data) for x in matrices)
+            found.append([m, n, k, one, a, lda, b, ldb, zero, c, ldc])
+        return found
+
     def native(self, backend: str) -> Call:
-        """Return a call of oneDNN, or of the native library's products with one of its two backends."""
+        """Return a call of the native library's products with one of its two backends."""
         use, gemm = native.load().telechat_use_gemm, native.load().telechat_gemm
-        ta, tb, m, n, k = self.how
-        number, pointer = ctypes.c_int64, ctypes.c_void_p
-        triples = [
-            [pointer(x[i].ctypes.data) for x in (self.a, self.b, self.c)] for i in range(self.count)
-        ]
-        widths = [number(x.shape[2]) for x in (self.a, self.b, self.c)]
-        sizes, one, zero = [number(x) for x in (m, n, k)], ctypes.c_float(1), ctypes.c_float(0)
+        ta, tb = self.how[:2]
+        products = self.arguments()
 
         def call() -> None:
             use(backend.encode())
-            for a, b, c in triples:
-                if gemm(ta, tb, *sizes, one, a, widths[0], b, widths[1], zero, c, widths[2]):
+            for arguments in products:
+                if gemm(ta, tb, *arguments):
                     raise CheckFailedError(native.last_error())
 
-        def alone() -> None:
-            for a, b, c in triples:
-                sgemm(*ways, *sizes, one, a, widths[0], b, widths[1], zero, c, widths[2], None)
+        return call
 
-        if backend != ONEDNN:
-            return call
-        sgemm, ways = _onednn(), [ctypes.c_char(b"NT"[t : t + 1]) for t in (ta, tb)]
-        return alone
+    def onednn(self, library: Path) -> Call:
+        """Return a call of the oneDNN library that the operators call, without them."""
+        sgemm = ctypes.CDLL(str(library)).dnnl_threadpool_interop_sgemm
+        ways = [ctypes.c_char(b"NT"[t : t + 1]) for t in self.how[:2]]
+        products = self.arguments()
+
+        def call() -> None:
+            for arguments in products:
+                sgemm(*ways, *arguments, None)
+
+        return call
 
     def peers(self) -> dict[str, Call]:
         """Return what is compared, MKL only if torch is installed."""
@@ -117,8 +121,8 @@ class _Product:
 
         found: dict[str, Call] = {OURS: self.native("onednn"), OWN: self.native("own")}
         found[OPENBLAS] = openblas
-        if find_spec("mindspore"):
-            found[ONEDNN] = self.native(ONEDNN)
+        if library := native.onednn_path():
+            found[ONEDNN] = self.onednn(library)
         try:
             import torch
         except ImportError:

@@ -101,9 +101,6 @@ constexpr int kLine = 16 / W;  // vectors of a cache line
 constexpr int NR = NV * W;     // queries of a panel: scores are kept by keys, a lane a query
 static_assert(kQueries % NR == 0, "a block is whole panels");
 
-int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
-
 struct Product {
   const float* a;
   int64_t lda;

@@ -18,8 +18,6 @@ constexpr int NR = NV * W;
 constexpr int64_t KC = 256, MC = MR * 12, NC = 1024;
 constexpr int kSlotA = 8, kSlotB = 9;
 
-int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Panels of MR rows: out[p][k][i] = a[i][k], zero behind the last row.
 void pack_a(bool transposed, const float* a, int64_t lda, int64_t rows, int64_t depth, float* out) {
   for (int64_t r = 0; r < rows; r += MR) {

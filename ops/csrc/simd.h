@@ -91,6 +91,8 @@ static inline V fma(V a, V b, V c) {
 }
 
 static inline V select(VI mask, V yes, V no) { return (V)(((VI)yes & mask) | ((VI)no & ~mask)); }
+static inline int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int lanes(int64_t left) { return left < W ? static_cast<int>(left) : W; }
 // Lanes behind the n-th are those of `other`.
 static inline V first_lanes(V v, int n, V other) {
