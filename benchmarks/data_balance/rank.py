@@ -37,11 +37,10 @@ def read(
 ) -> dict[tuple[str, int], tuple[Batch, np.ndarray]]:
     """Return by kind and step the whole batch, and the visible pairs of each data-parallel rank."""
     from telechat_moe.data.recipe import options_of
-    from telechat_moe.sharding.recipe import micro_batches
     from telechat_moe.train import preflight
 
     found: dict[tuple[str, int], tuple[Batch, np.ndarray]] = {}
-    count, S = micro_batches(recipe), recipe.model_config.seq_length
+    count, S = recipe.micro_batches, recipe.model_config.seq_length
     with preflight.open_loader(recipe) as loader:
         assert loader.deal_to is not None
         ranks, _ = deal_to = loader.deal_to

@@ -29,7 +29,6 @@ from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
 from telechat_moe.sharding.cells.collective import SumOverProcesses
-from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.train.rank_graph import placed_model
 
 
@@ -81,7 +80,7 @@ class TelechatMoeForCausalLM(PreTrainedModel):
             if is_split(recipe):
                 rank, shared = (
                     ms.get_auto_parallel_context("global_rank"),
-                    micro_batches(recipe) > 1,
+                    recipe.micro_batches > 1,
                 )
                 self.model, routers, placement = placed_model(
                     recipe, rank, target, shared_graph=shared

@@ -34,7 +34,7 @@ from telechat_moe.processes import Control, RankDiedError, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.swap import require_pool
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.sharding.recipe import mesh_of, micro_batches, smaller_steps
+from telechat_moe.sharding.recipe import mesh_of, smaller_steps
 from telechat_moe.train import preflight
 from telechat_moe.train.metrics import last_step
 from telechat_moe.units import size_text
@@ -151,7 +151,7 @@ def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
     from telechat_moe.train.rank_graph import compile_recipe
 
     ranks = recipe.devices
-    each = f"compiling the graphs of {ranks} ranks, {micro_batches(recipe)} micro-batches a step"
+    each = f"compiling the graphs of {ranks} ranks, {recipe.micro_batches} micro-batches a step"
     _say(f"layout {mesh_of(recipe).describe()}: {each}")
     began, done = time.perf_counter(), 0
 

@@ -28,7 +28,7 @@ from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.experts import dispatcher, drops, hop_between_nodes
-from telechat_moe.sharding.recipe import balance_groups, mesh_of, micro_batches
+from telechat_moe.sharding.recipe import balance_groups, mesh_of
 from telechat_moe.train import preflight
 from telechat_moe.train.monitor import SilentMonitor
 from telechat_moe.train.ranks import Ranks
@@ -223,7 +223,7 @@ def one_process(recipe: Recipe) -> Recipe:
     """Return the same training on one device: the same global batch in as many micro-batches, plain operators."""
     rows = recipe.micro_batch_samples
     runner = replace(
-        recipe.runner_config, batch_size=rows, gradient_accumulation_steps=micro_batches(recipe)
+        recipe.runner_config, batch_size=rows, gradient_accumulation_steps=recipe.micro_batches
     )
     pipeline = replace(recipe.parallel_config, pipeline_stage=1, seq_split_num=1)
     sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)

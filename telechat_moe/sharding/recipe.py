@@ -32,16 +32,9 @@ def mesh_of(recipe: Recipe) -> Mesh:
     )
 
 
-def micro_batches(recipe: Recipe) -> int:
-    """Return the micro-batches of a step, those of gradient accumulation included."""
-    if recipe.parallel_config.pipeline_stage > 1:
-        return recipe.parallel_config.micro_batch_num
-    return recipe.runner_config.gradient_accumulation_steps
-
-
 def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipes of the steps that are smaller than the largest of a batch schedule, by their micro-batches."""
-    schedule, whole, found = recipe.batch_schedule, micro_batches(recipe), dict[int, Recipe]()
+    schedule, whole, found = recipe.batch_schedule, recipe.micro_batches, dict[int, Recipe]()
     own = replace(recipe.telechat_moe, step_batch_size_schedule=None)
     for batch in sorted({batch for _, batch in schedule.entries} if schedule else ()):
         count = whole * batch // recipe.global_batch

@@ -18,7 +18,6 @@ from telechat_moe.model import CausalLM
 from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.sharding.shards import EMA
 from telechat_moe.train import optimizer, state
 from telechat_moe.train.optimizer import WeightAverage
@@ -134,7 +133,7 @@ class OneProcess(Engine):
     def __init__(self, recipe: Recipe, keep_graph: bool = False) -> None:
         self.recipe, self.keep_graph, self.compiled_now = recipe, keep_graph, True
         self.model, self.operators = build_model(recipe)
-        self.micro_batches = micro_batches(recipe)
+        self.micro_batches = recipe.micro_batches
         self.limits = (float("inf"), float("inf"))
         wrapper, config = recipe.runner_wrapper, recipe.model_config
         with backends(recipe):

@@ -3,7 +3,6 @@
 from telechat_moe.data import Loader, open_valid
 from telechat_moe.data.dataset import Dataset
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.train.engine import Engine, tensors
 
 
@@ -30,7 +29,7 @@ def _loss(recipe: Recipe, engine: Engine, data: Dataset) -> float:
     total = weight = 0.0
     # Whole global batches, so that every layout evaluates the same samples.
     whole = len(data) // recipe.global_batch or 1
-    count = min(recipe.telechat_moe.evaluation.batches, whole) * micro_batches(recipe)
+    count = min(recipe.telechat_moe.evaluation.batches, whole) * recipe.micro_batches
     with Loader(data, batch, epochs=1, prefetch=1) as loader:
         for _, columns in zip(range(count), loader, strict=False):
             tokens = float(columns["loss_mask"].sum())

@@ -12,7 +12,7 @@ from telechat_moe.data.recipe import sources_of
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
-from telechat_moe.sharding.recipe import mesh_of, micro_batches
+from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
 from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.evaluate import validation_loss
@@ -224,7 +224,7 @@ class Loop:
         began = time.perf_counter()
         self.ranks.at(f"step {step}, reading data")
         self.timer.lap("host")
-        count = micro_batches(recipe) * recipe.batch_at(progress.step) // recipe.global_batch
+        count = recipe.micro_batches * recipe.batch_at(progress.step) // recipe.global_batch
         batches = self.engine.read(self.loader, count)
         waited = time.perf_counter() - began
         self.timer.lap("data")

@@ -23,7 +23,7 @@ from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, S
 from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.recipe import Problem, Recipe, RecipeError
 from telechat_moe.recipe.data_path import parse_data_path
-from telechat_moe.sharding.recipe import mesh_of, micro_batches
+from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 
 T = TypeVar("T")
@@ -323,7 +323,7 @@ def dealt_to(recipe: Recipe) -> tuple[int, int] | None:
     """Return the data-parallel ranks and micro-batches to which the samples of a step are dealt; None: they are not."""
     if not recipe.telechat_moe.balance_attention:
         return None
-    return mesh_of(recipe).dp, micro_batches(recipe)
+    return mesh_of(recipe).dp, recipe.micro_batches
 
 
 def tokenizer_path(recipe: Recipe) -> Path:

@@ -23,7 +23,7 @@ from telechat_moe.graph.execute import Job, RankProgram
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.recipe import mesh_of, micro_batches, smaller_steps
+from telechat_moe.sharding.recipe import mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, group_of, weight_of
 from telechat_moe.train import optimizer, state
 from telechat_moe.train.engine import Batch, Columns, build_model, tensors
@@ -47,7 +47,7 @@ class RankEngine:
         assert ranks.control is not None
         self.say: Callable[[str], object] = lambda text: None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
-        self.micro_batches, self.mesh = micro_batches(recipe), mesh_of(recipe)
+        self.micro_batches, self.mesh = recipe.micro_batches, mesh_of(recipe)
         self.layout = self.mesh.describe()
         self.parts, self.saves = recipe.parallel_config.seq_split_num, 0
         self.limits = (float("inf"), float("inf"))

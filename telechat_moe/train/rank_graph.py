@@ -23,7 +23,6 @@ from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.recipe import (
     mesh_of,
-    micro_batches,
     parallel_context,
     recomputed_layers,
     shard_threshold,
@@ -101,7 +100,7 @@ def build_step(
         BadInputError: The layout does not fit the model.
     """
     mesh, config, stages = mesh_of(recipe), recipe.model_config, stages_of(recipe)
-    micro = micro_batches(recipe)
+    micro = recipe.micro_batches
     if shared_graph is None:
         shared_graph = micro > 1 and _shares_graph(recipe, target)
     chosen = recipe.telechat_moe.operators
@@ -201,7 +200,7 @@ def _shares_graph(recipe: Recipe, target: str) -> bool:
 def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:
     """Return one batch of the recipe's shapes; a compiler does not ask for its values, so it holds none."""
     mesh, length = mesh_of(recipe), recipe.model_config.seq_length
-    rows = recipe.runner_config.batch_size * micro_batches(recipe)
+    rows = recipe.runner_config.batch_size * recipe.micro_batches
     rows *= mesh.dp if full_batch else 1
     ids = initializer("zeros", (rows, length), ms.int32)
     batch = [ids, ids, initializer("ones", (rows, length), ms.float32), ids]

@@ -244,8 +244,8 @@ def built(recipe: Recipe) -> str:
 
 def trained(recipe: Recipe) -> str:
     """Return what training makes of a recipe, as text."""
-    functions = (sharded.stages_of, sharded.parallel_context, sharded.micro_batches)
-    said = [run(recipe), built(recipe), [repr(function(recipe)) for function in functions]]
+    split = [sharded.stages_of(recipe), sharded.parallel_context(recipe), recipe.micro_batches]
+    said = [run(recipe), built(recipe), repr(split)]
     said.append(rank_orders(recipe))
     if (rules := recipe.telechat_moe.moe.placement) is not None:
         said.append([rules.window, repr(expert_moves.rule_of(recipe))])
@@ -279,8 +279,8 @@ def _placed(recipe: Recipe, target: str) -> str:
     parts += [own.operators, own.moe, own.moe_block_rows, own.moe_capacity_tokens]
     parts += [own.weight_decay_exclude]
     parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
-    parts += [recipe.parallel_config.seq_split_num]
-    functions = (sharded.mesh_of, sharded.micro_batches, sharded.stages_of)
+    parts += [recipe.parallel_config.seq_split_num, recipe.micro_batches]
+    functions = (sharded.mesh_of, sharded.stages_of)
     functions += (sharded.shard_threshold, sharded.recomputed_layers)
     key = repr((target, parts, [function(recipe) for function in functions]))
     if key not in _PLACED:

@@ -18,7 +18,6 @@ from mini_recipe import SPREAD
 from telechat_moe.cli import main
 from telechat_moe.launch.sharded_run import one_process
 from telechat_moe.recipe import Recipe, RecipeError, load
-from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.train import checkpoints, guard, preflight, schedule
 from telechat_moe.train.engine import tensors
 from telechat_moe.train.loop import Loop
@@ -57,7 +56,7 @@ class Reader(key_effects.Recorder):
     """An engine that reads its micro-batches and computes nothing."""
 
     def read(self, columns, count=None):
-        return [tensors(next(columns)) for _ in range(micro_batches(self.recipe))]
+        return [tensors(next(columns)) for _ in range(self.recipe.micro_batches)]
 
 
 def logged(recipe: Recipe) -> list[dict]:

@@ -164,11 +164,7 @@ def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 def per_token_loss(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Which tokens the loss is averaged over matters where a step has several micro-batches."""
-    stages = r.parallel_config.pipeline_stage > 1
-    micro = (
-        r.parallel_config.micro_batch_num if stages else r.runner_config.gradient_accumulation_steps
-    )
-    if r.model.model_config.calculate_per_token_loss and micro == 1:
+    if r.model.model_config.calculate_per_token_loss and r.micro_batches == 1:
         found = "True with one micro-batch a step, whose mean over tokens is that of the step"
         yield (
             "model.model_config.calculate_per_token_loss",

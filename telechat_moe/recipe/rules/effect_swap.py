@@ -13,10 +13,9 @@ def swapped(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if not c.swap or not isinstance(m, ModelConfig):
         return
     key = "swap_config.swap"
-    micro = r.runner_config.gradient_accumulation_steps
     if not compiled and r.devices == 1:
         yield key, "True on one device, where `telechat-moe train` keeps all activations", "False"
-    elif (micro if p.pipeline_stage == 1 else p.micro_batch_num) == 1:
+    elif r.micro_batches == 1:
         found = "True with one micro-batch a step: MindSpore swaps in the graph that several share"
         more = "gradient_accumulation_steps" if p.pipeline_stage == 1 else "micro_batch_num"
         yield key, found, f"False, or {more} > 1"

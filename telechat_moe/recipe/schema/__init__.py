@@ -226,9 +226,13 @@ class Recipe:
     @property
     def global_batch(self) -> int:
         """Samples per update, over all devices and micro-batches; with a batch schedule its largest."""
+        return self.micro_batch_samples * self.micro_batches * self.micro_batch_interleave_num
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step: of the pipeline, or without one of gradient accumulation."""
         p, r = self.parallel_config, self.runner_config
-        pieces = p.micro_batch_num if p.pipeline_stage > 1 else r.gradient_accumulation_steps
-        return self.micro_batch_samples * pieces * self.micro_batch_interleave_num
+        return p.micro_batch_num if p.pipeline_stage > 1 else r.gradient_accumulation_steps
 
     @property
     def micro_batch_samples(self) -> int:

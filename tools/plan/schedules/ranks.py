@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Recipe, RecipeError
-from telechat_moe.sharding.recipe import mesh_of, micro_batches, stages_of
+from telechat_moe.sharding.recipe import mesh_of, stages_of
 from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import (
     PAIRS,
@@ -64,7 +64,7 @@ def stage_order(program: Program, stage: int, paired: bool = False) -> RankOrder
 def program_of(recipe: Recipe) -> Program | None:
     """Return the program that a recipe chooses, checked against its layout; None: it chooses none."""
     own, stages = recipe.telechat_moe.sharding, stages_of(recipe)
-    name, pp, micro = own.pipeline_schedule, mesh_of(recipe).pp, micro_batches(recipe)
+    name, pp, micro = own.pipeline_schedule, mesh_of(recipe).pp, recipe.micro_batches
     if stages is None and own.overlap_exchange:
         return generate(ONE_STAGE, 1, micro, 1)
     if name is None or stages is None:
