@@ -154,7 +154,7 @@ class _Comparison:
             else:
                 wrong.setdefault(verdict.key, []).append(verdict)
         replaced = Replaced(theirs, ours)
-        for verdict in (*replaced.verdicts(), *replaced.otherwise(), *replaced.by_other_run()):
+        for verdict in (*replaced.verdicts, *replaced.otherwise(), *replaced.by_other_run()):
             self._count(verdict, target)
             if verdict.status == "diverged":
                 wrong.setdefault(verdict.key, []).append(verdict)

@@ -36,8 +36,10 @@ class Replaced:
         self._unknown: set[str] = set()
         self.confirmed: set[str] = set()  # calls of the target, by :meth:`by_other_run`
 
-    def verdicts(self) -> Iterator[Verdict]:
-        """Yield a verdict for each input of the target that the missing calls made in the reference."""
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Verdicts on the inputs of the target that the missing calls made in the reference."""
+        found: list[Verdict] = []
         for place in self.reference.inputs() if self.lost else ():
             tensor = self.target.tensors.get(place)
             sources = self.reference.sources_of(place)
@@ -47,9 +49,9 @@ class Replaced:
                 continue
             if is_float(tensor.dtype) != is_float(self.reference.tensors[place].dtype):
                 continue  # a mask of another kind: judged by its effect
-            verdict = self._judged(place, sources, tensor)
-            if verdict is not None:
-                yield verdict
+            if (verdict := self._judged(place, sources, tensor)) is not None:
+                found.append(verdict)
+        return found
 
     def otherwise(self) -> Iterator[Verdict]:
         """Yield verdicts on the outputs of calls that take other tensors than in the reference (a mask, a bias)."""
@@ -123,7 +125,7 @@ class Replaced:
     @cached_property
     def right(self) -> frozenset[str]:
         """Calls of either run whose replacements in the other give the same result."""
-        list(self.verdicts())
+        _ = self.verdicts  # sets what is read here
         used = {key for key in self.lost if self._made.get(key) is not None}
         # New calls are judged by themselves; their results must be what the missing calls would have given.
         return frozenset() if self._wrong or not used - self._unknown else self.new | self.lost
