@@ -31,6 +31,7 @@ from telechat_moe.processes import (
     death,
     end,
     exit_code,
+    has_ended,
     reasons,
     start,
     state,
@@ -272,7 +273,7 @@ class HostProcesses:
         end(self.process)
         deadline = time.monotonic() + PATIENCE_S
         for pid in map(int, self._reports("pid").values()):
-            while state(pid) and _is_of_job(pid, self.job) and time.monotonic() < deadline:
+            while not has_ended(pid) and _is_of_job(pid, self.job) and time.monotonic() < deadline:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 time.sleep(0.01)  # one that was killed takes a moment to go
@@ -285,5 +286,7 @@ def _is_of_job(pid: int, job: Path) -> bool:
     try:
         words = psutil.Process(pid).cmdline()
         return not words or any(str(job.absolute()) in word for word in words)
+    except psutil.ZombieProcess:
+        return True
     except psutil.NoSuchProcess:
         return False

@@ -1,5 +1,6 @@
 """What launching is made of: hostfiles, cores, commands, ports, files that others must not write."""
 
+import fcntl
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from telechat_moe.launch import commands, hosts
 from telechat_moe.launch.commands import LaunchNode, check_port, make_nodes, remote
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
-from telechat_moe.processes import Control, RankFailedError, exit_code, stop_on_signal
+from telechat_moe.processes import Control, RankFailedError, exit_code, has_ended, stop_on_signal
 from telechat_moe.recipe import load
 
 NASTY = "a b$(touch pwned)`touch pwned`';touch pwned;\"&|\n*"
@@ -292,6 +293,32 @@ def test_how_a_process_ended_is_known_before_its_parent_asks(code: str, expected
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert exit_code(process.pid) == expected
     assert exit_code(process.pid) == 0  # it was waited for
+
+
+HOLDER = """
+import fcntl, sys, threading, time
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+memory = bytearray(512 << 20)  # takes a while to free; the first thread has ended before
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_has_ended_when_its_locks_are_free(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with path.open("a") as file, subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert not has_ended(process.pid)
+        process.kill()
+        while not has_ended(process.pid):
+            pass
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert has_ended(process.pid)
 
 
 # ------------------------------------------------------------------------------ restarts
