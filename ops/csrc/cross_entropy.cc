@@ -16,7 +16,7 @@ using namespace telechat;
 
 constexpr double kTiny = 1e-8;  // MindFormers' guard against a batch without labels
 constexpr int64_t kValues = 1 << 16;  // logits of a task
-constexpr int64_t kCached = 1 << 24;  // logits; gradients of more have left the caches before they are read
+constexpr int64_t kCached = 1 << 22;  // logits; of more, the gradient has left the caches before it is read
 
 struct ZState : State {
   float z_loss;
