@@ -16,6 +16,7 @@ using namespace telechat;
 
 constexpr double kTiny = 1e-8;  // MindFormers' guard against a batch without labels
 constexpr int64_t kValues = 1 << 16;  // logits of a task
+constexpr int64_t kCached = 1 << 22;  // logits; of more, the gradient has left the caches before it is read
 
 struct ZState : State {
   float z_loss;
@@ -76,10 +77,11 @@ TELECHAT_RUN(CrossEntropyGrad) {
   const float z = call.state<ZState>().z_loss;
   const auto* lse = reinterpret_cast<const LogSumExp*>(call[3].as<const float>("the log-sum-exp"));
   float* dx = call[5].as<float>("dlogits");
+  const bool past = r.T * r.V > kCached;
   const double share = *call[4].as<const float>("dloss") / (total(r.mask, r.T) + kTiny);
   parallel_for_steps(r.T, rows_of_task(r), [&](int64_t t) {
     const float factor = static_cast<float>(share * r.mask[t]);
-    cross_entropy().softmax(r.x + t * r.V, r.V, lse[t], factor * (1 + 2 * z * (lse[t].top + lse[t].rest)), dx + t * r.V);
+    cross_entropy().softmax(r.x + t * r.V, r.V, lse[t], factor * (1 + 2 * z * (lse[t].top + lse[t].rest)), dx + t * r.V, past);
     dx[t * r.V + r.label[t]] -= factor;
   });
 }

@@ -13,7 +13,8 @@ struct LogSumExp {
 struct CrossEntropyKernels {
   LogSumExp (*log_sum_exp)(const float* x, int64_t n);  // one pass over x
   // dx = factor * exp(x - top - rest); the caller takes its share off at the label.
-  void (*softmax)(const float* x, int64_t n, LogSumExp lse, float factor, float* dx);
+  // `past`: dx goes past the caches.
+  void (*softmax)(const float* x, int64_t n, LogSumExp lse, float factor, float* dx, bool past);
 };
 
 }  // namespace telechat

@@ -56,7 +56,7 @@ LogSumExp log_sum_exp(const float* x, int64_t n) {
   return {top, __builtin_logf(sum)};
 }
 
-void softmax(const float* x, int64_t n, LogSumExp lse, float factor, float* dx) {
+void softmax(const float* x, int64_t n, LogSumExp lse, float factor, float* dx, bool past) {
   const V top = splat(lse.top), rest = splat(lse.rest), scale = splat(factor);
   const auto part = [&](int64_t i, int64_t count) {
     const int some = static_cast<int>(count);
@@ -64,12 +64,17 @@ void softmax(const float* x, int64_t n, LogSumExp lse, float factor, float* dx) 
   };
   int64_t i = until_aligned(dx, n);
   if (i > 0) part(0, i);
+  for (; past && i + W <= n; i += W) {
+    __builtin_prefetch(x + ahead(i));
+    store_past(dx + i, exp_v(load(x + i) - top - rest) * scale);
+  }
   for (; i + W <= n; i += W) {
     __builtin_prefetch(x + ahead(i));
     __builtin_prefetch(dx + ahead(i), 1);
     store(dx + i, exp_v(load(x + i) - top - rest) * scale);
   }
   if (i < n) part(i, n - i);
+  if (past) flush_past();
 }
 
 }  // namespace

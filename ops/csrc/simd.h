@@ -37,6 +37,21 @@ static inline V load(const float* p) {
   return v;
 }
 static inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+// Past the caches; p is aligned to the vector. Call `flush_past` before another thread may read it.
+static inline void store_past(float* p, V v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#else
+  store(p, v);
+#endif
+}
+static inline void flush_past() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 static inline __m256i first_mask(int n) {

@@ -97,6 +97,21 @@ def test_tokens_add_up_and_give_no_gradient(backend, sums):
     np.testing.assert_allclose(token_T.asnumpy(), each, rtol=2e-5, atol=1e-6)
 
 
+def test_a_gradient_larger_than_the_caches():
+    """It is stored another way; rows of an odd length begin anywhere in a vector."""
+    logits, label, mask = inputs(5, 257, 16411)
+    before, found = native.threads(), []
+    for threads in (1, 3):
+        native.set_threads(threads)
+        found.append(kernels(logits, label, mask)[1])
+    native.set_threads(before)
+    assert found[0].tobytes() == found[1].tobytes()
+    for rows in np.split(np.arange(len(label)), range(100, len(label), 100)):
+        wanted = gradient_reference(logits[rows], label[rows], mask[rows])
+        wanted *= mask[rows].sum() / mask.sum()
+        np.testing.assert_allclose(found[0][rows], wanted, rtol=3e-6, atol=1e-7 / mask.sum())
+
+
 def test_accuracy_gate():
     """Mean relative error under 2^-13, the largest under ten times that (float32)."""
     logits, label, mask = inputs(0, 200, 1003, 5.0, 40.0)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "dvm/handlers.h"
 #include "dvm/program.h"
 
 namespace telechat::dvm {
@@ -45,6 +46,8 @@ void Code::words(uint64_t out[2]) const {
   out[1] = all << 56 | uint64_t(flags) << 48 | uint64_t(uint16_t(tensor)) << 32 | bits;
 }
 
+bool Code::lengthy() const { return kinds[0] == Kind::full && is_lengthy(id); }
+
 Code Code::of(const uint64_t w[2]) {
   Code code;
   code.id = int(w[0] >> 48);
@@ -77,6 +80,7 @@ void LoweredStage::finish() {
   for (const auto& pass : passes) {
     words.push_back(pass.size());
     for (const Code& c : pass) add(c);
+    lengthy.push_back(std::count_if(pass.begin(), pass.end(), [](const Code& c) { return c.lengthy(); }));
   }
 }
 

@@ -18,6 +18,8 @@ struct Args {
   int absolute;    // bits of the operands whose sign is dropped
   bool first;      // a reduction begins, or goes on from an earlier part of the row
   float value;     // of kConst
+  const char* const* next;  // `nexts` tensors of 4-byte values whose next part is to be fetched meanwhile
+  int64_t nexts;
 };
 
 using Handler = void (*)(const Args&);
@@ -41,6 +43,15 @@ enum Instruction : int {
   kInstructions
 };
 // clang-format on
+
+// Those that compute longer than memory takes to bring what they work on: they fetch the next tile as they go.
+#define TELECHAT_DVM_LENGTHY(X) X(Sqrt) X(Rsqrt) X(Exp) X(Log) X(Reciprocal) X(Tanh) X(Sigmoid)
+constexpr bool is_lengthy(int id) {
+#define X(name) if (id == k##name || id == kMul##name) return true;
+  TELECHAT_DVM_LENGTHY(X)
+#undef X
+  return id == kDiv || id == kExpSub;
+}
 
 struct Handlers {
   Handler run[kInstructions];

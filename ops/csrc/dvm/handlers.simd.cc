@@ -133,6 +133,15 @@ struct PowOp {
 const float* at(const void* p, int64_t row, int64_t stride) { return static_cast<const float*>(p) + row * stride; }
 float* out(const Args& x, int64_t row) { return static_cast<float*>(x.d) + row * x.sd; }
 
+template <typename Op> constexpr bool lengthy = false;
+#define X(name) \
+  template <> constexpr bool lengthy<name##Op> = true; \
+  template <> constexpr bool lengthy<TimesOp<name##Op>> = true;
+TELECHAT_DVM_LENGTHY(X)
+#undef X
+template <> constexpr bool lengthy<DivOp> = true;
+template <> constexpr bool lengthy<ExpSubOp> = true;
+
 // Element-wise: N operands, each a vector or, where K is false, one number a row.
 template <typename Op, bool Absolute, bool KA, bool KB, bool KC, int N> void map_rows(const Args& x) {
   const auto mask = [&](int i) { return splat_i(x.absolute >> i & 1 ? 0x7fffffff : -1); };
@@ -143,7 +152,10 @@ template <typename Op, bool Absolute, bool KA, bool KB, bool KC, int N> void map
     else if constexpr (N == 2) return Op::f(p, q);
     else return Op::f(p, q, s);
   };
-  for (int64_t r = 0; r < x.rows; r++) {
+  const int64_t rows = x.rows, n = x.n;
+  [[maybe_unused]] const int64_t nexts = x.nexts;
+  [[maybe_unused]] const char* const* const next = x.next;
+  for (int64_t r = 0; r < rows; r++) {
     const float* a = at(x.a, r, x.sa);
     const float *b = N > 1 ? at(x.b, r, x.sb) : a, *c = N > 2 ? at(x.c, r, x.sc) : a;
     float* d = out(x, r);
@@ -152,14 +164,19 @@ template <typename Op, bool Absolute, bool KA, bool KB, bool KC, int N> void map
     const auto part = [&](int64_t i, int n) {
       store_n(d + i, f(KA ? load_n(a + i, n) : one_a, KB ? load_n(b + i, n) : one_b, KC ? load_n(c + i, n) : one_c), n);
     };
-    int64_t i = until_aligned(d, x.n);
+    int64_t i = until_aligned(d, n);
     if (i) part(0, static_cast<int>(i));
-    for (; i + 2 * W <= x.n; i += 2 * W) {
+    for (; i + 2 * W <= n; i += 2 * W) {
+      if constexpr (lengthy<Op>) {
+        for (int64_t s = 0; s < nexts; s++) {
+          for (int at = 0; at < 2 * W; at += 16) __builtin_prefetch(next[s] + (r * n + i + at) * 4);
+        }
+      }
       const V p = whole(i), q = whole(i + W);
       store(d + i, p);
       store(d + i + W, q);
     }
-    for (; i < x.n; i += W) part(i, lanes(x.n - i));
+    for (; i < n; i += W) part(i, lanes(n - i));
   }
 }
 

@@ -60,7 +60,8 @@ float as_float(const char* p, int type) {
 struct Step {
   Handler run;
   Args x;
-  int64_t height, width;  // for which the extents are
+  int64_t size;   // of the tile for which the extents are
+  int64_t share;  // which lengthy instruction of its pass this is, or -1
   Code code;
 };
 
@@ -91,6 +92,7 @@ class Task {
         const int64_t size = bytes_of(b.type);
         r = {m.memory(b), b.kind == Kind::full ? C_ * size : b.kind == Kind::column ? size : 0,
              b.kind == Kind::full || b.kind == Kind::row ? size : 0, b.kind == Kind::full};
+        if (r.stream && size == 4 && streams_ < kStreams) stream_[streams_++] = i;
       }
     }
   }
@@ -101,10 +103,13 @@ class Task {
     const uint64_t* word = words_ + count_;
     Step* step = steps_;
     const auto decode = [&](size_t count) {
+      int64_t share = 0;
       for (size_t i = 0; i < count; i++, word += 2, step++) {
         step->code = Code::of(word);
         step->run = dvm_handlers().run[step->code.id];
-        step->height = -1;
+        step->size = -1;
+        step->x.nexts = 0;
+        step->share = step->code.lengthy() ? share++ : -1;
       }
     };
     decode(lowered.prologue.size());
@@ -124,8 +129,14 @@ class Task {
         column_ = 0;
         do {
           move(column_, std::min(p_.width, C_ - column_));
+          const bool more = whole && row_ + h_ < end;
+          const int64_t lengthy = lowered.lengthy[static_cast<size_t>(&pass - lowered.passes.data())];
           for (size_t i = 0; i < pass.size(); i++) {
-            if (whole && row_ + h_ < end) fetch(static_cast<int64_t>(i), static_cast<int64_t>(pass.size()));
+            if (first[i].share >= 0) {
+              hand_over(first[i], more ? lengthy : 0);
+            } else if (more) {
+              fetch(lengthy == 0, static_cast<int64_t>(i), static_cast<int64_t>(pass.size()));
+            }
             execute(first[i]);
           }
           column_ += p_.width;
@@ -139,26 +150,38 @@ class Task {
   // Go to a tile: `n` columns from `column` on.
   void move(int64_t column, int64_t n) {
     column_ = column, n_ = n;
+    size_ = h_ << 32 | n;  // one number to compare: two that were just stored, loaded as a vector, would wait for all stores
     for (int64_t i = 0; i < count_; i++) now_[i] = reg_[i].base + row_ * reg_[i].by_row + column * reg_[i].by_column;
   }
 
   // The next tile's part of memory, piece `part` of `parts`, on its way into the cache while this one is computed.
-  void fetch(int64_t part, int64_t parts) const {
+  void fetch(bool all, int64_t part, int64_t parts) const {
     for (int64_t i = 0; i < count_; i++) {
       const Register& r = reg_[i];
-      if (!r.stream) continue;
+      if (!r.stream || (!all && r.by_column == 4)) continue;
       const int64_t bytes = h_ * r.by_row;
       const char* next = now_[i] + bytes;
       for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts / 64 * 64; at += 64) __builtin_prefetch(next + at);
     }
   }
 
+  // Of tensors of 4-byte values every `shares`-th one is brought by a lengthy instruction as it goes: it would wait for
+  // many lines asked for at once. No shares: there is no next tile.
+  void hand_over(Step& step, int64_t shares) {
+    Args& x = step.x;
+    x.next = next_, x.nexts = 0;
+    for (int64_t i = step.share; shares > 0 && i < streams_; i += shares) {
+      const int64_t at = stream_[i];
+      next_[x.nexts++] = now_[at] + h_ * reg_[at].by_row;
+    }
+  }
+
   int64_t stride(Kind k) const { return k == Kind::full ? n_ : k == Kind::column ? 1 : 0; }
 
-  void extents(Step& step) const {
+  __attribute__((noinline)) void extents(Step& step) const {
     const Code& c = step.code;
     Args& x = step.x;
-    step.height = h_, step.width = n_;
+    step.size = size_;
     x.value = c.value;
     x.absolute = c.flags / kAbsolute;
     const Kind d = c.kinds[0], a = c.kinds[1], b = c.kinds[2], e = c.kinds[3];
@@ -183,7 +206,7 @@ class Task {
   void execute(Step& step) {
     const Code& c = step.code;
     if (c.flags & kOnce && index_ != 0) return;
-    if (step.height != h_ || step.width != n_) extents(step);
+    if (step.size != size_) extents(step);
     Args& x = step.x;
     x.d = now_[c.d], x.a = now_[c.a], x.b = now_[c.b], x.c = now_[c.c];
     x.first = column_ == 0;
@@ -196,12 +219,12 @@ class Task {
     step.run(x);
   }
 
-  static void empty(int id, float* d, int64_t rows) {
+  __attribute__((noinline)) static void empty(int id, float* d, int64_t rows) {
     const float inf = std::numeric_limits<float>::infinity();
     std::fill_n(d, rows, id == kMax ? -inf : id == kMin ? inf : 0.0f);
   }
 
-  void gather(const Code& c, const Args& x) {
+  __attribute__((noinline)) void gather(const Code& c, const Args& x) {
     const Node& node = m_.program.graph().nodes[c.tensor];
     const Node& table = m_.program.graph().nodes[m_.program.graph().input_node[node.attrs[0]]];
     const int64_t count = extent(table.dims[0], m_.plan.symbols.data()), size = bytes_of(table.dtype);
@@ -221,7 +244,7 @@ class Task {
   }
 
   // A tensor with other ones than rows or columns, spread over a tile element by element.
-  void spread(const Code& c, const Args& x) {
+  __attribute__((noinline)) void spread(const Code& c, const Args& x) {
     const Dims& dims = m_.program.graph().nodes[c.tensor].dims;
     const size_t rank = stage_.domain.size(), pad = rank - dims.size();
     int64_t size[kMaxRank], step[kMaxRank], at[kMaxRank], run = 1;
@@ -261,10 +284,13 @@ class Task {
   const uint64_t* words_;
   const int64_t index_, C_;
   int64_t count_;
-  int64_t row_ = 0, column_ = 0, h_ = 0, n_ = 0;
+  int64_t row_ = 0, column_ = 0, h_ = 0, n_ = 0, size_ = 0;
   Step* steps_;
   Register* reg_;
   char** now_;  // where each register is for this tile
+  static constexpr int kStreams = 8;
+  int64_t stream_[kStreams], streams_ = 0;  // registers that lengthy instructions may bring
+  const char* next_[kStreams];
 };
 
 float identity(int op) {

@@ -44,6 +44,7 @@ struct Code {
 
   void words(uint64_t out[2]) const;
   static Code of(const uint64_t w[2]);
+  bool lengthy() const;  // computes for long, on a whole tile
 };
 
 struct LoweredStage {
@@ -56,6 +57,7 @@ struct LoweredStage {
   std::vector<std::vector<Code>> passes;
   std::vector<int> partials;  // nodes of the column reductions
   std::vector<uint64_t> words;
+  std::vector<int64_t> lengthy;  // how many instructions of each pass are
   int64_t instructions, streams;  // streams: tensors of which a tile needs a part
 
   void finish();  // the words and counts
