@@ -140,7 +140,7 @@ def use_isa(name: str) -> None:
 
 
 def gemm_backend() -> str:
-    """Return what computes matrix products: ``onednn`` or ``own``."""
+    """Return what computes matrix products: ``onednn``, but for shapes that ours computes faster, or ``own``."""
     return load().telechat_gemm_backend().decode()
 
 

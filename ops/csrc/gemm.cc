@@ -87,13 +87,25 @@ bool collides(int64_t m, int64_t ldb) {
   return isa() >= Isa::avx512 ? m >= kWorth && m <= kFewRows && ldb % 1024 == 0 : m <= kFewRows && ldb % 512 == 0;
 }
 
+// Shapes that our own product computes faster, measured with AVX2 and AVX-512: few rows, for which oneDNN copies B or waits for
+// it; short sums, where C comes from memory meanwhile; and long sums of many rows with B transposed.
+bool own_is_faster(bool ta, bool tb, int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kWide = 256, kShort = 48, kTall = 512;
+  if (isa() != Isa::avx2 && isa() != Isa::avx512 && isa() != Isa::amx) return false;
+  if (ta) return !tb && k <= kShort && m > kWide && n >= kWide;
+  if (tb) return (m >= 8 && m <= kRowsTurned) || (m >= kTall && k >= kTall);
+  return m <= kRowsInPlace && n >= kWide;
+}
+
 }  // namespace
 
 void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, const float* b,
           int64_t ldb, float beta, float* c, int64_t ldc) {
   if (m == 0 || n == 0) return;
   if (k == 0) return scale(m, n, beta, c, ldc);
-  if (use_own || !onednn().sgemm) return own_gemm().run(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  if (use_own || !onednn().sgemm || own_is_faster(ta, tb, m, n, k)) {
+    return own_gemm().run(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  }
   if (tb || !collides(m, ldb)) return onednn_gemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
   constexpr int64_t kDepth = 256, kLine = 16;
   for (int64_t k0 = 0; k0 < k; k0 += kDepth) {  // what is copied stays in the cache

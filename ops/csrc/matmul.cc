@@ -9,13 +9,14 @@ namespace {
 using namespace telechat;
 
 constexpr int64_t kRows = 256, kColumns = 1024;  // a task's part of a result; large enough for oneDNN's own packing
+constexpr int64_t kTall = 512;
 constexpr int64_t kWorth = 1 << 20;  // multiplications that are worth a task
 constexpr int kSlotX = 0, kSlotW = 1, kSlotDy = 2, kSlotStrip = 3;
 
 // A product cut into tasks.
 struct Blocks {
   int64_t m, n, rows, columns;
-  Blocks(int64_t m, int64_t n, int64_t rows) : m(m), n(n), rows(rows), columns(kColumns) {}
+  Blocks(int64_t m, int64_t n, int64_t rows, int64_t columns = kColumns) : m(m), n(n), rows(rows), columns(columns) {}
   int64_t down() const { return (m + rows - 1) / rows; }
   int64_t count() const { return down() * ((n + columns - 1) / columns); }
   template <typename F> void run(int64_t task, F&& body) const {
@@ -84,7 +85,8 @@ TELECHAT_RUN(Matmul) {
   const Operand X = operand(x.as<const float>("x"), T, I, bf16, kSlotX);
   const Operand Wt = operand(w.as<const float>("w"), O, I, bf16, kSlotW);
   float* y = call[2].as<float>("y");
-  const Blocks blocks(T, O, product_rows(T, O, I));
+  const bool tall = !bf16 && T >= kTall && I >= kTall;  // our own product packs few columns of the weight for many rows
+  const Blocks blocks = tall ? Blocks(T, O, kTall, kColumns / 4) : Blocks(T, O, product_rows(T, O, I));
   const int64_t depth = I, width = O;
   parallel_for(blocks.count(), [&](int64_t task) {
     blocks.run(task, [&](int64_t r, int64_t c, int64_t m, int64_t n) {

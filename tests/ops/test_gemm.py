@@ -99,6 +99,39 @@ def test_rows_that_collide_in_the_cache(name, shape, wider, transposed, beta):
     check_product(name, shape, transposed, (1, wider, 2), -0.5, beta)
 
 
+N, T = False, True
+OWN_SHAPES = [
+    *((N, N, m, n, k) for m, n, k in ((1, 256, 3), (8, 256, 512), (9, 290, 513), (32, 273, 1030), (48, 600, 17), (49, 260, 300))),
+    *((N, T, m, n, k) for m, n, k in ((8, 1, 1), (17, 9, 513), (32, 65, 512), (33, 130, 1025), (96, 40, 520), (97, 50, 90))),
+    *((N, T, m, n, k) for m, n, k in ((512, 17, 512), (523, 530, 1029))),
+    *((T, N, m, n, k) for m, n, k in ((257, 256, 1), (263, 513, 33), (1030, 300, 48), (270, 260, 49))),
+]  # fmt: skip
+"""Few rows, a few more than few, many rows with B transposed, short sums: at edges of tiles, strips and blocks."""
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (-0.5, 0.25)])
+@pytest.mark.parametrize(("ta", "tb", "m", "n", "k"), OWN_SHAPES)
+def test_shapes_of_our_own_product(name, ta, tb, m, n, k, alpha, beta):
+    check_product(name, (m, n, k), (ta, tb), (3, 1, 2), alpha, beta)
+
+
+@pytest.mark.skipif(native.isa() not in ("avx2", "avx512", "amx"), reason="measured with AVX only")
+@pytest.mark.parametrize(
+    ("ta", "tb", "m", "n", "k"), [(N, N, 32, 512, 700), (N, T, 32, 40, 700), (N, T, 512, 40, 700)]
+)
+def test_few_rows_are_not_left_to_onednn(ta, tb, m, n, k):
+    """The same bits with either backend; with short sums oneDNN's are the same anyway."""
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((k, m) if ta else (m, k), np.float32)
+    b = rng.standard_normal((n, k) if tb else (k, n), np.float32)
+    found = [np.empty((m, n), np.float32) for _ in BACKENDS]
+    for name, c in zip(BACKENDS, found, strict=True):
+        with backend(name):
+            gemm(ta, tb, a, b, c, 1, 0, (m, n, k))
+    np.testing.assert_array_equal(*found)
+
+
 def matmul(x, w, bf16):
     y = np.empty((len(x), len(w)), np.float32)
     Kernel("Matmul", {"bf16": bf16})([x, w], [y])

@@ -59,9 +59,10 @@ def test_products_of_any_shape(t, i, o, bf16, seed):
             close(got, expected, 1e-5)
 
 
+@pytest.mark.parametrize("width", [130, 530])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_number_of_threads_changes_no_bit(bf16):
-    x, w, dy = normal(0, 700, 130), normal(1, 1100, 130), normal(2, 700, 1100)
+def test_the_number_of_threads_changes_no_bit(bf16, width):
+    x, w, dy = normal(0, 700, width), normal(1, 1100, width), normal(2, 700, 1100)
     before = native.threads()
     results = []
     try:
