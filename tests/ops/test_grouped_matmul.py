@@ -7,7 +7,7 @@ pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]'
 import mindspore as ms
 import numpy as np
 from gradients import Gradient, close
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 
@@ -78,9 +78,9 @@ GROUPS = st.lists(st.sampled_from([0, 0, 1, 2, 7, 63, 130, 300, 700]), min_size=
 
 
 @settings(max_examples=60, deadline=None)
-@given(GROUPS, st.integers(1, 200), st.integers(16, 200), st.booleans(), st.integers(0, 99))
+@given(GROUPS, st.integers(1, 200), st.integers(1, 200), st.booleans(), st.integers(0, 99))
 def test_any_group_sizes(sizes, i, o, bf16, seed):
-    """A gradient of one number may cancel, and has no scale to compare with then."""
+    assume(i * o >= 16)  # a gradient of a few numbers may cancel, and has no scale then
     sizes = np.array(sizes, np.int32 if seed % 2 else np.int64)
     rows, experts = sizes.sum(), len(sizes)
     x, w, dy = normal(seed, rows, i), normal(seed + 1, experts, i, o), normal(seed + 2, rows, o)
