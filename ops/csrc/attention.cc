@@ -5,15 +5,13 @@
 // maximum and sum. A block ends where its queries' first keys lie far apart, so little is computed between documents.
 //
 // Backward, a task is a chunk of keys and a band of blocks of one head, if one of these queries sees one of these keys. The
-// tasks of a phase have neither chunk nor band in common and write to no place twice, and a head's phases follow one another:
-// results do not depend on the number of threads.
+// tasks of a phase have neither chunk nor band in common and write to no place twice, and phases follow one another: results do
+// not depend on the number of threads.
 #include "attention.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -213,14 +211,13 @@ void backward_half(const Sizes& z, const AttentionState& a, const Operand& q, co
   multiply(false, false, rows, z.D, keys, 1, d_scores, keys_k, 1, g.dq + row * ld + n * z.D, ld);
 }
 
-// Blocks [first, last) of a band and a chunk of keys that they see something of; `before` pairs are of earlier phases.
+// Blocks [first, last) of a band and a chunk of keys that they see something of.
 struct Pair {
-  int64_t first, last, chunk, before;
+  int64_t first, last, chunk;
 };
 
-// Pairs by phase: in one chunk c meets band (c + p) mod max(chunks, bands), p falls to 0, whose pairs are half hidden: the
-// last tasks are short ones.
-std::vector<Pair> pairs_of(const Sizes& z, const std::vector<Block>& blocks) {
+// Pairs by phase: in phase p chunk c meets band (c + p) mod max(chunks, bands).
+std::vector<std::vector<Pair>> phases(const Sizes& z, const std::vector<Block>& blocks) {
   const int64_t chunks = (z.S + kKeysBackward - 1) / kKeysBackward, bands = (z.Q + kKeysBackward - 1) / kKeysBackward;
   const int64_t count = std::max(chunks, bands);
   std::vector<std::vector<Pair>> found(count);
@@ -232,22 +229,11 @@ std::vector<Pair> pairs_of(const Sizes& z, const std::vector<Block>& blocks) {
         const auto [from, to] = keys_of(z, x, c);
         return from < to;
       });
-      if (seen) found[count - 1 - (band - c + count) % count].push_back({first, last, c, 0});
+      if (seen) found[(band - c + count) % count].push_back({first, last, c});
     }
   }
-  std::vector<Pair> all;
-  for (std::vector<Pair>& phase : found) {
-    for (Pair& pair : phase) pair.before = int64_t(all.size());
-    all.insert(all.end(), phase.begin(), phase.end());
-  }
-  return all;
+  return found;
 }
-
-// Counts a task at its end, failed or not.
-struct Finish {
-  std::atomic<int64_t>& done;
-  ~Finish() { done.fetch_add(1, std::memory_order_release); }
-};
 
 }  // namespace
 
@@ -294,17 +280,15 @@ TELECHAT_RUN(FlashAttentionGrad) {
     std::fill_n(g.dv + row * z.N * z.Dv, z.N * z.Dv, 0.0f);
   });
   const std::vector<Block> blocks = z.blocks();
-  const std::vector<Pair> pairs = pairs_of(z, blocks);
-  std::vector<std::atomic<int64_t>> done(z.N);  // tasks of a head
-  parallel_for(z.N * int64_t(pairs.size()), [&](int64_t task) {
-    const auto [first, last, chunk, before] = pairs[task / z.N];
-    const Finish finish{done[task % z.N]};
-    while (finish.done.load(std::memory_order_acquire) < before) std::this_thread::yield();  // tasks start in this order
-    for (int64_t i = first; i < last; i++) {
-      const auto [from, to] = keys_of(z, blocks[i], chunk);
-      if (from < to) (q.half ? backward_half : backward_single)(z, a, q, k, v, d, blocks[i], task % z.N, from, to, g);
-    }
-  });
+  for (const std::vector<Pair>& pairs : phases(z, blocks)) {
+    parallel_for(z.N * int64_t(pairs.size()), [&](int64_t task) {
+      const auto [first, last, chunk] = pairs[task / z.N];
+      for (int64_t i = first; i < last; i++) {
+        const auto [from, to] = keys_of(z, blocks[i], chunk);
+        if (from < to) (q.half ? backward_half : backward_single)(z, a, q, k, v, d, blocks[i], task % z.N, from, to, g);
+      }
+    });
+  }
 }
 
 // mask [B, 1, Q, S] uint8, 1 = hidden -> start [B, Q]; only masks that let a query see the keys of its document up to itself
