@@ -125,17 +125,6 @@ def state(pid: int) -> str | None:
     return None if found == psutil.STATUS_ZOMBIE else found
 
 
-def has_ended(pid: int) -> bool:
-    """Return whether all threads of a process have ended; its files are open, and locked, until then."""
-    import psutil
-
-    try:
-        found = psutil.Process(pid)
-        return found.status() == psutil.STATUS_ZOMBIE and found.num_threads() <= 1
-    except psutil.NoSuchProcess:
-        return True
-
-
 def exit_code(pid: int) -> int:
     """Return how a process ended that nobody has waited for yet, minus the signal that killed it; 0 if not known."""
     try:

@@ -31,7 +31,6 @@ from telechat_moe.processes import (
     death,
     end,
     exit_code,
-    has_ended,
     reasons,
     start,
     state,
@@ -277,6 +276,17 @@ class HostProcesses:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 time.sleep(0.01)  # one that was killed takes a moment to go
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether all threads of a process have ended; its files are open, and locked, until then."""
+    import psutil
+
+    try:
+        found = psutil.Process(pid)
+        return found.status() == psutil.STATUS_ZOMBIE and found.num_threads() <= 1
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _is_of_job(pid: int, job: Path) -> bool:

@@ -18,9 +18,10 @@ from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch import commands, hosts
 from telechat_moe.launch.commands import LaunchNode, check_port, make_nodes, remote
+from telechat_moe.launch.host_processes import has_ended
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
-from telechat_moe.processes import Control, RankFailedError, exit_code, has_ended, stop_on_signal
+from telechat_moe.processes import Control, RankFailedError, exit_code, stop_on_signal
 from telechat_moe.recipe import load
 
 NASTY = "a b$(touch pwned)`touch pwned`';touch pwned;\"&|\n*"
