@@ -45,12 +45,15 @@ enum Instruction : int {
 // clang-format on
 
 // Those that compute longer than memory takes to bring what they work on: they fetch the next tile as they go.
-#define TELECHAT_DVM_LENGTHY(X) X(Sqrt) X(Rsqrt) X(Exp) X(Log) X(Reciprocal) X(Tanh) X(Sigmoid)
+// X: those that have a form with a factor; Y: the others.
+#define TELECHAT_DVM_LENGTHY(X, Y) X(Sqrt) X(Rsqrt) X(Exp) X(Log) X(Reciprocal) X(Tanh) X(Sigmoid) Y(Div) Y(ExpSub)
 constexpr bool is_lengthy(int id) {
 #define X(name) if (id == k##name || id == kMul##name) return true;
-  TELECHAT_DVM_LENGTHY(X)
+#define Y(name) if (id == k##name) return true;
+  TELECHAT_DVM_LENGTHY(X, Y)
 #undef X
-  return id == kDiv || id == kExpSub;
+#undef Y
+  return false;
 }
 
 struct Handlers {

@@ -134,13 +134,11 @@ const float* at(const void* p, int64_t row, int64_t stride) { return static_cast
 float* out(const Args& x, int64_t row) { return static_cast<float*>(x.d) + row * x.sd; }
 
 template <typename Op> constexpr bool lengthy = false;
-#define X(name) \
-  template <> constexpr bool lengthy<name##Op> = true; \
-  template <> constexpr bool lengthy<TimesOp<name##Op>> = true;
-TELECHAT_DVM_LENGTHY(X)
+#define X(name) Y(name) template <> constexpr bool lengthy<TimesOp<name##Op>> = true;
+#define Y(name) template <> constexpr bool lengthy<name##Op> = true;
+TELECHAT_DVM_LENGTHY(X, Y)
 #undef X
-template <> constexpr bool lengthy<DivOp> = true;
-template <> constexpr bool lengthy<ExpSubOp> = true;
+#undef Y
 
 // Element-wise: N operands, each a vector or, where K is false, one number a row.
 template <typename Op, bool Absolute, bool KA, bool KB, bool KC, int N> void map_rows(const Args& x) {

@@ -125,12 +125,13 @@ class Task {
     for (row_ = begin; row_ < end; row_ += h_) {
       h_ = std::min(p_.height, end - row_);
       Step* first = body;
-      for (const auto& pass : lowered.passes) {
+      for (size_t index = 0; index < lowered.passes.size(); index++) {
+        const auto& pass = lowered.passes[index];
+        const int64_t lengthy = lowered.lengthy[index];
         column_ = 0;
         do {
           move(column_, std::min(p_.width, C_ - column_));
           const bool more = whole && row_ + h_ < end;
-          const int64_t lengthy = lowered.lengthy[static_cast<size_t>(&pass - lowered.passes.data())];
           for (size_t i = 0; i < pass.size(); i++) {
             if (first[i].share >= 0) {
               hand_over(first[i], more ? lengthy : 0);
