@@ -64,14 +64,15 @@ void softmax(const float* x, int64_t n, LogSumExp lse, float factor, float* dx, 
   };
   int64_t i = until_aligned(dx, n);
   if (i > 0) part(0, i);
-  for (; past && i + W <= n; i += W) {
-    __builtin_prefetch(x + ahead(i));
-    store_past(dx + i, exp_v(load(x + i) - top - rest) * scale);
-  }
   for (; i + W <= n; i += W) {
     __builtin_prefetch(x + ahead(i));
-    __builtin_prefetch(dx + ahead(i), 1);
-    store(dx + i, exp_v(load(x + i) - top - rest) * scale);
+    const V y = exp_v(load(x + i) - top - rest) * scale;
+    if (past) {
+      store_past(dx + i, y);
+    } else {
+      __builtin_prefetch(dx + ahead(i), 1);
+      store(dx + i, y);
+    }
   }
   if (i < n) part(i, n - i);
   if (past) flush_past();

@@ -90,9 +90,9 @@ bool collides(int64_t m, int64_t ldb) {
 // Shapes that our own product computes faster, measured with AVX2 and AVX-512: few rows, for which oneDNN copies B or waits for
 // it; short sums, where C comes from memory meanwhile; and long sums of many rows with B transposed.
 bool own_is_faster(bool ta, bool tb, int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t kWide = 256, kShort = 48, kTall = 512;
+  constexpr int64_t kWide = 256;
   if (isa() != Isa::avx2 && isa() != Isa::avx512 && isa() != Isa::amx) return false;
-  if (ta) return !tb && k <= kShort && m > kWide && n >= kWide;
+  if (ta) return !tb && k <= kShortSum && m > kWide && n >= kWide;
   if (tb) return (m >= 8 && m <= kRowsTurned) || (m >= kTall && k >= kTall);
   return m <= kRowsInPlace && n >= kWide;
 }

@@ -42,6 +42,9 @@ Operand operand(const float* x, int64_t rows, int64_t width, bool bf16, int slot
 // out of its cache set.
 Operand columns(const Operand& x, int64_t rows, int64_t count, int slot);
 
+// Our own product is the faster one for A B^T of so many rows with sums so long, and for A^T B of sums so short.
+constexpr int64_t kTall = 512, kShortSum = 48;
+
 // gemm or gemm_bf16, whichever the operands (of one kind) need.
 void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Operand a, Operand b, float beta, float* c,
               int64_t ldc);

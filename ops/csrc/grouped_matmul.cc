@@ -16,7 +16,6 @@ using namespace telechat;
 constexpr int64_t kRows = 256;   // rows of a task: oneDNN repacks the weight once a call
 constexpr int64_t kTasks = 16;   // fewer are cut further, down to these
 constexpr int64_t kNarrow = 64;  // columns or rows of a weight
-constexpr int64_t kShallow = 48;  // rows that are few for a weight gradient
 constexpr int64_t kDepth = 512;  // rows summed into a weight gradient at a time
 enum Slot { kX, kW, kUp, kDy, kDgate, kColumns };
 
@@ -82,7 +81,7 @@ struct Groups {
   // Cut the weights [E, I, O] into blocks of rows; short sums into larger ones, for which dy is packed once.
   std::vector<Block> weight_blocks() const {
     const int64_t wanted = E ? blocks_of(kTasks, E) : 1;
-    const int64_t most = P <= E * kShallow ? 4 * kRows : kRows;
+    const int64_t most = P <= E * kShortSum ? 4 * kRows : kRows;
     const int64_t rows = std::max(kNarrow, std::min(most, blocks_of(blocks_of(I, wanted), 16) * 16));
     std::vector<Block> blocks;
     for (int64_t e = 0; e < E; e++) {

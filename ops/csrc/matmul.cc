@@ -9,7 +9,6 @@ namespace {
 using namespace telechat;
 
 constexpr int64_t kRows = 256, kColumns = 1024;  // a task's part of a result; large enough for oneDNN's own packing
-constexpr int64_t kTall = 512;
 constexpr int64_t kWorth = 1 << 20;  // multiplications that are worth a task
 constexpr int kSlotX = 0, kSlotW = 1, kSlotDy = 2, kSlotStrip = 3;
 
