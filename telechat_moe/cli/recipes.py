@@ -322,7 +322,9 @@ def run_cp(args: argparse.Namespace) -> int:
     try:
         write_atomic(dest, data, replace=args.force)
     except FileExistsError:
-        raise UsageError(f"{dest} exists; choose another name or give --force") from None
+        if not dest.is_file() or dest.read_bytes() != data:
+            message = f"{dest} exists and differs; choose another name or give --force"
+            raise UsageError(message) from None
     except OSError as error:
         raise UsageError(f"{dest}: cannot be written: {error.strerror}") from None
     if not write_json(args.json, {"source": str(source), "destination": str(dest)}):

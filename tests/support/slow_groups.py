@@ -7,7 +7,7 @@ import sys
 
 IN_CI: dict[str, tuple[str, ...]] = {
     "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
-    "tour": ("tests/test_readme.py",),
+    "pages": ("tests/test_pages.py",),
     "train": ("tests/train", "benchmarks/balance_pilot", "benchmarks/placement"),
     "resume": (
         "tests/train/test_growing_runs",

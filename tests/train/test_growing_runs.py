@@ -1,8 +1,6 @@
 """Runs whose batch grows, whose rate falls to zero and whose weights are averaged: what they compute, and kill -9."""
 
 import json
-import re
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -14,7 +12,6 @@ ms = pytest.importorskip("mindspore", reason="mindspore is not installed (extra 
 pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
-import yaml
 from mindspore import Parameter, Tensor
 from running import Hold, wait_for_step
 from tiny_models import random_weights, tiny_config
@@ -22,7 +19,6 @@ from tiny_models import random_weights, tiny_config
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.model import CausalLM
-from telechat_moe.recipe import load
 from telechat_moe.train.optimizer import AdamW, WeightAverage
 from telechat_moe.train.step import TrainStep
 
@@ -183,31 +179,3 @@ def test_average_equals_torchs() -> None:
         theirs.update_parameters(layer)
         expected = theirs.module.weight.detach().numpy()
         np.testing.assert_allclose(ours.averages["ema.w"].asnumpy(), expected, rtol=2e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_page(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every command of docs/training_schedules.md runs, in its order, and its recipes are right."""
-    text = (Path(__file__).parents[2] / "docs" / "training_schedules.md").read_text(
-        encoding="utf-8"
-    )
-    monkeypatch.chdir(tmp_path)
-    short = text.replace("step-00000800", "step-00000002").replace("step-00001000", "step-00000004")
-    blocks = re.findall(r"```sh\n(.*?)```", short, re.DOTALL)
-    lines = [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
-    assert [line[0] for line in lines] == ["train", "ckpt", "ckpt"]
-    changes = {
-        "callbacks__2__save_checkpoint_steps": 2,
-        "train_dataset__data_loader__sizes": "[16,0,0]",
-    }
-    more = mini.arguments(data, Path("output"), **changes)[3:]
-    for line in lines:
-        assert main([*line, *(more if line[0] == "train" else [])]) == 0, line
-    for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
-        given = yaml.safe_load(block)
-        sets = [f"{s}.{k}={json.dumps(v)}" for s, keys in given.items() for k, v in keys.items()]
-        if "runner_config" in given:
-            sets.append("callbacks.1.gradient_accumulation_steps=4")
-        load("telechat3_moe/pretrain_tiny.yaml", sets, use="train")
