@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.interruption import unfinished
 
 CHUNK_BYTES = 1 << 20
 """Hashed, then written or read while it is still in the processor's cache."""
@@ -87,14 +88,15 @@ def write_atomic(path: Path, data: bytes | str, *, replace: bool = True) -> None
     """Write a file whole or not at all, replacing one of that name; ``replace`` False: that is a FileExistsError."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}.part")
     hidden.unlink(missing_ok=True)
-    try:
-        write_new(hidden, [data.encode() if isinstance(data, str) else data])
-        if replace:
-            hidden.replace(path)
-        else:
-            path.hardlink_to(hidden)
-    finally:
-        hidden.unlink(missing_ok=True)
+    with unfinished(hidden):
+        try:
+            write_new(hidden, [data.encode() if isinstance(data, str) else data])
+            if replace:
+                hidden.replace(path)
+            else:
+                path.hardlink_to(hidden)
+        finally:
+            hidden.unlink(missing_ok=True)
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
@@ -107,14 +109,15 @@ def new_folder(path: Path) -> Generator[Path, None, None]:
     """Yield a hidden folder beside ``path``; it gets that name if all goes well, and is removed if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    hidden.mkdir()
-    try:
-        yield hidden
-        sync_folder(hidden)
-        hidden.rename(path)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+    with unfinished(hidden):
+        hidden.mkdir()
+        try:
+            yield hidden
+            sync_folder(hidden)
+            hidden.rename(path)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
     sync_folder(path.parent)
 
 

@@ -21,13 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telechat_moe import interruption
 from telechat_moe.cli.arguments import add_overrides, add_start, add_trainer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import check_private, keep_others_out
+from telechat_moe.interruption import die_with_parent
 from telechat_moe.launch.binding import Binding, conflicts, use_cores
 from telechat_moe.launch.commands import environment
 from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
-from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError, die_with_parent
+from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.train.ranks import Ranks
@@ -293,4 +295,4 @@ def _through_mindformers(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main() if "MS_ROLE" in os.environ else interruption.run(main))

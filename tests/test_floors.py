@@ -23,6 +23,7 @@ FLOORS = (
         "narrowing",
         "html",
         "processes",
+        "interruption",
         "versions",
     ),
     ("recipes",),

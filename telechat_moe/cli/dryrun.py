@@ -7,7 +7,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import counted
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         from telechat_moe.graph.page import page
 
-        Path(args.html).write_text(page(result, compared), encoding="utf-8")
+        write_text("--html ", args.html, lambda: page(result, compared))
     if not write_json(args.json, result):
         _show(result, compared)
     return 0 if same and confirmed and not result["unmatched_transfers"] else 1

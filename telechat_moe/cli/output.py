@@ -44,9 +44,14 @@ def write_text(option: str, target: str | None, make: Callable[[], str]) -> None
     """
     if target is None:
         return
-    text = make()
+    from telechat_moe.files import write_atomic
+
+    text, path = make(), Path(target).absolute()
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        if path.exists() and (not path.is_file() or path.parts[1] in ("dev", "proc")):
+            path.write_text(text, encoding="utf-8")  # a pipe, a terminal, this process's stdout
+        else:
+            write_atomic(path.resolve(), text)  # what a link leads to
     except OSError as error:
         raise UsageError(f"{option}{target}: cannot be written: {error.strerror}") from None
 

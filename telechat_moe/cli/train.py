@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 
 from telechat_moe.cli.arguments import add_start
 from telechat_moe.cli.output import write_json
@@ -74,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
     if not summary["finished"]:
         return 130
     if not stdout_is_taken:
-        print(f"done: {recipe.output_dir}/loss.png, summary.json, sample.txt, checkpoints/")
+        sample = ["sample.txt"] if recipe.telechat_moe.sample else []
+        files = ["loss.png", "summary.json", *sample, "checkpoints"]
+        written = [name for name in files if (Path(recipe.output_dir) / name).exists()]
+        print(f"done: {recipe.output_dir}/{', '.join(written)}")
     return 0
 
 

@@ -10,6 +10,7 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.errors import CheckFailedError
+from telechat_moe.interruption import can_stop
 from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of
@@ -160,6 +161,8 @@ class Loop:
             self.monitor.evaluation(0, *self.evaluate())
         while progress.step < self.steps and not self.ranks.interrupted:
             spike = self.train_one()
+            if self.ranks.leads:
+                can_stop()  # there is something to save now
             if saver is not None:
                 saver.poll()
             if spike is not None and self.guard.rolls_back and self.roll_back(spike):
@@ -174,10 +177,13 @@ class Loop:
                 self.save()
             self.timer.lap("save")
             self.timer.finish(progress.step, self.rows)
-        if self.ranks.interrupted and progress.step < self.steps and saver is not None:
-            self.save()
-            saver.wait(last=True)
-            self.monitor.message(f"interrupted: saved step {progress.step}; continue with --resume")
+        if self.ranks.interrupted and progress.step < self.steps:
+            line = f"interrupted after step {progress.step}; this recipe saves no checkpoints"
+            if saver is not None:
+                self.save()
+                saver.wait(last=True)
+                line = f"interrupted: saved step {progress.step}; continue with --resume"
+            self.monitor.message(line)
 
     def evaluate(self) -> tuple[float, dict[str, float]]:
         """Return the loss on the validation data, and by source, on rank 0; the others wait and return NaN."""

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from telechat_moe import processes
 from telechat_moe.checkpoint.weights import ReadWeights
+from telechat_moe.interruption import can_stop
 from telechat_moe.launch.affinity import Topology
 from telechat_moe.recipe import Problem, RecipeError, load
 from telechat_moe.tools.sweep.file import Run, Sweep
@@ -108,6 +109,7 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] 
         outcome.stopped = True
 
     with processes.stop_on_signal(stop):
+        can_stop()  # each run ends when it can
         try:
             while (waiting and not outcome.stopped) or running:
                 for slot, cores in enumerate(shares):

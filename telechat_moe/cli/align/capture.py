@@ -8,6 +8,7 @@ from pathlib import Path
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.interruption import unfinished
 
 VALUES = ("tensor", "statistics", "fingerprint")
 NOTES = """\
@@ -78,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
     command += ["--modules"] if args.modules else []
     ends = [str(steps.start), str(steps.stop - 1)]
-    code = subprocess.call([*command, args.out, *ends, args.torch, *args.arguments])
+    command += [args.out, *ends, args.torch, *args.arguments]
+    with unfinished(args.out):
+        code = subprocess.call(command, start_new_session=True)  # Ctrl-C reaches only this process
     write_json(args.json, {"out": args.out, "exit_code": code})
     return code
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.tap import Tapped, tapped
 from telechat_moe.graph.tap_plan import TappedOperator, TapPlan
+from telechat_moe.interruption import unfinished
 from telechat_moe.ops import native
 from telechat_moe.ops.tap import VALUES, recording
 from telechat_moe.tools.align.capture.ms_layout import layouts
@@ -78,10 +79,11 @@ def _taps(out: Path | str) -> Generator[Path, None, None]:
         raise BadInputError(f"{out}: it exists; give a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     taps = out.with_name(f"{out.name}.taps")
-    try:
-        yield taps
-    finally:
-        shutil.rmtree(taps, ignore_errors=True)
+    with unfinished(out), unfinished(taps):
+        try:
+            yield taps
+        finally:
+            shutil.rmtree(taps, ignore_errors=True)
 
 
 def _write(out: Path, readers: Mapping[tuple[int, int], Reader], values: str) -> Dump:
