@@ -25,6 +25,7 @@ from telechat_moe.cli import (
 )
 from telechat_moe.cli.verb import Verb, VerbParser
 from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.interruption import advise
 
 COMMAND = Verb(
     name="telechat-moe",
@@ -32,7 +33,7 @@ COMMAND = Verb(
     description="Training recipes for TeleChat3-MoE-class models on MindSpore, from a laptop "
     "to thousands of NPUs.",
     examples="telechat-moe ls\ntelechat-moe check telechat3_moe/pretrain_tiny.yaml",
-    exits={1: "a check failed", 130: "interrupted"},
+    exits={1: "a check failed"},
     subverbs=[
         *recipes.VERBS,
         data.VERB,
@@ -69,6 +70,8 @@ def run(argv: Sequence[str]) -> int:
             if any("\ud800" <= c <= "\udfff" for c in word):  # bytes that Python could not decode
                 raise UsageError(f"the argument {word!a} is not UTF-8 text; rename what it names")
         args = build_parser().parse_args(argv)
+        if args.after_interruption:
+            advise(args.after_interruption)
         return int(args.run(args))
     except SystemExit as stop:  # argparse has printed help, the version or a usage error
         return stop.code if isinstance(stop.code, int) else 2

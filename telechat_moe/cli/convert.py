@@ -137,6 +137,7 @@ VERB = Verb(
         1: "writing failed (disk full), or files differ",
         3: "the recipe or SRC cannot be used, or DST exists",
     },
+    after_interruption="the same command goes on",
     json_keys="source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of tensors by "
     "type), ignored (tensors of SRC that are no weights), notes (where transformers computes something "
     "else with these weights, what was rounded), resumed_files (finished by an earlier run), seconds. "

@@ -349,6 +349,7 @@ BUILD = Verb(
     },
     json_keys="out, reused, shards, resumed_shards, seconds, skipped_files (name: reason), manifest (inputs, corpus, "
     "tokenizer, dtype, train, valid, sha256, versions: as in manifest.json).",
+    after_interruption="the same command goes on",
     overrides="override a value of --recipe",
     arguments=_build_arguments,
     run=run_build,

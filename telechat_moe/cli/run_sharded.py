@@ -107,7 +107,6 @@ VERB = Verb(
         1: "losses differ, or a process died",
         2: "usage (--processes is not the recipe's number of devices)",
         3: "bad recipe or data",
-        130: "interrupted",
     },
     json_keys="recipe, layout, processes, finished, steps (list of step, loss, lm_loss, mtp_loss, aux_loss, "
     "grad_norm), differences (operators, only_cpu, collectives, unchanged_collectives, order, dispatch), "

@@ -132,6 +132,7 @@ VERB = Verb(
         3: "the sweep file, a recipe or the data has problems, or a folder holds another run",
         130: "interrupted (Ctrl-C or SIGTERM; the steps are saved, the same command goes on)",
     },
+    after_interruption="the same command goes on",
     json_keys="file, recipe, output_dir, seeds, loss (which one), runs, a list of {variant, seed, folder, state (finished, "
     "failed, unfinished, not begun), why, steps, tokens, flops, train_loss, validation_loss, loss, tokens_per_second}; "
     "variants {NAME: settings, parameters, active, flops_per_token, training_tokens, training_flops, loss {mean, low, high, "

@@ -94,6 +94,7 @@ VERB = Verb(
         3: "bad recipe, data or checkpoint",
         130: "interrupted (Ctrl-C or SIGTERM; the step is saved, continue with --resume)",
     },
+    after_interruption="--resume continues from its last checkpoint, if it has saved one",
     recipe=True,
     overrides="override a value, for example optimizer.weight_decay=0.05",
     arguments=_arguments,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from running import until
 
 COMMAND = [sys.executable, "-m", "telechat_moe.cli"]
 MARK = "TELECHAT_MOE_TEST"
@@ -22,11 +23,9 @@ WAYS = ("group", "command", "terminate", "twice")
 
 @dataclass
 class Ending:
-    """How a command ended that was interrupted ``after_s`` seconds."""
+    """How an interrupted command ended: ``ended_before`` it was interrupted, what is ``left`` of it, what it took."""
 
-    words: Sequence[str]
     way: str
-    after_s: float
     ended_before: bool
     code: int
     out: str
@@ -35,7 +34,7 @@ class Ending:
     wait_s: float
 
     def problems(self, kept: Sequence[str] = ()) -> list[str]:
-        """Return what is wrong with it; ``kept`` are names of files that may stay."""
+        """Return what is wrong with it; ``kept`` are parts of the names of files that may stay."""
         said = [line for line in self.err.splitlines() if "interrupted" in line]
         noise = [
             line
@@ -51,17 +50,18 @@ class Ending:
 
 
 def environment(folder: Path, mark: str) -> dict[str, str]:
+    """Return the environment of a command that has temporary files in a folder of its own."""
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     return {**os.environ, MARK: mark, "TMPDIR": str(temporary), "GLOG_v": "3"}
 
 
-def interrupt(folder: Path, words: Sequence[str], way: str, after_s: float) -> Ending:
-    """Start a command in a folder, interrupt it after some seconds, and wait for its end."""
+def interrupt(folder: Path, command: Sequence[str], way: str, moment: float | Path) -> Ending:
+    """Start a command in a folder, interrupt it after some seconds or when a file is there, and wait for its end."""
     mark = uuid.uuid4().hex
     with (folder / "stderr").open("w+") as err, (folder / "stdout").open("w+") as out:
         process = subprocess.Popen(
-            [*COMMAND, *words],
+            command,
             cwd=folder,
             env=environment(folder, mark),
             stdout=out,
@@ -69,7 +69,10 @@ def interrupt(folder: Path, words: Sequence[str], way: str, after_s: float) -> E
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        time.sleep(after_s)
+        if isinstance(moment, Path):
+            until(moment.exists)
+        else:
+            time.sleep(moment)
         ended_before = process.poll() is not None
         began = time.monotonic()
         if not ended_before:
@@ -80,7 +83,7 @@ def interrupt(folder: Path, words: Sequence[str], way: str, after_s: float) -> E
         err.seek(0)
         out.seek(0)
         said = out.read(), err.read()
-    return Ending(words, way, after_s, ended_before, code, *said, [*alive, *leftovers(folder)], wait_s)  # fmt: skip
+    return Ending(way, ended_before, code, *said, [*alive, *leftovers(folder)], wait_s)
 
 
 def send(process: subprocess.Popen[bytes], way: str) -> None:
@@ -111,7 +114,7 @@ def marked(mark: str) -> list[str]:
 
 def leftovers(folder: Path) -> list[str]:
     """Return hidden and temporary files, and what MindSpore or the kernel drop into the working folder."""
-    found = [p for p in (folder / "tmp").rglob("*")]
+    found = [*(folder / "tmp").rglob("*")]
     found += [p for p in folder.rglob(".*") if p.name not in (".run.lock", ".job", ".lock")]
     found += [p for pattern in ("core*", "rank_*", "kernel_meta*") for p in folder.glob(pattern)]
     return sorted({str(p.relative_to(folder)) for p in found})

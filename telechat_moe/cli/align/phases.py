@@ -85,6 +85,7 @@ VERB = Verb(
         1: "diverged",
         4: "inconclusive: a phase was not judged, or too little of it",
     },
+    after_interruption="the same command goes on",
     json_keys="verdict, recipe, sentence, phases (title, verdict, sentence, wall_s, operators, reports by verb, "
     "not_judged)",
     recipe=True,
