@@ -279,7 +279,7 @@ def _show_confirm(stages: list[dict[str, Any]]) -> None:
     heads = ("parameters", "collectives", "bytes", "activations")
     both = [f"{head} {side} " for head in heads for side in ("planned", "compiled")]
     print("\nwhat was planned against what is compiled")
-    show_table(["stage", *both, "off ", ""], rows)
+    show_table(["stage", *both, "off ", "verdict"], rows)
     for s in stages:
         for line in s["differences"]:
             print(f"stage {s['stage']}: {line}")

@@ -42,16 +42,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def _progress() -> Generator[Callable[[int, int, int, int], None] | None, None, None]:
-    """Yield a function that moves two bars, of runs and of their steps; None where nobody looks."""
+def _progress() -> Generator[Callable[[int, int, int, int], None], None, None]:
+    """Yield a function that moves two bars, of runs and of their steps."""
     with bars() as move:
 
         def show(over: int, runs: int, steps: int, all_steps: int) -> None:
-            if move is not None:
-                move("runs", over, runs)
-                move("steps", steps, all_steps)
+            move("runs", over, runs)
+            move("steps", steps, all_steps)
 
-        yield None if move is None else show
+        yield show
 
 
 def run(args: argparse.Namespace) -> int:

@@ -63,7 +63,7 @@ def read_hosts(path: Path) -> list[Host]:
         BadInputError: With every line that is wrong.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: the hostfile cannot be read: {error}") from None
     hosts: list[Host] = []

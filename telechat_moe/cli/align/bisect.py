@@ -241,7 +241,7 @@ def _show(outcome: Any, report: Any) -> None:
         print(f"note: {note}")
     print(f"\n{outcome.verdict}: {report['sentence']}\n")
     if report["next"]:
-        show_table(["next", ""], [[step["command"], step["shows"]] for step in report["next"]])
+        show_table(["next", "shows"], [[step["command"], step["shows"]] for step in report["next"]])
 
 
 VERB = Verb(

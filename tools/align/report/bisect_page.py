@@ -349,7 +349,9 @@ def _neighbours(report: Mapping[str, Any]) -> str:
         bar = html.bar(share, status.split()[0])
         rows.append([code(near["key"]), html.verdict(status), said, bar])
     first = {i: "lit" for i, near in enumerate(report["neighbours"]) if near["first"]}
-    return html.table(["call", "verdict", "observed / bound ", ""], rows, kinds=first)
+    return html.table(
+        ["call", "verdict", "observed / bound ", "on a logarithmic scale"], rows, kinds=first
+    )
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
@@ -368,7 +370,7 @@ def _standard(standard: Mapping[str, Any]) -> str:
     for t in standard["tensors"]:
         tensor = code(f"{t['operator']} {t['tensor']}")
         rows.append([html.verdict(t["status"]), t["step"], t["rank"], tensor, t["reason"]])
-    titles = ["", "step ", "rank ", "tensor", "why"]
+    titles = ["status", "step ", "rank ", "tensor", "why"]
     notes = html.items([*standard["notes"], *(f"chosen otherwise: {f}" for f in standard["flips"])])
     title = escape(f"Tensors by {standard['name']} ({standard['source']}), worst first")
     return f"<h2>{title}</h2>{html.table(titles, rows, most=25)}{notes}"
@@ -385,7 +387,7 @@ def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
     shares = [
         [name, *_share(s, "calls"), *_share(s, "bytes")] for name, s in report["coverage"].items()
     ]
-    titles = ["judged", "calls ", "", "bytes ", ""]
+    titles = ["judged", "calls ", "share of calls", "bytes ", "share of bytes"]
     parts = [html.table(titles, shares), found]
     lacking = [
         [o["reason"], o["calls"], size_text(o["bytes"]), o["dump"] or None]
