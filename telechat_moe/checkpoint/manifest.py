@@ -167,6 +167,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         raw = (path / FILE).read_bytes()
     except FileNotFoundError:
+        if inside := sorted(path.glob("step-*")):
+            count = f"{len(inside)} checkpoint{'s' * (len(inside) > 1)}"
+            said = f"{path} holds {count} and is none; name one, such as {inside[-1]}"
+            raise BadInputError(said) from None
         raise broken("missing" if path.is_dir() else f"there is no folder {path}") from None
     except OSError as error:
         raise broken(f"cannot be read ({error.strerror})") from error

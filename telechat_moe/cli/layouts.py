@@ -13,7 +13,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
-    from telechat_moe.errors import BadInputError
+    from telechat_moe.errors import UsageError
     from telechat_moe.recipe import load
     from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, WORDS, resolve
     from telechat_moe.sharding.recipe import mesh_of, stages_of
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args.recipe, args.overrides)
     mesh = mesh_of(recipe)
     if not 0 <= args.rank < mesh.devices:
-        raise BadInputError(f"--rank {args.rank}: the recipe has ranks 0 to {mesh.devices - 1}")
+        raise UsageError(f"--rank {args.rank}: the recipe has ranks 0 to {mesh.devices - 1}")
     places = stages_of(recipe)
     stage = mesh.stage(args.rank)
     words = {

@@ -258,6 +258,10 @@ def test_the_verbs(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "checkpoint of step 12, whole tensors" in text
     assert re.search(r"optimizer +adam_v\.layers\.1\.moe\.experts\.up +F32 +\[8, 32, 16\]", text)
     assert "checksums agree" in text
+    assert main(["ckpt", "show", str(saved.parent)]) == 3
+    said = capsys.readouterr().err
+    assert f"{saved.parent} holds 1 checkpoint and is none; name one, such as {saved}" in said
+    assert "broken" not in said
 
 
 @pytest.mark.slow

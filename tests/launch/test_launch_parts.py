@@ -72,6 +72,12 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     assert second.startswith(f"{path}:3: last has slots=x")
 
 
+def test_a_hostfile_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfworker-1 slots=8\n")
+    assert [(host.name, host.slots) for host in hosts.read_hosts(path)] == [("worker-1", 8)]
+
+
 def test_an_empty_or_missing_hostfile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="names no host"):
         hosts.read_hosts(hostfile(tmp_path, "# nobody\n"))

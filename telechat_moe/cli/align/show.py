@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     report = summary.inspect(path, args.step, args.rank, args.calls, args.verify)
     if write_json(args.json, report):
         return 0
-    print(f"{path}: {report['source']}, {len(report['ranks'])} ranks of all steps")
+    steps, ranks = (len({r[key] for r in report["ranks"]}) for key in ("step", "rank"))
+    print(f"{path}: {report['source']}, {steps} steps, {ranks} ranks")
     rows = [
         [
             r["step"],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.graph.tap import Tapped, tapped
 from telechat_moe.graph.tap_plan import TappedOperator, TapPlan
 from telechat_moe.interruption import unfinished
@@ -119,7 +119,7 @@ def capture_recipe(
     """
     with _taps(out) as taps:
         if steps.stop > recipe.train_steps:
-            raise BadInputError(
+            raise UsageError(
                 f"--steps up to {steps.stop - 1}: {recipe.source} has {recipe.train_steps} steps, numbered from 0"
             )
         if recipe.devices > 1:
@@ -196,7 +196,7 @@ def _sharded(
     orders = rank_orders(recipe)
     chosen = range(recipe.devices) if ranks is None else ranks
     if outside := [r for r in chosen if not 0 <= r < recipe.devices]:
-        raise BadInputError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
+        raise UsageError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
     native.load()
     graphs: list[Any] = []
     plans = dict[int, TapPlan]()
