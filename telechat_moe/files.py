@@ -23,6 +23,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from telechat_moe.interruption import unfinished
 
 CHUNK_BYTES = 1 << 20
 """Hashed, then written or read while it is still in the processor's cache."""
+
+DYING_S = 2.0
+"""What a process with much memory may take to go after it was killed."""
 
 CHECKSUMS = "checksums.json"
 FORMAT = "telechat-moe weights"
@@ -121,6 +125,23 @@ def new_folder(path: Path) -> Generator[Path, None, None]:
     sync_folder(path.parent)
 
 
+def lock(descriptor: int) -> None:
+    """Lock an open file for this process.
+
+    Raises:
+        BlockingIOError: Another process holds it, and not only until it is gone after it was killed.
+        OSError: The file system has no locks.
+    """
+    deadline = time.monotonic() + DYING_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
+
+
 @contextmanager
 def locked(path: Path, busy: Exception | None) -> Generator[None, None, None]:
     """Hold the lock of a file, made if it is not there, or of a folder; the system drops it when the process dies.
@@ -134,7 +155,10 @@ def locked(path: Path, busy: Exception | None) -> Generator[None, None, None]:
     descriptor = os.open(path, flags, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            if busy:
+                lock(descriptor)
+            else:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError as error:
             raise (busy or error) from None
         except OSError:
