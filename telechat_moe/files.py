@@ -343,6 +343,8 @@ def verify_checksums(
             else f"no {checksums_path(weights).name} there"
         )
         raise BadInputError(f"{weights}: {what}; nothing to verify against")
+    if not expected:
+        raise BadInputError(f"{checksums_path(weights)}: names no file; nothing to verify")
     folder = checksums_path(weights).parent
     total = sum(f["bytes"] for f in expected.values())
     advance = counter("verifying", total, progress)

@@ -5,6 +5,7 @@ Each verb is a module with a `VERB` (`verb.py` is the frame); heavy imports stan
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     def work() -> int:
+        if argv is None and not sys.warnoptions:
+            warnings.simplefilter("ignore")  # NumPy's are for us: what a number means, a verb says
         from telechat_moe.cli.command import run
 
         return run(sys.argv[1:] if argv is None else argv)
