@@ -102,9 +102,8 @@ def _shared() -> Path | None:
 
 def run(work: Callable[[], int]) -> int:
     """Return a command's exit code from its work in a child process; the parent ends here, with the same code."""
-    scratch = _make_scratch()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    parent = os.getpid()
+    scratch, parent = _make_scratch(), os.getpid()
     child = os.fork()
     if child:
         os._exit(_wait(child, scratch))
@@ -154,7 +153,8 @@ def _wait(work: int, scratch: Path) -> int:
         nonlocal first
         now = time.monotonic()
         if first is None and (shared / "can_stop").exists():
-            (shared / "asked").touch()
+            with suppress(OSError):  # the disk is full
+                (shared / "asked").touch()
             os.kill(work, REQUEST)
         elif first is None or now - first > _SAME_S:
             os.kill(work, signal.SIGKILL)
@@ -165,12 +165,10 @@ def _wait(work: int, scratch: Path) -> int:
     for number in _SIGNALS:
         signal.signal(number, interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    while True:
-        ended, status = os.wait()  # adopted orphans, too
-        if ended == work:
-            break
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    code = os.waitstatus_to_exitcode(status)
+    while (ended := _next_ended()) != work:
+        os.waitpid(ended, 0)  # an orphan
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before its number can be another process's
+    code = os.waitstatus_to_exitcode(os.waitpid(work, 0)[1])
     if first is not None or code < 0:
         _kill_orphans()
         _remove_unfinished(scratch)
@@ -181,13 +179,20 @@ def _wait(work: int, scratch: Path) -> int:
     return _tell(code, first is not None, advice)
 
 
+def _next_ended() -> int:
+    """Return a child that has ended, which is still to be waited for."""
+    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    assert found is not None  # only with WNOHANG
+    return found.si_pid
+
+
 def _tell(code: int, interrupted: bool, advice: str) -> int:
     """Say how the work ended unless it has said so itself; return the exit code."""
     if interrupted and code <= 0:
         line = "interrupted as it ended; all of it is done" if code == 0 else "interrupted"
         code, line = INTERRUPTED, f"{line}; {advice}" if code and advice else line
     elif code < 0:
-        name = signal.Signals(-code).name
+        name = {s.value: s.name for s in signal.Signals}.get(-code, f"signal {-code}")
         hint = "; often memory ran out (dmesg)" if name == "SIGKILL" else ""
         code, line = 1, f"error: the process was killed by {name}{hint}"
     else:

@@ -67,8 +67,9 @@ class LogTail:
         self.shown += len(whole)
         lines = whole.decode(errors="replace").splitlines(keepends=True)
         if kept := [line for line in lines if not _CHATTER.match(line)]:
-            self.out.write("".join(kept))
-            self.out.flush()
+            with suppress(BrokenPipeError):  # nobody reads it any more; the run goes on
+                self.out.write("".join(kept))
+                self.out.flush()
 
 
 @dataclass
