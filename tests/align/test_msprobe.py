@@ -385,6 +385,18 @@ def test_inspect_counts_what_cannot_be_judged(tmp_path):
         summary.inspect(tmp_path / "torch_tensor_mix", step=5)
 
 
+@pytest.mark.parametrize("name", ["torch_tensor_L0_steps", "torch_statistics_mix_ranks"])
+def test_inspect_counts_steps_and_ranks(name, tmp_path, capsys):
+    """Against the folders that msprobe made: stepN/rankN (a run of one process: rank)."""
+    root = dumps.unpack(name, tmp_path)
+    folders = [path.parent for path in root.rglob("dump.json")]
+    steps, ranks = ({part.name for part in parts} for parts in zip(*((f.parent, f) for f in folders), strict=True))  # fmt: skip
+    assert max(len(steps), len(ranks)) > 1
+    assert main(["align", "inspect", str(root)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith(f", {len(steps)} step(s), {len(ranks)} rank(s)")
+
+
 def test_convert_to_fingerprints_and_table(tmp_path):
     root = dumps.unpack("mindspore_tensor_mix", tmp_path)
     assert main(["align", "convert", str(root), str(tmp_path / "small"), "--fingerprints"]) == 0

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if write_json(args.json, report):
         return 0
     steps, ranks = (len({r[key] for r in report["ranks"]}) for key in ("step", "rank"))
-    print(f"{path}: {report['source']}, {steps} steps, {ranks} ranks")
+    print(f"{path}: {report['source']}, {steps} step(s), {ranks} rank(s)")
     rows = [
         [
             r["step"],
