@@ -127,7 +127,8 @@ def test_work_that_is_killed_is_said_to_be(tmp_path: Path):
 
 
 def test_work_dies_with_its_parent(tmp_path: Path):
-    process = subprocess.Popen(program(tmp_path, "time.sleep(1000)"), cwd=tmp_path)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed parent leaves an empty folder there
+    process = subprocess.Popen(program(tmp_path, "time.sleep(1000)"), cwd=tmp_path, env=env)
     until((tmp_path / "ready").exists)
     (work,) = psutil.Process(process.pid).children()
     process.kill()

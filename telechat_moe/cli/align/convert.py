@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             said = f"{out}: {made['tensors']:,} tensors"
         else:
             msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
-            steps, ranks = (len(set(numbers)) for numbers in zip(*dump.ranks, strict=True))
+            steps, ranks = (len({place[i] for place in dump.ranks}) for i in (0, 1))
             made = {"out": args.out, "steps": steps, "ranks": ranks}
             said = f"{out}: {steps} step(s), {ranks} rank(s)"
     if not write_json(args.json, made):
