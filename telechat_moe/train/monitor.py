@@ -262,9 +262,8 @@ class Monitor:
         if self._live is not None:
             self._live.console.print(Text(text), soft_wrap=True)
             return
-        with suppress(
-            BrokenPipeError
-        ):  # Ctrl-C ends `| tee log`, too, and the step is still to be saved
+        # Ctrl-C ends `| tee log`, too, and the step is still to be saved.
+        with suppress(BrokenPipeError):
             print(text, file=self._stream, flush=True)
 
     # ------------------------------------------------------------------------------------- lines
