@@ -17,6 +17,8 @@ from running import until
 COMMAND = [sys.executable, "-m", "telechat_moe.cli"]
 MARK = "TELECHAT_MOE_TEST"
 PATIENCE_S = 600.0
+OF_EVERY_RUN = (".run.lock", ".lock", ".job", ".pieces")
+"""Hidden names that a run which was not interrupted leaves, too."""
 WAYS = ("group", "command", "terminate", "twice")
 """Ctrl-C as a terminal sends it, SIGINT or SIGTERM to the command alone, and Ctrl-C twice."""
 
@@ -115,6 +117,6 @@ def marked(mark: str) -> list[str]:
 def leftovers(folder: Path) -> list[str]:
     """Return hidden and temporary files, and what MindSpore or the kernel drop into the working folder."""
     found = [*(folder / "tmp").rglob("*")]
-    found += [p for p in folder.rglob(".*") if p.name not in (".run.lock", ".job", ".lock")]
+    found += [p for p in folder.rglob(".*") if p.name not in OF_EVERY_RUN]
     found += [p for pattern in ("core*", "rank_*", "kernel_meta*") for p in folder.glob(pattern)]
     return sorted({str(p.relative_to(folder)) for p in found})
