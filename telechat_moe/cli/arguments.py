@@ -25,7 +25,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
-    """Let a verb that trains take ``--resume`` or ``--overwrite``."""
+    """Let a verb that trains take ``--resume`` or ``--overwrite``, and ``--allow-outside``."""
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
@@ -37,17 +37,17 @@ def add_start(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="remove the checkpoints of output_dir and start from the beginning",
     )
+    parser.add_argument(
+        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
+    )
 
 
 def add_trainer(parser: argparse.ArgumentParser) -> None:
-    """Let a verb that trains take ``--through``, whose trainer, and ``--allow-outside``."""
+    """Let a verb that trains take ``--through``, whose trainer."""
     parser.add_argument(
         "--through",
         choices=("own", "mindformers"),
         help="whose trainer (default: own for device_target CPU, else mindformers)",
-    )
-    parser.add_argument(
-        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
     )
 
 

@@ -7,7 +7,8 @@ here imports mindspore, and of large files only headers, indices, sizes and the 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, S
 from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.recipe import Problem, Recipe, RecipeError
 from telechat_moe.recipe.data_path import parse_data_path
+from telechat_moe.recipe.problems import Missing
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 
@@ -34,6 +36,13 @@ VALID = "telechat_moe.evaluation.data_path"
 _LONGEST_NAME = 255
 _LOOK_AT = 1000
 """Documents, and tokens of each, that are looked at."""
+_NOT_OF_DATA = frozenset(
+    {
+        *("callbacks", "context", "load_checkpoint", "lr_schedule", "optimizer", "output_dir"),
+        *("pretrained_model_dir", "resume_training", "runner_wrapper", "trainer"),
+    }
+)
+"""Sections and keys that say nothing about the data."""
 _DEVICE_FILES = {"Ascend": "davinci[0-9]*", "GPU": "nvidia[0-9]*"}
 
 
@@ -48,6 +57,19 @@ class Ready:
 
     start: Start
     loader: Batches
+
+
+class EarlierRun(Problem):
+    """`output_dir` holds another run, which a flag of the command must say something about."""
+
+
+def refusal(
+    problems: Sequence[Problem], not_judged: Mapping[str, str] | None = None
+) -> TelechatMoeError:
+    """Return the error of a run that lacks something: wrong usage where that is but a word on the run in `output_dir`."""
+    if all(isinstance(problem, EarlierRun) for problem in problems):
+        return UsageError(str(problems[0]))
+    return RecipeError(problems, not_judged)
 
 
 def require(
@@ -72,21 +94,24 @@ def require(
     look = _Look(recipe, shared)
     ready = look.examine(resume, overwrite, weights)
     if ready is None:
-        if look.problems == look.held:
-            raise UsageError(str(look.held[0]))
-        raise RecipeError(look.problems)
+        raise refusal(look.problems)
     return ready
 
 
 def examine(
     recipe: Recipe,
+    problems: Sequence[Problem] = (),
     *,
     resume: bool = False,
     overwrite: bool = False,
     weights: ReadWeights = own_weights,
 ) -> tuple[Ready | None, list[Problem]]:
-    """Return what a run begins with, or everything that it lacks; see :func:`require`."""
-    look = _Look(recipe)
+    """Return what a run begins with, or everything that it lacks; see :func:`require`.
+
+    Args:
+        problems: What is wrong with the recipe itself. What depends on that is not judged.
+    """
+    look = _Look(recipe, problems=problems)
     return look.examine(resume, overwrite, weights), look.problems
 
 
@@ -126,22 +151,30 @@ def _folders(recipe: Recipe) -> Iterator[Problem]:
 
 
 class _Look:
-    """Collects what is wrong."""
+    """Collects what is wrong, beside the ``problems`` of the recipe itself."""
 
-    def __init__(self, recipe: Recipe, shared: Shared = None) -> None:
+    def __init__(
+        self, recipe: Recipe, shared: Shared = None, problems: Sequence[Problem] = ()
+    ) -> None:
         self.recipe, self.shared, self.problems = recipe, shared, list[Problem]()
-        self.held: list[Problem] = []  # that output_dir holds another run
+        self.missing = Missing(bool(problems))
+        broken = {problem.key.partition(".")[0] for problem in problems}
+        self.data_known = broken <= _NOT_OF_DATA
+        self.model_known = not broken & {"", "model", "pretrained_model_dir"}
 
     def examine(self, resume: bool, overwrite: bool, weights: ReadWeights) -> Ready | None:
         """See :func:`examine`."""
-        recipe = self.recipe
-        if self.at("model", lambda: recipe.model_config) is None:
+        recipe, loader = self.recipe, None
+        if self.model_known and self.at("model", lambda: recipe.model_config) is None:
             return None
-        self.problems += machine(recipe)
-        loader = self.data()
+        self.problems += self.missing.until(_device(recipe))
+        self.problems += self.missing.until(_folders(recipe))
+        with self.missing.skipped():
+            loader = self.data()
         start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
         if start is not None:
-            self.start(start, loader, weights)
+            with self.missing.skipped():
+                self.start(start, loader, weights)
         if self.problems or start is None or loader is None:
             return None
         return Ready(start, loader)
@@ -149,14 +182,15 @@ class _Look:
     def at(self, key: str, do: Callable[[], T]) -> T | None:
         """Do something; an error is a problem of the key, unless it names its own."""
         try:
-            return do()
+            with self.missing.skipped():
+                return do()
         except RecipeError as error:
             self.problems += error.problems
         except (TelechatMoeError, OSError) as error:
             found, _, expected = " ".join(str(error).split()).partition("; ")
             self.say(key, found, expected or "a file or folder that can be read")
             if isinstance(error, UsageError):
-                self.held = self.problems[-1:]
+                self.problems[-1] = EarlierRun(**asdict(self.problems[-1]))
         return None
 
     def say(self, key: str, found: str, expected: str) -> None:
@@ -170,10 +204,10 @@ class _Look:
         own = recipe.telechat_moe
         name = "data_path" if section is None or section.data_path else "train_data_path"
         given = list(getattr(section, name, None) or ())
+        loader = None
         if not self._files(f"{DATA}.config.{name}", given):
             self._corpus()
-            loader = None
-        else:
+        elif self.data_known:
             key = f"{DATA}.config.{name}" if given else DATA
             loader = self.at(key, lambda: open_loader(recipe, self.shared))
             if own.sample is not None and given:
@@ -186,7 +220,7 @@ class _Look:
     def _files(self, key: str, given: Sequence[str]) -> bool:
         """Look at the pairs of files that a `data_path` names, and at the manifests beside them; False: one is broken."""
         good = True
-        for prefix in parse_data_path(given)[0] if given else ():
+        for prefix in _prefixes(given):
             where = f"{key}.{given.index(prefix) if prefix in given else 0}"
             dataset = self.at(where, lambda prefix=prefix: IndexedDataset(prefix))
             if dataset is None:
@@ -279,6 +313,8 @@ class _Look:
             self.say("telechat_moe.resume_data", found, "same, or a checkpoint to resume from")
         if path is None:
             return
+        if not self.model_known:
+            return
         if start.kind == "weights":
             self.at(start.key, lambda: weights(path, recipe.model_config, verify=False))
             return
@@ -295,6 +331,13 @@ class _Look:
             )
         if loader is not None and "data" in state:
             self.at(f"{DATA}.config", lambda: loader.load_state(state["data"], choice == "new"))
+
+
+def _prefixes(given: Sequence[str]) -> Sequence[str]:
+    """Return the prefixes of a `data_path`; none of one that is wrong, as a rule says."""
+    with suppress(ValueError):
+        return parse_data_path(given)[0] if given else ()
+    return ()
 
 
 def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
