@@ -47,7 +47,7 @@ def add_trainer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--through",
         choices=("own", "mindformers"),
-        help="whose trainer (default: own for device_target CPU, else mindformers)",
+        help="whose trainer (default: own for trainer.type TelechatMoeTrainer on CPU, else mindformers)",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Problem, Recipe
@@ -20,13 +20,13 @@ class Judged:
     """What is said of a recipe.
 
     Attributes:
-        use: What it was judged for; ``written`` where its problems hide what it is for.
+        use: What it was judged for; ``written`` where its problems hide what it is for, empty: there is no such recipe.
         recipe: None: it has problems of its own.
         problems: Everything that is wrong.
         not_judged: Keys of which something is not known, and why.
     """
 
-    use: Use
+    use: Use | Literal[""]
     recipe: Recipe | None
     problems: Sequence[Problem]
     not_judged: Mapping[str, str]
@@ -53,7 +53,7 @@ def judge(
         here: The run is on this machine; else its files are not looked at.
     """
     from telechat_moe.interop import hf
-    from telechat_moe.recipe import RecipeError, load
+    from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
     from telechat_moe.recipe.uses import not_judged, use_of
     from telechat_moe.recipe.written import outside
@@ -68,9 +68,14 @@ def judge(
             return
         yield from missing.until(_schedule(recipe, bool(problems)))
         if here:
-            start = {"resume": resume, "overwrite": overwrite, "weights": hf.weights}
-            yield from preflight.examine(recipe, problems, **start)[1]
+            yield from preflight.examine(
+                recipe, problems, resume=resume, overwrite=overwrite, weights=hf.weights
+            )[1]
 
+    try:
+        find(name)
+    except RecipeError as error:
+        return Judged(use="", recipe=None, problems=error.problems, not_judged={})
     try:
         recipe = load(name, overrides, devices=devices, use=use, look=look)
     except RecipeError as error:

@@ -243,7 +243,6 @@ def run_check(args: argparse.Namespace) -> int:
 
         return run(args)
     from telechat_moe.cli.judge import judge
-    from telechat_moe.recipe import RecipeError, find
 
     report: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -252,21 +251,16 @@ def run_check(args: argparse.Namespace) -> int:
         warn_of_mindformers()
     start = {"resume": args.resume, "overwrite": args.overwrite}
     for name in args.recipes:
-        try:
-            find(name)
-        except RecipeError as error:
-            missing = True
-            problems, use, open_keys = error.problems, "", {}
-        else:
-            judged = judge(
-                name,
-                args.overrides,
-                use=args.use,
-                devices=args.devices,
-                allow_outside=args.allow_outside,
-                **start,
-            )
-            problems, use, open_keys = judged.problems, judged.use, judged.not_judged
+        judged = judge(
+            name,
+            args.overrides,
+            use=args.use,
+            devices=args.devices,
+            allow_outside=args.allow_outside,
+            **start,
+        )
+        problems, use, open_keys = judged.problems, judged.use, judged.not_judged
+        missing = missing or not use
         ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}"
         lines += [str(problem) for problem in problems] or [ok]
         for why in dict.fromkeys(open_keys.values()):

@@ -1,6 +1,6 @@
 """What is wrong with a recipe, and the error that carries all of it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class Missing:
         self.names: set[str] = set()
 
     @contextmanager
-    def skipped(self) -> Iterator[None]:
+    def skipped(self) -> Generator[None, None, None]:
         """End what is inside at the first missing attribute that it reads."""
         try:
             yield

@@ -88,9 +88,9 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
         raise UsageError(
             f"one recipe expected, or --torch SCRIPT; found {' '.join(args.arguments) or 'none'}"
         )
-    from telechat_moe.recipe import load
+    from telechat_moe.cli.judge import require
 
-    recipe = load(args.arguments[0], args.overrides, use="train")
+    recipe = require(args.arguments[0], args.overrides, use="train", overwrite=True)
     from telechat_moe.tools.align.capture import mindspore as capture
 
     layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)
