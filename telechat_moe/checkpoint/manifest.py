@@ -159,6 +159,7 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
         BrokenCheckpointError: If it is missing, unreadable, changed or of another format.
+        BadInputError: If the folder holds checkpoints.
     """
 
     def broken(problem: str) -> BrokenCheckpointError:
@@ -167,6 +168,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         raw = (path / FILE).read_bytes()
     except FileNotFoundError:
+        if steps := sorted(p.name for p in path.glob("step-*") if STEP_NAME.fullmatch(p.name)):
+            raise BadInputError(
+                f"{path} is a folder of {len(steps)} checkpoint(s); name one, such as {path / steps[-1]}"
+            ) from None
         raise broken("missing" if path.is_dir() else f"there is no folder {path}") from None
     except OSError as error:
         raise broken(f"cannot be read ({error.strerror})") from error

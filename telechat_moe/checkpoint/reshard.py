@@ -19,7 +19,7 @@ import numpy as np
 
 from telechat_moe import files, tensor_files
 from telechat_moe.checkpoint import checkpoint, manifest
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.shards import EMA, Region, WeightShards, weight_of
@@ -39,7 +39,8 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
     """Write a checkpoint into a new folder as the shards of a recipe's ranks; return the content of ``pieces.json``.
 
     Raises:
-        BadInputError: The checkpoint is broken or not of this model, the layout does not fit, or ``out`` exists.
+        BadInputError: The checkpoint is broken or not of this model, or the layout does not fit.
+        UsageError: ``out`` exists.
     """
     _refuse_existing(out)
     cuts = WeightShards.of(recipe)
@@ -212,7 +213,7 @@ def _size(region: Region) -> int:
 
 def _refuse_existing(path: Path) -> None:
     if path.exists():
-        raise BadInputError(f"{path} exists; name a folder that does not")
+        raise UsageError(f"{path} exists; name a folder that does not")
 
 
 def _check_model(saved: checkpoint.Checkpoint, cuts: WeightShards, recipe: Recipe) -> None:

@@ -5,6 +5,7 @@ Each verb is a module with a `VERB` (`verb.py` is the frame); heavy imports stan
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ from telechat_moe.cli import (
 from telechat_moe.cli.verb import Verb, VerbParser
 from telechat_moe.errors import TelechatMoeError, UsageError
 
+_HOME = re.compile(r"(?:--[\w-]+=)?(~(?:[\w.-]*/.*)?)")
+"""An argument, or the value of an option after =, that begins with the home folder of a user."""
 COMMAND = Verb(
     name="telechat-moe",
     help="",
@@ -79,6 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for word in sys.argv[1:] if argv is None else argv:
             if any("\ud800" <= c <= "\udfff" for c in word):  # bytes that Python could not decode
                 raise UsageError(f"the argument {word!a} is not UTF-8 text; rename what it names")
+            if home := _HOME.fullmatch(word):
+                raise UsageError(
+                    f"the argument {word}: a shell puts no folder for ~ there, and this program would make one with "
+                    f"that name; write the whole path, or ./{home[1]}"
+                )
         args = build_parser().parse_args(argv)
         return int(args.run(args))
     except SystemExit as stop:  # argparse has printed help, the version or a usage error

@@ -1,6 +1,12 @@
 """Arguments that several verbs take."""
 
 import argparse
+from typing import TYPE_CHECKING
+
+from telechat_moe.errors import UsageError
+
+if TYPE_CHECKING:
+    from telechat_moe.sharding.mesh import Mesh
 
 
 def add_overrides(
@@ -64,3 +70,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """Let a verb of the planner demand ``--device D``, the description of what a recipe runs on."""
     says = "shipped device (ascend-910b, h100 ...) or YAML"
     parser.add_argument("--device", required=True, metavar="D", help=says)
+
+
+def check_rank(option: str, rank: int, mesh: "Mesh", recipe: str) -> int:
+    """Return a rank that an option names.
+
+    Raises:
+        UsageError: The recipe has no such rank.
+    """
+    if not 0 <= rank < mesh.devices:
+        has = f"{mesh.devices} devices, ranks 0 to {mesh.devices - 1}"
+        raise UsageError(f"{option} {rank}: {recipe} has {has}")
+    return rank

@@ -135,7 +135,8 @@ VERB = Verb(
     exits={
         0: "converted or verified",
         1: "writing failed (disk full), or files differ",
-        3: "the recipe or SRC cannot be used, or DST exists",
+        2: "wrong usage, or DST exists",
+        3: "the recipe or SRC cannot be used",
     },
     json_keys="source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of tensors by "
     "type), ignored (tensors of SRC that are no weights), notes (where transformers computes something "

@@ -42,6 +42,7 @@ def judge(
     overwrite: bool = False,
     allow_outside: bool = False,
     here: bool = True,
+    alone: bool = True,
 ) -> Judged:
     """Return everything that is wrong with a recipe.
 
@@ -51,9 +52,10 @@ def judge(
         resume, overwrite: See :func:`telechat_moe.train.start.start_of`.
         allow_outside: It may write outside of ``output_dir``.
         here: The run is on this machine; else its files are not looked at.
+        alone: On no other; else its memory is not looked at.
     """
     from telechat_moe.interop import hf
-    from telechat_moe.recipe import RecipeError, find, load
+    from telechat_moe.recipe import ModelConfig, RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
     from telechat_moe.recipe.uses import not_judged, use_of
     from telechat_moe.recipe.written import outside
@@ -67,6 +69,8 @@ def judge(
         if of != "train":
             return
         yield from missing.until(_schedule(recipe, bool(problems)))
+        if here and alone and isinstance(recipe.model.model_config, ModelConfig):
+            yield from missing.until(preflight.memory(recipe))
         if here:
             yield from preflight.examine(
                 recipe, problems, resume=resume, overwrite=overwrite, weights=hf.weights

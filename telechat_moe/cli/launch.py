@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         allow_outside=args.allow_outside,
         here=known is None or known[0].is_here(),
+        alone=known is None,
     )
     plan = _plan(args, recipe, trainer_of(recipe, args.through), known)
     resume = args.resume

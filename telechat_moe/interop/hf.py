@@ -17,7 +17,7 @@ import numpy as np
 
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint.weights import own_weights, read_weights, unfit
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import require_checksums
 from telechat_moe.interop import fp8
 from telechat_moe.interop.names import (
@@ -120,13 +120,13 @@ def convert(
 
     Raises:
         WeightsError: If a tensor is unknown, missing, of wrong shape or type, or a copy differs.
-        BadInputError: If ``src`` is unreadable or changed, ``dst`` exists, or Hugging Face cannot hold the model.
-        UsageError: If another process is writing ``dst``.
+        BadInputError: If ``src`` is unreadable or changed, or Hugging Face cannot hold the model.
+        UsageError: If ``dst`` exists, or another process is writing it.
         TelechatMoeError: If writing failed; ``dst`` was not made.
     """
     src, dst = Path(src), Path(dst)
     if dst.exists() or dst.is_symlink():
-        raise BadInputError(f"{dst} exists; remove it or name another destination")
+        raise UsageError(f"{dst} exists; remove it or name another destination")
     found = _open(src, model_config, to)
     outputs, extra = _outputs(found.table, found.entries, model_config, to)
     largest = 1 << 62 if dst.suffix == ".safetensors" else shard_bytes

@@ -182,6 +182,8 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
     if plugin:
         yield from missing.until(_only_ours(recipe))
     yield from missing.until(_only_whole(recipe, use, plugin))
+    if use == "train":
+        yield from missing.until(_on_processes(recipe))
 
     def judged(key: str) -> bool:
         if use == "mindformers":
@@ -265,6 +267,20 @@ def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
         who = "MindFormers' trainer does for its own networks only"
         who = who if plugin else "the planner's cost model does not know"
         yield "parallel_config.seq_split_num", f"{parts}, which {who}", "1"
+
+
+def _on_processes(recipe: Recipe) -> Iterator[Broken]:
+    if recipe.context.device_target == "CPU" and recipe.devices > 1:
+        yield from in_plain_graph(recipe)
+
+
+def in_plain_graph(recipe: Recipe) -> Iterator[Broken]:
+    """Yield what the graphs that CPU processes run, which are made of plain operators, cannot compute."""
+    dtype = recipe.model.model_config.compute_dtype
+    if dtype in ("bfloat16", "bf16"):
+        found = f"{dtype} in the graphs of CPU processes, which are made of plain operators"
+        expected = "float32: MindSpore has no bfloat16 products there; one process has ours"
+        yield "model.model_config.compute_dtype", found, expected
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:

@@ -22,11 +22,14 @@ from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.ops import native
 from telechat_moe.recipe import Problem, Recipe, RecipeError
+from telechat_moe.recipe.arithmetic import least_bytes
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.recipe.problems import Missing
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
+from telechat_moe.units import size_text
 
 T = TypeVar("T")
 Shared = Publisher | Subscriber | None
@@ -128,6 +131,46 @@ def _device(recipe: Recipe) -> Iterator[Problem]:
         yield recipe.problem("context.device_target", found, expected)
 
 
+def memory(recipe: Recipe) -> Iterator[Problem]:
+    """Yield that the memory of this machine cannot hold the weights and moments of a recipe that it trains alone."""
+    least, there = least_bytes(recipe), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if recipe.context.device_target == "CPU" and least > there:
+        found = f"a model whose weights and moments take {size_text(least)} at least, and this machine has {size_text(there)}"
+        yield recipe.problem("model.model_config", found, "a smaller model")
+
+
+def _library(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what a recipe asks of the native library, where that is missing or cannot be loaded."""
+    try:
+        native.load()
+        return
+    except native.NativeError as error:
+        why = str(error)
+    own, dtype, at = (
+        recipe.telechat_moe,
+        recipe.model_config.compute_dtype,
+        "telechat_moe.operators",
+    )
+    chosen = {"default": own.operators.default} | own.operators.backends()
+    needs: dict[str, tuple[object, bool]] = {
+        **{f"{at}.{name}": (backend, backend == "fused") for name, backend in chosen.items()},
+        "model.model_config.compute_dtype": (dtype, dtype in ("bfloat16", "bf16")),
+        "telechat_moe.sharding.dispatcher": (
+            own.sharding.dispatcher,
+            own.sharding.dispatcher == "alltoallv",
+        ),
+        "parallel_config.pipeline_stage": (
+            recipe.parallel_config.pipeline_stage,
+            recipe.parallel_config.pipeline_stage > 1,
+        ),
+        "optimizer.swap": (True, recipe.optimizer.swap),
+        "swap_config.swap": (True, recipe.swap_config.swap),
+    }
+    for key, (value, is_needed) in needs.items():
+        if is_needed:
+            yield recipe.problem(key, f"{value}, but {why}", "another value, or the library")
+
+
 def _folders(recipe: Recipe) -> Iterator[Problem]:
     root = folder_of(recipe).absolute()
     there = next(path for path in (root, *root.parents) if os.path.lexists(path))
@@ -169,6 +212,8 @@ class _Look:
             return None
         self.problems += self.missing.until(_device(recipe))
         self.problems += self.missing.until(_folders(recipe))
+        if self.model_known:
+            self.problems += self.missing.until(_library(recipe))
         with self.missing.skipped():
             loader = self.data()
         start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))

@@ -30,6 +30,7 @@ def overrides(
     zero: bool = False,
     expert_tp: bool = False,
     threshold: int = 0,
+    sharers: int = -1,
 ) -> list[str]:
     """Return the mini recipe of a layout as ``--set`` values."""
     given = {
@@ -54,6 +55,7 @@ def overrides(
     }
     if zero:
         given["parallel.parallel_optimizer_config.parallel_optimizer_threshold"] = threshold
+        given["parallel.parallel_optimizer_config.optimizer_weight_shard_size"] = sharers
     return [f"{k}={v}" for k, v in given.items()]
 
 
@@ -70,6 +72,9 @@ LAYOUTS = {
     "dp4-ep2-zero": {"dp": 4, "ep": 2, "zero": True, "threshold": 1},
     "tp2-pp2": {"tp": 2, "pp": 2, "sp": True},
     "dp2-pp2-zero": {"dp": 2, "pp": 2, "zero": True},
+    "dp4-zero-of-2": {"dp": 4, "zero": True, "sharers": 2},
+    "dp4-ep4-zero-of-2": {"dp": 4, "ep": 4, "zero": True, "sharers": 2},
+    "dp4-tp2-ep4-zero-of-2": {"dp": 4, "tp": 2, "sp": True, "ep": 4, "zero": True, "sharers": 2},
     "dp2-tp2-pp2-ep4-zero": {"dp": 2, "tp": 2, "pp": 2, "sp": True, "ep": 4, "zero": True},
 }
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.torch).is_file():
         raise BadInputError(f"--torch {args.torch}: there is no such file")
     if Path(args.out).exists():
-        raise BadInputError(f"--out {args.out}: it exists; give a new folder")
+        raise UsageError(f"--out {args.out}: it exists; give a new folder")
     command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
     command += ["--modules"] if args.modules else []
     ends = [str(steps.start), str(steps.stop - 1)]
@@ -138,7 +138,8 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={
         1: "a process died",
-        3: "OUT exists, or no such script, recipe or data; else the script's own",
+        2: "wrong usage, or OUT exists",
+        3: "no such script, recipe or data; else the script's own",
     },
     json_keys="out, calls, steps and ranks (their numbers); with --torch: out, exit_code.",
     overrides="override a value of the recipe",

@@ -2,9 +2,9 @@
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.recipe.schema import Broken, Recipe
@@ -322,6 +322,28 @@ def sections(r: Recipe) -> Iterator[Broken]:
         yield "runner_config.sink_size", "0", "-1 for an epoch, or at least 1"
     if r.parallel.auto_pipeline:
         yield "parallel.auto_pipeline", "True", "False: MindFormers refuses it"
+
+
+_NO_PATHS = ("telechat_moe.sample.prompts", "telechat_moe.conversations.message")
+
+
+def home_folders(r: Recipe) -> Iterator[Broken]:
+    """Nothing puts the folder of a user in the place of `~`: a folder of that name would be made."""
+    for key, text in _texts(r.given, ""):
+        if re.match(r"~[\w.-]*(/|$)", text) and not key.startswith(_NO_PATHS):
+            yield key, f"{text}, and nothing puts a folder for ~", f"the whole path, or ./{text}"
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+    elif isinstance(value, list):
+        items = enumerate(cast("list[object]", value))
+    for name, item in items:
+        yield from _texts(item, f"{key}.{name}".lstrip("."))
 
 
 def converter_names(r: Recipe) -> Iterator[Broken]:
