@@ -154,6 +154,18 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
+def refuse_folder_of_steps(path: Path) -> None:
+    """Refuse the folder of a run's checkpoints where one of them is expected.
+
+    Raises:
+        BadInputError: It is one; names the newest.
+    """
+    if steps := sorted(p.name for p in path.glob("step-*") if STEP_NAME.fullmatch(p.name)):
+        raise BadInputError(
+            f"{path} is a folder of {len(steps)} checkpoint(s); name one, such as {path / steps[-1]}"
+        )
+
+
 def read(path: Path) -> dict[str, Any]:
     """Read checkpoint.json in a checkpoint's folder and check it against its own checksum.
 
@@ -168,10 +180,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         raw = (path / FILE).read_bytes()
     except FileNotFoundError:
-        if steps := sorted(p.name for p in path.glob("step-*") if STEP_NAME.fullmatch(p.name)):
-            raise BadInputError(
-                f"{path} is a folder of {len(steps)} checkpoint(s); name one, such as {path / steps[-1]}"
-            ) from None
+        refuse_folder_of_steps(path)
         raise broken("missing" if path.is_dir() else f"there is no folder {path}") from None
     except OSError as error:
         raise broken(f"cannot be read ({error.strerror})") from error

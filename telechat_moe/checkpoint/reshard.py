@@ -123,6 +123,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content, problem = unseal(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
+        manifest.refuse_folder_of_steps(folder)
         raise BadInputError(
             f"{folder} holds no {FILE}: it was not written by `ckpt reshard`"
         ) from None

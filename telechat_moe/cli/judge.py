@@ -55,21 +55,23 @@ def judge(
         alone: On no other; else its memory is not looked at.
     """
     from telechat_moe.interop import hf
-    from telechat_moe.recipe import ModelConfig, RecipeError, find, load
+    from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
     from telechat_moe.recipe.uses import not_judged, use_of
     from telechat_moe.recipe.written import outside
     from telechat_moe.train import preflight
 
     def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
-        of = use_of(recipe) if use == "written" else use
         missing = Missing(bool(problems))
+        of = use
+        with missing.skipped():
+            of = use_of(recipe) if use == "written" else use
         if of in ("train", "mindformers") and not allow_outside:
             yield from missing.until(outside(recipe))
         if of != "train":
             return
         yield from missing.until(_schedule(recipe, bool(problems)))
-        if here and alone and isinstance(recipe.model.model_config, ModelConfig):
+        if here and alone:
             yield from missing.until(preflight.memory(recipe))
         if here:
             yield from preflight.examine(

@@ -23,7 +23,7 @@ from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.ops import native
-from telechat_moe.recipe import Problem, Recipe, RecipeError
+from telechat_moe.recipe import ModelConfig, Problem, Recipe, RecipeError
 from telechat_moe.recipe.arithmetic import least_bytes
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.recipe.problems import Missing
@@ -133,8 +133,12 @@ def _device(recipe: Recipe) -> Iterator[Problem]:
 
 def memory(recipe: Recipe) -> Iterator[Problem]:
     """Yield that the memory of this machine cannot hold the weights and moments of a recipe that it trains alone."""
+    if recipe.context.device_target != "CPU" or not isinstance(
+        recipe.model.model_config, ModelConfig
+    ):
+        return
     least, there = least_bytes(recipe), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if recipe.context.device_target == "CPU" and least > there:
+    if least > there:
         found = f"a model whose weights and moments take {size_text(least)} at least, and this machine has {size_text(there)}"
         yield recipe.problem("model.model_config", found, "a smaller model")
 

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     import subprocess
 
     steps = _steps(args.steps)
+    if Path(args.out).exists():
+        raise UsageError(f"--out {args.out}: it exists; give a new folder")
     if args.torch is None:
         return _recipe(args, steps)
     if args.layers or args.ranks or args.only or args.overrides or args.values != VALUES[0]:
@@ -73,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if not Path(args.torch).is_file():
         raise BadInputError(f"--torch {args.torch}: there is no such file")
-    if Path(args.out).exists():
-        raise UsageError(f"--out {args.out}: it exists; give a new folder")
     command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
     command += ["--modules"] if args.modules else []
     ends = [str(steps.start), str(steps.stop - 1)]
@@ -90,10 +90,10 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
         )
     from telechat_moe.cli.judge import require
 
+    layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)
     recipe = require(args.arguments[0], args.overrides, use="train", overwrite=True)
     from telechat_moe.tools.align.capture import mindspore as capture
 
-    layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)
     wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
     dump = capture.capture_recipe(
         recipe, args.out, steps, values=args.values, wanted=wanted, ranks=ranks
