@@ -17,7 +17,7 @@ from telechat_moe.recipe.fields import Takes, is_required
 from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.reads import Judged, judge
 from telechat_moe.recipe.rules import without_effect
-from telechat_moe.recipe.rules.mindformers import by_mindformers
+from telechat_moe.recipe.rules.mindformers import by_mindformers, decayed
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.table import is_made
@@ -181,6 +181,7 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
         yield from missing.until(by_mindformers(recipe))
     if plugin:
         yield from missing.until(_only_ours(recipe))
+        yield from missing.until(decayed(recipe))
     yield from missing.until(_only_whole(recipe, use, plugin))
     if use == "train":
         yield from missing.until(_on_processes(recipe))

@@ -1,9 +1,12 @@
 """Rules for MindFormers' trainer: settings with which it would silently train to another result, or fail in the first step."""
 
+import re
 from collections.abc import Iterator
 
 from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
 from telechat_moe.recipe.schema import Broken, Recipe
+from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.recipe.weights import weights
 
 
 def by_mindformers(r: Recipe) -> Iterator[Broken]:
@@ -34,3 +37,22 @@ def by_mindformers(r: Recipe) -> Iterator[Broken]:
             "True on CPU: MindSpore shards the optimizer of data-parallel processes on Ascend only"
         )
         yield "parallel.enable_parallel_optimizer", found, "False"
+
+
+def decayed(r: Recipe) -> Iterator[Broken]:
+    """MindFormers' optimizer decays all parameters of our model but those with one dimension."""
+    m, decay = r.model.model_config, r.optimizer.weight_decay
+    if not isinstance(m, ModelConfig) or not decay or not r.trains:
+        return
+    try:
+        patterns = [re.compile(text) for text in r.telechat_moe.weight_decay_exclude]
+    except (re.error, OverflowError, RecursionError):
+        return  # as a rule says
+    for weight in weights(m):
+        ours = any(pattern.search(weight.name) for pattern in patterns)
+        if weight.trained and ours != (len(weight.shape) == 1):
+            what = "leaves out" if ours else "decays"
+            found = f"{r.telechat_moe.weight_decay_exclude}, which {what} {weight.name}; MindFormers decays all but norms and biases"
+            expected = "['.*norm.*', '.*bias'], or `telechat-moe train`"
+            yield "telechat_moe.weight_decay_exclude", found, expected
+            return
