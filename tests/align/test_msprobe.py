@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.cli import main
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.ops import fingerprint
 from telechat_moe.tools.align.dump import msprobe, msprobe_write, summary
 from telechat_moe.tools.align.dump.records import Phase, Scalar, TensorRecord
@@ -381,7 +381,7 @@ def test_inspect_counts_what_cannot_be_judged(tmp_path):
     full = summary.inspect(dumps.unpack("torch_tensor_mix", tmp_path), calls=True, verify=True)
     assert full["not_judged"] == {}
     assert sum(len(c["tensors"]) for c in full["calls"]) == full["ranks"][0]["tensors"]
-    with pytest.raises(BadInputError, match="no step 5"):
+    with pytest.raises(UsageError, match="no step 5"):
         summary.inspect(tmp_path / "torch_tensor_mix", step=5)
 
 

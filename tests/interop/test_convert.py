@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
-from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.interop import hf
 from telechat_moe.interop.hf import WeightsError, convert
 from telechat_moe.interop.names import pairs
@@ -387,7 +387,7 @@ def test_broken_indexes(tmp_path, source):
 
 def test_nothing_is_overwritten_or_left_behind(tmp_path, source):
     (tmp_path / "hf").mkdir()
-    with pytest.raises(BadInputError, match="exists"):
+    with pytest.raises(UsageError, match="exists"):
         convert(source, tmp_path / "hf", CONFIG, "hf")
     before = sorted(tmp_path.iterdir())
     calls = []
@@ -455,7 +455,7 @@ def test_exit_codes(tmp_path, tiny_source, capsys):
     assert run(tiny_source, tmp_path / "file/hf", *ok[2:])[0] == 1
     assert run(*ok)[0] == 0
     code, err = run(*ok)
-    assert (code, "exists" in err) == (3, True)
+    assert (code, "exists" in err) == (2, True)
     assert main(["convert", "--help"]) == 0
     help_text = capsys.readouterr().out
     assert "example:" in help_text

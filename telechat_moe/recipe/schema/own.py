@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from telechat_moe.recipe.batch_schedule import PATTERN
 from telechat_moe.recipe.fields import (
+    OWN,
     Above0,
     Count,
     Form,
@@ -22,7 +23,7 @@ from telechat_moe.recipe.schema.table import section
 class Evaluation:
     """`telechat_moe.evaluation`: loss on validation data while training."""
 
-    interval: Count = 0
+    interval: Count = field(default=0, metadata=OWN)
     """Steps between evaluations. 0: none."""
 
     batches: Positive = 8
