@@ -110,26 +110,3 @@ def check_launch(recipe: Recipe, processes: int) -> None:
             f"processes that its data loader does not know; start {recipe.devices} (msrun --worker_num), or set "
             f"use_parallel and parallel_config.data_parallel for {processes}"
         )
-
-
-def check_decay(recipe: Recipe, parameters: Mapping[str, int]) -> None:
-    """Refuse a recipe whose weight decay MindFormers would apply to other parameters.
-
-    Args:
-        parameters: Number of dimensions of each trainable parameter by name.
-
-    Raises:
-        BadInputError: ``telechat_moe.weight_decay_exclude`` leaves out others than MindFormers' fixed rule.
-    """
-    import re
-
-    patterns = [re.compile(p) for p in recipe.telechat_moe.weight_decay_exclude]
-    ours = {name for name in parameters if any(p.search(name) for p in patterns)}
-    theirs = {name for name, rank in parameters.items() if rank == 1 or name.endswith(".bias")}
-    if ours != theirs and recipe.optimizer.weight_decay:
-        name = min(ours ^ theirs)
-        raise BadInputError(
-            f"telechat_moe.weight_decay_exclude {'leaves out' if name in ours else 'decays'} {name}; MindFormers' "
-            "optimizer decays all parameters but those with one dimension (norms, biases). Expected patterns that "
-            "name just these, such as ['.*norm.*', '.*bias'], or train with `telechat-moe train`"
-        )
