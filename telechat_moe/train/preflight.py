@@ -5,6 +5,7 @@ here imports mindspore, and of large files only headers, indices, sizes and the 
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +23,15 @@ from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.graph.swapping import room
 from telechat_moe.ops import native
 from telechat_moe.recipe import ModelConfig, Problem, Recipe, RecipeError
 from telechat_moe.recipe.arithmetic import least_bytes
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.recipe.problems import Missing
+from telechat_moe.recipe.swap import require_pool
 from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 from telechat_moe.units import size_text
 
@@ -143,6 +147,24 @@ def memory(recipe: Recipe) -> Iterator[Problem]:
         yield recipe.problem("model.model_config", found, "a smaller model")
 
 
+def _pool(recipe: Recipe) -> None:
+    """Require that the moments that a process swaps are no more than the recipe allows; activations are known when compiled.
+
+    Raises:
+        RecipeError: They are.
+    """
+    pool = recipe.telechat_moe.swap
+    if not recipe.optimizer.swap or pool is None or pool.pool_mib is None:
+        return
+    shards, sizes = WeightShards.of(recipe), dict[int, int]()
+    for rank in range(recipe.devices):
+        regions = [shards.shard(rank, w.name) for w in shards.weights.values() if w.trained]
+        counts = [math.prod(end - begin for begin, end in x) for x in regions if x is not None]
+        sizes[rank] = sum(2 * room(4 * count) for count in counts)
+    rank = max(sizes, key=sizes.__getitem__)
+    require_pool(recipe, sizes[rank], f"rank {rank}" if recipe.devices > 1 else "this process")
+
+
 def _library(recipe: Recipe) -> Iterator[Problem]:
     """Yield what a recipe asks of the native library, where that is missing or cannot be loaded."""
     try:
@@ -218,6 +240,7 @@ class _Look:
         self.problems += self.missing.until(_folders(recipe))
         if self.model_known:
             self.problems += self.missing.until(_library(recipe))
+            self.at("telechat_moe.swap.pool_mib", lambda: _pool(recipe))
         with self.missing.skipped():
             loader = self.data()
         start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))

@@ -27,6 +27,7 @@ CAPACITY_TOKENS = {
 ZERO = {**LAYOUTS["dp2"], "parallel.enable_parallel_optimizer": True}
 SIZE = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
 POOL = {**LAYOUTS["dp2"], "optimizer.swap": True, "telechat_moe.swap.pool_folder": "/dev/shm"}
+LARGER = {f"{M}moe_intermediate_size": 512}
 PIPELINE = {
     **LAYOUTS["pp2"],
     "telechat_moe.sharding.pipeline_schedule": "absent.json",
@@ -192,6 +193,19 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "uneven sharing of states": ({**ZERO, SIZE: 3}, [(SIZE, "3, with data_parallel 2")]),
     "no sharing of states": ({**ZERO, SIZE: 1}, [(SIZE, "1, with data_parallel 2")]),
     "a pool outside": (POOL, [("telechat_moe.swap.pool_folder", "outside of output_dir")]),
+    "a pool too small": (
+        {
+            **LAYOUTS["tp2"],
+            **LARGER,
+            "optimizer.swap": True,
+            "telechat_moe.swap.pool_mib": 1,
+        },
+        [("telechat_moe.swap.pool_mib", "1, and rank 0 swaps")],
+    ),
+    "a pool too small for one": (
+        {**LARGER, "optimizer.swap": True, "telechat_moe.swap.pool_mib": 1},
+        [("telechat_moe.swap.pool_mib", "1, and this process swaps")],
+    ),
     "a model too large": (
         {f"{M}hidden_size": 100_000_000},
         [("model.model_config", "TiB at least, and this machine has")],
