@@ -256,7 +256,7 @@ class _Loader:
 
 def _hidden(problems: Sequence[Problem], missing: Missing) -> dict[str, str]:
     """Return the keys whose problems hide what else may be wrong, and that they do."""
-    why = "what follows from its value, until it is right"
+    why = "what follows from it"
     keys = {p.key: p.suggestion or p.key for p in problems}
     return {key: why for key, meant in keys.items() if meant.rpartition(".")[2] in missing.names}
 
