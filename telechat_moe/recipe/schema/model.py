@@ -193,7 +193,7 @@ class ModelConfig(MindFormersModelKeys):
     """Type in which parameters are stored and updated."""
 
     compute_dtype: Dtype = "bfloat16"
-    """Type of the matrix products. On CPU float32."""
+    """Type of the matrix products. On CPU float32, or in one process bfloat16 with our own operators."""
 
     layernorm_compute_dtype: Dtype = "float32"
     """Type in which RMSNorm computes."""

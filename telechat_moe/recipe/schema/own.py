@@ -390,7 +390,8 @@ class TelechatMoe:
 
     moe_capacity_tokens: Positive | None = field(default=None, metadata=acts("capacity", 16))
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
-    drops depend on the layout; a number that divides them makes drops the same everywhere."""
+    drops depend on the layout; a number that divides them makes drops the same everywhere. In one process on CPU it
+    needs plain `permute` and `grouped_matmul`."""
 
     moe: Moe = field(default_factory=Moe)
     """What is done with experts during a run."""

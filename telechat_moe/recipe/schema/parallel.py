@@ -94,7 +94,7 @@ class ParallelOptimizerConfig:
     optimizer_weight_shard_size: Annotated[int, Range(-1)] | None = field(
         default=None, metadata=acts("shards", 2)
     )
-    """Devices over which one state is sharded. -1: all of `data_parallel`."""
+    """Devices over which one state is sharded, a divisor of `data_parallel` above 1. -1: all that hold a copy of it."""
 
     optimizer_level: Literal["level1", "level2", "level3"] | None = field(
         default=None, metadata=only("level1")
