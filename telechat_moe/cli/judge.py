@@ -6,7 +6,7 @@ started, so all say the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -70,7 +70,7 @@ def judge(
             yield from missing.until(outside(recipe))
         if of != "train":
             return
-        yield from missing.until(_schedule(recipe, bool(problems)))
+        yield from missing.until(_schedule(recipe, {problem.key for problem in problems}))
         if here and alone:
             yield from missing.until(preflight.memory(recipe))
         if here:
@@ -90,8 +90,8 @@ def judge(
     return Judged(use=of, recipe=recipe, problems=(), not_judged=not_judged(recipe, use))
 
 
-def _schedule(recipe: Recipe, is_broken: bool) -> Iterator[Problem]:
-    """Yield what is wrong with the order of passes that a recipe chooses; of a broken one, as far as that can be said."""
+def _schedule(recipe: Recipe, broken: Collection[str]) -> Iterator[Problem]:
+    """Yield what is wrong with the order of passes that a recipe chooses, as far as broken keys let it be said."""
     from telechat_moe.errors import BadInputError
     from telechat_moe.recipe import RecipeError
     from telechat_moe.tools.plan.schedules.ranks import rank_orders
@@ -99,9 +99,9 @@ def _schedule(recipe: Recipe, is_broken: bool) -> Iterator[Problem]:
     try:
         rank_orders(recipe)
     except RecipeError as error:
-        yield from error.problems
+        yield from (problem for problem in error.problems if problem.key not in broken)
     except BadInputError:
-        if not is_broken:
+        if not broken:
             raise
 
 

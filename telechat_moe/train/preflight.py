@@ -172,23 +172,15 @@ def _library(recipe: Recipe) -> Iterator[Problem]:
         return
     except native.NativeError as error:
         why = str(error)
-    own, dtype, at = (
-        recipe.telechat_moe,
-        recipe.model_config.compute_dtype,
-        "telechat_moe.operators",
-    )
+    own, at = recipe.telechat_moe, "telechat_moe.operators"
+    dtype, stages = recipe.model_config.compute_dtype, recipe.parallel_config.pipeline_stage
+    exchange = own.sharding.dispatcher
     chosen = {"default": own.operators.default} | own.operators.backends()
     needs: dict[str, tuple[object, bool]] = {
         **{f"{at}.{name}": (backend, backend == "fused") for name, backend in chosen.items()},
         "model.model_config.compute_dtype": (dtype, dtype in ("bfloat16", "bf16")),
-        "telechat_moe.sharding.dispatcher": (
-            own.sharding.dispatcher,
-            own.sharding.dispatcher == "alltoallv",
-        ),
-        "parallel_config.pipeline_stage": (
-            recipe.parallel_config.pipeline_stage,
-            recipe.parallel_config.pipeline_stage > 1,
-        ),
+        "telechat_moe.sharding.dispatcher": (exchange, exchange == "alltoallv"),
+        "parallel_config.pipeline_stage": (stages, stages > 1),
         "optimizer.swap": (True, recipe.optimizer.swap),
         "swap_config.swap": (True, recipe.swap_config.swap),
     }
@@ -240,9 +232,11 @@ class _Look:
         self.problems += self.missing.until(_folders(recipe))
         if self.model_known:
             self.problems += self.missing.until(_library(recipe))
+        if not self.missing.allowed:
             self.at("telechat_moe.swap.pool_mib", lambda: _pool(recipe))
         with self.missing.skipped():
-            loader = self.data()
+            if isinstance(recipe.model.model_config, ModelConfig):
+                loader = self.data()
         start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
         if start is not None:
             with self.missing.skipped():

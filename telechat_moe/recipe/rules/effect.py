@@ -46,11 +46,8 @@ def target(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 def optimizer_shards(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Optimizer states are sharded over devices, if the recipe says so, over equally many each."""
-    on, config, dp = (
-        r.parallel.enable_parallel_optimizer,
-        r.parallel.parallel_optimizer_config,
-        r.parallel_config.data_parallel,
-    )
+    on, config = r.parallel.enable_parallel_optimizer, r.parallel.parallel_optimizer_config
+    dp = r.parallel_config.data_parallel
     size = config.optimizer_weight_shard_size if config is not None else None
     if on and r.devices > 1 and size not in (None, -1) and (size < 2 or dp % size):
         key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
