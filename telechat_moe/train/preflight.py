@@ -257,6 +257,9 @@ class _Look:
             self.say(key, found, expected or "a file or folder that can be read")
             if isinstance(error, UsageError):
                 self.problems[-1] = EarlierRun(**asdict(self.problems[-1]))
+        except ValueError:
+            if not self.missing.allowed:  # else a rule has said it
+                raise
         return None
 
     def say(self, key: str, found: str, expected: str) -> None:

@@ -238,6 +238,17 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             ("profil", "unknown key"),
         ],
     ),
+    "a broken list of files and absent files": (
+        {
+            "telechat_moe.evaluation.interval": 4,
+            "telechat_moe.evaluation.data_path": ["1"],
+            "load_checkpoint": "nowhere",
+        },
+        [
+            ("telechat_moe.evaluation.data_path", "['1']"),
+            ("load_checkpoint", "nowhere: no such"),
+        ],
+    ),
     "another model and absent files": (
         {f"{M}model_type": "qwen3", "load_checkpoint": "nowhere"},
         [(f"{M}model_type", "a model of MindFormers"), ("load_checkpoint", "nowhere: no such")],
