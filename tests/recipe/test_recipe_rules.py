@@ -183,6 +183,14 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (VPP, {M + "qk_pos_emb_head_dim": "32"}, M + "qk_pos_emb_head_dim"),
         (VPP, {M + "router_dense_type": "bfloat16"}, M + "router_dense_type"),
     ],
+    "device_memory": [
+        (LARGE, {M + "moe_intermediate_size": "1048576"}, "context.max_device_memory"),
+        (LARGE, {"context.max_device_memory": "1GB"}, "context.max_device_memory"),
+    ],
+    "home_folders": [
+        (TINY, {"output_dir": "~/x"}, "output_dir"),
+        (TINY, {"load_checkpoint": "~someone/x"}, "load_checkpoint"),
+    ],
     "use_parallel": [
         (TINY, {P + "data_parallel": "2"}, "use_parallel"),
         (LARGE, {"use_parallel": "False"}, f"{P}expert_parallel use_parallel"),

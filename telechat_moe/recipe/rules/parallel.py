@@ -266,9 +266,10 @@ def device_memory(r: Recipe) -> Iterator[Broken]:
     m, limit = r.model.model_config, getattr(r.context, "max_device_memory", None)
     if limit is None or not r.trains or not isinstance(m, ModelConfig):
         return
-    least = least_bytes(r) // r.devices
+    devices, _ = _degrees(r)
+    least = least_bytes(r) // devices
     if least > float(limit.removesuffix("GB")) * 2**30:
-        found = f"{limit}, but weights and moments take {size_text(least)} on each of {r.devices} devices at least"
+        found = f"{limit}, but weights and moments take {size_text(least)} on each of {devices} devices at least"
         yield "context.max_device_memory", found, "more devices, or a smaller model"
 
 
