@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telechat_moe.cli.output import write_json
+from telechat_moe.cli.output import to_yaml, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -16,7 +17,9 @@ from telechat_moe.units import count_text, parse_size, size_text
 
 if TYPE_CHECKING:
     from telechat_moe.interop.hf import Conversion
+    from telechat_moe.recipe import Recipe
 
+_MODEL = "model.model_config"
 NOTES = """\
 SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, or, with
 --to hf, the folder of a training checkpoint (output/.../checkpoints/step-00000123; its checksums
@@ -51,6 +54,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="compare the files of SRC with its checksums, no more"
     )
     parser.add_argument("--recipe", metavar="RECIPE", help="recipe whose model the weights are of")
+    parser.add_argument(
+        "--recipe-out", metavar="FILE", help="write RECIPE with the model of SRC's config.json"
+    )
     parser.add_argument("--to", choices=("hf", "telechat"), help="format and names to write")
     parser.add_argument(
         "--shard-size",
@@ -73,18 +79,54 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"convert needs {', '.join(missing)} (or --verify to check SRC only)")
     shard_bytes = parse_size("--shard-size", args.shard_size, bare=True)
     from telechat_moe.interop.hf import convert
-    from telechat_moe.recipe import load
+    from telechat_moe.recipe import RecipeError
+    from telechat_moe.recipe.hugging_face import OtherModelError
 
-    config = load(args.recipe, args.overrides, use="weights").model_config
+    recipe = _recipe(args)
     begin = time.monotonic()
-    with bars(in_bytes=True) as progress:
-        result = convert(args.src, args.dst, config, args.to, shard_bytes, progress)
+    try:
+        with bars(in_bytes=True) as progress:
+            result = convert(
+                args.src, args.dst, recipe.model_config, args.to, shard_bytes, progress
+            )
+    except OtherModelError as error:
+        raise RecipeError(error.problems(recipe, _MODEL)) from error
     seconds = time.monotonic() - begin
+    if args.recipe_out:
+        _write_recipe(recipe, args)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     if not write_json(args.json, {**vars(result), "seconds": round(seconds, 3)}):
         print(_describe(result, seconds))
     return 0
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of the weights; with --recipe-out, with what config.json says put in."""
+    from telechat_moe.interop.hf import fitting
+    from telechat_moe.recipe import RecipeError, load
+    from telechat_moe.recipe.hugging_face import OtherModelError
+
+    recipe = load(args.recipe, args.overrides, use="weights")
+    if not args.recipe_out:
+        return recipe
+    if args.to != "telechat":
+        raise UsageError("--recipe-out writes what SRC's config.json says: it needs --to telechat")
+    if Path(args.recipe_out).exists():
+        raise UsageError(f"{args.recipe_out} exists; name another file")
+    try:
+        fits = fitting(Path(args.src), recipe)
+    except OtherModelError as error:
+        raise RecipeError(error.problems(recipe, _MODEL)) from error
+    weights = f"load_checkpoint={json.dumps(args.dst, ensure_ascii=False)}"
+    return load(args.recipe, [*args.overrides, *fits, weights])
+
+
+def _write_recipe(recipe: Recipe, args: argparse.Namespace) -> None:
+    from telechat_moe.files import write_atomic
+
+    about = f"# {args.recipe} with the model of {args.src}\n"
+    write_atomic(Path(args.recipe_out), (about + to_yaml(recipe.to_dict())).encode())
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli.arguments import add_start
-from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.output import show_table, to_yaml, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import count_text, gib_text
@@ -225,17 +225,6 @@ def _print_show(report: dict[str, Any], model_type: str | None) -> None:
     show_table(titles, rows, prefix="# ")
 
 
-def to_yaml(data: dict[str, Any]) -> str:
-    """Write plain data as YAML without aliases, in the order of the data."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100))
-
-
 def run_check(args: argparse.Namespace) -> int:
     """Check recipes and print every problem."""
     if args.host_syncs or args.graph:
@@ -292,7 +281,9 @@ def _problems(name: str, args: argparse.Namespace) -> tuple[str, list[Problem], 
     from telechat_moe.train import preflight
 
     start = {"resume": args.resume, "overwrite": args.overwrite}
-    problems = preflight.examine(recipe, **start, weights=hf.weights)[1]
+    notes: list[str] = []
+    problems = preflight.examine(recipe, **start, weights=hf.weights, notes=notes)[1]
+    open_keys |= {"load_checkpoint": "; ".join(notes)} if notes else {}
     try:
         rank_orders(recipe)
     except RecipeError as error:

@@ -322,8 +322,11 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
     known = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}
     if not isinstance(data, dict):
         return {}, ""
-    pairs = cast("dict[str, object]", data).items()
-    return {k: v for k, v in pairs if k in known}, str(path)
+    fields = cast("dict[str, object]", data)
+    rope = fields.get("rope_parameters")  # transformers 5
+    if is_object(rope) and "rope_theta" in rope:
+        fields.setdefault("rope_theta", rope["rope_theta"])
+    return {k: v for k, v in fields.items() if k in known}, str(path)
 
 
 def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:

@@ -21,8 +21,9 @@ from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import TelechatMoeError, UsageError
-from telechat_moe.recipe import Problem, Recipe, RecipeError
+from telechat_moe.recipe import Problem, Recipe, RecipeError, hugging_face
 from telechat_moe.recipe.data_path import parse_data_path
+from telechat_moe.recipe.hugging_face import OtherModelError
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 
@@ -84,10 +85,18 @@ def examine(
     resume: bool = False,
     overwrite: bool = False,
     weights: ReadWeights = own_weights,
+    notes: list[str] | None = None,
 ) -> tuple[Ready | None, list[Problem]]:
-    """Return what a run begins with, or everything that it lacks; see :func:`require`."""
+    """Return what a run begins with, or everything that it lacks; see :func:`require`.
+
+    Args:
+        notes: Receives what was not judged of the weights.
+    """
     look = _Look(recipe)
-    return look.examine(resume, overwrite, weights), look.problems
+    ready = look.examine(resume, overwrite, weights)
+    if notes is not None:
+        notes += look.notes
+    return ready, look.problems
 
 
 def machine(recipe: Recipe) -> list[Problem]:
@@ -131,6 +140,7 @@ class _Look:
     def __init__(self, recipe: Recipe, shared: Shared = None) -> None:
         self.recipe, self.shared, self.problems = recipe, shared, list[Problem]()
         self.held: list[Problem] = []  # that output_dir holds another run
+        self.notes: list[str] = []
 
     def examine(self, resume: bool, overwrite: bool, weights: ReadWeights) -> Ready | None:
         """See :func:`examine`."""
@@ -152,6 +162,8 @@ class _Look:
             return do()
         except RecipeError as error:
             self.problems += error.problems
+        except OtherModelError as error:
+            self.problems += error.problems(self.recipe, key)
         except (TelechatMoeError, OSError) as error:
             found, _, expected = " ".join(str(error).split()).partition("; ")
             self.say(key, found, expected or "a file or folder that can be read")
@@ -280,7 +292,9 @@ class _Look:
         if path is None:
             return
         if start.kind == "weights":
-            self.at(start.key, lambda: weights(path, recipe.model_config, verify=False))
+            given: dict[str, Any] = {"verify": False, "notes": self.notes}
+            self.at(start.key, lambda: weights(path, recipe.model_config, **given))
+            self.notes += end_tokens(recipe, path)
             return
         if problem := manifest.incomplete(path):
             text = " ".join(str(problem).split())
@@ -295,6 +309,18 @@ class _Look:
             )
         if loader is not None and "data" in state:
             self.at(f"{DATA}.config", lambda: loader.load_state(state["data"], choice == "new"))
+
+
+def end_tokens(recipe: Recipe, weights: Path) -> list[str]:
+    """Return a note if a model's config.json ends a text with other tokens than the recipe's data."""
+    data, file = recipe.train_dataset.data_loader.config, hugging_face.config_beside(weights)
+    if data is None or file is None or data.eod < 0:
+        return []
+    ends = hugging_face.read(file).end_tokens
+    if not ends or data.eod in ends:
+        return []
+    found = f"{DATA}.config.eod {data.eod} ends the documents, {file} has eos_token_id {', '.join(map(str, ends))}"
+    return [f"{found}: the data's tokenizer must be the model's"]
 
 
 def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:

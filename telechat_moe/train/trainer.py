@@ -102,9 +102,10 @@ class Trainer:
         if self.start.kind == "resume":
             self.checkpoints.resume(self.start)
         elif path is not None:
-            found = weights(path, self.recipe.model_config)
+            found = weights(path, self.recipe.model_config, notes=notes)
             state.load_weights(self.engine.model, found, path)
             notes.append(f"weights from {path}")
+            notes += preflight.end_tokens(self.recipe, path)
         else:
             initialize(self.engine.model, self.recipe.seed)
 
