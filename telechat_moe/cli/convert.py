@@ -112,8 +112,10 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         return recipe
     if args.to != "telechat":
         raise UsageError("--recipe-out writes what SRC's config.json says: it needs --to telechat")
-    if Path(args.recipe_out).exists():
-        raise UsageError(f"{args.recipe_out} exists; name another file")
+    target = Path(args.recipe_out)
+    if target.exists() or not target.parent.is_dir():
+        reason = "exists" if target.exists() else "is in a folder that does not exist"
+        raise UsageError(f"--recipe-out {target} {reason}; name another file")
     try:
         fits = fitting(Path(args.src), recipe)
     except OtherModelError as error:
@@ -131,7 +133,7 @@ def _write_recipe(recipe: Recipe, args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     """Compare files with their checksums and say how they differ."""
-    if args.dst or args.recipe or args.to:
+    if args.dst or args.recipe or args.to or args.recipe_out:
         raise UsageError("--verify takes SRC only")
     from telechat_moe.files import verify_checksums
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import yaml
+
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_list, is_object, short
 from telechat_moe.recipe.problems import Problem
@@ -66,7 +68,7 @@ IDLE = re.compile(
 """Fields that change nothing in what weights compute here, or that have a function of their own below."""
 
 FOREIGN = re.compile(
-    r"(m?hc_|mhc|hyper_|index_|indexer|qk_clip|clip_qkv|sliding_|layer_types|mlp_layer_types|linear_|compress|zero_expert|ngram"
+    r"(m?hc_|mhc|hyper_|index_|indexer|qk_clip|clip_qkv|(use_)?sliding_|layer_types|mlp_layer_types|linear_|compress|zero_expert|ngram"
     r"|mla_|quantization|swiglu_|attention_chunk|no_rope|nope_layer|sandwich|enable_hyper|num_residual_streams|text_config"
     r"|use_qk_norm|mrope|alibi).*"
     r"|(?!moe_router).*(latent|softcap|_multiplier|_bias$|use_bias|sink|logit_scale|logits_scaling|output_gate).*"
@@ -217,7 +219,7 @@ def differences(theirs: HfConfig, config: ModelConfig) -> list[Difference]:
     for key, value in theirs.values.items():
         if ours[key] != value:
             text = f"{_written(config, key)}, but {theirs.file}: {theirs.texts[key]}"
-            found.append(Difference(key, text, f"set it to {short(value)}"))
+            found.append(Difference(key, text, f"set it to {_yaml(value)}"))
     return found
 
 
@@ -228,7 +230,9 @@ def changed(before: ModelConfig, now: ModelConfig) -> list[Difference]:
         was[key], ours[key] = getattr(before, key), getattr(now, key)
     return [
         Difference(
-            key, f"{ours[key]}, but the weights were trained with {value}", f"set it to {value}"
+            key,
+            f"{ours[key]}, but the weights were trained with {value}",
+            f"set it to {_yaml(value)}",
         )
         for key, value in was.items()
         if ours[key] != value
@@ -457,6 +461,11 @@ def _two(name: str, value: Any, other: str, second: Any) -> tuple[str, str]:
     return f"{name} is {_json(value)} and {other} {_json(second)}", "one value"
 
 
+def _yaml(value: Any) -> str:
+    """Return a value as a recipe writes it; YAML reads 1e-06 as text."""
+    return short(yaml.safe_dump(value).splitlines()[0])
+
+
 def _json(value: Any) -> str:
     return short(json.dumps(value))
 
@@ -485,8 +494,8 @@ def overrides(theirs: HfConfig, config: ModelConfig, written: Mapping[str, Any])
         "n_shared_experts",
         "moe_intermediate_size",
     }:
-        values["moe_shared_expert_intermediate_size"] = "null"
+        values["moe_shared_expert_intermediate_size"] = None
     if theirs.longest is not None:
         values["max_position_embeddings"] = max(theirs.longest, config.seq_length)
     for key, value in values.items():
-        yield f"model.model_config.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        yield f"model.model_config.{key}={_yaml(value)}"

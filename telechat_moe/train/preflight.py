@@ -293,8 +293,8 @@ class _Look:
             return
         if start.kind == "weights":
             given: dict[str, Any] = {"verify": False, "notes": self.notes}
-            self.at(start.key, lambda: weights(path, recipe.model_config, **given))
-            self.notes += end_tokens(recipe, path)
+            if self.at(start.key, lambda: weights(path, recipe.model_config, **given)) is not None:
+                self.notes += end_tokens(recipe, path)
             return
         if problem := manifest.incomplete(path):
             text = " ".join(str(problem).split())
@@ -313,8 +313,8 @@ class _Look:
 
 def end_tokens(recipe: Recipe, weights: Path) -> list[str]:
     """Return a note if a model's config.json ends a text with other tokens than the recipe's data."""
-    data, file = recipe.train_dataset.data_loader.config, hugging_face.config_beside(weights)
-    if data is None or file is None or data.eod < 0:
+    data, file = recipe.train_dataset.data_loader.config, weights / hugging_face.CONFIG
+    if data is None or data.eod < 0 or not file.is_file():
         return []
     ends = hugging_face.read(file).end_tokens
     if not ends or data.eod in ends:
