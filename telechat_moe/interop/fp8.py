@@ -32,8 +32,9 @@ _VALUES = e4m3_values()
 
 def e8m0_values(codes: Bytes) -> NDArray[np.float32]:
     """Return the powers of two that UE8M0 codes stand for, ``2^(code - 127)``; 255 is NaN."""
-    powers = np.ldexp(np.float32(1), codes.astype(np.int32) - 127)
-    return np.where(codes == 255, np.float32(np.nan), powers)
+    bits = codes.astype(np.uint32) << 23  # the exponent of a float32, but for the ends
+    bits[codes == 0], bits[codes == 255] = 0x00400000, 0x7FC00000
+    return bits.view(np.float32)
 
 
 _SCALES: dict[str, Callable[[Bytes], NDArray[np.float32]]] = {
@@ -77,7 +78,9 @@ class Fp8Entry(Entry):
             codes = Entry(self.file, FP8, self.shape, self.start, rows * columns)
             raw = codes.read(top * columns, height * columns).reshape(height, columns)
             factors = np.repeat(scale[number], self.block[1])[:columns]
-            yield to_bfloat16(_VALUES[raw] * factors).reshape(-1).view(np.uint8)
+            with np.errstate(over="ignore"):
+                values = _VALUES[raw] * factors
+            yield to_bfloat16(values).reshape(-1).view(np.uint8)
 
 
 def dequantised(
