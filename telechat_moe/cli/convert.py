@@ -32,10 +32,14 @@ kept. With --to hf the folder also holds config.json, so that
 transformers' DeepseekV3ForCausalLM.from_pretrained loads it; MTP layers follow the decoder layers as
 in the published DeepSeek-V3 checkpoints.
 
-Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. FP8 matrices with block
-scales (weight_scale_inv, as DeepSeek-V3 is published) are read as bfloat16. MTP layers may begin one layer later
-(TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing, or of another shape or
-type than the recipe's model has are listed, and nothing is written.
+SRC's config.json is compared with the recipe, in the spelling of transformers 4 or 5: a field that computes something
+else is an error that names both values and the key to set. --recipe-out FILE takes the model from config.json instead
+and writes RECIPE with it, and with load_checkpoint at DST.
+
+Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. NaN and infinite values are
+named. FP8 matrices with block scales (weight_scale_inv in float32, bfloat16 or UE8M0) are read as bfloat16. MTP layers
+may begin one layer later (TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing,
+or of another shape or type than the recipe's model has are listed, and nothing is written.
 
 checksums.json in DST holds the SHA-256 of every file written and of every file read; a SRC that has
 one is compared with it. --verify SRC only compares.
@@ -43,6 +47,8 @@ one is compared with it. --verify SRC only compares.
 EXAMPLES = """\
 telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
     --recipe telechat3_moe/pretrain_tiny.yaml --to hf
+telechat-moe convert weights/hf weights/ours --recipe telechat3_moe/pretrain_tiny.yaml --to telechat \\
+    --recipe-out mine.yaml
 telechat-moe convert --verify output/hf
 """
 
@@ -179,11 +185,11 @@ VERB = Verb(
     exits={
         0: "converted or verified",
         1: "writing failed (disk full), or files differ",
-        3: "the recipe or SRC cannot be used, or DST exists",
+        3: "the recipe or SRC cannot be used, SRC's config.json is of another model, or DST exists",
     },
     json_keys="source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of tensors by "
     "type), ignored (tensors of SRC that are no weights), notes (where transformers computes something "
-    "else with these weights, what was rounded), resumed_files (finished by an earlier run), seconds. "
+    "else with these weights, what was rounded or not judged, NaN and infinite values), resumed_files (finished by an earlier run), seconds. "
     "With --verify: path, files, bytes, problems, seconds.",
     overrides="override a value of the recipe, for example model.model_config.num_hidden_layers=4",
     arguments=_arguments,

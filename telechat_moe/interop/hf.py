@@ -6,7 +6,7 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 """
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,22 +134,15 @@ def convert(
         raise BadInputError(f"{dst} exists; remove it or name another destination")
     notes: list[str] = []
     found = _open(src, _read(src, model_config), model_config, to, notes)
-    odd: list[str] = []
-    outputs, extra = _outputs(found, model_config, to, odd.append)
-    outputs, seen = _recorded(outputs)
+    scan = _Scan()
+    outputs, extra = _outputs(found, model_config, to, scan.odd.append)
+    outputs = scan.recorded(outputs)
     largest = 1 << 62 if dst.suffix == ".safetensors" else shard_bytes
     shards = tensor_files.split(outputs, largest)
     if len(shards) > 1:
         extra[tensor_files.INDEX] = tensor_files.index_of(shards)
     destination = Destination(dst, src, found.files, shards, extra, _LABELS[to], progress)
     files, resumed = destination.write()
-    for output in outputs:
-        if output.name not in seen:  # in a file that an interrupted conversion had finished
-            for _ in output.chunks():
-                pass
-    odd = list(dict.fromkeys(odd))
-    if len(odd) > _SHOWN:
-        odd[_SHOWN:] = [f"{len(odd) - _SHOWN} more tensors hold NaN or infinite values"]
     return Conversion(
         source=str(src),
         destination=str(dst),
@@ -160,7 +153,7 @@ def convert(
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
         ignored=found.ignored,
-        notes=found.notes + odd,
+        notes=found.notes + scan.notes(outputs),
         resumed_files=resumed,
     )
 
@@ -317,15 +310,29 @@ def _dequantised(
     return entries
 
 
-def _recorded(outputs: list[Output]) -> tuple[list[Output], set[str]]:
-    """Return tensors that record themselves in a set of names when they are read, and the set."""
-    seen: set[str] = set()
+class _Scan:
+    """Which tensors of a conversion hold NaN or infinite values."""
 
-    def chunks(output: Output) -> Iterable[Bytes]:
-        seen.add(output.name)
+    def __init__(self) -> None:
+        self.odd: list[str] = []
+        self.read: set[str] = set()
+
+    def recorded(self, outputs: list[Output]) -> list[Output]:
+        """Return tensors that are recorded when they are read."""
+        return [replace(output, chunks=partial(self._chunks, output)) for output in outputs]
+
+    def _chunks(self, output: Output) -> Iterable[Bytes]:
+        self.read.add(output.name)
         return output.chunks()
 
-    return [replace(output, chunks=partial(chunks, output)) for output in outputs], seen
+    def notes(self, outputs: list[Output]) -> list[str]:
+        """Return a note for each tensor; those in files that an interrupted conversion had finished are read again."""
+        for output in outputs:
+            if output.name not in self.read:
+                deque(output.chunks(), 0)
+        odd = list(dict.fromkeys(self.odd))
+        more = [f"{len(odd) - _SHOWN} more tensors hold NaN or infinite values"]
+        return odd[:_SHOWN] + (more if len(odd) > _SHOWN else [])
 
 
 def _outputs(
