@@ -84,11 +84,12 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise UsageError(f"convert needs {', '.join(missing)} (or --verify to check SRC only)")
     shard_bytes = parse_size("--shard-size", args.shard_size, bare=True)
+    from telechat_moe.files import write_atomic
     from telechat_moe.interop.hf import convert
     from telechat_moe.recipe import RecipeError
     from telechat_moe.recipe.hugging_face import OtherModelError
 
-    recipe = _recipe(args)
+    recipe, text = _recipe(args)
     begin = time.monotonic()
     try:
         with bars(in_bytes=True) as progress:
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(error.problems(recipe, _MODEL)) from error
     seconds = time.monotonic() - begin
     if args.recipe_out:
-        _write_recipe(recipe, args)
+        write_atomic(Path(args.recipe_out), text.encode())
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     if not write_json(args.json, {**vars(result), "seconds": round(seconds, 3)}):
@@ -107,15 +108,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(args: argparse.Namespace) -> Recipe:
-    """Return the recipe of the weights; with --recipe-out, with what config.json says put in."""
+def _recipe(args: argparse.Namespace) -> tuple[Recipe, str]:
+    """Return the recipe of the weights; with --recipe-out, with what config.json says put in, and its text."""
     from telechat_moe.interop.hf import fitting
-    from telechat_moe.recipe import RecipeError, load
+    from telechat_moe.recipe import RecipeError, find, load, schema_file
+    from telechat_moe.recipe.edit import edited
     from telechat_moe.recipe.hugging_face import OtherModelError
 
     recipe = load(args.recipe, args.overrides, use="weights")
     if not args.recipe_out:
-        return recipe
+        return recipe, ""
     if args.to != "telechat":
         raise UsageError("--recipe-out writes what SRC's config.json says: it needs --to telechat")
     target = Path(args.recipe_out)
@@ -127,14 +129,13 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     except OtherModelError as error:
         raise RecipeError(error.problems(recipe, _MODEL)) from error
     weights = f"load_checkpoint={json.dumps(args.dst, ensure_ascii=False)}"
-    return load(args.recipe, [*args.overrides, *fits, weights])
-
-
-def _write_recipe(recipe: Recipe, args: argparse.Namespace) -> None:
-    from telechat_moe.files import write_atomic
-
-    about = f"# {args.recipe} with the model of {args.src}\n"
-    write_atomic(Path(args.recipe_out), (about + to_yaml(recipe.to_dict())).encode())
+    changes = [*args.overrides, *fits, weights]
+    after, source = load(args.recipe, changes), find(args.recipe)
+    text = edited(source.read_text(encoding="utf-8-sig"), load(source), after, changes)
+    text = (text or to_yaml(after.to_dict())).replace(
+        "$schema=../schema.json", f"$schema={schema_file()}", 1
+    )
+    return after, f"# {args.recipe} with the model of {args.src}\n{text}"
 
 
 def _verify(args: argparse.Namespace) -> int:

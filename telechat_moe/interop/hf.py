@@ -387,7 +387,7 @@ def _notes(config: ModelConfig) -> list[str]:
     if config.rms_norm_eps != _LATENT_EPS:
         notes.append(
             f"transformers normalises the query and key/value latents with eps {_LATENT_EPS:g}, "
-            f"this recipe with rms_norm_eps {config.rms_norm_eps:g}; logits differ slightly"
+            f"this recipe with rms_norm_eps {config.rms_norm_eps:g}; logits differ, the more the smaller the latents"
         )
     if 0 < config.topk_group < config.n_group:
         notes.append(

@@ -11,7 +11,7 @@ from test_convert import write
 from telechat_moe.cli import main
 from telechat_moe.interop import hf
 from telechat_moe.interop.names import pairs
-from telechat_moe.recipe import hugging_face, load
+from telechat_moe.recipe import find, hugging_face, load
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 OTHER = {
@@ -71,8 +71,19 @@ def test_the_recipe_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert recipe.load_checkpoint == str(folder.with_name("ours"))
     assert {w.name for w in hf.weights(folder.with_name("ours"), recipe.model_config)}
     assert hf.weights(folder, recipe.model_config, verify=False)
-    rest = load(TINY).to_dict()
-    assert recipe.to_dict()["optimizer"] == rest["optimizer"]
+    changed = recipe.to_dict() | {"model": None, "load_checkpoint": ""}
+    assert changed == load(TINY).to_dict() | {"model": None, "load_checkpoint": ""}
+    text = (
+        out.read_text()
+    )  # comments and anchors are there, so an override acts wherever the value stands
+    assert "dataset_config: *train_dataset" in text
+    comments = [
+        line.partition("#")[2] for line in find(TINY).read_text().splitlines()[1:] if "#" in line
+    ]
+    assert all(comment in text for comment in comments)
+    assert load(
+        out, ["train_dataset.data_loader.sizes.0=32", "lr_schedule.warmup_steps=2"], use="train"
+    ).train_steps
     assert convert(folder, "--recipe-out", str(out)) == 2
 
 
@@ -106,3 +117,13 @@ def test_wrong_usage(folder: Path, tmp_path: Path) -> None:
     there = ["convert", "a.safetensors", str(tmp_path / "x"), "--recipe", TINY, "--to", "hf"]
     assert main([*there, "--recipe-out", str(tmp_path / "m.yaml")]) == 2
     assert main(["convert", "--verify", str(folder), "--recipe-out", str(tmp_path / "m.yaml")]) == 2
+
+
+def test_a_recipe_whose_text_cannot_be_edited(folder: Path) -> None:
+    """Flow style: the resolved recipe is written instead."""
+    flow = folder.with_name("flow.json")
+    flow.write_text(json.dumps(load(TINY).to_dict()))
+    out = folder.with_name("mine.yaml")
+    options = ["--recipe", str(flow), "--to", "telechat", "--recipe-out", str(out)]
+    assert main(["convert", str(folder), str(folder.with_name("ours")), *options]) == 0
+    assert load(out).model_config.hidden_size == 64
