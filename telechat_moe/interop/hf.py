@@ -282,7 +282,7 @@ def _open(
     theirs = settings(src, config, notes, hf=to == "telechat" and _is_hf(entries))
     _check_expressible(config, to)
     files = sorted({entry.file for entry in entries.values()})
-    notes += _notes(config)
+    notes += _notes(config, to)
     mtp_layer = config.num_hidden_layers
     if to == "telechat":
         mtp_layer = first_mtp_layer(entries, config)
@@ -382,7 +382,7 @@ def _check_expressible(config: ModelConfig, to: Format) -> None:
         )
 
 
-def _notes(config: ModelConfig) -> list[str]:
+def _notes(config: ModelConfig, to: Format) -> list[str]:
     notes: list[str] = []
     if config.rms_norm_eps != _LATENT_EPS:
         notes.append(
@@ -394,7 +394,7 @@ def _notes(config: ModelConfig) -> list[str]:
             "transformers 4 masks the experts of dropped groups with 0; 5 and this model with -inf; they differ "
             "where a kept expert's biased score is negative"
         )
-    if config.num_nextn_predict_layers:
+    if config.num_nextn_predict_layers and to == "hf":
         notes.append("transformers ignores the MTP layers, and warns of unexpected tensors")
     return notes
 

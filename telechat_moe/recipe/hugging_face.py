@@ -58,7 +58,7 @@ IDLE = re.compile(
     r"|max_position_embeddings|initializer_range|attention_dropout|num_nextn_predict_layers|mtp_loss_factor"
     r"|(bos|eos|pad|sep|decoder_start|forced_bos|forced_eos)_token_id|tokenizer_class|pretraining_tp|ep_size|seq_length"
     r"|aux_loss_alpha|seq_aux|router_aux_loss_coef|output_.*|return_dict.*|is_decoder|is_encoder_decoder|add_cross_attention"
-    r"|cross_attention_hidden_size|tie_encoder_decoder|tie_word_embeddings|chunk_size_feed_forward|pruned_heads|tf_legacy_loss"
+    r"|cross_attention_hidden_size|tie_encoder_decoder|chunk_size_feed_forward|pruned_heads|tf_legacy_loss"
     r"|id2label|label2id|finetuning_task|task_specific_params|problem_type|prefix|remove_invalid_values|do_sample|early_stopping"
     r"|num_beams|num_beam_groups|diversity_penalty|temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty"
     r"|max_length|min_length|(encoder_)?no_repeat_ngram_size|bad_words_ids|num_return_sequences|(begin_)?suppress_tokens"
