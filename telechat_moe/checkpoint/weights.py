@@ -215,12 +215,12 @@ class ShardedEntry(Entry):
         return whole.reshape(-1)
 
 
-def unfit(source: Path, problems: Sequence[str]) -> BadInputError:
-    """Return the error that says in one line how weights do not fit a model."""
+def unfit(source: Path, problems: Sequence[str], hint: str = "") -> BadInputError:
+    """Return the error that says in one line how weights do not fit a model, and a hint at the reason."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return BadInputError(
         f"{source} does not fit the model: {', '.join(problems[:_SHOWN])}{more}; weights of the recipe's model, or a "
-        "model section that says what these are of"
+        f"model section that says what these are of. {hint}".rstrip(" .")
     )
 
 

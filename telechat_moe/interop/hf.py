@@ -62,12 +62,14 @@ class WeightsError(BadInputError):
 
     Attributes:
         problems: One line for each tensor that is unknown, missing or not as expected.
+        hint: What may be the reason, or empty.
     """
 
     def __init__(self, source: Path, problems: list[str], hint: str = "") -> None:
         self.problems = problems
         text = f"{source}: {len(problems)} problem(s), nothing was written:\n  "
-        super().__init__(text + "\n  ".join(problems) + hint)
+        self.hint = hint
+        super().__init__(text + "\n  ".join(problems) + (hint and f"\n{hint}"))
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def weights(
     try:
         opened = _open(source, entries, config, "telechat", notes, contents=verify)
     except WeightsError as error:
-        raise unfit(source, error.problems) from None
+        raise unfit(source, error.problems, error.hint) from None
     outputs = list(_to_ours(opened.table, opened.entries))
     if not verify:
         glance(outputs, notes)
@@ -292,7 +294,10 @@ def _open(
             raise OtherModelError([Difference(key, text, f"set it to {depth}")])
         entries = _dequantised(src, entries, theirs.block if theirs else fp8.BLOCK, notes)
     table = pairs(config, mtp_layer)
-    ignored = _check(src, entries, table, config, to, mtp_layer, contents)
+    hint = (
+        "" if theirs or to == "hf" else f"There is no {CONFIG} that says which model they are of."
+    )
+    ignored = _check(src, entries, table, config, to, mtp_layer, contents, hint)
     return _Source(entries, files, table, ignored, notes)
 
 
@@ -407,6 +412,7 @@ def _check(
     to: Format,
     mtp_layer: int,
     contents: bool,
+    hint: str,
 ) -> list[str]:
     """Compare the source with what the recipe needs; return the names that are no weights."""
     wanted: dict[str, tuple[int, ...]] = {}
@@ -436,9 +442,8 @@ def _check(
         problems = _differences(entries, table, config, to, contents)
     if problems:
         other = {name for p in table for name in ((p.ours,) if to == "telechat" else p.hf)}
-        hint = ""
         if missing and unknown and other <= entries.keys():
-            hint = f"\nThe source already has the names of format {to!r}."
+            hint = f"The source already has the names of format {to!r}."
         raise WeightsError(source, problems, hint)
     return sorted(ignored)
 

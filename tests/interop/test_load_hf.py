@@ -52,6 +52,7 @@ def test_another_model_in_one_line(folder: Path) -> None:
     said = str(error.value)
     assert f"{folder} does not fit the model" in said
     assert " more" in said
+    assert "There is no config.json" in said
     assert len(said.splitlines()) == 1
 
 
