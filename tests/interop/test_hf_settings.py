@@ -173,6 +173,14 @@ def test_what_is_not_judged_is_said(tmp_path: Path) -> None:
     ) == ["hidden_size"]
 
 
+def test_a_single_expert_is_weighed_by_its_score(tmp_path: Path) -> None:
+    """Here whatever norm_topk_prob says, in transformers where it is false."""
+    single = layout(num_experts_per_tok=1, norm_topk_prob=True)
+    fields = hugging_face.hf_config(single, "float32")
+    assert fields["norm_topk_prob"] is False
+    assert hugging_face.differences(judged(fields, tmp_path), single) == []
+
+
 def test_all_groups_kept_is_no_limit(tmp_path: Path) -> None:
     none = dataclasses.replace(CONFIG, n_group=0, topk_group=0)
     for groups, kept in ((1, 1), (4, 4), (16, 16)):

@@ -77,6 +77,7 @@ def test_the_recipe_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         out.read_text()
     )  # comments and anchors are there, so an override acts wherever the value stands
     assert "dataset_config: *train_dataset" in text
+    assert "qk_pos_emb_head_dim: *rope_dim" in text
     comments = [
         line.partition("#")[2] for line in find(TINY).read_text().splitlines()[1:] if "#" in line
     ]
