@@ -1,5 +1,6 @@
 """Read weights tensor by tensor from any source, also from a checkpoint that several ranks wrote together."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -30,6 +31,9 @@ from telechat_moe.tensor_files import (
 
 # Zero between steps, or of an analysis (`train.observe`).
 TRANSIENT = ("expert_load", "dropped", "main_grad", "observed")
+MODEL_CONFIG = "model_config.json"
+"""The recipe's model section, beside weights that ``convert`` wrote."""
+
 NO_SETTINGS = "no config.json beside the weights; names and shapes are compared, not what they do not show (rope_theta, eps, routing)"
 _SHOWN = 4
 Report = Callable[[str], None]
@@ -106,11 +110,24 @@ def own_weights(
 
 
 def trained_with(source: Path) -> ModelConfig | None:
-    """Return the model section that a training checkpoint was written with; None: the source is none."""
-    if not (source / manifest.FILE).is_file():
+    """Return the model section of a training checkpoint, or of a folder that ``convert`` wrote; None: of neither.
+
+    Raises:
+        BadInputError: It cannot be read.
+    """
+    file = source / MODEL_CONFIG
+    if (source / manifest.FILE).is_file():
+        state = manifest.read(source).get("state", {})
+        section = state.get("model_config") if is_object(state) else None
+    elif not file.is_file():
         return None
-    state = manifest.read(source).get("state", {})
-    section = state.get("model_config") if is_object(state) else None
+    else:
+        try:
+            section = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadInputError(
+                f"{file}: no model section ({error}); convert the weights again"
+            ) from error
     known = {f.name for f in fields(ModelConfig)}
     if not is_object(section):
         return None

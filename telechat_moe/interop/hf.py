@@ -8,7 +8,7 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import manifest
 from telechat_moe.checkpoint.weights import (
+    MODEL_CONFIG,
     NO_SETTINGS,
     Report,
     finite,
@@ -212,7 +213,7 @@ def settings(
     """
     file = hugging_face.config_beside(source) if hf or source.is_dir() else None
     if file is None:
-        if not (source / manifest.FILE).is_file():
+        if trained_with(source) is None:
             notes.append(f"{source}: {NO_SETTINGS}")
         return None
     theirs = hugging_face.read(file)
@@ -345,7 +346,7 @@ def _outputs(
 ) -> tuple[list[Output], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
-        return list(_to_ours(found.table, found.entries, report)), {}
+        return list(_to_ours(found.table, found.entries, report)), {MODEL_CONFIG: asdict(config)}
     outputs = list(_to_hf(found.table, found.entries, report))
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)

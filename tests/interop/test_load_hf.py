@@ -94,6 +94,19 @@ def test_where_the_settings_are_looked_for(folder: Path, tmp_path: Path) -> None
         with pytest.raises(OtherModelError, match=r"rope_theta is 500000\.0"):
             hf.weights(place, CONFIG, verify=False)
     (folder / "config.json").unlink()
+    notes = []
+    for theta, expected in (
+        (1e4, []),
+        (5e4, ["rope_theta is 50000.0, but the weights were trained with 10000.0"]),
+    ):
+        found = list[str]()
+        changed = dataclasses.replace(CONFIG, rope_theta=theta)
+        assert hf.weights(tmp_path / "ours", changed, verify=False, notes=found)
+        assert [note.removeprefix(f"{tmp_path}/ours: ") for note in found] == expected
+    (tmp_path / "ours/model_config.json").write_text("[")
+    with pytest.raises(BadInputError, match="no model section"):
+        hf.weights(tmp_path / "ours", CONFIG, verify=False)
+    (tmp_path / "ours/model_config.json").unlink()
     for place in (*places, tmp_path / "ours"):
         notes = []
         assert hf.weights(place, CONFIG, verify=False, notes=notes)
