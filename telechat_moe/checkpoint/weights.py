@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,8 @@ from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.checkpoint.stored import tensors_of
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import require_checksums
-from telechat_moe.narrowing import is_object
 from telechat_moe.recipe import ModelConfig
-from telechat_moe.recipe.hugging_face import changed
+from telechat_moe.recipe.hugging_face import changed, of_recipe
 from telechat_moe.recipe.weights import weights
 from telechat_moe.tensor_files import (
     BYTES_OF_DTYPE,
@@ -118,20 +117,21 @@ def trained_with(source: Path) -> ModelConfig | None:
     file = source / MODEL_CONFIG
     if (source / manifest.FILE).is_file():
         state = manifest.read(source).get("state", {})
-        section = state.get("model_config") if is_object(state) else None
-    elif not file.is_file():
+        return _model_config(state["model_config"]) if "model_config" in state else None
+    if not file.is_file():
         return None
-    else:
-        try:
-            section = json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise BadInputError(
-                f"{file}: no model section ({error}); convert the weights again"
-            ) from error
+    try:
+        return _model_config(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        found = f"{file}: no model section ({error}); convert the weights again"
+        raise BadInputError(found) from error
+
+
+def _model_config(section: Mapping[str, Any]) -> ModelConfig:
     known = {f.name for f in fields(ModelConfig)}
-    if not is_object(section):
-        return None
-    return ModelConfig(**{key: value for key, value in section.items() if key in known})
+    config = ModelConfig(**{key: value for key, value in dict(section).items() if key in known})
+    of_recipe(config)  # fails for values of other types
+    return config
 
 
 def refuse(problem: str) -> None:

@@ -100,7 +100,12 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(error.problems(recipe, _MODEL)) from error
     seconds = time.monotonic() - begin
     if args.recipe_out:
-        write_atomic(Path(args.recipe_out), text.encode())
+        try:
+            write_atomic(Path(args.recipe_out), text.encode())
+        except OSError as error:
+            raise UsageError(
+                f"--recipe-out {args.recipe_out} cannot be written: {error.strerror}; the weights are in {args.dst}"
+            ) from error
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     if not write_json(args.json, {**vars(result), "seconds": round(seconds, 3)}):

@@ -103,9 +103,10 @@ def test_where_the_settings_are_looked_for(folder: Path, tmp_path: Path) -> None
         changed = dataclasses.replace(CONFIG, rope_theta=theta)
         assert hf.weights(tmp_path / "ours", changed, verify=False, notes=found)
         assert [note.removeprefix(f"{tmp_path}/ours: ") for note in found] == expected
-    (tmp_path / "ours/model_config.json").write_text("[")
-    with pytest.raises(BadInputError, match="no model section"):
-        hf.weights(tmp_path / "ours", CONFIG, verify=False)
+    for broken in ("[", "[1]", '{"moe_intermediate_size": 0}', '{"n_group": "8"}'):
+        (tmp_path / "ours/model_config.json").write_text(broken)
+        with pytest.raises(BadInputError, match="no model section"):
+            hf.weights(tmp_path / "ours", CONFIG, verify=False)
     (tmp_path / "ours/model_config.json").unlink()
     for place in (*places, tmp_path / "ours"):
         notes = []
