@@ -23,6 +23,7 @@ FLOORS = (
         "narrowing",
         "html",
         "processes",
+        "reading",
         "versions",
     ),
     ("recipes",),

@@ -1,0 +1,166 @@
+"""Read what others wrote: a regular file of bounded size, and JSON of bounded depth and bounded numbers.
+
+What is wrong is said in one line with the place; nothing that a file says decides how much memory or time it takes.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import is_object, short
+
+MAX_BYTES = 1 << 30
+"""Of a file that is read as a whole."""
+MAX_DEPTH = 127
+"""Levels of JSON, as the safetensors library has it."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class JsonError(ValueError):
+    """A text is not JSON as this package reads it; the message says why and, where it is known, in which line."""
+
+    line = 0
+
+
+def parse_json(text: bytes | str, *, strict: bool = True) -> Any:
+    """Return what a JSON text says.
+
+    Args:
+        text: Bytes in UTF-8, with or without a byte order mark.
+        strict: Refuse keys that are there twice, numbers that are not finite and integers of more than 64 bits.
+
+    Raises:
+        JsonError: It is no JSON, is nested deeper than :data:`MAX_DEPTH`, or is refused.
+    """
+    hooks: dict[str, Any] = {}
+    if strict:
+        hooks = {"parse_constant": _refuse, "parse_float": _finite, "parse_int": _integer}
+        hooks["object_pairs_hook"] = _unique
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = json.loads(text, **hooks)
+        _check_depth(value)
+        if _SURROGATE.search(text):  # half a character can neither be printed nor written
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise _at_line(error.lineno, f"{error.msg} (column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise _at_line(line, "a byte that is not UTF-8") from None
+    except RecursionError:
+        raise JsonError(f"nested deeper than {MAX_DEPTH} levels") from None
+    except UnicodeEncodeError:
+        raise JsonError("half a character (a lone surrogate)") from None
+    except ValueError as error:  # a hook's, or an integer of thousands of digits
+        raise JsonError(short(error)) from None
+    return value
+
+
+def _at_line(line: int, what: str) -> JsonError:
+    error = JsonError(f"line {line}: {what}")
+    error.line = line
+    return error
+
+
+def _check_depth(value: Any) -> None:
+    containers: list[Any] = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        containers = [
+            below
+            for above in containers
+            for below in (above.values() if isinstance(above, dict) else above)  # pyright: ignore[reportUnknownVariableType,reportUnknownMemberType]
+            if isinstance(below, dict | list)
+        ]
+    if containers:
+        raise RecursionError
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {short(name)!r} is there twice")
+    return content
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        _refuse(text)
+    return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(1 << 63) <= (number := int(text)) < 1 << 64:
+        _refuse(text)
+    return number
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"the number {short(text)}, which is not finite or has more than 64 bits")
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        BadInputError: It is missing, no regular file, cannot be read, or has more than ``limit`` bytes.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would wait for ever
+            raise BadInputError(f"{path}: no regular file")
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInputError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', error)}"
+        ) from None
+    if len(data) > limit:
+        raise BadInputError(f"{path}: more than {limit:,} bytes; expected a smaller file")
+    return data
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        BadInputError: See :func:`read_bytes`; or a byte is not UTF-8.
+    """
+    data = read_bytes(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise BadInputError(
+            f"{path}:{line}: a byte that is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def read_json(path: Path, *, strict: bool = True) -> Any:
+    """Return what a JSON file says; ``strict``: see :func:`parse_json`.
+
+    Raises:
+        BadInputError: It cannot be read, or is no such JSON; names file and line.
+    """
+    try:
+        return parse_json(read_bytes(path), strict=strict)
+    except JsonError as error:
+        where = f"{path}:{error.line}" if error.line else f"{path}"
+        said = str(error).removeprefix(f"line {error.line}: ")
+        raise BadInputError(f"{where}: not valid JSON: {said}") from None
+
+
+def read_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
+    """Return the object in a JSON file; see :func:`read_json`.
+
+    Raises:
+        BadInputError: It holds something else.
+    """
+    found = read_json(path, strict=strict)
+    if not is_object(found):
+        raise BadInputError(f"{path}: {type(found).__name__} found, expected an object")
+    return found
