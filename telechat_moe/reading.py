@@ -21,24 +21,32 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonError(ValueError):
-    """A text is not JSON as this package reads it; the message says why and, where it is known, in which line."""
+    """A text is not JSON as this package reads it.
 
-    line = 0
+    Attributes:
+        line: Where; 0: not known.
+    """
+
+    def __init__(self, why: str, line: int = 0) -> None:
+        super().__init__(why)
+        self.line = line
 
 
-def parse_json(text: bytes | str, *, strict: bool = True) -> Any:
+def parse_json(text: bytes | str, *, finite: bool = True, unique: bool = True) -> Any:
     """Return what a JSON text says.
 
     Args:
         text: Bytes in UTF-8, with or without a byte order mark.
-        strict: Refuse keys that are there twice, numbers that are not finite and integers of more than 64 bits.
+        finite: Refuse numbers that are not finite, and integers of more than 64 bits.
+        unique: Refuse a key that is there twice.
 
     Raises:
         JsonError: It is no JSON, is nested deeper than :data:`MAX_DEPTH`, or is refused.
     """
     hooks: dict[str, Any] = {}
-    if strict:
+    if finite:
         hooks = {"parse_constant": _refuse, "parse_float": _finite, "parse_int": _integer}
+    if unique:
         hooks["object_pairs_hook"] = _unique
     try:
         if isinstance(text, bytes):
@@ -48,23 +56,17 @@ def parse_json(text: bytes | str, *, strict: bool = True) -> Any:
         if _SURROGATE.search(text):  # half a character can neither be printed nor written
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise _at_line(error.lineno, f"{error.msg} (column {error.colno})") from None
+        raise JsonError(str(error), error.lineno) from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise _at_line(line, "a byte that is not UTF-8") from None
+        raise JsonError(f"no UTF-8 in line {line}", line) from None
     except RecursionError:
-        raise JsonError(f"nested deeper than {MAX_DEPTH} levels") from None
+        raise JsonError(f"nested too deeply, more than {MAX_DEPTH} levels") from None
     except UnicodeEncodeError:
         raise JsonError("half a character (a lone surrogate)") from None
     except ValueError as error:  # a hook's, or an integer of thousands of digits
-        raise JsonError(short(error)) from None
+        raise JsonError(short(error).partition(";")[0]) from None
     return value
-
-
-def _at_line(line: int, what: str) -> JsonError:
-    error = JsonError(f"line {line}: {what}")
-    error.line = line
-    return error
 
 
 def _check_depth(value: Any) -> None:
@@ -84,7 +86,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {short(name)!r} is there twice")
+        raise ValueError(f"the key {short(name)!r} appears twice")
     return content
 
 
@@ -135,32 +137,20 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise BadInputError(
-            f"{path}:{line}: a byte that is not UTF-8; save the file as UTF-8"
-        ) from None
+        raise BadInputError(f"{path}:{line}: a byte that is not UTF-8; save it as UTF-8") from None
 
 
-def read_json(path: Path, *, strict: bool = True) -> Any:
-    """Return what a JSON file says; ``strict``: see :func:`parse_json`.
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
 
     Raises:
         BadInputError: It cannot be read, or is no such JSON; names file and line.
     """
     try:
-        return parse_json(read_bytes(path), strict=strict)
+        content = parse_json(read_bytes(path))
     except JsonError as error:
         where = f"{path}:{error.line}" if error.line else f"{path}"
-        said = str(error).removeprefix(f"line {error.line}: ")
-        raise BadInputError(f"{where}: not valid JSON: {said}") from None
-
-
-def read_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
-    """Return the object in a JSON file; see :func:`read_json`.
-
-    Raises:
-        BadInputError: It holds something else.
-    """
-    found = read_json(path, strict=strict)
-    if not is_object(found):
-        raise BadInputError(f"{path}: {type(found).__name__} found, expected an object")
-    return found
+        raise BadInputError(f"{where}: not valid JSON: {error}") from None
+    if not is_object(content):
+        raise BadInputError(f"{path}: {type(content).__name__} found, expected an object")
+    return content

@@ -15,6 +15,7 @@ import numpy as np
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import checkpoint, manifest, reshard
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import parse_json
 from telechat_moe.sharding.shards import Region
 from telechat_moe.tensor_files import Entry
 
@@ -74,7 +75,7 @@ def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor
         described = {n: (entry["group"], entry) for n, entry in content["tensors"].items()}
         for file in content["files"]:
             metadata = tensor_files.metadata(np.memmap(path / file, np.uint8, "r"))
-            for name, region in json.loads(metadata["regions"]).items():
+            for name, region in parse_json(metadata["regions"]).items():
                 shards.setdefault(name, []).append((file, tuple((a, b) for a, b in region)))
     else:
         described = {n: (g, x) for g, found in content["tensors"].items() for n, x in found.items()}

@@ -10,7 +10,6 @@ are mixed, every process must have had the schedule that the recipe has now, as 
 :func:`audit_plan` is for runs that leave no such log (MindFormers): it proves the plan alone.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
 from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
 from telechat_moe.data.whole import WholeDataset
+from telechat_moe.reading import parse_json
 
 Progress = Callable[[int, int], None]
 
@@ -232,7 +232,7 @@ def _compare_checkpoints(found: Audit, timeline: Timeline, output: Path) -> None
         after[step] = entry.end
     for path in sorted((output / "checkpoints").glob("step-*/checkpoint.json")):
         try:
-            given = json.loads(path.read_bytes())
+            given = parse_json(path.read_bytes())
             step, sample = int(given["step"]), int(given["state"]["data"]["next_sample"])
             known = given["state"].get("rollbacks", [])
         except (OSError, ValueError, KeyError, TypeError):
@@ -258,7 +258,7 @@ def _compare_metrics(found: Audit, steps: list[Entry], output: Path) -> None:
     there: dict[int, bool] = {}
     for line in path.read_bytes().splitlines():
         try:
-            said = json.loads(line)
+            said = parse_json(line)
         except ValueError:
             continue
         if said.get("event") == "step":

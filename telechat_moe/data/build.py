@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -32,6 +31,7 @@ from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Scan, hash64, scan_
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import checksum, json_bytes, locked, sync_file, sync_folder, write_atomic
+from telechat_moe.reading import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -426,7 +426,7 @@ def _pair(prefix: Path) -> tuple[Path, Path]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
 

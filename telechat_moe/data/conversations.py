@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.reading import read_object
 
 if TYPE_CHECKING:
     from telechat_moe.data.tokenizer import Tokenizer
@@ -220,7 +221,7 @@ def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
     given: dict[str, Any] = {}
     try:
         if config.is_file():
-            given = json.loads(config.read_text(encoding="utf-8"))
+            given = read_object(config)
         template = (
             alone.read_text(encoding="utf-8") if alone.is_file() else given.get("chat_template")
         )

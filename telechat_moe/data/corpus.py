@@ -372,8 +372,12 @@ def _parse_line(where: str, line: bytes, key: str, conversations: bool) -> str:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadInputError(f"{where}: not UTF-8 text: byte {error.start} of the line") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        at = f" at column {error.colno}: {error.msg}" if isinstance(error, ValueError) else ""
+    except json.JSONDecodeError as error:
+        raise BadInputError(
+            f"{where}: not JSON at column {error.colno}: {error.msg}; each line must be one JSON object"
+        ) from None
+    except (RecursionError, ValueError):
+        at = ": nested too deeply, or a number of thousands of digits"
         raise BadInputError(f"{where}: not JSON{at}; each line must be one JSON object") from None
     if not isinstance(value, dict):
         raise BadInputError(

@@ -16,7 +16,6 @@ Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py`` (the format o
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import checksum, json_bytes, sync_file, write_atomic
+from telechat_moe.reading import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -228,7 +228,7 @@ class IndexedDataset:
             return False
         path = self._record
         try:
-            known = json.loads(path.read_bytes())
+            known = parse_json(path.read_bytes())
             if known["files"] != self._stamps():
                 return False
             self._fingerprint = str(known["fingerprint"])

@@ -1,6 +1,5 @@
 """samples.jsonl folded into the steps that count, without those that a resume or a rollback undid."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import parse_json
 
 
 @dataclass
@@ -237,7 +237,7 @@ def read_lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]
     torn = 0
     for number, text in enumerate(raw.splitlines(), 1):
         try:
-            said = json.loads(text)
+            said = parse_json(text)
             known = said["event"] in ("start", "step", "rollback")
         except (ValueError, TypeError, KeyError):
             said, known = {}, False

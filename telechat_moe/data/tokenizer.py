@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.reading import parse_json
 
 EOD_TOKEN = "<|eod|>"
 EOD_CANDIDATES = (EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<_end>", "<eod>", "</s>", "<eos>")
@@ -187,7 +188,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
 def _eos_token(file: Path) -> list[str]:
     """Return the ``eos_token`` that Hugging Face's configuration beside a tokenizer names, if any."""
     try:
-        config = json.loads(file.with_name("tokenizer_config.json").read_bytes())
+        config = parse_json(file.with_name("tokenizer_config.json").read_bytes())
         token = config.get("eos_token")
     except (OSError, ValueError, AttributeError):
         return []

@@ -35,6 +35,7 @@ from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_config import TRAINER
+from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe
 from telechat_moe.tensor_files import Array, file_of, parse
 
@@ -150,7 +151,7 @@ def read(path: Path, recipe: Recipe) -> Saved:
     try:
         updates = state["global_step"].item()
         if path.is_dir():
-            common = json.loads((path / COMMON).read_text(encoding="utf-8"))
+            common = parse_json((path / COMMON).read_bytes())
             step, batch = common["global_step"], common["global_batch_size"]
         else:
             step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe)

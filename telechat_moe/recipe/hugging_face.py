@@ -18,6 +18,7 @@ import yaml
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_list, is_object, short
+from telechat_moe.reading import read_object
 from telechat_moe.recipe.problems import Problem
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, ModelConfig
@@ -252,15 +253,9 @@ def read(file: Path) -> HfConfig:
     """Read a config.json.
 
     Raises:
-        BadInputError: It is no configuration of a model.
+        BadInputError: It cannot be read, or is no JSON object.
     """
-    try:
-        fields = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInputError(f"{file}: no configuration of a model ({error})") from error
-    if not is_object(fields):
-        raise BadInputError(f"{file}: no configuration of a model (not a JSON object)")
-    config = HfConfig(file)
+    fields, config = read_object(file), HfConfig(file)
     if (kind := _family(fields, config)) is None:
         return config
     for alias, name in ALIASES.items():

@@ -9,7 +9,6 @@ Example:
 
 import difflib
 import importlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any, cast
 import yaml
 
 from telechat_moe.narrowing import is_object
+from telechat_moe.reading import JsonError, parse_json
 from telechat_moe.recipe import rules
 from telechat_moe.recipe.check import Checker, section_keys
 from telechat_moe.recipe.problems import Problem, RecipeError, label
@@ -161,12 +161,12 @@ class _Loader:
         if self.path.suffix != ".json":
             return text
         try:
-            read = json.loads(text)
+            read = parse_json(text)
             if is_object(read):
                 read.pop(COMPUTED_WITH, None)
             return yaml.safe_dump(read, sort_keys=False)
-        except ValueError as error:
-            self.report(self.file, 0, "", f"no JSON ({error})", "the recipe.json of a run")
+        except JsonError as error:
+            self.report(self.file, error.line, "", f"no JSON ({error})", "the recipe.json of a run")
             raise RecipeError(list(self.problems.values())) from error
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
@@ -316,7 +316,7 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
     """Return what the Hugging Face configuration in ``folder`` says about known keys."""
     path = Path(folder) / "config.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}, ""
     known = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}

@@ -74,6 +74,13 @@ class YamlNode:
             return [e.node.plain() for e in self.entries]
         return self.value
 
+    def scalars(self) -> Iterator["YamlNode"]:
+        """Yield the scalars of the tree, those behind aliases as often as they occur."""
+        for entry in self.entries:
+            yield from entry.node.scalars()
+        if self.kind not in ("map", "list"):
+            yield self
+
     def show(self) -> str:
         """Describe the value in a few words for a message."""
         if self.kind == "map":

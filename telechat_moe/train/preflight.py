@@ -4,7 +4,6 @@
 here imports mindspore, and of large files only headers, indices, sizes and the beginnings of some documents are read.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Problem, Recipe, RecipeError, hugging_face
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.recipe.hugging_face import OtherModelError
@@ -237,7 +237,7 @@ class _Look:
         if not exists(path):
             return False
         try:
-            given = json.loads(path.read_bytes())
+            given = parse_json(path.read_bytes())
             size, eod = int(given["tokenizer"]["vocab_size"]), int(given["tokenizer"]["eod"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             found = f"{path}: cannot be read ({type(error).__name__}: {error})"

@@ -6,7 +6,7 @@ What the device does is in Kineto's categories (``kernel``, ``gpu_memcpy``, ``gp
 """
 
 import gzip
-import json
+import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import parse_json, read_bytes
 from telechat_moe.tools.diagnose.excess import Array
 from telechat_moe.tools.diagnose.records import COMM
 
@@ -31,6 +32,7 @@ OVERLAP = "Overlap Analysis"
 """Process of an Ascend profiler whose rows say what the device did."""
 COMPUTING, EXPOSED = "Computing", "Communication(Not Overlapped)"
 MICRO = 1e-6
+_SMALL, _MOST_INFLATED = 1 << 26, 200  # bytes, bytes per byte
 
 Event = dict[str, Any]
 Parts = dict[str, float]
@@ -219,10 +221,21 @@ def _float(value: object) -> float:
         return float("nan")
 
 
+def _inflated(raw: bytes) -> bytes:
+    """Return the content of a file that may be compressed; a trace shrinks to a tenth, a bomb to a thousandth."""
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    limit = max(_SMALL, _MOST_INFLATED * len(raw))
+    with gzip.open(io.BytesIO(raw)) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"{len(raw):,} bytes inflate to more than {limit:,}")
+    return content
+
+
 def _json(path: Path) -> Any:
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        text = _inflated(read_bytes(path)).decode()
     except UnicodeDecodeError:
         raise BadInputError(
             f"{path}: is no text; expected JSON. Export a trace of Perfetto or XLA as Chrome's JSON, and an Ascend profiler's database (.db) "
@@ -231,13 +244,13 @@ def _json(path: Path) -> Any:
     except (OSError, EOFError) as error:
         raise BadInputError(f"cannot read the trace {path}: {error}") from error
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text, finite=False, unique=False)
+    except ValueError as error:
         # The format allows an array without its last bracket: a program that was killed could not write it.
         if text.lstrip().startswith("[") and text.rstrip().endswith(("}", "},")):
             try:
-                return json.loads(text.rstrip().removesuffix(",") + "]")
-            except (ValueError, RecursionError):
+                return parse_json(text.rstrip().removesuffix(",") + "]", finite=False, unique=False)
+            except ValueError:
                 pass
         raise BadInputError(
             f"{path}: is no JSON ({error}); a trace that was cut off cannot be read"

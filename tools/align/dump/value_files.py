@@ -288,10 +288,8 @@ def _load_pt(path: Path) -> Array:
         size = os.fstat(file.fileno()).st_size
         with zipfile.ZipFile(file) as archive:
             members = {about.filename.partition("/")[2]: about for about in archive.infolist()}
-            if members["data.pkl"].file_size > _MAX_PICKLE:
-                raise ValueError("data.pkl is too large for one tensor")
-            found = _described(archive.read(members["data.pkl"]))
-            if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
+            found = _described(_start(archive, members["data.pkl"]))
+            if "byteorder" in members and _start(archive, members["byteorder"]) != b"little":
                 raise ValueError("big-endian values")
         dtype = np.dtype(np.uint16 if found.dtype == "bfloat16" else found.dtype)
         member = members[f"data/{found.member}"]
@@ -305,6 +303,15 @@ def _load_pt(path: Path) -> Array:
     return np.ndarray(
         found.shape, flat.dtype, flat, found.offset * step, [s * step for s in found.strides]
     )
+
+
+def _start(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Return a small member; one that is larger, or only says that it is small, is not inflated beyond that."""
+    with archive.open(member) as stream:
+        content = stream.read(_MAX_PICKLE + 1)
+    if len(content) > _MAX_PICKLE:
+        raise ValueError(f"{member.filename} is too large for one tensor")
+    return content
 
 
 def _begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
