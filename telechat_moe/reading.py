@@ -97,13 +97,13 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > 20 or not -(1 << 63) <= (number := int(text)) < 1 << 64:
+    if text == "-0" or len(text) > 20 or not -(1 << 63) <= (number := int(text)) < 1 << 64:
         _refuse(text)
     return number
 
 
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"the number {short(text)}, which is not finite or has more than 64 bits")
+    raise ValueError(f"the number {short(text)}, which is no finite number of at most 64 bits")
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 _ROWS = 1024
+_LONGEST_LINE = 1 << 26
+_MOST_INFLATED = 200  # bytes per byte of a compressed text; a bomb has a thousand
 """Rows of a Parquet file that are read at a time."""
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -318,8 +320,13 @@ def _reading(source: SourceFile, at: Callable[[], str]) -> Iterator[None]:
 def _read_bytes(source: SourceFile) -> bytes:
     done = bytearray()
     with _reading(source, lambda: f"after byte {len(done)}"), _open(source) as stream:
+        limit = max(_LONGEST_LINE, _MOST_INFLATED * source.path.stat().st_size)
         while block := stream.read(1 << 20):
             done += block
+            if len(done) > limit:
+                raise BadInputError(
+                    f"{source.path}: inflates to more than {limit:,} bytes; expected a text that shrinks less"
+                )
     return bytes(done)
 
 
@@ -330,7 +337,11 @@ def _read_lines(source: SourceFile, key: str, conversations: bool) -> Iterator[D
         _reading(source, lambda: f"after line {number}" if number else "at all"),
         _open(source) as stream,
     ):
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
+            if len(line) > _LONGEST_LINE:
+                raise BadInputError(
+                    f"{where} {number}: more than {_LONGEST_LINE:,} bytes; divide it"
+                )
             if line.strip():
                 text = _parse_line(f"{where} {number}", line, key, conversations)
                 yield Document(f"{source.name}:{number}", text)

@@ -8,6 +8,7 @@ What the device does is in Kineto's categories (``kernel``, ``gpu_memcpy``, ``gp
 import gzip
 import io
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -241,7 +242,7 @@ def _json(path: Path) -> Any:
             f"{path}: is no text; expected JSON. Export a trace of Perfetto or XLA as Chrome's JSON, and an Ascend profiler's database (.db) "
             "as text (export_type: text)"
         ) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BadInputError(f"cannot read the trace {path}: {error}") from error
     try:
         return parse_json(text, finite=False, unique=False)

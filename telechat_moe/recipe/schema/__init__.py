@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telechat_moe.recipe.batch_schedule import BatchSchedule
-from telechat_moe.recipe.fields import ONLY_DEFAULT, Count, Positive, Text
+from telechat_moe.recipe.fields import ONLY_DEFAULT, Positive, Seed, Text
 from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
@@ -55,7 +55,7 @@ class Model:
 class Recipe:
     """One training recipe: the whole YAML file."""
 
-    seed: Count = 1
+    seed: Seed = 1
     """Seed of initialisation and data."""
 
     output_dir: Text = "./output"
