@@ -22,9 +22,11 @@ class TelechatMoeError(Exception):
 
 
 def _printable(line: str) -> str:
-    line = line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
-    escape = (c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
-    return line if line.isprintable() else "".join(escape)
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 class UsageError(TelechatMoeError):

@@ -45,6 +45,7 @@ OPERATOR = "{op_name: 'moe', layers: True, backward_prefetch: 2}"
 
 # rule: [(recipe, {key: value; None removes}, keys that complain), ...]
 CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
+    "state": [(TINY, {M + "hidden_size": "100000000"}, "model.model_config")],
     "whole_documents": [
         *(
             (TUNE, {DATA_CONFIG + key: value}, DATA_CONFIG + key)

@@ -7,6 +7,7 @@ import sys
 
 IN_CI: dict[str, tuple[str, ...]] = {
     "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
+    "formats": ("tests/formats",),
     "tour": ("tests/test_readme.py",),
     "train": ("tests/train", "benchmarks/balance_pilot", "benchmarks/placement"),
     "resume": (

@@ -320,9 +320,10 @@ def _begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
         raise ValueError("compressed or encrypted values")
     file.seek(member.header_offset)
     header = file.read(30)
-    if header[:4] != b"PK\x03\x04":
-        raise ValueError("no member where the archive says")
-    return member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+    name, extra = struct.unpack("<HH", header[26:30])
+    if header[:4] != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():
+        raise ValueError("no such member where the archive says")
+    return member.header_offset + 30 + name + extra
 
 
 _ALLOWED = """
