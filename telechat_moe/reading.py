@@ -17,6 +17,8 @@ MAX_BYTES = 1 << 30
 """Of a file that is read as a whole."""
 MAX_DEPTH = 127
 """Levels of JSON, as the safetensors library has it."""
+MAX_DIGITS = 300
+"""Of an integer: as many as a float can have."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -37,7 +39,7 @@ def parse_json(text: bytes | str, *, finite: bool = True, unique: bool = True) -
 
     Args:
         text: Bytes in UTF-8, with or without a byte order mark.
-        finite: Refuse numbers that are not finite, and integers of more than 64 bits.
+        finite: Refuse numbers that are not finite, and integers of more than :data:`MAX_DIGITS`.
         unique: Refuse a key that is there twice.
 
     Raises:
@@ -97,13 +99,13 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if text == "-0" or len(text) > 20 or not -(1 << 63) <= (number := int(text)) < 1 << 64:
+    if text == "-0" or len(text) > MAX_DIGITS:
         _refuse(text)
-    return number
+    return int(text)
 
 
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"the number {short(text)}, which is no finite number of at most 64 bits")
+    raise ValueError(f"the number {short(text)}, which is no finite number")
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:

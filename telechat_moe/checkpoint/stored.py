@@ -15,6 +15,7 @@ import numpy as np
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import checkpoint, manifest, reshard
 from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import short
 from telechat_moe.reading import parse_json
 from telechat_moe.sharding.shards import Region
 from telechat_moe.tensor_files import Entry
@@ -58,7 +59,15 @@ def open_checkpoint(path: Path) -> Stored:
         content = manifest.read(path)
     layout = content.get("layout", "whole tensors")
     said = layout if isinstance(layout, str) else json.dumps(layout)
-    return Stored(path, content["step"], said, tensors_of(path, content))
+    try:
+        return Stored(path, content["step"], said, tensors_of(path, content))
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:  # a checksum can be made for anything
+        raise BadInputError(f"{path}: its tensors are not described ({short(error)})") from None
 
 
 def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor]:

@@ -58,7 +58,14 @@ def _graph(path: Path) -> list[dict[str, Any]]:
         found = host_syncs(path.read_bytes())
     except OSError as error:
         raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
-    except (DecodeError, BadInputError) as error:
+    except (
+        DecodeError,
+        BadInputError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise BadInputError(f"{path}: not a graph ({error}); expected a .mindir file") from None
     return [one._asdict() for one in found]
 

@@ -23,6 +23,7 @@ from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
 from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
 from telechat_moe.data.whole import WholeDataset
+from telechat_moe.narrowing import is_object
 from telechat_moe.reading import parse_json
 
 Progress = Callable[[int, int], None]
@@ -51,7 +52,10 @@ def audit(
     for line, said in read_lines(output / FILE, found):
         if said["event"] != "start" and not found.starts:
             found.problems.append(f"line {line}: a {said['event']} before the first start")
-        getattr(timeline, said["event"])(line, said)
+        try:
+            getattr(timeline, said["event"])(line, said)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            found.problems.append(f"line {line}: cannot be read")
     steps = timeline.steps()
     dataset = open_recipe(recipe)
     _describe(found, timeline, steps, _samples_per_epoch(recipe, dataset))
@@ -234,15 +238,15 @@ def _compare_checkpoints(found: Audit, timeline: Timeline, output: Path) -> None
         try:
             given = parse_json(path.read_bytes())
             step, sample = int(given["step"]), int(given["state"]["data"]["next_sample"])
-            known = given["state"].get("rollbacks", [])
-        except (OSError, ValueError, KeyError, TypeError):
+            known = [rollback["to_step"] for rollback in given["state"].get("rollbacks", [])]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             found.problems.append(f"{path}: cannot be read")
             continue
         if step and step not in after:
             found.problems.append(
                 f"step {step}: there is a checkpoint, but the log has no such step"
             )
-        elif len(known) > len(found.rollbacks) and known[-1]["to_step"] == step:
+        elif len(known) > len(found.rollbacks) and known[-1] == step:
             continue  # killed after going back and before saying so; a resume will say it
         elif step and after[step] != sample:
             found.problems.append(
@@ -261,8 +265,8 @@ def _compare_metrics(found: Audit, steps: list[Entry], output: Path) -> None:
             said = parse_json(line)
         except ValueError:
             continue
-        if said.get("event") == "step":
-            there[int(said["step"])] = bool(said.get("skipped"))
+        if is_object(said) and said.get("event") == "step" and isinstance(said.get("step"), int):
+            there[said["step"]] = bool(said.get("skipped"))
     here = {e.step: not e.applied for e in steps if e.step is not None}
     for step in sorted(here.keys() | there.keys()):
         if step not in here:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.narrowing import is_object
 from telechat_moe.reading import read_object
 
 if TYPE_CHECKING:
@@ -228,7 +229,10 @@ def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
     except (OSError, ValueError) as error:
         raise BadInputError(f"{folder}: its chat template cannot be read: {error}") from None
     if isinstance(template, list):  # several with names
-        template = {t.get("name"): t.get("template") for t in template}.get("default")
+        default = (
+            t.get("template") for t in template if is_object(t) and t.get("name") == "default"
+        )
+        template = next(default, None)
     if not isinstance(template, str):
         raise BadInputError(
             f"{folder}: no chat_template.jinja and no chat_template in tokenizer_config.json; add one, or say in "

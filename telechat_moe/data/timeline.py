@@ -10,6 +10,8 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.reading import parse_json
 
+_MANY = 100
+
 
 @dataclass
 class Start:
@@ -182,8 +184,11 @@ class Timeline:
         if step <= self.last_step:
             self.problems.append(f"step {step}: a second time in line {line}")
             return
-        for lost in range(self.last_step + 1, step):
-            self.problems.append(f"step {lost}: missing before line {line}")
+        lost = range(self.last_step + 1, step)
+        if len(lost) > _MANY:
+            self.problems.append(f"steps {lost[0]} to {lost[-1]}: missing before line {line}")
+        else:
+            self.problems += [f"step {one}: missing before line {line}" for one in lost]
         self._place(f"step {step} (line {line})", first)
         entry = Entry(first, first + count, step, str(said["content"]), bool(said["applied"]))
         entry.start, entry.span = len(self.audit.starts) - 1, self.span
@@ -222,7 +227,8 @@ def _order(said: Any, count: int) -> np.ndarray | None:
         order = np.asarray(said, np.int64).ravel()
     except (ValueError, TypeError, OverflowError):
         return None
-    return order if np.array_equal(np.sort(order), np.arange(count)) else None
+    whole = len(order) == count and np.array_equal(np.sort(order), np.arange(count))
+    return order if whole else None
 
 
 def read_lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]:

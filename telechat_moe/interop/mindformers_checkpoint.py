@@ -35,7 +35,8 @@ from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_config import TRAINER
-from telechat_moe.reading import parse_json
+from telechat_moe.narrowing import short
+from telechat_moe.reading import parse_json, read_text
 from telechat_moe.recipe import Recipe
 from telechat_moe.tensor_files import Array, file_of, parse
 
@@ -82,7 +83,10 @@ def newest(root: Path) -> Path | None:
     folders = sorted(root.glob("iteration_*"))
     marker = root / "latest_checkpointed_iteration.txt"
     if folders and marker.exists():
-        return root / f"iteration_{int(marker.read_text()):08d}"
+        text = read_text(marker).strip()
+        if not (text.isdecimal() and len(text) < 12):
+            raise BadInputError(f"{marker}: {short(text)!r}, expected the number of a step")
+        return root / f"iteration_{int(text):08d}"
     ranks = sorted(root.glob("rank_*"))
     found: dict[tuple[int, int], int] = {}
     for rank in ranks:
@@ -152,12 +156,12 @@ def read(path: Path, recipe: Recipe) -> Saved:
         updates = state["global_step"].item()
         if path.is_dir():
             common = parse_json((path / COMMON).read_bytes())
-            step, batch = common["global_step"], common["global_batch_size"]
+            step, batch = int(common["global_step"]), int(common["global_batch_size"])
         else:
             step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe)
             step += state["step_num"].item()
             batch = state["global_batch_size"].item()
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError) as error:
         raise BadInputError(
             f"{path}: not a training checkpoint of MindFormers: no {error}"
         ) from None

@@ -239,13 +239,15 @@ class _Look:
         try:
             given = parse_json(path.read_bytes())
             size, eod = int(given["tokenizer"]["vocab_size"]), int(given["tokenizer"]["eod"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            built = given.get("inputs", {}).get("conversations")
+            built = built and {name: built[name] for name in ("loss_roles", "message")}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             found = f"{path}: cannot be read ({type(error).__name__}: {error})"
             self.say(key, found, "what `telechat-moe data build` wrote; build the dataset again")
             return True
         if prefix.name not in given:
             return False  # of another dataset in the same folder
-        self._conversations(key, prefix, given.get("inputs", {}).get("conversations"))
+        self._conversations(key, prefix, built)
         config, data = recipe.model_config, recipe.train_dataset.data_loader.config
         if size > config.vocab_size:
             found = f"{config.vocab_size}, but {prefix} has a vocabulary of {size} ({path})"

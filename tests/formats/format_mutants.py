@@ -33,6 +33,7 @@ MEMORY = 6 << 30
 """Address space of the process, libraries included."""
 SECONDS = 20
 HERE = Path(__file__).parents[1]
+WEIGHTS = "model-00001-of-00001.safetensors"
 
 # ------------------------------------------------------------------------------ mutations
 
@@ -195,7 +196,7 @@ def safetensors_bytes(_: Path) -> bytes:
         "none": np.empty((0, 3), np.int64),
         "scalar": np.array(3, np.uint8),
     }
-    return save(tensors, {"step": "1", "x": "é"})
+    return save(tensors, {"step": "é"})
 
 
 def safetensors_takes(data: bytes) -> bool:
@@ -561,8 +562,127 @@ def read_measured(path: Path) -> object:
     return read_measured_steps(path)
 
 
-def common_bytes(folder: Path) -> bytes:
-    return object_bytes({"global_step": 4, "global_batch_size": 8})
+def statistic_bytes(_: Path) -> bytes:
+    titles = "Op Type,Op Name,Task ID,Stream ID,Timestamp,IO,Slot,Data Size,Data Type,Shape,Max Value,Min Value,Avg Value,L2Norm Value"
+    rows = [
+        'MatMul,Default/dense/MatMul-op1,4,0,170,input,0,24,float32,"(2,3)",5,0,2.5,7.4',
+        'MatMul,Default/dense/MatMul-op1,4,0,170,output,0,32,bfloat16,"(2,4)",nan,-inf,nan,nan',
+        'ReduceSum,Default/Sum-op9,5,0,180,input,0,4,int32,"()",3,3,3,null',
+    ]
+    return "\n".join([titles, *rows]).encode()
+
+
+def read_statistic(path: Path) -> object:
+    from telechat_moe.tools.align.dump import statistic_csv
+
+    dump = statistic_csv.read(path)
+    return [list(call.tensors()) for rank in dump.ranks.values() for call in rank.calls.values()]
+
+
+def template_bytes(_: Path) -> bytes:
+    named = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "x"},
+    ]
+    return object_bytes(
+        {
+            "chat_template": named,
+            "eos_token": {"content": "</s>"},
+            "bos_token": "<s>",
+            "model_max_length": 1e30,
+        }
+    )
+
+
+def read_template(path: Path) -> object:
+    from telechat_moe.data.conversations import read_template
+
+    return read_template(path.parent)
+
+
+def said_bytes(_: Path) -> bytes:
+    return object_bytes({
+        "tensors": {}, "stages": {"0": 0, "1": 1}, "layers": {"0,0": [0, 1], "1,0": [2, 3]}, "micro_batches": 2,
+        "batch_axes": ["dp"], "mesh": {"dp": 2, "tp": 2},
+    })  # fmt: skip
+
+
+def read_said(path: Path) -> object:
+    from telechat_moe.tools.align.dump.merge import Said
+
+    return Said.read(path)
+
+
+def read_metrics(path: Path) -> object:
+    from telechat_moe.train.metrics import last_step, read
+
+    return last_step(path), read(path)
+
+
+def switches_bytes(_: Path) -> bytes:
+    return object_bytes(
+        {
+            "pp_1f1b_overlap": "AlltoAllV",
+            "recompute_comm_overlap": False,
+            "dataset_broadcast_opt_level": 1,
+        }
+    )
+
+
+def read_switches(path: Path) -> object:
+    from telechat_moe.recipe import load
+    from telechat_moe.recipe.speed_up import problems, switches
+
+    settings = [f"context.ascend_config.parallel_speed_up_json_path={path}"]
+    recipe = load("telechat3_moe/pretrain_105b_a4b_4k.yaml", settings)
+    if found := list(problems(recipe)):
+        raise BadInputError("\n  ".join([str(path), *(" ".join(problem) for problem in found)]))
+    return switches(recipe)
+
+
+def graph_bytes(_: Path) -> bytes:
+    from telechat_moe.graph.mindir import _message_class
+
+    model = _message_class()()
+    model.graph.name = "main"
+    model.primitives.add(name="p0", op_type="MatMul")
+    for number in range(3):
+        before = [f"n{number - 1}"] if number else []
+        node = model.graph.node.add(
+            op_type="REF::p0", name=f"n{number}", domain="Default/network-Cell/a-Dense"
+        )
+        node.input.extend(before)
+        node.output.append(f"n{number}")
+    return model.SerializeToString()
+
+
+def read_graph(path: Path) -> object:
+    from telechat_moe.cli.host_syncs import _graph
+
+    return _graph(path)
+
+
+def stored_bytes(folder: Path) -> bytes:
+    """Return checkpoint.json of a checkpoint that is whole."""
+    import hashlib
+
+    from telechat_moe.files import seal
+
+    weights = safetensors_bytes(folder)
+    content = json.loads(manifest_bytes(folder))
+    content["sha256"] = "0" * 64
+    content["files"] = {
+        WEIGHTS: {"bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
+    }
+    content["tensors"] = {"model": {"a": {"dtype": "F32", "shape": [2, 3], "file": WEIGHTS}}}
+    return seal(content)
+
+
+def read_stored(path: Path) -> object:
+    from telechat_moe.checkpoint.stored import open_checkpoint
+
+    path.replace(path.with_name("checkpoint.json"))
+    return open_checkpoint(path.parent)
 
 
 FORMATS = [
@@ -602,6 +722,19 @@ FORMATS = [
     Format("loads.jsonl", loads_bytes, text, read_loads),
     Format("config.json", config_bytes, text, read_config),
     Format("tokenizer.json", tokenizer_bytes, text, read_tokenizer),
+    Format("statistic.csv", statistic_bytes, text, read_statistic),
+    Format("tokenizer_config.json", template_bytes, text, read_template),
+    Format("layouts.json", said_bytes, text, read_said),
+    Format("metrics_of_run.jsonl", metrics_bytes, text, read_metrics),
+    Format("switches.json", switches_bytes, text, read_switches),
+    Format("a.mindir", graph_bytes, in_bytes, read_graph),
+    Format(
+        "stored.json",
+        stored_bytes,
+        resealed(text),
+        read_stored,
+        beside=lambda folder: (folder / WEIGHTS).write_bytes(safetensors_bytes(folder)),
+    ),
     Format("measured.csv", measured_bytes, text, read_measured),
 ]
 BY_NAME = {one.name: one for one in FORMATS}

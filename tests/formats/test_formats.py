@@ -33,17 +33,22 @@ from telechat_moe.tools.diagnose.traces import read_traces
 from telechat_moe.tools.plan.cost.device import load_device
 
 
+FEWER = {"sweep.yaml": 50, "switches.json": 200}
+"""Mutants of formats whose readers load recipes."""
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_few_mutants(name: str, tmp_path: Path) -> None:
-    count = 2 if name == "sweep.yaml" else 12  # which loads several recipes
+    count = 2 if name in FEWER else 12
     assert format_mutants.judge(name, 0, count, tmp_path)["wrong"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
-def test_667_mutants(name: str, tmp_path: Path) -> None:
-    """Of 30 formats, 20,000 in all."""
-    command = [sys.executable, format_mutants.__file__, name, "1", "667", str(tmp_path)]
+def test_20000_mutants(name: str, tmp_path: Path) -> None:
+    """Of 37 formats."""
+    count = str(FEWER.get(name, 580))
+    command = [sys.executable, format_mutants.__file__, name, "1", count, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -96,7 +101,7 @@ def header_of(rng: random.Random) -> bytes:
 
 def test_we_take_what_the_safetensors_library_takes(tmp_path: Path) -> None:
     rng, path, count = random.Random(1), tmp_path / "x.safetensors", 0
-    for _ in range(3000):
+    for _ in range(600):
         data = header_of(rng)
         path.write_bytes(data)
         try:
@@ -105,7 +110,7 @@ def test_we_take_what_the_safetensors_library_takes(tmp_path: Path) -> None:
             taken = False
         assert taken == safetensors_takes(data), data
         count += taken
-    assert 500 < count < 2500
+    assert 100 < count < 500
 
 
 def entry(start: int, end: int) -> str:
@@ -131,6 +136,7 @@ def entry(start: int, end: int) -> str:
         ("[" * 100_000, 0, "nested too deeply"),
         ('{"__metadata__":{"a":1}}', 0, "__metadata__ is no object of texts"),
     ],
+    ids=range(11),
 )
 def test_a_broken_header_is_named(tmp_path: Path, header: str, size: int, said: str) -> None:
     path = tmp_path / "x.safetensors"
@@ -144,7 +150,7 @@ def test_a_broken_header_is_named(tmp_path: Path, header: str, size: int, said: 
 # ------------------------------------------------------------------------------ JSON
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=3), below, max_size=4),
 )  # fmt: skip
@@ -167,12 +173,13 @@ def test_what_json_writes_is_read(value: Any, ascii_only: bool, mark: bytes) -> 
         (b'{"a": 1,\n "a": 2}', "'a' appears twice", 0),
         (b"[NaN]", "the number NaN", 0),
         (b"[1e999]", "the number 1e999", 0),
-        (b"[" + b"1" * 21 + b"]", "the number 1111", 0),
+        (b"[" + b"1" * 301 + b"]", "the number 1111", 0),
         (b"[" * 128 + b"]" * 128, "nested too deeply", 0),
         (b"[" * 1_000_000, "nested too deeply", 0),
         (b'["\\ud800"]', "half a character", 0),
         (b'[\n"\xff"]', "no UTF-8 in line 2", 2),
     ],
+    ids=range(9),
 )
 def test_what_is_no_json_is_named(tmp_path: Path, text: bytes, said: str, line: int) -> None:
     with pytest.raises(reading.JsonError, match=said) as error:
@@ -310,7 +317,7 @@ def test_what_torch_takes_is_read_as_torch_reads_it_or_refused(tmp_path: Path) -
 
     rng, path, taken = random.Random(5), tmp_path / "a.pt", 0
     good = format_mutants.pt_bytes(tmp_path)
-    for _ in range(150):
+    for _ in range(60):
         data = format_mutants.in_bytes(rng, good)
         path.write_bytes(data)
         with suppress(BadInputError, RuntimeError, ValueError, pickle.UnpicklingError):
@@ -318,7 +325,7 @@ def test_what_torch_takes_is_read_as_torch_reads_it_or_refused(tmp_path: Path) -
             theirs = torch.load(io.BytesIO(data), weights_only=True)
             format_mutants.np.testing.assert_array_equal(ours, theirs.numpy())
             taken += 1
-    assert taken > 5
+    assert taken > 2
 
 
 def test_a_broken_file_of_weights_is_exit_code_3(

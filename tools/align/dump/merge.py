@@ -149,7 +149,7 @@ class Said:
                 if "mesh" in found
                 else None,
             )
-        except (ValueError, TypeError, AttributeError) as error:
+        except (LayoutError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
 
     def of(self, key: str, place: str) -> tuple[TensorLayout, tuple[int, ...] | None] | None:
