@@ -19,6 +19,8 @@ MAX_DEPTH = 127
 """Levels of JSON, as the safetensors library has it."""
 MAX_DIGITS = 300
 """Of an integer: as many as a float can have."""
+MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+"""What is raised where a value that was read has another form than expected."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -126,6 +128,11 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     if len(data) > limit:
         raise BadInputError(f"{path}: more than {limit:,} bytes; expected a smaller file")
     return data
+
+
+def most_inflated(compressed: int) -> int:
+    """Return how many bytes compressed text may have; it shrinks to a tenth, a bomb to a thousandth."""
+    return max(1 << 26, 200 * compressed)
 
 
 def read_text(path: Path) -> str:

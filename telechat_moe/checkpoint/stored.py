@@ -16,7 +16,7 @@ from telechat_moe import tensor_files
 from telechat_moe.checkpoint import checkpoint, manifest, reshard
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import short
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.sharding.shards import Region
 from telechat_moe.tensor_files import Entry
 
@@ -61,12 +61,7 @@ def open_checkpoint(path: Path) -> Stored:
     said = layout if isinstance(layout, str) else json.dumps(layout)
     try:
         return Stored(path, content["step"], said, tensors_of(path, content))
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # a checksum can be made for anything
+    except MALFORMED as error:  # a checksum can be made for anything
         raise BadInputError(f"{path}: its tensors are not described ({short(error)})") from None
 
 

@@ -24,7 +24,7 @@ from telechat_moe.data.sample_log import FILE, content
 from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
 from telechat_moe.data.whole import WholeDataset
 from telechat_moe.narrowing import is_object
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import MALFORMED, parse_json
 
 Progress = Callable[[int, int], None]
 
@@ -54,7 +54,7 @@ def audit(
             found.problems.append(f"line {line}: a {said['event']} before the first start")
         try:
             getattr(timeline, said["event"])(line, said)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except MALFORMED:
             found.problems.append(f"line {line}: cannot be read")
     steps = timeline.steps()
     dataset = open_recipe(recipe)
@@ -239,7 +239,7 @@ def _compare_checkpoints(found: Audit, timeline: Timeline, output: Path) -> None
             given = parse_json(path.read_bytes())
             step, sample = int(given["step"]), int(given["state"]["data"]["next_sample"])
             known = [rollback["to_step"] for rollback in given["state"].get("rollbacks", [])]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, *MALFORMED):
             found.problems.append(f"{path}: cannot be read")
             continue
         if step and step not in after:

@@ -30,15 +30,15 @@ from typing import Any
 
 from telechat_moe.data.conversations import docstring_conversations, messages_text
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.reading import most_inflated
 
 logger = logging.getLogger(__name__)
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 _ROWS = 1024
-_LONGEST_LINE = 1 << 26
-_MOST_INFLATED = 200  # bytes per byte of a compressed text; a bomb has a thousand
 """Rows of a Parquet file that are read at a time."""
+_LONGEST_LINE = 1 << 26
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
@@ -320,7 +320,8 @@ def _reading(source: SourceFile, at: Callable[[], str]) -> Iterator[None]:
 def _read_bytes(source: SourceFile) -> bytes:
     done = bytearray()
     with _reading(source, lambda: f"after byte {len(done)}"), _open(source) as stream:
-        limit = max(_LONGEST_LINE, _MOST_INFLATED * source.path.stat().st_size)
+        compressed = source.path.suffix.lower() in (".gz", ".zst")
+        limit = most_inflated(source.path.stat().st_size) if compressed else sys.maxsize
         while block := stream.read(1 << 20):
             done += block
             if len(done) > limit:
@@ -383,12 +384,10 @@ def _parse_line(where: str, line: bytes, key: str, conversations: bool) -> str:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadInputError(f"{where}: not UTF-8 text: byte {error.start} of the line") from None
-    except json.JSONDecodeError as error:
-        raise BadInputError(
-            f"{where}: not JSON at column {error.colno}: {error.msg}; each line must be one JSON object"
-        ) from None
-    except (RecursionError, ValueError):
+    except (RecursionError, ValueError) as error:
         at = ": nested too deeply, or a number of thousands of digits"
+        if isinstance(error, json.JSONDecodeError):
+            at = f" at column {error.colno}: {error.msg}"
         raise BadInputError(f"{where}: not JSON{at}; each line must be one JSON object") from None
     if not isinstance(value, dict):
         raise BadInputError(

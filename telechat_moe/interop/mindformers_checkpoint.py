@@ -36,7 +36,7 @@ from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_config import TRAINER
 from telechat_moe.narrowing import short
-from telechat_moe.reading import parse_json, read_text
+from telechat_moe.reading import MALFORMED, parse_json, read_text
 from telechat_moe.recipe import Recipe
 from telechat_moe.tensor_files import Array, file_of, parse
 
@@ -161,7 +161,7 @@ def read(path: Path, recipe: Recipe) -> Saved:
             step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe)
             step += state["step_num"].item()
             batch = state["global_batch_size"].item()
-    except (KeyError, ValueError, TypeError) as error:
+    except MALFORMED as error:
         raise BadInputError(
             f"{path}: not a training checkpoint of MindFormers: no {error}"
         ) from None

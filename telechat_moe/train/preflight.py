@@ -20,7 +20,7 @@ from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import TelechatMoeError, UsageError
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.recipe import Problem, Recipe, RecipeError, hugging_face
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.recipe.hugging_face import OtherModelError
@@ -241,7 +241,7 @@ class _Look:
             size, eod = int(given["tokenizer"]["vocab_size"]), int(given["tokenizer"]["eod"])
             built = given.get("inputs", {}).get("conversations")
             built = built and {name: built[name] for name in ("loss_roles", "message")}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, *MALFORMED) as error:
             found = f"{path}: cannot be read ({type(error).__name__}: {error})"
             self.say(key, found, "what `telechat-moe data build` wrote; build the dataset again")
             return True

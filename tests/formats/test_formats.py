@@ -32,7 +32,6 @@ from telechat_moe.tools.align.dump import value_files
 from telechat_moe.tools.diagnose.traces import read_traces
 from telechat_moe.tools.plan.cost.device import load_device
 
-
 FEWER = {"sweep.yaml": 50, "switches.json": 200}
 """Mutants of formats whose readers load recipes."""
 

@@ -43,9 +43,7 @@ def hostfile(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_hostfile_of_open_mpi_is_read(tmp_path: Path) -> None:
-    text = (
-        "# two machines\nnode-1 slots=8 addr=10.0.0.1\n\nme@node-2 addr=fe80::2 slots=4 # small\n"
-    )
+    text = "\ufeff# two machines\nnode-1 slots=8 addr=10.0.0.1\n\nme@node-2 addr=fe80::2 slots=4 # small\n"
     assert hosts.read_hosts(hostfile(tmp_path, text)) == [
         Host("node-1", 8, "10.0.0.1"),
         Host("me@node-2", 4, "fe80::2"),

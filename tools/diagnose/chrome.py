@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.reading import parse_json, read_bytes
+from telechat_moe.reading import most_inflated, parse_json, read_bytes
 from telechat_moe.tools.diagnose.excess import Array
 from telechat_moe.tools.diagnose.records import COMM
 
@@ -33,7 +33,6 @@ OVERLAP = "Overlap Analysis"
 """Process of an Ascend profiler whose rows say what the device did."""
 COMPUTING, EXPOSED = "Computing", "Communication(Not Overlapped)"
 MICRO = 1e-6
-_SMALL, _MOST_INFLATED = 1 << 26, 200  # bytes, bytes per byte
 
 Event = dict[str, Any]
 Parts = dict[str, float]
@@ -223,10 +222,10 @@ def _float(value: object) -> float:
 
 
 def _inflated(raw: bytes) -> bytes:
-    """Return the content of a file that may be compressed; a trace shrinks to a tenth, a bomb to a thousandth."""
+    """Return the content of a file that may be compressed."""
     if raw[:2] != b"\x1f\x8b":
         return raw
-    limit = max(_SMALL, _MOST_INFLATED * len(raw))
+    limit = most_inflated(len(raw))
     with gzip.open(io.BytesIO(raw)) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:

@@ -16,7 +16,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import WIDENED, is_float
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, Shard, logical
@@ -149,7 +149,7 @@ class Said:
                 if "mesh" in found
                 else None,
             )
-        except (LayoutError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (LayoutError, OSError, *MALFORMED) as error:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
 
     def of(self, key: str, place: str) -> tuple[TensorLayout, tuple[int, ...] | None] | None:

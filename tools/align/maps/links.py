@@ -11,7 +11,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import Array, is_float
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.points import Point, point, weight_of
@@ -53,7 +53,7 @@ def read_map(path: Path) -> list[Link]:
     try:
         found = parse_json(path.read_bytes())
         links = [_link(dict(entry)) for entry in found]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise BadInputError(f"{path}: no map of tensors: {error}") from None
     if not links:
         raise BadInputError(f"{path}: the map is empty; `align map REFERENCE TARGET` writes one")
