@@ -208,6 +208,8 @@ def open_corpus(
     for given in map(Path, paths):
         if not given.exists():
             raise BadInputError(f"{given}: no such file or folder; check --corpus")
+        if not (given.is_file() or given.is_dir()):  # a pipe or /dev/zero, which have no end
+            raise BadInputError(f"{given}: no regular file or folder; check --corpus")
         for source in _list(given, endings):
             resolved = source.path.resolve()
             if resolved not in seen:

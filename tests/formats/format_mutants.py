@@ -134,11 +134,11 @@ def in_zip(rng: random.Random, data: bytes) -> bytes:
 
 def in_gzip(rng: random.Random, data: bytes) -> bytes:
     """Change what is compressed, or the compressed bytes, or inflate without an end."""
-    kind = rng.random()
     try:
         plain = gzip.decompress(data)
-    except (OSError, EOFError, zlib.error):
-        kind = 0.0
+    except (OSError, EOFError, zlib.error):  # a mutant of a mutant
+        return in_bytes(rng, data)
+    kind = rng.random()
     if kind < 0.3:
         return in_bytes(rng, data)
     return gzip.compress(bytes(1 << 26) if kind < 0.33 else text(rng, plain), 1)

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import math
+import os
 import pickle
 import random
 import subprocess
@@ -202,8 +203,6 @@ def test_numbers_of_others_are_read_where_they_may_be_anything() -> None:
 
 
 def test_a_pipe_and_a_large_file_are_not_read(tmp_path: Path) -> None:
-    import os
-
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 101)
     for name, said in (
@@ -213,6 +212,15 @@ def test_a_pipe_and_a_large_file_are_not_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadInputError, match=said):
             reading.read_bytes(tmp_path / name, 100)
+
+
+@pytest.mark.parametrize(
+    "name", ["corpus.jsonl", "loss.csv", "hosts", "device.yaml", "kineto.json.gz"]
+)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BadInputError, match=r"no regular file|no file|no trace"):
+        BY_NAME[name].read(tmp_path / name)
 
 
 # ------------------------------------------------------------------------------ bombs

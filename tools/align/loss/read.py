@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_object
-from telechat_moe.reading import JsonError, parse_json
+from telechat_moe.reading import JsonError, parse_json, read_bytes
 from telechat_moe.tools.align.loss.statistics import Floats
 
 LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss")
@@ -71,9 +71,9 @@ def read(path: str | Path, metric: str | None = None) -> Curve:
     if path.is_dir():
         path = path / "metrics.jsonl"
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"cannot read the losses {path}: {error.strerror}") from error
+        data = read_bytes(path)
+    except BadInputError as error:
+        raise BadInputError(f"cannot read the losses {error}") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
