@@ -37,6 +37,7 @@ BYTES_OF_DTYPE = {"F32": 4, "BF16": 2, "F16": 2}
 
 READ_BYTES = 16 << 20
 _LARGEST_HEADER = 100_000_000  # as the safetensors library
+_SHOWN = 20  # problems in a message
 
 Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
@@ -174,7 +175,10 @@ def read_header(path: Path) -> dict[str, Entry]:
     except ValueError as error:
         raise BadInputError(f"{path}: broken safetensors header: {error}") from error
     if header.problems:
-        raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(header.problems))
+        more = len(header.problems) - _SHOWN
+        lines = [line.replace("\n", "\\n") for line in header.problems[:_SHOWN]]
+        lines += [f"and {more:,} more"] * (more > 0)
+        raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(lines))
     data = 8 + length
     return {
         name: Entry(path, dtype, shape, data + start, end - start)
@@ -234,9 +238,8 @@ def _described(name: str, entry: Any) -> Described:
 
 def _misfit(dtype: str, shape: tuple[int, ...], start: int, end: int, size: int) -> str | None:
     """Return why a tensor cannot be what its header says; ``size``: bytes of all tensors."""
-    largest = max(
-        accumulate(shape, mul), default=1
-    )  # the library refuses what overflows on the way
+    # The library refuses what overflows on the way.
+    largest = max(accumulate(shape, mul), default=1)
     bits = math.prod(shape) * BITS_OF_DTYPE[dtype]
     if start <= end <= size and 8 * (end - start) == bits and largest < 1 << 64:
         return None
