@@ -510,20 +510,18 @@ def read_loads(path: Path) -> object:
 
 
 def config_bytes(_: Path) -> bytes:
-    from telechat_moe.interop.hf import hf_config
     from telechat_moe.recipe import load
+    from telechat_moe.recipe.hugging_face import hf_config
 
     config = hf_config(load("telechat3_moe/pretrain_tiny.yaml").model_config, "float32")
     return object_bytes(config | {"quantization_config": {"weight_block_size": [128, 128]}})
 
 
 def read_config(path: Path) -> object:
-    from telechat_moe.interop.fp8 import _block
-    from telechat_moe.interop.hf import _check_config
-    from telechat_moe.recipe import load
+    from telechat_moe.recipe import hugging_face, load
 
-    _block(path.parent)
-    return _check_config(path, load("telechat3_moe/pretrain_tiny.yaml").model_config)
+    config = load("telechat3_moe/pretrain_tiny.yaml").model_config
+    return hugging_face.differences(hugging_face.read(path), config)
 
 
 def sweep_bytes(_: Path) -> bytes:
