@@ -153,7 +153,8 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
             "out": args.out or _recipe_folder(recipe),
         }
     found |= {key: getattr(args, key) for key in found if getattr(args, key) is not None}
-    return found | {"conversations": format_of(recipe) if recipe is not None else None}
+    chat = format_of(recipe, found["tokenizer"]) if recipe is not None else None
+    return found | {"conversations": chat}
 
 
 def _recipe_folder(recipe: Recipe) -> str:

@@ -14,6 +14,7 @@ that runs this: every ``*.py`` under ``sysconfig``'s stdlib path, without ``site
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.data.conversations import docstring_conversations, messages_text
+from telechat_moe.data.conversations import conversation_text, docstring_conversations
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.reading import most_inflated
 
@@ -88,8 +89,9 @@ class Corpus:
         label: What it is, for people and the manifest.
         files: The files in order.
         text_key: Key of the text in ``.jsonl`` lines and ``.parquet`` rows.
-        conversations: Documents are conversations, as ``messages_text`` writes them: lines with messages under
+        conversations: Documents are conversations, as ``conversation_text`` writes them: lines with messages under
             ``text_key``, or functions of the default corpus and their docstrings.
+        ignored: Fields of conversations that are left out, with how often they occurred.
         valid_files: How many of the files, the last ones, are validation data; None: they are not told apart.
         skipped: Names of files found in folders that are not text, filled by ``documents``.
         empty: Number of empty documents that the last full iteration left out.
@@ -102,6 +104,7 @@ class Corpus:
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     empty: int = 0
     conversations: bool = False
+    ignored: dict[str, int] = field(default_factory=dict[str, int])
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents that are not empty.
@@ -127,7 +130,7 @@ class Corpus:
 
     def _read(self, source: SourceFile) -> Iterator[Document]:
         if source.kind in LINE_SUFFIXES:
-            yield from _read_lines(source, self.text_key, self.conversations)
+            yield from self._read_lines(source)
             return
         if self.conversations and source.explicit:
             raise BadInputError(
@@ -157,6 +160,26 @@ class Corpus:
             return
         yield Document(source.name, text)
 
+    def _read_lines(self, source: SourceFile) -> Iterator[Document]:
+        number = 0
+        with (
+            _reading(source, lambda: f"after line {number}" if number else "at all"),
+            _open(source) as stream,
+        ):
+            for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
+                where = f"{source.path}: line {number}"
+                if len(line) > _LONGEST_LINE:
+                    raise BadInputError(f"{where}: more than {_LONGEST_LINE:,} bytes; divide it")
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if not line.strip():
+                    continue
+                value = _parse_line(where, line, self.text_key)
+                if self.conversations:
+                    text = conversation_text(where, value, self.text_key, self.ignored)
+                else:
+                    text = _text(where, value, self.text_key)
+                yield Document(f"{source.name}:{number}", text)
+
     def warn_skipped(self) -> None:
         """Log how many files of folders were skipped, and the first of them."""
         if self.skipped:
@@ -173,6 +196,7 @@ def open_corpus(
     extensions: Sequence[str] | None = None,
     text_key: str | None = None,
     conversations: bool = False,
+    ignored: Sequence[str] = (),
     valid: Sequence[str | os.PathLike[str]] = (),
 ) -> Corpus:
     """List the files of a corpus.
@@ -183,6 +207,7 @@ def open_corpus(
             takes all that are text.
         text_key: Key of the text or messages in ``.jsonl`` lines and ``.parquet`` rows; None: ``text`` or ``messages``.
         conversations: Take conversations, from ``.jsonl`` files only; see :class:`Corpus`.
+        ignored: Fields of conversations to leave out.
         valid: Files and folders of validation data; none leaves it open which documents are.
 
     Raises:
@@ -192,13 +217,14 @@ def open_corpus(
         "extensions": extensions,
         "text_key": text_key,
         "conversations": conversations,
+        "ignored": ignored,
     }
     if valid:
         return _both(open_corpus(paths, **how), open_corpus(valid, **how))
     paths = [path for path in paths if os.fspath(path)]
     if not paths:
         corpus = default_corpus()
-        corpus.conversations = conversations
+        corpus.conversations, corpus.ignored = conversations, dict.fromkeys(ignored, 0)
         return corpus
     endings = LINE_SUFFIXES if conversations else None
     if extensions is not None:
@@ -221,7 +247,9 @@ def open_corpus(
         raise BadInputError(f"{where}: no files{wanted} found; check --corpus")
     label = ", ".join(Path(path).name or str(path) for path in paths)
     text_key = text_key or ("messages" if conversations else "text")
-    return Corpus(label, files, text_key, conversations=conversations)
+    return Corpus(
+        label, files, text_key, conversations=conversations, ignored=dict.fromkeys(ignored, 0)
+    )
 
 
 def _both(train: Corpus, valid: Corpus) -> Corpus:
@@ -333,23 +361,6 @@ def _read_bytes(source: SourceFile) -> bytes:
     return bytes(done)
 
 
-def _read_lines(source: SourceFile, key: str, conversations: bool) -> Iterator[Document]:
-    number = 0
-    where = f"{source.path}: line"
-    with (
-        _reading(source, lambda: f"after line {number}" if number else "at all"),
-        _open(source) as stream,
-    ):
-        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
-            if len(line) > _LONGEST_LINE:
-                raise BadInputError(
-                    f"{where} {number}: more than {_LONGEST_LINE:,} bytes; divide it"
-                )
-            if line.strip():
-                text = _parse_line(f"{where} {number}", line, key, conversations)
-                yield Document(f"{source.name}:{number}", text)
-
-
 def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
     arrow, number = _arrow(source), 0
     try:
@@ -360,7 +371,9 @@ def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
                 raise BadInputError(
                     f"{source.path}: has no column {key!r} (columns: {names}); choose one with --text-key"
                 )
-            if schema.field(key).type not in (arrow.string(), arrow.large_string()):
+            kind = schema.field(key).type
+            kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+            if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
                 raise BadInputError(
                     f"{source.path}: column {key!r} is {schema.field(key).type}, not text; choose another with --text-key"
                 )
@@ -381,7 +394,8 @@ def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
         ) from None
 
 
-def _parse_line(where: str, line: bytes, key: str, conversations: bool) -> str:
+def _parse_line(where: str, line: bytes, key: str) -> dict[str, Any]:
+    """Return the object of a line, which has the key."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -395,13 +409,21 @@ def _parse_line(where: str, line: bytes, key: str, conversations: bool) -> str:
         raise BadInputError(
             f"{where}: a JSON {type(value).__name__}, expected an object with the key {key!r}"
         )
-    text = value.get(key)
-    if conversations and key in value:
-        return messages_text(where, text)
-    if not isinstance(text, str):
+    if key not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "none"
-        what = "has no key" if key not in value else f"has {type(text).__name__}, not text, under"
-        raise BadInputError(f"{where}: {what} {key!r} (keys: {keys}); choose one with --text-key")
+        raise BadInputError(
+            f"{where}: has no key {key!r} (keys: {keys}); choose one with --text-key"
+        )
+    return value
+
+
+def _text(where: str, value: dict[str, Any], key: str) -> str:
+    text = value[key]
+    if not isinstance(text, str):
+        keys = ", ".join(map(repr, list(value)[:8]))
+        raise BadInputError(
+            f"{where}: has {type(text).__name__}, not text, under {key!r} (keys: {keys}); choose one with --text-key"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -7,6 +7,7 @@ the tokenizer learns from and the shards; none of these needs the text a second 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,8 +74,10 @@ class Scan:
         return np.unique(starts // SHARD_BYTES, return_inverse=True)[1]
 
 
-def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
-    """Read the corpus once and hash every document."""
+def scan_corpus(
+    corpus: Corpus, progress: Progress | None, look: Callable[[str, str], None] | None = None
+) -> Scan:
+    """Read the corpus once and hash every document; ``look`` gets name and text of each."""
     whole = hashlib.sha256()
     hashes, sizes, valid = bytearray(), bytearray(), bytearray()
     for number, document in enumerate(corpus.documents(), 1):
@@ -84,6 +87,8 @@ def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
         hashes += digest[:8]
         sizes += len(data).to_bytes(8, "little")
         valid.append(document.valid)
+        if look is not None:
+            look(document.name, document.text)
         if progress is not None:
             progress("reading documents", number, None)
     if not sizes:
