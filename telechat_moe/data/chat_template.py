@@ -42,6 +42,8 @@ _TAKEN = frozenset(
     | {"return_assistant_tokens_mask", "raise_exception", TODAY}
 )
 """Names that a line of a corpus cannot set."""
+_MARK = "\ue000"
+"""A character of private use, in place of an answer."""
 _SHORT = 20
 """Characters of a text that may be in another by chance."""
 
@@ -327,6 +329,8 @@ class Conversation:
         start = self._common(before, end)
         if start == len(before):
             return start
+        # What it writes as the model's beginning and before another answer is the same only up to the answer.
+        start = self._common(before, self._with(number, number + 1, content=_MARK) or end)
         # What both ways to go on have in common is the context.
         if not answer or (number and start < self._common(self.write(number), before)):
             raise BadInputError(
@@ -341,8 +345,7 @@ class Conversation:
         """Return what an answer begins after that nothing precedes."""
         prompt = self._try([], self.variables, prompt=True)
         if prompt is None:  # most templates look at the first message
-            mark = "\ue000"  # a character of private use
-            prompt = (self._with(0, 1, content=mark) or "").partition(mark)[0]
+            prompt = (self._with(0, 1, content=_MARK) or "").partition(_MARK)[0]
         return prompt
 
     def _span(self, number: int, start: int, text: str) -> Span | None:
