@@ -237,16 +237,17 @@ def run_check(args: argparse.Namespace) -> int:
     if args.use == "mindformers":
         warn_of_mindformers()
     for name in args.recipes:
-        use, problems, open_keys = _problems(name, args)
+        use, problems, open_keys, notes = _problems(name, args)
         missing = missing or not use
         ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}"
         lines += [str(problem) for problem in problems] or [ok]
         for why in dict.fromkeys(open_keys.values()):
             keys = ", ".join(key for key, said in open_keys.items() if said == why)
             lines.append(f"{name}: not judged: {keys}: {why}")
+        lines += [f"{name}: note: {note}" for note in notes]
         entries = [asdict(problem) for problem in problems]
         judged = {"use": use, "ok": not problems, "problems": entries, "not_judged": open_keys}
-        report.append({"name": name, **judged})
+        report.append({"name": name, **judged, "notes": notes})
     count = sum(len(entry["problems"]) for entry in report)
     if not write_json(args.json, {"recipes": report, "problems": count}):
         print("\n".join(lines))
@@ -256,8 +257,10 @@ def run_check(args: argparse.Namespace) -> int:
     return 3 if missing else int(count > 0)
 
 
-def _problems(name: str, args: argparse.Namespace) -> tuple[str, list[Problem], dict[str, str]]:
-    """Return for what use a recipe was judged, what is wrong with it, and which keys were not judged, and why.
+def _problems(
+    name: str, args: argparse.Namespace
+) -> tuple[str, list[Problem], dict[str, str], list[str]]:
+    """Return for what use a recipe was judged, what is wrong with it, which keys were not judged, and why, and what to know.
 
     The use is empty where there is no such recipe, and `written` where its problems hide what it is for.
     """
@@ -267,15 +270,15 @@ def _problems(name: str, args: argparse.Namespace) -> tuple[str, list[Problem], 
     try:
         find(name)
     except RecipeError as error:
-        return "", error.problems, {}
+        return "", error.problems, {}, []
     try:
         recipe = load(name, args.overrides, devices=args.devices, use=args.use)
     except RecipeError as error:
-        return args.use, error.problems, {}
+        return args.use, error.problems, {}, []
     open_keys = not_judged(recipe, args.use)
     use = use_of(recipe) if args.use == "written" else args.use
     if use != "train":
-        return use, [], open_keys
+        return use, [], open_keys, []
     from telechat_moe.interop import hf
     from telechat_moe.tools.plan.schedules.ranks import rank_orders
     from telechat_moe.train import preflight
@@ -288,7 +291,7 @@ def _problems(name: str, args: argparse.Namespace) -> tuple[str, list[Problem], 
         rank_orders(recipe)
     except RecipeError as error:
         problems = [*problems, *error.problems]
-    return use, problems, open_keys
+    return use, problems, open_keys, preflight.data_notes(recipe)
 
 
 def run_cp(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from telechat_moe.data.conversations import STORED, ChatFormat, FieldCheck, note
 from telechat_moe.data.corpus import Corpus, open_corpus
 from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype, write_index
 from telechat_moe.data.pack import Progress
-from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Scan, hash64, scan_corpus
+from telechat_moe.data.scan import Scan, hash64, learn_from, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import checksum, json_bytes, locked, sync_file, sync_folder, write_atomic
@@ -120,7 +120,7 @@ def build(
             "valid_fraction": None if valid else valid_fraction,
             "seed": seed,
             **_named_valid(scan, files),
-            **({"conversations": conversations.identity()} if conversations else {}),
+            **_format_identity(conversations, given),
         }
         job = _Job(out, files, scan, inputs, progress, conversations)
         if (manifest := job.finished(force)) is not None:
@@ -158,9 +158,21 @@ def _given_tokenizer(
 def _tokenizer_identity(given: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
     return {
         "vocab_size": None if given else vocab_size,
-        "tokenizer": hashlib.sha256(given.to_json().encode()).hexdigest() if given else None,
+        "tokenizer": fingerprint(given) if given else None,
         "eod_token": given.eod_token if given else None,
     }
+
+
+def _format_identity(chat: ChatFormat | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    if chat is None or tokenizer is None:
+        return {}
+    stops = {"stops": sorted(tokenizer.stops)} if chat.template else {}
+    return {"conversations": chat.identity() | stops}
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return the hash by which a manifest knows a tokenizer."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def _named_valid(scan: Scan, corpus: Corpus) -> dict[str, int]:
@@ -262,7 +274,7 @@ class _Job:
             nonlocal done
             for ordinal, document in enumerate(self.corpus.documents()):
                 if learn[ordinal]:
-                    yield document.text[:LEARN_BYTES_PER_DOCUMENT]
+                    yield from learn_from(document.text)
                     done += 1
                     self._say("learning the tokenizer", done, total)
 

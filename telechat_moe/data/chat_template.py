@@ -398,10 +398,10 @@ class Conversation:
                 self.counts[END + self.tokenizer.name(tokens[after])] += 1
             else:
                 append = True
-                self.counts[END + self.tokenizer.eod_token] += 1
+                self.counts[END + self.tokenizer.name(self.tokenizer.eos)] += 1
         self.counts[APPENDED] += append
         if append:
-            tokens = np.append(tokens, np.int32(self.tokenizer.eod))
+            tokens = np.append(tokens, np.int32(self.tokenizer.eos))
             learned = np.append(learned, True)
         return Learned(tokens, learned)
 

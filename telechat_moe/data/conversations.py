@@ -205,8 +205,8 @@ class ChatFormat:
         """Return what decides the tokens, JSON values."""
         how: dict[str, Any] = {"loss_roles": list(self.loss_roles), "message": self.message}
         if self.template is not None:
-            digest = hashlib.sha256(self.template.source.encode()).hexdigest()
-            how["message"] = f"chat template {digest}"
+            what = json.dumps([self.template.source, self.template.special], sort_keys=True)
+            how["message"] = f"chat template {hashlib.sha256(what.encode()).hexdigest()}"
             if self.template.settings:
                 how["variables"] = self.template.settings
         if self.ignored:
@@ -392,12 +392,12 @@ class FieldCheck:
 
 def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
     """Say what a user should know of how conversations were written, from what was counted."""
-    learned, told = counts[LEARNED], list[str]()
+    learned, eos, told = counts[LEARNED], tokenizer.name(tokenizer.eos), list[str]()
     if count := counts[ENDLESS]:
         told.append(
             f"{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
             "there: the chat template writes none, or leaves it out of what it marks; let it write "
-            f"{tokenizer.eod_token} after an answer"
+            f"{eos} after an answer"
         )
     stops = {END + tokenizer.name(token) for token in tokenizer.stops if tokenizer.name(token)}
     for key in sorted(k for k in counts if k.startswith(END) and k not in stops):
@@ -407,7 +407,7 @@ def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
         )
     if count := counts[APPENDED]:
         told.append(
-            f"{count:,} documents got {tokenizer.eod_token} at their end, because the chat template ends the last answer "
+            f"{count:,} documents got {eos} at their end, because the chat template ends the last answer "
             "with no token"
         )
     if count := counts[SPLIT]:

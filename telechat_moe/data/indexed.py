@@ -263,7 +263,7 @@ class IndexedDataset:
         """Return the number of sequences."""
         return len(self.sequence_lengths)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> NDArray[Any]:
         """Return the tokens of a sequence, without copying; negative numbers count from the end."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.prefix}")
@@ -282,6 +282,12 @@ class IndexedDataset:
     def num_documents(self) -> int:
         """Number of documents."""
         return len(self.document_indices) - 1
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, of all its sequences."""
+        ends = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        return np.diff(ends[self.document_indices])
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,8 @@ the tokenizer learns from and the shards; none of these needs the text a second 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,13 @@ SHARD_BYTES = 1 << 21
 LEARN_BYTES = 32 << 20
 """The tokenizer learns from at most this much text, the documents of smallest hash."""
 LEARN_BYTES_PER_DOCUMENT = 1 << 20
+_LONGEST_WORD = 1 << 9
+"""Characters of a word that the tokenizer learns from in one piece; the time that it takes grows with their square."""
+_LONG_WORD = re.compile(
+    "|".join(
+        f"{kind}{{{_LONGEST_WORD},}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,16 @@ def scan_corpus(
         np.frombuffer(sizes, dtype="<i8"),
         named,
     )
+
+
+def learn_from(text: str) -> Iterator[str]:
+    """Yield the parts of a document that the tokenizer learns from: its beginning, within words that have no end."""
+    text, start = text[:LEARN_BYTES_PER_DOCUMENT], 0
+    for word in _LONG_WORD.finditer(text):
+        for end in range(word.start() + _LONGEST_WORD, word.end() + 1, _LONGEST_WORD):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def hash64(data: bytes) -> int:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,12 +37,19 @@ class Tokenizer:
         eod: Id of the token that ends a document.
         eod_token: Its name.
         path: File that it was loaded from, if any.
-        stops: Ids at which generation stops by default: ``eod``, and what Hugging Face's files beside it name.
+        eos: Id of the ``eos_token`` of Hugging Face's files beside it; without them ``eod``.
+        stops: Ids at which generation stops by default: ``eos``, and those of ``generation_config.json``.
         special: Ids of special tokens.
     """
 
     def __init__(
-        self, backend: Any, eod_token: str, path: Path | None = None, stops: Iterable[int] = ()
+        self,
+        backend: Any,
+        eod_token: str,
+        path: Path | None = None,
+        *,
+        eos: int | None = None,
+        stops: Iterable[int] = (),
     ) -> None:
         self._backend = backend
         self._backend.encode_special_tokens = True
@@ -53,7 +60,8 @@ class Tokenizer:
         self.eod_token = eod_token
         self.eod = int(vocabulary[eod_token])
         self.path = path
-        self.stops = frozenset({self.eod, *stops})
+        self.eos = self.eod if eos is None else eos
+        self.stops = frozenset({self.eos, *stops})
         added = backend.get_added_tokens_decoder().items()
         self.special = frozenset(i for i, token in added if token.special)
         state = json.loads(backend.to_str())
@@ -188,14 +196,13 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
         backend = library.Tokenizer.from_file(str(file))
     except Exception as error:
         raise BadInputError(f"{file}: not a tokenizer.json of `tokenizers`: {error}") from None
-    stops = _stops(file.parent)
+    eos_token = special_tokens(file.parent).get("eos_token")
     eod_token = eod_token or _built_with(file)
-    names = (eod_token,) if eod_token else (*EOD_CANDIDATES, *filter(None, [stops.eos_token]))
+    names = (eod_token,) if eod_token else (*EOD_CANDIDATES, *filter(None, [eos_token]))
     for name in names:
         if backend.token_to_id(name) is not None:
-            eos = backend.token_to_id(stops.eos_token or name)
-            ids = [*stops.ids, *([] if eos is None else [eos])]
-            return Tokenizer(backend, name, file, ids)
+            eos = backend.token_to_id(eos_token) if eos_token else None
+            return Tokenizer(backend, name, file, eos=eos, stops=_stops(file.parent))
     added = sorted(token.content for token in backend.get_added_tokens_decoder().values())
     raise BadInputError(
         f"{file}: has no end-of-document token {' or '.join(names)}; its special tokens are "
@@ -223,16 +230,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {key: text for key, (text, _) in names.items()}
 
 
-class _Stops(NamedTuple):
-    eos_token: str | None
-    ids: list[int]
-
-
-def _stops(folder: Path) -> _Stops:
-    """Return at which tokens generation with a Hugging Face model of a folder stops."""
+def _stops(folder: Path) -> list[int]:
+    """Return the ids at which a Hugging Face model of a folder stops to generate, if it says so."""
     ids = _read(folder / "generation_config.json").get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    return _Stops(special_tokens(folder).get("eos_token"), [i for i in ids if type(i) is int])
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
 
 
 def _built_with(file: Path) -> str | None:

@@ -6,6 +6,7 @@ here imports mindspore, and of large files only headers, indices, sizes and the 
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ import numpy as np
 from telechat_moe.checkpoint import folder, manifest
 from telechat_moe.checkpoint.weights import ReadWeights, own_weights
 from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recipe, open_valid
-from telechat_moe.data.build import MANIFEST
+from telechat_moe.data.build import MANIFEST, fingerprint
+from telechat_moe.data.conversations import ChatFormat, format_of
 from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
@@ -239,15 +241,13 @@ class _Look:
         try:
             given = parse_json(path.read_bytes())
             size, eod = int(given["tokenizer"]["vocab_size"]), int(given["tokenizer"]["eod"])
-            built = given.get("inputs", {}).get("conversations")
-            built = built and {name: built[name] for name in ("loss_roles", "message")}
+            if prefix.name not in given:
+                return False  # of another dataset in the same folder
+            self._inputs(key, prefix, given)
         except (OSError, *MALFORMED) as error:
             found = f"{path}: cannot be read ({type(error).__name__}: {error})"
             self.say(key, found, "what `telechat-moe data build` wrote; build the dataset again")
             return True
-        if prefix.name not in given:
-            return False  # of another dataset in the same folder
-        self._conversations(key, prefix, built)
         config, data = recipe.model_config, recipe.train_dataset.data_loader.config
         if size > config.vocab_size:
             found = f"{config.vocab_size}, but {prefix} has a vocabulary of {size} ({path})"
@@ -258,19 +258,53 @@ class _Look:
             self.say(f"{DATA}.config.eod", found, str(eod))
         return True
 
-    def _conversations(self, key: str, prefix: Path, built: Mapping[str, object] | None) -> None:
-        """Compare how the conversations of a dataset are written with the recipe."""
-        section = self.recipe.telechat_moe.conversations
-        if (built is None) != (section is None):
+    def _inputs(self, key: str, prefix: Path, given: Mapping[str, Any]) -> None:
+        """Compare what a dataset was built from with the recipe: its tokenizer, and how conversations are written."""
+        inputs, own = given.get("inputs", {}), self.recipe.telechat_moe
+        built = inputs.get("conversations")
+        if (built is None) != (own.conversations is None):
             kinds = ("text", "conversations") if built is None else ("conversations", "text")
             found = f"{prefix} is built from {kinds[0]}, the recipe trains on {kinds[1]} (telechat_moe.conversations)"
             self.say(key, found, f"data of {kinds[1]}: `telechat-moe data build --recipe RECIPE`")
-        elif built and section:
-            roles = built["loss_roles"], section.loss_roles
-            message = section.message or built["message"]
-            if roles[0] != roles[1] or message != built["message"]:
-                found = f"{roles[1]} and {section.message!r}, but {prefix} is built with {roles[0]} and {built['message']!r}"
+            return
+        path = own.corpus.tokenizer
+        if path and exists(Path(path)):  # else it cannot be compared
+            at = "telechat_moe.corpus.tokenizer"
+            tokenizer = self.at(at, lambda: load_tokenizer(path))
+            if tokenizer is not None and "tokenizer" in inputs:
+                digest = fingerprint(tokenizer)
+                if digest != inputs["tokenizer"]:
+                    found = f"{path} (sha256 {digest[:12]}), but {prefix} is built with {str(inputs['tokenizer'])[:12]}"
+                    self.say(at, found, "the tokenizer of the data, or the data built again")
+                    return
+        if built and (chat := self.at("telechat_moe.conversations", self._format)) is not None:
+            self._same_format(prefix, built, chat, len(given.get("too_long", ())))
+
+    def _format(self) -> ChatFormat | None:
+        """Return how the recipe writes conversations, without a chat template that is not on this machine."""
+        recipe = self.recipe
+        section, path = recipe.telechat_moe.conversations, recipe.telechat_moe.corpus.tokenizer
+        data = recipe.train_dataset.data_loader.config
+        if section is None or data is None:
+            return None
+        if section.message is None and not (path and exists(Path(path))):
+            roles, ignored = tuple(section.loss_roles), tuple(section.ignore_fields)
+            return ChatFormat(roles, data.seq_length, ignored=ignored)
+        return format_of(recipe)
+
+    def _same_format(
+        self, prefix: Path, built: Mapping[str, Any], chat: ChatFormat, too_long: int
+    ) -> None:
+        now, names = chat.identity(), ["loss_roles", "ignore_fields"]
+        if now["message"] is not None:
+            names += ["message", "variables"]
+        for name in names:
+            if now.get(name) != built.get(name):
+                found = f"{name} {now.get(name)!r}, but {prefix} is built with {built.get(name)!r}"
                 self.say("telechat_moe.conversations", found, "the same, or the data built again")
+        if too_long and chat.longest > built["seq_length"]:
+            found = f"{chat.longest}, but {prefix} is built for {built['seq_length']}, without {too_long} longer conversations"
+            self.say(f"{DATA}.config.seq_length", found, "the same, or the data built again")
 
     def _corpus(self) -> None:
         """Look at what the data would be built from."""
@@ -352,6 +386,18 @@ def dealt_to(recipe: Recipe) -> tuple[int, int] | None:
     if not recipe.telechat_moe.balance_attention:
         return None
     return mesh_of(recipe).dp, recipe.micro_batches
+
+
+def data_notes(recipe: Recipe) -> list[str]:
+    """Return what the build of a recipe's data said that a user should know, with their prefixes."""
+    config = recipe.train_dataset.data_loader.config
+    given = (config.data_path or config.train_data_path or []) if config else []
+    told: list[str] = []
+    for prefix in parse_data_path(given)[0] if given else ():
+        with suppress(OSError, ValueError, AttributeError):
+            about = json.loads((Path(prefix).parent / MANIFEST).read_bytes())
+            told += [f"{prefix}: {note}" for note in about.get("notes", ())]
+    return told
 
 
 def tokenizer_path(recipe: Recipe) -> Path:

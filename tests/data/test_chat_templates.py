@@ -34,7 +34,9 @@ words = st.text("ab <é\n汉🙂_", max_size=12).filter(str.strip)
 @st.composite
 def talks(draw: st.DrawFn, system: bool = True) -> Messages:
     """Questions and answers in turn, after a system message or none."""
-    messages = [{"role": "system", "content": draw(words)}] if system and draw(st.booleans()) else []
+    messages = (
+        [{"role": "system", "content": draw(words)}] if system and draw(st.booleans()) else []
+    )
     for _ in range(draw(st.integers(1, 4))):
         messages.append({"role": "user", "content": draw(words)})
         messages.append({"role": "assistant", "content": draw(words)})
@@ -109,7 +111,9 @@ def test_answers_and_their_ends_are_learned(name: str, data, folders: dict[str, 
     # transformers writes the same, but for what is appended.
     theirs = ChatTemplate(nature.source, {"bos_token": nature.bos, "eos_token": nature.eos})
     text = tokenizer.decode(bare(stored[0]))
-    assert text.removesuffix("<|endoftext|>") == theirs.render(messages, {})[0].removesuffix("<|endoftext|>")
+    assert text.removesuffix("<|endoftext|>") == theirs.render(messages, {})[0].removesuffix(
+        "<|endoftext|>"
+    )
 
 
 @pytest.mark.parametrize("name", ["marked", "endless marks"])
@@ -121,7 +125,9 @@ def test_marks_are_those_of_transformers(name: str, messages: Messages, folders)
     nature = NATURES[name]
     for m in messages:
         m["content"] += "."  # of a last character of two tokens transformers takes the first only
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folders[name] / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folders[name] / "tokenizer.json")
+    )
     want = theirs.apply_chat_template(
         messages,
         chat_template=nature.source,

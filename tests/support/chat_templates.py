@@ -42,7 +42,10 @@ def turns(
         document: Segments = [(begin, False)]
         for m in messages:
             text, answer = m["content"].strip() if trim else m["content"], m["role"] == "assistant"
-            document += [(heads[m["role"]], False), (text + (answer_end if answer else other_end), answer)]
+            document += [
+                (heads[m["role"]], False),
+                (text + (answer_end if answer else other_end), answer),
+            ]
         return [document]
 
     return write
@@ -69,7 +72,11 @@ def marked(messages: Messages) -> list[Segments]:
     document: Segments = []
     for m in messages:
         answer = m["role"] == "assistant"
-        document += [(CHATML_HEADS[m["role"]], False), (m["content"] + "<|im_end|>", answer), ("\n", False)]
+        document += [
+            (CHATML_HEADS[m["role"]], False),
+            (m["content"] + "<|im_end|>", answer),
+            ("\n", False),
+        ]
     return [document]
 
 
@@ -77,7 +84,11 @@ def endless_marks(messages: Messages) -> list[Segments]:
     document: Segments = []
     for m in messages:
         answer = m["role"] == "assistant"
-        document += [(CHATML_HEADS[m["role"]], False), (m["content"], answer), ("<|im_end|>\n", False)]
+        document += [
+            (CHATML_HEADS[m["role"]], False),
+            (m["content"], answer),
+            ("<|im_end|>\n", False),
+        ]
     return [document]
 
 
@@ -243,7 +254,10 @@ def glm4(messages: Messages) -> list[Segments]:
     document: Segments = [("[gMASK]<sop>", False)]
     for i, m in enumerate(messages):
         after_answer = i > 0 and messages[i - 1]["role"] == "assistant"
-        document += [(f"<|{m['role']}|>", after_answer), ("\n" + m["content"], m["role"] == "assistant")]
+        document += [
+            (f"<|{m['role']}|>", after_answer),
+            ("\n" + m["content"], m["role"] == "assistant"),
+        ]
     if messages[-1]["role"] == "assistant":
         document.append(("<|endoftext|>", True))
     return [document]
@@ -301,18 +315,32 @@ NATURES = {
         "end with <|im_end|>, where generation does not stop",
     ),
     "marked": Nature(MARKED, marked, "<|im_end|>"),
-    "endless marks": Nature(ENDLESS_MARKS, endless_marks, "<|im_end|>", "have no token that ends them"),
+    "endless marks": Nature(
+        ENDLESS_MARKS, endless_marks, "<|im_end|>", "have no token that ends them"
+    ),
     "qwen3": Nature(THINKING, thinking, "<|im_end|>"),
     "llama2": Nature(LLAMA2, llama2, "</s>"),
     "llama3": Nature(
         LLAMA3,
-        turns(roles("<|start_header_id|>{}<|end_header_id|>\n\n"), "<|eot_id|>", "<|eot_id|>", "<s>", True),
+        turns(
+            roles("<|start_header_id|>{}<|end_header_id|>\n\n"),
+            "<|eot_id|>",
+            "<|eot_id|>",
+            "<s>",
+            True,
+        ),
         "<|eot_id|>",
     ),
     "mistral": Nature(MISTRAL, mistral, "</s>"),
     "gemma": Nature(
         GEMMA,
-        turns(roles("<start_of_turn>{}\n", assistant="model"), "<end_of_turn>\n", "<end_of_turn>\n", "<s>", True),
+        turns(
+            roles("<start_of_turn>{}\n", assistant="model"),
+            "<end_of_turn>\n",
+            "<end_of_turn>\n",
+            "<s>",
+            True,
+        ),
         "</s>",
         stops=("</s>", "<end_of_turn>"),
         system=False,
@@ -325,7 +353,11 @@ NATURES = {
     ),
     "phi3": Nature(PHI3, phi3, "<|endoftext|>", stops=("<|end|>", "<|endoftext|>")),
     "glm4": Nature(
-        GLM4, glm4, "<|endoftext|>", "got <|endoftext|> at their end", stops=("<|endoftext|>", "<|user|>")
+        GLM4,
+        glm4,
+        "<|endoftext|>",
+        "got <|endoftext|> at their end",
+        stops=("<|endoftext|>", "<|user|>"),
     ),
     "telechat": Nature(TELECHAT, telechat, "<_end>"),
     "zephyr": Nature(ZEPHYR, turns(roles("<|{}|>\n"), "</s>\n", "</s>\n"), "</s>"),
@@ -333,7 +365,10 @@ NATURES = {
         COMMAND,
         turns(
             roles(
-                "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>", system="SYSTEM", user="USER", assistant="CHATBOT"
+                "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>",
+                system="SYSTEM",
+                user="USER",
+                assistant="CHATBOT",
             ),
             "<|END_OF_TURN_TOKEN|>",
             "<|END_OF_TURN_TOKEN|>",
@@ -347,8 +382,24 @@ NATURES = {
 TOKENS = (
     *("<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),
-    *("<|User|>", "<|Assistant|>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "[gMASK]", "<sop>"),
-    *("<_system>", "<_user>", "<_bot>", "<_end>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    *(
+        "<|User|>",
+        "<|Assistant|>",
+        "<|user|>",
+        "<|system|>",
+        "<|assistant|>",
+        "<|end|>",
+        "[gMASK]",
+        "<sop>",
+    ),
+    *(
+        "<_system>",
+        "<_user>",
+        "<_bot>",
+        "<_end>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+    ),
     *("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
 )
 """Special tokens of all of them."""
