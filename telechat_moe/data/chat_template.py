@@ -194,7 +194,7 @@ def fields_read(
             template.render(watched, variables)
         except Exception:  # a template raises what it likes; the build says in which line
             continue
-        return {(m["role"], name) for m in watched for name in m.read}
+        return {(m["role"], k) for m, w in zip(messages, watched, strict=True) for k in w.read}
     return None
 
 

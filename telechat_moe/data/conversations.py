@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,7 +94,9 @@ def conversation_text(
         content = _content(f"{where}: message {number}", message.get("content"))
         for name, text in (("role", message.get("role")), ("content", content)):
             if not isinstance(text, str) and not (name == "content" and text is None and rest):
-                hint = "; ShareGPT's from and value are role and content here" * ("from" in message)
+                hint = "; ShareGPT's from and value are role and content here" * (
+                    "value" in message
+                )
                 raise BadInputError(
                     f"{where}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
                     f"{', '.join(map(repr, message)) or 'none'}); expected text{hint}"
@@ -475,4 +478,11 @@ def format_of(recipe: Any, tokenizer: str | None = None) -> ChatFormat | None:
             f"telechat_moe.conversations.variables: {', '.join(sorted(unread))}: the chat template does not read it (it reads "
             f"{', '.join(sorted(settable)) or 'none'}); remove it"
         )
+    if TODAY in section.variables:
+        try:
+            date.fromisoformat(str(section.variables[TODAY]))
+        except ValueError as error:
+            raise BadInputError(
+                f"telechat_moe.conversations.variables.{TODAY}: {error}; expected a day, 'YYYY-MM-DD'"
+            ) from None
     return ChatFormat(roles, longest, None, template, ignored)

@@ -21,7 +21,7 @@ SHARD_BYTES = 1 << 21
 LEARN_BYTES = 32 << 20
 """The tokenizer learns from at most this much text, the documents of smallest hash."""
 LEARN_BYTES_PER_DOCUMENT = 1 << 20
-_LONGEST_WORD = 1 << 9
+_LONGEST_WORD = 1 << 7
 """Characters of a word that the tokenizer learns from in one piece; the time that it takes grows with their square."""
 _LONG_WORD = re.compile(
     "|".join(

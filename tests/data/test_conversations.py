@@ -341,6 +341,12 @@ BAD_LINES = {
     '{"messages": "hi"}': "messages are a JSON str; expected a list",
     '{"messages": [3]}': "message 0 is a JSON int; expected an object",
     '{"messages": [{"role": "user"}]}': "message 0 has nothing as 'content' (keys: 'role')",
+    '{"messages": [{"from": "human", "value": "a"}]}': "ShareGPT's from and value are role",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a part of type 'image'",
+    '{"messages": [{"role": "user", "content": [3]}]}': "a part of type a JSON int",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': "'weight' 0.5; expected 0",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 1, "masked": true}]}': "one that it is not",
+    '{"messages": [{"role": "assistant", "content": "a", "train": false}]}': "to be learned (train)",
     '{"messages": [{"role": 1, "content": ""}]}': "message 0 has a JSON int as 'role'",
     '{"text": "hi"}': "has no key 'messages' (keys: 'text')",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half a surrogate pair",
@@ -396,8 +402,8 @@ def test_data_that_were_built_otherwise_are_named(tmp_path: Path, folder: Path) 
     roles = "telechat_moe.conversations.loss_roles=[user]"
     for name, sets, said in (
         ("finetune", [message], ""),
-        ("finetune", [], "is built with ['assistant'] and"),
-        ("finetune", [message, roles], "is built with ['assistant'] and"),
+        ("finetune", [], "is built with '<{role}>"),
+        ("finetune", [message, roles], "loss_roles ['user'], but"),
         ("pretrain", [], "is built from conversations, the recipe trains on text"),
     ):
         _, problems = examine(load(f"telechat3_moe/{name}_tiny.yaml", [*common, path, *sets]))
