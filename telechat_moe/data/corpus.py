@@ -373,7 +373,7 @@ def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
                 )
             kind = schema.field(key).type
             kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-            if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
+            if str(kind) not in ("string", "large_string", "string_view"):
                 raise BadInputError(
                     f"{source.path}: column {key!r} is {schema.field(key).type}, not text; choose another with --text-key"
                 )

@@ -142,6 +142,27 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_tokens_that_end_a_generation(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    names = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|user|>": 2}
+    Backend(models.WordLevel(names)).save(str(tmp_path / "tokenizer.json"))
+    one = load_tokenizer(tmp_path)
+    assert (one.eos, one.stops) == (0, {0})
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    two = load_tokenizer(tmp_path)
+    assert (two.eod, two.eos, two.stops) == (0, 1, {1})
+    for said, stops in (("[1, 2]", {1, 2}), ("2", {1, 2}), ('"x"', {1}), ("null", {1})):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {said}}}')
+        assert load_tokenizer(tmp_path).stops == stops
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|user|>"}')
+    with pytest.raises(
+        BadInputError, match=r"eos_token is '<\|user\|>' in .* and '<\|im_end\|>' in"
+    ):
+        load_tokenizer(tmp_path)
+
+
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
