@@ -367,7 +367,7 @@ VERBS = (
             3: "a recipe does not exist or cannot be read",
         },
         json_keys="recipes, a list of {name, use, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
-        "{key: why; keys that MindFormers reads only with settings that were not observed}}; "
+        "{key: why; keys that MindFormers reads only with settings that were not observed}, notes (what the build of its data said)}; "
         "problems, their number. With --host-syncs: recipes, a list of {name, use, waits_in_every_step, syncs [{file, line, key, "
         "what, source, waits, fetches (null: not known), every (steps), cost_us (a step), move}]}; costs; graph, a list of {kind, module, phase, "
         "times, why}.",

@@ -102,14 +102,8 @@ def build(
         raise UsageError(f"valid_fraction is {valid_fraction}; expected 0 or more and below 1")
     out, chat = Path(out), bool(conversations)
     given = _given_tokenizer(tokenizer, eod_token, vocab_size, chat)
-    files = open_corpus(
-        corpus,
-        extensions=extensions,
-        text_key=text_key,
-        valid=valid,
-        conversations=chat,
-        ignored=conversations.ignored if conversations else (),
-    )
+    how = {"extensions": extensions, "text_key": text_key, "valid": valid, "conversations": chat}
+    files = open_corpus(corpus, **how, ignored=conversations.ignored if conversations else ())
     with _full_disk_named(out), _locked(out):
         scan = _scan(files, conversations, progress)
         inputs = {

@@ -324,8 +324,7 @@ class Conversation:
         answer = self.messages[number]["role"] == "assistant"
         if not number and not answer:
             return 0
-        before = self.write(number, answer) if number else self._first_prompt()
-        end = self.write(number + 1)
+        before, end = self._before(number, answer), self.write(number + 1)
         start = self._common(before, end)
         if start == len(before):
             return start
@@ -341,12 +340,28 @@ class Conversation:
         self.counts[PROMPT + repr(before[start:])] += 1
         return start
 
-    def _first_prompt(self) -> str:
-        """Return what an answer begins after that nothing precedes."""
-        prompt = self._try([], self.variables, prompt=True)
-        if prompt is None:  # most templates look at the first message
-            prompt = (self._with(0, 1, content=_MARK) or "").partition(_MARK)[0]
-        return prompt
+    def _before(self, number: int, answer: bool) -> str:
+        """Return what a message is written after; an answer, after what the template lets the model begin with."""
+        if not answer:
+            return self.write(number)
+        # Many templates look at the first message.
+        before, plain = (
+            (self.write(number, True), self.write(number))
+            if number
+            else (self._try([], self.variables, prompt=True), self._try([], self.variables))
+        )
+        if before is not None and before != plain:
+            return before
+        # The template does not know of a beginning: it is what stands before the answer, in which a space may belong to it.
+        texts = {
+            k: _MARK for k, v in self.messages[number].items() if k != "role" and isinstance(v, str)
+        }
+        marked = self._with(number, number + 1, **{**texts, "content": _MARK}) or ""
+        head, mark, _ = marked.partition(_MARK)
+        head = head.rstrip(" ")
+        if mark and head.startswith(before or "") and self.write(number + 1).startswith(head):
+            return head
+        return before or ""
 
     def _span(self, number: int, start: int, text: str) -> Span | None:
         """Return where a message is in a document; None: the template writes it, or what is before it, differently there."""

@@ -308,6 +308,11 @@ def plain(messages: Messages) -> list[Segments]:
 
 NATURES = {
     "chatml": Nature(CHATML, turns(CHATML_HEADS, "<|im_end|>\n", "<|im_end|>\n"), "<|im_end|>"),
+    "promptless": Nature(
+        CHATML.partition("{% if add")[0],
+        turns(CHATML_HEADS, "<|im_end|>\n", "<|im_end|>\n"),
+        "<|im_end|>",
+    ),
     "base": Nature(
         CHATML,
         turns(CHATML_HEADS, "<|im_end|>\n", "<|im_end|>\n"),

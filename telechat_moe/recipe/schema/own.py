@@ -76,7 +76,8 @@ class Conversations:
     (`chat_template.jinja` or `tokenizer_config.json` beside it)."""
 
     variables: dict[str, object] = field(
-        default_factory=dict[str, object], metadata=acts("templated", {"date_string": "26 Jul 2024"})
+        default_factory=dict[str, object],
+        metadata=acts("templated", {"date_string": "26 Jul 2024"}),
     )
     """Variables of the chat template for all conversations, such as `{enable_thinking: False}`; a line may set others.
     `strftime_now`: the day (YYYY-MM-DD) that a template gets which writes today's date."""
