@@ -287,7 +287,7 @@ class Conversation:
             if _squeezed(self.messages[number]["content"] or "") not in _squeezed(
                 self.write(number + 1)[start:]
             ):
-                raise self._lost(number, "leaves out a part of the content; remove that part")
+                raise self._lost(number, "leaves out or changes a part of the content; remove it")
         documents, left = list[Learned](), list(self.learned)
         count = len(self.messages)
         while left:

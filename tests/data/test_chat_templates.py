@@ -303,7 +303,7 @@ LOSSES = [
     ("{{ messages[0].content }}", "leaves out its content"),
     (
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
-        "leaves out a part of the content",
+        "leaves out or changes a part",
     ),
     (
         "{% for m in messages %}{{ m.content }}{{ m.tool_calls and '' }}{% endfor %}",
