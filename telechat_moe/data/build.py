@@ -384,7 +384,7 @@ class _Job:
         if self.chat is not None:
             marks = [_read_json(path) for path in sorted(self.partial.glob("shard-*.json"))]
             sides["too_long"] = [entry for mark in marks for entry in mark["too_long"]]
-            counts = sum((Counter(mark["counts"]) for mark in marks), Counter[str]())
+            counts = sum((Counter(mark.get("counts", {})) for mark in marks), Counter[str]())
             sides["conversations"] = dict(sorted(counts.items()))
             sides["notes"] = notes(counts, tokenizer)
             if not sides[SIDES[0]]["documents"]:

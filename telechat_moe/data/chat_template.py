@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 LEARNED, ENDLESS, APPENDED = "learned messages", "learned messages without end", "ends appended"
+PARTLY = "learned messages of which a part is not marked"
 SPLIT, PARTS = "conversations written as several documents", "documents of these"
 END, PROMPT = "end ", "prompt "
 """What is counted of conversations; the last two begin with these and name the token or the text."""
@@ -281,7 +282,7 @@ class Conversation:
         if self.template.marks and all(
             self.messages[i]["role"] == "assistant" for i in self.learned
         ):
-            return [self._tokens(self.text, self._marked_spans(), marked=True)]
+            return [self._by_marks()]
         starts = {number: self._start(number) for number in self.learned}
         for number, start in starts.items():
             if _squeezed(self.messages[number]["content"] or "") not in _squeezed(
@@ -302,6 +303,14 @@ class Conversation:
         self.counts[SPLIT] += len(documents) > 1
         self.counts[PARTS] += len(documents) if len(documents) > 1 else 0
         return documents
+
+    def _by_marks(self) -> Learned:
+        """Return the document in which what the template marks is learned."""
+        spans = self._marked_spans()
+        text = _squeezed("".join(self.text[begin:end] for begin, end in spans))
+        contents = (_squeezed(self.messages[i]["content"] or "") for i in self.learned)
+        self.counts[PARTLY] += sum(content not in text for content in contents)
+        return self._tokens(self.text, spans, marked=True)
 
     def _marked_spans(self) -> list[Span]:
         spans = [Span(*span) for span in self.marked if span[1] > span[0]]
@@ -394,26 +403,18 @@ class Conversation:
         for span in spans:
             inside = (places_N2[:, 0] < span.end) & (places_N2[:, 1] > span.begin)
             learned |= inside
-            last = next(
-                (
-                    i
-                    for i in np.flatnonzero(inside)[::-1].tolist()
-                    if text[slice(*places_N2[i])].strip()
-                ),
-                -1,
-            )
-            after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
-            self.counts[LEARNED] += 1
-            if last >= 0 and tokens[last] in ends:
-                self.counts[END + self.tokenizer.name(tokens[last])] += 1
-            elif marked or (after < len(tokens) and tokens[after] not in ends):
-                self.counts[ENDLESS] += 1
-            elif after < len(tokens):  # the next role's token is what ends it
-                learned[after] = True
-                self.counts[END + self.tokenizer.name(tokens[after])] += 1
-            else:
-                append = True
-                self.counts[END + self.tokenizer.name(self.tokenizer.eos)] += 1
+            numbers = np.flatnonzero(inside).tolist()
+            visible = [i for i in numbers if text[slice(*places_N2[i])].strip()]
+            after = numbers[-1] + 1 if numbers else -1
+            end = None
+            if visible and tokens[visible[-1]] in ends:
+                end = tokens[visible[-1]]
+            elif after == len(tokens) and not marked:
+                append, end = True, self.tokenizer.eos
+            elif 0 < after < len(tokens) and tokens[after] in ends and not marked:
+                learned[after], end = True, tokens[after]  # the next role's token is what ends it
+            self.counts[ENDLESS if end is None else END + self.tokenizer.name(end)] += 1
+        self.counts[LEARNED] += len(spans)
         self.counts[APPENDED] += append
         if append:
             tokens = np.append(tokens, np.int32(self.tokenizer.eos))
@@ -442,7 +443,9 @@ class Conversation:
                     raise self._lost(number, "leaves out its content; remove the message")
             if number not in self.learned:
                 continue
-            for name in message.keys() - {"role", "content"}:
+            for name in (
+                k for k, v in message.items() if k not in ("role", "content") and v is not False
+            ):
                 if self._with(number, number + 1, **{name: None}) == self.write(number + 1):
                     raise self._lost(number, f"leaves out its {name!r}; remove it")
         for name, value in self.variables.items():

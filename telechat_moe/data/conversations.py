@@ -27,6 +27,7 @@ from telechat_moe.data.chat_template import (
     END,
     ENDLESS,
     LEARNED,
+    PARTLY,
     PARTS,
     PROMPT,
     SPLIT,
@@ -401,6 +402,11 @@ def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
             f"{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
             "there: the chat template writes none, or leaves it out of what it marks; let it write "
             f"{eos} after an answer"
+        )
+    if count := counts[PARTLY]:
+        told.append(
+            f"{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
+            "does not write where it marks what the model writes; it may drop the reasoning of earlier answers"
         )
     stops = {END + tokenizer.name(token) for token in tokenizer.stops if tokenizer.name(token)}
     for key in sorted(k for k in counts if k.startswith(END) and k not in stops):

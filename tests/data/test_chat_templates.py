@@ -354,3 +354,17 @@ def test_parts_of_text_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     text = conversation_text("", {"messages": [{"role": "user", "content": parts}]}, "messages")
     assert json.loads(text) == [{"role": "user", "content": "ab"}]
+
+
+def test_a_part_that_is_not_marked_is_counted(folders: dict[str, Path]) -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}: {% generation %}"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>{% endgeneration %}{% endfor %}"
+    )
+    chat = ChatFormat(("assistant",), 99, None, ChatTemplate(source))
+    talk = [{"role": "assistant", "content": f"<think>{i}</think>ok"} for i in range(3)]
+    text, counts = conversation_text("", {"messages": talk}, "messages"), Counter[str]()
+    tokenizer = tokenizer_of(folders["llama2"])
+    chat.encode(tokenizer, ["chat:1"], [text], counts)
+    (note,) = notes(counts, tokenizer)
+    assert "2 of 3 learned messages are learned without a part of their content" in note

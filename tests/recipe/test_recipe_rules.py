@@ -68,6 +68,16 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             (TUNE, {OWN + "conversations.message": f"'{text}'"}, OWN + "conversations.message")
             for text in ("{content}", "{role}{content}{content}", "{content}{role}")
         ),
+        (
+            TUNE,
+            {OWN + "conversations.ignore_fields": "[id, role]"},
+            OWN + "conversations.ignore_fields",
+        ),
+        (
+            TUNE,
+            {OWN + "conversations.variables": "{enable_thinking: False}"},
+            OWN + "conversations.variables",
+        ),
     ],
     "decay_style": [
         (TINY, {OWN + "lr_wsd_decay_style": "cosine"}, OWN + "lr_wsd_decay_style"),
