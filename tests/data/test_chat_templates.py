@@ -368,3 +368,43 @@ def test_a_part_that_is_not_marked_is_counted(folders: dict[str, Path]) -> None:
     chat.encode(tokenizer, ["chat:1"], [text], counts)
     (note,) = notes(counts, tokenizer)
     assert "2 of 3 learned messages are learned without a part of their content" in note
+
+
+def test_flags_and_calls_hide_no_other_field() -> None:
+    """A flag is read here; a template that wants arguments as text is looked at with such."""
+    flagged = [*ASK, {"role": "assistant", "content": "3", "weight": 1, "masked": False}]
+    refuse(NATURES["chatml"].source, [{"messages": flagged}])
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ '' ~ c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    talk = [*ASK, {"role": "assistant", "content": "", "tool_calls": [CALL], "name": "Bo"}]
+    with pytest.raises(BadInputError, match="'name' in 1 message") as error:
+        refuse(source, [{"messages": talk}])
+    assert "tool_calls" not in str(error.value)
+
+
+@given(text=words)
+@settings(max_examples=15, deadline=None)
+def test_a_token_that_begins_before_an_answer_is_learned(text: str) -> None:
+    """Where a space of the header and the first letter are one token, the letter is learned."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    pieces = ["</s>", "▁", ":", "\n", *"ABabé<汉🙂_", "▁a", "▁b", "▁<", ":▁", "\na"]
+    merges = [("▁", "a"), ("▁", "b"), ("▁", "<"), (":", "▁"), ("\n", "a")]
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Replace("▁", " ")
+    backend.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(backend, "</s>")
+    source = (
+        "{% for m in messages %}{{ 'A: ' if m.role == 'user' else 'B: ' }}{{ m.content }}{{ '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}B: {% endif %}"
+    )
+    chat = ChatFormat(("assistant",), 99, None, ChatTemplate(source))
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": text}]
+    line = conversation_text("", {"messages": talk}, "messages")
+    (document,) = chat.encode(tokenizer, ["chat:1"], [line])
+    learned = "".join(map(tokenizer.name, document.stored[document.stored >= 0].tolist()))
+    assert learned.replace("▁", " ").lstrip(": ") == f"{text}</s>".lstrip(": ")
