@@ -215,9 +215,11 @@ class _Look:
             self.recipe.train_dataset.data_loader.config,
             self.recipe.model_config.vocab_size,
         )
-        count = min(len(dataset), _LOOK_AT)
-        some = [dataset[i] for i in np.linspace(0, len(dataset) - 1, count).astype(int).tolist()]
-        some = [tokens for tokens in some if len(tokens)]
+        count = dataset.num_documents
+        chosen = np.linspace(0, count - 1, min(count, _LOOK_AT)).astype(int)
+        # The last sequence of each; of what other programs wrote a document may have several.
+        last = dataset.document_indices[chosen + 1] - 1
+        some = [tokens for i in last[last >= 0].tolist() if len(tokens := dataset[i])]
         most = max((int(tokens[:_LOOK_AT].max()) for tokens in some), default=0)
         if most >= size:
             found = f"{size}, but {dataset.prefix} holds token {most}"

@@ -182,6 +182,15 @@ def test_data_of_others(place: Path) -> None:
     assert "none of 40 documents" in found.found
     assert "9 ends some" in found.expected
     assert problems(place, **given, **{f"{config}eod_mask_loss": True, f"{config}eod": 9}) == []
+    # Documents of many sequences: the end token is in the last one of a document.
+    sequences = [
+        np.array(tokens, np.uint16) for tokens in [[5, 6]] * 1499 + [[5, 0]] + [[5, 6]] * 1500
+    ]
+    write_indexed(place / "foreign", sequences, np.uint16)
+    index = (place / "foreign.idx").read_bytes()
+    head = index[:26] + (3).to_bytes(8, "little") + index[34 : -8 * 3001]
+    (place / "foreign.idx").write_bytes(head + np.array([0, 1500, 3000], "<i8").tobytes())
+    assert problems(place, **given, **{f"{config}eod_mask_loss": True}) == []
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
