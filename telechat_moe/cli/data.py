@@ -35,7 +35,8 @@ sources of Python's standard library (about 12 MB). What is in Megatron's format
 build: name its prefix in train_dataset.data_loader.config.data_path.
 
 A recipe with the section telechat_moe.conversations wants conversations: lines of .jsonl, or without --corpus the
-docstrings of the same sources. Those of more than seq_length tokens are left out, counted and listed.
+docstrings of the same sources. Those of more than seq_length tokens are left out, counted and listed. Fields that
+neither the chat template nor this program reads are refused, unless telechat_moe.conversations.ignore_fields names them.
 
 writes OUT/train.bin .idx, OUT/valid.bin .idx (Megatron's format), OUT/tokenizer.json and
 OUT/manifest.json. The same inputs give the same files; a finished dataset of the same inputs is

@@ -280,9 +280,9 @@ class ChatFormat:
     def _variables(self, others: dict[str, Any]) -> dict[str, Any]:
         """Return the variables of a template that the other fields of a line set."""
         more = others.get(KWARGS)
-        given = {**others, **more} if isinstance(more, dict) else others
+        fields = {**others, **more} if isinstance(more, dict) else others
         names = self.template.variables if self.template is not None else frozenset[str]()
-        return {name: value for name, value in given.items() if name in names}
+        return {name: value for name, value in fields.items() if name in names}
 
     def _by_pattern(
         self, tokenizer: Tokenizer, conversations: list[list[Message]], learned: list[list[int]]

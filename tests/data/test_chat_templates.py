@@ -128,7 +128,7 @@ def test_marks_are_those_of_transformers(name: str, messages: Messages, folders)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folders[name] / "tokenizer.json")
     )
-    want = theirs.apply_chat_template(
+    want: Any = theirs.apply_chat_template(
         messages,
         chat_template=nature.source,
         return_dict=True,
