@@ -76,7 +76,7 @@ def test_show(built: Path, capsys) -> None:
 def test_documents_of_several_sequences(tmp_path: Path, capsys) -> None:
     """Megatron splits documents into sentences; the lengths are those of documents."""
     lengths = [3, 4, 5, 1, 1]
-    write_indexed(tmp_path / "d", [list(range(n)) for n in lengths], "uint16")
+    write_indexed(tmp_path / "d", [list(range(n)) for n in lengths], np.uint16)
     index = (tmp_path / "d.idx").read_bytes()
     head, documents = index[: -8 * 6], np.array([0, 2, 2, 5], "<i8")  # the second is empty
     count = struct.pack("<Q", len(documents))
