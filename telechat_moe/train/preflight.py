@@ -397,7 +397,7 @@ def data_notes(recipe: Recipe) -> list[str]:
     told: list[str] = []
     for prefix in parse_data_path(given)[0] if given else ():
         with suppress(OSError, ValueError, AttributeError):
-            about = json.loads((Path(prefix).parent / MANIFEST).read_bytes())
+            about = parse_json((Path(prefix).parent / MANIFEST).read_bytes())
             told += [f"{prefix}: {note}" for note in about.get("notes", ())]
     return told
 

@@ -129,9 +129,14 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     for token in ("<|im_end|>", {"content": "<|im_end|>", "special": True}):
         config.write_text(json.dumps({"eos_token": token}))
         assert load_tokenizer(tmp_path).eod == 1
-    for said in ('{"eos_token": "<other>"}', '{"eos_token": null}', "[]", "{"):
+    for said, why in (
+        ('{"eos_token": "<other>"}', "has no end-of-document token"),
+        ('{"eos_token": null}', "has no end-of-document token"),
+        ("[]", "tokenizer_config.json: list found"),
+        ("{", "tokenizer_config.json:1: not valid JSON"),
+    ):
         config.write_text(said)
-        with pytest.raises(BadInputError, match="has no end-of-document token"):
+        with pytest.raises(BadInputError, match=why):
             load_tokenizer(tmp_path)
     Backend(models.BPE({"</s>": 0, "<|im_end|>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
     config.write_text('{"eos_token": "<|im_end|>"}')
