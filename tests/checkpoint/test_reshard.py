@@ -95,6 +95,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_files(a: Path, b: Path) -> None:
     assert sorted(p.name for p in a.iterdir()) == sorted(p.name for p in b.iterdir())
+    assert any(a.iterdir())
     for path in a.iterdir():
         assert path.read_bytes() == (b / path.name).read_bytes(), path.name
 
@@ -192,6 +193,16 @@ def seal(folder: Path, **changes: object) -> None:
     for file in content["files"]:
         content["files"][file] = files.checksum(folder / file)
     (folder / reshard.FILE).write_bytes(files.seal(content))
+
+
+@pytest.mark.parametrize("key", ["format", "version"])
+def test_pieces_of_another_format_or_version_are_refused(
+    pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    seal(pieces, **{key: 99})
+    said = refused(capsys, "merge", pieces, tmp_path / "merged")
+    assert f"{key} 99" in said
+    assert "this program reads 'telechat-moe pieces' version 1" in said
 
 
 def test_pieces_of_another_layout_are_refused(

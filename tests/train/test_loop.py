@@ -178,7 +178,7 @@ def test_a_run_goes_back_so_often_and_no_oftener(trainer):
 def test_steps_in_a_row_that_are_not_finite_end_the_run(trainer, tmp_path: Path):
     bad = dict.fromkeys(range(4, STEPS + 1), float("nan"))
     made = trainer({2: float("nan"), **bad}, telechat_moe__max_skipped_steps=3)
-    with pytest.raises(CheckFailedError, match="stopped at step 7: 4 steps in a row.*to blame"):
+    with pytest.raises(CheckFailedError, match=r"stopped at step 7: 4 steps in a row.*to blame"):
         made.run()
     assert (made.progress.skipped, made.progress.skipped_in_a_row) == (5, 4)
     assert made.progress.updates == 2
