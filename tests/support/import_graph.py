@@ -30,14 +30,13 @@ MODULES = {module(p): p for p in sources(*PRODUCT, "recipes", "benchmarks")}
 HELPERS = {p.stem: p for p in sources("tests") if not p.name.startswith("test_")}
 
 
-def reached(*paths: Path) -> set[Path]:
-    """Return the files that tests or modules name, by an import or in a string, and those that these name."""
-    seen, unread = set(paths), list(paths)
-    while unread:
-        new = set(_named(unread.pop())) - seen
-        seen |= new
-        unread += new
-    return seen
+def reached(*paths: Path) -> dict[Path, int]:
+    """Return the files that tests or modules name, by an import or in a string, and those that these name, with the steps."""
+    steps, last = dict.fromkeys(paths, 0), set(paths)
+    while last:
+        last = {name for path in last for name in _named(path)} - steps.keys()
+        steps |= dict.fromkeys(last, max(steps.values()) + 1)
+    return steps
 
 
 @cache
