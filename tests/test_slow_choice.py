@@ -3,12 +3,24 @@
 import os
 import random
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from import_graph import PRODUCT, ROOT, reached, sources
-from slow_choice import BEFORE, HOUR, LIMIT, PAUSE, Change, History, changed_groups, choose
-from slow_choice import run_groups as run
+from slow_choice import (
+    BEFORE,
+    END,
+    HOUR,
+    LIMIT,
+    PAUSE,
+    Change,
+    History,
+    changed_groups,
+    choose,
+    run_groups,
+    run_in_time,
+)
 from slow_groups import IN_CI, LAYOUTS, ROOMS, TURNS, group_of, groups_for
 
 DAY = 24 * HOUR
@@ -127,9 +139,11 @@ class Clock:
     def __init__(self, pace: float):
         self.pace, self.now, self.ran = pace, 1000.0, []
 
-    def run(self, group: str) -> None:
+    def run(self, group: str, seconds: float) -> bool:
         self.ran.append(group)
-        self.now += 60 * (IN_CI | LAYOUTS)[group].minutes * self.pace
+        needed = 60 * (IN_CI | LAYOUTS)[group].minutes * self.pace
+        self.now += min(needed, seconds)
+        return needed <= seconds
 
     def __call__(self) -> float:
         return self.now
@@ -141,7 +155,7 @@ def test_all_ends_within_the_hour(pace: float, commit: int):
     changes = tuple(Change(0.0, f"{room}/x.py", 9) for room in ROOMS)
     groups = choose(history(f"{commit:x}", changes=changes))
     clock = Clock(pace)
-    left = run(groups, BEFORE * pace, clock.run, clock)
+    left = run_groups(groups, BEFORE * pace, clock.run, clock)
     assert BEFORE * pace + clock.now - 1000 <= LIMIT < HOUR
     assert sorted(clock.ran + left) == sorted(groups)
     if pace <= 1:
@@ -149,10 +163,27 @@ def test_all_ends_within_the_hour(pace: float, commit: int):
 
 
 def test_a_group_that_took_longer_leaves_less_for_others():
-    clock = Clock(3.0)
-    left = run(["keys", "plan", "ops"], BEFORE, clock.run, clock)
+    clock = Clock(2.5)
+    left = run_groups(["keys", "plan", "ops"], BEFORE, clock.run, clock)
     assert clock.ran == ["keys", "plan"]
     assert left == ["ops"]
+
+
+def test_a_group_that_takes_far_too_long_is_ended_within_the_hour():
+    clock = Clock(7.0)
+    left = run_groups(["mindspore210", "keys"], BEFORE, clock.run, clock)
+    assert BEFORE + clock.now - 1000 == END < HOUR
+    assert (clock.ran, left) == (["mindspore210"], ["mindspore210", "keys"])
+
+
+def test_a_command_is_ended_with_what_it_started(tmp_path: Path):
+    assert run_in_time(["true"], 60)
+    with pytest.raises(subprocess.CalledProcessError):
+        run_in_time(["false"], 60)
+    script = f"(sleep 2; touch {tmp_path}/late) & sleep 60"
+    assert not run_in_time(["bash", "-c", script], 0.5)
+    time.sleep(2)
+    assert not (tmp_path / "late").exists()
 
 
 def test_the_history_is_read(tmp_path: Path):
