@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,17 +60,23 @@ def room_files(rooms: Sequence[str]) -> list[Path]:
     return files
 
 
-def test_files(rooms: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """Return the test files that may see a mistake in rooms: those that mirror a room or import from it directly."""
-    mirrors = [ROOT / "tests" / Path(room).with_suffix("").name for room in rooms]
-    chosen: list[str] = []
-    for path in sources("tests", "benchmarks"):
-        if not path.name.startswith("test_") or path.name in STYLE or "mutants" in path.parts:
-            continue
-        steps = reached(path)
-        if path.parent in mirrors or min(steps.get(file, 99) for file in files) == 1:
-            chosen.append(str(path.relative_to(ROOT)))
-    return chosen
+def test_files(files: Collection[Path]) -> list[str]:
+    """Return the test files that may see a mistake in sources: the folder that mirrors their room.
+
+    For a source that none of these names, also those of other folders that do.
+    """
+    steps = {
+        path: reached(path)
+        for path in sources("tests", "benchmarks")
+        if path.name.startswith("test_") and path.name not in STYLE and "mutants" not in path.parts
+    }
+    chosen: set[Path] = set()
+    for file in files:
+        room = file.relative_to(ROOT).parts[1]
+        mirror = {path for path in steps if path.is_relative_to(ROOT / "tests" / room)}
+        naming = {path for path, names in steps.items() if names.get(file) == 1}
+        chosen |= mirror if naming & mirror else mirror | naming
+    return sorted(str(path.relative_to(ROOT)) for path in chosen)
 
 
 def draw(files: Sequence[Path], count: int, seed: int) -> list[Mutant]:
@@ -198,8 +204,8 @@ def run(args: argparse.Namespace) -> int:
         copies = [Copy(Path(place) / str(job)) for job in range(args.jobs)]
         recorded = record(
             copies[0],
-            test_files(args.rooms, files),
-            folder.resolve() / "tests.jsonl",
+            test_files({ROOT / mutant.file for mutant in drawn}),
+            folder.resolve() / f"tests-{args.seed}-{args.count}.jsonl",
             args.record_timeout,
         )
         print(

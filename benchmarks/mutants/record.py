@@ -37,7 +37,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         sys.setprofile(None)
         threading.setprofile(None)  # pyright: ignore[reportArgumentType]
         seconds = time.perf_counter() - began
-        paths = {code: os.path.realpath(code.co_filename) for code in list(codes)}  # threads go on
+        paths = {
+            code: os.path.realpath(code.co_filename)
+            for code in list(codes)
+            if code.co_filename.startswith("/")
+        }  # threads go on
         functions = sorted(
             {
                 (path[len(ROOT) :], code.co_firstlineno)
