@@ -179,9 +179,9 @@ def judged(
         yield from pool.map(judge, drawn)
 
 
-def state() -> str:
-    """Return a hash of the working tree, so that results of another one are not taken for its own."""
-    digest = hashlib.sha256()
+def state(rooms: Sequence[str]) -> str:
+    """Return a hash of rooms and of the working tree, so that results of others are not taken for theirs."""
+    digest = hashlib.sha256(repr(rooms).encode())
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.yaml", "*.cc", "*.h"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -197,8 +197,8 @@ def run(args: argparse.Namespace) -> int:
     files = room_files(args.rooms)
     drawn = draw(files, args.count, args.seed)
     listed = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
-    name = "-".join(room.strip("/").replace("/", "_") for room in args.rooms)
-    folder = Path(args.out) / f"{name}-{state()}"
+    name = args.rooms[0].strip("/").replace("/", "_")
+    folder = Path(args.out) / f"{name}-{state(args.rooms)}"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         copies = [Copy(Path(place) / str(job)) for job in range(args.jobs)]
