@@ -236,6 +236,23 @@ def test_pieces_of_another_shape_or_value_are_refused(
     assert "layers.0.ffn.up.weight is [3, 32] at ((24, 48), (0, 32))" in said
 
 
+@pytest.mark.parametrize("region", [[[1, 33]], [[-1, 31]], [[0, 32], [0, 1]], []])
+def test_pieces_that_say_a_place_outside_their_tensor_are_refused(
+    pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], region: list[list[int]]
+) -> None:
+    path = pieces / "rank_1.safetensors"
+    found = files.read(path, keep=True)
+    assert found.data is not None
+    words, held = tensor_files.metadata(found.data), dict(tensor_files.parse(found.data))
+    regions = {**json.loads(words["regions"]), "norm.weight": region}
+    path.unlink()
+    tensor_files.file_of("", held, {**words, "regions": json.dumps(regions)}).write(path)
+    seal(pieces)
+    said = refused(capsys, "merge", pieces, tmp_path / "merged")
+    assert "rank_1.safetensors: norm.weight is [32] at" in said
+    assert not (tmp_path / "merged").exists()
+
+
 def test_the_model_and_what_exists_are_guarded(
     saved: Path, pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
