@@ -135,7 +135,9 @@ def run_in_time(command: Sequence[str], seconds: float) -> bool:
     Raises:
         CalledProcessError: It failed.
     """
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    # The first failure ends a group, so that none is unseen when its time is over.
+    environment = {**os.environ, "PYTEST_ADDOPTS": "-x"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
