@@ -244,12 +244,14 @@ def test_pieces_that_say_a_place_outside_their_tensor_are_refused(
     found = files.read(path, keep=True)
     assert found.data is not None
     words, held = tensor_files.metadata(found.data), dict(tensor_files.parse(found.data))
-    regions = {**json.loads(words["regions"]), "norm.weight": region}
+    regions = {**json.loads(words["regions"]), "norm.weight": region, "more": [[0, 1]]}
+    held["more"] = np.zeros(1, np.float32)
     path.unlink()
     tensor_files.file_of("", held, {**words, "regions": json.dumps(regions)}).write(path)
     seal(pieces)
     said = refused(capsys, "merge", pieces, tmp_path / "merged")
     assert "rank_1.safetensors: norm.weight is [32] at" in said
+    assert "rank_1.safetensors: more is not in pieces.json" in said
     assert not (tmp_path / "merged").exists()
 
 
