@@ -60,6 +60,17 @@ def test_the_table_of_formats(dtype: str):
     np.testing.assert_array_equal(round_to(np.array(numbers), dtype), numbers)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_formats_of_numpy_are_numpy_s(dtype: str):
+    limits, form = np.finfo(dtype), FLOATS[dtype]
+    tiny, largest = float(limits.tiny), float(limits.max)
+    x = np.array([0.0, tiny / 4, tiny / 2, tiny, 1.5 * tiny, 2 * tiny, 1.0, 3.0, largest / 2])
+    np.testing.assert_array_equal(spacing(x, dtype), np.spacing(x.astype(dtype)))
+    assert (form.largest, form.unit) == (largest, float(limits.eps) / 2)
+    low, high = FLOATS["tfloat32"].low, FLOATS["tfloat32"].high
+    assert dtype == "float64" or (low, high) == (form.low, form.high)
+
+
 def nearest(x: float, dtype: str) -> float:
     """Return the nearest number of a type, the one with an even fraction of two, by exact fractions."""
     numbers = NUMBERS[dtype]

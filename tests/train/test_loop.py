@@ -20,6 +20,7 @@ from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import trainer as training
 from telechat_moe.train.engine import OneProcess, tensors
+from telechat_moe.train.loop import _balance
 from telechat_moe.train.step import StepOutput
 from telechat_moe.train.trainer import Trainer
 
@@ -184,3 +185,18 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(trainer, tmp_path: Path)
     assert made.progress.updates == 2
     reasons = [json.dumps(r) for r in records(tmp_path / "run", "guard")]
     assert len(reasons) == 5
+
+
+@pytest.mark.parametrize(
+    ("loads", "dropped", "expected"),
+    [
+        (np.zeros((0,)), np.zeros(1), ([], 0.0)),
+        (np.zeros((2, 4)), None, ([], 0.0)),
+        ([[3, 1], [2, 2]], None, ([1.5, 1.0], None)),
+        ([[3, 1], [2, 2]], [2.0], ([1.5, 1.0], 0.25)),
+    ],
+    ids=["dense", "no tokens", "not counted", "dropped"],
+)
+def test_the_balance_of_a_step(loads: Any, dropped: Any, expected: Any):
+    one = np.float32(1.0)
+    assert _balance(StepOutput(one, one, None, one, np.array(loads), dropped)) == expected
