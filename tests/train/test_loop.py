@@ -1,6 +1,7 @@
 """The steps of a run with an engine that only adds up what it reads: what is trained on, evaluated, saved, gone back to."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import mini_recipe as mini
 from mindspore import Parameter, Tensor, nn
 from test_guard import records
 
+from telechat_moe import timings
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import CheckFailedError
@@ -115,6 +117,25 @@ def test_a_run_trains_evaluates_and_saves(trainer, tmp_path: Path):
     assert saved.tensors["model"]["sum"] == sum(sums[:STEPS])
     assert (summary.steps, summary.skipped_steps, summary.finished) == (STEPS, 0, True)
     assert summary.validation_loss == sum(sums[:STEPS])
+    assert summary.checkpoint == f"checkpoints/step-{STEPS:08d}"
+
+
+def test_the_time_of_saving_and_of_evaluating_is_told_apart(
+    trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = trainer(**EVERY)
+    save, evaluate = made.checkpoints.save, training.Loop.evaluate
+    monkeypatch.setattr(made.checkpoints, "save", lambda *args: (time.sleep(0.2), save(*args)))
+    monkeypatch.setattr(
+        training.Loop, "evaluate", lambda self: (time.sleep(0.3), evaluate(self))[1]
+    )
+    made.run()
+    about, rows = timings.read(timings.file_of(tmp_path / "run", 0))
+    columns = dict(zip(about["columns"], rows.T, strict=True))
+    saves = [step % 3 == 0 for step in range(1, STEPS + 1)]
+    evaluates = [step in (5, 10, STEPS) for step in range(1, STEPS + 1)]
+    assert (columns["save"][saves] >= 0.2).all()
+    assert (columns["evaluation"][evaluates] >= 0.3).all()
 
 
 def test_a_spike_is_skipped(trainer, tmp_path: Path):
@@ -172,7 +193,10 @@ def dying(update: Any, at: int) -> Any:
 
 def test_a_run_goes_back_so_often_and_no_oftener(trainer):
     rules = GUARD.replace("ACTION", "rollback, max_rollbacks: 1")
-    with pytest.raises(CheckFailedError, match=r"gone back 1 time\(s\) already"):
+    with pytest.raises(
+        CheckFailedError,
+        match=r"loss 9 is not below 6, median of \d+ steps 4, .*gone back 1 time\(s\) already",
+    ):
         trainer({8: 9.0, 10: 9.0}, telechat_moe__loss_guard=rules).run()
 
 
