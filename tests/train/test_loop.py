@@ -17,6 +17,7 @@ from test_guard import records
 
 from telechat_moe import timings
 from telechat_moe.checkpoint import checkpoint
+from telechat_moe.cli import main
 from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, load
@@ -117,6 +118,10 @@ def test_a_run_trains_evaluates_and_saves(trainer, tmp_path: Path):
     assert saved.tensors["model"]["sum"] == sum(sums[:STEPS])
     assert (summary.steps, summary.skipped_steps, summary.finished) == (STEPS, 0, True)
     assert summary.validation_loss == sum(sums[:STEPS])
+    seconds = [r["seconds"] for r in records(tmp_path / "run", "step")][1:]
+    tokens = BATCH * made.recipe.model_config.seq_length
+    assert summary.tokens_per_second == pytest.approx(tokens / np.median(seconds), rel=0.05)
+    assert main(["data", "audit", str(tmp_path / "run")]) == 0
     assert summary.checkpoint == f"checkpoints/step-{STEPS:08d}"
 
 
