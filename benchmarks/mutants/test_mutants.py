@@ -126,20 +126,21 @@ def test_a_copy_is_changed_and_the_working_tree_is_not(tmp_path: Path):
     )
     path = tmp_path / "copy" / "telechat_moe" / "units.py"
     source = path.read_text(encoding="utf-8")
-    first = source.splitlines(keepends=True)[0]
-    broken = Mutant("telechat_moe/units.py", 1, 0, "constant", first, "raise RuntimeError\n")
-    assert copy.judge(made_none(first), ["tests/test_copied.py"], 60).verdict == "survived"
-    assert copy.judge(broken, ["tests/test_copied.py"], 60).verdict == "killed"
-    hangs = Mutant("telechat_moe/units.py", 1, 0, "loop", first, "import time; time.sleep(99)\n")
-    assert copy.judge(hangs, ["tests/test_copied.py"], 4).verdict == "hung"
-    assert copy.judge(broken, [], 60) == Outcome("no tests")
+
+    def outcome(statement: str, timeout: float) -> str:
+        lines = source.splitlines(keepends=True)
+        mutant = Mutant(
+            "telechat_moe/units.py", len(lines), 0, "constant", lines[-1], lines[-1] + statement
+        )
+        return copy.judge(mutant, ["tests/test_copied.py"], timeout).verdict
+
+    assert outcome("", 60) == "survived"
+    assert outcome("raise RuntimeError\n", 60) == "killed"
+    assert outcome("import time; time.sleep(99)\n", 4) == "hung"
+    assert copy.judge(made(), [], 60) == Outcome("no tests")
     assert path.read_text(encoding="utf-8") == source
     again = subprocess.run(["git", "status", "-s"], cwd=ROOT, capture_output=True, check=True)
     assert status.stdout == again.stdout
-
-
-def made_none(first: str) -> Mutant:
-    return Mutant("telechat_moe/units.py", 1, 0, "constant", first, first)
 
 
 def test_a_room_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str]):
