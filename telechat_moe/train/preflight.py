@@ -27,6 +27,7 @@ from telechat_moe.recipe import Problem, Recipe, RecipeError, hugging_face
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.recipe.hugging_face import OtherModelError
 from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
 from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 
 T = TypeVar("T")
@@ -339,14 +340,24 @@ class _Look:
             self.say(start.key, text, "a checkpoint that is whole")
             return
         state = manifest.read(path)["state"]
-        self.problems += misfits(recipe, path, state)
-        if not start.here and folder.step_of(path) >= recipe.train_steps:
-            found = f"{path} has done {folder.step_of(path)} steps, the recipe asks for {recipe.train_steps}"
+        self.problems += (problems := misfits(recipe, path, state))
+        if problems or "data" not in state:
+            return
+        step, training = folder.step_of(path), state.get("training", {})
+        consumed = self.at(start.key, lambda: consumed_of(recipe, step, state))
+        if consumed is None:
+            return
+        self.at("lr_schedule", lambda: lr_batches(recipe, consumed.lr_batches, training))
+        if loader is None:
+            return
+        key = f"{DATA}.config"
+        if self.at(key, lambda: [loader.load_state(state["data"], choice == "new")]) is None:
+            return
+        if not start.here and not steps_left(recipe, loader, consumed.samples):
+            found = f"{path} has done {step} steps, and the samples of the recipe give no other"
             self.say(
                 start.key, found, "more samples in train_dataset.data_loader.sizes, or more epochs"
             )
-        if loader is not None and "data" in state:
-            self.at(f"{DATA}.config", lambda: loader.load_state(state["data"], choice == "new"))
 
 
 def end_tokens(recipe: Recipe, weights: Path) -> list[str]:
@@ -372,7 +383,8 @@ def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
         RankDiedError: The process that reads them ended.
     """
     rows = recipe.micro_batch_samples
-    given: dict[str, Any] = {"epochs": None, "deal_to": dealt_to(recipe)}
+    given: dict[str, Any] = {"epochs": recipe.runner_config.epochs, "deal_to": dealt_to(recipe)}
+    given["unit"] = recipe.batches.unit
     if isinstance(shared, Subscriber):
         return FollowingLoader(shared, rows, **given)
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
