@@ -19,7 +19,10 @@ def test_megatrons_example() -> None:
         768, 768, 1536, 6144,
     ]  # fmt: skip
     first = -(-thresholds[0] // 768)  # the first step that begins with so many samples consumed
-    assert [found.consumed(first + n) - found.consumed(first + n - 1) for n in (0, 1)] == [768, 1536]
+    assert [found.consumed(first + n) - found.consumed(first + n - 1) for n in (0, 1)] == [
+        768,
+        1536,
+    ]
 
 
 def test_suffixes_and_floor_division() -> None:
