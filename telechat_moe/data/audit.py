@@ -158,7 +158,10 @@ def _compare_end(found: Audit, timeline: Timeline, recipe: Any, output: Path) ->
         )
         return
     epochs = Epochs(span.samples_per_epoch, recipe.batches.unit, end)
-    if not recipe.batches.steps(epochs.samples_left(place), found.samples):
+    consumed = sum(
+        e.count if e.is_step else e.end - e.first for e in timeline.entries if e.step is not None
+    )
+    if not recipe.batches.steps(epochs.samples_left(place), consumed):
         found.unread += end - place
         return
     found.to_come = end - place

@@ -169,7 +169,7 @@ class Batches(AbstractContextManager["Batches"], ABC):
                 "next_sample, samples_per_epoch and dataset"
             )
         other, sample = state["dataset"] != self.fingerprint(), int(state["next_sample"])
-        size, earlier = int(state["samples_per_epoch"]), state.get("earlier_samples")
+        size, earlier = int(state["samples_per_epoch"]), int(state.get("earlier_samples", 0))
         if not other and (past := self.past(sample)) is not None:
             other = state.get("mixture") != past
             if other and not other_data:
@@ -178,15 +178,10 @@ class Batches(AbstractContextManager["Batches"], ABC):
                     f"masks before that sample differ; leave telechat_moe.mixture as it was up to sample {sample}, where "
                     "an item may begin, begin with these data (telechat_moe.resume_data: new), or start from the beginning"
                 )
-            if not other and earlier is not None and size != self._epochs.size < sample:
+            if not other and size != self._epochs.size < sample:
                 raise BadInputError(
                     f"the checkpoint saw {sample} samples of a mixture of {size}, the recipe's has {self._epochs.size}; "
                     f"at least {sample} in train_dataset.data_loader.sizes"
-                )
-            if not other and earlier is not None and sample > size != self._epochs.size:
-                raise BadInputError(
-                    f"the checkpoint is in a further epoch of {size} samples, the recipe's have {self._epochs.size}; "
-                    f"{size} in train_dataset.data_loader.sizes"
                 )
         if other and not other_data:
             raise BadInputError(
@@ -194,7 +189,7 @@ class Batches(AbstractContextManager["Batches"], ABC):
                 "differ; resume with the old ones, begin with these ones (telechat_moe.resume_data: new), or start "
                 "from the beginning"
             )
-        self.earlier_samples = (earlier or 0) + other * sample
+        self.earlier_samples = earlier + other * sample
         self.seek(0 if other else self._epochs.place_of(sample, size))
         return other
 

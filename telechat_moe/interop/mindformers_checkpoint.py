@@ -218,7 +218,7 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
 
     Args:
         path: See :func:`read`.
-        recipe: The recipe that it was trained with; the checkpoint goes into its ``output_dir``.
+        recipe: The recipe that goes on, of any batch; the checkpoint goes into its ``output_dir``.
 
     Returns:
         The checkpoint, ``output_dir/checkpoints/step-...``.

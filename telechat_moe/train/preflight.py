@@ -21,7 +21,7 @@ from telechat_moe.data.conversations import ChatFormat, format_of
 from telechat_moe.data.loader import Batches
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
-from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.recipe import Problem, Recipe, RecipeError, hugging_face
 from telechat_moe.recipe.data_path import parse_data_path
@@ -389,6 +389,10 @@ def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
         return FollowingLoader(shared, rows, **given)
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
     data, given["epoch_samples"] = open_recipe(recipe), recipe.epoch_samples
+    if len(data) < recipe.epoch_samples:
+        raise BadInputError(
+            f"{len(data)} samples, {DATA}.sizes asks for {recipe.epoch_samples}; at most {len(data)} there, or more data"
+        )
     given["mark_sources"] = True
     if shared is None:
         return Loader(data, rows, **given)

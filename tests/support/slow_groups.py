@@ -30,6 +30,7 @@ IN_CI: dict[str, Group] = {
         (
             "tests/train/test_growing_runs",
             "tests/train/test_mixture_runs",
+            "tests/train/test_other_batches",
             "tests/train/test_sharded_average",
             "tests/train/test_sharded_growing",
             "tests/train/test_sharded_train",

@@ -308,6 +308,40 @@ def test_other_data_need_a_word(place: Path) -> None:
     assert found.key == "telechat_moe.resume_data"
 
 
+def test_data_that_are_fewer_than_the_recipe_asks_for(place: Path) -> None:
+    """Sources without weights are read once; more samples would be those of another epoch."""
+    paths = f"['{place}/train', '{place}/valid']"
+    changes = {"train_dataset__data_loader__config__data_path": paths}
+    found = only(place, **changes, train_dataset__data_loader__sizes="[1000,0,0]")
+    assert "sizes asks for 1000" in found.found
+    most = int(found.expected.split()[2])
+    ready, _ = preflight.examine(
+        recipe(place, place / "run", **changes, train_dataset__data_loader__sizes=f"[{most},0,0]")
+    )
+    assert ready is not None
+
+
+def test_counts_of_steps_that_fit_the_batch_in_part_only(place: Path) -> None:
+    """`check` says what is to be set, as `train` does."""
+    state = json.loads((place / "old/checkpoints/step-00000006/checkpoint.json").read_bytes())[
+        "state"
+    ]
+    training = {"global_batch": 4, "lr_schedule": {"warmup_steps": 2}}
+    tensors = {"model": {"w": np.zeros(1, np.float32)}}
+    more = {"training": training, "updates": 6}
+    checkpoint.save(place / "next/checkpoints", 6, tensors, state | more)
+    changes = {
+        "runner_config__batch_size": 2,
+        "model__model_config__batch_size": 2,
+        "lr_schedule__decay_steps": 5,
+        "load_checkpoint": place / "next/checkpoints",
+        "resume_training": True,
+    }
+    found = only(place, **changes)
+    assert found.key == "lr_schedule.warmup_steps"
+    assert found.expected.startswith("4 steps of the batch now are the same 8 samples")
+
+
 def test_a_run_with_all_its_steps_cannot_go_on_elsewhere(place: Path) -> None:
     changes = {"load_checkpoint": place / "old/checkpoints", "resume_training": True}
     found = only(
