@@ -109,7 +109,8 @@ def test_epochs_that_were_counted_in_whole_steps(data: Path, tmp_path: Path, los
     new = old(26, 39 + 41, 41, 3) | {"samples_per_epoch": 41, "unit": 3, "earlier_samples": 0}
     second = steps(82, 121 - 3 * lost, 3, 41)
     finished(r, 39 - lost)
-    found = audited(r, [(old(0, 0, 41, 3), first), (new, second)])
+    parts = [(old(0, 0, 41, 3), first[:20]), (old(20, 60, 41, 3), first[20:]), (new, second)]
+    found = audited(r, parts)
     assert found.unread == (4 if lost else 6)
     assert len(found.problems) == lost
     assert found.samples == 117 - 3 * lost

@@ -152,6 +152,18 @@ def test_state_with_another_batch_size() -> None:
     assert list(itertools.chain.from_iterable(served(other))) == list(range(4, 40))
 
 
+@pytest.mark.parametrize(("before", "place"), [(36, 36), (39, 39), (42, 44), (78, 80)])
+def test_state_of_a_version_whose_epochs_were_whole_steps(before: int, place: int) -> None:
+    """In steps of three, 39 of 41 samples were an epoch; its last two are still to be read at its end."""
+    state = Loader(Numbers(41), 3).state() | {"next_sample": before, "samples_per_epoch": 39}
+    del state["earlier_samples"]
+    loader = Loader(Numbers(41), 1, epochs=3)
+    loader.load_state(state)
+    assert loader.next_sample == place
+    rest = list(itertools.chain.from_iterable(served(loader)))
+    assert rest == [n % 41 for n in range(place, 123)]
+
+
 def test_state_of_other_data_is_refused(prefixes: dict[str, str]) -> None:
     first = Loader(GptDataset(prefixes["long"], 16, 40, seed=1), 2)
     second = Loader(GptDataset(prefixes["long"], 16, 40, seed=2), 2)
