@@ -1,9 +1,10 @@
 """Prove which samples each step of a run saw: none lost, none twice, across resumes, rollbacks and layouts.
 
 The log of a run (:mod:`telechat_moe.data.sample_log`) is folded into the steps that count, without those that a
-resume or a rollback undid (:mod:`telechat_moe.data.timeline`). Then the plan is recomputed from the recipe and the index files, without the loader: a step
-gets the next samples, whatever its batch; the sample at place g of all epochs is number ``g mod samples_per_epoch``. None comes
-after the recipe's epochs, and a run that is finished leaves none that would fill a step. Every step's
+resume or a rollback undid (:mod:`telechat_moe.data.timeline`). Then the plan is recomputed from the recipe and the index
+files, without the loader: a step gets the next samples, whatever its batch; the sample at place g of all epochs is number
+``g mod samples_per_epoch``. None comes after the recipe's epochs, and a run that is finished leaves none that would fill a
+step. Every step's
 position in the plan and the checksum of its tokens are compared with it. Where samples were dealt to ranks, the order of
 each step must name all of its samples once, and the checksum is that of the tokens in that order. Where several sources
 are mixed, every process must have had the schedule that the recipe has now, as far as its steps went.
@@ -64,15 +65,11 @@ def audit(
     _describe(found, timeline, steps, size)
     there = _spans_of(found, steps, dataset)
     there_steps = [e for e in steps if found.data[e.span] in there]
-    if found.data and not there:
-        found.problems.append(
-            "the data are not those of the run (fingerprints differ): files, seed, sizes or masks"
-        )
     for number, span in enumerate(found.data):
         span.read_again = contents and span in there
         entries = [e for e in timeline.entries if e.span == number]
         _each_once(found, entries, span.samples_per_epoch)
-    if found.data and found.data[timeline.span] in there:
+    if there and found.data[timeline.span] in there:
         _compare_end(found, timeline, recipe, output)
     _check_index(found, dataset)
     if isinstance(dataset, MixedDataset):
@@ -136,6 +133,10 @@ def _each_once(found: Audit, entries: list[Entry], size: int) -> None:
 def _spans_of(found: Audit, steps: list[Entry], dataset: Dataset) -> list[DataSpan]:
     """Return the spans whose data are those of the recipe; of several mixtures the first steps tell."""
     there = [span for span in found.data if span.dataset == dataset.fingerprint()]
+    if found.data and not there:
+        found.problems.append(
+            "the data are not those of the run (fingerprints differ): files, seed, sizes or masks"
+        )
     if not isinstance(dataset, MixedDataset) or len(found.data) == 1:
         return there
     first = {e.span: e for e in reversed(steps)}
@@ -154,7 +155,8 @@ def _compare_end(found: Audit, timeline: Timeline, recipe: Any, output: Path) ->
     end = recipe.runner_config.epochs * span.samples_per_epoch - span.earlier_samples
     if place > end:
         found.problems.append(
-            f"{place - end} sample(s) come after the {recipe.runner_config.epochs} epoch(s) of the recipe, which end at sample {end}"
+            f"{place - end} sample(s) come after the {recipe.runner_config.epochs} epoch(s) of the recipe, which end at "
+            f"sample {end}"
         )
         return
     epochs = Epochs(span.samples_per_epoch, recipe.batches.unit, end)

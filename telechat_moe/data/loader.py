@@ -8,9 +8,9 @@
         state = loader.state()          # the next sample to serve; JSON
     loader.load_state(state)
 
-The order is that of MindFormers: samples 0, 1, 2, ... of the dataset (which is shuffled already),
-and the same order in every further epoch, whatever the batch (:mod:`telechat_moe.data.epochs`). With ``deal_to`` the samples of a step are dealt to ranks and
-micro-batches by their attention; which step they belong to stays.
+The order is that of MindFormers: samples 0, 1, 2, ... of the dataset (which is shuffled already), and the same order in
+every further epoch, whatever the batch (:mod:`telechat_moe.data.epochs`). With ``deal_to`` the samples of a step are
+dealt to ranks and micro-batches by their attention; which step they belong to stays.
 """
 
 from __future__ import annotations

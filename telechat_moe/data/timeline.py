@@ -193,7 +193,7 @@ class Timeline:
 
     def _count_epochs(self, line: int, said: dict[str, Any]) -> None:
         """Note in which epochs a start counts; older versions counted those without what does not fill a step."""
-        size, batch = int(said["samples_per_epoch"]), int(said.get("global_batch", 1))
+        size, batch = max(1, int(said["samples_per_epoch"])), int(said.get("global_batch", 1))
         known = self.sizes.get(said["dataset"], size)
         fits = size == known if "unit" in said else 0 <= known - size < batch
         if not fits and not said.get("mixture"):  # which may become longer or shorter
@@ -242,9 +242,10 @@ class Timeline:
         else:
             self.problems += [f"step {one}: missing before line {line}" for one in lost]
         more = self.epochs.size - self.logged.size
-        parts = self.logged.ranges(first, count)
         parts = [
-            (a + a // self.logged.size * more, b + a // self.logged.size * more) for a, b in parts
+            (a + epoch * more, b + epoch * more)
+            for a, b in self.logged.ranges(first, count)
+            for epoch in [a // self.logged.size]
         ]
         first = parts[0][0] if parts else first
         begin = self.end if first == self.epochs.begin(self.end) else first

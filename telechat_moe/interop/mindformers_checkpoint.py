@@ -164,13 +164,18 @@ def read(path: Path, recipe: Recipe) -> Saved:
             samples = int(common.get("consumed_samples", step * batch))  # MindFormers 2
         else:
             batch = state["global_batch_size"].item()
-            step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe, batch)
+            step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe, max(1, batch))
             step += state["step_num"].item()
             samples = step * batch
     except MALFORMED as error:
         raise BadInputError(
             f"{path}: not a training checkpoint of MindFormers: no {error}"
         ) from None
+    if min(step, updates, samples) < 0 or not 1 <= batch <= recipe.epoch_samples:
+        raise BadInputError(
+            f"{path}: {step} steps, {updates} of them applied, of {batch} samples, {samples} in all; expected a batch from 1 "
+            f"to the {recipe.epoch_samples} samples of the recipe (train_dataset.data_loader.sizes)"
+        )
     kept = {name: t for name, t in tensors.items() if not is_transient(name)}
     groups = grouped(kept)
     if UPSTREAM_TABLE in groups["model"]:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -92,10 +92,8 @@ class RunCheckpoints:
         loader, done = self.loader, self.progress.samples
         left = max(0, int(loader.epochs.end) - loader.next_sample)
         count = left - (self.recipe.batches.consumed(self.steps_left, done) - done)
-        return (
-            f"{count} of {left} samples are not read: at the end of an epoch they do not fill a step"
-            * (count > 0)
-        )
+        end = "samples are not read: at the end of an epoch they do not fill a step"
+        return f"{count} of {left} {end}" if count else ""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint of the current step holds besides tensors, JSON values."""
@@ -159,8 +157,11 @@ class RunCheckpoints:
         if self.lr_batches.entries != self.recipe.batches.entries:
             sizes = " and ".join(str(batch) for _, batch in self.lr_batches.entries)
             yield f"lr_schedule goes on at the samples where it was: it counts steps of {sizes} samples"
-        section, done = LrSchedule(**training["lr_schedule"]), self.progress.applied_samples
-        rate = of_section(section, training["steps"], training.get("lr_wsd_decay_style"))
+        known, done = {f.name for f in fields(LrSchedule)}, self.progress.applied_samples
+        given = {key: x for key, x in training["lr_schedule"].items() if key in known}
+        rate = of_section(
+            LrSchedule(**given), training["steps"], training.get("lr_wsd_decay_style")
+        )
         now = from_recipe(self.recipe, self.lr_batches)(self.lr_batches.position(done))
         if rate is not None and (then := rate(before.position(done))) != now:
             yield f"the learning rate is {now:.4g} from here on; it would be {then:.4g} with the settings of the checkpoint"

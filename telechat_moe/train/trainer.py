@@ -133,8 +133,9 @@ class Trainer:
         """
         done, step = self.output / "summary.json", self.progress.step
         if self.start.here and not self.checkpoints.steps_left and done.exists():
+            left = f"{self.checkpoints.unread}; " if self.checkpoints.unread else ""
             sys.stderr.write(
-                f"all {step} steps are done (checkpoint of step {step}); {self.checkpoints.unread}"
+                f"all {step} steps are done (checkpoint of step {step}); {left}"
                 "train from the start with --overwrite\n"
             )
             summary = Summary(**json.loads(done.read_text(encoding="utf-8")))
