@@ -5,6 +5,7 @@ What is wrong is said in one line with the place; nothing that a file says decid
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,7 @@ MAX_DEPTH = 127
 """Levels of JSON, as the safetensors library has it."""
 MAX_DIGITS = 300
 """Of an integer: as many as a float can have."""
-MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What is raised where a value that was read has another form than expected."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -120,12 +121,13 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
         if path.exists() and not path.is_file():  # a pipe would wait for ever
             raise BadInputError(f"{path}: no regular file")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            fits = os.fstat(file.fileno()).st_size <= limit
+            data = file.read() if fits else b""
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise BadInputError(
             f"{path}: cannot be read: {getattr(error, 'strerror', error)}"
         ) from None
-    if len(data) > limit:
+    if not fits:
         raise BadInputError(f"{path}: more than {limit:,} bytes; expected a smaller file")
     return data
 

@@ -201,5 +201,5 @@ def test_a_missing_or_truncated_shard(folder: Path) -> None:
 
 def test_a_broken_configuration(folder: Path) -> None:
     (folder / "config.json").write_text("[1]")
-    with pytest.raises(BadInputError, match=r"config.json: no configuration"):
+    with pytest.raises(BadInputError, match=r"config.json: list found, expected an object"):
         hf.weights(folder, CONFIG, verify=False)

@@ -155,20 +155,20 @@ def test_a_spike_is_skipped(trainer, tmp_path: Path):
 
 
 def test_a_run_goes_back_before_a_spike(trainer, tmp_path: Path):
-    """To the checkpoint of step 6; what it read since is left out, and the run is as long as before."""
+    """To the checkpoint of step 6; what it read since is left out, and the run ends two steps earlier, with its epoch."""
     made = trainer({8: 9.0}, **EVERY, telechat_moe__loss_guard=GUARD.replace("ACTION", "rollback"))
     sums = batch_sums(made.recipe)
-    trained = sums[:6] + sums[8 : STEPS + 2]
+    trained = sums[:6] + sums[8:STEPS]
     summary = made.run()
     output = tmp_path / "run"
-    assert (summary.steps, summary.skipped_steps) == (STEPS, 0)
-    assert evaluations(output) == {s: sum(trained[:s]) for s in (0, 5, 10, STEPS)}
+    assert (summary.steps, summary.skipped_steps) == (STEPS - 2, 0)
+    assert evaluations(output) == {s: sum(trained[:s]) for s in (0, 5, STEPS - 2)}
     (record,) = records(output, "rollback")
     assert record["left_out"] == [6 * BATCH, 8 * BATCH]
-    assert [r["step"] for r in records(output, "step")] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in records(output, "step")] == list(range(1, STEPS - 1))
     saved = newest(output)
     assert saved.tensors["model"]["sum"] == sum(trained)
-    assert saved.state["data"]["next_sample"] == (STEPS + 2) * BATCH
+    assert saved.state["data"]["next_sample"] == STEPS * BATCH
 
 
 def test_a_run_that_died_after_going_back_leaves_the_same_out(trainer, tmp_path: Path):
@@ -180,7 +180,7 @@ def test_a_run_that_died_after_going_back_leaves_the_same_out(trainer, tmp_path:
         made.run()
     again = trainer(resume=True, **rules)
     again.run()
-    assert again.engine.weight.asnumpy() == sum(sums[:6]) + sum(sums[8 : STEPS + 2])
+    assert again.engine.weight.asnumpy() == sum(sums[:6]) + sum(sums[8:STEPS])
     assert len(again.progress.rollbacks) == 1
 
 
