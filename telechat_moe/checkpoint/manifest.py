@@ -25,6 +25,7 @@ from typing import Any
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.narrowing import is_object
 from telechat_moe.tensor_files import TensorFile
 
 FILE = "checkpoint.json"
@@ -201,9 +202,22 @@ def read(path: Path) -> dict[str, Any]:
     match = STEP_NAME.fullmatch(path.name)
     if match and content["step"] != int(match[1]):
         raise broken(f"is of step {content['step']}; the folder was renamed")
-    if bad := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:
-        raise broken(f"bad file name {bad[0]!r}")
+    if wrong := _wrong_files(content["files"]):
+        raise broken(wrong)
     return content
+
+
+def _wrong_files(files: Any) -> str:
+    """Return what is wrong with how files are described; empty: nothing."""
+    for name, described in files.items() if is_object(files) else [("", files)]:
+        if not _FILE_NAME.fullmatch(name):
+            return f"bad file name {name!r}"
+        match described:
+            case {"bytes": int(), "sha256": str()}:
+                pass
+            case _:
+                return f"{name}: no bytes and sha256"
+    return ""
 
 
 def incomplete(path: Path) -> BrokenCheckpointError | None:

@@ -21,6 +21,7 @@ from telechat_moe import files, tensor_files
 from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.shards import EMA, Region, WeightShards, weight_of
 from telechat_moe.tensor_files import Array, dtype_name, file_of, parse
@@ -170,7 +171,7 @@ def _read(
         return {}, f"truncated, {found.nbytes:,} bytes found, {wanted['bytes']:,} expected"
     try:
         metadata, tensors = tensor_files.metadata(found.data), parse(found.data)
-        regions = json.loads(metadata.get("regions", "{}"))
+        regions = parse_json(metadata.get("regions", "{}"))
         if metadata.get("step") != str(step):
             return {}, f"is of step {metadata.get('step')}, {FILE} of step {step}"
         if found.sha256 != wanted["sha256"]:

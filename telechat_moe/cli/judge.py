@@ -24,12 +24,14 @@ class Judged:
         recipe: None: it has problems of its own.
         problems: Everything that is wrong.
         not_judged: Keys of which something is not known, and why.
+        notes: What the build of its data said.
     """
 
     use: Use | Literal[""]
     recipe: Recipe | None
     problems: Sequence[Problem]
     not_judged: Mapping[str, str]
+    notes: Sequence[str] = ()
 
 
 def judge(
@@ -61,6 +63,8 @@ def judge(
     from telechat_moe.recipe.written import outside
     from telechat_moe.train import preflight
 
+    unknown: list[str] = []  # of weights
+
     def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
         missing = Missing(bool(problems))
         of = use
@@ -74,8 +78,9 @@ def judge(
         if here and alone:
             yield from missing.until(preflight.memory(recipe))
         if here:
+            begin = {"resume": resume, "overwrite": overwrite}
             yield from preflight.examine(
-                recipe, problems, resume=resume, overwrite=overwrite, weights=hf.weights
+                recipe, problems, **begin, weights=hf.weights, notes=unknown
             )[1]
 
     try:
@@ -87,7 +92,10 @@ def judge(
     except RecipeError as error:
         return Judged(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
     of = use_of(recipe) if use == "written" else use
-    return Judged(use=of, recipe=recipe, problems=(), not_judged=not_judged(recipe, use))
+    open_keys = not_judged(recipe, use)
+    open_keys |= {"load_checkpoint": "; ".join(unknown)} if unknown else {}
+    notes = preflight.data_notes(recipe) if of == "train" and here else ()
+    return Judged(use=of, recipe=recipe, problems=(), not_judged=open_keys, notes=notes)
 
 
 def _schedule(recipe: Recipe, broken: Collection[str]) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli.arguments import add_start
-from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.output import show_table, to_yaml, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import count_text, gib_text
@@ -225,17 +225,6 @@ def _print_show(report: dict[str, Any], model_type: str | None) -> None:
     show_table(titles, rows, prefix="# ")
 
 
-def to_yaml(data: dict[str, Any]) -> str:
-    """Write plain data as YAML without aliases, in the order of the data."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100))
-
-
 def run_check(args: argparse.Namespace) -> int:
     """Check recipes and print every problem."""
     if args.host_syncs or args.graph:
@@ -266,9 +255,10 @@ def run_check(args: argparse.Namespace) -> int:
         for why in dict.fromkeys(open_keys.values()):
             keys = ", ".join(key for key, said in open_keys.items() if said == why)
             lines.append(f"{name}: not judged: {keys}: {why}")
+        lines += [f"{name}: note: {note}" for note in judged.notes]
         entries = [asdict(problem) for problem in problems]
         entry = {"use": use, "ok": not problems, "problems": entries, "not_judged": dict(open_keys)}
-        report.append({"name": name, **entry})
+        report.append({"name": name, **entry, "notes": judged.notes})
     count = sum(len(entry["problems"]) for entry in report)
     if not write_json(args.json, {"recipes": report, "problems": count}):
         print("\n".join(lines))
@@ -351,7 +341,8 @@ VERBS = (
             3: "a recipe does not exist or cannot be read",
         },
         json_keys="recipes, a list of {name, use, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
-        "{key: why; keys that MindFormers reads only with settings that were not observed, or whose problems hide others}}; "
+        "{key: why; keys that MindFormers reads only with settings that were not observed, or whose problems hide others}, "
+        "notes (what the build of its data said)}; "
         "problems, their number. With --host-syncs: recipes, a list of {name, use, waits_in_every_step, syncs [{file, line, key, "
         "what, source, waits, fetches (null: not known), every (steps), cost_us (a step), move}]}; costs; graph, a list of {kind, module, phase, "
         "times, why}.",

@@ -9,7 +9,6 @@ Example:
 
 import difflib
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any, cast
 import yaml
 
 from telechat_moe.narrowing import is_object
+from telechat_moe.reading import JsonError, parse_json
 from telechat_moe.recipe import rules
 from telechat_moe.recipe.check import Checker, section_keys
 from telechat_moe.recipe.problems import Missing, Problem, RecipeError, label
@@ -166,12 +166,12 @@ class _Loader:
         if self.path.suffix != ".json":
             return text
         try:
-            read = json.loads(text)
+            read = parse_json(text)
             if is_object(read):
                 read.pop(COMPUTED_WITH, None)
             return yaml.safe_dump(read, sort_keys=False)
-        except ValueError as error:
-            self.report(self.file, 0, "", f"no JSON ({error})", "the recipe.json of a run")
+        except JsonError as error:
+            self.report(self.file, error.line, "", f"no JSON ({error})", "the recipe.json of a run")
             raise RecipeError(list(self.problems.values())) from error
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
@@ -332,14 +332,17 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
     """Return what the Hugging Face configuration in ``folder`` says about known keys."""
     path = Path(folder) / "config.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}, ""
     known = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}
     if not isinstance(data, dict):
         return {}, ""
-    pairs = cast("dict[str, object]", data).items()
-    return {k: v for k, v in pairs if k in known}, str(path)
+    fields = cast("dict[str, object]", data)
+    rope = fields.get("rope_parameters")  # transformers 5
+    if is_object(rope) and "rope_theta" in rope:
+        fields.setdefault("rope_theta", rope["rope_theta"])
+    return {k: v for k, v in fields.items() if k in known}, str(path)
 
 
 def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:

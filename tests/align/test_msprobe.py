@@ -197,7 +197,9 @@ def test_written_again_it_is_the_same(real, tmp_path):
         assert t.path is None or t.path.name == u.path.name
         if t.read is not None:
             assert t.load().tobytes() == u.load().tobytes()
-    for path in [tmp_path / "a", *(tmp_path / "a").rglob("*")]:
+    paths = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+    assert any(path.is_file() for path in paths)
+    for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640)
 
 

@@ -99,6 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_files(a: Path, b: Path) -> None:
     assert sorted(p.name for p in a.iterdir()) == sorted(p.name for p in b.iterdir())
+    assert any(a.iterdir())
     for path in a.iterdir():
         assert path.read_bytes() == (b / path.name).read_bytes(), path.name
 
@@ -198,6 +199,16 @@ def seal(folder: Path, **changes: object) -> None:
     (folder / reshard.FILE).write_bytes(files.seal(content))
 
 
+@pytest.mark.parametrize("key", ["format", "version"])
+def test_pieces_of_another_format_or_version_are_refused(
+    pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    seal(pieces, **{key: 99})
+    said = refused(capsys, "merge", pieces, tmp_path / "merged")
+    assert f"{key} 99" in said
+    assert "this program reads 'telechat-moe pieces' version 1" in said
+
+
 def test_pieces_of_another_layout_are_refused(
     pieces: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +238,25 @@ def test_pieces_of_another_shape_or_value_are_refused(
     said = refused(capsys, "merge", pieces, tmp_path / "merged")
     assert "norm.weight: differs from the copy of another rank" in said
     assert "layers.0.ffn.up.weight is [3, 32] at ((24, 48), (0, 32))" in said
+
+
+@pytest.mark.parametrize("region", [[[1, 33]], [[-1, 31]], [[0, 32], [0, 1]], []])
+def test_pieces_that_say_a_place_outside_their_tensor_are_refused(
+    pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], region: list[list[int]]
+) -> None:
+    path = pieces / "rank_1.safetensors"
+    found = files.read(path, keep=True)
+    assert found.data is not None
+    words, held = tensor_files.metadata(found.data), dict(tensor_files.parse(found.data))
+    regions = {**json.loads(words["regions"]), "norm.weight": region, "more": [[0, 1]]}
+    held["more"] = np.zeros(1, np.float32)
+    path.unlink()
+    tensor_files.file_of("", held, {**words, "regions": json.dumps(regions)}).write(path)
+    seal(pieces)
+    said = refused(capsys, "merge", pieces, tmp_path / "merged")
+    assert "rank_1.safetensors: norm.weight is [32] at" in said
+    assert "rank_1.safetensors: more is not in pieces.json" in said
+    assert not (tmp_path / "merged").exists()
 
 
 def test_the_model_and_what_exists_are_guarded(

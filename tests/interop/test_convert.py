@@ -263,6 +263,7 @@ def test_missing_experts_are_listed_in_one_line(tmp_path, hf_folder):
 
 def test_a_model_of_another_size(tmp_path, hf_folder):
     deeper = dataclasses.replace(CONFIG, num_hidden_layers=4, n_routed_experts=10)
+    (hf_folder / "config.json").unlink()
     found = problems(hf_folder, tmp_path / "ours", deeper, "telechat")
     assert "unknown tensor model.layers.1.mlp.experts.*.up_proj.weight (* = 10-11)" in found
     assert "missing tensor model.layers.5.enorm.weight" in found
@@ -323,6 +324,8 @@ def test_a_bias_that_the_recipe_switches_off(tmp_path, source):
         ({"qk_layernorm": False}, "qk_layernorm is False"),
         ({"moe_shared_expert_intermediate_size": 10}, r"\(10\) must be a multiple of .* \(7\)"),
         ({"n_group": 12, "topk_group": 2}, "a group has 1 expert"),
+        ({"n_group": 4, "topk_group": 2}, "ranked by its best 1 .* by its best 2"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type is yarn"),
     ],
 )
 def test_what_hugging_face_cannot_compute(tmp_path, source, changes, message):

@@ -110,7 +110,9 @@ def test_plugin_path(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(capsys.readouterr().out.strip())
     module, name = config.REFERENCE.split(".")
     assert name in (folder / f"{module}.py").read_text()
-    for path in sorted(Path(config.__file__).parents[2].glob("recipes/*/*.yaml")):
+    paths = sorted(Path(config.__file__).parents[2].glob("recipes/*/*.yaml"))
+    assert paths
+    for path in paths:
         assert load(path).trainer.auto_register == config.REFERENCE
 
 

@@ -45,6 +45,7 @@ OPERATOR = "{op_name: 'moe', layers: True, backward_prefetch: 2}"
 
 # rule: [(recipe, {key: value; None removes}, keys that complain), ...]
 CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
+    "state": [(TINY, {M + "hidden_size": "100000000"}, "model.model_config")],
     "whole_documents": [
         *(
             (TUNE, {DATA_CONFIG + key: value}, DATA_CONFIG + key)
@@ -66,6 +67,16 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         *(
             (TUNE, {OWN + "conversations.message": f"'{text}'"}, OWN + "conversations.message")
             for text in ("{content}", "{role}{content}{content}", "{content}{role}")
+        ),
+        (
+            TUNE,
+            {OWN + "conversations.ignore_fields": "[id, role]"},
+            OWN + "conversations.ignore_fields",
+        ),
+        (
+            TUNE,
+            {OWN + "conversations.variables": "{enable_thinking: False}"},
+            OWN + "conversations.variables",
         ),
     ],
     "decay_style": [

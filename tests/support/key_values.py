@@ -194,6 +194,8 @@ def small_recipe(root: Path) -> dict[str, Any]:
     for name in ("train", "valid"):
         talks = [np.array([~1, ~2, 3, 4, 0]), np.arange(5)] * 20
         write_indexed(folder / "talks" / name, talks, np.int32)
+    template = "{{ date_string }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "talks" / "chat_template.jinja").write_text(template)
     for place in (folder, folder / "other", folder / "talks"):
         Tokenizer(models.WordLevel({"<|endoftext|>": 0})).save(str(place / "tokenizer.json"))
     values = {

@@ -6,8 +6,9 @@ What the device does is in Kineto's categories (``kernel``, ``gpu_memcpy``, ``gp
 """
 
 import gzip
-import json
+import io
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import most_inflated, parse_json, read_bytes
 from telechat_moe.tools.diagnose.excess import Array
 from telechat_moe.tools.diagnose.records import COMM
 
@@ -219,25 +221,36 @@ def _float(value: object) -> float:
         return float("nan")
 
 
+def _inflated(raw: bytes) -> bytes:
+    """Return the content of a file that may be compressed."""
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    limit = most_inflated(len(raw))
+    with gzip.open(io.BytesIO(raw)) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"{len(raw):,} bytes inflate to more than {limit:,}")
+    return content
+
+
 def _json(path: Path) -> Any:
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        text = _inflated(read_bytes(path)).decode()
     except UnicodeDecodeError:
         raise BadInputError(
             f"{path}: is no text; expected JSON. Export a trace of Perfetto or XLA as Chrome's JSON, and an Ascend profiler's database (.db) "
             "as text (export_type: text)"
         ) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BadInputError(f"cannot read the trace {path}: {error}") from error
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text, finite=False, unique=False)
+    except ValueError as error:
         # The format allows an array without its last bracket: a program that was killed could not write it.
         if text.lstrip().startswith("[") and text.rstrip().endswith(("}", "},")):
             try:
-                return json.loads(text.rstrip().removesuffix(",") + "]")
-            except (ValueError, RecursionError):
+                return parse_json(text.rstrip().removesuffix(",") + "]", finite=False, unique=False)
+            except ValueError:
                 pass
         raise BadInputError(
             f"{path}: is no JSON ({error}); a trace that was cut off cannot be read"

@@ -76,6 +76,19 @@ class Conversations:
     `loss_roles`, and the end of document after it. None: the chat template of `telechat_moe.corpus.tokenizer`
     (`chat_template.jinja` or `tokenizer_config.json` beside it)."""
 
+    variables: dict[str, object] = field(
+        default_factory=dict[str, object],
+        metadata=acts("templated", {"date_string": "26 Jul 2024"}),
+    )
+    """Variables of the chat template for all conversations, such as `{enable_thinking: False}`; a line may set others.
+    `strftime_now`: the day (YYYY-MM-DD) that a template gets which writes today's date."""
+
+    ignore_fields: list[Text] = field(
+        default_factory=list[Text], metadata=acts("", ["id"], ["id", "source"])
+    )
+    """Fields of lines and messages that do not matter, such as `[id, source]`. Any other that the chat template or pattern does
+    not read is refused, so that nothing of a conversation is lost in silence."""
+
 
 @section
 class Packing:
