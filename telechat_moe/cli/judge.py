@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Problem, Recipe
@@ -56,32 +57,28 @@ def judge(
         here: The run is on this machine; else its files are not looked at.
         alone: On no other; else its memory is not looked at.
     """
-    from telechat_moe.interop import hf
     from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
     from telechat_moe.recipe.uses import not_judged, use_of
     from telechat_moe.recipe.written import outside
     from telechat_moe.train import preflight
 
-    unknown: list[str] = []  # of weights
+    unknown = list[str]()  # of weights
+    lacking = partial(_lacking, resume=resume, overwrite=overwrite)
 
     def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
-        missing = Missing(bool(problems))
-        of = use
+        missing, broken, of = Missing(bool(problems)), {problem.key for problem in problems}, use
         with missing.skipped():
             of = use_of(recipe) if use == "written" else use
         if of in ("train", "mindformers") and not allow_outside:
             yield from missing.until(outside(recipe))
         if of != "train":
             return
-        yield from missing.until(_schedule(recipe, {problem.key for problem in problems}))
-        if here and alone:
+        yield from missing.until(_schedule(recipe, broken))
+        if here and alone and "model.model_config" not in broken:
             yield from missing.until(preflight.memory(recipe))
         if here:
-            begin = {"resume": resume, "overwrite": overwrite}
-            yield from preflight.examine(
-                recipe, problems, **begin, weights=hf.weights, notes=unknown
-            )[1]
+            yield from lacking(recipe, problems, notes=unknown)
 
     try:
         find(name)
@@ -91,11 +88,20 @@ def judge(
         recipe = load(name, overrides, devices=devices, use=use, look=look)
     except RecipeError as error:
         return Judged(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
-    of = use_of(recipe) if use == "written" else use
     open_keys = not_judged(recipe, use)
-    open_keys |= {"load_checkpoint": "; ".join(unknown)} if unknown else {}
+    if unknown:
+        open_keys["load_checkpoint"] = "; ".join(unknown)
+    of = use_of(recipe) if use == "written" else use
     notes = preflight.data_notes(recipe) if of == "train" and here else ()
     return Judged(use=of, recipe=recipe, problems=(), not_judged=open_keys, notes=notes)
+
+
+def _lacking(recipe: Recipe, problems: Sequence[Problem], **start: Any) -> list[Problem]:
+    """Return which files, folders, checkpoint or device a recipe lacks; see ``preflight.examine``."""
+    from telechat_moe.interop import hf
+    from telechat_moe.train import preflight
+
+    return preflight.examine(recipe, problems, weights=hf.weights, **start)[1]
 
 
 def _schedule(recipe: Recipe, broken: Collection[str]) -> Iterator[Problem]:

@@ -208,8 +208,12 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         [("telechat_moe.swap.pool_mib", "1, and this process swaps")],
     ),
     "a model too large": (
-        {f"{M}hidden_size": 100_000_000},
+        {f"{M}hidden_size": 500_000},
         [("model.model_config", "TiB at least, and this machine has")],
+    ),
+    "a model too large for any device": (
+        {f"{M}hidden_size": 100_000_000},
+        [("model.model_config", "TiB for each device")],
     ),
     "a folder of the user": ({"output_dir": "~/x"}, [("output_dir", "~/x, and nothing puts")]),
     "an unknown key and absent files": (
