@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.interruption import unfinished
+from telechat_moe.reading import parse_json
 
 CHUNK_BYTES = 1 << 20
 """Hashed, then written or read while it is still in the processor's cache."""
@@ -230,7 +231,7 @@ def unseal(raw: bytes) -> tuple[dict[str, Any], str | None]:
         ValueError: It is no JSON object; the message says why.
     """
     try:
-        content = json.loads(raw.decode())
+        content = parse_json(raw.decode())
     except ValueError as error:
         raise ValueError(f"not valid JSON, truncated or changed ({error})") from error
     if not isinstance(content, dict):
@@ -274,7 +275,7 @@ def read_checksums(weights: Path) -> Known | None:
     except OSError as error:
         raise BadInputError(f"{path}: {error.strerror}") from error
     try:
-        found = json.loads(raw)
+        found = parse_json(raw)
         if (found["format"], found["version"]) != (FORMAT, VERSION):
             raise ValueError(f"{found['format']} version {found['version']}")
         files = {

@@ -31,6 +31,7 @@ from telechat_moe.launch.commands import environment
 from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
 from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
+from telechat_moe.recipe.uses import Use, use_of
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.train.ranks import Ranks
 
@@ -89,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     role = os.environ.get("MS_ROLE")
     processes = int(os.environ.get("MS_WORKER_NUM", "1")) if role else 1
-    recipe, through = load_for(args.recipe, args.overrides, args.through)
+    recipe = load(args.recipe, args.overrides, use=use_with(args.through))
+    through = trainer_of(recipe, args.through)
     local = args.local_processes or processes
     if local < 1:
         raise UsageError(f"--local-processes {local}: expected 1 or more")
@@ -117,19 +119,15 @@ def _run(args: argparse.Namespace) -> int:
     return _as_worker(recipe, args, control, processes, binding)
 
 
-def default_trainer(recipe: Recipe) -> str:
-    """Return whose trainer trains a recipe: ``own`` or ``mindformers``."""
-    return "own" if recipe.context.device_target == "CPU" else "mindformers"
+def trainer_of(recipe: Recipe, through: str | None) -> str:
+    """Return whose trainer trains a recipe: ``through``, else ``own`` or ``mindformers``, as the recipe is written."""
+    return through or ("own" if use_of(recipe) == "train" else "mindformers")
 
 
-def load_for(name: str, overrides: Sequence[str], through: str | None) -> tuple[Recipe, str]:
-    """Return a recipe that a trainer can train, and whose trainer: ``through``, or the recipe's default.
-
-    Raises:
-        RecipeError: It has problems, or asks for something that this trainer will not do.
-    """
-    through = through or default_trainer(load(name, overrides))
-    return load(name, overrides, use="train" if through == "own" else "mindformers"), through
+def use_with(through: str | None) -> Use:
+    """Return what a recipe is for with a trainer; None: with the one for which it is written."""
+    uses: dict[str | None, Use] = {None: "written", "own": "train", "mindformers": "mindformers"}
+    return uses[through]
 
 
 def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> None:

@@ -11,6 +11,9 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
+import mini_recipe as mini
+from tokenizers import Tokenizer, models
+
 from telechat_moe.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +108,10 @@ def test_the_error_of_the_readme_is_what_a_user_sees(
     assert main(["cp", "telechat3_moe/pretrain_tiny.yaml", "mine.yaml"]) == 0
     path = tmp_path / "mine.yaml"
     path.write_text(path.read_text().replace("pipeline_stage:", "pipline_stage:"))
+    data = tmp_path / "output/data"  # as the README has built them before
+    data.mkdir(parents=True)
+    mini.write_data(data)
+    Tokenizer(models.WordLevel({"<|endoftext|>": 0})).save(str(data / "tokenizer.json"))
     capsys.readouterr()
     assert main(["check", "mine.yaml"]) == 1
     message = capsys.readouterr().out.strip()

@@ -1,6 +1,7 @@
 """The whole command line: all verbs, and how an error becomes a line and an exit code."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,8 @@ from telechat_moe.cli.verb import Verb, VerbParser
 from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.interruption import advise
 
+_HOME = re.compile(r"(?:--[\w-]+=)?(~(?:[\w.-]*/.*)?)")
+"""An argument, or the value of an option after =, that begins with the home folder of a user."""
 COMMAND = Verb(
     name="telechat-moe",
     help="",
@@ -69,6 +72,11 @@ def run(argv: Sequence[str]) -> int:
         for word in argv:
             if any("\ud800" <= c <= "\udfff" for c in word):  # bytes that Python could not decode
                 raise UsageError(f"the argument {word!a} is not UTF-8 text; rename what it names")
+            if home := _HOME.fullmatch(word):
+                raise UsageError(
+                    f"the argument {word}: a shell puts no folder for ~ there, and this program would make one with "
+                    f"that name; write the whole path, or ./{home[1]}"
+                )
         args = build_parser().parse_args(argv)
         if args.after_interruption:
             advise(args.after_interruption)

@@ -37,17 +37,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
+    from telechat_moe.cli.judge import require
     from telechat_moe.files import keep_others_out
     from telechat_moe.interop import hf
-    from telechat_moe.recipe import load
-    from telechat_moe.train import preflight
 
     keep_others_out()
-    recipe = load(args.recipe, args.overrides, use="train")
-    if (
-        recipe.devices == 1
-    ):  # says what is missing before the seconds that importing mindspore takes
-        preflight.require(recipe, resume=args.resume, overwrite=args.overwrite, weights=hf.weights)
+    start = {"resume": args.resume, "overwrite": args.overwrite}
+    # Says what is wrong before the seconds that importing mindspore takes.
+    recipe = require(
+        args.recipe, args.overrides, use="train", allow_outside=args.allow_outside, **start
+    )
     try:
         from telechat_moe.train.trainer import Trainer
     except ModuleNotFoundError as error:
@@ -59,13 +58,12 @@ def run(args: argparse.Namespace) -> int:
         from telechat_moe.launch import job as launch
         from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
-        orders = rank_orders(recipe)
-        summary = launch.train(recipe, resume=args.resume, overwrite=args.overwrite, orders=orders)
+        plan = launch.plan_here(recipe, allow_outside=args.allow_outside)
+        summary = launch.train(recipe, plan=plan, orders=rank_orders(recipe), **start)
     else:
         trainer = Trainer(
             recipe,
-            resume=args.resume,
-            overwrite=args.overwrite,
+            **start,
             plain=args.plain,
             keep_graph=not args.no_graph_cache,
             weights=hf.weights,

@@ -20,7 +20,7 @@ from typing import IO, Any
 from telechat_moe import processes
 from telechat_moe.files import keep_others_out
 from telechat_moe.launch.binding import BindingWatch
-from telechat_moe.launch.commands import LaunchNode, environment
+from telechat_moe.launch.commands import NO_SHELL, LaunchNode, environment
 from telechat_moe.processes import (
     CONTROL,
     SCHEDULER,
@@ -114,9 +114,10 @@ class HostProcesses:
         self.bindings = BindingWatch(self.control, self.node.ranks, self.say)
         number = self.node.number
         self.log = self.logs / (f"msrun_{number}.log" if number else "msrun.log")
+        msrun = self.node.msrun(self.logs.absolute(), self.program, watched=True)
         with self.log.open("wb") as log:
             self.process = start(
-                self.node.msrun(self.logs.absolute(), self.program, watched=True),
+                [sys.executable, *NO_SHELL, *msrun],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -106,7 +106,8 @@ class Loop:
         )
         self.guard, self.ranks = checkpoints.guard, checkpoints.ranks
         self.progress = checkpoints.progress
-        self.steps, self.sources = self.recipe.train_steps, sources_of(self.recipe)
+        self.sources = sources_of(self.recipe)
+        self.steps = self.progress.step + checkpoints.steps_left
         self.loads = LoadRecorder(self.recipe.telechat_moe.moe.load_interval, self.steps)
         self.began = time.perf_counter()
         self.losses: list[float] = []
@@ -128,9 +129,10 @@ class Loop:
         self.monitor.begin(
             {
                 "step": self.progress.step,
-                **{key: data[key] for key in ("next_sample", "samples_per_epoch")},
+                **{k: data[k] for k in ("next_sample", "samples_per_epoch", "earlier_samples")},
                 **self._sources(),
                 "global_batch": self.recipe.global_batch,
+                "unit": self.loader.epochs.unit,
                 "dataset": data["dataset"],
                 "data_path": section.data_path or section.train_data_path,
                 **self.checkpoints.origin,
@@ -165,9 +167,10 @@ class Loop:
                 can_stop()  # there is something to save now
             if saver is not None:
                 saver.poll()
-            if spike is not None and self.guard.rolls_back and self.roll_back(spike):
-                continue
+            went_back = spike is not None and self.guard.rolls_back and self.roll_back(spike)
             last = progress.step == self.steps
+            if went_back and not last:
+                continue
             self.timer.lap("host")
             if interval and (progress.step % interval == 0 or last):
                 self.validation_loss, by_source = self.evaluate()
@@ -215,22 +218,25 @@ class Loop:
             return False
         self.saved_step = record["to_step"]
         self.loads.clear()
+        before, self.steps = self.steps, self.progress.step + self.checkpoints.steps_left
+        self.loads.last = self.monitor.total_steps = self.steps
         begin, end = record["left_out"]
         self.monitor.rolled_back(
             record,
             f"went back from step {spike.step} to the checkpoint of step {self.saved_step}: {spike.describe()}; "
-            f"samples {begin} to {end - 1} are left out",
+            f"samples {begin} to {end - 1} are left out, so its epochs end at step {self.steps} instead of {before}",
         )
         return True
 
     def compute_step(self) -> StepResult:
         """Run the next step; nothing is judged or reported."""
         progress, recipe, step = self.progress, self.recipe, self.progress.step + 1
-        rate = self.schedule(progress.updates)
+        rate = self.schedule(self.checkpoints.lr_batches.position(progress.applied_samples))
         began = time.perf_counter()
         self.ranks.at(f"step {step}, reading data")
         self.timer.lap("host")
-        count = recipe.micro_batches * recipe.batch_at(progress.step) // recipe.global_batch
+        samples = recipe.batches.after(progress.samples)
+        count = recipe.micro_batches * samples // recipe.global_batch
         batches = self.engine.read(self.loader, count)
         waited = time.perf_counter() - began
         self.timer.lap("data")
@@ -243,16 +249,17 @@ class Loop:
         seconds = time.perf_counter() - began
         self.timer.lap("graph")
         self.ranks.end_step(step)
-        progress.step = step
+        progress.step, progress.samples = step, progress.samples + samples
         progress.updates += applied
+        progress.applied_samples += applied * samples
         return StepResult(ids, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
 
     def train_one(self) -> Spike | None:
         """Run one step and report it; return what was wrong if its update was left out."""
-        first = self.loader.next_sample
+        first, before = self.loader.epochs.begin(self.loader.next_sample), self.progress.samples
         result = self.compute_step()
         step, output = self.progress.step, result.output
-        count = self.loader.next_sample - first
+        count = self.progress.samples - before
         sources = self.loader.counts(first, count)
         self.monitor.samples(
             step, first, count, result.ids, result.applied, self.loader.order, sources

@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from replayed import replay
 
 from telechat_moe.cli import main
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import UsageError
 from telechat_moe.graph.tap import Tapped
 from telechat_moe.ops import fingerprint
 from telechat_moe.ops.attention import FlashAttention
@@ -231,7 +231,7 @@ def test_filters(tmp_path):
         assert "Optimizer.layers.0.weight.ApplyMomentum.0.forward" in calls
     capture(Step(), Tensor(X), out=tmp_path / "b", layers=[3])
     assert not msprobe.read(tmp_path / "b").ranks[0, 0].calls
-    with pytest.raises(BadInputError, match="it exists"):
+    with pytest.raises(UsageError, match="it exists"):
         capture(Step(), Tensor(X), out=tmp_path / "b")
 
 

@@ -37,6 +37,7 @@ def test_the_commands_run(
         assert main(words) == 0, words
     assert "all 4 steps are done" in capsys.readouterr().err
     saved = tmp_path / "output" / "checkpoints" / "step-00000004"
+    assert any(saved.iterdir())
     for place in ("merged", "whole"):
         for path in saved.iterdir():
             assert (tmp_path / place / saved.name / path.name).read_bytes() == path.read_bytes()

@@ -6,6 +6,7 @@ What the device does is in Kineto's categories (``kernel``, ``gpu_memcpy``, ``gp
 """
 
 import gzip
+import io
 import json
 import re
 import zlib
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import most_inflated, read_bytes
 from telechat_moe.tools.diagnose.excess import Array
 from telechat_moe.tools.diagnose.records import COMM
 
@@ -232,10 +234,25 @@ def _float(value: object) -> float:
         return float("nan")
 
 
+_LARGEST = 1 << 33
+"""Bytes of a trace."""
+
+
+def _inflated(raw: bytes) -> bytes:
+    """Return the content of a file that may be compressed."""
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    limit = most_inflated(len(raw))
+    with gzip.open(io.BytesIO(raw)) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"{len(raw):,} bytes inflate to more than {limit:,}")
+    return content
+
+
 def _json(path: Path) -> Any:
     try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        raw = _inflated(read_bytes(path, _LARGEST))
     except (OSError, EOFError, zlib.error) as error:
         raise BadInputError(f"cannot read the trace {path}: {error}") from error
     text = raw.decode("utf-8-sig", "replace").strip()  # names of functions may be no text

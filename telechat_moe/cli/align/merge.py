@@ -9,7 +9,7 @@ from typing import Any
 from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json
 from telechat_moe.cli.progress import tracked
 from telechat_moe.cli.verb import Verb
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.interruption import unfinished
 
 NOTES = """\
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
     dump: Any = msprobe.read(args.dump)
     steps: list[int] = dump.steps if args.step is None else [args.step]
     if missing := [s for s in steps if s not in dump.steps]:
-        raise BadInputError(f"{args.dump}: no step {missing[0]}; it has {dump.steps}")
+        raise UsageError(f"--step {missing[0]}: {args.dump} has steps {dump.steps}")
     out = Path(args.out)
     if out.exists():
-        raise BadInputError(f"{out} exists; name a folder to make")
+        raise UsageError(f"{out} exists; name a folder to make")
     said: Any = merger.Said.read(Path(args.said)) if args.said else merger.Said()
     model: Any = msprobe.read(args.reference) if args.reference else None
     bound = logical.Bound(args.rtol, args.atol, args.ulp)

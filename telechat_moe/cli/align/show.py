@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     report = summary.inspect(path, args.step, args.rank, args.calls, args.verify)
     if write_json(args.json, report):
         return 0
-    steps, ranks = (len({r[key] for r in report["ranks"]}) for key in ("step", "rank"))
-    print(f"{path}: {report['source']}, {steps} step(s), {ranks} rank(s)")
+    ranks, steps = ({r[key] for r in report["ranks"]} for key in ("rank", "step"))
+    print(f"{path}: {report['source']}, {len(ranks)} rank(s), {len(steps)} step(s)")
     rows = [
         [
             r["step"],
