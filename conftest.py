@@ -28,8 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     group = config.getoption("--slow-group")
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    groups = {item: group_of(item.nodeid) for item in slow}
+    marks = {item: mark for item in items if (mark := item.get_closest_marker("slow"))}
+    slow = list(marks)
+    groups = {i: mark.kwargs.get("group") or group_of(i.nodeid) for i, mark in marks.items()}
     if homeless := [item.nodeid for item in slow if groups[item] is None]:
         raise pytest.UsageError(f"{homeless[0]}: in no group of tests/support/slow_groups.py")
     if group is not None:

@@ -4,6 +4,9 @@ Exit codes of every verb: 0 ok, 1 a check failed, 2 wrong usage, 3 bad input. A 
 more codes documents them in its ``--help``.
 """
 
+LONGEST = 2_000
+"""Characters of a line of a message."""
+
 
 class TelechatMoeError(Exception):
     """Base of all errors that the command line prints without a traceback.
@@ -12,6 +15,18 @@ class TelechatMoeError(Exception):
     """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """Return the message; what it quotes of a file is printable and not endless."""
+        return "\n".join(map(_printable, super().__str__().split("\n")))
+
+
+def _printable(line: str) -> str:
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 class UsageError(TelechatMoeError):

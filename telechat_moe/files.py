@@ -23,6 +23,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,9 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.interruption import unfinished
+from telechat_moe.reading import parse_json
 
 CHUNK_BYTES = 1 << 20
 """Hashed, then written or read while it is still in the processor's cache."""
+
+DYING_S = 2.0
+"""What a process with much memory may take to go after it was killed."""
 
 CHECKSUMS = "checksums.json"
 FORMAT = "telechat-moe weights"
@@ -87,14 +93,15 @@ def write_atomic(path: Path, data: bytes | str, *, replace: bool = True) -> None
     """Write a file whole or not at all, replacing one of that name; ``replace`` False: that is a FileExistsError."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}.part")
     hidden.unlink(missing_ok=True)
-    try:
-        write_new(hidden, [data.encode() if isinstance(data, str) else data])
-        if replace:
-            hidden.replace(path)
-        else:
-            path.hardlink_to(hidden)
-    finally:
-        hidden.unlink(missing_ok=True)
+    with unfinished(hidden):
+        try:
+            write_new(hidden, [data.encode() if isinstance(data, str) else data])
+            if replace:
+                hidden.replace(path)
+            else:
+                path.hardlink_to(hidden)
+        finally:
+            hidden.unlink(missing_ok=True)
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
@@ -107,15 +114,33 @@ def new_folder(path: Path) -> Generator[Path, None, None]:
     """Yield a hidden folder beside ``path``; it gets that name if all goes well, and is removed if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    hidden.mkdir()
-    try:
-        yield hidden
-        sync_folder(hidden)
-        hidden.rename(path)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+    with unfinished(hidden):
+        hidden.mkdir()
+        try:
+            yield hidden
+            sync_folder(hidden)
+            hidden.rename(path)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
     sync_folder(path.parent)
+
+
+def lock(descriptor: int) -> None:
+    """Lock an open file for this process.
+
+    Raises:
+        BlockingIOError: Another process holds it, and not only until it is gone after it was killed.
+        OSError: The file system has no locks.
+    """
+    deadline = time.monotonic() + DYING_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -131,7 +156,10 @@ def locked(path: Path, busy: Exception | None) -> Generator[None, None, None]:
     descriptor = os.open(path, flags, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            if busy:
+                lock(descriptor)
+            else:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError as error:
             raise (busy or error) from None
         except OSError:
@@ -203,7 +231,7 @@ def unseal(raw: bytes) -> tuple[dict[str, Any], str | None]:
         ValueError: It is no JSON object; the message says why.
     """
     try:
-        content = json.loads(raw.decode())
+        content = parse_json(raw.decode())
     except ValueError as error:
         raise ValueError(f"not valid JSON, truncated or changed ({error})") from error
     if not isinstance(content, dict):
@@ -247,7 +275,7 @@ def read_checksums(weights: Path) -> Known | None:
     except OSError as error:
         raise BadInputError(f"{path}: {error.strerror}") from error
     try:
-        found = json.loads(raw)
+        found = parse_json(raw)
         if (found["format"], found["version"]) != (FORMAT, VERSION):
             raise ValueError(f"{found['format']} version {found['version']}")
         files = {
@@ -316,6 +344,8 @@ def verify_checksums(
             else f"no {checksums_path(weights).name} there"
         )
         raise BadInputError(f"{weights}: {what}; nothing to verify against")
+    if not expected:
+        raise BadInputError(f"{checksums_path(weights)}: names no file; nothing to verify")
     folder = checksums_path(weights).parent
     total = sum(f["bytes"] for f in expected.values())
     advance = counter("verifying", total, progress)

@@ -141,7 +141,7 @@ def keys(entries: Iterable[tuple[str, str]], note: str = "") -> Html:
 def bar(share: float, kind: str = "", said: object = "") -> Html:
     """Return a horizontal bar of a share (0 to 1) of its track, and the text after it."""
     fill = f"<div class='bar {kind}' style='width:{100 * share:.1f}%'></div>"
-    return Html(f"<span class=track>{fill}</span> {html(said)}")
+    return Html(f"<span class=meter><span class=track>{fill}</span> {html(said)}</span>")
 
 
 def svg(
@@ -225,7 +225,7 @@ class Axes:
     height: int = 300
     left: int = 64
     right: int = 26
-    top: int = 8
+    top: int = 24
     bottom: int = 24
 
     def x(self, value: float) -> float:
@@ -253,7 +253,7 @@ class Axes:
         Args:
             across: Ticks of the horizontal axis; None: round numbers.
             up: Ticks of the vertical axis and what is written at each; None: round numbers.
-            labels: Names of the horizontal and of the vertical axis.
+            labels: Names of the horizontal and of the vertical axis; this one stands above the drawing's lines.
         """
         across = ticks(*self.across, 12) if across is None else across
         if up is None:
@@ -272,7 +272,7 @@ class Axes:
             for v in across
         ]
         name, other = map(escape, labels)
-        parts.append(f"<text x={end} y={self.top + 12} text-anchor=end>{other}</text>")
+        parts.append(f"<text x={end} y={self.top - 9} text-anchor=end>{other}</text>")
         parts.append(
             f"<text x={(self.left + end) / 2:g} y={self.height - 4} text-anchor=middle>{name}</text>"
         )

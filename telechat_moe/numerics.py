@@ -49,12 +49,12 @@ def is_float(dtype: str) -> bool:
 def spacing(x: Array, dtype: str) -> Array:
     """Return the distance from ``|x|`` to the next larger number of a type (one ULP), float64.
 
-    Numbers below the smallest normal one have its spacing.
+    Numbers below the smallest normal one, and zero, have its spacing.
     """
     f = FLOATS[dtype]
     magnitude = np.abs(np.asarray(x, np.float64))
     _, exponent = np.frexp(np.where(np.isfinite(magnitude), magnitude, 1.0))
-    exponent = np.clip(exponent - 1, f.low, f.high)
+    exponent = np.where(magnitude == 0, f.low, np.clip(exponent - 1, f.low, f.high))
     return np.ldexp(1.0, exponent - (f.bits - 1))
 
 
@@ -80,7 +80,7 @@ def round_to(x: Array, dtype: str) -> Array:
 def ulps(found: Array, expected: Array, dtype: str) -> Array:
     """Return ``|found - expected|`` in ULPs of a type at ``expected``; equal infinities and two NaNs give 0."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         distance = np.abs(found - expected) / spacing(expected, dtype)
     same = (found == expected) | (np.isnan(found) & np.isnan(expected))
     return np.where(same, 0.0, np.where(np.isnan(distance), np.inf, distance))

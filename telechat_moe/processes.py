@@ -6,7 +6,6 @@ process that has computed compiles in a new interpreter (:func:`in_clean_process
 and graphs, through a pipe or a folder that only this process knows; all other processes exchange JSON.
 """
 
-import ctypes
 import functools
 import importlib
 import json
@@ -30,6 +29,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.files import check_private, keep_others_out
+from telechat_moe.interruption import REQUEST, can_stop, die_with_parent, is_work
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,8 +37,6 @@ CONTROL = "control"
 SCHEDULER = "scheduler"
 BEAT_S = 1.0
 SILENCE_S = 20.0  # MindSpore's own scheduler gives up after half a minute without saying which
-_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _THREADS = {"ActorThread_0", "KernelThread_0", "frontend_queue", "backend_queue", "launch_queue"}
 
 
@@ -60,12 +58,6 @@ class RankFailedError(TelechatMoeError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (on Linux; no other system can)."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -165,9 +157,11 @@ def stop_on_signal(
 ) -> Iterator[None]:
     """Turn the first Ctrl-C or SIGTERM into a request to stop, the second into an end.
 
+    In a command's work, the first one ends, too, until :func:`telechat_moe.interruption.can_stop`.
+
     Args:
         ask: Asks for a stop after the next step; None: the first signal ends at once. In a thread nothing changes.
-        second_term: What handles a second SIGTERM.
+        second_term: What handles a second SIGTERM; a command's parent takes it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -180,13 +174,17 @@ def stop_on_signal(
             ask()
         except OSError:  # nowhere to ask: the folder is gone, or the disk is full
             raise KeyboardInterrupt from None
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, second_term)
+        if not is_work():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, second_term)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (REQUEST,) if is_work() else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
+        if is_work():
+            can_stop(False)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -345,7 +343,9 @@ def _run_in_subprocess(
     with (
         os.fdopen(read, "rb") as answers,
         # Not by start(): between fork and exec of a process with MindSpore's threads no Python may run.
-        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(write,)) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=(write,), start_new_session=True
+        ) as process,
     ):
         os.close(write)
         try:

@@ -21,14 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telechat_moe import interruption
 from telechat_moe.cli.arguments import add_overrides, add_start, add_trainer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import check_private, keep_others_out
+from telechat_moe.interruption import die_with_parent
 from telechat_moe.launch.binding import Binding, conflicts, use_cores
 from telechat_moe.launch.commands import environment
 from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
-from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError, die_with_parent
+from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
+from telechat_moe.recipe.uses import Use, use_of
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.train.ranks import Ranks
 
@@ -87,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     role = os.environ.get("MS_ROLE")
     processes = int(os.environ.get("MS_WORKER_NUM", "1")) if role else 1
-    recipe, through = load_for(args.recipe, args.overrides, args.through)
+    recipe = load(args.recipe, args.overrides, use=use_with(args.through))
+    through = trainer_of(recipe, args.through)
     local = args.local_processes or processes
     if local < 1:
         raise UsageError(f"--local-processes {local}: expected 1 or more")
@@ -115,19 +119,15 @@ def _run(args: argparse.Namespace) -> int:
     return _as_worker(recipe, args, control, processes, binding)
 
 
-def default_trainer(recipe: Recipe) -> str:
-    """Return whose trainer trains a recipe: ``own`` or ``mindformers``."""
-    return "own" if recipe.context.device_target == "CPU" else "mindformers"
+def trainer_of(recipe: Recipe, through: str | None) -> str:
+    """Return whose trainer trains a recipe: ``through``, else ``own`` or ``mindformers``, as the recipe is written."""
+    return through or ("own" if use_of(recipe) == "train" else "mindformers")
 
 
-def load_for(name: str, overrides: Sequence[str], through: str | None) -> tuple[Recipe, str]:
-    """Return a recipe that a trainer can train, and whose trainer: ``through``, or the recipe's default.
-
-    Raises:
-        RecipeError: It has problems, or asks for something that this trainer will not do.
-    """
-    through = through or default_trainer(load(name, overrides))
-    return load(name, overrides, use="train" if through == "own" else "mindformers"), through
+def use_with(through: str | None) -> Use:
+    """Return what a recipe is for with a trainer; None: with the one for which it is written."""
+    uses: dict[str | None, Use] = {None: "written", "own": "train", "mindformers": "mindformers"}
+    return uses[through]
 
 
 def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> None:
@@ -293,4 +293,4 @@ def _through_mindformers(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main() if "MS_ROLE" in os.environ else interruption.run(main))

@@ -15,6 +15,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import CHUNK_BYTES, Advance, write_new
+from telechat_moe.narrowing import is_object, short
+from telechat_moe.reading import parse_json, read_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,6 +37,7 @@ BYTES_OF_DTYPE = {"F32": 4, "BF16": 2, "F16": 2}
 
 READ_BYTES = 16 << 20
 _LARGEST_HEADER = 100_000_000  # as the safetensors library
+_SHOWN = 20  # problems in a message
 
 Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
@@ -61,6 +66,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+_OTHER_BITS = {
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64},
+}
+BITS_OF_DTYPE = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()} | _OTHER_BITS
+"""Bits of an element of every data type of the safetensors library."""
 _NAME_OF_KIND = {d.str[1:]: name for name, d in DTYPES.items() if name != "BF16"}
 
 
@@ -160,66 +171,104 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise BadInputError(f"{path}: not a safetensors file, or truncated ({size:,} bytes)")
         raw = file.read(length)
     try:
-        described = _described(raw)
+        header = _Header(raw, size - 8 - length)
     except ValueError as error:
         raise BadInputError(f"{path}: broken safetensors header: {error}") from error
-    data, problems = 8 + length, list[str]()
-    entries: dict[str, Entry] = {}
-    for name, (dtype, shape, start, end) in described.items():
-        if problem := _misfit(dtype, shape, start, end, size - data):
-            problems.append(f"{name}: {problem}")
-        entries[name] = Entry(path, dtype, shape, data + start, end - start)
-    if problems:
-        raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(problems))
-    return entries
+    if header.problems:
+        more = len(header.problems) - _SHOWN
+        lines = [line.replace("\n", "\\n") for line in header.problems[:_SHOWN]]
+        lines += [f"and {more:,} more"] * (more > 0)
+        raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(lines))
+    data = 8 + length
+    return {
+        name: Entry(path, dtype, shape, data + start, end - start)
+        for name, (dtype, shape, start, end) in header.tensors.items()
+    }
 
 
 Described = tuple[str, tuple[int, ...], int, int]
 """What a header says of a tensor: data type, shape, first byte and the byte after the last."""
 
 
-def _described(raw: bytes) -> dict[str, Described]:
-    """Return what a header says of each tensor.
+class _Header:
+    """What a header says of each tensor, and the metadata; it must fit the ``size`` bytes of all tensors.
+
+    Attributes:
+        problems: Tensors that do not fit their bytes, and bytes that belong to no tensor or to two, a line each.
 
     Raises:
         ValueError: It is broken.
     """
-    try:
-        header = json.loads(raw.decode())
-    except ValueError as error:
-        raise ValueError(f"the header is not valid JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise ValueError("the header is not a JSON object")
-    described: dict[str, Described] = {}
-    for name, entry in header.items():  # pyright: ignore[reportUnknownVariableType]
-        if name == "__metadata__":
-            continue
+
+    def __init__(self, raw: bytes, size: int) -> None:
         try:
-            start, end = (int(n) for n in entry["data_offsets"])  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-            shape = tuple(int(n) for n in entry["shape"])  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-            described[str(name)] = str(entry["dtype"]), shape, start, end  # pyright: ignore[reportUnknownArgumentType]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"bad entry {entry!r} for tensor {name!r} in the header") from error
-    return described
+            header = parse_json(raw.decode())  # the library takes no byte order mark
+        except ValueError as error:
+            raise ValueError(f"the header is not valid JSON ({error})") from error
+        if not is_object(header):
+            raise ValueError("the header is not a JSON object")
+        notes = header.pop("__metadata__", None)
+        if notes is None:
+            notes = {}
+        if not is_object(notes) or not all(isinstance(text, str) for text in notes.values()):
+            raise ValueError("__metadata__ is no object of texts")
+        self.metadata: dict[str, str] = notes
+        self.tensors = {name: _described(name, entry) for name, entry in header.items()}
+        self.problems = [
+            f"{name}: {problem}"
+            for name, (dtype, shape, start, end) in self.tensors.items()
+            if (problem := _misfit(dtype, shape, start, end, size))
+        ]
+        if not self.problems:
+            self.problems = _gaps(self.tensors, size)
+
+
+def _described(name: str, entry: Any) -> Described:
+    """Return what an entry of a header says of a tensor."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]}:
+            if all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+                if dtype not in BITS_OF_DTYPE:
+                    raise ValueError(f"tensor {short(name)!r}: unknown dtype {short(dtype)}")
+                return dtype, tuple(shape), start, end
+        case _:
+            pass
+    raise ValueError(f"bad entry {short(entry)} for tensor {short(name)!r} in the header")
 
 
 def _misfit(dtype: str, shape: tuple[int, ...], start: int, end: int, size: int) -> str | None:
     """Return why a tensor cannot be what its header says; ``size``: bytes of all tensors."""
-    wanted = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - start
-    if 0 <= start <= end <= size and end - start == wanted and all(n >= 0 for n in shape):
+    # The library refuses what overflows on the way.
+    largest = max(accumulate(shape, mul), default=1)
+    bits = math.prod(shape) * BITS_OF_DTYPE[dtype]
+    if start <= end <= size and 8 * (end - start) == bits and largest < 1 << 64:
         return None
-    return (
-        f"bytes {start:,} to {end:,} of {size:,} do not fit dtype {dtype} and shape {list(shape)}"
-    )
+    return f"bytes {start:,} to {end:,} of {size:,} do not fit dtype {dtype} and shape {short(list(shape))}"
+
+
+def _gaps(tensors: Mapping[str, Described], size: int) -> list[str]:
+    """Return where bytes belong to no tensor or to two, which the safetensors library refuses."""
+    problems: list[str] = []
+    last, covered = "the header", 0
+    for name, (_, _, start, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if start != covered:
+            how = "overlaps" if start < covered else f"{start - covered:,} bytes after"
+            problems.append(f"{name}: begins at {start:,}, {how} {last}, which ends at {covered:,}")
+        last, covered = name, end
+    if covered != size:
+        problems.append(f"{size - covered:,} bytes after {last}, which ends at {covered:,}")
+    return problems
 
 
 def _sharded(folder: Path) -> dict[str, Entry]:
     index = folder / INDEX
     try:
-        file_of = dict(json.loads(index.read_bytes())["weight_map"])
+        file_of = dict[str, str](parse_json(read_bytes(index))["weight_map"])
+        names = sorted(set(file_of.values()))
     except (ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{index}: no valid index of tensors ({error!r})") from error
-    names = sorted({str(f) for f in file_of.values()})
+        raise BadInputError(f"{index}: no valid index of tensors ({short(error)})") from error
+    if any(not isinstance(name, str) for name in names):
+        raise BadInputError(f"{index}: no valid index of tensors: a name of a file is no text")
     problems = [f"file {n!r} is outside the folder" for n in names if Path(n).name != n]
     problems += [f"file {n} is missing" for n in names if not (folder / n).is_file()]
     if problems:
@@ -259,23 +308,24 @@ def metadata(data: Bytes) -> dict[str, str]:
     Raises:
         ValueError: See :func:`parse`.
     """
-    found = json.loads(_split(data)[0]).get("__metadata__")
-    return found if isinstance(found, dict) else {}
+    raw, body = _split(data)
+    return _Header(raw, len(body)).metadata
 
 
 def parse(data: Bytes) -> dict[str, Array]:
     """Return the tensors in the bytes of a safetensors file, as writable views of ``data``.
 
     Raises:
-        ValueError: If the header does not describe the bytes; the message says how.
+        ValueError: If the header does not describe the bytes, or a dtype is not one of :data:`DTYPES`; says how.
     """
     raw, body = _split(data)
+    header = _Header(raw, len(body))
+    if header.problems:
+        raise ValueError(f"tensor {header.problems[0]}")
     tensors: dict[str, Array] = {}
-    for name, (dtype, shape, start, end) in _described(raw).items():
+    for name, (dtype, shape, start, end) in header.tensors.items():
         if dtype not in DTYPES:
-            raise ValueError(f"tensor {name!r}: unknown dtype {dtype}")
-        if problem := _misfit(dtype, shape, start, end, len(body)):
-            raise ValueError(f"tensor {name!r}: {problem}")
+            raise ValueError(f"tensor {name!r}: dtype {dtype} has no type of NumPy")
         tensors[name] = body[start:end].view(DTYPES[dtype]).reshape(shape)
     return tensors
 

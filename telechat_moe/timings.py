@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.reading import parse_json
 
 FOLDER = "timings"
 VERSION = 1
@@ -272,7 +273,7 @@ def read(path: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:
         raise BadInputError(f"cannot read the timings {path}: {error.strerror}") from error
     line, newline, body = data.partition(b"\n")
     try:
-        header = json.loads(line)
+        header = parse_json(line)
         columns = [str(name) for name in header["columns"]]
         rank, stage, version = int(header["rank"]), int(header["stage"]), header["version"]
     except (ValueError, TypeError, KeyError):

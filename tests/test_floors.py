@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from import_graph import MODULES, PRODUCT, ROOT, module, sources
 
-ROOT = Path(__file__).parents[1]
-PRODUCT = ("telechat_moe", "ops", "tools")
 FUNCTION, DOCSTRING = 60, 10  # lines
 
 # From the ground up. Only the rooms of the first and of the last line may import one another.
@@ -23,6 +22,8 @@ FLOORS = (
         "narrowing",
         "html",
         "processes",
+        "interruption",
+        "reading",
         "versions",
     ),
     ("recipes",),
@@ -43,22 +44,6 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LONELY = {"Plan", "Part", "Node", "Case"}
 """Names that say nothing alone."""
 ONCE = {"Layout", "Device"}
-
-
-def sources(*folders: str) -> list[Path]:
-    return [
-        p for f in folders for p in sorted((ROOT / f).rglob("*.py")) if "__pycache__" not in p.parts
-    ]
-
-
-def module(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts[0] in ("ops", "tools", "recipes"):
-        parts = ("telechat_moe", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module(p): p for p in sources(*PRODUCT, "recipes", "benchmarks")}
 
 
 @cache

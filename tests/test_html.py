@@ -1,5 +1,6 @@
 """The kit of HTML pages: nothing breaks out of it, nothing is fetched, axes have round numbers."""
 
+import re
 import struct
 import zlib
 from html.parser import HTMLParser
@@ -7,8 +8,10 @@ from html.parser import HTMLParser
 import pytest
 
 from telechat_moe.html import (
+    STYLE,
     Axes,
     Html,
+    bar,
     figures,
     front_chart,
     html,
@@ -92,6 +95,22 @@ def test_axes_map_and_break_lines():
     assert axes.y(7.0) == 10
     path = axes.line([0, 5, 10], [0.0, float("nan"), 1.0], "base")
     assert "d='M10.0 90.0M90.0 10.0'" in path
+
+
+def test_the_name_of_an_axis_lies_on_no_curve():
+    axes = Axes((0.0, 10.0), (0.0, 1.0), height=150)
+    (name,) = re.findall(
+        r"<text x=[\d.]+ y=(-?[\d.]+) [^>]*>seconds<", axes.grid(labels=("", "seconds"))
+    )
+    assert 10 <= float(name) < axes.y(1.0)  # above the highest point, with room for its letters
+
+
+def test_a_bar_and_its_text_stay_on_one_line():
+    style = STYLE.read_text()
+    shown = bar(0.5, said="320.00 MiB certain")
+    assert shown.startswith("<span class=meter>")
+    assert shown.endswith("320.00 MiB certain</span>")
+    assert ".meter { white-space: nowrap; }" in style
 
 
 def test_png_holds_its_pixels():

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import mini_recipe as mini
 import pages
 import pytest
 import yaml
 from pages import PAGES, ROOT
+from tokenizers import Tokenizer, models
 
 from telechat_moe.cli import main
 from telechat_moe.recipe import load
@@ -165,6 +167,10 @@ def test_the_error_of_the_readme_is_what_a_user_sees(
     assert main(["cp", TINY, "mine.yaml"]) == 0
     path = tmp_path / "mine.yaml"
     path.write_text(path.read_text().replace("pipeline_stage:", "pipline_stage:"))
+    data = tmp_path / "output/data"  # as the README has built them before
+    data.mkdir(parents=True)
+    mini.write_data(data)
+    Tokenizer(models.WordLevel({"<|endoftext|>": 0})).save(str(data / "tokenizer.json"))
     capsys.readouterr()
     assert main(["check", "mine.yaml"]) == 1
     message = capsys.readouterr().out.strip()

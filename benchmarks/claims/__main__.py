@@ -1,6 +1,7 @@
 """Run the commands behind the pages' numbers and compare: `make claims`.
 
     python -m benchmarks.claims                 the quick ones: a quarter of an hour
+    python -m benchmarks.claims --changed       those whose code or words of a page changed since their commit
     python -m benchmarks.claims ID...           these, also slow ones
     python -m benchmarks.claims --page          write docs/verification.md
     python -m benchmarks.claims --uncovered     list figures of the pages that no claim covers
@@ -11,8 +12,9 @@ Exit codes: 0 ok, 1 a number differs or a quote is gone, 2 usage.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,10 +22,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.claims.compare import compare
+from benchmarks.claims.history import git, holds_here, reworded, stale, this_machine
 from benchmarks.claims.read import (
     ROOT,
     Claim,
-    Quote,
     claims,
     definitions,
     pages,
@@ -35,53 +38,17 @@ PAGE = ROOT / "docs" / "verification.md"
 HEAD = """# What was verified, and how
 
 One row a claim of README and these pages, written by `python -m benchmarks.claims --page` from `benchmarks/claims/claims.yaml`.
-`make claims` runs the quick commands again (marked *) and compares what they print with what the pages print.
+`make claims` runs the quick commands again (marked *) and compares what they print with what the pages print; CI does so where code or words changed.
 
-* **verified**: the command was run on this machine with the code of this commit, and gave what the page says.
+* **verified**: the command was run on this machine (any: the numbers do not depend on it) with the code of this commit, and gave what the page says.
 * **unverified**: nothing here can check it, or it has not been measured since this commit.
 * **compiled only**: compiled for Ascend, never run there.
 * **unsupported**: refused.
 
-Machines, two cores of each: AMD, an AMD EPYC (Zen 5, AVX-512); Intel, an Intel Xeon (AVX-512, AMX).
+Machines, two cores of each: AMD, an AMD EPYC (Zen 5, AVX-512; Zen 4 where it says so); Intel, an Intel Xeon (AVX-512, AMX).
 `python -m benchmarks.claims ID` runs the command of a row.
 
 """
-
-
-def number(text: str) -> float:
-    """Return the value of a printed number."""
-    return float(text.replace(",", ""))
-
-
-def judge(printed: str, measured: float, within: str) -> bool:
-    """Return whether a measured number is what a page prints.
-
-    Args:
-        printed: As on the page.
-        measured: By the command.
-        within: ``printed``: to the last printed digit; ``at most``: not above it; else a percentage of it.
-    """
-    value = number(printed)
-    mantissa, _, power = printed.replace(",", "").partition("e")
-    digits = len(mantissa.partition(".")[2]) - (int(power) if power else 0)
-    half = 0.5000001 * 10.0**-digits
-    if within == "printed":
-        return abs(measured - value) <= half
-    if within == "at most":
-        return measured <= value + half
-    return abs(measured - value) <= float(within.rstrip(" %")) / 100 * abs(value) + half
-
-
-def compare(quote: Quote, output: str) -> list[tuple[str, float | None, bool]]:
-    """Return printed number, measured one and verdict for each number of a quote."""
-    rows: list[tuple[str, float | None, bool]] = []
-    for printed, pattern in zip(quote.printed, quote.read, strict=True):
-        values = [number(found) for found in re.findall(pattern, output)]
-        measured = max(values) if values else None
-        rows.append(
-            (printed, measured, measured is not None and judge(printed, measured, quote.within))
-        )
-    return rows
 
 
 def run(claim: Claim) -> bool:
@@ -102,7 +69,7 @@ def run(claim: Claim) -> bool:
     if not good:
         print(f"  FAIL: exit code {done.returncode}: {command}\n{output[-2000:]}")
     for quote in claim.quotes if good else ():
-        for printed, measured, same in compare(quote, output) if quote.read else ():
+        for printed, measured, same in compare(quote, output):
             shown = "not found in the output" if measured is None else f"{measured:.6g}"
             print(
                 f"  {'ok' if same else 'FAIL'}: {quote.page} prints {printed}, measured {shown} ({quote.within})"
@@ -127,6 +94,41 @@ def page(found: list[Claim]) -> str:
     return HEAD + "\n".join(rows) + "\n"
 
 
+def select(found: Sequence[Claim], changed: bool) -> list[Claim]:
+    """Return the quick claims that are compared on this machine, in an order that the commit draws.
+
+    Args:
+        found: All claims.
+        changed: Only those of which code or words of a page changed since their commit, and whose numbers depend on no
+            machine: processors of one name may still round differently, which must not fail CI.
+    """
+    quick = [c for c in found if c.quick and not (changed and not (stale(c) or reworded(c)))]
+    here = [c for c in quick if c.machine == "any" or (not changed and holds_here(c))]
+    if others := [f"{c.id} ({c.machine})" for c in quick if c not in here]:
+        print(
+            f"not compared here ({this_machine()}), for they hold on one machine: {', '.join(others)}"
+        )
+    head = git("rev-parse", "HEAD").stdout
+    return sorted(here, key=lambda c: hashlib.sha256(f"{head}{c.id}".encode()).digest())
+
+
+def run_all(chosen: Sequence[Claim], seconds: float) -> list[str]:
+    """Run claims one after another while they fit into the time, and return those that do not hold."""
+    bad, left, began = [], [], time.perf_counter()
+    for number, claim in enumerate(chosen, 1):
+        if time.perf_counter() - began + claim.quick > seconds:
+            left.append(claim.id)
+            continue
+        print(f"[{number}/{len(chosen)}] ", end="")
+        bad += [] if run(claim) else [claim.id]
+    if left:
+        print(f"not run, for they do not fit into {seconds / 60:.0f} minutes: {', '.join(left)}")
+    ran = len(chosen) - len(left)
+    held = "not held: " + ", ".join(bad) if bad else "all hold" if ran else "nothing is judged"
+    print(f"{ran} commands run; {held}")
+    return bad
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
@@ -135,6 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ids", nargs="*", metavar="ID")
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="only those whose code or words changed since their commit",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="run no more than fits into this time"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/verification.md")
     parser.add_argument(
         "--uncovered", action="store_true", help="list figures that no claim covers"
@@ -157,18 +167,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = problems(found)
     for text in wrong:
         print(f"FAIL: {text}")
-    chosen = [c for c in found if c.command and (c.id in args.ids or (c.quick and not args.ids))]
+    for claim in () if args.ids or args.changed else found:
+        if since := stale(claim):
+            print(f"stale since {claim.commit}: {claim.id}: {', '.join(since)}")
+    chosen = (
+        [c for c in found if c.id in args.ids and c.command]
+        if args.ids
+        else select(found, args.changed)
+    )
     print(
         f"{len(chosen)} commands, about {sum(c.quick for c in chosen) / 60:.0f} minutes or more",
         flush=True,
     )
-    bad = []
-    for number, claim in enumerate(chosen, 1):
-        print(f"[{number}/{len(chosen)}] ", end="")
-        bad += [] if run(claim) else [claim.id]
-    print(f"{len(chosen)} commands run; {'all hold' if not bad else 'not held: ' + ', '.join(bad)}")
+    bad = run_all(chosen, 60 * args.minutes)
     if wrong:
-        print(f"{len(wrong)} quotes are not in their pages; they are listed at the top")
+        print(
+            f"{len(wrong)} quotes are not in their pages or not compared; they are listed at the top"
+        )
     return int(bool(wrong or bad))
 
 

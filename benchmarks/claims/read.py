@@ -13,6 +13,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("claims.yaml")
 STATUSES = ("verified", "unverified", "compiled only", "unsupported")
+MEASURED = ("verified", "compiled only")
+MACHINES = ("AMD", "AMD (Zen 4)", "Intel")
 FIGURE = re.compile(
     r"\d(?:[\d,.]*\d)?(?:e-\d+\b| ?%| ?x\b| (?:times|s|ms|us|minutes?|hours?|[KMG]i?B|GB/s|points|tokens/s)\b)"
     r"|\b\d[\d,]* of \d|\b(?:all|All) \d+ |\b\d{1,3}(?:,\d{3})+\b|(?<![\w.\-=])\d+\.\d+(?![\w.]*\d)"
@@ -30,10 +32,13 @@ class Quote:
         page: Path from the root.
         text: Words of the page; without them the quote is a table.
         printed: Its numbers in braces, in order.
-        read: A regular expression for each number, one group; the largest of all matches is measured.
+        read: A regular expression for each number, one group; the largest of all matches is measured. For a table one
+            expression with a group for each number of a row, in which ``{0}`` stands for the words of the row's first cell.
         within: How far measured may be from printed: ``printed`` (its last digit), ``2 %``, or ``at most``.
         table: First words of a table's header.
         seal: Digest of that table, so that an edit of it is seen.
+        source: File that holds the number, a bound or a count of a test; it is read instead of the output.
+        times: Machine whose times, speeds and memory these are: they are not compared.
     """
 
     page: str
@@ -43,6 +48,8 @@ class Quote:
     within: str = "printed"
     table: str = ""
     seal: str = ""
+    source: str = ""
+    times: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ def _quote(page: str, entry: Any) -> Quote:
         str(entry.get("within", "printed")),
         entry.get("table", ""),
         str(entry.get("seal", "")),
+        entry.get("source", ""),
+        entry.get("times", ""),
     )
 
 
@@ -83,9 +92,7 @@ def claims(file: Path = FILE) -> list[Claim]:
     for entry in yaml.safe_load(file.read_text(encoding="utf-8"))["claims"]:
         pages: dict[str, Any] = entry.pop("pages", {})
         quotes = [_quote(page, q) for page, listed in pages.items() for q in listed]
-        entry = {
-            key: str(value) if key in ("commit", "date") else value for key, value in entry.items()
-        }
+        entry |= {key: str(entry[key]) for key in ("commit", "date") if key in entry}
         found.append(Claim(**entry, quotes=tuple(quotes)))
     return found
 
@@ -100,15 +107,20 @@ def page_text(page: str) -> str:
     return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
-def table(page: str, header: str) -> str:
-    """Return the table of a page whose header begins with these words, or no text."""
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+def table_in(text: str, header: str) -> str:
+    """Return the table of a text whose header begins with these words, or no text."""
+    lines = text.splitlines()
     for i, line in enumerate(lines):
         if line.startswith(header) and lines[i + 1].startswith("|-"):
             rows = lines[i:]
             end = next((j for j, row in enumerate(rows) if not row.startswith("|")), len(rows))
             return "\n".join(rows[:end])
     return ""
+
+
+def table(page: str, header: str) -> str:
+    """Return the table of a page whose header begins with these words, or no text."""
+    return table_in((ROOT / page).read_text(encoding="utf-8"), header)
 
 
 def seal(text: str) -> str:
@@ -124,8 +136,8 @@ def problems(found: list[Claim]) -> list[str]:
             wrong.append(
                 f"{claim.id}: status {claim.status!r}, expected one of {', '.join(STATUSES)}"
             )
-        if claim.status == "verified" and not (claim.machine and claim.commit and claim.date):
-            wrong.append(f"{claim.id}: verified, but machine, commit or date is missing")
+        if claim.status in MEASURED and not (claim.machine and claim.commit and claim.date):
+            wrong.append(f"{claim.id}: {claim.status}, but machine, commit or date is missing")
         for quote in claim.quotes:
             where = f"{claim.id}: {quote.page}"
             if quote.table:
@@ -137,9 +149,17 @@ def problems(found: list[Claim]) -> list[str]:
                                  f"then write date, commit and seal: {seal(text)}")  # fmt: skip
             elif quote.text not in page_text(quote.page):
                 wrong.append(f"{where} does not say {quote.text!r}")
-            elif len(quote.read) not in (0, len(quote.printed)):
+            elif len(quote.read) != len(quote.printed):
                 wrong.append(
                     f"{where}: {len(quote.printed)} numbers in braces, {len(quote.read)} expressions"
+                )
+            if quote.times and quote.times not in MACHINES:
+                wrong.append(
+                    f"{where}: times of {quote.times!r}, expected one of {', '.join(MACHINES)}"
+                )
+            if claim.status in MEASURED and bool(quote.times) == bool(quote.read):
+                wrong.append(
+                    f"{where}: {quote.table or quote.text!r} needs `read`, or `times` where it holds on one machine only"
                 )
     return wrong
 
@@ -155,19 +175,21 @@ def units(page: str) -> list[str]:
 
 
 def uncovered(page: str, found: list[Claim], constants: list[str] | None) -> list[str]:
-    """Return the sentences and rows of a page that neither a claim nor a definition covers."""
+    """Return the sentences and rows of a page with a figure that neither a quote nor a definition has."""
     quotes = [q for claim in found for q in claim.quotes if q.page == page]
     tables = "\n".join(table(page, q.table) for q in quotes if q.table)
     rows = {" ".join(line.split()) for line in tables.splitlines()}
-    texts = [q.text for q in quotes if q.text]
     constants = [" ".join(words.split()) for words in constants or []]
-    return [
-        unit
-        for unit in units(page)
-        if unit not in rows
-        and not any(text in unit or unit in text for text in texts)
-        and not any(words == "all" or words in unit for words in constants)
-    ]
+    missing = []
+    for unit in units(page):
+        if unit in rows or any(words == "all" or words in unit for words in constants):
+            continue
+        rest = unit
+        for text in (q.text for q in quotes if q.text):
+            rest = "" if rest in text else rest.replace(text, " ")
+        if FIGURE.search(VERSION.sub("", rest)):
+            missing.append(unit)
+    return missing
 
 
 def pages() -> list[str]:

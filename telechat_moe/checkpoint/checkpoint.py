@@ -36,6 +36,7 @@ from telechat_moe.checkpoint.folder import CheckpointError, list_checkpoints
 from telechat_moe.checkpoint.manifest import BrokenCheckpointError
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import FileContent
+from telechat_moe.interruption import unfinished
 from telechat_moe.tensor_files import (
     Array,
     TensorFile,
@@ -167,14 +168,15 @@ def _write(
 ) -> Path:
     path = folder.checkpoint_path(root, step)
     hidden = root / f".saving-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    hidden.mkdir()
-    try:
-        content["files"] = write_files(hidden, [file for _, file in planned])
-        write_manifest(hidden, content)
-        folder.publish(hidden, path)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+    with unfinished(hidden):
+        hidden.mkdir()
+        try:
+            content["files"] = write_files(hidden, [file for _, file in planned])
+            write_manifest(hidden, content)
+            folder.publish(hidden, path)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
     return path
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from telechat_moe.checkpoint import manifest
 from telechat_moe.checkpoint.manifest import STEP_NAME
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.files import sync_folder
+from telechat_moe.files import lock, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def only_run(output: Path) -> Iterator[None]:
         ) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fileno())
         except BlockingIOError:
             file.seek(0)
             raise UsageError(

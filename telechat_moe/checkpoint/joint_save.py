@@ -27,6 +27,7 @@ from telechat_moe.checkpoint.folder import CheckpointError
 from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.interruption import unfinished
 from telechat_moe.processes import Control
 from telechat_moe.tensor_files import Array, TensorFile, dtype_name
 
@@ -197,12 +198,13 @@ class JointSave:
             with folder.locked(self.root) as locked:
                 if locked:
                     folder.remove_leftovers(self.root)
-                self.hidden.mkdir()
-                try:
-                    path = self._complete(pieces, state)
-                except BaseException:
-                    folder.discard(self.hidden)
-                    raise
+                with unfinished(self.hidden):
+                    self.hidden.mkdir()
+                    try:
+                        path = self._complete(pieces, state)
+                    except BaseException:
+                        folder.discard(self.hidden)
+                        raise
                 if self.keep_last is not None:
                     folder.remove_old(self.root, self.step, self.keep_last)
         except OSError as error:

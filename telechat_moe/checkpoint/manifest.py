@@ -25,6 +25,7 @@ from typing import Any
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.narrowing import is_object
 from telechat_moe.tensor_files import TensorFile
 
 FILE = "checkpoint.json"
@@ -154,11 +155,24 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
+def refuse_folder_of_steps(path: Path) -> None:
+    """Refuse the folder of a run's checkpoints where one of them is expected.
+
+    Raises:
+        BadInputError: It is one; names the newest.
+    """
+    if steps := sorted(p.name for p in path.glob("step-*") if STEP_NAME.fullmatch(p.name)):
+        raise BadInputError(
+            f"{path} is a folder of {len(steps)} checkpoint(s); name one, such as {path / steps[-1]}"
+        )
+
+
 def read(path: Path) -> dict[str, Any]:
     """Read checkpoint.json in a checkpoint's folder and check it against its own checksum.
 
     Raises:
         BrokenCheckpointError: If it is missing, unreadable, changed or of another format.
+        BadInputError: If the folder holds checkpoints.
     """
 
     def broken(problem: str) -> BrokenCheckpointError:
@@ -167,6 +181,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         raw = (path / FILE).read_bytes()
     except FileNotFoundError:
+        refuse_folder_of_steps(path)
         raise broken("missing" if path.is_dir() else f"there is no folder {path}") from None
     except OSError as error:
         raise broken(f"cannot be read ({error.strerror})") from error
@@ -187,9 +202,22 @@ def read(path: Path) -> dict[str, Any]:
     match = STEP_NAME.fullmatch(path.name)
     if match and content["step"] != int(match[1]):
         raise broken(f"is of step {content['step']}; the folder was renamed")
-    if bad := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:
-        raise broken(f"bad file name {bad[0]!r}")
+    if wrong := _wrong_files(content["files"]):
+        raise broken(wrong)
     return content
+
+
+def _wrong_files(files: Any) -> str:
+    """Return what is wrong with how files are described; empty: nothing."""
+    for name, described in files.items() if is_object(files) else [("", files)]:
+        if not _FILE_NAME.fullmatch(name):
+            return f"bad file name {name!r}"
+        match described:
+            case {"bytes": int(), "sha256": str()}:
+                pass
+            case _:
+                return f"{name}: no bytes and sha256"
+    return ""
 
 
 def incomplete(path: Path) -> BrokenCheckpointError | None:

@@ -19,8 +19,9 @@ import numpy as np
 
 from telechat_moe import files, tensor_files
 from telechat_moe.checkpoint import checkpoint, manifest
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.shards import EMA, Region, WeightShards, weight_of
 from telechat_moe.tensor_files import Array, dtype_name, file_of, parse
@@ -39,7 +40,8 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
     """Write a checkpoint into a new folder as the shards of a recipe's ranks; return the content of ``pieces.json``.
 
     Raises:
-        BadInputError: The checkpoint is broken or not of this model, the layout does not fit, or ``out`` exists.
+        BadInputError: The checkpoint is broken or not of this model, or the layout does not fit.
+        UsageError: ``out`` exists.
     """
     _refuse_existing(out)
     cuts = WeightShards.of(recipe)
@@ -122,6 +124,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content, problem = unseal(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
+        manifest.refuse_folder_of_steps(folder)
         raise BadInputError(
             f"{folder} holds no {FILE}: it was not written by `ckpt reshard`"
         ) from None
@@ -168,7 +171,7 @@ def _read(
         return {}, f"truncated, {found.nbytes:,} bytes found, {wanted['bytes']:,} expected"
     try:
         metadata, tensors = tensor_files.metadata(found.data), parse(found.data)
-        regions = json.loads(metadata.get("regions", "{}"))
+        regions = parse_json(metadata.get("regions", "{}"))
         if metadata.get("step") != str(step):
             return {}, f"is of step {metadata.get('step')}, {FILE} of step {step}"
         if found.sha256 != wanted["sha256"]:
@@ -212,7 +215,7 @@ def _size(region: Region) -> int:
 
 def _refuse_existing(path: Path) -> None:
     if path.exists():
-        raise BadInputError(f"{path} exists; name a folder that does not")
+        raise UsageError(f"{path} exists; name a folder that does not")
 
 
 def _check_model(saved: checkpoint.Checkpoint, cuts: WeightShards, recipe: Recipe) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import checkpoint, manifest, reshard
 from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import short
+from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.sharding.shards import Region
 from telechat_moe.tensor_files import Entry
 
@@ -57,7 +59,10 @@ def open_checkpoint(path: Path) -> Stored:
         content = manifest.read(path)
     layout = content.get("layout", "whole tensors")
     said = layout if isinstance(layout, str) else json.dumps(layout)
-    return Stored(path, content["step"], said, tensors_of(path, content))
+    try:
+        return Stored(path, content["step"], said, tensors_of(path, content))
+    except MALFORMED as error:  # a checksum can be made for anything
+        raise BadInputError(f"{path}: its tensors are not described ({short(error)})") from None
 
 
 def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -74,7 +79,7 @@ def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor
         described = {n: (entry["group"], entry) for n, entry in content["tensors"].items()}
         for file in content["files"]:
             metadata = tensor_files.metadata(np.memmap(path / file, np.uint8, "r"))
-            for name, region in json.loads(metadata["regions"]).items():
+            for name, region in parse_json(metadata["regions"]).items():
                 shards.setdefault(name, []).append((file, tuple((a, b) for a, b in region)))
     else:
         described = {n: (g, x) for g, found in content["tensors"].items() for n, x in found.items()}

@@ -1,12 +1,15 @@
 """Read weights tensor by tensor from any source, also from a checkpoint that several ranks wrote together."""
 
+import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.checkpoint.manifest import Region
@@ -14,6 +17,7 @@ from telechat_moe.checkpoint.stored import tensors_of
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import require_checksums
 from telechat_moe.recipe import ModelConfig
+from telechat_moe.recipe.hugging_face import changed, of_recipe
 from telechat_moe.recipe.weights import weights
 from telechat_moe.tensor_files import (
     BYTES_OF_DTYPE,
@@ -26,13 +30,33 @@ from telechat_moe.tensor_files import (
 
 # Zero between steps, or of an analysis (`train.observe`).
 TRANSIENT = ("expert_load", "dropped", "main_grad", "observed")
+MODEL_CONFIG = "model_config.json"
+"""The recipe's model section, beside weights that ``convert`` wrote."""
+
+NO_SETTINGS = "no config.json beside the weights; names and shapes are compared, not what they do not show (rope_theta, eps, routing)"
 _SHOWN = 4
+Report = Callable[[str], None]
+_GLANCE_BYTES = 256 << 20
+_SCANNED = 1 << 17
+_PARTS = {
+    "F32": (np.dtype("<u4"), 0x7F800000, 0x7FFFFF),
+    "BF16": (np.dtype("<u2"), 0x7F80, 0x7F),
+    "F16": (np.dtype("<u2"), 0x7C00, 0x3FF),
+}
+"""Bits of a type, those of its exponent, all ones in NaN and infinity, and those of its fraction, 0 in infinity."""
 
 
 class ReadWeights(Protocol):
     """What finds the weights of a model in a file or folder: :func:`own_weights`, or one that knows more formats."""
 
-    def __call__(self, source: Path, config: ModelConfig, *, verify: bool = True) -> list[Output]:
+    def __call__(
+        self,
+        source: Path,
+        config: ModelConfig,
+        *,
+        verify: bool = True,
+        notes: list[str] | None = None,
+    ) -> list[Output]:
         """See :func:`own_weights`."""
         ...
 
@@ -42,19 +66,26 @@ def is_transient(name: str) -> bool:
     return name.split(".")[-1] in TRANSIENT
 
 
-def own_weights(source: Path, config: ModelConfig, *, verify: bool = True) -> list[Output]:
+def own_weights(
+    source: Path, config: ModelConfig, *, verify: bool = True, notes: list[str] | None = None
+) -> list[Output]:
     """Return the weights of a model, all that it has and no others; their bytes are read later.
 
     The source has this package's names: a safetensors file, a folder with an index, or a training checkpoint.
 
     Args:
-        verify: Compare the files with their checksums; False: only names, shapes and types are looked at.
+        verify: Compare the files with their checksums; False: names, shapes, types and the beginning of the contents are
+            looked at.
+        notes: Receives what a checkpoint was trained with that the recipe's model computes in another way.
 
     Raises:
         BadInputError: Nothing readable is there, or it does not fit the model; says how.
     """
+    notes = [] if notes is None else notes
     if verify:
         require_checksums(source)
+    if before := trained_with(source):
+        notes += [f"{source}: {d.key} is {d.found}" for d in changed(before, config)]
     found = read_weights(source, verify=verify)
     entries = {name: entry for name, entry in found.items() if not is_transient(name)}
     wanted = {w.name: w.shape for w in weights(config)}
@@ -68,7 +99,107 @@ def own_weights(source: Path, config: ModelConfig, *, verify: bool = True) -> li
             problems.append(f"{name} is {dtype}, weights are one of {', '.join(BYTES_OF_DTYPE)}")
     if problems:
         raise unfit(source, sorted(problems))
-    return [Output(n, entries[n].dtype, shape, entries[n].chunks) for n, shape in wanted.items()]
+    outputs = [
+        Output(n, entries[n].dtype, shape, partial(finite, n, entries[n]))
+        for n, shape in wanted.items()
+    ]
+    if not verify:
+        glance(outputs, notes)
+    return outputs
+
+
+def trained_with(source: Path) -> ModelConfig | None:
+    """Return the model section of a training checkpoint, or of a folder that ``convert`` wrote; None: of neither.
+
+    Raises:
+        BadInputError: It cannot be read.
+    """
+    file = source / MODEL_CONFIG
+    if (source / manifest.FILE).is_file():
+        state = manifest.read(source).get("state", {})
+        return _model_config(state["model_config"]) if "model_config" in state else None
+    if not file.is_file():
+        return None
+    try:
+        return _model_config(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        found = f"{file}: no model section ({error}); convert the weights again"
+        raise BadInputError(found) from error
+
+
+def _model_config(section: Mapping[str, Any]) -> ModelConfig:
+    known = {f.name for f in fields(ModelConfig)}
+    config = ModelConfig(**{key: value for key, value in dict(section).items() if key in known})
+    of_recipe(config)  # fails for values of other types
+    return config
+
+
+def refuse(problem: str) -> None:
+    """Refuse weights that are not finite; what :func:`finite` does by default."""
+    raise BadInputError(
+        f"{problem}; weights that are all finite, such as an earlier checkpoint or a new download"
+    )
+
+
+def finite(
+    name: str,
+    entry: Entry,
+    pieces: Iterable[Bytes] | None = None,
+    begin: int = 0,
+    report: Report = refuse,
+) -> Iterator[Bytes]:
+    """Yield the bytes of a tensor; after the last, report how many of its values are NaN or infinite, if any.
+
+    Args:
+        name: Its name in the file.
+        entry: The tensor.
+        pieces: Bytes of the tensor in order; None: all.
+        begin: Where they begin, in bytes.
+        report: Receives file, name, counts and the index of the first.
+    """
+    bits, exponent, fraction = _PARTS[entry.dtype]
+    place, nan, odd, first = begin // bits.itemsize, 0, 0, -1
+    for piece in entry.chunks() if pieces is None else pieces:
+        values = piece.view(bits)
+        if _any_odd(values, exponent):
+            is_odd = (values & exponent) == exponent
+            odd += int(is_odd.sum())
+            nan += int((is_odd & ((values & fraction) != 0)).sum())
+            first = place + int(is_odd.argmax()) if first < 0 else first
+        place += len(values)
+        yield piece
+    if odd:
+        index = [int(i) for i in np.unravel_index(first, entry.shape)]
+        report(
+            f"{entry.file}: {name} holds {nan:,} NaN and {odd - nan:,} infinite values, the first at {index}"
+        )
+
+
+def _any_odd(values: NDArray[Any], exponent: int) -> bool:
+    """Return whether all bits of an exponent are ones anywhere; in blocks, as a large copy takes longer than reading."""
+    block = np.empty(_SCANNED, values.dtype)
+    for begin in range(0, len(values), _SCANNED):
+        part = values[begin : begin + _SCANNED]
+        if np.bitwise_and(part, exponent, out=block[: len(part)]).max() == exponent:
+            return True
+    return False
+
+
+def glance(outputs: Iterable[Output], notes: list[str]) -> None:
+    """Look for NaN and infinite values in the first tensors; note it if more follow.
+
+    Raises:
+        BadInputError: There are; see :func:`refuse`.
+    """
+    left = _GLANCE_BYTES
+    for output in outputs:
+        for chunk in output.chunks():
+            left -= chunk.nbytes
+            if left < 0:
+                notes.append(
+                    f"NaN and infinite weights: looked at the first {_GLANCE_BYTES >> 20} MiB"
+                )
+                return
 
 
 @dataclass(frozen=True)
@@ -101,12 +232,12 @@ class ShardedEntry(Entry):
         return whole.reshape(-1)
 
 
-def unfit(source: Path, problems: Sequence[str]) -> BadInputError:
-    """Return the error that says in one line how weights do not fit a model."""
+def unfit(source: Path, problems: Sequence[str], hint: str = "") -> BadInputError:
+    """Return the error that says in one line how weights do not fit a model, and a hint at the reason."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return BadInputError(
         f"{source} does not fit the model: {', '.join(problems[:_SHOWN])}{more}; weights of the recipe's model, or a "
-        "model section that says what these are of"
+        f"model section that says what these are of. {hint}".rstrip(" .")
     )
 
 

@@ -4,95 +4,43 @@ Each verb is a module with a `VERB` (`verb.py` is the frame); heavy imports stan
 `telechat-moe --help` answers at once. May import everything but `benchmarks`. Begin with `verb.py` and `recipes.py`.
 """
 
-import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from telechat_moe import __version__
-from telechat_moe.cli import (
-    align,
-    ckpt,
-    convert,
-    data,
-    diagnose,
-    dryrun,
-    experts,
-    launch,
-    layouts,
-    plan,
-    plugin_path,
-    recipes,
-    run_sharded,
-    sweep,
-    train,
-    upstream,
-)
-from telechat_moe.cli.verb import Verb, VerbParser
-from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe import interruption
 
-COMMAND = Verb(
-    name="telechat-moe",
-    help="",
-    description="Training recipes for TeleChat3-MoE-class models on MindSpore, from a laptop "
-    "to thousands of NPUs.",
-    examples="telechat-moe ls\ntelechat-moe check telechat3_moe/pretrain_tiny.yaml",
-    exits={1: "a check failed", 130: "interrupted"},
-    subverbs=[
-        *recipes.VERBS,
-        data.VERB,
-        train.VERB,
-        launch.VERB,
-        run_sharded.VERB,
-        sweep.VERB,
-        ckpt.VERB,
-        convert.VERB,
-        experts.VERB,
-        diagnose.VERB,
-        layouts.VERB,
-        dryrun.VERB,
-        upstream.VERB,
-        align.VERB,
-        plan.VERB,
-        plugin_path.VERB,
-    ],
-)
-
-
-def build_parser() -> VerbParser:
-    """Return the parser of the whole command line."""
-    parser = VerbParser(COMMAND, prog=COMMAND.name)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    return parser
+if TYPE_CHECKING:
+    from telechat_moe.cli.command import COMMAND as COMMAND
+    from telechat_moe.cli.command import build_parser as build_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Arguments without the program name; those of the process if None.
+        argv: Arguments without the program name; None: those of this process, which is the command and can be
+            interrupted at any moment (:mod:`telechat_moe.interruption`).
 
     Returns:
         The exit code.
     """
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
-    try:
-        for word in sys.argv[1:] if argv is None else argv:
-            if any("\ud800" <= c <= "\udfff" for c in word):  # bytes that Python could not decode
-                raise UsageError(f"the argument {word!a} is not UTF-8 text; rename what it names")
-        args = build_parser().parse_args(argv)
-        return int(args.run(args))
-    except SystemExit as stop:  # argparse has printed help, the version or a usage error
-        return stop.code if isinstance(stop.code, int) else 2
-    except TelechatMoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader of a pipe is gone; nothing more to say to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(f"error: {said}", file=sys.stderr)
-        return 3
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+
+    def work() -> int:
+        if argv is None and not sys.warnoptions:
+            warnings.simplefilter("ignore")  # NumPy's are for us: what a number means, a verb says
+        from telechat_moe.cli.command import run
+
+        return run(sys.argv[1:] if argv is None else argv)
+
+    return interruption.run(work) if argv is None else work()
+
+
+def __getattr__(name: str) -> Any:
+    """Import what stands in `command.py` when it is asked for: `main` must run before all verbs are imported."""
+    if name not in ("COMMAND", "build_parser"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from telechat_moe.cli import command
+
+    return getattr(command, name)

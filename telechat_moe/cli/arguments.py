@@ -1,6 +1,12 @@
 """Arguments that several verbs take."""
 
 import argparse
+from typing import TYPE_CHECKING
+
+from telechat_moe.errors import UsageError
+
+if TYPE_CHECKING:
+    from telechat_moe.sharding.mesh import Mesh
 
 
 def add_overrides(
@@ -25,7 +31,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
-    """Let a verb that trains take ``--resume`` or ``--overwrite``."""
+    """Let a verb that trains take ``--resume`` or ``--overwrite``, and ``--allow-outside``."""
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
@@ -37,17 +43,17 @@ def add_start(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="remove the checkpoints of output_dir and start from the beginning",
     )
+    parser.add_argument(
+        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
+    )
 
 
 def add_trainer(parser: argparse.ArgumentParser) -> None:
-    """Let a verb that trains take ``--through``, whose trainer, and ``--allow-outside``."""
+    """Let a verb that trains take ``--through``, whose trainer."""
     parser.add_argument(
         "--through",
         choices=("own", "mindformers"),
-        help="whose trainer (default: own for device_target CPU, else mindformers)",
-    )
-    parser.add_argument(
-        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
+        help="whose trainer (default: own for trainer.type TelechatMoeTrainer on CPU, else mindformers)",
     )
 
 
@@ -64,3 +70,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """Let a verb of the planner demand ``--device D``, the description of what a recipe runs on."""
     says = "shipped device (ascend-910b, h100 ...) or YAML"
     parser.add_argument("--device", required=True, metavar="D", help=says)
+
+
+def check_rank(option: str, rank: int, mesh: "Mesh", recipe: str) -> int:
+    """Return a rank that an option names.
+
+    Raises:
+        UsageError: The recipe has no such rank.
+    """
+    if not 0 <= rank < mesh.devices:
+        has = f"{mesh.devices} devices, ranks 0 to {mesh.devices - 1}"
+        raise UsageError(f"{option} {rank}: {recipe} has {has}")
+    return rank

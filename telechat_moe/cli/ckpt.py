@@ -43,7 +43,7 @@ FROM_EXAMPLES = """\
 telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
 telechat-moe train my_recipe.yaml --resume --set output_dir=mine
 """
-BAD = {3: "missing, broken, of another model, or the output exists"}
+BAD = {2: "wrong usage, or the output exists", 3: "missing, broken, or of another model"}
 
 
 def _paths(
@@ -251,7 +251,7 @@ AVERAGE = Verb(
     notes="Adds in float64 and writes float32 weights without optimizer state, which load_checkpoint and convert read.\n"
     "With --ema and one PATH the moving average of a run (telechat_moe.ema) becomes weights.",
     examples="telechat-moe ckpt average output/checkpoints/step-00000800 output/checkpoints/step-00001000 --out averaged",
-    exits={1: "writing failed (disk full)", 2: "wrong usage", 3: BAD[3]},
+    exits={1: "writing failed (disk full)", **BAD},
     json_keys="path, sources (path, share, group, checkpoint.json: its SHA-256), files, tensors, total_bytes.",
     arguments=_average_arguments,
     run=run_average,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telechat_moe.cli.output import write_json
+from telechat_moe.cli.output import to_yaml, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -16,7 +17,9 @@ from telechat_moe.units import count_text, parse_size, size_text
 
 if TYPE_CHECKING:
     from telechat_moe.interop.hf import Conversion
+    from telechat_moe.recipe import Recipe
 
+_MODEL = "model.model_config"
 NOTES = """\
 SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, or, with
 --to hf, the folder of a training checkpoint (output/.../checkpoints/step-00000123; its checksums
@@ -29,10 +32,14 @@ kept. With --to hf the folder also holds config.json, so that
 transformers' DeepseekV3ForCausalLM.from_pretrained loads it; MTP layers follow the decoder layers as
 in the published DeepSeek-V3 checkpoints.
 
-Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. FP8 matrices with block
-scales (weight_scale_inv, as DeepSeek-V3 is published) are read as bfloat16. MTP layers may begin one layer later
-(TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing, or of another shape or
-type than the recipe's model has are listed, and nothing is written.
+SRC's config.json is compared with the recipe, in the spelling of transformers 4 or 5: a field that computes something
+else is an error that names both values and the key to set. --recipe-out FILE takes the model from config.json instead
+and writes RECIPE with it, and with load_checkpoint at DST.
+
+Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. NaN and infinite values are
+named. FP8 matrices with block scales (weight_scale_inv in float32, bfloat16 or UE8M0) are read as bfloat16. MTP layers
+may begin one layer later (TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing,
+or of another shape or type than the recipe's model has are listed, and nothing is written.
 
 checksums.json in DST holds the SHA-256 of every file written and of every file read; a SRC that has
 one is compared with it. --verify SRC only compares.
@@ -40,6 +47,8 @@ one is compared with it. --verify SRC only compares.
 EXAMPLES = """\
 telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
     --recipe telechat3_moe/pretrain_tiny.yaml --to hf
+telechat-moe convert weights/hf weights/ours --recipe telechat3_moe/pretrain_tiny.yaml --to telechat \\
+    --recipe-out mine.yaml
 telechat-moe convert --verify output/hf
 """
 
@@ -51,6 +60,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="compare the files of SRC with its checksums, no more"
     )
     parser.add_argument("--recipe", metavar="RECIPE", help="recipe whose model the weights are of")
+    parser.add_argument(
+        "--recipe-out", metavar="FILE", help="write RECIPE with the model of SRC's config.json"
+    )
     parser.add_argument("--to", choices=("hf", "telechat"), help="format and names to write")
     parser.add_argument(
         "--shard-size",
@@ -72,14 +84,28 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise UsageError(f"convert needs {', '.join(missing)} (or --verify to check SRC only)")
     shard_bytes = parse_size("--shard-size", args.shard_size, bare=True)
+    from telechat_moe.files import write_atomic
     from telechat_moe.interop.hf import convert
-    from telechat_moe.recipe import load
+    from telechat_moe.recipe import RecipeError
+    from telechat_moe.recipe.hugging_face import OtherModelError
 
-    config = load(args.recipe, args.overrides, use="weights").model_config
+    recipe, text = _recipe(args)
     begin = time.monotonic()
-    with bars(in_bytes=True) as progress:
-        result = convert(args.src, args.dst, config, args.to, shard_bytes, progress)
+    try:
+        with bars(in_bytes=True) as progress:
+            result = convert(
+                args.src, args.dst, recipe.model_config, args.to, shard_bytes, progress
+            )
+    except OtherModelError as error:
+        raise RecipeError(error.problems(recipe, _MODEL)) from error
     seconds = time.monotonic() - begin
+    if args.recipe_out:
+        try:
+            write_atomic(Path(args.recipe_out), text.encode())
+        except OSError as error:
+            raise UsageError(
+                f"--recipe-out {args.recipe_out} cannot be written: {error.strerror}; the weights are in {args.dst}"
+            ) from error
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     if not write_json(args.json, {**vars(result), "seconds": round(seconds, 3)}):
@@ -87,9 +113,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _recipe(args: argparse.Namespace) -> tuple[Recipe, str]:
+    """Return the recipe of the weights; with --recipe-out, with what config.json says put in, and its text."""
+    from telechat_moe.interop.hf import fitting
+    from telechat_moe.recipe import RecipeError, find, load, schema_file
+    from telechat_moe.recipe.edit import edited
+    from telechat_moe.recipe.hugging_face import OtherModelError
+
+    recipe = load(args.recipe, args.overrides, use="weights")
+    if not args.recipe_out:
+        return recipe, ""
+    if args.to != "telechat":
+        raise UsageError("--recipe-out writes what SRC's config.json says: it needs --to telechat")
+    target = Path(args.recipe_out)
+    if target.exists() or not target.parent.is_dir():
+        reason = "exists" if target.exists() else "is in a folder that does not exist"
+        raise UsageError(f"--recipe-out {target} {reason}; name another file")
+    try:
+        fits = fitting(Path(args.src), recipe)
+    except OtherModelError as error:
+        raise RecipeError(error.problems(recipe, _MODEL)) from error
+    weights = f"load_checkpoint={json.dumps(args.dst, ensure_ascii=False)}"
+    changes = [*args.overrides, *fits, weights]
+    after, source = load(args.recipe, changes), find(args.recipe)
+    text = edited(source.read_text(encoding="utf-8-sig"), load(source), after, changes)
+    text = (text or to_yaml(after.to_dict())).replace(
+        "$schema=../schema.json", f"$schema={schema_file()}", 1
+    )
+    return after, f"# {args.recipe} with the model of {args.src}\n{text}"
+
+
 def _verify(args: argparse.Namespace) -> int:
     """Compare files with their checksums and say how they differ."""
-    if args.dst or args.recipe or args.to:
+    if args.dst or args.recipe or args.to or args.recipe_out:
         raise UsageError("--verify takes SRC only")
     from telechat_moe.files import verify_checksums
 
@@ -135,11 +191,13 @@ VERB = Verb(
     exits={
         0: "converted or verified",
         1: "writing failed (disk full), or files differ",
-        3: "the recipe or SRC cannot be used, or DST exists",
+        2: "wrong usage, or DST exists",
+        3: "the recipe or SRC cannot be used, or SRC's config.json is of another model",
     },
+    after_interruption="the same command goes on",
     json_keys="source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of tensors by "
     "type), ignored (tensors of SRC that are no weights), notes (where transformers computes something "
-    "else with these weights, what was rounded), resumed_files (finished by an earlier run), seconds. "
+    "else with these weights, what was rounded or not judged, NaN and infinite values), resumed_files (finished by an earlier run), seconds. "
     "With --verify: path, files, bytes, problems, seconds.",
     overrides="override a value of the recipe, for example model.model_config.num_hidden_layers=4",
     arguments=_arguments,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ DEFAULT_OUT = "output/data"
 DEFAULT_VOCAB = 2048
 DEFAULT_SEED = 1234
 DEFAULT_VALID = 0.05
+_LOOK_AT = 1 << 20
+"""Tokens that are looked at to see whether data are of conversations."""
 
 BUILD_NOTES = """\
 corpus: a text file is a document, and so is a line of .jsonl (its key `text`) or a row of .parquet
@@ -32,7 +35,8 @@ sources of Python's standard library (about 12 MB). What is in Megatron's format
 build: name its prefix in train_dataset.data_loader.config.data_path.
 
 A recipe with the section telechat_moe.conversations wants conversations: lines of .jsonl, or without --corpus the
-docstrings of the same sources. Those of more than seq_length tokens are left out, counted and listed.
+docstrings of the same sources. Those of more than seq_length tokens are left out, counted and listed. Fields that
+neither the chat template nor this program reads are refused, unless telechat_moe.conversations.ignore_fields names them.
 
 writes OUT/train.bin .idx, OUT/valid.bin .idx (Megatron's format), OUT/tokenizer.json and
 OUT/manifest.json. The same inputs give the same files; a finished dataset of the same inputs is
@@ -42,6 +46,8 @@ reused, an interrupted build goes on where it stopped.
 SHOW_NOTES = """\
 PREFIX is a path without .bin/.idx, or a folder, of which all datasets are shown. Checksums are
 compared if a manifest.json is beside the files, else they are "not judged".
+
+Of conversations one is written out; what is learned of it is between [[ and ]], or green on a terminal.
 """
 
 
@@ -49,6 +55,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prefix", metavar="PREFIX", help="path without .bin/.idx, or a folder")
     add("--tokens", type=int, default=32, metavar="N", help="tokens to decode (default 32)")
+    add("--document", type=int, default=0, metavar="N", help="conversation to show (default 0)")
     add("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the data, if any)")
 
 
@@ -153,7 +160,8 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
             "out": args.out or _recipe_folder(recipe),
         }
     found |= {key: getattr(args, key) for key in found if getattr(args, key) is not None}
-    return found | {"conversations": format_of(recipe) if recipe is not None else None}
+    chat = format_of(recipe, found["tokenizer"]) if recipe is not None else None
+    return found | {"conversations": chat}
 
 
 def _recipe_folder(recipe: Recipe) -> str:
@@ -243,6 +251,7 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
         lines.append(
             f"  too long   {len(long):,} of more than {most:,} tokens left out: {some}{more}"
         )
+    lines += [f"  note       {note}" for note in manifest.get("notes", ())]
     return "\n".join(lines)
 
 
@@ -279,7 +288,7 @@ def run_show(args: argparse.Namespace) -> int:
     reports: list[dict[str, Any]] = []
     for prefix in prefixes:
         tokenizer = _tokenizer_for(prefix, args.tokenizer)
-        reports.append(_report(prefix, IndexedDataset(prefix), tokenizer, args.tokens))
+        reports.append(_report(prefix, IndexedDataset(prefix), tokenizer, args))
     if not write_json(args.json, {"datasets": reports}):
         print("\n".join(map(_describe, reports)))
     return 0
@@ -295,21 +304,23 @@ def _tokenizer_for(prefix: Path, given: str | None) -> Tokenizer | None:
 
 
 def _report(
-    prefix: Path, dataset: IndexedDataset, tokenizer: Tokenizer | None, count: int
+    prefix: Path, dataset: IndexedDataset, tokenizer: Tokenizer | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     from telechat_moe.data import verify
     from telechat_moe.data.conversations import bare
 
-    checked = "not judged"
+    checked, notes = "not judged", list[str]()
     if prefix.with_name("manifest.json").is_file():
-        listed = verify(prefix.parent)["sha256"]
-        checked = "ok" if f"{prefix.name}.bin" in listed else checked
-    lengths = dataset.sequence_lengths
-    first = [int(token) for token in bare(dataset.tokens[:count])]
+        manifest = verify(prefix.parent)
+        if f"{prefix.name}.bin" in manifest["sha256"]:
+            checked, notes = "ok", manifest.get("notes", notes)
+    lengths = dataset.document_lengths
+    first = [int(token) for token in bare(dataset.tokens[: args.tokens])]
     return {
         "prefix": str(prefix),
         "dtype": str(dataset.dtype),
         "documents": dataset.num_documents,
+        "sequences": len(dataset),
         "tokens": dataset.num_tokens,
         "bytes": int(dataset.tokens.nbytes),
         "shortest": int(lengths.min()) if len(lengths) else 0,
@@ -319,12 +330,36 @@ def _report(
         "tokenizer": str(tokenizer.path) if tokenizer else None,
         "first_tokens": first,
         "first_text": tokenizer.decode(first) if tokenizer else None,
+        "example": _example(dataset, tokenizer, args.document),
+        "notes": notes,
     }
 
 
+def _example(
+    dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int
+) -> dict[str, Any] | None:
+    """Return a conversation in parts that are learned or not; None: the data are no conversations, or nothing spells tokens."""
+    import numpy as np
+
+    from telechat_moe.data.conversations import bare
+
+    if tokenizer is None or dataset.dtype.kind != "i" or not (dataset.tokens[:_LOOK_AT] < 0).any():
+        return None
+    if not 0 <= number < len(dataset):
+        raise UsageError(f"--document is {number}; {dataset.prefix} has {len(dataset):,}, from 0")
+    stored = dataset[number]
+    tokens, parts, done = bare(stored), list[dict[str, Any]](), ""
+    for end in [*(np.flatnonzero(np.diff(stored >= 0)) + 1).tolist(), len(stored)]:
+        text = tokenizer.decode(tokens[:end])  # a part alone may be written otherwise
+        parts.append({"learned": bool(stored[end - 1] >= 0), "text": text[len(done) :]})
+        done = text
+    return {"document": number, "tokens": len(stored), "parts": parts}
+
+
 def _describe(report: dict[str, Any]) -> str:
+    of = f" of {report['sequences']:,} sequences" * (report["sequences"] != report["documents"])
     lines = [
-        f"{report['prefix']}: {report['documents']:,} documents, {report['tokens']:,} tokens of "
+        f"{report['prefix']}: {report['documents']:,} documents{of}, {report['tokens']:,} tokens of "
         f"{report['dtype']} ({size_text(report['bytes'])})",
         f"  tokens per document: {report['shortest']:,} to {report['longest']:,}, "
         f"mean {report['mean_tokens']:,}",
@@ -333,7 +368,24 @@ def _describe(report: dict[str, Any]) -> str:
     ]
     if report["first_text"] is not None:
         lines.append(f"  first text: {report['first_text']!r}")
+    lines += [f"  note: {note}" for note in report["notes"]]
+    if example := report["example"]:
+        green = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        begin, end, how = ("\33[32m", "\33[0m", "green") if green else ("[[", "]]", "in [[ ]]")
+        text = "".join(
+            f"{begin}{_visible(part['text'])}{end}" if part["learned"] else _visible(part["text"])
+            for part in example["parts"]
+        )
+        lines.append(
+            f"  document {example['document']}, {example['tokens']:,} tokens, learned is {how}:"
+        )
+        lines += [f"    {line}" for line in text.split("\n")]
     return "\n".join(lines)
+
+
+def _visible(text: str) -> str:
+    """Return a text whose control characters do nothing to a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 BUILD = Verb(
@@ -349,6 +401,7 @@ BUILD = Verb(
     },
     json_keys="out, reused, shards, resumed_shards, seconds, skipped_files (name: reason), manifest (inputs, corpus, "
     "tokenizer, dtype, train, valid, sha256, versions: as in manifest.json).",
+    after_interruption="the same command goes on",
     overrides="override a value of --recipe",
     arguments=_build_arguments,
     run=run_build,
@@ -360,7 +413,8 @@ SHOW = Verb(
     examples="telechat-moe data show output/data/train",
     exits={0: "readable", 3: "missing, damaged or no Megatron dataset"},
     json_keys="datasets, a list of {prefix, dtype, documents, tokens, bytes, shortest, longest, mean_tokens, "
-    'checksums ("ok" | "not judged"), tokenizer, first_tokens, first_text}.',
+    'checksums ("ok" | "not judged"), tokenizer, first_tokens, first_text, sequences, example (document, tokens, parts: '
+    "learned, text; null: no conversations), notes}.",
     arguments=_show_arguments,
     run=run_show,
 )

@@ -79,6 +79,12 @@ def _show(found: Audit) -> None:
         f"  {found.steps} steps saw {found.samples} samples, {found.epochs:.3f} epochs of {found.samples_per_epoch}; "
         f"{found.skipped} step(s) without update, {found.undone} done and undone"
     )
+    if found.unread:
+        print(
+            f"  {found.unread} sample(s) at the end of an epoch are not read: they do not fill a step"
+        )
+    if found.to_come:
+        print(f"  {found.to_come} sample(s) are still to come")
     if len(found.data) > 1:
         for span in found.data:
             judged = "" if span.read_again else ", not read again"
@@ -111,9 +117,10 @@ VERB = Verb(
         1: "one is lost or came twice, or logs differ",
         3: "no log, recipe or data",
     },
-    json_keys="source, covers, steps, samples, epochs, samples_per_epoch, undone (steps done and undone), skipped "
+    json_keys="source, covers, steps, samples, epochs, samples_per_epoch, unread (at the ends of epochs, they do not "
+    "fill a step), to_come (not reached yet), undone (steps done and undone), skipped "
     "(steps whose update was left out), starts (a list of {line, step, layout, steps, kept, mixture}), data (a list of {data_path, "
-    "dataset, samples_per_epoch, first_step, last_step, read_again}), rollbacks "
+    "dataset, samples_per_epoch, earlier_samples, first_step, last_step, read_again}), rollbacks "
     "(a list of {left_out}), mixture (a list of {from_sample, to_sample, sources: a list of {prefix, weight, planned, "
     "seen}}), problems.",
     overrides="override a value of the recipe",

@@ -94,7 +94,7 @@ VERB = Verb(
         0: "nothing is wrong",
         1: "something is wrong, and named",
         3: "no timings, or damaged ones",
-        4: "nothing was found, but a stage has one rank, which has no peers, or there are too few steps",
+        4: "nothing was found, but times of a rank are missing, a stage has one rank, which has no peers, or there are too few steps",
     },
     json_keys="verdict, says, source, ranks, steps, step_seconds, waiting, causes (a list of {kinds, scope, ranks, host, part, "
     "first_step, last_step, seconds, share, sigmas, lost, who, advice}), bounds (a list of {stage, bound, shares, steps}), "

@@ -1,17 +1,21 @@
 """`telechat-moe dryrun`: compile a rank's real graph without its devices, and say what it does in a step."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.arguments import check_rank
+from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import counted
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import size_text
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe import Problem, Recipe
 
 NOTES = """\
 MindSpore's front end compiles the training step (forward, backward, optimizer) of a rank for Ascend on
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         from telechat_moe.graph.page import page
 
-        Path(args.html).write_text(page(result, compared), encoding="utf-8")
+        write_text("--html ", args.html, lambda: page(result, compared))
     if not write_json(args.json, result):
         _show(result, compared)
     return 0 if same and confirmed and not result["unmatched_transfers"] else 1
@@ -135,10 +139,8 @@ def _compile(
     ranks = mesh.first_ranks() if args.stage else [args.rank or 0]
     check = None if other else args.check_rank
     for option, rank in (("--rank", ranks[0]), ("--check-rank", check)):
-        if rank is not None and not 0 <= rank < mesh.devices:
-            raise UsageError(
-                f"{option} {rank}: {name} has {mesh.devices} devices, ranks 0 to {mesh.devices - 1}"
-            )
+        if rank is not None:
+            check_rank(option, rank, mesh, name)
     if check is not None and mesh.stage(check) not in [mesh.stage(r) for r in ranks]:
         raise UsageError(
             f"--check-rank {check} is in stage {mesh.stage(check)}, which is not compiled; "
@@ -180,7 +182,13 @@ def _ours(
     from telechat_moe.recipe.speed_up import overlapped
     from telechat_moe.sharding.recipe import even_exchange, mesh_of
 
-    recipe = load(name, overrides, devices=devices, use="dryrun")
+    recipe = load(
+        name,
+        overrides,
+        devices=devices,
+        use="dryrun",
+        look=lambda recipe, problems: _for_target(recipe, target, problems),
+    )
     sizes = Expected(*even_exchange(recipe))
     named = overlapped(recipe)
     states = recipe.optimizer.swap
@@ -193,6 +201,18 @@ def _ours(
         return rank_graph.compile_recipe(recipe, ranks, target=target, done=done)
 
     return subject, compile_
+
+
+def _for_target(
+    recipe: "Recipe", target: str, problems: "Sequence[Problem]"
+) -> "Iterator[Problem]":
+    """Yield what a graph for a target cannot compute."""
+    from telechat_moe.recipe.problems import Missing
+    from telechat_moe.recipe.uses import in_plain_graph
+
+    if target == "CPU":
+        for broken in Missing(bool(problems)).until(in_plain_graph(recipe)):
+            yield recipe.problem(*broken)
 
 
 def _mindformers(
@@ -279,7 +299,7 @@ def _show_confirm(stages: list[dict[str, Any]]) -> None:
     heads = ("parameters", "collectives", "bytes", "activations")
     both = [f"{head} {side} " for head in heads for side in ("planned", "compiled")]
     print("\nwhat was planned against what is compiled")
-    show_table(["stage", *both, "off ", ""], rows)
+    show_table(["stage", *both, "off ", "verdict"], rows)
     for s in stages:
         for line in s["differences"]:
             print(f"stage {s['stage']}: {line}")

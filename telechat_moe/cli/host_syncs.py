@@ -53,12 +53,13 @@ def _graph(path: Path) -> list[dict[str, Any]]:
     from google.protobuf.message import DecodeError
 
     from telechat_moe.graph.host_syncs import host_syncs
+    from telechat_moe.reading import MALFORMED
 
     try:
         found = host_syncs(path.read_bytes())
     except OSError as error:
         raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
-    except (DecodeError, BadInputError) as error:
+    except (DecodeError, BadInputError, RecursionError, *MALFORMED) as error:
         raise BadInputError(f"{path}: not a graph ({error}); expected a .mindir file") from None
     return [one._asdict() for one in found]
 

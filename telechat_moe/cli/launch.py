@@ -12,6 +12,7 @@ from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
     from telechat_moe.launch.commands import LaunchNode
+    from telechat_moe.launch.hosts import Host
     from telechat_moe.launch.job import LaunchPlan
     from telechat_moe.recipe import Recipe
 
@@ -73,14 +74,26 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Launch; return the exit code."""
+    from telechat_moe.cli.judge import require
+    from telechat_moe.launch import hosts
     from telechat_moe.launch import job as launch
-    from telechat_moe.run import load_for
+    from telechat_moe.run import trainer_of, use_with
     from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
     if args.restart < 0:
         raise UsageError(f"--restart {args.restart}: expected 0 or more")
-    recipe, through = load_for(args.recipe, args.overrides, args.through)
-    plan = _plan(args, recipe, through)
+    known = hosts.read_hosts(Path(args.nodes)) if args.nodes else None
+    recipe = require(
+        args.recipe,
+        args.overrides,
+        use=use_with(args.through),
+        resume=args.resume,
+        overwrite=args.overwrite,
+        allow_outside=args.allow_outside,
+        here=known is None or known[0].is_here(),
+        alone=known is None,
+    )
+    plan = _plan(args, recipe, trainer_of(recipe, args.through), known)
     resume = args.resume
     if args.only_print:
         _print_commands(recipe, plan, resume, args.overwrite)
@@ -100,15 +113,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, recipe: "Recipe", through: str) -> "LaunchPlan":
+def _plan(
+    args: argparse.Namespace, recipe: "Recipe", through: str, known: "list[Host] | None"
+) -> "LaunchPlan":
     """Return how to start the recipe, as asked."""
     from telechat_moe.launch import commands, hosts
     from telechat_moe.launch import job as launch
 
     chosen = launch.this_machine(recipe.devices)
-    if args.nodes:
-        path = Path(args.nodes)
-        chosen = hosts.choose(hosts.read_hosts(path), recipe.devices, path)
+    if known is not None:
+        chosen = hosts.choose(known, recipe.devices, Path(args.nodes))
     return launch.LaunchPlan(
         nodes=commands.make_nodes(chosen, args.master_port),
         through=through,
@@ -159,8 +173,8 @@ VERB = Verb(
         1: "stopped (not finite, disk full, a process died)",
         2: "usage (a port in use, ...)",
         3: "bad recipe, hostfile, data or checkpoint",
-        130: "interrupted",
     },
+    after_interruption="--resume continues from its last checkpoint, if it has saved one",
     recipe=True,
     overrides="override a value of the recipe",
     arguments=_arguments,

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from telechat_moe.cli.arguments import check_rank
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 
@@ -13,15 +14,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
-    from telechat_moe.errors import BadInputError
     from telechat_moe.recipe import load
     from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, WORDS, resolve
     from telechat_moe.sharding.recipe import mesh_of, stages_of
 
     recipe = load(args.recipe, args.overrides)
     mesh = mesh_of(recipe)
-    if not 0 <= args.rank < mesh.devices:
-        raise BadInputError(f"--rank {args.rank}: the recipe has ranks 0 to {mesh.devices - 1}")
+    check_rank("--rank", args.rank, mesh, args.recipe)
     places = stages_of(recipe)
     stage = mesh.stage(args.rank)
     words = {

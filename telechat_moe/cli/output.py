@@ -44,9 +44,14 @@ def write_text(option: str, target: str | None, make: Callable[[], str]) -> None
     """
     if target is None:
         return
-    text = make()
+    from telechat_moe.files import write_atomic
+
+    text, path = make(), Path(target).absolute()
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        if path.exists() and (not path.is_file() or path.parts[1] in ("dev", "proc")):
+            path.write_text(text, encoding="utf-8")  # a pipe, a terminal, this process's stdout
+        else:
+            write_atomic(path.resolve(), text)  # what a link leads to
     except OSError as error:
         raise UsageError(f"{option}{target}: cannot be written: {error.strerror}") from None
 
@@ -113,3 +118,14 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+
+
+def to_yaml(data: dict[str, Any]) -> str:
+    """Write plain data as YAML without aliases, in the order of the data."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100))

@@ -1,6 +1,7 @@
-"""Progress bars on standard error, where that is a terminal."""
+"""Progress on standard error: bars where that is a terminal, else a line now and then."""
 
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -14,14 +15,15 @@ Move = Callable[[str, int, int | None], None]
 
 
 @contextmanager
-def bars(*, in_bytes: bool = False) -> Generator[Move | None, None, None]:
-    """Yield a function that moves a bar for each thing that is done; None where nobody looks.
+def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> Generator[Move, None, None]:
+    """Yield a function that moves a bar for each thing that is done.
 
     Args:
         in_bytes: The numbers are bytes; else things.
+        every_s: Where standard error is no terminal: at least so many seconds between two lines.
     """
     if not sys.stderr.isatty():
-        yield None
+        yield _lines(size_text if in_bytes else "{:,}".format, every_s)
         return
     from rich import progress
     from rich.console import Console
@@ -56,22 +58,37 @@ def bars(*, in_bytes: bool = False) -> Generator[Move | None, None, None]:
         yield move
 
 
+def _lines(text: Callable[[int], str], every_s: float) -> Move:
+    """Return a function that prints what is done, a line now and then."""
+    began = time.monotonic()
+    last: dict[str, float] = {}
+
+    def move(what: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if now - last.get(what, began) >= every_s:
+            last[what] = now
+            of = "" if total is None else f" of {text(total)}"
+            sys.stderr.write(f"{what}: {text(done)}{of} ({now - began:.0f} s)\n")
+            sys.stderr.flush()
+
+    return move
+
+
 @contextmanager
-def bar(what: str) -> Generator[Callable[[int, int], None] | None, None, None]:
-    """Yield a function that moves one bar; None where nobody looks."""
+def bar(what: str) -> Generator[Callable[[int, int], None], None, None]:
+    """Yield a function that moves one bar."""
     with bars() as move:
-        yield None if move is None else lambda done, total: move(what, done, total)
+        yield lambda done, total: move(what, done, total)
 
 
 @contextmanager
 def counted(what: str, total: int) -> Generator[Callable[[], None], None, None]:
-    """Yield a function to call when one more of so many things is done."""
-    with bars() as move:
+    """Yield a function to call when one more of so many things is done, each of which takes long."""
+    with bars(every_s=0) as move:
         done = count()
 
         def one_more() -> None:
-            if move is not None:
-                move(what, next(done), total)
+            move(what, next(done), total)
 
         one_more()
         yield one_more
@@ -81,6 +98,5 @@ def tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
     """Yield the items and show how many are done."""
     with bars() as move:
         for done, item in enumerate(items):
-            if move is not None:
-                move(what, done, len(items))
+            move(what, done, len(items))
             yield item

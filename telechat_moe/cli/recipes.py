@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli.arguments import add_start
-from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.output import show_table, to_yaml, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import count_text, gib_text
 from telechat_moe.versions import warn_of_mindformers
 
 if TYPE_CHECKING:
-    from telechat_moe.recipe import ModelConfig, Problem, Recipe
+    from telechat_moe.recipe import ModelConfig, Recipe
 
 SCHEMA_COMMENT = b"# yaml-language-server: $schema=../schema.json"
 
@@ -225,39 +225,40 @@ def _print_show(report: dict[str, Any], model_type: str | None) -> None:
     show_table(titles, rows, prefix="# ")
 
 
-def to_yaml(data: dict[str, Any]) -> str:
-    """Write plain data as YAML without aliases, in the order of the data."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100))
-
-
 def run_check(args: argparse.Namespace) -> int:
     """Check recipes and print every problem."""
     if args.host_syncs or args.graph:
         from telechat_moe.cli.host_syncs import run
 
         return run(args)
+    from telechat_moe.cli.judge import judge
+
     report: list[dict[str, Any]] = []
     lines: list[str] = []
     missing = False
     if args.use == "mindformers":
         warn_of_mindformers()
+    start = {"resume": args.resume, "overwrite": args.overwrite}
     for name in args.recipes:
-        use, problems, open_keys = _problems(name, args)
+        judged = judge(
+            name,
+            args.overrides,
+            use=args.use,
+            devices=args.devices,
+            allow_outside=args.allow_outside,
+            **start,
+        )
+        problems, use, open_keys = judged.problems, judged.use, judged.not_judged
         missing = missing or not use
         ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}"
         lines += [str(problem) for problem in problems] or [ok]
         for why in dict.fromkeys(open_keys.values()):
             keys = ", ".join(key for key, said in open_keys.items() if said == why)
             lines.append(f"{name}: not judged: {keys}: {why}")
+        lines += [f"{name}: note: {note}" for note in judged.notes]
         entries = [asdict(problem) for problem in problems]
-        judged = {"use": use, "ok": not problems, "problems": entries, "not_judged": open_keys}
-        report.append({"name": name, **judged})
+        entry = {"use": use, "ok": not problems, "problems": entries, "not_judged": dict(open_keys)}
+        report.append({"name": name, **entry, "notes": judged.notes})
     count = sum(len(entry["problems"]) for entry in report)
     if not write_json(args.json, {"recipes": report, "problems": count}):
         print("\n".join(lines))
@@ -265,39 +266,6 @@ def run_check(args: argparse.Namespace) -> int:
         if broken:
             print(f"problems: {count}, in {broken} of {len(report)} recipes")
     return 3 if missing else int(count > 0)
-
-
-def _problems(name: str, args: argparse.Namespace) -> tuple[str, list[Problem], dict[str, str]]:
-    """Return for what use a recipe was judged, what is wrong with it, and which keys were not judged, and why.
-
-    The use is empty where there is no such recipe, and `written` where its problems hide what it is for.
-    """
-    from telechat_moe.recipe import RecipeError, find, load
-    from telechat_moe.recipe.uses import not_judged, use_of
-
-    try:
-        find(name)
-    except RecipeError as error:
-        return "", error.problems, {}
-    try:
-        recipe = load(name, args.overrides, devices=args.devices, use=args.use)
-    except RecipeError as error:
-        return args.use, error.problems, {}
-    open_keys = not_judged(recipe, args.use)
-    use = use_of(recipe) if args.use == "written" else args.use
-    if use != "train":
-        return use, [], open_keys
-    from telechat_moe.interop import hf
-    from telechat_moe.tools.plan.schedules.ranks import rank_orders
-    from telechat_moe.train import preflight
-
-    start = {"resume": args.resume, "overwrite": args.overwrite}
-    problems = preflight.examine(recipe, **start, weights=hf.weights)[1]
-    try:
-        rank_orders(recipe)
-    except RecipeError as error:
-        problems = [*problems, *error.problems]
-    return use, problems, open_keys
 
 
 def run_cp(args: argparse.Namespace) -> int:
@@ -375,7 +343,8 @@ VERBS = (
             3: "a recipe does not exist or cannot be read",
         },
         json_keys="recipes, a list of {name, use, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
-        "{key: why; keys that MindFormers reads only with settings that were not observed}}; "
+        "{key: why; keys that MindFormers reads only with settings that were not observed, or whose problems hide others}, "
+        "notes (what the build of its data said)}; "
         "problems, their number. With --host-syncs: recipes, a list of {name, use, waits_in_every_step, syncs [{file, line, key, "
         "what, source, waits, fetches (null: not known), every (steps), cost_us (a step), move}]}; costs; graph, a list of {kind, module, phase, "
         "times, why}.",

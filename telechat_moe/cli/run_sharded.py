@@ -31,9 +31,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run, compare, report; return the exit code."""
-    from telechat_moe.recipe import load
+    from telechat_moe.cli.judge import require
 
-    recipe = load(args.recipe, args.overrides, use="train")
+    recipe = require(args.recipe, args.overrides, use="train", overwrite=True, allow_outside=True)
     if args.processes != recipe.devices or recipe.devices == 1:
         raise UsageError(
             f"--processes {args.processes}: {recipe.source} is laid out for {recipe.devices} device(s) "
@@ -107,7 +107,6 @@ VERB = Verb(
         1: "losses differ, or a process died",
         2: "usage (--processes is not the recipe's number of devices)",
         3: "bad recipe or data",
-        130: "interrupted",
     },
     json_keys="recipe, layout, processes, finished, steps (list of step, loss, lm_loss, mtp_loss, aux_loss, "
     "grad_norm), differences (operators, only_cpu, collectives, unchanged_collectives, order, dispatch), "

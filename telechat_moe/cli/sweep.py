@@ -42,16 +42,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def _progress() -> Generator[Callable[[int, int, int, int], None] | None, None, None]:
-    """Yield a function that moves two bars, of runs and of their steps; None where nobody looks."""
+def _progress() -> Generator[Callable[[int, int, int, int], None], None, None]:
+    """Yield a function that moves two bars, of runs and of their steps."""
     with bars() as move:
 
         def show(over: int, runs: int, steps: int, all_steps: int) -> None:
-            if move is not None:
-                move("runs", over, runs)
-                move("steps", steps, all_steps)
+            move("runs", over, runs)
+            move("steps", steps, all_steps)
 
-        yield None if move is None else show
+        yield show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,6 +131,7 @@ VERB = Verb(
         3: "the sweep file, a recipe or the data has problems, or a folder holds another run",
         130: "interrupted (Ctrl-C or SIGTERM; the steps are saved, the same command goes on)",
     },
+    after_interruption="the same command goes on",
     json_keys="file, recipe, output_dir, seeds, loss (which one), runs, a list of {variant, seed, folder, state (finished, "
     "failed, unfinished, not begun), why, steps, tokens, flops, train_loss, validation_loss, loss, tokens_per_second}; "
     "variants {NAME: settings, parameters, active, flops_per_token, training_tokens, training_flops, loss {mean, low, high, "

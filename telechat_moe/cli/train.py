@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 
 from telechat_moe.cli.arguments import add_start
 from telechat_moe.cli.output import write_json
@@ -36,17 +37,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
+    from telechat_moe.cli.judge import require
     from telechat_moe.files import keep_others_out
     from telechat_moe.interop import hf
-    from telechat_moe.recipe import load
-    from telechat_moe.train import preflight
 
     keep_others_out()
-    recipe = load(args.recipe, args.overrides, use="train")
-    if (
-        recipe.devices == 1
-    ):  # says what is missing before the seconds that importing mindspore takes
-        preflight.require(recipe, resume=args.resume, overwrite=args.overwrite, weights=hf.weights)
+    start = {"resume": args.resume, "overwrite": args.overwrite}
+    # Says what is wrong before the seconds that importing mindspore takes.
+    recipe = require(
+        args.recipe, args.overrides, use="train", allow_outside=args.allow_outside, **start
+    )
     try:
         from telechat_moe.train.trainer import Trainer
     except ModuleNotFoundError as error:
@@ -58,13 +58,12 @@ def run(args: argparse.Namespace) -> int:
         from telechat_moe.launch import job as launch
         from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
-        orders = rank_orders(recipe)
-        summary = launch.train(recipe, resume=args.resume, overwrite=args.overwrite, orders=orders)
+        plan = launch.plan_here(recipe, allow_outside=args.allow_outside)
+        summary = launch.train(recipe, plan=plan, orders=rank_orders(recipe), **start)
     else:
         trainer = Trainer(
             recipe,
-            resume=args.resume,
-            overwrite=args.overwrite,
+            **start,
             plain=args.plain,
             keep_graph=not args.no_graph_cache,
             weights=hf.weights,
@@ -74,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if not summary["finished"]:
         return 130
     if not stdout_is_taken:
-        print(f"done: {recipe.output_dir}/loss.png, summary.json, sample.txt, checkpoints/")
+        sample = ["sample.txt"] if recipe.telechat_moe.sample else []
+        files = ["loss.png", "summary.json", *sample, "checkpoints"]
+        written = [name for name in files if (Path(recipe.output_dir) / name).exists()]
+        print(f"done: {recipe.output_dir}/{', '.join(written)}")
     return 0
 
 
@@ -90,6 +92,7 @@ VERB = Verb(
         3: "bad recipe, data or checkpoint",
         130: "interrupted (Ctrl-C or SIGTERM; the step is saved, continue with --resume)",
     },
+    after_interruption="--resume continues from its last checkpoint, if it has saved one",
     recipe=True,
     overrides="override a value, for example optimizer.weight_decay=0.05",
     arguments=_arguments,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from telechat_moe.cli.arguments import add_json, add_overrides
 
 WIDTH = 110
-EXITS = {0: "ok", 2: "wrong usage", 3: "bad input"}
+EXITS = {0: "ok", 2: "wrong usage", 3: "bad input", 130: "interrupted"}
 """Exit codes that mean the same in every verb, unless it says more."""
 
 
@@ -40,6 +40,9 @@ class Verb:
 
     exits: Mapping[int, str] = field(default_factory=dict[int, str])
     """Exit codes and their meaning, beside those of `EXITS`."""
+
+    after_interruption: str = ""
+    """What the user is told after Ctrl-C."""
 
     json_keys: str = ""
     """What `--json`, which every verb without sub-verbs takes, writes."""
@@ -70,7 +73,7 @@ class Verb:
             add_overrides(parser, self.overrides)
         if self.run is not None:
             add_json(parser)
-            parser.set_defaults(run=self.run)
+            parser.set_defaults(run=self.run, after_interruption=self.after_interruption)
             return
         names = parser.add_subparsers(required=True, metavar="VERB", parser_class=VerbParser)
         for verb in self.subverbs:

@@ -1,8 +1,10 @@
 """Prove which samples each step of a run saw: none lost, none twice, across resumes, rollbacks and layouts.
 
 The log of a run (:mod:`telechat_moe.data.sample_log`) is folded into the steps that count, without those that a
-resume or a rollback undid (:mod:`telechat_moe.data.timeline`). Then the plan is recomputed from the recipe and the index files, without the loader: step k
-gets the next global batch of samples; sample g of all epochs is number ``g mod samples_per_epoch``. Every step's
+resume or a rollback undid (:mod:`telechat_moe.data.timeline`). Then the plan is recomputed from the recipe and the index
+files, without the loader: a step gets the next samples, whatever its batch; the sample at place g of all epochs is number
+``g mod samples_per_epoch``. None comes after the recipe's epochs, and a run that is finished leaves none that would fill a
+step. Every step's
 position in the plan and the checksum of its tokens are compared with it. Where samples were dealt to ranks, the order of
 each step must name all of its samples once, and the checksum is that of the tokens in that order. Where several sources
 are mixed, every process must have had the schedule that the recipe has now, as far as its steps went.
@@ -10,7 +12,6 @@ are mixed, every process must have had the schedule that the recipe has now, as 
 :func:`audit_plan` is for runs that leave no such log (MindFormers): it proves the plan alone.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ import numpy as np
 
 from telechat_moe.data.blend import Blend, Samples
 from telechat_moe.data.dataset import Dataset
+from telechat_moe.data.epochs import Epochs
 from telechat_moe.data.mixture import MixedDataset, Passes
 from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
 from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
 from telechat_moe.data.whole import WholeDataset
+from telechat_moe.narrowing import is_object
+from telechat_moe.reading import MALFORMED, parse_json
 
 Progress = Callable[[int, int], None]
 
@@ -47,21 +51,26 @@ def audit(
     """
     output = Path(output)
     found = Audit(str(output), "")
-    timeline = Timeline(found)
+    dataset = open_recipe(recipe)
+    size = min(recipe.epoch_samples, len(dataset))
+    timeline = Timeline(found, {dataset.fingerprint(): size})
     for line, said in read_lines(output / FILE, found):
         if said["event"] != "start" and not found.starts:
             found.problems.append(f"line {line}: a {said['event']} before the first start")
-        getattr(timeline, said["event"])(line, said)
+        try:
+            getattr(timeline, said["event"])(line, said)
+        except MALFORMED:
+            found.problems.append(f"line {line}: cannot be read")
     steps = timeline.steps()
-    dataset = open_recipe(recipe)
-    _describe(found, timeline, steps, _samples_per_epoch(recipe, dataset))
+    _describe(found, timeline, steps, size)
     there = _spans_of(found, steps, dataset)
     there_steps = [e for e in steps if found.data[e.span] in there]
-    _compare_sizes(found, there)
     for number, span in enumerate(found.data):
         span.read_again = contents and span in there
         entries = [e for e in timeline.entries if e.span == number]
         _each_once(found, entries, span.samples_per_epoch)
+    if there and found.data[timeline.span] in there:
+        _compare_end(found, timeline, recipe, output)
     _check_index(found, dataset)
     if isinstance(dataset, MixedDataset):
         _compare_schedules(found, there_steps, dataset)
@@ -85,17 +94,10 @@ def audit(
     return found
 
 
-def _samples_per_epoch(recipe: Any, dataset: Dataset) -> int:
-    """Return the samples of a pass: whole global batches, and no more than the recipe asks for."""
-    runner = recipe.runner_config
-    wanted = recipe.epoch_samples
-    rows = runner.batch_size * (recipe.parallel_config.data_parallel if recipe.use_parallel else 1)
-    return min(wanted, len(dataset)) // rows * rows
-
-
 def _describe(found: Audit, timeline: Timeline, steps: list[Entry], samples_per_epoch: int) -> None:
     found.steps = len(steps)
-    found.samples = sum(e.end - e.first for e in steps)
+    found.samples = sum(e.count for e in steps)
+    found.unread = sum(end - first for e in steps for first, end in e.unread())
     found.skipped = sum(not e.applied for e in steps)
     found.samples_per_epoch = samples_per_epoch
     found.epochs = timeline.end / samples_per_epoch if samples_per_epoch else 0.0
@@ -111,11 +113,12 @@ def _each_once(found: Audit, entries: list[Entry], size: int) -> None:
     """Count how often each sample of each epoch was seen or left out by a rollback."""
     if not size or not entries:
         return
+    parts = [p for e in entries for p in ([*e.parts, *e.unread()] or [(e.first, e.end)])]
     epochs = -(-max(e.end for e in entries) // size)
     for epoch in range(epochs):
         count = np.zeros(size, np.int32)
-        for e in entries:
-            begin, end = max(e.first, epoch * size), min(e.end, (epoch + 1) * size)
+        for first, last in parts:
+            begin, end = max(first, epoch * size), min(last, (epoch + 1) * size)
             if begin < end:
                 count[begin - epoch * size : end - epoch * size] += 1
         reached = min(entries[-1].end - epoch * size, size)
@@ -130,6 +133,10 @@ def _each_once(found: Audit, entries: list[Entry], size: int) -> None:
 def _spans_of(found: Audit, steps: list[Entry], dataset: Dataset) -> list[DataSpan]:
     """Return the spans whose data are those of the recipe; of several mixtures the first steps tell."""
     there = [span for span in found.data if span.dataset == dataset.fingerprint()]
+    if found.data and not there:
+        found.problems.append(
+            "the data are not those of the run (fingerprints differ): files, seed, sizes or masks"
+        )
     if not isinstance(dataset, MixedDataset) or len(found.data) == 1:
         return there
     first = {e.span: e for e in reversed(steps)}
@@ -140,16 +147,34 @@ def _spans_of(found: Audit, steps: list[Entry], dataset: Dataset) -> list[DataSp
     ]
 
 
-def _compare_sizes(found: Audit, there: list[DataSpan]) -> None:
-    """Check that the recipe's data were read, and passes of as many samples."""
-    for span in there:
-        if span.samples_per_epoch != found.samples_per_epoch:
-            found.problems.append(
-                f"an epoch had {span.samples_per_epoch} samples, the recipe and its data give {found.samples_per_epoch}"
-            )
-    if found.data and not there:
+def _compare_end(found: Audit, timeline: Timeline, recipe: Any, output: Path) -> None:
+    """Check that no sample comes after the epochs of the recipe, and none is missing in a run that is finished."""
+    span, place = found.data[timeline.span], timeline.end
+    if span.earlier_samples is None:
+        return
+    end = recipe.runner_config.epochs * span.samples_per_epoch - span.earlier_samples
+    if place > end:
         found.problems.append(
-            "the data are not those of the run (fingerprints differ): files, seed, sizes or masks"
+            f"{place - end} sample(s) come after the {recipe.runner_config.epochs} epoch(s) of the recipe, which end at "
+            f"sample {end}"
+        )
+        return
+    epochs = Epochs(span.samples_per_epoch, recipe.batches.unit, end)
+    consumed = sum(
+        e.count if e.is_step else e.end - e.first for e in timeline.entries if e.step is not None
+    )
+    if not recipe.batches.steps(epochs.samples_left(place), consumed):
+        found.unread += end - place
+        return
+    found.to_come = end - place
+    try:
+        summary = parse_json((output / "summary.json").read_bytes())
+        finished = summary["finished"] and summary["steps"] == timeline.last_step
+    except (OSError, ValueError, KeyError, TypeError):
+        finished = False
+    if finished and found.starts[-1].steps:
+        found.problems.append(
+            f"the run is finished, but {end - place} sample(s) came never, from sample {place} on"
         )
 
 
@@ -181,7 +206,7 @@ def _count_segments(found: Audit, dataset: MixedDataset, steps: list[Entry] | No
             found.problems.append(text)
     seen = np.zeros(len(dataset), bool)
     for entry in steps or ():
-        seen[entry.first : entry.end] = True
+        seen[entry.places() % len(dataset)] = True
     reached = len(dataset) if steps is None else steps[-1].end if steps else 0
     for start, end, weights in dataset.segments():
         if start >= reached:
@@ -200,7 +225,7 @@ def _compare_sources(found: Audit, steps: list[Entry], dataset: Blend[Any]) -> N
     for entry in steps:
         if entry.sources is None:
             continue
-        planned = dataset.counts(np.arange(entry.first, entry.end) % found.samples_per_epoch)
+        planned = dataset.counts(entry.places() % found.samples_per_epoch)
         logged = [*entry.sources, *[0] * (len(planned) - len(entry.sources))]
         if logged != planned:
             found.problems.append(
@@ -213,8 +238,9 @@ def _compare_contents(
 ) -> None:
     size = found.samples_per_epoch
     for number, entry in enumerate(steps, 1):
-        order = np.arange(entry.end - entry.first) if entry.order is None else entry.order
-        places = (entry.first + order) % size
+        places = entry.places() % size
+        if entry.order is not None:
+            places = places[entry.order]
         if content([dataset.batch(places)["input_ids"]]) != entry.content:
             found.problems.append(
                 f"step {entry.step}: its token ids are not those of samples {entry.first} to {entry.end - 1}"
@@ -232,17 +258,18 @@ def _compare_checkpoints(found: Audit, timeline: Timeline, output: Path) -> None
         after[step] = entry.end
     for path in sorted((output / "checkpoints").glob("step-*/checkpoint.json")):
         try:
-            given = json.loads(path.read_bytes())
-            step, sample = int(given["step"]), int(given["state"]["data"]["next_sample"])
-            known = given["state"].get("rollbacks", [])
-        except (OSError, ValueError, KeyError, TypeError):
+            given = parse_json(path.read_bytes())
+            step, data = int(given["step"]), given["state"]["data"]
+            sample = timeline.epochs.place_of(data["next_sample"], data["samples_per_epoch"])
+            known = [rollback["to_step"] for rollback in given["state"].get("rollbacks", [])]
+        except (OSError, *MALFORMED):
             found.problems.append(f"{path}: cannot be read")
             continue
         if step and step not in after:
             found.problems.append(
                 f"step {step}: there is a checkpoint, but the log has no such step"
             )
-        elif len(known) > len(found.rollbacks) and known[-1]["to_step"] == step:
+        elif len(known) > len(found.rollbacks) and known[-1] == step:
             continue  # killed after going back and before saying so; a resume will say it
         elif step and after[step] != sample:
             found.problems.append(
@@ -258,11 +285,11 @@ def _compare_metrics(found: Audit, steps: list[Entry], output: Path) -> None:
     there: dict[int, bool] = {}
     for line in path.read_bytes().splitlines():
         try:
-            said = json.loads(line)
+            said = parse_json(line)
         except ValueError:
             continue
-        if said.get("event") == "step":
-            there[int(said["step"])] = bool(said.get("skipped"))
+        if is_object(said) and said.get("event") == "step" and isinstance(said.get("step"), int):
+            there[said["step"]] = bool(said.get("skipped"))
     here = {e.step: not e.applied for e in steps if e.step is not None}
     for step in sorted(here.keys() | there.keys()):
         if step not in here:
@@ -285,16 +312,13 @@ def audit_plan(recipe: Any) -> Audit:
         "the plan only: which samples the recipe and its data give to each step and rank. What the processes read was "
         "not recorded, and is not judged",
     )
-    batch_at, size = recipe.batch_at, _samples_per_epoch(recipe, dataset)
-    found.steps, found.samples, found.samples_per_epoch = (
-        recipe.train_steps,
-        sum(batch_at(step) for step in range(recipe.train_steps)),
-        size,
-    )
-    found.epochs = found.samples / size if size else 0.0
-    if found.samples > size * recipe.runner_config.epochs:
+    size, epochs = min(recipe.epoch_samples, len(dataset)), recipe.runner_config.epochs
+    found.steps, found.samples_per_epoch = recipe.train_steps, size
+    found.samples = recipe.batches.consumed(found.steps)
+    found.epochs, found.unread = found.samples / size, max(0, size * epochs - found.samples)
+    if found.samples > size * epochs:
         found.problems.append(
-            f"{found.samples} samples are planned, the data give {size} in each of {recipe.runner_config.epochs} epoch(s)"
+            f"{found.samples} samples are planned, the data give {size} in each of {epochs} epoch(s)"
         )
     _check_index(found, dataset)
     if isinstance(dataset, MixedDataset):

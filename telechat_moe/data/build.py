@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.data.conversations import STORED, ChatFormat
+from telechat_moe.data.conversations import STORED, ChatFormat, FieldCheck, notes
 from telechat_moe.data.corpus import Corpus, open_corpus
 from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype, write_index
 from telechat_moe.data.pack import Progress
-from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Scan, hash64, scan_corpus
+from telechat_moe.data.scan import Scan, hash64, learn_from, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import checksum, json_bytes, locked, sync_file, sync_folder, write_atomic
+from telechat_moe.reading import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,10 @@ def build(
         raise UsageError(f"valid_fraction is {valid_fraction}; expected 0 or more and below 1")
     out, chat = Path(out), bool(conversations)
     given = _given_tokenizer(tokenizer, eod_token, vocab_size, chat)
-    files = open_corpus(
-        corpus, extensions=extensions, text_key=text_key, valid=valid, conversations=chat
-    )
+    how = {"extensions": extensions, "text_key": text_key, "valid": valid, "conversations": chat}
+    files = open_corpus(corpus, **how, ignored=conversations.ignored if conversations else ())
     with _full_disk_named(out), _locked(out):
-        scan = scan_corpus(files, progress)
-        files.warn_skipped()
+        scan = _scan(files, conversations, progress)
         inputs = {
             "format": FORMAT,
             "corpus": scan.identity,
@@ -115,12 +114,27 @@ def build(
             "valid_fraction": None if valid else valid_fraction,
             "seed": seed,
             **_named_valid(scan, files),
-            **({"conversations": conversations.identity()} if conversations else {}),
+            **_format_identity(conversations, given),
         }
         job = _Job(out, files, scan, inputs, progress, conversations)
         if (manifest := job.finished(force)) is not None:
             return BuildResult(out, manifest, True, 0, 0, dict(files.skipped))
         return job.run(given, vocab_size)
+
+
+def _scan(corpus: Corpus, chat: ChatFormat | None, progress: Progress | None) -> Scan:
+    """Read the corpus once; refuse fields of conversations that nothing reads, or that are to be ignored and are not there."""
+    fields = FieldCheck(chat) if chat is not None else None
+    scan = scan_corpus(corpus, progress, fields.look if fields else None)
+    corpus.warn_skipped()
+    if fields is not None:
+        fields.refuse(corpus.label)
+    if absent := [name for name, count in corpus.ignored.items() if not count]:
+        raise BadInputError(
+            f"{corpus.label}: telechat_moe.conversations.ignore_fields names {', '.join(absent)}, which no line has; "
+            "remove it there"
+        )
+    return scan
 
 
 def _given_tokenizer(
@@ -138,9 +152,21 @@ def _given_tokenizer(
 def _tokenizer_identity(given: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
     return {
         "vocab_size": None if given else vocab_size,
-        "tokenizer": hashlib.sha256(given.to_json().encode()).hexdigest() if given else None,
+        "tokenizer": fingerprint(given) if given else None,
         "eod_token": given.eod_token if given else None,
     }
+
+
+def _format_identity(chat: ChatFormat | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    if chat is None or tokenizer is None:
+        return {}
+    stops = {"stops": sorted(tokenizer.stops)} if chat.template else {}
+    return {"conversations": chat.identity() | stops}
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return the hash by which a manifest knows a tokenizer."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def _named_valid(scan: Scan, corpus: Corpus) -> dict[str, int]:
@@ -232,7 +258,7 @@ class _Job:
         path = self.partial / "tokenizer.json"
         if not path.exists():
             write_atomic(path, (given or self._train(vocab_size)).to_json())
-        return load_tokenizer(path, given.eod_token if given else None)
+        return given or load_tokenizer(path)
 
     def _train(self, vocab_size: int) -> Tokenizer:
         learn = self.scan.learned_from(self.valid)
@@ -242,7 +268,7 @@ class _Job:
             nonlocal done
             for ordinal, document in enumerate(self.corpus.documents()):
                 if learn[ordinal]:
-                    yield document.text[:LEARN_BYTES_PER_DOCUMENT]
+                    yield from learn_from(document.text)
                     done += 1
                     self._say("learning the tokenizer", done, total)
 
@@ -306,11 +332,15 @@ class _Job:
         if self.chat is None:
             documents = tokenizer.encode_documents(texts)
         else:
-            documents, longest = self.chat.encode(tokenizer, names, texts), self.chat.longest
-            long = np.array([len(document) > longest for document in documents])
-            mark["too_long"] = [[names[i], len(documents[i])] for i in np.flatnonzero(long)]
-            documents = [d for d, is_long in zip(documents, long, strict=True) if not is_long]
-            valid = valid[~long]
+            counts, longest = Counter[str](), self.chat.longest
+            encoded = self.chat.encode(tokenizer, names, texts, counts)
+            short = [document for document in encoded if len(document.stored) <= longest]
+            mark["too_long"] = [
+                [names[d.source], len(d.stored)] for d in encoded if len(d.stored) > longest
+            ]
+            mark["counts"] = counts
+            documents = [document.stored for document in short]
+            valid = valid[np.array([document.source for document in short], int)]
         for side in self.sides:
             mine = [
                 d
@@ -354,6 +384,9 @@ class _Job:
         if self.chat is not None:
             marks = [_read_json(path) for path in sorted(self.partial.glob("shard-*.json"))]
             sides["too_long"] = [entry for mark in marks for entry in mark["too_long"]]
+            counts = sum((Counter(mark.get("counts", {})) for mark in marks), Counter[str]())
+            sides["conversations"] = dict(sorted(counts.items()))
+            sides["notes"] = notes(counts, tokenizer)
             if not sides[SIDES[0]]["documents"]:
                 raise BadInputError(
                     f"{self.corpus.label}: none of its conversations for training has at most {self.chat.longest} tokens "
@@ -426,7 +459,7 @@ def _pair(prefix: Path) -> tuple[Path, Path]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
 

@@ -1,8 +1,9 @@
 """Conversations as documents of tokens that say which of them are learned.
 
-A conversation is a list of messages ``{"role": ..., "content": ...}``. A format writes it as one document: the chat
-template of the tokenizer, or one pattern for all messages. In the token file a token of the context, which is read but not
-learned, is stored as its complement ``~token``, which is negative; :func:`bare` gives the token back.
+A conversation is a list of messages ``{"role": ..., "content": ...}``, and what its line has beside them. A format writes it:
+the chat template of the tokenizer, or one pattern for all messages. A field that nothing reads is refused. In the token file
+a token of the context, which is read but not learned, is stored as its complement ``~token``, which is negative;
+:func:`bare` gives the token back.
 """
 
 from __future__ import annotations
@@ -11,23 +12,47 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.data.chat_template import (
+    APPENDED,
+    END,
+    ENDLESS,
+    LEARNED,
+    PARTLY,
+    PARTS,
+    PROMPT,
+    SPLIT,
+    TODAY,
+    ChatTemplate,
+    Conversation,
+    Message,
+    fields_read,
+)
+from telechat_moe.data.tokenizer import special_tokens
+from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import is_object
+from telechat_moe.reading import read_object, read_text
 
 if TYPE_CHECKING:
     from telechat_moe.data.tokenizer import Tokenizer
 
-Message = dict[str, Any]
 STORED = np.dtype(np.int32)
 """Type of the tokens in the file: it must have a sign."""
 CONTENT = "{content}"
+KWARGS = "chat_template_kwargs"
+"""The field of a line whose fields are variables of the template, too."""
+FLAGS = {"weight": True, "train": True, "loss": True, "masked": False}
+"""Fields by which data sets say whether a message is learned, and what says that it is."""
+_EMPTY = (None, "", [], {})
 _FUNCTION = re.compile(
     r'^[ \t]*((?:async )?def [^\n]{1,100}:)\n[ \t]+r?"""(\w.+?)(?:\n[ \t]*\n|""")', re.M | re.S
 )
@@ -38,28 +63,51 @@ def bare(stored: NDArray[Any]) -> NDArray[Any]:
     return np.where(stored < 0, ~stored, stored)
 
 
-def messages_text(where: str, value: object) -> str:
-    """Return messages as one line of JSON, equal messages as equal lines.
+def conversation_text(
+    where: str, line: dict[str, Any], key: str, ignored: dict[str, int] | None = None
+) -> str:
+    """Return a conversation as one line of JSON: its messages, and in an object the other fields that its line has.
+
+    Fields without a value (null, "", [], {}) are left out, and texts that are given in parts joined.
+
+    Args:
+        where: File and line, for messages.
+        line: The line.
+        key: Its field with the messages.
+        ignored: Fields that are left out, with how often they occurred, which is counted.
 
     Raises:
-        BadInputError: They are no list of objects with texts as role and content; ``where`` says which.
+        BadInputError: The messages are no list of objects with texts as role and content.
     """
+    value = line.get(key)
     if not isinstance(value, list) or not value:
         raise BadInputError(
             f"{where}: messages are {_kind(value)}; expected a list with at least one message"
         )
+    messages: list[Message] = []
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise BadInputError(
                 f"{where}: message {number} is {_kind(message)}; expected an object"
             )
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise BadInputError(
-                    f"{where}: message {number} has {_kind(message.get(key))} as {key!r} (keys: "
-                    f"{', '.join(map(repr, message)) or 'none'}); expected text"
+        fields = _filled(message, ignored)
+        rest = fields.keys() - {"role", "content", *FLAGS}
+        content = _content(f"{where}: message {number}", message.get("content"))
+        for name, text in (("role", message.get("role")), ("content", content)):
+            if not isinstance(text, str) and not (name == "content" and text is None and rest):
+                hint = "; ShareGPT's from and value are role and content here" * (
+                    "value" in message
                 )
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True)
+                raise BadInputError(
+                    f"{where}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
+                    f"{', '.join(map(repr, message)) or 'none'}); expected text{hint}"
+                )
+        extra = {name: fields[name] for name in fields.keys() - {"role", "content"}}
+        messages.append(
+            {"content": content, "role": message["role"], **dict(sorted(extra.items()))}
+        )
+    others = _filled({k: v for k, v in line.items() if k != key}, ignored)
+    text = json.dumps({"messages": messages, **others} if others else messages, ensure_ascii=False)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -69,8 +117,53 @@ def messages_text(where: str, value: object) -> str:
     return text
 
 
+def _filled(fields: dict[str, Any], ignored: dict[str, int] | None) -> dict[str, Any]:
+    """Return the fields that have a value and are not ignored; count those that are."""
+    ignored = ignored or {}
+    for name in fields.keys() & ignored.keys():
+        ignored[name] += 1
+    return {k: v for k, v in fields.items() if k not in ignored and v not in _EMPTY}
+
+
+def _content(where: str, content: object) -> object:
+    """Return the content of a message, the texts of its parts joined.
+
+    Raises:
+        BadInputError: It has another part than text.
+    """
+    if not isinstance(content, list):
+        return content
+    texts: list[str] = []
+    for part in content:
+        fields = part if isinstance(part, dict) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            kind = repr(fields.get("type")) if fields else _kind(part)
+            raise BadInputError(
+                f"{where}: has a part of type {kind}; expected parts of type 'text'"
+            )
+        texts.append(fields["text"])
+    return "".join(texts)
+
+
 def _kind(value: object) -> str:
     return "nothing" if value is None else f"a JSON {type(value).__name__}"
+
+
+def _parsed(text: str) -> tuple[list[Message], dict[str, Any]]:
+    """Return messages and other fields of what :func:`conversation_text` wrote.
+
+    Tools may be JSON in a text, as tables have them.
+    """
+    parsed = json.loads(text)
+    value: dict[str, Any] = {"messages": parsed} if isinstance(parsed, list) else parsed
+    messages = [{"role": message["role"], **message} for message in value.pop("messages")]
+    for name in ("tools", "functions", KWARGS):
+        if isinstance(value.get(name), str):
+            try:
+                value[name] = json.loads(value[name])
+            except (ValueError, RecursionError):
+                continue
+    return messages, value
 
 
 def docstring_conversations(source: str) -> Iterator[tuple[int, str]]:
@@ -78,7 +171,20 @@ def docstring_conversations(source: str) -> Iterator[tuple[int, str]]:
     for found in _FUNCTION.finditer(source):
         answer = " ".join(found[2].split())
         messages = [{"role": "user", "content": found[1]}, {"role": "assistant", "content": answer}]
-        yield source.count("\n", 0, found.start(1)) + 1, messages_text("", messages)
+        line = source.count("\n", 0, found.start(1)) + 1
+        yield line, conversation_text("", {"messages": messages}, "messages")
+
+
+class Document(NamedTuple):
+    """What is stored of a conversation, or of a part of it.
+
+    Attributes:
+        source: Which of the conversations it is of.
+        stored: Its tokens as they are stored, int32.
+    """
+
+    source: int
+    stored: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -89,122 +195,241 @@ class ChatFormat:
         loss_roles: Roles whose messages are learned.
         longest: Most tokens of a conversation; longer ones are left out and listed.
         message: Pattern of a message with ``{role}`` and ``{content}``; None: ``template``.
-        template: Chat template (Jinja).
-        variables: Special tokens by the names that the template has for them.
+        template: Chat template.
+        ignored: Fields of lines and messages that are left out.
     """
 
     loss_roles: tuple[str, ...]
     longest: int
     message: str | None = None
-    template: str = ""
-    variables: dict[str, str] = field(default_factory=dict[str, str])
+    template: ChatTemplate | None = None
+    ignored: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the tokens, JSON values."""
-        how = self.message
-        if how is None:
-            how = "chat template " + hashlib.sha256(self.template.encode()).hexdigest()
-        return {"loss_roles": list(self.loss_roles), "message": how, "seq_length": self.longest}
+        how: dict[str, Any] = {"loss_roles": list(self.loss_roles), "message": self.message}
+        if self.template is not None:
+            what = json.dumps([self.template.source, self.template.special], sort_keys=True)
+            how["message"] = f"chat template {hashlib.sha256(what.encode()).hexdigest()}"
+            if self.template.settings:
+                how["variables"] = self.template.settings
+        if self.ignored:
+            how["ignore_fields"] = sorted(self.ignored)
+        return how | {"seq_length": self.longest}
 
     def encode(
-        self, tokenizer: Tokenizer, names: Sequence[str], texts: Sequence[str]
-    ) -> list[np.ndarray]:
-        """Return the tokens of conversations as they are stored, int32.
+        self,
+        tokenizer: Tokenizer,
+        names: Sequence[str],
+        texts: Sequence[str],
+        counts: Counter[str] | None = None,
+    ) -> list[Document]:
+        """Return the documents of conversations: one of each, or several where a template writes it differently as it grows.
 
         Args:
             names: Where they come from, for messages.
-            texts: What :func:`messages_text` made of them.
+            texts: What :func:`conversation_text` made of them.
+            counts: What :func:`notes` tells is counted here.
 
         Raises:
             BadInputError: Nothing of one is learned, or the template cannot write it.
         """
-        encode = self._by_pattern if self.message is not None else self._by_template
-        found = encode(tokenizer, names, [json.loads(text) for text in texts])
-        for name, stored in zip(names, found, strict=True):
-            if not (stored >= 0).any():
-                raise BadInputError(
-                    f"{name}: no message of the role {' or '.join(self.loss_roles)}, so nothing is learned from it; leave "
-                    "it out, or name its roles in telechat_moe.conversations.loss_roles"
-                )
-        return found
+        counts = Counter() if counts is None else counts
+        parsed = [_parsed(text) for text in texts]
+        learned = [self._learned(name, m) for name, (m, _) in zip(names, parsed, strict=True)]
+        if self.template is None:
+            return self._by_pattern(tokenizer, [messages for messages, _ in parsed], learned)
+        documents: list[Document] = []
+        for source, (name, (messages, others)) in enumerate(zip(names, parsed, strict=True)):
+            variables = self._variables(others)
+            talk = Conversation(
+                self.template,
+                tokenizer,
+                name,
+                _unflagged(messages),
+                variables,
+                learned[source],
+                counts,
+            )
+            documents += [
+                Document(source, np.where(mask, tokens, ~tokens).astype(STORED))
+                for tokens, mask in talk.documents()
+            ]
+        return documents
+
+    def _learned(self, name: str, messages: list[Message]) -> list[int]:
+        """Return the numbers of the messages that are learned.
+
+        Raises:
+            BadInputError: None is.
+        """
+        learned = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] in self.loss_roles and flag(name, i, message) is not False
+        ]
+        if not learned:
+            flags = ", ".join(sorted({name for m in messages for name in FLAGS.keys() & m.keys()}))
+            raise BadInputError(
+                f"{name}: no message of the role {' or '.join(self.loss_roles)}"
+                f"{f' that is to be learned ({flags})' if flags else ''}, so nothing is learned from it; leave "
+                "it out, or name its roles in telechat_moe.conversations.loss_roles"
+            )
+        return learned
+
+    def _variables(self, others: dict[str, Any]) -> dict[str, Any]:
+        """Return the variables of a template that the other fields of a line set."""
+        more = others.get(KWARGS)
+        fields = {**others, **more} if isinstance(more, dict) else others
+        names = self.template.variables if self.template is not None else frozenset[str]()
+        return {name: value for name, value in fields.items() if name in names}
 
     def _by_pattern(
-        self, tokenizer: Tokenizer, names: Sequence[str], conversations: list[list[Message]]
-    ) -> list[np.ndarray]:
+        self, tokenizer: Tokenizer, conversations: list[list[Message]], learned: list[list[int]]
+    ) -> list[Document]:
         """Write each message after the other, with the end of document after the learned ones."""
         assert self.message is not None
         before, after = self.message.split(CONTENT)
         markers = functools.lru_cache(lambda role: tokenizer.encode(before.replace("{role}", role)))
-        said = [m["content"] + after for messages in conversations for m in messages]
-        bodies = iter(tokenizer.encode_documents(said))
-        found: list[np.ndarray] = []
-        for messages in conversations:
-            parts: list[np.ndarray] = []
-            for role in (m["role"] for m in messages):
-                body = next(bodies)
-                parts += [~markers(role), body if role in self.loss_roles else ~body[:-1]]
-            found.append(np.concatenate(parts).astype(STORED))
-        return found
-
-    def _by_template(
-        self, tokenizer: Tokenizer, names: Sequence[str], conversations: list[list[Message]]
-    ) -> list[np.ndarray]:
-        """Let the template write the whole, and its beginnings to see where the messages are in it."""
-        found: list[np.ndarray] = []
-        for name, messages in zip(names, conversations, strict=True):
-            whole, spans = self._spans(name, messages)
-            tokens, places_N2 = tokenizer.encode_rendered(whole)
-            kept = np.zeros(len(tokens), bool)
-            for begin, end in spans:
-                kept |= (places_N2[:, 0] >= begin) & (places_N2[:, 1] <= end)
-            found.append(np.where(kept, tokens, ~tokens).astype(STORED))
-        return found
-
-    def _spans(self, name: str, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation and where the learned messages are in it."""
-        render = _renderer()
-
-        def write(count: int, prompt: bool = False) -> str:
-            try:
-                return render(self.template, messages[:count], prompt, self.variables)
-            except Exception as error:  # a template raises what it likes
-                raise BadInputError(f"{name}: the chat template refuses it: {error}") from None
-
-        whole, spans = write(len(messages)), list[tuple[int, int]]()
-        for number, message in enumerate(messages):
-            role = message["role"]
-            if role not in self.loss_roles:
-                continue
-            # An answer begins where the template would let the model begin.
-            start = write(number, role == "assistant") if number or role == "assistant" else ""
-            end = write(number + 1)
-            if not (whole.startswith(end) and end.startswith(start)):
-                raise BadInputError(
-                    f"{name}: the chat template writes message {number} ({role}) differently once more messages follow, so "
-                    "its tokens cannot be told from the context; use a template that only appends, or set "
-                    "telechat_moe.conversations.message"
-                )
-            spans.append((len(start), len(end)))
-        return whole, spans
-
-
-@functools.cache
-def _renderer() -> Callable[[str, list[Message], bool, dict[str, Any]], str]:
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError as error:
-        raise TelechatMoeError(
-            f"chat templates need the package `transformers` ({error}); install it, or set "
-            "telechat_moe.conversations.message"
-        ) from None
-
-    def render(template: str, messages: list[Message], prompt: bool, names: dict[str, Any]) -> str:
-        texts, _ = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=prompt, **names
+        bodies = iter(
+            tokenizer.encode_documents(
+                [m["content"] + after for messages in conversations for m in messages]
+            )
         )
-        return texts[0]
+        documents: list[Document] = []
+        for source, messages in enumerate(conversations):
+            parts: list[np.ndarray] = []
+            for number, message in enumerate(messages):
+                body = next(bodies)
+                parts += [
+                    ~markers(message["role"]),
+                    body if number in learned[source] else ~body[:-1],
+                ]
+            documents.append(Document(source, np.concatenate(parts).astype(STORED)))
+        return documents
 
-    return render
+
+def flag(name: str, number: int, message: Message) -> bool | None:
+    """Return whether a message says that it is learned; None: it does not say.
+
+    Raises:
+        BadInputError: It says something between, or two things.
+    """
+    says = {key: message[key] for key in FLAGS.keys() & message.keys()}
+    if bad := [key for key, value in says.items() if value not in (0, 1) or isinstance(value, str)]:
+        raise BadInputError(
+            f"{name}: message {number} has {bad[0]!r} {message[bad[0]]!r}; expected 0 or 1: a message is learned or is not"
+        )
+    learned = {bool(value) is FLAGS[key] for key, value in says.items()}
+    if len(learned) > 1:
+        raise BadInputError(
+            f"{name}: message {number} has {says}, of which one says that it is learned and one that it is not; remove one"
+        )
+    return learned.pop() if learned else None
+
+
+def _unflagged(messages: list[Message]) -> list[Message]:
+    return [{k: v for k, v in message.items() if k not in FLAGS} for message in messages]
+
+
+class FieldCheck:
+    """Looks at all conversations of a corpus for fields that nothing reads."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self._read = set[tuple[str, str]]()
+        self._unread: dict[tuple[str, str], tuple[int, str]] = {}
+
+    def look(self, place: str, text: str) -> None:
+        """Look at a conversation.
+
+        Args:
+            place: Where it comes from.
+            text: What :func:`conversation_text` made of it.
+        """
+        chat = self.chat
+        messages, others = _parsed(text)
+        variables = chat._variables(others)
+        names = {*others} - {*variables}
+        if KWARGS in names and isinstance(others[KWARGS], dict):
+            names = names - {KWARGS} | {
+                f"{KWARGS}.{name}" for name in others[KWARGS] if name not in variables
+            }
+        unread = Counter((name, "") for name in names)
+        for number, message in enumerate(messages):
+            if message["role"] not in chat.loss_roles and flag(place, number, message):
+                asks = next(name for name in FLAGS if name in message)
+                unread[asks, f"{message['role']}, which is not in loss_roles"] += 1
+        messages = _unflagged(messages)
+        present = Counter((m["role"], k) for m in messages for k in m.keys() - {"role", "content"})
+        if present.keys() - self._read and chat.template is not None:
+            read = fields_read(chat.template, messages, variables)
+            # What the template refuses is refused, with its line, when it is written.
+            self._read |= present.keys() if read is None else read
+        for role, name in present.keys() - self._read:
+            unread[name, role] += present[role, name]
+        for key, count in unread.items():
+            before, first = self._unread.get(key, (0, place))
+            self._unread[key] = before + count, first
+
+    def refuse(self, corpus: str) -> None:
+        """Refuse a corpus with such fields.
+
+        Raises:
+            BadInputError: Names and counts them.
+        """
+        unread = {k: v for k, v in self._unread.items() if k[::-1] not in self._read}
+        if not unread:
+            return
+        listed = [
+            f"{name!r} in {count:,} {f'message(s) of role {role}' if role else 'line(s)'} (first {first})"
+            for (name, role), (count, first) in sorted(unread.items())
+        ]
+        ignored = sorted({*self.chat.ignored, *(name.split(".")[0] for name, _ in unread)})
+        what = "chat template" if self.chat.message is None else "pattern of a message"
+        raise BadInputError(
+            f"{corpus}: fields that the {what} does not read and that would be lost: {', '.join(listed)}; take another "
+            f"template, remove them, or say that they do not matter: telechat_moe.conversations.ignore_fields: "
+            f"[{', '.join(ignored)}]"
+        )
+
+
+def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
+    """Say what a user should know of how conversations were written, from what was counted."""
+    learned, eos, told = counts[LEARNED], tokenizer.name(tokenizer.eos), list[str]()
+    if count := counts[ENDLESS]:
+        told.append(
+            f"{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
+            "there: the chat template writes none, or leaves it out of what it marks; let it write "
+            f"{eos} after an answer"
+        )
+    if count := counts[PARTLY]:
+        told.append(
+            f"{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
+            "does not write where it marks what the model writes; it may drop the reasoning of earlier answers"
+        )
+    stops = {END + tokenizer.name(token) for token in tokenizer.stops if tokenizer.name(token)}
+    for key in sorted(k for k in counts if k.startswith(END) and k not in stops):
+        told.append(
+            f"{counts[key]:,} of {learned:,} learned messages end with {key.removeprefix(END)}, where generation does not stop by default: "
+            "it is neither eos_token in tokenizer_config.json nor in eos_token_id of generation_config.json; name it there"
+        )
+    if count := counts[APPENDED]:
+        told.append(
+            f"{count:,} documents got {eos} at their end, because the chat template ends the last answer "
+            "with no token"
+        )
+    if count := counts[SPLIT]:
+        told.append(
+            f"{count:,} conversations became {counts[PARTS]:,} documents, because the chat template writes "
+            "earlier messages differently once more follow; each answer is learned once, after what the model would read"
+        )
+    for key in sorted(k for k in counts if k.startswith(PROMPT)):
+        told.append(
+            f"{counts[key]:,} of {learned:,} learned messages do not begin with {key.removeprefix(PROMPT)}, with which the chat template lets "
+            "the model begin; the model does not learn to go on from there"
+        )
+    return told
 
 
 def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
@@ -217,42 +442,53 @@ def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
     """
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     config, alone = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    given: dict[str, Any] = {}
-    try:
-        if config.is_file():
-            given = json.loads(config.read_text(encoding="utf-8"))
-        template = (
-            alone.read_text(encoding="utf-8") if alone.is_file() else given.get("chat_template")
-        )
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{folder}: its chat template cannot be read: {error}") from None
+    template = None
+    if alone.is_file():
+        template = read_text(alone)
+    elif config.is_file():
+        template = read_object(config).get("chat_template")
     if isinstance(template, list):  # several with names
-        template = {t.get("name"): t.get("template") for t in template}.get("default")
+        default = (
+            t.get("template") for t in template if is_object(t) and t.get("name") == "default"
+        )
+        template = next(default, None)
     if not isinstance(template, str):
         raise BadInputError(
             f"{folder}: no chat_template.jinja and no chat_template in tokenizer_config.json; add one, or say in "
             "telechat_moe.conversations.message how a message is written"
         )
-    names: dict[str, str] = {}
-    for key, value in given.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            names[key] = text
-    return template, names
+    return template, special_tokens(folder)
 
 
-def format_of(recipe: Any) -> ChatFormat | None:
+def format_of(recipe: Any, tokenizer: str | None = None) -> ChatFormat | None:
     """Return how a recipe writes conversations; None: it trains on text.
 
+    Args:
+        tokenizer: The tokenizer whose chat template is meant; None: the recipe's.
+
     Raises:
-        BadInputError: It wants the chat template of a tokenizer that has none.
+        BadInputError: It wants the chat template of a tokenizer that has none, or sets what a template does not read.
     """
     section = recipe.telechat_moe.conversations
     if section is None:
         return None
     longest, roles = recipe.train_dataset.data_loader.config.seq_length, tuple(section.loss_roles)
+    ignored = tuple(section.ignore_fields)
     if section.message is not None:
-        return ChatFormat(roles, longest, section.message)
-    return ChatFormat(
-        roles, longest, None, *read_template(Path(recipe.telechat_moe.corpus.tokenizer))
-    )
+        return ChatFormat(roles, longest, section.message, ignored=ignored)
+    source, special = read_template(Path(tokenizer or recipe.telechat_moe.corpus.tokenizer))
+    template = ChatTemplate(source, special, section.variables)
+    settable = template.variables | ({TODAY} if TODAY in source else set[str]())
+    if unread := section.variables.keys() - settable:
+        raise BadInputError(
+            f"telechat_moe.conversations.variables: {', '.join(sorted(unread))}: the chat template does not read it (it reads "
+            f"{', '.join(sorted(settable)) or 'none'}); remove it"
+        )
+    if TODAY in section.variables:
+        try:
+            date.fromisoformat(str(section.variables[TODAY]))
+        except ValueError as error:
+            raise BadInputError(
+                f"telechat_moe.conversations.variables.{TODAY}: {error}; expected a day, 'YYYY-MM-DD'"
+            ) from None
+    return ChatFormat(roles, longest, None, template, ignored)

@@ -14,6 +14,7 @@ that runs this: every ``*.py`` under ``sysconfig``'s stdlib path, without ``site
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -28,8 +29,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.data.conversations import docstring_conversations, messages_text
+from telechat_moe.data.conversations import conversation_text, docstring_conversations
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.reading import most_inflated
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ LINE_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 _ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
+_LONGEST_LINE = 1 << 26
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
@@ -86,8 +89,9 @@ class Corpus:
         label: What it is, for people and the manifest.
         files: The files in order.
         text_key: Key of the text in ``.jsonl`` lines and ``.parquet`` rows.
-        conversations: Documents are conversations, as ``messages_text`` writes them: lines with messages under
+        conversations: Documents are conversations, as ``conversation_text`` writes them: lines with messages under
             ``text_key``, or functions of the default corpus and their docstrings.
+        ignored: Fields of conversations that are left out, with how often they occurred.
         valid_files: How many of the files, the last ones, are validation data; None: they are not told apart.
         skipped: Names of files found in folders that are not text, filled by ``documents``.
         empty: Number of empty documents that the last full iteration left out.
@@ -100,6 +104,7 @@ class Corpus:
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     empty: int = 0
     conversations: bool = False
+    ignored: dict[str, int] = field(default_factory=dict[str, int])
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents that are not empty.
@@ -125,7 +130,7 @@ class Corpus:
 
     def _read(self, source: SourceFile) -> Iterator[Document]:
         if source.kind in LINE_SUFFIXES:
-            yield from _read_lines(source, self.text_key, self.conversations)
+            yield from self._read_lines(source)
             return
         if self.conversations and source.explicit:
             raise BadInputError(
@@ -155,6 +160,26 @@ class Corpus:
             return
         yield Document(source.name, text)
 
+    def _read_lines(self, source: SourceFile) -> Iterator[Document]:
+        number = 0
+        with (
+            _reading(source, lambda: f"after line {number}" if number else "at all"),
+            _open(source) as stream,
+        ):
+            for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
+                where = f"{source.path}: line {number}"
+                if len(line) > _LONGEST_LINE:
+                    raise BadInputError(f"{where}: more than {_LONGEST_LINE:,} bytes; divide it")
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if not line.strip():
+                    continue
+                value = _parse_line(where, line, self.text_key)
+                if self.conversations:
+                    text = conversation_text(where, value, self.text_key, self.ignored)
+                else:
+                    text = _text(where, value, self.text_key)
+                yield Document(f"{source.name}:{number}", text)
+
     def warn_skipped(self) -> None:
         """Log how many files of folders were skipped, and the first of them."""
         if self.skipped:
@@ -171,6 +196,7 @@ def open_corpus(
     extensions: Sequence[str] | None = None,
     text_key: str | None = None,
     conversations: bool = False,
+    ignored: Sequence[str] = (),
     valid: Sequence[str | os.PathLike[str]] = (),
 ) -> Corpus:
     """List the files of a corpus.
@@ -181,6 +207,7 @@ def open_corpus(
             takes all that are text.
         text_key: Key of the text or messages in ``.jsonl`` lines and ``.parquet`` rows; None: ``text`` or ``messages``.
         conversations: Take conversations, from ``.jsonl`` files only; see :class:`Corpus`.
+        ignored: Fields of conversations to leave out.
         valid: Files and folders of validation data; none leaves it open which documents are.
 
     Raises:
@@ -190,13 +217,14 @@ def open_corpus(
         "extensions": extensions,
         "text_key": text_key,
         "conversations": conversations,
+        "ignored": ignored,
     }
     if valid:
         return _both(open_corpus(paths, **how), open_corpus(valid, **how))
     paths = [path for path in paths if os.fspath(path)]
     if not paths:
         corpus = default_corpus()
-        corpus.conversations = conversations
+        corpus.conversations, corpus.ignored = conversations, dict.fromkeys(ignored, 0)
         return corpus
     endings = LINE_SUFFIXES if conversations else None
     if extensions is not None:
@@ -206,6 +234,8 @@ def open_corpus(
     for given in map(Path, paths):
         if not given.exists():
             raise BadInputError(f"{given}: no such file or folder; check --corpus")
+        if not (given.is_file() or given.is_dir()):  # a pipe or /dev/zero, which have no end
+            raise BadInputError(f"{given}: no regular file or folder; check --corpus")
         for source in _list(given, endings):
             resolved = source.path.resolve()
             if resolved not in seen:
@@ -217,7 +247,9 @@ def open_corpus(
         raise BadInputError(f"{where}: no files{wanted} found; check --corpus")
     label = ", ".join(Path(path).name or str(path) for path in paths)
     text_key = text_key or ("messages" if conversations else "text")
-    return Corpus(label, files, text_key, conversations=conversations)
+    return Corpus(
+        label, files, text_key, conversations=conversations, ignored=dict.fromkeys(ignored, 0)
+    )
 
 
 def _both(train: Corpus, valid: Corpus) -> Corpus:
@@ -318,22 +350,15 @@ def _reading(source: SourceFile, at: Callable[[], str]) -> Iterator[None]:
 def _read_bytes(source: SourceFile) -> bytes:
     done = bytearray()
     with _reading(source, lambda: f"after byte {len(done)}"), _open(source) as stream:
+        compressed = source.path.suffix.lower() in (".gz", ".zst")
+        limit = most_inflated(source.path.stat().st_size) if compressed else sys.maxsize
         while block := stream.read(1 << 20):
             done += block
+            if len(done) > limit:
+                raise BadInputError(
+                    f"{source.path}: inflates to more than {limit:,} bytes; expected a text that shrinks less"
+                )
     return bytes(done)
-
-
-def _read_lines(source: SourceFile, key: str, conversations: bool) -> Iterator[Document]:
-    number = 0
-    where = f"{source.path}: line"
-    with (
-        _reading(source, lambda: f"after line {number}" if number else "at all"),
-        _open(source) as stream,
-    ):
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                text = _parse_line(f"{where} {number}", line, key, conversations)
-                yield Document(f"{source.name}:{number}", text)
 
 
 def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
@@ -346,7 +371,9 @@ def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
                 raise BadInputError(
                     f"{source.path}: has no column {key!r} (columns: {names}); choose one with --text-key"
                 )
-            if schema.field(key).type not in (arrow.string(), arrow.large_string()):
+            kind = schema.field(key).type
+            kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+            if str(kind) not in ("string", "large_string", "string_view"):
                 raise BadInputError(
                     f"{source.path}: column {key!r} is {schema.field(key).type}, not text; choose another with --text-key"
                 )
@@ -367,25 +394,36 @@ def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
         ) from None
 
 
-def _parse_line(where: str, line: bytes, key: str, conversations: bool) -> str:
+def _parse_line(where: str, line: bytes, key: str) -> dict[str, Any]:
+    """Return the object of a line, which has the key."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadInputError(f"{where}: not UTF-8 text: byte {error.start} of the line") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        at = f" at column {error.colno}: {error.msg}" if isinstance(error, ValueError) else ""
+    except (RecursionError, ValueError) as error:
+        at = ": nested too deeply, or a number of thousands of digits"
+        if isinstance(error, json.JSONDecodeError):
+            at = f" at column {error.colno}: {error.msg}"
         raise BadInputError(f"{where}: not JSON{at}; each line must be one JSON object") from None
     if not isinstance(value, dict):
         raise BadInputError(
             f"{where}: a JSON {type(value).__name__}, expected an object with the key {key!r}"
         )
-    text = value.get(key)
-    if conversations and key in value:
-        return messages_text(where, text)
-    if not isinstance(text, str):
+    if key not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "none"
-        what = "has no key" if key not in value else f"has {type(text).__name__}, not text, under"
-        raise BadInputError(f"{where}: {what} {key!r} (keys: {keys}); choose one with --text-key")
+        raise BadInputError(
+            f"{where}: has no key {key!r} (keys: {keys}); choose one with --text-key"
+        )
+    return value
+
+
+def _text(where: str, value: dict[str, Any], key: str) -> str:
+    text = value[key]
+    if not isinstance(text, str):
+        keys = ", ".join(map(repr, list(value)[:8]))
+        raise BadInputError(
+            f"{where}: has {type(text).__name__}, not text, under {key!r} (keys: {keys}); choose one with --text-key"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

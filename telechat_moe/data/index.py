@@ -21,6 +21,7 @@ from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import Allocate, Indices, Progress, build_indices, sizes_of
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import json_bytes, locked, new_folder, sync_file, write_atomic
+from telechat_moe.reading import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def _finish(folder: Path, arrays: Arrays) -> None:
 def _read(folder: Path) -> Arrays | None:
     """Open an index; None: it is not there, or not whole."""
     try:
-        sizes = json.loads((folder / _ABOUT).read_bytes())["bytes"]
+        sizes = parse_json((folder / _ABOUT).read_bytes())["bytes"]
         if not all((folder / file).stat().st_size == size for file, size in sizes.items()):
             logger.warning("%s: not whole; building it again", folder)
             return None

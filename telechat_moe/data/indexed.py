@@ -16,7 +16,6 @@ Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py`` (the format o
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import checksum, json_bytes, sync_file, write_atomic
+from telechat_moe.reading import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -228,7 +228,7 @@ class IndexedDataset:
             return False
         path = self._record
         try:
-            known = json.loads(path.read_bytes())
+            known = parse_json(path.read_bytes())
             if known["files"] != self._stamps():
                 return False
             self._fingerprint = str(known["fingerprint"])
@@ -263,7 +263,7 @@ class IndexedDataset:
         """Return the number of sequences."""
         return len(self.sequence_lengths)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> NDArray[Any]:
         """Return the tokens of a sequence, without copying; negative numbers count from the end."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.prefix}")
@@ -282,6 +282,12 @@ class IndexedDataset:
     def num_documents(self) -> int:
         """Number of documents."""
         return len(self.document_indices) - 1
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, of all its sequences."""
+        ends = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        return np.diff(ends[self.document_indices])
 
     @property
     def num_tokens(self) -> int:

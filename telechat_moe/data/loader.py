@@ -8,9 +8,9 @@
         state = loader.state()          # the next sample to serve; JSON
     loader.load_state(state)
 
-The order is that of MindFormers: samples 0, 1, 2, ... of the dataset (which is shuffled already),
-and the same order in every further epoch. With ``deal_to`` the samples of a step are dealt to ranks and
-micro-batches by their attention; which step they belong to stays.
+The order is that of MindFormers: samples 0, 1, 2, ... of the dataset (which is shuffled already), and the same order in
+every further epoch, whatever the batch (:mod:`telechat_moe.data.epochs`). With ``deal_to`` the samples of a step are
+dealt to ranks and micro-batches by their attention; which step they belong to stays.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ import numpy as np
 from telechat_moe.data.balance import deal
 from telechat_moe.data.blend import Blend
 from telechat_moe.data.dataset import Dataset
+from telechat_moe.data.epochs import Epochs
 from telechat_moe.data.mixture import MixedDataset
 from telechat_moe.data.sample import Batch
 from telechat_moe.errors import BadInputError, UsageError
@@ -38,9 +40,14 @@ STATE_VERSION = 1
 class Batches(AbstractContextManager["Batches"], ABC):
     """Batches of training samples in order, and the position among them.
 
+    Args:
+        epoch_samples: Samples of a pass.
+        epochs: Passes; None never ends.
+        unit: Samples that are of one epoch (:class:`telechat_moe.data.epochs.Epochs`); None: a batch.
+
     Attributes:
-        samples_per_epoch: Samples served in a pass.
-        next_sample: First sample of the next batch, counted over all epochs.
+        next_sample: Place of the next sample, counted over all epochs.
+        earlier_samples: Samples of other data that the run read before these, and that count as read.
         deal_to: Data-parallel ranks and micro-batches of a step, to which its samples are dealt (see ``balance``); a
             batch is a micro-batch of all ranks, rank by rank. None: in the order of the dataset.
         order: How the samples of the last step were dealt, ``[micro-batches, ranks, samples]``, counted from the
@@ -50,25 +57,32 @@ class Batches(AbstractContextManager["Batches"], ABC):
     def __init__(
         self,
         batch_size: int,
-        samples_per_epoch: int,
+        epoch_samples: int,
         epochs: int | None,
         deal_to: tuple[int, int] | None,
+        unit: int | None = None,
     ) -> None:
-        self.batch_size, self.samples_per_epoch = batch_size, samples_per_epoch
-        self.next_sample = self._first = 0
+        self.batch_size, self.deal_to = batch_size, deal_to
+        self.step_samples = batch_size * (deal_to[1] if deal_to else 1)
+        self.next_sample = self._first = self.earlier_samples = 0
         self.order: np.ndarray | None = None
-        self.deal_to = deal_to
-        self._end = math.inf if epochs is None else samples_per_epoch * epochs
+        end = math.inf if epochs is None else epoch_samples * epochs
+        self._epochs = Epochs(epoch_samples, unit or self.step_samples, end)
 
     @property
-    def step_samples(self) -> int:
-        """Samples that are dealt together, those of a step; of a batch where none are dealt."""
-        return self.batch_size * (self.deal_to[1] if self.deal_to else 1)
+    def epochs(self) -> Epochs:
+        """The passes over the samples, which end earlier where others were read before."""
+        return replace(self._epochs, end=self._epochs.end - self.earlier_samples)
 
-    def _step_of(self, start: int) -> int | None:
-        """Return the first sample of the step to which the batch from ``start`` on belongs; None: the data end before."""
-        step = start - (start - self._first) % self.step_samples
-        return None if step + self.step_samples > self._end else step
+    def _next(self, place: int) -> tuple[int, int] | None:
+        """Return where the batch that comes next begins, and its step; None: the data end before."""
+        epochs = self.epochs
+        first = max(self._first, place - place % epochs.size)  # steps follow each other from here
+        if (place - first) % epochs.unit == 0:
+            place = epochs.begin(place)
+            first = max(first, place - place % epochs.size)
+        step = place - (place - first) % epochs.unit
+        return None if step + epochs.unit > epochs.end else (place, step)
 
     def __iter__(self) -> Iterator[Batch]:
         """Return the batches themselves: iteration continues where it stopped."""
@@ -114,15 +128,17 @@ class Batches(AbstractContextManager["Batches"], ABC):
         Raises:
             UsageError: Samples are dealt, and some of a step are not served yet.
         """
-        if (self.next_sample - self._first) % self.step_samples:
+        following = self._next(self.next_sample)
+        if self.deal_to and following and following[0] != following[1]:
             raise UsageError(
-                f"{self.next_sample - self._first} samples are no whole steps of {self.step_samples} samples, which are "
+                f"{following[0] - following[1]} samples are no whole steps of {self.step_samples} samples, which are "
                 "dealt together; take the state after a step"
             )
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "next_sample": self.next_sample,
-            "samples_per_epoch": self.samples_per_epoch,
+            "samples_per_epoch": self._epochs.size,
+            "earlier_samples": self.earlier_samples,
             "dataset": self.fingerprint(),
         }
         if (past := self.past(self.next_sample)) is not None:
@@ -133,7 +149,7 @@ class Batches(AbstractContextManager["Batches"], ABC):
         """Return how many samples of a step are of each source; None: there is one source only."""
         if self.blend is None:
             return None
-        return self.blend.counts(np.arange(first, first + count) % self.samples_per_epoch)
+        return self.blend.counts(self._epochs.samples(first, count))
 
     def load_state(self, state: dict[str, Any], other_data: bool = False) -> bool:
         """Continue where ``state`` was taken; return whether it was with other data, which begin at their first sample.
@@ -146,13 +162,14 @@ class Batches(AbstractContextManager["Batches"], ABC):
         Raises:
             BadInputError: If the state is of another version or another dataset.
         """
-        missing = {"version", "next_sample", "dataset"} - set(state)
+        missing = {"version", "next_sample", "samples_per_epoch", "dataset"} - set(state)
         if missing or state["version"] != STATE_VERSION:
             raise BadInputError(
                 f"data state {state} cannot be read: expected version {STATE_VERSION} with "
-                "next_sample and dataset"
+                "next_sample, samples_per_epoch and dataset"
             )
         other, sample = state["dataset"] != self.fingerprint(), int(state["next_sample"])
+        size, earlier = int(state["samples_per_epoch"]), int(state.get("earlier_samples", 0))
         if not other and (past := self.past(sample)) is not None:
             other = state.get("mixture") != past
             if other and not other_data:
@@ -161,32 +178,37 @@ class Batches(AbstractContextManager["Batches"], ABC):
                     f"masks before that sample differ; leave telechat_moe.mixture as it was up to sample {sample}, where "
                     "an item may begin, begin with these data (telechat_moe.resume_data: new), or start from the beginning"
                 )
+            if not other and size != self._epochs.size < sample:
+                raise BadInputError(
+                    f"the checkpoint saw {sample} samples of a mixture of {size}, the recipe's has {self._epochs.size}; "
+                    f"at least {sample} in train_dataset.data_loader.sizes"
+                )
         if other and not other_data:
             raise BadInputError(
                 "the checkpoint was made with other training data: files, seed, sizes, sequence length or masks "
                 "differ; resume with the old ones, begin with these ones (telechat_moe.resume_data: new), or start "
                 "from the beginning"
             )
-        self.seek(0 if other else sample)
+        self.earlier_samples = earlier + other * sample
+        self.seek(0 if other else self._epochs.place_of(sample, size))
         return other
 
 
 class Loader(Batches):
     """Read batches from a dataset.
 
-    A batch is a dict of the dataset's columns with a leading axis ``batch_size``. A last batch that
-    cannot be filled is dropped, so within an epoch no sample is served twice.
+    A batch is a dict of the dataset's columns with a leading axis ``batch_size``.
 
     Args:
         dataset: What to read.
         prefetch: Batches prepared ahead by a thread.
         epochs: Passes over the samples; None never ends.
-        epoch_samples: Samples of a pass; the whole dataset if None. Rounded down to whole batches.
-        deal_to: See :class:`Batches`.
+        epoch_samples: Samples of a pass; the whole dataset if None.
+        deal_to, unit: See :class:`Batches`.
         mark_sources: Multiply the loss mask of each sample by one plus the number of its source, where there are several.
 
     Raises:
-        BadInputError: If the samples do not fill one batch.
+        BadInputError: If the samples do not fill one unit.
     """
 
     def __init__(
@@ -198,6 +220,7 @@ class Loader(Batches):
         epochs: int | None = 1,
         epoch_samples: int | None = None,
         deal_to: tuple[int, int] | None = None,
+        unit: int | None = None,
         mark_sources: bool = False,
     ) -> None:
         if batch_size < 1 or prefetch < 0:
@@ -205,18 +228,17 @@ class Loader(Batches):
                 f"batch_size {batch_size}, prefetch {prefetch}: expected a size of 1 or more, prefetch >= 0"
             )
         available = len(dataset) if epoch_samples is None else min(epoch_samples, len(dataset))
-        served = available // batch_size * batch_size
-        if served == 0:
+        super().__init__(batch_size, available, epochs, deal_to, unit)
+        if available < self._epochs.unit:
             raise BadInputError(
-                f"{available} samples do not fill one batch of {batch_size}; lower the batch size or add text"
+                f"{available} samples do not fill one batch of {self._epochs.unit}; lower the batch size or add text"
             )
-        super().__init__(batch_size, served, epochs, deal_to)
         self.dataset = dataset
         self._mark_sources = mark_sources
         self._dealt: tuple[int, np.ndarray] | None = None  # a step's first sample, and its order
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[tuple[Batch, np.ndarray | None]]] = deque()
+        self._ahead: deque[tuple[int, Future[tuple[Batch, np.ndarray | None]]]] = deque()
 
     def fingerprint(self) -> str:
         """See :meth:`Batches.fingerprint`."""
@@ -236,20 +258,22 @@ class Loader(Batches):
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "telechat-moe-data")
         while len(self._ahead) <= self._prefetch:
-            start = self.next_sample + len(self._ahead) * self.batch_size
-            if (step := self._step_of(start)) is None:
+            end = self._ahead[-1][0] + self.batch_size if self._ahead else self.next_sample
+            if (following := self._next(end)) is None:
                 break
-            self._ahead.append(self._thread.submit(self._prepare, step, start))
+            place, step = following
+            self._ahead.append((place, self._thread.submit(self._prepare, step, place)))
         if not self._ahead:
             self.close()
             raise StopIteration
+        place, future = self._ahead[0]
         try:
-            batch, self.order = self._ahead[0].result()
+            batch, self.order = future.result()
         except BaseException:
             self.close()
             raise
         self._ahead.popleft()
-        self.next_sample += self.batch_size
+        self.next_sample = place + self.batch_size
         return batch
 
     def _prepare(self, step: int, start: int) -> tuple[Batch, np.ndarray | None]:
@@ -259,7 +283,7 @@ class Loader(Batches):
             return self._batch(rows), None
         if self._dealt is None or self._dealt[0] != step:
             # By batches, which bounds the memory for long sequences.
-            rows = np.arange(step, step + self.step_samples) % self.samples_per_epoch
+            rows = np.arange(step, step + self.step_samples) % self._epochs.size
             parts = np.split(rows, self.deal_to[1])
             pairs = np.concatenate([self.dataset.visible_pairs(part) for part in parts])
             self._dealt = step, deal(pairs, *self.deal_to)
@@ -269,7 +293,7 @@ class Loader(Batches):
 
     def _batch(self, rows: np.ndarray) -> Batch:
         """Return samples of the dataset, counted over all epochs."""
-        indices = rows % self.samples_per_epoch
+        indices = rows % self._epochs.size
         batch = self.dataset.batch(indices)
         if self._mark_sources and self.blend is not None and len(self.blend.datasets) > 1:
             marks_B = 1 + self.blend.chosen[indices].astype(np.float32)

@@ -3,8 +3,8 @@
 Lines by ``event``:
 
 ``start``
-    A process begins: ``step`` (last step done), ``next_sample``, ``samples_per_epoch``, ``global_batch``, ``dataset``
-    (fingerprint), ``data_path``, ``layout``, ``rollbacks`` (of the checkpoint that it resumes from); ``sources``: the
+    A process begins: ``step`` (last step done), ``next_sample``, ``samples_per_epoch``, ``earlier_samples`` (of other data
+    that count as read), ``global_batch``, ``unit`` (samples that are of one epoch), ``dataset`` (fingerprint), ``data_path``, ``layout``, ``rollbacks`` (of the checkpoint that it resumes from); ``sources``: the
     prefixes, where there are several; ``mixture``: their schedule, of each segment the first sample, and number,
     fingerprint and weight of each source that has a weight (``telechat_moe.mixture``); ``new_data``: true,
     the data are others than that checkpoint's and begin anew; ``continues``: that checkpoint, if it is another run's.

@@ -7,6 +7,8 @@ the tokenizer learns from and the shards; none of these needs the text a second 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,13 @@ SHARD_BYTES = 1 << 21
 LEARN_BYTES = 32 << 20
 """The tokenizer learns from at most this much text, the documents of smallest hash."""
 LEARN_BYTES_PER_DOCUMENT = 1 << 20
+_LONGEST_WORD = 1 << 7
+"""Characters of a word that the tokenizer learns from in one piece; the time that it takes grows with their square."""
+_LONG_WORD = re.compile(
+    "|".join(
+        f"{kind}{{{_LONGEST_WORD},}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,10 @@ class Scan:
         return np.unique(starts // SHARD_BYTES, return_inverse=True)[1]
 
 
-def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
-    """Read the corpus once and hash every document."""
+def scan_corpus(
+    corpus: Corpus, progress: Progress | None, look: Callable[[str, str], None] | None = None
+) -> Scan:
+    """Read the corpus once and hash every document; ``look`` gets name and text of each."""
     whole = hashlib.sha256()
     hashes, sizes, valid = bytearray(), bytearray(), bytearray()
     for number, document in enumerate(corpus.documents(), 1):
@@ -84,6 +95,8 @@ def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
         hashes += digest[:8]
         sizes += len(data).to_bytes(8, "little")
         valid.append(document.valid)
+        if look is not None:
+            look(document.name, document.text)
         if progress is not None:
             progress("reading documents", number, None)
     if not sizes:
@@ -100,6 +113,16 @@ def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
         np.frombuffer(sizes, dtype="<i8"),
         named,
     )
+
+
+def learn_from(text: str) -> Iterator[str]:
+    """Yield the parts of a document that the tokenizer learns from: its beginning, within words that have no end."""
+    text, start = text[:LEARN_BYTES_PER_DOCUMENT], 0
+    for word in _LONG_WORD.finditer(text):
+        for end in range(word.start() + _LONGEST_WORD, word.end() + 1, _LONGEST_WORD):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def hash64(data: bytes) -> int:

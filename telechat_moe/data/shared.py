@@ -258,7 +258,7 @@ class SharedLoader(Loader):
         self._publisher = publisher
         publisher.begin(
             {
-                "samples_per_epoch": self.samples_per_epoch,
+                "samples_per_epoch": self._epochs.size,
                 "dataset": self.fingerprint(),
                 "past": self.past(len(dataset)),
             }
@@ -285,7 +285,7 @@ class FollowingLoader(Batches):
     """The batches of another process of this host, which uses a :class:`SharedLoader` of the same recipe.
 
     Args:
-        epochs, deal_to: As the reader's.
+        epochs, deal_to, unit: As the reader's.
 
     Raises:
         RankDiedError: The reader ended.
@@ -298,18 +298,20 @@ class FollowingLoader(Batches):
         *,
         epochs: int | None = 1,
         deal_to: tuple[int, int] | None = None,
+        unit: int | None = None,
     ) -> None:
         self._subscriber, self._about = subscriber, subscriber.begin()
-        super().__init__(batch_size, self._about["samples_per_epoch"], epochs, deal_to)
+        super().__init__(batch_size, self._about["samples_per_epoch"], epochs, deal_to, unit)
 
     def __next__(self) -> Batch:
         """See :meth:`Batches.__next__`."""
-        if (step := self._step_of(self.next_sample)) is None:
+        if (following := self._next(self.next_sample)) is None:
             raise StopIteration
-        batch = self._subscriber.take((step, self.next_sample))
+        place, step = following
+        batch = self._subscriber.take((step, place))
         order = batch.pop(_ORDER, None)
         self.order = None if order is None else order.copy()
-        self.next_sample += self.batch_size
+        self.next_sample = place + self.batch_size
         return batch
 
     def fingerprint(self) -> str:

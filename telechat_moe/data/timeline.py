@@ -1,14 +1,17 @@
 """samples.jsonl folded into the steps that count, without those that a resume or a rollback undid."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from telechat_moe.data.epochs import Epochs
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import parse_json
+
+_MANY = 100
 
 
 @dataclass
@@ -40,6 +43,7 @@ class DataSpan:
         data_path: As in the recipe; empty: the log does not say.
         dataset: Fingerprint.
         samples_per_epoch: Samples of a pass.
+        earlier_samples: Samples of other data that count as read; None: the log does not say.
         first_step, last_step: Of the steps that count; 0: none.
         read_again: Their token ids were compared.
     """
@@ -47,6 +51,7 @@ class DataSpan:
     data_path: list[str]
     dataset: str
     samples_per_epoch: int
+    earlier_samples: int | None = 0
     first_step: int = 0
     last_step: int = 0
     read_again: bool = False
@@ -63,6 +68,8 @@ class Audit:
         samples: Samples that these saw.
         epochs: Passes over the samples, the last one perhaps not whole.
         samples_per_epoch: Samples of a pass.
+        unread: Samples at the ends of epochs that do not fill a step.
+        to_come: Samples that the run has not reached yet.
         undone: Steps that were done and undone.
         skipped: Steps that count whose update was left out.
         starts: Every process.
@@ -79,6 +86,8 @@ class Audit:
     samples: int = 0
     epochs: float = 0.0
     samples_per_epoch: int = 0
+    unread: int = 0
+    to_come: int = 0
     undone: int = 0
     skipped: int = 0
     starts: list[Start] = field(default_factory=list[Start])
@@ -90,11 +99,19 @@ class Audit:
 
 @dataclass
 class Entry:
-    """A step that counts, or samples that a rollback left out."""
+    """A step that counts, or samples that a rollback left out.
+
+    Attributes:
+        first, end: Places in the data (:mod:`telechat_moe.data.epochs`), of its first sample and after its last one.
+        parts: Places of its samples, as (first, end) of the parts in one epoch.
+        begin: Place after the step before, from which on samples were left that do not fill a step.
+    """
 
     first: int
     end: int
     step: int | None
+    parts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    begin: int = -1
     content: str = ""
     applied: bool = True
     start: int = 0
@@ -103,16 +120,36 @@ class Entry:
     sources: list[int] | None = None
 
     @property
+    def count(self) -> int:
+        """Samples of a step."""
+        return sum(end - first for first, end in self.parts)
+
+    def places(self) -> np.ndarray:
+        """Return the places of the samples of a step."""
+        return np.concatenate([np.arange(*part) for part in self.parts])
+
+    def unread(self) -> list[tuple[int, int]]:
+        """Return the places at the ends of epochs before and in a step that were not read."""
+        ends = [self.begin, *(end for _, end in self.parts)]
+        gaps = [(end, first) for end, (first, _) in zip(ends, self.parts, strict=False)]
+        return [(end, first) for end, first in gaps if 0 <= end < first]
+
+    @property
     def is_step(self) -> bool:
         """Whether it is a step; else a rollback, or a gap in the log."""
         return self.step is not None and self.step > 0
 
 
 class Timeline:
-    """The steps that count at a moment, and how they came about."""
+    """The steps that count at a moment, and how they came about.
 
-    def __init__(self, audit: Audit) -> None:
-        self.audit, self.problems = audit, audit.problems
+    Args:
+        sizes: Samples of an epoch by the fingerprint of their data, as far as they are known.
+    """
+
+    def __init__(self, audit: Audit, sizes: Mapping[str, int]) -> None:
+        self.audit, self.problems, self.sizes = audit, audit.problems, sizes
+        self.logged = self.epochs = Epochs(1, 1)  # as a start says, and as they are
         self.entries: list[Entry] = []
         self.span = 0
         self.before = 0  # last step of the run that this one continues
@@ -136,10 +173,12 @@ class Timeline:
         begun = Start(line, int(said["step"]), str(said["layout"]), mixture=said.get("mixture"))
         self.audit.starts.append(begun)
         step, known = int(said["step"]), list(said["rollbacks"])
+        self._count_epochs(line, said)
+        place = self._place_of(said["next_sample"])
         if said.get("continues") and not self.entries:
             self.before = step
             if not said.get("new_data"):
-                self.entries.append(Entry(0, int(said["next_sample"]), -1))
+                self.entries.append(Entry(0, place, -1))
         self._undo(lambda e: self._rollbacks() > len(known) if e.step is None else e.step > step)
         self._choose_span(line, said)
         # Killed between the checkpoint that a rollback writes and its line in the log.
@@ -150,7 +189,22 @@ class Timeline:
                 f"step {self.last_step + 1}: missing; line {line} continues after step {step}, the log ends at "
                 f"step {self.last_step}"
             )
-        self._place(f"line {line}, a start after step {step},", int(said["next_sample"]))
+        self._place(f"line {line}, a start after step {step},", place)
+
+    def _count_epochs(self, line: int, said: dict[str, Any]) -> None:
+        """Note in which epochs a start counts; older versions counted those without what does not fill a step."""
+        size, batch = max(1, int(said["samples_per_epoch"])), int(said.get("global_batch", 1))
+        known = self.sizes.get(said["dataset"], size)
+        fits = size == known if "unit" in said else 0 <= known - size < batch
+        if not fits and not said.get("mixture"):  # which may become longer or shorter
+            text = f"an epoch had {size} samples, the recipe and its data give {known}"
+            self.problems.append(f"line {line}: {text}")
+            known = size
+        self.logged = Epochs(size, int(said.get("unit", 1)))
+        self.epochs = Epochs(max(known, size), int(said.get("unit", batch)))
+
+    def _place_of(self, logged: Any) -> int:
+        return self.epochs.place_of(int(logged), self.logged.size)
 
     def _choose_span(self, line: int, said: dict[str, Any]) -> None:
         """Note which data are read from a start on."""
@@ -158,18 +212,18 @@ class Timeline:
         self.span = self.entries[-1].span if self.entries else 0
         if said.get("new_data") or not spans:
             self.span = len(spans)
-            path, size = said.get("data_path") or [], int(said["samples_per_epoch"])
-            spans.append(DataSpan(list(path), str(said["dataset"]), size))
-        if said.get("mixture"):  # a run may become longer or shorter
-            spans[self.span].samples_per_epoch = int(said["samples_per_epoch"])
-        for key in ("samples_per_epoch", "dataset"):
-            before = getattr(spans[self.span], key)
-            if said[key] != before:
-                self.problems.append(f"line {line}: {key} is {said[key]}, before it was {before}")
+            earlier = said.get("earlier_samples", None if said.get("new_data") else 0)
+            path, size = said.get("data_path") or [], self.epochs.size
+            spans.append(DataSpan(list(path), str(said["dataset"]), size, earlier))
+        spans[self.span].samples_per_epoch = self.epochs.size
+        if said["dataset"] != (before := spans[self.span].dataset):
+            self.problems.append(
+                f"line {line}: dataset is {said['dataset']}, before it was {before}"
+            )
 
     def rollback(self, line: int, said: dict[str, Any]) -> None:
         """Take note of a rollback, which undoes the steps after its checkpoint."""
-        to_step, (first, end) = int(said["to_step"]), said["left_out"]
+        to_step, (first, end) = int(said["to_step"]), map(self._place_of, said["left_out"])
         self._undo(lambda e: e.step is not None and e.step > to_step)
         self._place(f"line {line}, a rollback to step {to_step},", first)
         self.entries.append(Entry(first, end, None, span=self.span))
@@ -182,10 +236,22 @@ class Timeline:
         if step <= self.last_step:
             self.problems.append(f"step {step}: a second time in line {line}")
             return
-        for lost in range(self.last_step + 1, step):
-            self.problems.append(f"step {lost}: missing before line {line}")
+        lost = range(self.last_step + 1, step)
+        if len(lost) > _MANY:
+            self.problems.append(f"steps {lost[0]} to {lost[-1]}: missing before line {line}")
+        else:
+            self.problems += [f"step {one}: missing before line {line}" for one in lost]
+        more = self.epochs.size - self.logged.size
+        parts = [
+            (a + epoch * more, b + epoch * more)
+            for a, b in self.logged.ranges(first, count)
+            for epoch in [a // self.logged.size]
+        ]
+        first = parts[0][0] if parts else first
+        begin = self.end if first == self.epochs.begin(self.end) else first
         self._place(f"step {step} (line {line})", first)
-        entry = Entry(first, first + count, step, str(said["content"]), bool(said["applied"]))
+        entry = Entry(first, parts[-1][1] if parts else first, step, parts, begin)
+        entry.content, entry.applied = str(said["content"]), bool(said["applied"])
         entry.start, entry.span = len(self.audit.starts) - 1, self.span
         entry.sources = said.get("sources")
         if "order" in said:
@@ -196,7 +262,7 @@ class Timeline:
         self.entries.append(entry)
 
     def _place(self, what: str, first: int) -> None:
-        if first != self.end:
+        if first not in (self.end, self.epochs.begin(self.end)):
             how = (
                 f"{first - self.end} are lost"
                 if first > self.end
@@ -222,7 +288,8 @@ def _order(said: Any, count: int) -> np.ndarray | None:
         order = np.asarray(said, np.int64).ravel()
     except (ValueError, TypeError, OverflowError):
         return None
-    return order if np.array_equal(np.sort(order), np.arange(count)) else None
+    whole = len(order) == count and np.array_equal(np.sort(order), np.arange(count))
+    return order if whole else None
 
 
 def read_lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -237,7 +304,7 @@ def read_lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]
     torn = 0
     for number, text in enumerate(raw.splitlines(), 1):
         try:
-            said = json.loads(text)
+            said = parse_json(text)
             known = said["event"] in ("start", "step", "rollback")
         except (ValueError, TypeError, KeyError):
             said, known = {}, False

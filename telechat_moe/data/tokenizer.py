@@ -11,12 +11,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.reading import read_object
 
 EOD_TOKEN = "<|eod|>"
 EOD_CANDIDATES = (EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<_end>", "<eod>", "</s>", "<eos>")
@@ -35,9 +37,20 @@ class Tokenizer:
         eod: Id of the token that ends a document.
         eod_token: Its name.
         path: File that it was loaded from, if any.
+        eos: Id of the ``eos_token`` of Hugging Face's files beside it; without them ``eod``.
+        stops: Ids at which generation stops by default: ``eos``, and those of ``generation_config.json``.
+        special: Ids of special tokens.
     """
 
-    def __init__(self, backend: Any, eod_token: str, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        eod_token: str,
+        path: Path | None = None,
+        *,
+        eos: int | None = None,
+        stops: Iterable[int] = (),
+    ) -> None:
         self._backend = backend
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
@@ -47,6 +60,10 @@ class Tokenizer:
         self.eod_token = eod_token
         self.eod = int(vocabulary[eod_token])
         self.path = path
+        self.eos = self.eod if eos is None else eos
+        self.stops = frozenset({self.eos, *stops})
+        added = backend.get_added_tokens_decoder().items()
+        self.special = frozenset(i for i, token in added if token.special)
         state = json.loads(backend.to_str())
         pre_tokenizer = state.get("pre_tokenizer") or {}
         self._byte_level = (
@@ -92,12 +109,18 @@ class Tokenizer:
         Returns:
             int32 ``[N]``, and int64 ``[N, 2]``: first character of each, and the one after the last.
         """
-        self._backend.encode_special_tokens = False
-        try:
-            found = self._backend.encode(text, add_special_tokens=False)
-        finally:
-            self._backend.encode_special_tokens = True
-        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+        encoded = self._spelling.encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _spelling(self) -> Any:
+        """The same tokenizer, without the post-processor, which would leave spaces out of the places of tokens."""
+        state = json.loads(self._backend.to_str()) | {"post_processor": None}
+        return _library().Tokenizer.from_str(json.dumps(state))
+
+    def name(self, token: int) -> str:
+        """Return the name of a token."""
+        return self._backend.id_to_token(int(token))
 
     def _split(self, text: str, size: int) -> Iterator[str]:
         start = 0
@@ -153,8 +176,8 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
 
     Args:
         path: The file, or a folder that holds ``tokenizer.json``, such as that of a Hugging Face model.
-        eod_token: Name of the end-of-document token; None looks for the usual ones, then for the ``eos_token`` of the
-            ``tokenizer_config.json`` beside the file.
+        eod_token: Name of the end-of-document token; None takes that of the ``manifest.json`` beside the file, if ``data
+            build`` wrote it, else looks for the usual ones, then for the ``eos_token`` of Hugging Face's files there.
 
     Raises:
         BadInputError: If the file is no tokenizer or has no end-of-document token.
@@ -173,10 +196,13 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
         backend = library.Tokenizer.from_file(str(file))
     except Exception as error:
         raise BadInputError(f"{file}: not a tokenizer.json of `tokenizers`: {error}") from None
-    names = (eod_token,) if eod_token else (*EOD_CANDIDATES, *_eos_token(file))
+    eos_token = special_tokens(file.parent).get("eos_token")
+    eod_token = eod_token or _built_with(file)
+    names = (eod_token,) if eod_token else (*EOD_CANDIDATES, *filter(None, [eos_token]))
     for name in names:
         if backend.token_to_id(name) is not None:
-            return Tokenizer(backend, name, file)
+            eos = backend.token_to_id(eos_token) if eos_token else None
+            return Tokenizer(backend, name, file, eos=eos, stops=_stops(file.parent))
     added = sorted(token.content for token in backend.get_added_tokens_decoder().values())
     raise BadInputError(
         f"{file}: has no end-of-document token {' or '.join(names)}; its special tokens are "
@@ -184,15 +210,41 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
     )
 
 
-def _eos_token(file: Path) -> list[str]:
-    """Return the ``eos_token`` that Hugging Face's configuration beside a tokenizer names, if any."""
-    try:
-        config = json.loads(file.with_name("tokenizer_config.json").read_bytes())
-        token = config.get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return []
-    token = token.get("content") if isinstance(token, dict) else token
-    return [token] if isinstance(token, str) and token else []
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens by the names (``eos_token`` ...) that Hugging Face's files in a folder have for them.
+
+    Raises:
+        BadInputError: Two files name different tokens.
+    """
+    names: dict[str, tuple[str, str]] = {}
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key, value in _read(folder / file).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if not (key.endswith("_token") and isinstance(text, str) and text):
+                continue
+            other, first = names.setdefault(key, (text, file))
+            if other != text:
+                raise BadInputError(
+                    f"{folder}: {key} is {other!r} in {first} and {text!r} in {file}; make them the same"
+                )
+    return {key: text for key, (text, _) in names.items()}
+
+
+def _stops(folder: Path) -> list[int]:
+    """Return the ids at which a Hugging Face model of a folder stops to generate, if it says so."""
+    ids = _read(folder / "generation_config.json").get("eos_token_id")
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
+
+
+def _built_with(file: Path) -> str | None:
+    """Return the end-of-document token with which the dataset beside a tokenizer was built, if there is one."""
+    tokenizer = _read(file.with_name("manifest.json")).get("tokenizer")
+    return tokenizer.get("eod_token") if isinstance(tokenizer, dict) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one where there is none."""
+    return read_object(path) if path.exists() else {}
 
 
 def _library() -> Any:

@@ -86,11 +86,11 @@ def _stage(stage: dict[str, Any]) -> str:
     most = max((s["sent"] for s in groups.values()), default=0) or 1
     rows: list[list[object]] = []
     for key, s in groups.items():
-        certain = "" if s["certain"] == s["bytes"] else f"{size_text(s['certain'])} certain"
-        bar = html.bar(s["sent"] / most, said=html.tag("span", certain, "soft"))
-        sizes = (size_text(s["bytes"]), size_text(s["sent"]))
-        rows.append([*key, s["count"], *sizes, bar])
-    head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "sent ", ""]
+        certain = "" if s["certain"] == s["bytes"] else size_text(s["certain"])
+        sizes = (size_text(s["bytes"]), certain, size_text(s["sent"]))
+        rows.append([*key, s["count"], *sizes, html.bar(s["sent"] / most)])
+    head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "certain "]
+    head += ["sent ", "sent, of the most"]
     parts += ["<h3>Collectives a step</h3>", html.table(head, rows)]
     found = module_rows(stage)
     head = ["module", "collective", "group", "calls ", "bytes ", "sent "]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import user_cache
+from telechat_moe.interruption import unfinished
 from telechat_moe.versions import MINDSPORE, require_bfloat16
 
 SOURCE = Path(__file__).with_name("simulated_device.cc")
@@ -65,13 +66,15 @@ def library() -> Path:
     command = [cxx, "-O1", "-std=c++17", "-fPIC", "-shared", "-D_GLIBCXX_USE_CXX11_ABI=0"]
     command += [f"-I{path}" for path in includes] + [str(SOURCE), "-o", str(partial), f"-L{lib}"]
     command += ["-l:libmindspore_core.so", "-l:libmindspore_common.so", f"-Wl,-rpath,{lib}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise BadInputError(
-            f"the dry run could not compile {SOURCE.name} against mindspore {found} (made for {TESTED}):\n"
-            + done.stderr[-1500:]
-        )
-    partial.replace(target)
+    with unfinished(partial):
+        # In a session of its own, where Ctrl-C does not reach it before this process.
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+        if done.returncode:
+            raise BadInputError(
+                f"the dry run could not compile {SOURCE.name} against mindspore {found} (made for {TESTED}):\n"
+                + done.stderr[-1500:]
+            )
+        partial.replace(target)
     return target
 
 

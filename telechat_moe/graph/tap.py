@@ -19,6 +19,7 @@ from mindspore.train import mind_ir_pb2 as pb
 
 from telechat_moe.graph.mindir import Editor, Model, output_shapes, value_of
 from telechat_moe.graph.tap_plan import (
+    FUSED_UPDATE,
     TYPES,
     Argument,
     Number,
@@ -30,7 +31,9 @@ from telechat_moe.graph.tap_plan import (
     kind_of,
     layouts_of,
     scalar_of,
+    update_of,
     weight_of,
+    weights_of,
 )
 from telechat_moe.ops import native
 
@@ -299,9 +302,12 @@ class _Tapper:
             self.graph.name, writes, weight_of(node), layouts_of(attributes),
         )  # fmt: skip
         self.counts[place] += 1
-        wanted = self.wanted(shown)
+        weights = weights_of(shown)
+        chosen = [i for i in range(weights) if self.wanted(update_of(shown, [i]))]
+        wanted = bool(chosen) if weights else self.wanted(shown)
+        left_out = {i for i in range(4 * weights) if i % weights not in chosen}
         if wanted:
-            skipped = () if self.states else states_of(kind, writes)
+            skipped = {*left_out, *(() if self.states else states_of(kind, writes))}
             for place, (i, value) in enumerate(zip(node.input, values, strict=True)):
                 if place not in skipped:
                     self._see(i, value)
@@ -316,11 +322,13 @@ class _Tapper:
             return
         if writes:  # later operators, and taps, see the new values
             self._update(name)
-            for i in writes:
+            written = [i for i in writes if i not in left_out]
+            for i in written:
                 self._see(node.input[i], values[i])
-            outputs = [values[i].tensor for i in writes]
+            outputs = [values[i].tensor for i in written]
         else:
             outputs = self._made(name, made)
+        shown = update_of(shown, chosen) if weights else shown
         self.plan.nodes.append(replace(shown, outputs=outputs))
         self.names.append(name)
 
@@ -417,7 +425,7 @@ def _plain(value: Any) -> Any:
 
 def states_of(kind: str, writes: Sequence[int]) -> Sequence[int]:
     """Return which inputs of an operator are the states of an optimizer."""
-    weights = {"AdamWeightDecay": 1, "ApplyMomentum": 1, "TelechatAdamW": len(writes) // 3}
+    weights = {"AdamWeightDecay": 1, "ApplyMomentum": 1, FUSED_UPDATE: len(writes) // 3}
     return writes[weights[kind] :] if kind in weights else ()
 
 

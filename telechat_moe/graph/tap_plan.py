@@ -1,8 +1,8 @@
 """The plan of a tapped graph: its operators, their inputs and outputs, and the taps that record these."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ TYPES: Mapping[int, str] = {
 }
 """Canonical name of each MindIR element type."""
 
+FUSED_UPDATE = "TelechatAdamW"
+"""The operator that updates all weights at once."""
 _PART = re.compile(r"^(?P<attribute>.+?)-(?P<kind>[^-]*)$")
 
 
@@ -139,3 +141,20 @@ def cell_of(domain: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
             path.append(match["attribute"])
             classes.append(match["kind"])
     return tuple(path), tuple(classes), backward
+
+
+def weights_of(node: TappedOperator) -> int:
+    """Return how many weights an operator updates at once; 0: it is no such operator."""
+    decayed: Sequence[Any] = node.attributes.get("decayed") or []
+    return len(decayed) if node.kind == FUSED_UPDATE else 0
+
+
+def update_of(node: TappedOperator, chosen: Sequence[int]) -> TappedOperator:
+    """Return an operator that updates many weights as one that updates the chosen ones, by their numbers."""
+    count, decayed = weights_of(node), node.attributes["decayed"]
+    inputs = [node.inputs[i * count + k] for i in range(4) for k in chosen]  # w, m, v, gradients
+    attributes = {**node.attributes, "decayed": [decayed[k] for k in chosen]}
+    writes = tuple(range(3 * len(chosen)))
+    return replace(
+        node, inputs=[*inputs, *node.inputs[4 * count :]], attributes=attributes, writes=writes
+    )

@@ -53,8 +53,8 @@ def average(
         ema: Take the group ``ema`` of the checkpoints instead of their weights.
 
     Raises:
-        UsageError: The weights are not one positive number for each source.
-        BadInputError: A source is broken or has other tensors than the first, or ``out`` exists.
+        UsageError: The weights are not one positive number for each source, or ``out`` exists.
+        BadInputError: A source is broken or has other tensors than the first.
         TelechatMoeError: Writing failed; ``out`` was not made.
     """
     given = list(weights) if weights is not None else [1.0] * len(sources)
@@ -63,7 +63,7 @@ def average(
             f"--weights {' '.join(f'{w:g}' for w in given)}: expected {len(sources)} positive numbers, one for each checkpoint"
         )
     if out.exists() or out.is_symlink():
-        raise BadInputError(f"{out} exists; remove it or name another --out")
+        raise UsageError(f"{out} exists; remove it or name another --out")
     found = [_open(source, ema) for source in sources]
     for source, entries in zip(sources[1:], found[1:], strict=True):
         _compare(sources[0], found[0], source, entries)

@@ -1,16 +1,15 @@
 """FP8 weights with a scale for each block, as DeepSeek-V3 publishes them, read as bfloat16.
 
-A matrix ``X.weight`` of type ``F8_E4M3`` comes with ``X.weight_scale_inv``, one float32 for each block of 128 x 128;
-blocks at the lower and right edge may be smaller. A weight is its FP8 value times the scale of its block, computed in
+A matrix ``X.weight`` of type ``F8_E4M3`` comes with ``X.weight_scale_inv``, one float32, bfloat16 or UE8M0 (DeepSeek-V3.1 and
+later: a power of two) for each block of 128 x 128; blocks at the lower and right edge may be smaller. A weight is its FP8 value times the scale of its block, computed in
 float32 and rounded to bfloat16 (to nearest, ties to even), as DeepSeek's own ``fp8_cast_bf16.py`` does.
 
-Source: DeepSeek-V3, README_WEIGHTS.md; Micikevicius et al. 2022 (E4M3: bias 7, no infinities, NaN = S.1111.111).
+Source: DeepSeek-V3, README_WEIGHTS.md; Micikevicius et al. 2022 (E4M3: bias 7, no infinities, NaN = S.1111.111); OCP
+Microscaling formats 1.0 (E8M0: bias 127, NaN = 255).
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +30,21 @@ def e4m3_values() -> NDArray[np.float32]:
 _VALUES = e4m3_values()
 
 
+def e8m0_values(codes: Bytes) -> NDArray[np.float32]:
+    """Return the powers of two that UE8M0 codes stand for, ``2^(code - 127)``; 255 is NaN."""
+    bits = codes.astype(np.uint32) << 23  # the exponent of a float32, but for the ends
+    bits[codes == 0], bits[codes == 255] = 0x00400000, 0x7FC00000
+    return bits.view(np.float32)
+
+
+_SCALES: dict[str, Callable[[Bytes], NDArray[np.float32]]] = {
+    "F32": lambda raw: raw.view(np.float32),
+    "BF16": lambda raw: widen(raw.view(np.uint16), "bfloat16"),
+    "F8_E8M0": e8m0_values,
+}
+"""Data types of scales, and how their bytes are read."""
+
+
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the bits of float32 values rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
@@ -43,7 +57,7 @@ class Fp8Entry(Entry):
     """An FP8 matrix that reads as bfloat16.
 
     Attributes:
-        scale: Its block scales, F32.
+        scale: Its block scales, F32, BF16 or F8_E8M0.
         block: Rows and columns of a block.
     """
 
@@ -58,26 +72,29 @@ class Fp8Entry(Entry):
     def chunks(self) -> Iterator[Bytes]:
         """Yield the bfloat16 bytes, a row of blocks at a time."""
         rows, columns = self.shape
-        scale = self.scale.read().view(np.float32).reshape(self.scale.shape)
+        scale = _SCALES[self.scale.dtype](self.scale.read()).reshape(self.scale.shape)
         for number, top in enumerate(range(0, rows, self.block[0])):
             height = min(self.block[0], rows - top)
             codes = Entry(self.file, FP8, self.shape, self.start, rows * columns)
             raw = codes.read(top * columns, height * columns).reshape(height, columns)
             factors = np.repeat(scale[number], self.block[1])[:columns]
-            yield to_bfloat16(_VALUES[raw] * factors).reshape(-1).view(np.uint8)
+            with np.errstate(over="ignore"):
+                values = _VALUES[raw] * factors
+            yield to_bfloat16(values).reshape(-1).view(np.uint8)
 
 
-def dequantised(source: Path, entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+def dequantised(
+    entries: Mapping[str, Entry], block: tuple[int, int]
+) -> tuple[dict[str, Entry], list[str]]:
     """Replace FP8 matrices and their scales by entries that read as bfloat16.
 
     Args:
-        source: Where the entries are from; a ``config.json`` in it may name another block size.
         entries: All tensors.
+        block: Rows and columns of a block.
 
     Returns:
         The tensors without the scales, and what is wrong, a line each.
     """
-    block = _block(source)
     found, problems = dict(entries), list[str]()
     for name, entry in entries.items():
         if entry.dtype != FP8:
@@ -91,22 +108,12 @@ def dequantised(source: Path, entries: Mapping[str, Entry]) -> tuple[dict[str, E
             )
             continue
         wanted = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=True))
-        if (scale.dtype, scale.shape) != ("F32", wanted):
+        if scale.dtype not in _SCALES or scale.shape != wanted:
             problems.append(
                 f"{name}{SCALE} is {scale.dtype} {list(scale.shape)}; blocks of {block[0]} x {block[1]} "
-                f"of {list(entry.shape)} need F32 {list(wanted)}"
+                f"of {list(entry.shape)} need F32 {list(wanted)}, or BF16 or F8_E8M0"
             )
             continue
         nbytes = 2 * entry.shape[0] * entry.shape[1]
         found[name] = Fp8Entry(entry.file, "BF16", entry.shape, entry.start, nbytes, scale, block)
     return found, problems
-
-
-def _block(source: Path) -> tuple[int, int]:
-    """Return the block size that config.json names, else DeepSeek-V3's."""
-    try:
-        given = json.loads((source / "config.json").read_bytes())["quantization_config"]
-        rows, columns = (int(n) for n in given["weight_block_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return BLOCK
-    return (rows, columns) if rows > 0 and columns > 0 else BLOCK

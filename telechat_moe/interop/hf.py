@@ -5,19 +5,32 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 :mod:`telechat_moe.interop.names` for what is transposed, renamed or written twice.
 """
 
-import json
 import re
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from telechat_moe import tensor_files
-from telechat_moe.checkpoint.weights import own_weights, read_weights, unfit
-from telechat_moe.errors import BadInputError
+from telechat_moe.checkpoint import manifest
+from telechat_moe.checkpoint.weights import (
+    MODEL_CONFIG,
+    NO_SETTINGS,
+    Report,
+    finite,
+    glance,
+    own_weights,
+    read_weights,
+    refuse,
+    trained_with,
+    unfit,
+)
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import require_checksums
 from telechat_moe.interop import fp8
 from telechat_moe.interop.names import (
@@ -26,29 +39,22 @@ from telechat_moe.interop.names import (
     Pair,
     empty_shared_experts,
     first_mtp_layer,
+    mtp_layers,
     pairs,
 )
 from telechat_moe.interop.writing import Destination, Progress
-from telechat_moe.recipe import ModelConfig
-from telechat_moe.recipe.schema.model import DEEPSEEK_V3
-from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
+from telechat_moe.recipe import ModelConfig, Recipe, hugging_face
+from telechat_moe.recipe.hugging_face import CONFIG, Difference, OtherModelError, hf_config
+from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output, read_entries
 from telechat_moe.units import ranges_text
 
 Format = Literal["hf", "telechat"]
 
 SHARD_BYTES = 5_000_000_000
-_SAME_KEYS = (
-    *(key for key in DEEPSEEK_V3 if key != "seq_length"),
-    *("initializer_range", "max_position_embeddings", "norm_topk_prob", "rms_norm_eps"),
-    *("rope_interleave", "rope_theta", "scoring_func", "tie_word_embeddings"),
-)
-_COMPARED_KEYS = (
-    *(k for k in _SAME_KEYS if k not in ("initializer_range", "max_position_embeddings")),
-    *("attention_bias", "hidden_act", "rope_scaling"),
-)
-CONFIG = "config.json"
 _LABELS = {"hf": "pt", "telechat": "telechat-moe"}  # transformers reads files labelled "pt"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MTP_LOSS_FACTOR = 0.3  # DeepSeek-V3, section 4.2, for the first 10T tokens
+_SHOWN = 8
 _LATENT_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
 
 
@@ -57,12 +63,14 @@ class WeightsError(BadInputError):
 
     Attributes:
         problems: One line for each tensor that is unknown, missing or not as expected.
+        hint: What may be the reason, or empty.
     """
 
     def __init__(self, source: Path, problems: list[str], hint: str = "") -> None:
         self.problems = problems
         text = f"{source}: {len(problems)} problem(s), nothing was written:\n  "
-        super().__init__(text + "\n  ".join(problems) + hint)
+        self.hint = hint
+        super().__init__(text + "\n  ".join(problems) + (hint and f"\n{hint}"))
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,8 @@ class Conversion:
         total_bytes: Size of all tensors written.
         dtypes: Number of tensors written of each data type.
         ignored: Tensors of the source that are no weights.
-        notes: Where Hugging Face's model computes something else than ours with these weights, and what was not
-            copied bit for bit.
+        notes: Where Hugging Face's model computes something else than ours with these weights, what was not copied bit
+            for bit or not judged, and which tensors hold NaN or infinite values.
         resumed_files: Files of weights that an interrupted conversion had finished.
     """
 
@@ -120,15 +128,18 @@ def convert(
 
     Raises:
         WeightsError: If a tensor is unknown, missing, of wrong shape or type, or a copy differs.
-        BadInputError: If ``src`` is unreadable or changed, ``dst`` exists, or Hugging Face cannot hold the model.
-        UsageError: If another process is writing ``dst``.
+        BadInputError: If ``src`` is unreadable or changed, or Hugging Face cannot hold the model.
+        UsageError: If ``dst`` exists, or another process is writing it.
         TelechatMoeError: If writing failed; ``dst`` was not made.
     """
     src, dst = Path(src), Path(dst)
     if dst.exists() or dst.is_symlink():
-        raise BadInputError(f"{dst} exists; remove it or name another destination")
-    found = _open(src, model_config, to)
-    outputs, extra = _outputs(found.table, found.entries, model_config, to)
+        raise UsageError(f"{dst} exists; remove it or name another destination")
+    notes: list[str] = []
+    found = _open(src, _read(src, model_config), model_config, to, notes)
+    scan = _Scan()
+    outputs, extra = _outputs(found, model_config, to, scan.odd.append)
+    outputs = scan.recorded(outputs)
     largest = 1 << 62 if dst.suffix == ".safetensors" else shard_bytes
     shards = tensor_files.split(outputs, largest)
     if len(shards) > 1:
@@ -145,58 +156,110 @@ def convert(
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
         ignored=found.ignored,
-        notes=found.notes,
+        notes=found.notes + scan.notes(outputs),
         resumed_files=resumed,
     )
 
 
-def weights(source: Path, config: ModelConfig, *, verify: bool = True) -> list[Output]:
+def weights(
+    source: Path, config: ModelConfig, *, verify: bool = True, notes: list[str] | None = None
+) -> list[Output]:
     """Return the weights of a model, all that it has and no others, from either format.
 
-    A folder with ``config.json`` is Hugging Face's: its weights are those that :func:`convert` writes.
+    The names of the tensors tell which: Hugging Face's weights are those that :func:`convert` writes.
 
     Args:
-        verify: Compare the files with their checksums, and weights that must be equal; False: only names, shapes, types
-            and config.json are looked at.
+        verify: Compare the files with their checksums, and weights that must be equal; False: names, shapes, types,
+            config.json and the beginning of the contents are looked at.
+        notes: Receives what is not judged, and where Hugging Face's model computes something else.
 
     Raises:
+        OtherModelError: A config.json says that the weights are of another model.
         BadInputError: Nothing readable is there, or it does not fit the model; says how.
     """
-    if not (source / CONFIG).is_file():
-        return own_weights(source, config, verify=verify)
-    if not list(source.glob("*.safetensors")):
+    notes = [] if notes is None else notes
+    if (source / CONFIG).is_file() and not list(source.glob("*.safetensors")):
         files = ", ".join(sorted(p.name for p in source.iterdir())[:5])
         raise BadInputError(
             f"{source} is a Hugging Face folder without safetensors ({files}); download them, or convert its files "
             "with transformers (save_pretrained)"
         )
-    _check_config(source / CONFIG, config)
+    if (source / manifest.FILE).is_file() or not _is_hf(entries := read_entries(source)):
+        settings(source, config, notes)
+        return own_weights(source, config, verify=verify, notes=notes)
     if verify:
         require_checksums(source)
     try:
-        found = _open(source, config, "telechat", contents=verify)
+        opened = _open(source, entries, config, "telechat", notes, contents=verify)
     except WeightsError as error:
-        raise unfit(source, error.problems) from None
-    return list(_to_ours(found.table, found.entries))
+        raise unfit(source, error.problems, error.hint) from None
+    outputs = list(_to_ours(opened.table, opened.entries))
+    if not verify:
+        glance(outputs, notes)
+    return outputs
 
 
-def _check_config(path: Path, config: ModelConfig) -> None:
-    """Refuse weights of a model that computes something else than the recipe's."""
-    try:
-        given = dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise BadInputError(f"{path}: no configuration of a model ({error})") from error
-    ours = hf_config(config, "float32")
-    differing = [
-        f"{key} is {given[key]}, the recipe's model has {ours[key]}"
-        for key in _COMPARED_KEYS
-        if key in given and given[key] != ours[key]
-    ]
-    if differing:
-        raise BadInputError(
-            f"{path}: {'; '.join(differing)}; set model.model_config to the same (to change it on purpose, convert the "
-            "weights with telechat-moe convert first)"
+def settings(
+    source: Path, config: ModelConfig, notes: list[str], *, hf: bool = False
+) -> hugging_face.HfConfig | None:
+    """Compare the settings that stand beside weights with the recipe's model; return the config.json, if there is one.
+
+    Args:
+        notes: Receives what is not judged.
+        hf: The tensors have Hugging Face's names.
+
+    Raises:
+        OtherModelError: The two are not of one model; names every difference.
+    """
+    file = hugging_face.config_beside(source) if hf or source.is_dir() else None
+    if file is None:
+        if trained_with(source) is None:
+            notes.append(f"{source}: {NO_SETTINGS}")
+        return None
+    theirs = hugging_face.read(file)
+    if differing := hugging_face.differences(theirs, config):
+        raise OtherModelError(differing)
+    notes += theirs.notes
+    if theirs.longest is not None and theirs.longest < config.seq_length:
+        notes.append(
+            f"{file}: max_position_embeddings {theirs.longest} is less than the recipe's seq_length {config.seq_length}"
         )
+    return theirs
+
+
+def fitting(source: Path, recipe: Recipe) -> list[str]:
+    """Return the overrides with which a recipe's model is that of a Hugging Face folder.
+
+    Raises:
+        OtherModelError: No recipe can say what its config.json says.
+        BadInputError: There is none.
+    """
+    file = hugging_face.config_beside(source)
+    if file is None:
+        raise BadInputError(
+            f"{source}: no {CONFIG} beside the weights, so no recipe follows from it"
+        )
+    theirs, config = hugging_face.read(file), recipe.model_config
+    if theirs.refused:
+        raise OtherModelError(hugging_face.differences(theirs, config))
+    found = list(hugging_face.overrides(theirs, config, recipe.given["model"]["model_config"]))
+    if (depth := mtp_layers(read_entries(source))) != config.num_nextn_predict_layers:
+        found.append(f"model.model_config.num_nextn_predict_layers={depth}")
+        if depth and config.mtp_loss_factor is None:
+            found.append(f"model.model_config.mtp_loss_factor={_MTP_LOSS_FACTOR}")
+    return found
+
+
+def _is_hf(entries: Mapping[str, Entry]) -> bool:
+    return any(name.startswith("model.") for name in entries)
+
+
+def _read(source: Path, config: ModelConfig) -> dict[str, Entry]:
+    """Return the tensors of a source; a checkpoint must be of a model that computes the same."""
+    before = trained_with(source)
+    if before is not None and (differing := hugging_face.changed(before, config)):
+        raise OtherModelError(differing)
+    return read_weights(source)
 
 
 class _Source(NamedTuple):
@@ -209,75 +272,103 @@ class _Source(NamedTuple):
     notes: list[str]
 
 
-def _open(src: Path, config: ModelConfig, to: Format, *, contents: bool = True) -> _Source:
-    """Open a source and compare it with what the recipe needs."""
-    _check_expressible(config)
-    entries = read_weights(src)
+def _open(
+    src: Path,
+    entries: dict[str, Entry],
+    config: ModelConfig,
+    to: Format,
+    notes: list[str],
+    *,
+    contents: bool = True,
+) -> _Source:
+    """Compare a source with what the recipe needs, its settings first."""
+    theirs = settings(src, config, notes, hf=to == "telechat" and _is_hf(entries))
+    _check_expressible(config, to)
     files = sorted({entry.file for entry in entries.values()})
-    notes, mtp_layer = _notes(config), config.num_hidden_layers
+    notes += _notes(config, to)
+    mtp_layer = config.num_hidden_layers
     if to == "telechat":
         mtp_layer = first_mtp_layer(entries, config)
-        entries = _dequantised(src, entries, notes)
+        if _is_hf(entries) and (depth := mtp_layers(entries)) != config.num_nextn_predict_layers:
+            key, ours = "num_nextn_predict_layers", config.num_nextn_predict_layers
+            text = f"{ours}, but {src} holds {depth} MTP layers (model.layers.*.enorm.weight)"
+            raise OtherModelError([Difference(key, text, f"set it to {depth}")])
+        entries = _dequantised(src, entries, theirs.block if theirs else fp8.BLOCK, notes)
     table = pairs(config, mtp_layer)
-    ignored = _check(src, entries, table, config, to, mtp_layer, contents)
+    hint = (
+        "" if theirs or to == "hf" else f"There is no {CONFIG} that says which model they are of."
+    )
+    ignored = _check(src, entries, table, config, to, mtp_layer, contents, hint)
     return _Source(entries, files, table, ignored, notes)
 
 
-def _dequantised(source: Path, entries: dict[str, Entry], notes: list[str]) -> dict[str, Entry]:
+def _dequantised(
+    source: Path, entries: dict[str, Entry], block: tuple[int, int], notes: list[str]
+) -> dict[str, Entry]:
     """Return the tensors with FP8 matrices read as bfloat16; add a note if there are any."""
-    entries, problems = fp8.dequantised(source, entries)
+    entries, problems = fp8.dequantised(entries, block)
     if problems:
         raise WeightsError(source, problems)
     if quantised := sum(isinstance(entry, fp8.Fp8Entry) for entry in entries.values()):
-        notes.append(f"{quantised} FP8 matrices times their block scales were rounded to bfloat16")
+        notes.append(
+            f"{quantised} FP8 matrices times their block scales were rounded to bfloat16; activations are not rounded to FP8 here"
+        )
     return entries
 
 
+class _Scan:
+    """Which tensors of a conversion hold NaN or infinite values."""
+
+    def __init__(self) -> None:
+        self.odd: list[str] = []
+        self.read: set[str] = set()
+
+    def recorded(self, outputs: list[Output]) -> list[Output]:
+        """Return tensors that are recorded when they are read."""
+        return [replace(output, chunks=partial(self._chunks, output)) for output in outputs]
+
+    def _chunks(self, output: Output) -> Iterable[Bytes]:
+        self.read.add(output.name)
+        return output.chunks()
+
+    def notes(self, outputs: list[Output]) -> list[str]:
+        """Return a note for each tensor; those in files that an interrupted conversion had finished are read again."""
+        for output in outputs:
+            if output.name not in self.read:
+                deque(output.chunks(), 0)
+        odd = list(dict.fromkeys(self.odd))
+        more = [f"{len(odd) - _SHOWN} more tensors hold NaN or infinite values"]
+        return odd[:_SHOWN] + (more if len(odd) > _SHOWN else [])
+
+
 def _outputs(
-    table: list[Pair], entries: dict[str, Entry], config: ModelConfig, to: Format
+    found: _Source, config: ModelConfig, to: Format, report: Report
 ) -> tuple[list[Output], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
-        return list(_to_ours(table, entries)), {}
-    outputs = list(_to_hf(table, entries))
+        return list(_to_ours(found.table, found.entries, report)), {MODEL_CONFIG: asdict(config)}
+    outputs = list(_to_hf(found.table, found.entries, report))
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)
     outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
     return outputs, {CONFIG: hf_config(config, _TORCH_DTYPES[dtype])}
 
 
-def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the config.json of transformers' DeepseekV3ForCausalLM for a model section.
-
-    Args:
-        dtype: Data type of the weights, as PyTorch names it.
-    """
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        **{key: getattr(config, key) for key in _SAME_KEYS},
-        "num_key_value_heads": config.num_attention_heads,
-        "q_lora_rank": config.q_lora_rank or None,
-        "n_shared_experts": config.shared_width // config.moe_intermediate_size,
-        "n_group": max(1, config.n_group),
-        "topk_group": max(1, config.topk_group),
-        "topk_method": "noaux_tc",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rope_scaling": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "torch_dtype": dtype,
-    }
-
-
 # ---------------------------------------------------------------------------------------- checking
 
 
-def _check_expressible(config: ModelConfig) -> None:
+def _check_expressible(config: ModelConfig, to: Format) -> None:
     problems: list[str] = []
+    if config.position_embedding_type != "rope":
+        kind = config.position_embedding_type
+        problems.append(
+            f"position_embedding_type is {kind}, whose scaling this package does not write"
+        )
+    best = hugging_face.best_of_group(config.num_experts_per_tok, config.n_group, config.topk_group)
+    if to == "hf" and best not in (None, 2):
+        problems.append(
+            f"a group of experts is ranked by its best {best} (num_experts_per_tok / topk_group), but there by its best 2"
+        )
     if not config.qk_layernorm:
         problems.append("qk_layernorm is False, but there the latents always have an RMSNorm")
     if config.scoring_func != "sigmoid":
@@ -297,29 +388,19 @@ def _check_expressible(config: ModelConfig) -> None:
         )
 
 
-def _notes(config: ModelConfig) -> list[str]:
+def _notes(config: ModelConfig, to: Format) -> list[str]:
     notes: list[str] = []
-    if config.norm_topk_prob and config.num_experts_per_tok == 1:
-        notes.append(
-            "with one expert per token transformers sets its weight to 1, here it is the score"
-        )
     if config.rms_norm_eps != _LATENT_EPS:
         notes.append(
             f"transformers normalises the query and key/value latents with eps {_LATENT_EPS:g}, "
-            f"this recipe with rms_norm_eps {config.rms_norm_eps:g}; logits differ slightly"
+            f"this recipe with rms_norm_eps {config.rms_norm_eps:g}; logits differ, the more the smaller the latents"
         )
-    if config.n_group > 1:
-        best = max(1, config.num_experts_per_tok // config.topk_group)
-        if best != 2:
-            notes.append(
-                f"transformers ranks a group of experts by its best 2, this recipe by its best "
-                f"{best} (num_experts_per_tok / topk_group); some tokens choose other experts"
-            )
+    if 0 < config.topk_group < config.n_group:
         notes.append(
-            "transformers masks the experts of dropped groups with 0, here with -inf; they differ "
+            "transformers 4 masks the experts of dropped groups with 0; 5 and this model with -inf; they differ "
             "where a kept expert's biased score is negative"
         )
-    if config.num_nextn_predict_layers:
+    if config.num_nextn_predict_layers and to == "hf":
         notes.append("transformers ignores the MTP layers, and warns of unexpected tensors")
     return notes
 
@@ -332,6 +413,7 @@ def _check(
     to: Format,
     mtp_layer: int,
     contents: bool,
+    hint: str,
 ) -> list[str]:
     """Compare the source with what the recipe needs; return the names that are no weights."""
     wanted: dict[str, tuple[int, ...]] = {}
@@ -357,13 +439,12 @@ def _check(
     for name, shape in (wanted | optional).items():
         if name in entries:
             problems += _mismatch(name, entries[name], shape)
-    if contents and not problems:
-        problems = _differences(entries, table, config, to)
+    if not problems:
+        problems = _differences(entries, table, config, to, contents)
     if problems:
         other = {name for p in table for name in ((p.ours,) if to == "telechat" else p.hf)}
-        hint = ""
         if missing and unknown and other <= entries.keys():
-            hint = f"\nThe source already has the names of format {to!r}."
+            hint = f"The source already has the names of format {to!r}."
         raise WeightsError(source, problems, hint)
     return sorted(ignored)
 
@@ -395,9 +476,13 @@ def _mismatch(name: str, entry: Entry, shape: tuple[int, ...]) -> list[str]:
 
 
 def _differences(
-    entries: dict[str, Entry], table: list[Pair], config: ModelConfig, to: Format
+    entries: dict[str, Entry], table: list[Pair], config: ModelConfig, to: Format, whole: bool
 ) -> list[str]:
-    """Return what is wrong with contents; names, shapes and types are right already."""
+    """Return what is wrong with contents; names, shapes and types are right already.
+
+    Args:
+        whole: Compare all of two tensors that must be equal; False: their first 16 MiB.
+    """
     problems: list[str] = []
     for p in table:
         if p.is_bias and not config.moe_router_enable_expert_bias:
@@ -411,26 +496,31 @@ def _differences(
             kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
             problems.append(f"{_folded(list(p.hf))[0]} are of different types: {kinds}")
         for copy in (*p.copies, *p.spare):
-            if copy in entries and not _equal(entries[copy], entries[p.hf[0]]):
+            if copy in entries and not _equal(entries[copy], entries[p.hf[0]], whole):
                 problems.append(f"{copy} differs from {p.hf[0]}; this model shares the two")
     return problems
 
 
-def _equal(a: Entry, b: Entry) -> bool:
+def _equal(a: Entry, b: Entry, whole: bool) -> bool:
     if a.dtype != b.dtype:
         return False
-    return all(np.array_equal(x, y) for x, y in zip(a.chunks(), b.chunks(), strict=True))
+    chunks = islice(zip(a.chunks(), b.chunks(), strict=True), None if whole else 1)
+    return all(np.array_equal(x, y) for x, y in chunks)
 
 
 # ------------------------------------------------------------------------------------- converting
 
 
-def _to_hf(table: list[Pair], entries: dict[str, Entry]) -> Iterator[Output]:
+def _to_hf(
+    table: list[Pair], entries: dict[str, Entry], report: Report = refuse
+) -> Iterator[Output]:
     for p in table:
         entry = entries[p.ours]
         if not p.stacked:
             for name in (*p.hf, *p.copies):
-                yield Output(name, entry.dtype, p.hf_shape, entry.chunks)
+                yield Output(
+                    name, entry.dtype, p.hf_shape, partial(finite, p.ours, entry, report=report)
+                )
             continue
         _, rows, columns = p.shape
         size = entry.nbytes // p.shape[0]
@@ -439,25 +529,32 @@ def _to_hf(table: list[Pair], entries: dict[str, Entry]) -> Iterator[Output]:
                 name,
                 entry.dtype,
                 p.hf_shape,
-                lambda e=entry, at=j * size, n=size, r=rows, c=columns: [
-                    _transposed(e.read(at, n), r, c)
-                ],
+                lambda n=p.ours, e=entry, at=j * size, size=size, r=rows, c=columns: (
+                    _transposed(raw, r, c) for raw in finite(n, e, [e.read(at, size)], at, report)
+                ),
             )
 
 
-def _to_ours(table: list[Pair], entries: dict[str, Entry]) -> Iterator[Output]:
+def _to_ours(
+    table: list[Pair], entries: dict[str, Entry], report: Report = refuse
+) -> Iterator[Output]:
     for p in table:
-        parts = [entries[name] for name in p.hf]
+        parts = {name: entries[name] for name in p.hf}
+        name, first = next(iter(parts.items()))
         if p.stacked:
             rows, columns = p.hf_shape
             yield Output(
                 p.ours,
-                parts[0].dtype,
+                first.dtype,
                 p.shape,
-                lambda parts=parts, r=rows, c=columns: (_transposed(e.read(), r, c) for e in parts),
+                lambda parts=parts, r=rows, c=columns: (
+                    _transposed(raw, r, c)
+                    for n, e in parts.items()
+                    for raw in finite(n, e, [e.read()], report=report)
+                ),
             )
         else:
-            yield Output(p.ours, parts[0].dtype, p.shape, parts[0].chunks)
+            yield Output(p.ours, first.dtype, p.shape, partial(finite, name, first, report=report))
 
 
 def _transposed(raw: Bytes, rows: int, columns: int) -> Bytes:

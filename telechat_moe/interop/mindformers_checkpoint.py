@@ -32,10 +32,14 @@ from telechat_moe import files
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.rank_shards import grouped
 from telechat_moe.checkpoint.weights import is_transient
+from telechat_moe.data.epochs import Epochs
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_config import TRAINER
+from telechat_moe.narrowing import short
+from telechat_moe.reading import MALFORMED, parse_json, read_text
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.tensor_files import Array, file_of, parse
 
 MOMENTS = ("adam_m", "adam_v")
@@ -62,6 +66,7 @@ class Saved:
         step: Finished steps, over all epochs.
         updates: Those of them that changed the weights (the others had an infinite gradient).
         global_batch: Samples of a step.
+        samples: Samples that it has consumed, over all epochs.
         tensors: Weights and optimizer states, in the groups of a checkpoint of ours.
     """
 
@@ -69,6 +74,7 @@ class Saved:
     step: int
     updates: int
     global_batch: int
+    samples: int
     tensors: dict[str, dict[str, Array]]
 
 
@@ -81,7 +87,10 @@ def newest(root: Path) -> Path | None:
     folders = sorted(root.glob("iteration_*"))
     marker = root / "latest_checkpointed_iteration.txt"
     if folders and marker.exists():
-        return root / f"iteration_{int(marker.read_text()):08d}"
+        text = read_text(marker).strip()
+        if not (text.isdecimal() and len(text) < 12):
+            raise BadInputError(f"{marker}: {short(text)!r}, expected the number of a step")
+        return root / f"iteration_{int(text):08d}"
     ranks = sorted(root.glob("rank_*"))
     found: dict[tuple[int, int], int] = {}
     for rank in ranks:
@@ -150,21 +159,28 @@ def read(path: Path, recipe: Recipe) -> Saved:
     try:
         updates = state["global_step"].item()
         if path.is_dir():
-            common = json.loads((path / COMMON).read_text(encoding="utf-8"))
-            step, batch = common["global_step"], common["global_batch_size"]
+            common = parse_json((path / COMMON).read_bytes())
+            step, batch = int(common["global_step"]), int(common["global_batch_size"])
+            samples = int(common.get("consumed_samples", step * batch))  # MindFormers 2
         else:
-            step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe)
-            step += state["step_num"].item()
             batch = state["global_batch_size"].item()
-    except (KeyError, ValueError) as error:
+            step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe, max(1, batch))
+            step += state["step_num"].item()
+            samples = step * batch
+    except MALFORMED as error:
         raise BadInputError(
             f"{path}: not a training checkpoint of MindFormers: no {error}"
         ) from None
+    if min(step, updates, samples) < 0 or not 1 <= batch <= recipe.epoch_samples:
+        raise BadInputError(
+            f"{path}: {step} steps, {updates} of them applied, of {batch} samples, {samples} in all; expected a batch from 1 "
+            f"to the {recipe.epoch_samples} samples of the recipe (train_dataset.data_loader.sizes)"
+        )
     kept = {name: t for name, t in tensors.items() if not is_transient(name)}
     groups = grouped(kept)
     if UPSTREAM_TABLE in groups["model"]:
         groups = _renamed(groups, upstream_names.to_ours, recipe, path)
-    return Saved(path, int(step), int(updates), int(batch), groups)
+    return Saved(path, int(step), int(updates), int(batch), int(samples), groups)
 
 
 def _renamed(
@@ -207,13 +223,13 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
 
     Args:
         path: See :func:`read`.
-        recipe: The recipe that it was trained with; the checkpoint goes into its ``output_dir``.
+        recipe: The recipe that goes on, of any batch; the checkpoint goes into its ``output_dir``.
 
     Returns:
         The checkpoint, ``output_dir/checkpoints/step-...``.
 
     Raises:
-        BadInputError: It is broken, of another model, or of another global batch.
+        BadInputError: It is broken, or of another model.
         UsageError: ``output_dir`` holds checkpoints of ours already.
     """
     import yaml
@@ -222,11 +238,6 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     from telechat_moe.train.trainer import Trainer
 
     saved = read(path, recipe)
-    if saved.global_batch != recipe.global_batch:
-        raise BadInputError(
-            f"{saved.path}: trained with a global batch of {saved.global_batch}, the recipe has "
-            f"{recipe.global_batch}; the data would continue at another sample"
-        )
     batch = recipe.runner_config.batch_size * (
         recipe.parallel_config.data_parallel if recipe.use_parallel else 1
     )
@@ -235,7 +246,11 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     trainer.engine.put(checkpoints.Checkpoint(saved.path, saved.step, saved.tensors, {}))
     trainer.progress.step, trainer.progress.updates = saved.step, saved.updates
     trainer.progress.skipped = saved.step - saved.updates
-    trainer.loader.seek(saved.step * saved.global_batch)
+    trainer.progress.samples = saved.samples
+    trainer.progress.applied_samples = saved.updates * saved.global_batch
+    batch, epochs = saved.global_batch, trainer.loader.epochs
+    trainer.checkpoints.lr_batches = BatchSchedule(((0, batch),), batch)
+    trainer.loader.seek(epochs.place_of(saved.samples, epochs.size // batch * batch))
     trainer.checkpoints.writer()(saved.tensors)
     return trainer.checkpoints.root / f"step-{saved.step:08d}"
 
@@ -271,13 +286,14 @@ def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
         recipe: The recipe of the resumed run; its ``trainer.type`` says whose names are written.
 
     Raises:
-        BadInputError: The checkpoint is broken.
+        BadInputError: The checkpoint is broken, or its place in the data is none of MindFormers.
         UsageError: ``out`` exists.
         CheckFailedError: Writing failed; nothing is left.
     """
     saved = checkpoints.load(path)
     if out.exists():
         raise UsageError(f"{out} exists; name a folder that does not")
+    _check_place(saved, recipe)
     if recipe.trainer.type != TRAINER:
         saved.tensors.update(_renamed(saved.tensors, upstream_names.to_upstream, recipe, path))
     monitor = recipe.checkpoints
@@ -292,8 +308,22 @@ def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
         raise CheckFailedError(f"{out}: {error.strerror}; nothing was written") from error
 
 
-def _steps_per_epoch(recipe: Recipe) -> int:
-    return max(1, recipe.train_steps // recipe.runner_config.epochs)
+def _check_place(saved: checkpoints.Checkpoint, recipe: Recipe) -> None:
+    """Refuse a place in the data other than that of as many steps of the recipe, from which MindFormers goes on."""
+    if (data := saved.state.get("data")) is None:
+        return
+    size, batch = data["samples_per_epoch"], recipe.global_batch
+    epochs = Epochs(size, batch)
+    place = epochs.place_of(saved.step * batch, size // batch * batch)
+    if epochs.begin(place) != epochs.begin(data["next_sample"]):
+        raise BadInputError(
+            f"{saved.path}: goes on at sample {data['next_sample']}, MindFormers at {place} after {saved.step} steps of {batch}: "
+            "the run left samples out, changed its batch or began with new data; take its weights alone (telechat-moe convert)"
+        )
+
+
+def _steps_per_epoch(recipe: Recipe, batch: int | None = None) -> int:
+    return max(1, recipe.epoch_samples // (batch or recipe.global_batch))
 
 
 def _place(step: int, recipe: Recipe) -> tuple[int, int]:

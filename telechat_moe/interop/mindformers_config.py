@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.recipe import Recipe, loads
-from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
+from telechat_moe.recipe import Recipe, RecipeError, loads
 
 PLUGIN = Path(__file__).parent / "mindformers_plugin"
 TRAINER = "TelechatMoeTrainer"
@@ -93,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_launch(recipe: Recipe, processes: int) -> None:
-    """Refuse settings with which MindFormers would silently train to another result.
+    """Refuse a job of another size than the recipe's, or of MindFormers' own model.
 
     Args:
         processes: Processes of the job (msrun's ``--worker_num``).
@@ -101,61 +100,13 @@ def check_launch(recipe: Recipe, processes: int) -> None:
     Raises:
         BadInputError: Names the key, what it is and what it must be.
     """
+    if recipe.trainer.type != TRAINER:
+        found = f"{recipe.trainer.type}, which builds MindFormers' own model"
+        expected = f"{TRAINER}, with auto_register: {REFERENCE}"
+        raise RecipeError([recipe.problem("trainer.type", found, expected)])
     if recipe.devices != processes:
         raise BadInputError(
             f"the recipe is laid out for {recipe.devices} device(s) ({recipe.degrees_text}), and {processes} process(es) run. MindFormers would feed zeros to the "
             f"processes that its data loader does not know; start {recipe.devices} (msrun --worker_num), or set "
             f"use_parallel and parallel_config.data_parallel for {processes}"
-        )
-    semi_auto = recipe.use_parallel and recipe.parallel.parallel_mode in PARALLEL_MODES
-    steps = recipe.runner_config.gradient_accumulation_steps
-    if steps > 1 and not semi_auto:
-        raise BadInputError(
-            f"runner_config.gradient_accumulation_steps is {steps}; outside semi-automatic parallelism MindFormers "
-            f"trains with 1 instead. Set it to 1 and batch_size to {steps * recipe.runner_config.batch_size}, or train "
-            "with `telechat-moe train`, which accumulates"
-        )
-    if recipe.use_parallel and not semi_auto and not recipe.parallel.gradients_mean:
-        raise BadInputError(
-            f"parallel.gradients_mean is False with {recipe.devices} data-parallel processes: MindFormers would add up "
-            "the gradients of the processes instead of averaging them; expected True"
-        )
-    if recipe.context.device_target == "CPU":
-        _check_cpu(recipe, semi_auto)
-
-
-def _check_cpu(recipe: Recipe, semi_auto: bool) -> None:
-    if semi_auto:
-        raise BadInputError(
-            f"parallel.parallel_mode is {recipe.parallel.parallel_mode}: MindSpore has no semi-automatic parallelism on "
-            "CPU. Expected 0 or DATA_PARALLEL, with data_parallel the only degree above 1; `telechat-moe train` runs "
-            "other layouts on CPU processes, and `telechat-moe dryrun` compiles them for Ascend"
-        )
-    if recipe.use_parallel and recipe.parallel.enable_parallel_optimizer:
-        raise BadInputError(
-            "parallel.enable_parallel_optimizer is True: MindSpore shards the optimizer of data-parallel processes on "
-            "Ascend only; expected False on CPU"
-        )
-
-
-def check_decay(recipe: Recipe, parameters: Mapping[str, int]) -> None:
-    """Refuse a recipe whose weight decay MindFormers would apply to other parameters.
-
-    Args:
-        parameters: Number of dimensions of each trainable parameter by name.
-
-    Raises:
-        BadInputError: ``telechat_moe.weight_decay_exclude`` leaves out others than MindFormers' fixed rule.
-    """
-    import re
-
-    patterns = [re.compile(p) for p in recipe.telechat_moe.weight_decay_exclude]
-    ours = {name for name in parameters if any(p.search(name) for p in patterns)}
-    theirs = {name for name, rank in parameters.items() if rank == 1 or name.endswith(".bias")}
-    if ours != theirs and recipe.optimizer.weight_decay:
-        name = min(ours ^ theirs)
-        raise BadInputError(
-            f"telechat_moe.weight_decay_exclude {'leaves out' if name in ours else 'decays'} {name}; MindFormers' "
-            "optimizer decays all parameters but those with one dimension (norms, biases). Expected patterns that "
-            "name just these, such as ['.*norm.*', '.*bias'], or train with `telechat-moe train`"
         )

@@ -8,7 +8,6 @@ called are the data loader (the batch has its shapes), loading of weights and ca
 """
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
 from telechat_moe.processes import CompileError, in_clean_process
+from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
 from telechat_moe.recipe.experts import NODE_DEVICES
 from telechat_moe.recipe.rules.data import unlisted_columns
@@ -196,7 +196,7 @@ def _hugging_face(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if not folder:
         return {}
     try:
-        found = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        found = parse_json(Path(folder, "config.json").read_text(encoding="utf-8"))
         return {"model": {"model_config": dict(found)}}
     except (OSError, ValueError, TypeError):
         raise BadInputError(

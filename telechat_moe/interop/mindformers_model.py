@@ -20,7 +20,7 @@ from mindspore.common.initializer import Normal, initializer
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.interop import mindformers_bridges as bridges
-from telechat_moe.interop.mindformers_config import check_decay, check_launch, recipe_of
+from telechat_moe.interop.mindformers_config import check_launch, recipe_of
 from telechat_moe.model import CausalLM, initialize
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
@@ -285,7 +285,6 @@ class TelechatMoeTrainer(CausalLanguageModelingTrainer):
         section.recipe = self.recipe
         network = super().create_network(default_args)
         del section["recipe"]
-        check_decay(self.recipe, {p.name: len(p.shape) for p in network.trainable_params()})
         if not (self.config.checkpoint and self.config.checkpoint.load_path):
             network.initialize(self.recipe.seed)
         return network

@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from telechat_moe.errors import BadInputError
 from telechat_moe.interop.mindformers_checkpoint import FOLDER, newest, resume_settings, step_of
-from telechat_moe.interop.mindformers_config import PLUGIN, REFERENCE, TRAINER, check_launch
+from telechat_moe.interop.mindformers_config import PLUGIN, check_launch
 from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.train import preflight
 from telechat_moe.versions import require_mindformers
@@ -33,8 +32,8 @@ def train(
         RecipeError: The recipe has problems.
         BadInputError: MindFormers cannot run with what is installed, or would train something else.
     """
-    recipe = load(recipe_path, overrides)
-    check(recipe)
+    recipe = load(recipe_path, overrides, use="mindformers")
+    check_launch(recipe, int(os.environ.get("MS_WORKER_NUM", "1")))
     require_mindformers()
     if problems := preflight.machine(recipe):
         raise RecipeError(problems)
@@ -56,20 +55,6 @@ def train(
     config = MindFormerConfig(str(write_resolved(recipe, settings)))
     build_context(config)
     Trainer(config).train()
-
-
-def check(recipe: Recipe) -> None:
-    """Refuse, before MindFormers is imported, a recipe that this job cannot train.
-
-    Raises:
-        BadInputError: See :func:`telechat_moe.interop.mindformers_config.check_launch`.
-    """
-    if recipe.trainer.type != TRAINER:
-        raise BadInputError(
-            f"{recipe.source}: trainer.type is {recipe.trainer.type}, which builds MindFormers' own model; expected "
-            f"{TRAINER}, with auto_register: {REFERENCE}"
-        )
-    check_launch(recipe, int(os.environ.get("MS_WORKER_NUM", "1")))
 
 
 def write_resolved(recipe: Recipe, settings: Mapping[str, Any]) -> Path:

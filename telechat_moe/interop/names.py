@@ -94,9 +94,18 @@ def first_mtp_layer(names: Iterable[str], config: ModelConfig) -> int:
     It is the one after the decoder's last; where they are numbered one higher (TeleChat3 in MindFormers), the next.
     """
     L = config.num_hidden_layers
-    matches = (re.fullmatch(r"model\.layers\.(\d+)\.enorm\.weight", name) for name in names)
-    found = sorted(int(match[1]) for match in matches if match is not None)
+    found = _mtp_numbers(names)
     return L + 1 if found and found[0] == L + 1 else L
+
+
+def mtp_layers(names: Iterable[str]) -> int:
+    """Return how many MTP layers a Hugging Face checkpoint holds."""
+    return len(_mtp_numbers(names))
+
+
+def _mtp_numbers(names: Iterable[str]) -> list[int]:
+    matches = (re.fullmatch(r"model\.layers\.(\d+)\.enorm\.weight", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def pairs(config: ModelConfig, mtp_layer: int | None = None) -> list[Pair]:

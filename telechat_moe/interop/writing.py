@@ -36,6 +36,7 @@ from telechat_moe.files import (
     sync_folder,
     write_atomic,
 )
+from telechat_moe.reading import parse_json
 from telechat_moe.tensor_files import Output, TensorFile
 
 Progress = Callable[[str, int, int], None]
@@ -226,7 +227,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except ValueError:
         return None
 
@@ -236,7 +237,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [
-        json.loads(line)
+        parse_json(line)
         for line in path.read_bytes().splitlines(keepends=True)
         if line.endswith(b"\n")
     ]

@@ -1,6 +1,7 @@
 """The ``msrun`` command of every node of a run, as a list of arguments and as a line for a shell.
 
-Only lines made by ``shlex.join`` pass through a shell: a value of a recipe is never run as a command.
+Only lines made by ``shlex.join`` pass through a shell, and msrun itself starts none (:mod:`telechat_moe.launch.msrun`): a
+value of a recipe is never run as a command.
 """
 
 import os
@@ -16,6 +17,8 @@ from telechat_moe.errors import UsageError
 from telechat_moe.launch.hosts import Host, resolve
 
 DEFAULT_PORT = 8118
+NO_SHELL = ("-m", "telechat_moe.launch.msrun")
+"""Arguments of python before those of :meth:`LaunchNode.msrun`."""
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 # What a shell around us may have left over from another run.
 STRANGE = (
@@ -75,7 +78,7 @@ class LaunchNode:
         return (
             f"cd {shlex.quote(str(Path.cwd()))} && umask g-w,o-w && "
             f'PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH" '
-            + shlex.join(self.msrun(logs, program))
+            + shlex.join(["python", *NO_SHELL, *self.msrun(logs, program)])
         )
 
 

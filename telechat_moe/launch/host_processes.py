@@ -20,7 +20,7 @@ from typing import IO, Any
 from telechat_moe import processes
 from telechat_moe.files import keep_others_out
 from telechat_moe.launch.binding import BindingWatch
-from telechat_moe.launch.commands import LaunchNode, environment
+from telechat_moe.launch.commands import NO_SHELL, LaunchNode, environment
 from telechat_moe.processes import (
     CONTROL,
     SCHEDULER,
@@ -67,8 +67,9 @@ class LogTail:
         self.shown += len(whole)
         lines = whole.decode(errors="replace").splitlines(keepends=True)
         if kept := [line for line in lines if not _CHATTER.match(line)]:
-            self.out.write("".join(kept))
-            self.out.flush()
+            with suppress(BrokenPipeError):  # nobody reads it any more; the run goes on
+                self.out.write("".join(kept))
+                self.out.flush()
 
 
 @dataclass
@@ -113,9 +114,10 @@ class HostProcesses:
         self.bindings = BindingWatch(self.control, self.node.ranks, self.say)
         number = self.node.number
         self.log = self.logs / (f"msrun_{number}.log" if number else "msrun.log")
+        msrun = self.node.msrun(self.logs.absolute(), self.program, watched=True)
         with self.log.open("wb") as log:
             self.process = start(
-                self.node.msrun(self.logs.absolute(), self.program, watched=True),
+                [sys.executable, *NO_SHELL, *msrun],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import read_text
 
 _HOST = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_.@:-]*"
@@ -63,8 +64,8 @@ def read_hosts(path: Path) -> list[Host]:
         BadInputError: With every line that is wrong.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines()
+    except BadInputError as error:
         raise BadInputError(f"{path}: the hostfile cannot be read: {error}") from None
     hosts: list[Host] = []
     problems: list[str] = []

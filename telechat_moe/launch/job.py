@@ -225,6 +225,12 @@ def this_machine(processes: int) -> list[Host]:
     return [Host(platform.node(), processes, "127.0.0.1")]
 
 
+def plan_here(recipe: Recipe, *, allow_outside: bool = False) -> LaunchPlan:
+    """Return how to start a recipe with our trainer on this machine."""
+    nodes = make_nodes(this_machine(recipe.devices), None)
+    return LaunchPlan(nodes=nodes, allow_outside=allow_outside)
+
+
 def check(
     recipe: Recipe, plan: LaunchPlan, *, resume: bool = False, overwrite: bool = False
 ) -> None:
@@ -291,7 +297,7 @@ def train(
             checkpoint.
     """
     keep_others_out()
-    plan = plan or LaunchPlan(nodes=make_nodes(this_machine(recipe.devices), None))
+    plan = plan or plan_here(recipe)
     if plan.through != "own":
         resume = (resume or bool(recipe.resume_training)) and not overwrite
     check(recipe, plan, resume=resume, overwrite=overwrite)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from telechat_moe import processes
+from telechat_moe.interruption import can_stop
 from telechat_moe.launch.commands import SSH, LaunchNode, remote
 from telechat_moe.launch.host_processes import LAST_LINES, PATIENCE_S, POLL_S, LogTail
 from telechat_moe.processes import (
@@ -181,6 +182,7 @@ class MultiHostProcesses:
             time.sleep(POLL_S)
 
     def _watch(self) -> None:
+        can_stop()
         while True:
             self.tail.show()
             self._hear()

@@ -17,6 +17,7 @@ from typing import Any
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import check_private, keep_others_out
+from telechat_moe.interruption import die_with_parent
 from telechat_moe.launch.binding import Binding, note, note_end, use_cores
 from telechat_moe.processes import (
     CONTROL,
@@ -24,7 +25,6 @@ from telechat_moe.processes import (
     Control,
     RankDiedError,
     describe_failure,
-    die_with_parent,
 )
 
 ECHO_S = 2.0

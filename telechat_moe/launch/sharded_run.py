@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telechat_moe.errors import UsageError
 from telechat_moe.interop import hf
+from telechat_moe.interruption import unfinished
 from telechat_moe.launch.commands import LaunchNode, free_port
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.job import (
@@ -124,9 +125,10 @@ def run(
         "differences": differences(recipe, folder),
     }
     if keep is not None:
-        keep.mkdir(parents=True)
-        for path in sorted(folder.glob("*.mindir")):
-            shutil.copy(path, keep)
+        with unfinished(keep):
+            keep.mkdir(parents=True)
+            for path in sorted(folder.glob("*.mindir")):
+                shutil.copy(path, keep)
         report["kept"] = sorted(str(path) for path in keep.glob("*.mindir"))
     if compare and report["finished"]:
         report["single"] = single_process(recipe, steps)

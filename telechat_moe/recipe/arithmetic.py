@@ -15,6 +15,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.weights import Weight, weights
 
@@ -173,3 +174,9 @@ def state_bytes(c: ModelConfig) -> StateBytes:
     """Count the bytes of parameters, gradients and optimizer states; activations not included."""
     count, width = parameters(c).total, BYTES[c.params_dtype]
     return StateBytes(parameters=count * width, gradients=count * width, optimizer=count * 8)
+
+
+def least_bytes(r: Recipe) -> int:
+    """Return what the devices of a recipe hold at least, all together: weights, and moments unless they are swapped."""
+    state = state_bytes(r.model_config)
+    return state.parameters + (0 if r.optimizer.swap else state.optimizer)

@@ -1,4 +1,4 @@
-"""The global batch as a function of the samples that were consumed, as Megatron's ``--step-batch-size-schedule``.
+"""The global batch as a function of the samples that were consumed: constant, or as Megatron's ``--step-batch-size-schedule``.
 
 Source: Megatron-LM, ``megatron/core/num_microbatches_calculator.py`` (the meaning only).
 """
@@ -26,9 +26,11 @@ class BatchSchedule:
 
     Attributes:
         entries: (consumed samples from which it holds, batch), in rising order.
+        unit: Samples that are of one epoch: those of a step, or with a growing batch of a micro-batch.
     """
 
     entries: tuple[tuple[int, int], ...]
+    unit: int = 1
 
     @staticmethod
     @cache
@@ -55,9 +57,9 @@ class BatchSchedule:
         """Return the batch of the step that begins after so many samples."""
         return self.entries[bisect_right(self.entries, consumed, key=lambda entry: entry[0]) - 1][1]
 
-    def _runs(self) -> Iterator[tuple[int, int, int, int | None]]:
+    def _runs(self, consumed: int = 0) -> Iterator[tuple[int, int, int, int | None]]:
         """Yield (first step, samples before it, batch, steps) of each run of equal steps; the last has no end."""
-        step, consumed = 0, 0
+        step = 0
         for threshold, _ in (*self.entries[1:], (None, 0)):
             batch = self.after(consumed)
             if threshold is None:
@@ -67,20 +69,32 @@ class BatchSchedule:
                 yield step, consumed, batch, steps
                 step, consumed = step + steps, consumed + steps * batch
 
-    def at(self, step: int) -> int:
-        """Return the batch of a step, counted from 0."""
+    def consumed(self, steps: int, before: int = 0) -> int:
+        """Return the samples that are consumed after so many steps, of which some were consumed before them."""
         return next(
-            batch
-            for first, _, batch, steps in self._runs()
-            if steps is None or step < first + steps
+            samples + (steps - first) * batch
+            for first, samples, batch, count in self._runs(before)
+            if count is None or steps < first + count
         )
 
-    def steps(self, samples: int) -> int:
-        """Return how many whole steps so many samples give."""
-        done = 0
-        for first, consumed, batch, steps in self._runs():
-            fit = max(0, (samples - consumed) // batch)
+    def position(self, consumed: int) -> float:
+        """Return how many steps, in parts of them too, have consumed so many samples."""
+        for first, before, batch, count in self._runs():
+            if count is None or consumed < before + count * batch:
+                steps, rest = divmod(consumed - before, batch)
+                return first + (steps + rest / batch if rest else steps)
+        raise AssertionError("the last run has no end")
+
+    def steps(self, samples: int, consumed: int = 0) -> int:
+        """Return how many whole steps so many samples give, after those that were consumed."""
+        done, end = 0, consumed + samples
+        for first, before, batch, steps in self._runs(consumed):
+            fit = max(0, (end - before) // batch)
             done = first + (fit if steps is None else min(fit, steps))
             if steps is None or fit < steps:
                 break
         return done
+
+    def total(self, epoch_samples: int, epochs: int) -> int:
+        """Return the steps of a whole run."""
+        return self.steps(epoch_samples // self.unit * self.unit * epochs)

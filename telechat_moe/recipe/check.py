@@ -1,7 +1,8 @@
 """Check a tree against the dataclasses of the schema and build them.
 
-A value with a problem is reported and left out: the object that comes back then lacks that
-attribute, so that cross-field rules can still run on everything else (``rules.py``).
+A value with a problem is reported and left out, and so is the default of a field that a misspelt key may mean: the
+object that comes back then lacks that attribute, so that cross-field rules can still run on everything else
+(``rules.py``).
 """
 
 import dataclasses
@@ -137,11 +138,12 @@ class Checker:
         plan = section_keys(cls)
         built = cast(Any, object.__new__)(cls)
         given: dict[str, Entry] = {}
+        meant: set[str] = set()  # fields that a misspelt key may set, of which nothing is known
         for child in entry.node.entries:
             below = f"{path}.{child.key}".lstrip(".")
             name = plan.names.get(child.key)
             if name is None:
-                self._unknown(child, plan, path, below)
+                meant.add(self._unknown(child, plan, path, below))
             elif name in given:
                 what = f"{child.key} and {given[name].key} name the same setting"
                 self.report(child, below, what, f"write only {name}", "")
@@ -154,6 +156,8 @@ class Checker:
             elif name in plan.required:
                 expected, value = f"expected {describe(field.type)}", INVALID
                 self.report(entry, f"{path}.{name}".lstrip("."), "is missing", expected, "")
+            elif name in meant:
+                value = INVALID
             else:
                 has_value = field.default is not dataclasses.MISSING
                 value = field.default if has_value else cast(Any, field.default_factory)()
@@ -161,13 +165,15 @@ class Checker:
                 object.__setattr__(built, name, value)
         return built
 
-    def _unknown(self, child: Entry, plan: "SectionKeys", path: str, below: str) -> None:
+    def _unknown(self, child: Entry, plan: "SectionKeys", path: str, below: str) -> str:
+        """Report a key that is not known; return the name of the field that it may mean, empty: none."""
         where = f"the section {path}" if path else "a recipe"
         near = plan.elsewhere.get(child.key) or "".join(
             difflib.get_close_matches(child.key, plan.names, 1, 0.6)
         )
         suggestion = f"{path}.{near}".lstrip(".") if near else ""
         self.report(child, below, "unknown key", f"{where} has no such key", suggestion)
+        return plan.names.get(near, "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

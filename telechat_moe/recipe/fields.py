@@ -33,10 +33,14 @@ class Range:
     def __str__(self) -> str:
         parts: list[str] = []
         if self.low is not None:
-            parts.append(f"{'>' if self.above else '>='} {self.low:g}")
+            parts.append(f"{'>' if self.above else '>='} {_number(self.low)}")
         if self.high is not None:
-            parts.append(f"{'<' if self.below else '<='} {self.high:g}")
+            parts.append(f"{'<' if self.below else '<='} {_number(self.high)}")
         return " and ".join(parts)
+
+
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,12 @@ class Length:
 
 Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+"""What NumPy's generators take."""
+Layers = Annotated[int, Range(0, 10_000)]
+"""Layers, which are listed one by one; published models have 126 at most."""
+Degree = Annotated[int, Range(1, 2**20)]
+"""Into how many parts something is split; each is a process, and no cluster has a million devices."""
 Share = Annotated[float, Range(0, 1)]
 """A fraction from 0 to 1."""
 NonNegative = Annotated[float, Range(0)]

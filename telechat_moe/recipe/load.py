@@ -9,9 +9,8 @@ Example:
 
 import difflib
 import importlib
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +18,17 @@ from typing import Any, cast
 import yaml
 
 from telechat_moe.narrowing import is_object
+from telechat_moe.reading import JsonError, parse_json
 from telechat_moe.recipe import rules
 from telechat_moe.recipe.check import Checker, section_keys
-from telechat_moe.recipe.problems import Problem, RecipeError, label
+from telechat_moe.recipe.problems import Missing, Problem, RecipeError, label
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
 from telechat_moe.recipe.tree import Entry, YamlNode, locate, read
 from telechat_moe.recipe.uses import USES, Use, idle_overrides, unread
 
+Look = Callable[[Recipe, Sequence[Problem]], Iterable[Problem]]
+"""Yields what else is wrong with a recipe, such as files that are not there; values with problems are missing from it."""
 COMPUTED_WITH = "computed_with"
 """Key of a run's ``recipe.json`` that says what computed it: a record, not a setting."""
 
@@ -84,6 +86,7 @@ def load(
     *,
     devices: int | None = None,
     use: Use | None = None,
+    look: Look | None = None,
 ) -> Recipe:
     """Load, check and resolve a recipe.
 
@@ -95,6 +98,7 @@ def load(
         devices: Number of devices that the recipe is meant to run on, checked if given.
         use: What the recipe is for: a key that asks for something which that use will not do is a problem.
             ``written``: what its trainer and device say (:func:`~telechat_moe.recipe.uses.use_of`). None: not judged.
+        look: Looks at what is beside the recipe; its problems are reported with all others.
 
     Returns:
         The recipe.
@@ -103,7 +107,7 @@ def load(
         RecipeError: With every problem found.
     """
     path = find(name)
-    return _Loader(path, use).load(overrides, devices)
+    return _Loader(path, use, look).load(overrides, devices)
 
 
 def loads(
@@ -128,9 +132,10 @@ def sections(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") 
 class _Loader:
     """Load one file and collect its problems."""
 
-    def __init__(self, path: Path, use: Use | None = None) -> None:
+    def __init__(self, path: Path, use: Use | None = None, look: Look | None = None) -> None:
         self.path = path
         self.use: Use | None = use
+        self.look = look
         self.file = label(path)
         self.problems: dict[tuple[str, int, str, str], Problem] = {}
 
@@ -161,12 +166,12 @@ class _Loader:
         if self.path.suffix != ".json":
             return text
         try:
-            read = json.loads(text)
+            read = parse_json(text)
             if is_object(read):
                 read.pop(COMPUTED_WITH, None)
             return yaml.safe_dump(read, sort_keys=False)
-        except ValueError as error:
-            self.report(self.file, 0, "", f"no JSON ({error})", "the recipe.json of a run")
+        except JsonError as error:
+            self.report(self.file, error.line, "", f"no JSON ({error})", "the recipe.json of a run")
             raise RecipeError(list(self.problems.values())) from error
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
@@ -215,14 +220,18 @@ class _Loader:
         object.__setattr__(recipe, "source", self.path)
         object.__setattr__(recipe, "given", root.plain())
         object.__setattr__(recipe, "tree", top)
-        clean = not self.problems
-        for key, found, expected in rules.broken(recipe, devices, lenient=not clean):
+        missing = Missing(bool(self.problems))
+        for key, found, expected in rules.broken(recipe, devices, missing):
             at(locate(top, key), key, found, expected, "")
-        if self.use is not None and clean:  # what a use does not do, of values that are right
-            for key, found, expected in unread(recipe, self.use):
+        if self.use is not None:  # what a use does not do
+            for key, found, expected in missing.until(unread(recipe, self.use, missing)):
                 at(locate(top, key), key, found, expected, "")
+        if self.look is not None:
+            for p in self.look(recipe, list(self.problems.values())):
+                self.problems.setdefault((p.file, p.line, p.key, p.found), p)
         if self.problems:
-            raise RecipeError(_of_old_network(root, list(self.problems.values())))
+            problems = _of_old_network(root, list(self.problems.values()))
+            raise RecipeError(problems, _hidden(problems, missing))
         return recipe
 
     def _override(self, root: YamlNode, text: str) -> None:
@@ -243,6 +252,13 @@ class _Loader:
         said = _put(root, parts, node, origin)
         if said:
             self.report(origin, 0, key, *said)
+
+
+def _hidden(problems: Sequence[Problem], missing: Missing) -> dict[str, str]:
+    """Return the keys whose problems hide what else may be wrong, and that they do."""
+    why = "what follows from it"
+    keys = {p.key: p.suggestion or p.key for p in problems}
+    return {key: why for key, meant in keys.items() if meant.rpartition(".")[2] in missing.names}
 
 
 def _of_old_network(root: YamlNode, problems: list[Problem]) -> list[Problem]:
@@ -316,14 +332,17 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
     """Return what the Hugging Face configuration in ``folder`` says about known keys."""
     path = Path(folder) / "config.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}, ""
     known = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}
     if not isinstance(data, dict):
         return {}, ""
-    pairs = cast("dict[str, object]", data).items()
-    return {k: v for k, v in pairs if k in known}, str(path)
+    fields = cast("dict[str, object]", data)
+    rope = fields.get("rope_parameters")  # transformers 5
+    if is_object(rope) and "rope_theta" in rope:
+        fields.setdefault("rope_theta", rope["rope_theta"])
+    return {k: v for k, v in fields.items() if k in known}, str(path)
 
 
 def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:

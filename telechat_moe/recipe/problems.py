@@ -1,10 +1,14 @@
 """What is wrong with a recipe, and the error that carries all of it."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from telechat_moe.errors import BadInputError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +44,49 @@ class RecipeError(BadInputError):
 
     Args:
         problems: All problems found, at least one.
+        not_judged: Keys whose consequences were not judged, and why.
     """
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], not_judged: Mapping[str, str] | None = None
+    ) -> None:
         self.problems: list[Problem] = sorted(problems, key=lambda p: (p.line == 0, p.line))
+        self.not_judged = dict(not_judged or {})
         count = len(self.problems)
         lines = [str(p) for p in self.problems]
+        lines += [f"not judged: {key}: {why}" for key, why in self.not_judged.items()]
         lines.append(f"{count} problem{'s' if count != 1 else ''}; nothing was started.")
         super().__init__("\n".join(lines))
+
+
+class Missing:
+    """What could not be judged, because values with problems of their own are missing from a recipe.
+
+    Args:
+        allowed: There are such values; else a missing attribute is an error of the program.
+
+    Attributes:
+        names: Names of the missing attributes that were read.
+    """
+
+    def __init__(self, allowed: bool) -> None:
+        self.allowed = allowed
+        self.names: set[str] = set()
+
+    @contextmanager
+    def skipped(self) -> Generator[None, None, None]:
+        """End what is inside at the first missing attribute that it reads."""
+        try:
+            yield
+        except AttributeError as error:
+            if not self.allowed:
+                raise
+            self.names.add(error.name or "")
+
+    def until(self, rule: Iterable[T]) -> Iterator[T]:
+        """Yield what a rule yields, up to the first missing attribute that it reads."""
+        with self.skipped():
+            yield from rule
 
 
 def label(path: Path) -> str:

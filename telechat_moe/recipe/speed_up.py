@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from telechat_moe.reading import JsonError, parse_json
 from telechat_moe.recipe.schema import Broken, Recipe
 
 KEY = "context.ascend_config.parallel_speed_up_json_path"
@@ -81,7 +82,7 @@ def switches(recipe: Recipe) -> dict[str, Any]:
     """Return what the file says, by the new names; empty without a file. Its problems are :func:`problems`' to tell."""
     path = path_of(recipe)
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        found: Any = parse_json(path.read_bytes()) if path is not None else {}
     except (OSError, ValueError):
         return {}
     items = cast("dict[str, Any]", found).items() if isinstance(found, dict) else ()
@@ -95,13 +96,14 @@ def problems(recipe: Recipe) -> Iterator[Broken]:
         return
     try:
         text = path.read_text(encoding="utf-8")
+        parse_json(text, unique=False)
         pairs: Any = json.loads(text, object_pairs_hook=list)
     except OSError as error:
         found = f"{path} cannot be read: {error.strerror}"
         yield KEY, found, "a JSON file beside the recipe or in the working folder"
         return
     except ValueError as error:
-        at = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
+        at = f"{path}:{error.line}" if isinstance(error, JsonError) and error.line else str(path)
         yield KEY, f"{at}: not JSON ({error})", 'an object such as {"pp_1f1b_overlap": "AlltoAllV"}'
         return
     if not text.lstrip().startswith("{"):

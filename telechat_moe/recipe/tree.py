@@ -7,6 +7,7 @@ surprising meaning in YAML 1.1 keeps the reason in ``YamlNode.trap``. What a pla
 PyYAML's own resolver, because MindFormers reads the same file with ``yaml.safe_load``.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -74,6 +75,13 @@ class YamlNode:
             return [e.node.plain() for e in self.entries]
         return self.value
 
+    def scalars(self) -> Iterator["YamlNode"]:
+        """Yield the scalars of the tree, those behind aliases as often as they occur."""
+        for entry in self.entries:
+            yield from entry.node.scalars()
+        if self.kind not in ("map", "list"):
+            yield self
+
     def show(self) -> str:
         """Describe the value in a few words for a message."""
         if self.kind == "map":
@@ -91,6 +99,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+_INT64 = 1 << 63  # MindSpore's integers
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?")
 _NUMBER_ELSEWHERE = re.compile(
@@ -125,7 +134,7 @@ def scalar(text: str, line: int) -> YamlNode:
     if tag == "int":
         return _integer(text, line)
     if tag == "float":
-        if _FLOAT.fullmatch(text):
+        if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
             return YamlNode("float", line, float(text), text)
         trap = f"YAML reads {text} as a special or base-60 number; write a plain decimal number"
         return YamlNode("float", line, float("nan"), text, trap)
@@ -135,11 +144,11 @@ def scalar(text: str, line: int) -> YamlNode:
 
 
 def _integer(text: str, line: int) -> YamlNode:
-    if _DECIMAL.fullmatch(text) and len(text) <= 30:
-        return YamlNode("int", line, int(text), text)
+    if _DECIMAL.fullmatch(text) and len(text) <= 30 and -_INT64 <= (value := int(text)) < _INT64:
+        return YamlNode("int", line, value, text)
     value = 0
-    trap = f"{_short(text)} is too long for a number"
-    if len(text) <= 30:
+    trap = f"{_short(text)} is too long for a number of 64 bits"
+    if len(text) <= 30 and not _DECIMAL.fullmatch(text):
         value = int(cast(Any, yaml.SafeLoader("")).construct_yaml_int(yaml.ScalarNode("", text)))
         how = "base 60" if ":" in text else "octal, hexadecimal, binary or with underscores"
         trap = f"YAML reads {text} as {value} ({how}); write a plain decimal number"

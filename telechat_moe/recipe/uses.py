@@ -7,15 +7,17 @@ the table names.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, is_dataclass
 from typing import Any, Literal, cast
 
 from telechat_moe.recipe import speed_up
 from telechat_moe.recipe.check import section_keys
 from telechat_moe.recipe.fields import Takes, is_required
+from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.reads import Judged, judge
 from telechat_moe.recipe.rules import without_effect
+from telechat_moe.recipe.rules.mindformers import by_mindformers, decayed
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.table import is_made
@@ -166,15 +168,23 @@ def idle_overrides(recipe: Recipe, use: Use) -> list[str]:
     return [origin.removeprefix("--set ") for origin, does in acts.items() if not does]
 
 
-def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
-    """Yield the written keys whose value asks for something that a use will not do, and why."""
+def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
+    """Yield the written keys whose value asks for something that a use will not do, and why.
+
+    Args:
+        missing: A rule ends where it needs a value that is missing.
+    """
     use = use_of(recipe) if use == "written" else use
     plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
     if use == "mindformers":
-        yield from _never_read(recipe)
+        yield from missing.until(_never_read(recipe))
+        yield from missing.until(by_mindformers(recipe))
     if plugin:
-        yield from _only_ours(recipe)
-    yield from _only_whole(recipe, use, plugin)
+        yield from missing.until(_only_ours(recipe))
+        yield from missing.until(decayed(recipe))
+    yield from missing.until(_only_whole(recipe, use, plugin))
+    if use == "train":
+        yield from missing.until(_on_processes(recipe))
 
     def judged(key: str) -> bool:
         if use == "mindformers":
@@ -185,6 +195,16 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
             return key.endswith(".model_type")  # says it all
         return use not in ("data", "weights") and decides(use, key)
 
+    yield from missing.until(_of_others(recipe, use, plugin, judged))
+    for found in without_effect(recipe, missing, compiled=use in ("dryrun", "plan")):
+        if judged(found[0]):
+            yield found
+
+
+def _of_others(
+    recipe: Recipe, use: Use, plugin: bool, judged: Callable[[str], bool]
+) -> Iterator[Broken]:
+    """Yield the written keys that only another program reads, and what they ask for."""
     for one in written(recipe):
         if one.key == "model.model_config.model_type" and use != "mindformers":
             continue  # a rule says which models are ours
@@ -195,9 +215,6 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
         elif use == "mindformers" and not plugin and _is_ours(one):
             found = f"{_text(one.value)}, a setting of this package, which MindFormers drops"
             yield one.key, found, f"trainer.type {OUR_TRAINER}, or remove it"
-    for found in without_effect(recipe, compiled=use in ("dryrun", "plan")):
-        if judged(found[0]):
-            yield found
 
 
 def _only_ours(recipe: Recipe) -> Iterator[Broken]:
@@ -251,6 +268,20 @@ def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
         who = "MindFormers' trainer does for its own networks only"
         who = who if plugin else "the planner's cost model does not know"
         yield "parallel_config.seq_split_num", f"{parts}, which {who}", "1"
+
+
+def _on_processes(recipe: Recipe) -> Iterator[Broken]:
+    if recipe.context.device_target == "CPU" and recipe.devices > 1:
+        yield from in_plain_graph(recipe)
+
+
+def in_plain_graph(recipe: Recipe) -> Iterator[Broken]:
+    """Yield what the graphs that CPU processes run, which are made of plain operators, cannot compute."""
+    dtype = recipe.model.model_config.compute_dtype
+    if dtype in ("bfloat16", "bf16"):
+        found = f"{dtype} in the graphs of CPU processes, which are made of plain operators"
+        expected = "float32: MindSpore has no bfloat16 products there; one process has ours"
+        yield "model.model_config.compute_dtype", found, expected
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:

@@ -21,7 +21,7 @@ WRITTEN_KEYS = frozenset(
 
 def written_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, path) for everything that a recipe wants written, `output_dir` excepted."""
-    yield from _walk(recipe.to_dict(), "")
+    yield from _walk(recipe.given, "")
 
 
 def _walk(value: object, at: str) -> Iterator[tuple[str, str]]:
@@ -37,16 +37,12 @@ def _walk(value: object, at: str) -> Iterator[tuple[str, str]]:
             yield from _walk(item, f"{at}.{i}")
 
 
-def check_written_paths(recipe: Recipe) -> None:
-    """Refuse a recipe that writes outside both `output_dir` and the folder where it is started.
+def outside(recipe: Recipe) -> Iterator[Problem]:
+    """Yield each key whose path leads outside both `output_dir` and the folder where the recipe is started.
 
     Links are followed. `output_dir` itself is the user's choice.
-
-    Raises:
-        RecipeError: With every key whose path leads outside.
     """
     inside = [Path(recipe.output_dir).resolve(), Path.cwd().resolve()]
-    problems: list[Problem] = []
     for key, text in written_paths(recipe):
         is_local = "://" not in text
         # An absolute path must say output_dir; a relative one may not climb.
@@ -54,12 +50,16 @@ def check_written_paths(recipe: Recipe) -> None:
         path = Path(text).resolve()
         if is_local and any(path.is_relative_to(root) for root in roots):
             continue
-        problems.append(
-            recipe.problem(
-                key,
-                f"{text}, which is outside of output_dir ({recipe.output_dir})",
-                "a path below output_dir, a relative one without `..`, or --allow-outside",
-            )
-        )
-    if problems:
+        found = f"{text}, which is outside of output_dir ({recipe.output_dir})"
+        expected = "a path below output_dir, a relative one without `..`, or --allow-outside"
+        yield recipe.problem(key, found, expected)
+
+
+def check_written_paths(recipe: Recipe) -> None:
+    """Refuse a recipe that writes outside.
+
+    Raises:
+        RecipeError: See :func:`outside`.
+    """
+    if problems := list(outside(recipe)):
         raise RecipeError(problems)

@@ -34,9 +34,9 @@ def mesh_of(recipe: Recipe) -> Mesh:
 
 def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipes of the steps that are smaller than the largest of a batch schedule, by their micro-batches."""
-    schedule, whole, found = recipe.batch_schedule, recipe.micro_batches, dict[int, Recipe]()
+    whole, found = recipe.micro_batches, dict[int, Recipe]()
     own = replace(recipe.telechat_moe, step_batch_size_schedule=None)
-    for batch in sorted({batch for _, batch in schedule.entries} if schedule else ()):
+    for batch in sorted({batch for _, batch in recipe.batches.entries}):
         count = whole * batch // recipe.global_batch
         if recipe.parallel_config.pipeline_stage > 1:
             pipeline = replace(recipe.parallel_config, micro_batch_num=count)

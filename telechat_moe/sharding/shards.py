@@ -45,6 +45,7 @@ class WeightShards:
         stages: Pipeline stage of each decoder layer.
         head: That of all other weights but the embedding.
         threshold: Bytes from which copies of a weight split it among them (ZeRO-1); None: they do not.
+        sharers: Copies that follow each other and split a weight among them; None: all that there are.
     """
 
     mesh: Mesh
@@ -52,6 +53,7 @@ class WeightShards:
     stages: Sequence[int]
     head: int
     threshold: int | None = None
+    sharers: int | None = None
 
     @staticmethod
     def of(recipe: Recipe) -> "WeightShards":
@@ -60,21 +62,15 @@ class WeightShards:
         Raises:
             BadInputError: The degrees do not fit together or do not divide a weight.
         """
-        given = recipe.parallel.parallel_optimizer_config
-        if (
-            recipe.parallel.enable_parallel_optimizer
-            and given
-            and given.optimizer_weight_shard_size
-        ):
-            raise BadInputError(
-                f"{recipe.source}: parallel_optimizer_config.optimizer_weight_shard_size is "
-                f"{given.optimizer_weight_shard_size}; a weight is sharded over all of its copies only, leave it out"
-            )
         config, places = recipe.model_config, stages_of(recipe)
         stages = [p.stage for p in places.layers] if places else [0] * config.num_hidden_layers
         head = places.head.stage if places else 0
         named = {weight.name: weight for weight in weights(config)}
-        shards = WeightShards(mesh_of(recipe), named, stages, head, shard_threshold(recipe))
+        zero = recipe.parallel.parallel_optimizer_config
+        size = (zero.optimizer_weight_shard_size if zero is not None else None) or -1
+        sharers = size if size > 0 else None
+        mesh, threshold = mesh_of(recipe), shard_threshold(recipe)
+        shards = WeightShards(mesh, named, stages, head, threshold, sharers)
         for name, shape in shards.shapes.items():
             for length, axes in zip(shape, shards.axes(name), strict=True):
                 if length % shards.mesh.size(axes):
@@ -122,9 +118,10 @@ class WeightShards:
             found.append((start, start + rows))
         used = {axis for cut in axes for axis in cut}
         copies = self.mesh.group(rank, [a for a in self.mesh.sizes if a not in used])
-        if self._split(name, found, itemsize, len(copies)):
-            rows = (found[0][1] - found[0][0]) // len(copies)
-            start = found[0][0] + copies.index(rank) * rows
+        parts = self.sharers or len(copies)
+        if len(copies) % parts == 0 and self._split(name, found, itemsize, parts):
+            rows = (found[0][1] - found[0][0]) // parts
+            start = found[0][0] + copies.index(rank) % parts * rows
             found[0] = (start, start + rows)
         return tuple(found)
 

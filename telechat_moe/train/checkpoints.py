@@ -1,8 +1,8 @@
 """The checkpoints of a run: what they hold besides tensors, resuming, saving, going back before a spike."""
 
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -14,11 +14,17 @@ from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data.loader import Batches
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, RecipeError
+from telechat_moe.recipe.batch_schedule import BatchSchedule
+from telechat_moe.recipe.schema.optimizer import LrSchedule
 from telechat_moe.sharding.shards import EMA
+from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
 from telechat_moe.train.engine import Engine
 from telechat_moe.train.guard import Guard, Spike
 from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.schedule import from_recipe, of_section, total_steps
 from telechat_moe.train.start import STATE_VERSION, Start, folder_of, misfits
+
+_COUNTERS = ("updates", "skipped", "skipped_in_a_row", "samples", "applied_samples")
 
 
 @dataclass
@@ -30,6 +36,8 @@ class Progress:
         updates: Steps whose update was applied.
         skipped: Steps whose update was not.
         skipped_in_a_row: Those since the last update.
+        samples: Samples of the steps.
+        applied_samples: Those of the steps whose update was applied.
         rollbacks: What was done each time that the run went back.
     """
 
@@ -37,6 +45,8 @@ class Progress:
     updates: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    samples: int = 0
+    applied_samples: int = 0
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -51,6 +61,7 @@ class RunCheckpoints:
     Attributes:
         origin: Of a run that resumed: ``new_data``, True if its data begin anew, and ``continues``, the checkpoint of
             another folder.
+        lr_batches: The batches in whose steps the learning rate is counted.
     """
 
     def __init__(
@@ -62,19 +73,35 @@ class RunCheckpoints:
         self.progress = Progress()
         self.notes: list[str] = []
         self.origin: dict[str, Any] = {}
+        self.lr_batches = recipe.batches
         self._constant = {
             "version": STATE_VERSION,
             "telechat_moe": __version__,
             "mindspore": ms.__version__,
             "model_config": asdict(recipe.model_config),
-            "training": _training_settings(recipe),
         }
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that the samples of the recipe still give."""
+        return steps_left(self.recipe, self.loader, self.progress.samples)
+
+    @property
+    def unread(self) -> str:
+        """How many samples will not be read; empty: none."""
+        loader, done = self.loader, self.progress.samples
+        left = max(0, int(loader.epochs.end) - loader.next_sample)
+        count = left - (self.recipe.batches.consumed(self.steps_left, done) - done)
+        end = "samples are not read: at the end of an epoch they do not fill a step"
+        return f"{count} of {left} {end}" if count else ""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint of the current step holds besides tensors, JSON values."""
         return {
             **self._constant,
-            **{k: getattr(self.progress, k) for k in ("updates", "skipped", "skipped_in_a_row")},
+            "training": self._training_settings(),
+            **{key: getattr(self.progress, key) for key in _COUNTERS},
+            "lr_batches": [self.lr_batches.entries, self.lr_batches.unit],
             "data": self.loader.state(),
             "guard": self.guard.state(),
             "rollbacks": self.progress.rollbacks,
@@ -88,7 +115,15 @@ class RunCheckpoints:
             BadInputError: It is broken, or does not fit the recipe.
         """
         saved = start.load(self.notes.append)
+        if problems := misfits(self.recipe, saved.path, saved.state):
+            raise RecipeError(problems)
+        training = saved.state["training"]
+        before = consumed_of(self.recipe, saved.step, saved.state).lr_batches
+        self.lr_batches = lr_batches(self.recipe, before, training)
+        for change in checkpoint.diff_config(training, self._training_settings()):
+            self.notes.append(f"changed since {saved.path.name}: {change}")
         self.restore(saved)
+        self.notes += self._rate_notes(before, training)
         if not start.here:
             self.origin["continues"] = str(saved.path)
 
@@ -99,10 +134,7 @@ class RunCheckpoints:
             BadInputError: It does not fit the recipe.
         """
         given, progress = saved.state, self.progress
-        if problems := misfits(self.recipe, saved.path, given):
-            raise RecipeError(problems)
-        for change in checkpoint.diff_config(given["training"], self._constant["training"]):
-            self.notes.append(f"changed since {saved.path.name}: {change}")
+        consumed = consumed_of(self.recipe, saved.step, given)
         if EMA in saved.tensors and self.recipe.telechat_moe.ema is None:
             self.notes.append(
                 f"the average of the weights in {saved.path.name} ends (telechat_moe.ema)"
@@ -114,10 +146,41 @@ class RunCheckpoints:
             self.notes.append(f"new data begin after step {saved.step} (telechat_moe.resume_data)")
         progress.step, progress.updates = saved.step, given["updates"]
         progress.skipped, progress.skipped_in_a_row = given["skipped"], given["skipped_in_a_row"]
+        progress.samples, progress.applied_samples = consumed.samples, consumed.applied_samples
         progress.rollbacks = list(given.get("rollbacks", []))
         if "guard" in given:
             self.guard.load_state(given["guard"])
         self.notes.append(f"resumed from {saved.path} at step {progress.step}")
+
+    def _rate_notes(self, before: BatchSchedule, training: Mapping[str, Any]) -> Iterator[str]:
+        """Yield in which steps the learning rate counts, where these are not the recipe's, and where it jumps."""
+        if self.lr_batches.entries != self.recipe.batches.entries:
+            sizes = " and ".join(str(batch) for _, batch in self.lr_batches.entries)
+            yield f"lr_schedule goes on at the samples where it was: it counts steps of {sizes} samples"
+        known, done = {f.name for f in fields(LrSchedule)}, self.progress.applied_samples
+        given = {key: x for key, x in training["lr_schedule"].items() if key in known}
+        rate = of_section(
+            LrSchedule(**given), training["steps"], training.get("lr_wsd_decay_style")
+        )
+        now = from_recipe(self.recipe, self.lr_batches)(self.lr_batches.position(done))
+        if rate is not None and (then := rate(before.position(done))) != now:
+            yield f"the learning rate is {now:.4g} from here on; it would be {then:.4g} with the settings of the checkpoint"
+
+    def _training_settings(self) -> dict[str, Any]:
+        """Return the settings that change the course of a run, apart from model and data."""
+        recipe = self.recipe
+        return {
+            "optimizer": asdict(recipe.optimizer),
+            "lr_schedule": asdict(recipe.lr_schedule) if recipe.lr_schedule else None,
+            "global_batch": recipe.global_batch,
+            "step_batch_size_schedule": recipe.telechat_moe.step_batch_size_schedule,
+            "lr_wsd_decay_style": recipe.telechat_moe.lr_wsd_decay_style,
+            "max_grad_norm": recipe.runner_wrapper.max_grad_norm,
+            "use_clip_grad": recipe.runner_wrapper.use_clip_grad,
+            "weight_decay_exclude": recipe.telechat_moe.weight_decay_exclude,
+            "steps": total_steps(recipe, self.lr_batches),
+            "seed": recipe.seed,
+        }
 
     @cached_property
     def saver(self) -> Saver:
@@ -202,19 +265,3 @@ class RunCheckpoints:
             folder.sync_folder(self.root)
             return path.name
         return ""
-
-
-def _training_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that change the course of a run, apart from model and data."""
-    return {
-        "optimizer": asdict(recipe.optimizer),
-        "lr_schedule": asdict(recipe.lr_schedule) if recipe.lr_schedule else None,
-        "global_batch": recipe.global_batch,
-        "step_batch_size_schedule": recipe.telechat_moe.step_batch_size_schedule,
-        "lr_wsd_decay_style": recipe.telechat_moe.lr_wsd_decay_style,
-        "max_grad_norm": recipe.runner_wrapper.max_grad_norm,
-        "use_clip_grad": recipe.runner_wrapper.use_clip_grad,
-        "weight_decay_exclude": recipe.telechat_moe.weight_decay_exclude,
-        "steps": recipe.train_steps,
-        "seed": recipe.seed,
-    }

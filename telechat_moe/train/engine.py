@@ -101,9 +101,12 @@ def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
 
 def backends(recipe: Recipe) -> AbstractContextManager[None]:
     """Return a context in which cells are built with the operators that the recipe chooses."""
-    chosen = recipe.telechat_moe.operators
-    target = recipe.context.device_target
-    return select.using(chosen.default, chosen.backends(), target, chosen.host)
+    own, target = recipe.telechat_moe, recipe.context.device_target
+    each = own.operators.backends()
+    if recipe.devices > 1 and own.moe_capacity_tokens is not None:
+        # As in the graphs of the processes: fused experts give one capacity to all tokens.
+        each |= {"permute": "plain", "grouped_matmul": "plain"}
+    return select.using(own.operators.default, each, target, own.operators.host)
 
 
 def build_model(recipe: Recipe) -> tuple[CausalLM, str]:

@@ -61,8 +61,11 @@ class Spike:
         return f"{self.reason} {value:.4g} is not below {self.limit:.4g}{of}"
 
     def numbers(self) -> dict[str, Any]:
-        """Return everything but the step."""
-        return {key: value for key, value in asdict(self).items() if key != "step"}
+        """Return everything but the step, as JSON values; what is not finite is None."""
+        numbers = {key: value for key, value in asdict(self).items() if key != "step"}
+        for key in ("loss", "norm"):
+            numbers[key] = numbers[key] if math.isfinite(numbers[key]) else None
+        return numbers
 
 
 class Guard:

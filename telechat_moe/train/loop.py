@@ -10,6 +10,7 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.errors import CheckFailedError
+from telechat_moe.interruption import can_stop
 from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of
@@ -105,7 +106,8 @@ class Loop:
         )
         self.guard, self.ranks = checkpoints.guard, checkpoints.ranks
         self.progress = checkpoints.progress
-        self.steps, self.sources = self.recipe.train_steps, sources_of(self.recipe)
+        self.sources = sources_of(self.recipe)
+        self.steps = self.progress.step + checkpoints.steps_left
         self.loads = LoadRecorder(self.recipe.telechat_moe.moe.load_interval, self.steps)
         self.began = time.perf_counter()
         self.losses: list[float] = []
@@ -127,9 +129,10 @@ class Loop:
         self.monitor.begin(
             {
                 "step": self.progress.step,
-                **{key: data[key] for key in ("next_sample", "samples_per_epoch")},
+                **{k: data[k] for k in ("next_sample", "samples_per_epoch", "earlier_samples")},
                 **self._sources(),
                 "global_batch": self.recipe.global_batch,
+                "unit": self.loader.epochs.unit,
                 "dataset": data["dataset"],
                 "data_path": section.data_path or section.train_data_path,
                 **self.checkpoints.origin,
@@ -160,11 +163,14 @@ class Loop:
             self.monitor.evaluation(0, *self.evaluate())
         while progress.step < self.steps and not self.ranks.interrupted:
             spike = self.train_one()
+            if self.ranks.leads:
+                can_stop()  # there is something to save now
             if saver is not None:
                 saver.poll()
-            if spike is not None and self.guard.rolls_back and self.roll_back(spike):
-                continue
+            went_back = spike is not None and self.guard.rolls_back and self.roll_back(spike)
             last = progress.step == self.steps
+            if went_back and not last:
+                continue
             self.timer.lap("host")
             if interval and (progress.step % interval == 0 or last):
                 self.validation_loss, by_source = self.evaluate()
@@ -174,10 +180,13 @@ class Loop:
                 self.save()
             self.timer.lap("save")
             self.timer.finish(progress.step, self.rows)
-        if self.ranks.interrupted and progress.step < self.steps and saver is not None:
-            self.save()
-            saver.wait(last=True)
-            self.monitor.message(f"interrupted: saved step {progress.step}; continue with --resume")
+        if self.ranks.interrupted and progress.step < self.steps:
+            line = f"interrupted after step {progress.step}; this recipe saves no checkpoints"
+            if saver is not None:
+                self.save()
+                saver.wait(last=True)
+                line = f"interrupted: saved step {progress.step}; continue with --resume"
+            self.monitor.message(line)
 
     def evaluate(self) -> tuple[float, dict[str, float]]:
         """Return the loss on the validation data, and by source, on rank 0; the others wait and return NaN."""
@@ -209,22 +218,25 @@ class Loop:
             return False
         self.saved_step = record["to_step"]
         self.loads.clear()
+        before, self.steps = self.steps, self.progress.step + self.checkpoints.steps_left
+        self.loads.last = self.monitor.total_steps = self.steps
         begin, end = record["left_out"]
         self.monitor.rolled_back(
             record,
             f"went back from step {spike.step} to the checkpoint of step {self.saved_step}: {spike.describe()}; "
-            f"samples {begin} to {end - 1} are left out",
+            f"samples {begin} to {end - 1} are left out, so its epochs end at step {self.steps} instead of {before}",
         )
         return True
 
     def compute_step(self) -> StepResult:
         """Run the next step; nothing is judged or reported."""
         progress, recipe, step = self.progress, self.recipe, self.progress.step + 1
-        rate = self.schedule(progress.updates)
+        rate = self.schedule(self.checkpoints.lr_batches.position(progress.applied_samples))
         began = time.perf_counter()
         self.ranks.at(f"step {step}, reading data")
         self.timer.lap("host")
-        count = recipe.micro_batches * recipe.batch_at(progress.step) // recipe.global_batch
+        samples = recipe.batches.after(progress.samples)
+        count = recipe.micro_batches * samples // recipe.global_batch
         batches = self.engine.read(self.loader, count)
         waited = time.perf_counter() - began
         self.timer.lap("data")
@@ -237,16 +249,17 @@ class Loop:
         seconds = time.perf_counter() - began
         self.timer.lap("graph")
         self.ranks.end_step(step)
-        progress.step = step
+        progress.step, progress.samples = step, progress.samples + samples
         progress.updates += applied
+        progress.applied_samples += applied * samples
         return StepResult(ids, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
 
     def train_one(self) -> Spike | None:
         """Run one step and report it; return what was wrong if its update was left out."""
-        first = self.loader.next_sample
+        first, before = self.loader.epochs.begin(self.loader.next_sample), self.progress.samples
         result = self.compute_step()
         step, output = self.progress.step, result.output
-        count = self.loader.next_sample - first
+        count = self.progress.samples - before
         sources = self.loader.counts(first, count)
         self.monitor.samples(
             step, first, count, result.ids, result.applied, self.loader.order, sources

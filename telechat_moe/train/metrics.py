@@ -43,6 +43,7 @@ from typing import Any
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.files import write_atomic
+from telechat_moe.reading import parse_json
 
 FILE = "metrics.jsonl"
 ROLLED_BACK = "metrics.rolled_back.jsonl"
@@ -73,7 +74,7 @@ def _finite(value: Any, key: str, not_finite: dict[str, str]) -> Any:
 def decode(line: bytes) -> dict[str, Any] | None:
     """Return the record in a line; None if it is not one (torn by a kill, or damaged)."""
     try:
-        record = json.loads(line)
+        record = parse_json(line, finite=False)
     except ValueError:
         return None
     if isinstance(record, dict) and isinstance(record.get("step"), int) and "event" in record:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -260,7 +261,9 @@ class Monitor:
         """Print a line of text (above the live line, if there is one)."""
         if self._live is not None:
             self._live.console.print(Text(text), soft_wrap=True)
-        else:
+            return
+        # Ctrl-C ends `| tee log`, too, and the step is still to be saved.
+        with suppress(BrokenPipeError):
             print(text, file=self._stream, flush=True)
 
     # ------------------------------------------------------------------------------------- lines

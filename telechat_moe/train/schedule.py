@@ -1,12 +1,18 @@
-"""Learning-rate schedules: pure functions of the step, equal to the MindFormers classes that they name."""
+"""Learning-rate schedules: pure functions of the step, equal to the MindFormers classes that they name.
+
+Where the batch of a run has changed, steps are those of the batch before, in parts of them too
+(:mod:`telechat_moe.train.consumed`).
+"""
 
 import math
 from collections.abc import Callable
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.batch_schedule import BatchSchedule
+from telechat_moe.recipe.schema.optimizer import LrSchedule
 
-Schedule = Callable[[int], float]
+Schedule = Callable[[float], float]
 
 
 def constant(peak: float, warmup_steps: int, start: float = 0.0) -> Schedule:
@@ -15,7 +21,7 @@ def constant(peak: float, warmup_steps: int, start: float = 0.0) -> Schedule:
     Step 0 has the rate ``start``; step ``warmup_steps`` is the first at ``peak``.
     """
 
-    def at(step: int) -> float:
+    def at(step: float) -> float:
         if step < warmup_steps:
             return start + (peak - start) * step / warmup_steps
         return peak
@@ -42,7 +48,7 @@ def cosine(
     rise = constant(peak, warmup_steps, start)
     last = total_steps if decay_steps is None else decay_steps
 
-    def at(step: int) -> float:
+    def at(step: float) -> float:
         if step >= max(1, last):
             return end
         if step < warmup_steps:
@@ -82,7 +88,7 @@ def warmup_stable_decay(
     """
     rise, left = constant(peak, warmup_steps, start), DECAYS[style]
 
-    def at(step: int) -> float:
+    def at(step: float) -> float:
         if step < decay_start:
             return rise(step)
         done = (step - decay_start) / max(1, total_steps - decay_start)
@@ -91,8 +97,11 @@ def warmup_stable_decay(
     return at
 
 
-def from_recipe(recipe: Recipe) -> Schedule:
+def from_recipe(recipe: Recipe, batches: BatchSchedule | None = None) -> Schedule:
     """Return the schedule of ``lr_schedule``.
+
+    Args:
+        batches: In whose steps it counts; None: the recipe's.
 
     Raises:
         BadInputError: The recipe has another type, or ``grouped_lr_schedule``.
@@ -103,7 +112,28 @@ def from_recipe(recipe: Recipe) -> Schedule:
             f"{recipe.source}: `telechat-moe train` needs lr_schedule with a learning_rate "
             "(grouped_lr_schedule is read by MindFormers only)"
         )
-    total = recipe.train_steps
+    rate = of_section(section, total_steps(recipe, batches), recipe.telechat_moe.lr_wsd_decay_style)
+    if rate is None:
+        raise BadInputError(
+            f"{recipe.source}: lr_schedule.type {section.type!r} is read by MindFormers only; "
+            "`telechat-moe train` has ConstantWarmUpLR, CosineWithWarmUpLR and WarmUpStableDecayLR"
+        )
+    return rate
+
+
+def total_steps(recipe: Recipe, batches: BatchSchedule | None = None) -> int:
+    """Return the steps of the whole run, counted in those of some batches."""
+    return (batches or recipe.batches).total(recipe.epoch_samples, recipe.runner_config.epochs)
+
+
+def of_section(section: LrSchedule, train_steps: int, style: str | None) -> Schedule | None:
+    """Return the schedule of a section; None: its type is MindFormers' only.
+
+    Args:
+        train_steps: Steps of the whole run.
+        style: `telechat_moe.lr_wsd_decay_style`.
+    """
+    total = train_steps
     if section.total_steps is not None and section.total_steps > 0:
         total = section.total_steps
 
@@ -112,7 +142,7 @@ def from_recipe(recipe: Recipe) -> Schedule:
             return int(total * ratio)
         return default if count is None or count < 0 else count
 
-    peak, end = section.learning_rate, section.lr_end or 0.0
+    peak, end = section.learning_rate or 0.0, section.lr_end or 0.0
     start = section.warmup_lr_init or 0.0
     warmup = steps(section.warmup_steps, section.warmup_ratio, 0)
     if section.type == "ConstantWarmUpLR":
@@ -122,9 +152,5 @@ def from_recipe(recipe: Recipe) -> Schedule:
         return cosine(peak, end, warmup, total, start, last, section.num_cycles or 0.5)
     if section.type == "WarmUpStableDecayLR":
         decay_start = steps(section.decay_start_steps, section.decay_start_ratio, total)
-        style = recipe.telechat_moe.lr_wsd_decay_style or "linear"
-        return warmup_stable_decay(peak, end, warmup, decay_start, total, start, style)
-    raise BadInputError(
-        f"{recipe.source}: lr_schedule.type {section.type!r} is read by MindFormers only; "
-        "`telechat-moe train` has ConstantWarmUpLR, CosineWithWarmUpLR and WarmUpStableDecayLR"
-    )
+        return warmup_stable_decay(peak, end, warmup, decay_start, total, start, style or "linear")
+    return None

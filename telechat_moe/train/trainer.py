@@ -77,13 +77,13 @@ class Trainer:
         given = {"resume": resume, "overwrite": overwrite, "weights": weights}
         ready = preflight.require(recipe, shared=self.ranks.share_batches(), **given)
         self.start, self.loader = ready.start, ready.loader
-        self.schedule = schedule.from_recipe(recipe)
         self.engine = self._engine(job)
         self.checkpoints = RunCheckpoints(
             recipe, self.engine, self.loader, guard.of_recipe(recipe), self.ranks
         )
         self.progress = self.checkpoints.progress
         self._begin(weights)
+        self.schedule = schedule.from_recipe(recipe, self.checkpoints.lr_batches)
         self.ranks.barrier("loaded")
         self.engine.begin()
 
@@ -102,9 +102,10 @@ class Trainer:
         if self.start.kind == "resume":
             self.checkpoints.resume(self.start)
         elif path is not None:
-            found = weights(path, self.recipe.model_config)
+            found = weights(path, self.recipe.model_config, notes=notes)
             state.load_weights(self.engine.model, found, path)
             notes.append(f"weights from {path}")
+            notes += preflight.end_tokens(self.recipe, path)
         else:
             initialize(self.engine.model, self.recipe.seed)
 
@@ -131,9 +132,10 @@ class Trainer:
         A run whose steps are all done is left as it is.
         """
         done, step = self.output / "summary.json", self.progress.step
-        if self.start.here and step >= self.recipe.train_steps and done.exists():
+        if self.start.here and not self.checkpoints.steps_left and done.exists():
+            left = f"{self.checkpoints.unread}; " if self.checkpoints.unread else ""
             sys.stderr.write(
-                f"all {step} steps are done (checkpoint of step {step}); "
+                f"all {step} steps are done (checkpoint of step {step}); {left}"
                 "train from the start with --overwrite\n"
             )
             summary = Summary(**json.loads(done.read_text(encoding="utf-8")))
@@ -151,7 +153,7 @@ class Trainer:
             (self.output / "metrics.jsonl").unlink(missing_ok=True)
         resolved = self.recipe.to_dict() | {COMPUTED_WITH: {"operators": self.engine.operators}}
         self._write("recipe.json", json.dumps(resolved, indent=2) + "\n")
-        steps = self.recipe.train_steps
+        steps = self.progress.step + self.checkpoints.steps_left
         tokens = self.recipe.global_batch * self.recipe.model_config.seq_length
         monitor = SilentMonitor()
         if self.ranks.leads:
@@ -170,6 +172,8 @@ class Trainer:
                     f"{count_parameters(self.engine.model) / 1e6:.2f}M parameters, {steps} steps of "
                     f"{tokens} tokens" + ("" if self.keep_graph else f"; {COMPILING}")
                 )
+                if self.checkpoints.unread:
+                    monitor.message(self.checkpoints.unread)
                 monitor.message(f"operators: {self.engine.operators}")
                 loop.run()
                 if not self.ranks.interrupted:

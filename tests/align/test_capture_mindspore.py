@@ -13,11 +13,13 @@ import mini_recipe
 from mindspore import Parameter, Tensor, nn, ops
 from replayed import replay
 
-from telechat_moe.errors import BadInputError
+from telechat_moe.cli import main
+from telechat_moe.errors import UsageError
 from telechat_moe.graph.tap import Tapped
 from telechat_moe.ops import fingerprint
 from telechat_moe.ops.attention import FlashAttention
 from telechat_moe.recipe import load
+from telechat_moe.recipe.weights import weights as weights_of
 from telechat_moe.tools.align.capture.mindspore import Filter, capture, capture_recipe
 from telechat_moe.tools.align.dump import msprobe, value_files
 
@@ -223,9 +225,13 @@ def test_filters(tmp_path):
     capture(Step(), Tensor(X), out=tmp_path / "a", only=["*.MatMul"])
     names = {c.name.split(".")[-1] for c in msprobe.read(tmp_path / "a").ranks[0, 0].calls.values()}
     assert names == {"MatMul"}
+    for name, wanted in {"c": {"layers": [0]}, "d": {"only": ["*.layers.0.weight.*"]}}.items():
+        capture(Step(), Tensor(X), out=tmp_path / name, **wanted)
+        calls = msprobe.read(tmp_path / name).ranks[0, 0].calls
+        assert "Optimizer.layers.0.weight.ApplyMomentum.0.forward" in calls
     capture(Step(), Tensor(X), out=tmp_path / "b", layers=[3])
     assert not msprobe.read(tmp_path / "b").ranks[0, 0].calls
-    with pytest.raises(BadInputError, match="it exists"):
+    with pytest.raises(UsageError, match="it exists"):
         capture(Step(), Tensor(X), out=tmp_path / "b")
 
 
@@ -275,3 +281,26 @@ def test_a_recipe_in_one_process(tmp_path, data):
     config = recipe.model_config
     pairs = recipe.runner_config.batch_size * config.seq_length * config.num_experts_per_tok
     assert counts.outputs[0].load().sum() == pairs
+
+
+@pytest.mark.slow
+def test_the_updates_of_a_layer_are_those_of_a_whole_capture(tmp_path, data):
+    """One operator updates all weights; of a layer it is recorded as far as it updates that layer's."""
+    _, name, _, *sets = mini_recipe.arguments(data, tmp_path / "run")
+    recipe = load(name, sets[1::2], use="train")
+
+    def updates(out, wanted):
+        capture_recipe(recipe, tmp_path / out, range(1), wanted=wanted)
+        calls = msprobe.read(tmp_path / out).ranks[0, 0].calls
+        return {key: call for key, call in calls.items() if key.startswith("Optimizer.")}
+
+    whole, layer = updates("whole", Filter()), updates("layer", Filter(frozenset({1})))
+    names = [w.name for w in weights_of(recipe.model_config) if w.name.startswith("layers.1.")]
+    weights = {name for name in names if not name.endswith("expert_bias")}  # it has no gradient
+    assert {key.split(".AdamWeightDecay")[0] for key in layer} == {
+        f"Optimizer.{w}" for w in weights
+    }
+    for key, call in layer.items():
+        pairs = zip(call.tensors(), whole[key].tensors(), strict=True)
+        assert all(a == b and x.load().tobytes() == y.load().tobytes() for (a, x), (b, y) in pairs)
+    assert main(["align", str(tmp_path / "layer")]) == 0

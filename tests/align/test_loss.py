@@ -394,7 +394,7 @@ def test_whitening_keeps_the_mean():
     rng = np.random.default_rng(26)
     d = 0.004 + 0.01 * pairs.noise(rng, 5000, 0.7, False)
     white = loss_stats.whiten(d)
-    assert white.time == pytest.approx(1.7 / 0.3, rel=0.2)
+    assert white.time == pytest.approx(1.7 / 0.3, rel=0.15)
     assert white.y.mean() == pytest.approx(d.mean(), abs=2e-5)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from telechat_moe.cli.align import merge as verb
 from telechat_moe.cli.verb import VerbParser
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
 from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.logical import Bound
@@ -290,9 +290,9 @@ def test_differing_copies_and_lost_ranks_have_their_exit_codes(tmp_path: Path, c
     (dump / "step0" / "rank3").rmdir()
     assert run(str(dump), str(tmp_path / "e"), "--step", "0") == 4
     assert "no shard of rank 3, which the layout lists" in capsys.readouterr().out
-    with pytest.raises(BadInputError, match="exists"):
+    with pytest.raises(UsageError, match="exists"):
         run(str(dump), str(tmp_path / "e"))
-    with pytest.raises(BadInputError, match="no step 7"):
+    with pytest.raises(UsageError, match=r"--step 7: .* has steps"):
         run(str(dump), str(tmp_path / "f"), "--step", "7")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.cli import main
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.ops import fingerprint
 from telechat_moe.tools.align.dump import msprobe, msprobe_write, summary
 from telechat_moe.tools.align.dump.records import Phase, Scalar, TensorRecord
@@ -197,7 +197,9 @@ def test_written_again_it_is_the_same(real, tmp_path):
         assert t.path is None or t.path.name == u.path.name
         if t.read is not None:
             assert t.load().tobytes() == u.load().tobytes()
-    for path in [tmp_path / "a", *(tmp_path / "a").rglob("*")]:
+    paths = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+    assert any(path.is_file() for path in paths)
+    for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640)
 
 
@@ -381,8 +383,20 @@ def test_inspect_counts_what_cannot_be_judged(tmp_path):
     full = summary.inspect(dumps.unpack("torch_tensor_mix", tmp_path), calls=True, verify=True)
     assert full["not_judged"] == {}
     assert sum(len(c["tensors"]) for c in full["calls"]) == full["ranks"][0]["tensors"]
-    with pytest.raises(BadInputError, match="no step 5"):
+    with pytest.raises(UsageError, match="no step 5"):
         summary.inspect(tmp_path / "torch_tensor_mix", step=5)
+
+
+@pytest.mark.parametrize("name", ["torch_tensor_L0_steps", "torch_statistics_mix_ranks"])
+def test_inspect_counts_steps_and_ranks(name, tmp_path, capsys):
+    """Against the folders that msprobe made: stepN/rankN (a run of one process: rank)."""
+    root = dumps.unpack(name, tmp_path)
+    folders = [path.parent for path in root.rglob("dump.json")]
+    steps, ranks = ({part.name for part in parts} for parts in zip(*((f.parent, f) for f in folders), strict=True))  # fmt: skip
+    assert max(len(steps), len(ranks)) > 1
+    assert main(["align", "inspect", str(root)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith(f", {len(steps)} step(s), {len(ranks)} rank(s)")
 
 
 def test_convert_to_fingerprints_and_table(tmp_path):
@@ -397,4 +411,4 @@ def test_convert_to_fingerprints_and_table(tmp_path):
     assert main(["align", "convert", str(root), str(tmp_path / "t.csv")]) == 0
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert len(rows) == len(small)
-    assert main(["align", "convert", str(root), str(tmp_path / "t.csv")]) == 3
+    assert main(["align", "convert", str(root), str(tmp_path / "t.csv")]) == 2

@@ -177,3 +177,16 @@ def test_the_layer_follows_from_weights_where_names_do_not_say_it(tmp_path):
         for name in ("matmul", "relu"):
             assert layer_of(calls[f"Torch.{name}.{i}.forward"]) is None
             assert layer_of(calls[f"Torch.{name}.{i}.forward"], flow) == i
+
+
+def test_a_run_judged_by_itself_is_compared_with_no_run(pair, tmp_path, capsys):
+    """No sentence, page or command calls the run its own reference."""
+    name = str(pair[0])
+    for dump in pair:
+        code, report = answer(capsys, dump, "--html", tmp_path / "page.html")
+        assert code in (0, 1, 4)
+        assert report["runs"] == {"reference": None, "target": str(dump)}
+        assert all(step["command"].count(str(dump)) <= 1 for step in report["next"])
+        assert all("the reference" not in step["shows"] for step in report["next"])
+        assert f"{dump}, judged by itself" in (tmp_path / "page.html").read_text()
+    assert f"{name} against {name}" not in (tmp_path / "page.html").read_text()

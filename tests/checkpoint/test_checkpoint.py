@@ -375,6 +375,15 @@ def test_everything_is_on_the_disk_before_the_rename(
 # -------------------------------------------------------------------------------------- configuration
 
 
+def test_a_file_named_as_what_a_killed_save_leaves_stops_nothing(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, make(1), {"step": 1})
+    for name in (".saving-step-00000001-x", ".removing-step-00000001"):
+        (tmp_path / name).write_text("")
+    checkpoint.save(tmp_path, 2, make(2), {"step": 2})
+    found = checkpoint.latest(tmp_path)
+    assert assert_made(found) == 2
+
+
 def test_diff_config() -> None:
     saved = {
         "hidden_size": 256,

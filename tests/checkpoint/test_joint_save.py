@@ -193,6 +193,15 @@ def test_tiles_are_those_that_count_every_element_once(data: st.DataObject) -> N
     assert not manifest.tiles(shape, regions)
 
 
+def test_every_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    assert save(tmp_path / "root", 5) is None
+    content = json.loads((tmp_path / "root/step-00000005/checkpoint.json").read_text())
+    problems: list[str] = []
+    assert checkpoint._tensor("cut", content["tensors"]["model"]["cut"], {}, problems) is None
+    assert len(problems) == len(set(problems)) == RANKS
+    assert all("tensor 'cut' is missing" in problem for problem in problems)
+
+
 def test_show_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from telechat_moe.cli import main
 

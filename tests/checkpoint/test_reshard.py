@@ -30,6 +30,7 @@ def overrides(
     zero: bool = False,
     expert_tp: bool = False,
     threshold: int = 0,
+    sharers: int = -1,
 ) -> list[str]:
     """Return the mini recipe of a layout as ``--set`` values."""
     given = {
@@ -54,6 +55,7 @@ def overrides(
     }
     if zero:
         given["parallel.parallel_optimizer_config.parallel_optimizer_threshold"] = threshold
+        given["parallel.parallel_optimizer_config.optimizer_weight_shard_size"] = sharers
     return [f"{k}={v}" for k, v in given.items()]
 
 
@@ -70,6 +72,8 @@ LAYOUTS = {
     "dp4-ep2-zero": {"dp": 4, "ep": 2, "zero": True, "threshold": 1},
     "tp2-pp2": {"tp": 2, "pp": 2, "sp": True},
     "dp2-pp2-zero": {"dp": 2, "pp": 2, "zero": True},
+    "dp4-zero-of-2": {"dp": 4, "zero": True, "sharers": 2},
+    "dp4-ep4-zero-of-2": {"dp": 4, "ep": 4, "zero": True, "sharers": 2},
     "dp2-tp2-pp2-ep4-zero": {"dp": 2, "tp": 2, "pp": 2, "sp": True, "ep": 4, "zero": True},
 }
 
@@ -95,6 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_files(a: Path, b: Path) -> None:
     assert sorted(p.name for p in a.iterdir()) == sorted(p.name for p in b.iterdir())
+    assert any(a.iterdir())
     for path in a.iterdir():
         assert path.read_bytes() == (b / path.name).read_bytes(), path.name
 
@@ -194,6 +199,16 @@ def seal(folder: Path, **changes: object) -> None:
     (folder / reshard.FILE).write_bytes(files.seal(content))
 
 
+@pytest.mark.parametrize("key", ["format", "version"])
+def test_pieces_of_another_format_or_version_are_refused(
+    pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    seal(pieces, **{key: 99})
+    said = refused(capsys, "merge", pieces, tmp_path / "merged")
+    assert f"{key} 99" in said
+    assert "this program reads 'telechat-moe pieces' version 1" in said
+
+
 def test_pieces_of_another_layout_are_refused(
     pieces: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +240,25 @@ def test_pieces_of_another_shape_or_value_are_refused(
     assert "layers.0.ffn.up.weight is [3, 32] at ((24, 48), (0, 32))" in said
 
 
+@pytest.mark.parametrize("region", [[[1, 33]], [[-1, 31]], [[0, 32], [0, 1]], []])
+def test_pieces_that_say_a_place_outside_their_tensor_are_refused(
+    pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], region: list[list[int]]
+) -> None:
+    path = pieces / "rank_1.safetensors"
+    found = files.read(path, keep=True)
+    assert found.data is not None
+    words, held = tensor_files.metadata(found.data), dict(tensor_files.parse(found.data))
+    regions = {**json.loads(words["regions"]), "norm.weight": region, "more": [[0, 1]]}
+    held["more"] = np.zeros(1, np.float32)
+    path.unlink()
+    tensor_files.file_of("", held, {**words, "regions": json.dumps(regions)}).write(path)
+    seal(pieces)
+    said = refused(capsys, "merge", pieces, tmp_path / "merged")
+    assert "rank_1.safetensors: norm.weight is [32] at" in said
+    assert "rank_1.safetensors: more is not in pieces.json" in said
+    assert not (tmp_path / "merged").exists()
+
+
 def test_the_model_and_what_exists_are_guarded(
     saved: Path, pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,9 +266,9 @@ def test_the_model_and_what_exists_are_guarded(
     other = [*sets, "--set", "model.model_config.intermediate_size=64"]
     said = refused(capsys, "reshard", saved, tmp_path / "x", "--recipe", TINY, *other)
     assert "layers.0.ffn.up.weight is [48, 32], the recipe's model has [64, 32]" in said
-    said = refused(capsys, "reshard", saved, pieces, "--recipe", TINY, *sets)
+    said = refused(capsys, "reshard", saved, pieces, "--recipe", TINY, *sets, exit_code=2)
     assert f"{pieces} exists" in said
-    said = refused(capsys, "merge", pieces, saved.parent)
+    said = refused(capsys, "merge", pieces, saved.parent, exit_code=2)
     assert f"{saved} exists" in said
     assert f"{tmp_path} holds no pieces.json" in refused(capsys, "merge", tmp_path, tmp_path / "m")
     (pieces / reshard.FILE).write_text((pieces / reshard.FILE).read_text().replace("12", "13", 1))
@@ -258,6 +292,10 @@ def test_the_verbs(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "checkpoint of step 12, whole tensors" in text
     assert re.search(r"optimizer +adam_v\.layers\.1\.moe\.experts\.up +F32 +\[8, 32, 16\]", text)
     assert "checksums agree" in text
+    assert main(["ckpt", "show", str(saved.parent)]) == 3
+    said = capsys.readouterr().err
+    assert f"{saved.parent} holds 1 checkpoint and is none; name one, such as {saved}" in said
+    assert "broken" not in said
 
 
 @pytest.mark.slow

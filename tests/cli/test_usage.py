@@ -1,5 +1,8 @@
 """What a user sees who mistypes: the verb's own usage, the nearest spelling, and what to do."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -116,3 +119,19 @@ def test_a_layout_s_label_names_optimizer_sharding(capsys: Capture) -> None:
     assert "dp4 tp8 pp8 sp ep4 zero1, 256 devices" in capsys.readouterr().out
     assert main(["layouts", name, "--set", "parallel.enable_parallel_optimizer=False"]) == 0
     assert "dp4 tp8 pp8 sp ep4, 256 devices" in capsys.readouterr().out
+
+
+def test_no_warning_of_a_library_is_shown(tmp_path: Path) -> None:
+    """Losses that overflow as they are added, which NumPy reports on standard error."""
+    for name, last in (("a", 1.0), ("b", 1e308)):
+        rows = [{"event": "step", "step": i, "loss": last, "grad_norm": 1.0} for i in range(1, 99)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code = "import sys; from telechat_moe.cli import main; sys.exit(main())"
+    line = ["align", "loss", "a.jsonl", "b.jsonl"]
+    command = [sys.executable, "-c", code, *line]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 4)
+    assert done.stderr == ""
+    verbose = [sys.executable, "-W", "default", *command[1:]]
+    shown = subprocess.run(verbose, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "RuntimeWarning: overflow" in shown.stderr

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -388,3 +389,42 @@ def test_full_disk(corpus: Path, whole: Path, small_disk: Path) -> None:
         result = build(out, [corpus], vocab_size=400, seed=3)
     assert result.resumed_shards == done
     assert same_files(out, whole)
+
+
+@pytest.mark.parametrize("text", ["a" * 300_000, "_." * 150_000, " " * 300_000 + "b"])
+def test_a_word_without_end_is_learned_from_in_pieces(text: str, tmp_path: Path) -> None:
+    """The time that a word takes grows with its square; the pieces are the text."""
+    pieces = list(scan.learn_from(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 128
+    (tmp_path / "a.txt").write_text(text)
+    begin = time.process_time()
+    build(tmp_path / "out", [tmp_path / "a.txt"], vocab_size=300, valid_fraction=0)
+    assert time.process_time() - begin < 20  # in whole 40 to 60 s
+
+
+def test_words_of_real_text_are_whole() -> None:
+    text = Path(json.__file__).read_text(encoding="utf-8")
+    assert list(scan.learn_from(text)) == [text]
+
+
+def test_the_end_of_documents_is_kept_with_the_dataset(tmp_path: Path) -> None:
+    """It is known by tokenizer_config.json or --eod-token only, and whoever reads the dataset has neither."""
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = {"<unk>": 0, "a": 1, "<|im_end|>": 2, "</s>": 3, "<end>": 4}
+    for vocabulary, given, expected in (
+        ({k: v for k, v in names.items() if k != "</s>"}, None, "<|im_end|>"),
+        (names, "<end>", "<end>"),
+    ):
+        Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")).save(
+            str(folder / "tokenizer.json")
+        )
+        (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
+        (tmp_path / "a.txt").write_text("a")
+        out = tmp_path / str(given)
+        build(out, [tmp_path / "a.txt"], tokenizer=folder, eod_token=given, valid_fraction=0)
+        assert load_tokenizer(out).eod_token == expected
+        assert IndexedDataset(out / "train")[0].tolist() == [1, names[expected]]

@@ -2,11 +2,17 @@
 
 import json
 import math
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+from tokenizers import AddedToken
 
 from telechat_moe.cli import main
 from telechat_moe.data import (
@@ -16,10 +22,11 @@ from telechat_moe.data import (
     load_tokenizer,
     open_recipe,
     open_valid,
+    write_indexed,
 )
+from telechat_moe.data.tokenizer import train_tokenizer
 from telechat_moe.recipe import find, load
-
-pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+from telechat_moe.train import preflight
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,92 @@ def test_show(built: Path, capsys) -> None:
     for given in ("train", "train.bin", "train.idx"):
         assert main(["data", "show", str(built / given)]) == 0
         assert "checksums: ok" in capsys.readouterr().out
+
+
+def test_documents_of_several_sequences(tmp_path: Path, capsys) -> None:
+    """Megatron splits documents into sentences; the lengths are those of documents."""
+    lengths = [3, 4, 5, 1, 1]
+    write_indexed(tmp_path / "d", [list(range(n)) for n in lengths], np.uint16)
+    index = (tmp_path / "d.idx").read_bytes()
+    head, documents = index[: -8 * 6], np.array([0, 2, 2, 5], "<i8")  # the second is empty
+    count = struct.pack("<Q", len(documents))
+    (tmp_path / "d.idx").write_bytes(head[:26] + count + head[34:] + documents.tobytes())
+    assert main(["data", "show", str(tmp_path / "d"), "--json", "-"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["datasets"]
+    keys = ("documents", "sequences", "tokens", "shortest", "longest", "mean_tokens")
+    assert [report[key] for key in keys] == [3, 5, 14, 0, 7, 4.7]
+    assert main(["data", "show", str(tmp_path / "d")]) == 0
+    assert "3 documents of 5 sequences, 14 tokens" in capsys.readouterr().out
+
+
+TUNE = "telechat3_moe/finetune_tiny.yaml"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder: Path, template: str, eos: str) -> Path:
+    """Write a tokenizer with a chat template."""
+    folder.mkdir()
+    backend = train_tokenizer(["the user asks and the assistant answers\n" * 20], 300)._backend
+    names = "<|im_start|>", "<|im_end|>", "<|stop|>"
+    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
+    (folder / "tokenizer.json").write_text(backend.to_str())
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return folder
+
+
+def test_conversations_of_another_tokenizer(tmp_path: Path, capsys) -> None:
+    """Tokens and template are of one tokenizer, what is learned is shown, and notes are told by build, show and check."""
+    theirs = write_model(tmp_path / "theirs", "{{ raise_exception('not this one') }}", "<|im_end|>")
+    mine = write_model(tmp_path / "mine", CHATML, "<|stop|>")
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"hé {i}"},
+                {"role": "assistant", "content": "yes\x1b[0m"},
+            ]
+        }
+        for i in range(30)
+    ]
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = [
+        "telechat_moe.conversations.message=null",
+        f"telechat_moe.corpus.tokenizer={theirs}",
+    ]
+    sets = [x for value in settings for x in ("--set", value)]
+    out = tmp_path / "out"
+    build = ["data", "build", "--recipe", TUNE, "--corpus", str(corpus), "--out", str(out), *sets]
+    assert main(build) == 3
+    assert "not this one" in capsys.readouterr().err
+    assert main([*build, "--tokenizer", str(mine)]) == 0
+    note = (
+        "30 of 30 learned messages end with <|im_end|>, where generation does not stop by default"
+    )
+    assert note in capsys.readouterr().out
+    assert main(["data", "show", str(out / "train"), "--document", "1"]) == 0
+    said = capsys.readouterr().out
+    assert note in said
+    assert "assistant\n    [[yes\\x1b[0m<|im_end|>\n    ]]" in said
+    assert main(["data", "show", str(out / "train"), "--json", "-"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["datasets"]
+    parts = report["example"]["parts"]
+    assert [part["learned"] for part in parts] == [False, True]
+    assert parts[0]["text"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert parts[1]["text"] == "yes\x1b[0m<|im_end|>\n"
+    assert main(["data", "show", str(out / "train"), "--document", "99"]) == 2
+    # A recipe with the other tokenizer is another one.
+    data = f"train_dataset.data_loader.config.data_path=['1', '{out}/train']"
+    off = ["telechat_moe.evaluation.interval=0", "telechat_moe.sample=null", "load_checkpoint=''"]
+    for folder, wrong in ((mine, ""), (theirs, "conversations: message 'chat template ")):
+        values = [settings[0], f"telechat_moe.corpus.tokenizer={folder}", data, *off]
+        recipe = load(TUNE, values)
+        problems = [str(problem) for problem in preflight.examine(recipe)[1]]
+        assert [wrong in problem for problem in problems] == [True] * bool(wrong)
+        assert note in preflight.data_notes(recipe)[0]
 
 
 def test_show_without_manifest_is_not_judged(built: Path, tmp_path: Path, capsys) -> None:

@@ -20,7 +20,8 @@ from tokenizers import AddedToken
 from telechat_moe.cli import main
 from telechat_moe.data import Loader, SampleOptions, build, open_blend, write_indexed
 from telechat_moe.data.build import _Job
-from telechat_moe.data.conversations import ChatFormat, bare, messages_text, read_template
+from telechat_moe.data.chat_template import ChatTemplate
+from telechat_moe.data.conversations import ChatFormat, bare, conversation_text, read_template
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.tokenizer import EOD_TOKEN, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.data.whole import WholeDataset
@@ -73,7 +74,13 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def encode(how: ChatFormat, tokenizer: Tokenizer, messages: list[dict[str, str]]) -> np.ndarray:
-    return how.encode(tokenizer, ["chat:1"], [messages_text("chat:1", messages)])[0]
+    text = conversation_text("chat:1", {"messages": messages}, "messages")
+    (document,) = how.encode(tokenizer, ["chat:1"], [text])
+    return document.stored
+
+
+def by_template(template: str, names: dict[str, str] | None = None, *roles: str) -> ChatFormat:
+    return ChatFormat(roles or ("assistant",), 99, None, ChatTemplate(template, names or {}))
 
 
 @given(messages=conversations, roles=st.sampled_from([("assistant",), ("user", "assistant")]))
@@ -100,9 +107,7 @@ def test_template_equals_transformers(messages, folder: Path, tokenizer: Tokeniz
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    found = encode(
-        ChatFormat(("assistant",), 99, None, *read_template(folder)), tokenizer, messages
-    )
+    found = encode(by_template(*read_template(folder)), tokenizer, messages)
     assert bare(found).tolist() == expected["input_ids"]
     assert (found >= 0).astype(int).tolist() == expected["assistant_masks"]
 
@@ -111,10 +116,10 @@ def test_template_takes_other_roles_and_special_tokens(folder: Path, tokenizer: 
     template, names = read_template(folder)
     assert names == {"eos_token": "<|im_end|>", "bos_token": EOD_TOKEN}
     messages = [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "ho"}]
-    found = encode(ChatFormat(("user",), 99, None, template, names), tokenizer, messages)
+    found = encode(by_template(template, names, "user"), tokenizer, messages)
     assert tokenizer.decode(found[found >= 0]) == "<|im_start|>user\nhé<|im_end|>\n"
     shown = encode(
-        ChatFormat(("user",), 99, None, "{{ eos_token }}{{ messages[0].content }}", names),
+        by_template("{{ eos_token }}{{ messages[0].content }}", names, "user"),
         tokenizer,
         messages[:1],
     )
@@ -144,7 +149,7 @@ CHANGING = "{% for m in messages %}{{ m.role if loop.last else 'x' }}{{ m.conten
 def test_templates_that_cannot_be_used(template: str, said: str, tokenizer: Tokenizer) -> None:
     messages = [{"role": r, "content": "a"} for r in ("user", "assistant", "user", "assistant")]
     with pytest.raises(BadInputError, match="chat:1: the chat template") as error:
-        encode(ChatFormat(("assistant",), 99, None, template), tokenizer, messages)
+        encode(by_template(template), tokenizer, messages)
     assert said in str(error.value)
 
 
@@ -336,6 +341,12 @@ BAD_LINES = {
     '{"messages": "hi"}': "messages are a JSON str; expected a list",
     '{"messages": [3]}': "message 0 is a JSON int; expected an object",
     '{"messages": [{"role": "user"}]}': "message 0 has nothing as 'content' (keys: 'role')",
+    '{"messages": [{"from": "human", "value": "a"}]}': "ShareGPT's from and value are role",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a part of type 'image'",
+    '{"messages": [{"role": "user", "content": [3]}]}': "a part of type a JSON int",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': "'weight' 0.5; expected 0",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 1, "masked": true}]}': "one that it is not",
+    '{"messages": [{"role": "assistant", "content": "a", "train": false}]}': "to be learned (train)",
     '{"messages": [{"role": 1, "content": ""}]}': "message 0 has a JSON int as 'role'",
     '{"text": "hi"}': "has no key 'messages' (keys: 'text')",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half a surrogate pair",
@@ -391,8 +402,8 @@ def test_data_that_were_built_otherwise_are_named(tmp_path: Path, folder: Path) 
     roles = "telechat_moe.conversations.loss_roles=[user]"
     for name, sets, said in (
         ("finetune", [message], ""),
-        ("finetune", [], "is built with ['assistant'] and"),
-        ("finetune", [message, roles], "is built with ['assistant'] and"),
+        ("finetune", [], "is built with '<{role}>"),
+        ("finetune", [message, roles], "loss_roles ['user'], but"),
         ("pretrain", [], "is built from conversations, the recipe trains on text"),
     ):
         _, problems = examine(load(f"telechat3_moe/{name}_tiny.yaml", [*common, path, *sets]))

@@ -55,6 +55,8 @@ def test_gz_and_jsonl(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt.gz") == [("a.txt.gz", "packed")]
     assert read(tmp_path / "b.jsonl") == [("b.jsonl:1", "one"), ("b.jsonl:3", "two\nlines")]
     assert read(tmp_path / "c.jsonl.gz", text_key="body") == [("c.jsonl.gz:1", "three")]
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "four"}\r\n \r\n{"text": "five"}\r\n')
+    assert read(tmp_path / "d.jsonl") == [("d.jsonl:1", "four"), ("d.jsonl:3", "five")]
 
 
 def test_what_is_not_text_is_skipped_in_folders(tmp_path: Path, caplog) -> None:
@@ -81,6 +83,12 @@ def test_what_is_not_text_is_skipped_in_folders(tmp_path: Path, caplog) -> None:
         ("a.jsonl", b'{"text": "\xff"}', r"line 1: not UTF-8 text: byte 10 of the line"),
         ("a.jsonl", b'{"text": "a\\ud800"}', r"line 1: character 1 .* half a surrogate pair"),
         ("a.jsonl", b"[" * 100_000, r"line 1: not JSON"),
+        pytest.param(
+            "a.jsonl",
+            b'{"text": "x"}\n{"id": 1' + b"0" * 5000 + b"}",
+            r"line 2: not JSON: .* thousands of digits",
+            id="a number of thousands of digits",
+        ),
         ("a.gz", b"no gzip", r"a\.gz: broken gzip data after byte 0: Not a gzipped file"),
         (
             "a.gz",
@@ -118,12 +126,14 @@ def test_zstandard_and_parquet(tmp_path: Path) -> None:
     for name, data in {"a.jsonl.zst": lines, "b.txt.zst": "naïve\r\n".encode()}.items():
         with arrow.CompressedOutputStream(str(tmp_path / name), "zstd") as stream:
             stream.write(data)
-    table = arrow.table({"text": texts, "body": arrow.array(texts, arrow.large_string())})
+    columns = {"text": texts, "body": arrow.array(texts, arrow.large_string())}
+    columns["coded"] = arrow.array(texts).dictionary_encode()
+    table = arrow.table(columns)
     parquet.write_table(table, tmp_path / "c.parquet", row_group_size=700)
     numbered = [(f"{number}", text) for number, text in enumerate(texts, 1)]
     assert read(tmp_path / "a.jsonl.zst") == [(f"a.jsonl.zst:{n}", text) for n, text in numbered]
     assert read(tmp_path / "b.txt.zst") == [("b.txt.zst", "naïve\r\n")]
-    for key in ("text", "body"):
+    for key in columns:
         found = read(tmp_path / "c.parquet", text_key=key)
         assert found == [(f"c.parquet:{n}", text) for n, text in numbered]
     assert [name for name, _ in read(tmp_path, extensions=["txt"])] == ["b.txt.zst"]
@@ -136,6 +146,7 @@ def test_zstandard_and_parquet(tmp_path: Path) -> None:
     tables = {
         "null": arrow.table({"text": ["a", None]}),
         "number": arrow.table({"text": [1]}),
+        "coded": arrow.table({"text": arrow.array([1, 1]).dictionary_encode()}),
         "other": arrow.table({"body": ["a"]}),
         "bytes": arrow.table({"text": broken}),
         "none": arrow.table({"text": arrow.array([], arrow.string())}),
@@ -151,6 +162,7 @@ def test_zstandard_and_parquet(tmp_path: Path) -> None:
         "half.parquet": r"half\.parquet: cannot be read as Parquet after row 0",
         "null.parquet": r"null\.parquet: row 2 has no 'text' \(null\)",
         "number.parquet": r"column 'text' is int64, not text; choose another with --text-key",
+        "coded.parquet": r"column 'text' is int64, not text",
         "other.parquet": r"has no column 'text' \(columns: 'body'\); choose one with --text-key",
         "bytes.parquet": r"bytes\.parquet: row 1: not UTF-8 text",
         "none.parquet": r"none\.parquet: holds no text",

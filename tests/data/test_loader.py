@@ -35,6 +35,9 @@ class Numbers:
             raise BadInputError(f"sample {self.fail_at} is broken")
         return {"n": np.array(indices)}
 
+    def visible_pairs(self, indices) -> np.ndarray:
+        return np.asarray(indices, np.int64) * 7 % 5
+
     def fingerprint(self) -> str:
         return f"numbers {self.count}"
 
@@ -74,13 +77,55 @@ def test_every_epoch_is_served_in_order(count: int, batch: int, epochs: int) -> 
 )
 @settings(max_examples=60, deadline=None)
 def test_resume_at_any_sample(count: int, batch: int, start: int, prefetch: int) -> None:
-    """From any sample on the stream is the uninterrupted one."""
-    stream = [n for _ in range(2) for n in range(count // batch * batch)]
+    """From any sample on the steps are those that remain of its epoch, and then those of the next."""
+    expected = []
+    for epoch in range(2):
+        place = max(start, epoch * count)
+        while place + batch <= (epoch + 1) * count:
+            expected.append([n % count for n in range(place, place + batch)])
+            place += batch
     with Loader(Numbers(count), batch, prefetch, epochs=2) as loader:
         loader.seek(start)
-        expected = [stream[at : at + batch] for at in range(start, len(stream), batch)]
-        expected = [rows for rows in expected if len(rows) == batch]
         assert served(loader) == expected
+
+
+batches = st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 9))
+
+
+@given(
+    count=st.integers(9, 50),
+    epochs=st.integers(1, 3),
+    legs=st.lists(batches, min_size=1, max_size=5),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sample_once_whatever_the_batches(count, epochs, legs) -> None:
+    """A loader goes on at the place of one with other batches, dealt or not: what is left out does not fill a step."""
+    read, expected, place, state = list[int](), list[list[int]](), 0, None
+    for rows, micro_batches, dealt, steps in [*legs, (2, 1, False, 1000)]:
+        unit, deal_to = rows * micro_batches, (rows, micro_batches) if dealt else None
+        loader = Loader(Numbers(count), rows, 1, epochs=epochs, deal_to=deal_to, unit=unit)
+        with loader:
+            if state is not None:
+                loader.load_state(json.loads(json.dumps(state)))
+            for _ in range(steps):
+                left = count - place % count
+                begin = place + left if left < unit else place
+                taken = [
+                    n
+                    for _, batch in zip(range(micro_batches), loader, strict=False)
+                    for n in batch["n"]
+                ]
+                if begin + unit > epochs * count:
+                    assert taken == []
+                    break
+                place = begin + unit
+                expected.append([n % count for n in range(begin, place)])
+                assert (sorted(taken) if dealt else taken) == expected[-1]
+                read += [begin - begin % count + n for n in taken]
+            state = loader.state()
+            assert state["next_sample"] == place
+    assert len(set(read)) == len(read)
+    assert epochs * count - len(read) < epochs * 9
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
@@ -104,7 +149,19 @@ def test_state_with_another_batch_size() -> None:
     loader.close()
     other = Loader(Numbers(40), 6)
     other.load_state(state)
-    assert list(itertools.chain.from_iterable(served(other))) == list(range(4, 34))
+    assert list(itertools.chain.from_iterable(served(other))) == list(range(4, 40))
+
+
+@pytest.mark.parametrize(("before", "place"), [(36, 36), (39, 39), (42, 44), (78, 80)])
+def test_state_of_a_version_whose_epochs_were_whole_steps(before: int, place: int) -> None:
+    """In steps of three, 39 of 41 samples were an epoch; its last two are still to be read at its end."""
+    state = Loader(Numbers(41), 3).state() | {"next_sample": before, "samples_per_epoch": 39}
+    del state["earlier_samples"]
+    loader = Loader(Numbers(41), 1, epochs=3)
+    loader.load_state(state)
+    assert loader.next_sample == place
+    rest = list(itertools.chain.from_iterable(served(loader)))
+    assert rest == [n % 41 for n in range(place, 123)]
 
 
 def test_state_of_other_data_is_refused(prefixes: dict[str, str]) -> None:

@@ -129,9 +129,14 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     for token in ("<|im_end|>", {"content": "<|im_end|>", "special": True}):
         config.write_text(json.dumps({"eos_token": token}))
         assert load_tokenizer(tmp_path).eod == 1
-    for said in ('{"eos_token": "<other>"}', '{"eos_token": null}', "[]", "{"):
+    for said, why in (
+        ('{"eos_token": "<other>"}', "has no end-of-document token"),
+        ('{"eos_token": null}', "has no end-of-document token"),
+        ("[]", "tokenizer_config.json: list found"),
+        ("{", "tokenizer_config.json:1: not valid JSON"),
+    ):
         config.write_text(said)
-        with pytest.raises(BadInputError, match="has no end-of-document token"):
+        with pytest.raises(BadInputError, match=why):
             load_tokenizer(tmp_path)
     Backend(models.BPE({"</s>": 0, "<|im_end|>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
     config.write_text('{"eos_token": "<|im_end|>"}')
@@ -139,6 +144,27 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(BadInputError, match=r"tokenizer\.model there can be saved as one"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokens_that_end_a_generation(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    names = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|user|>": 2}
+    Backend(models.WordLevel(names)).save(str(tmp_path / "tokenizer.json"))
+    one = load_tokenizer(tmp_path)
+    assert (one.eos, one.stops) == (0, {0})
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    two = load_tokenizer(tmp_path)
+    assert (two.eod, two.eos, two.stops) == (0, 1, {1})
+    for said, stops in (("[1, 2]", {1, 2}), ("2", {1, 2}), ('"x"', {1}), ("null", {1})):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {said}}}')
+        assert load_tokenizer(tmp_path).stops == stops
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|user|>"}')
+    with pytest.raises(
+        BadInputError, match=r"eos_token is '<\|user\|>' in .* and '<\|im_end\|>' in"
+    ):
         load_tokenizer(tmp_path)
 
 

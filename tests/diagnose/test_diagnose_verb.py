@@ -114,7 +114,7 @@ def test_the_folders_of_several_hosts_are_one_run(slow: Path, tmp_path: Path, ca
 def test_ranks_without_timings_are_named(slow: Path, capsys: Capture):
     timings.file_of(slow, 3).unlink()
     assert main(["diagnose", str(slow)]) == 1
-    assert "1 ranks have no timings, rank 3 the first" in capsys.readouterr().out
+    assert "not judged: rank 3: no times were read" in capsys.readouterr().out
 
 
 def test_a_killed_rank_shortens_the_run_to_its_steps(slow: Path, capsys: Capture):

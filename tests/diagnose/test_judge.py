@@ -204,5 +204,5 @@ def test_costs_are_what_the_run_would_not_have_taken():
     records.columns["compute"][11] += 0.20
     found: dict[int, Cause] = {c.ranks[0]: c for c in Judge(records).causes()}
     step = Judge(records).step_s
-    assert found[BAD].lost == pytest.approx(0.10 / step, rel=0.2)
+    assert found[BAD].lost == pytest.approx(0.10 / step, rel=0.03)
     assert found[11].lost == pytest.approx(0.0, abs=0.001)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -417,32 +418,48 @@ def _subject():
     return Subject("tiny", Mesh(), Expected(0))
 
 
-def test_terminal_and_exit_code_of_a_failed_check(monkeypatch, capsys, tmp_path):
-    """The verb around a compilation that is not run."""
-    compiled = called_graph().compiled()
-    result = report_of(compiled)
-    monkeypatch.setattr(dryrun, "_compile", lambda *args, **more: (result, None, [], object()))
+def other_rank(change):
+    """Return rank 3's graph of the one that is written by hand, as it is or changed, with that rank's groups."""
+    b = called_graph()
+    if change == "operation":
+        b.proto.primitives[1].op_type = "Sub"
+    graph = b.compiled()
+    groups = {"g": [1, 2] if change == "group" else [2, 3], "w": [0, 1, 2, 3]}
+    return replace(graph, rank=3, groups=groups)
 
-    def differs(result, *rest):
-        result["check"] = {
-            "rank": 3,
-            "derived_from": 0,
-            "same": False,
-            "differences": ["operation 7: derived Add, compiled Sub"],
-            "compared": "operations",
-        }
-        return False
 
-    monkeypatch.setattr("telechat_moe.graph.report.check_derived", differs)
+@pytest.mark.parametrize(
+    ("change", "code", "difference"),
+    [
+        (None, 0, None),
+        ("operation", 1, "derived Gather [-1], compiled Sub [-1]"),
+        ("group", 1, "derived AllReduce [2, 2] over [2, 3], compiled AllReduce [2, 2] over [1, 2]"),
+    ],
+)
+def test_a_rank_that_is_checked(change, code, difference, monkeypatch, capsys, tmp_path):
+    """The verb around a compilation that is not run: what another rank's graph is compared with."""
+    graphs = {0: called_graph().compiled(), 3: other_rank(change)}
+    subject = Subject("tiny", Mesh(dp=2, tp=2), Expected(0))
+
+    def compiled(ranks, step):
+        return [graphs[rank] for rank in ranks]
+
+    monkeypatch.setattr(dryrun, "_ours", lambda *args: (subject, compiled))
     target = tmp_path / "report.json"
-    command = ["dryrun", "x.yaml", "--json", str(target), "--html", str(tmp_path / "x.html")]
-    assert main(command) == 1
+    command = ["dryrun", "x.yaml", "--check-rank", "3", "--json", str(target)]
+    assert main(command) == code
     printed = capsys.readouterr().out
-    assert "NOT equal" in printed
-    assert "operation 7" in printed
+    said = "NOT equal" if code else "equal"
+    assert f"rank 3 compiled too: {said} to what was derived from rank 0" in printed
     assert "AlltoAllV" in printed
     assert "Front end only" in printed
-    assert json.loads(target.read_text())["check"]["same"] is False
+    check = json.loads(target.read_text())["check"]
+    assert check["same"] is (code == 0)
+    if difference is None:
+        assert check["differences"] == []
+    else:
+        assert difference in check["differences"][0]
+        assert difference in printed
 
 
 @pytest.mark.parametrize("swapped", [True, False])

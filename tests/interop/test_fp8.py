@@ -10,6 +10,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.interop import fp8
 from telechat_moe.interop.hf import WeightsError, convert
 from telechat_moe.interop.names import pairs
+from telechat_moe.tensor_files import read_header
 
 BLOCK = [8, 4]
 
@@ -64,7 +65,19 @@ def test_as_torch_reads_it():
     np.testing.assert_array_equal(bits[numbers], expected[numbers])
 
 
-def quantised_folder(tmp_path, block=BLOCK):
+def scales(dice, shape, dtype):
+    """Return random scales as their bits in a type, and as numbers."""
+    if dtype == "F8_E8M0":
+        codes = dice.integers(100, 140, shape).astype(np.uint8)
+        return codes, 2.0 ** (codes.astype(float) - 127)
+    numbers = dice.uniform(1e-4, 2, shape).astype(np.float32)
+    if dtype == "F32":
+        return numbers.view(np.uint32), numbers
+    bits = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def quantised_folder(tmp_path, block=BLOCK, scale_dtype="F32"):
     """Write a checkpoint like DeepSeek-V3's: projections in FP8, the rest in BF16; return the values too."""
     dice = np.random.default_rng(3)
     tensors, values = {}, {}
@@ -83,11 +96,10 @@ def quantised_folder(tmp_path, block=BLOCK):
             rows, columns = p.hf_shape
             codes = dice.integers(0, 256, (rows, columns)).astype(np.uint8)
             codes[(codes & 127) == 127] = 3
-            scale = dice.uniform(1e-4, 2, (-(-rows // block[0]), -(-columns // block[1]))).astype(
-                np.float32
-            )
+            shape = -(-rows // block[0]), -(-columns // block[1])
+            bits, scale = scales(dice, shape, scale_dtype)
             tensors[name] = ("F8_E4M3", codes)
-            tensors[f"{name}_scale_inv"] = ("F32", scale.view(np.uint32))
+            tensors[f"{name}_scale_inv"] = (scale_dtype, bits)
             values[name] = np.array([
                 [
                     nearest_bfloat16(np.float32(value(int(codes[i, j]))) * scale[i // block[0], j // block[1]])
@@ -103,8 +115,10 @@ def quantised_folder(tmp_path, block=BLOCK):
     return folder, tensors, values
 
 
-def test_dequantised_on_the_way_in(tmp_path):
-    folder, tensors, values = quantised_folder(tmp_path)
+@pytest.mark.parametrize("scale_dtype", ["F32", "BF16", "F8_E8M0"])
+@pytest.mark.parametrize("block", [BLOCK, [5, 7], [128, 128]])
+def test_dequantised_on_the_way_in(tmp_path, scale_dtype, block):
+    folder, tensors, values = quantised_folder(tmp_path, block, scale_dtype)
     result = convert(folder, tmp_path / "ours", CONFIG, "telechat")
     assert set(result.dtypes) == {"BF16", "F32"}
     assert any(f"{len(values)} FP8 matrices" in note for note in result.notes)
@@ -119,6 +133,30 @@ def test_dequantised_on_the_way_in(tmp_path):
                 np.testing.assert_array_equal(found, values[name], err_msg=name)
             else:
                 np.testing.assert_array_equal(bits, tensors[name][1])
+
+
+@pytest.mark.torch
+def test_scales_as_torch_writes_them(tmp_path):
+    """Every UE8M0 code, through the safetensors library; 255 is NaN."""
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    scale = codes.view(torch.float8_e8m0fnu)
+    weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "a.safetensors")
+    entries = read_header(tmp_path / "a.safetensors")
+    assert entries["a.weight_scale_inv"].dtype == "F8_E8M0"
+    found, problems = fp8.dequantised(entries, (2, 3))
+    assert problems == []
+    bits = found["a.weight"].read().view(np.uint16).reshape(32, 48)
+    factors = scale.float().repeat_interleave(2, 0).repeat_interleave(3, 1)
+    expected = (
+        (weight.float() * factors).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    )
+    number = ~np.isnan((weight.float() * factors).numpy())
+    assert number.sum() == 32 * 48 - 6
+    np.testing.assert_array_equal(bits[number], expected[number])
+    assert (bits[~number] == 0x7FC0).all()
 
 
 def refused(tmp_path, change):

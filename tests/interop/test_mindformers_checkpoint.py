@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
+import mini_recipe as mini
+
 from telechat_moe import files
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, UsageError
@@ -19,6 +21,7 @@ from telechat_moe.interop.mindformers_checkpoint import (
     resume_settings,
     step_of,
     to_mindformers,
+    to_ours,
 )
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.tensor_files import parse
@@ -103,6 +106,55 @@ def test_newest_is_what_all_ranks_finished(saved: Path, tmp_path: Path) -> None:
     assert found is not None
     assert found.name == "CKP_rank_0-1_300.safetensors"
     assert newest(tmp_path) is None
+
+
+def test_a_place_that_mindformers_has_not_is_refused(saved: Path, tmp_path: Path) -> None:
+    """It goes on at steps times batch: 300 steps of 4 samples."""
+    state = {"updates": 298, "data": {"next_sample": 1200, "samples_per_epoch": 4000}}
+    tensors = checkpoint.load(saved).tensors
+    to_mindformers(
+        checkpoint.save(tmp_path / "a", 300, tensors, state), tmp_path / "out", recipe_of()
+    )
+    state["data"]["next_sample"] = 1240
+    path = checkpoint.save(tmp_path / "b", 300, tensors, state)
+    with pytest.raises(BadInputError, match=r"goes on at sample 1240, MindFormers at 1200"):
+        to_mindformers(path, tmp_path / "no", recipe_of())
+    # In epochs of 250 steps of 4 of 1002 samples, step 300 is at sample 200 of the second.
+    state["data"] = {"next_sample": 1202, "samples_per_epoch": 1002}
+    path = checkpoint.save(tmp_path / "c", 300, tensors, state)
+    to_mindformers(path, tmp_path / "epochs", recipe_of())
+
+
+@pytest.mark.parametrize("consumed", [None, 20])
+def test_samples_that_mindformers_consumed(tmp_path: Path, consumed: int | None) -> None:
+    """Six steps of 4, or what MindFormers 2 says, are the place of a recipe with another batch."""
+    data = mini.write_data(tmp_path)
+
+    def recipe(batch: int) -> Recipe:
+        sizes = {"runner_config__batch_size": batch, "model__model_config__batch_size": batch}
+        words = mini.arguments(data, tmp_path / "ours", **sizes)
+        return load(words[1], words[4::2])
+
+    pairs, dice = names.pairs(recipe(4).model_config), np.random.default_rng(0)
+    tensors = {
+        "model": {p.ours: dice.random(p.shape, np.float32) for p in pairs},
+        "optimizer": {
+            f"{m}.{p.ours}": dice.random(p.shape, np.float32)
+            for m in ("adam_m", "adam_v")
+            for p in pairs
+            if not p.is_bias
+        },
+    }
+    path = checkpoint.save(tmp_path / "theirs", 6, tensors, {"updates": 5})
+    to_mindformers(path, tmp_path / "out", recipe(4))
+    (common,) = tmp_path.glob("out/*/common.json")
+    if consumed is not None:
+        common.write_text(
+            json.dumps(json.loads(common.read_text()) | {"consumed_samples": consumed})
+        )
+    state = checkpoint.load(to_ours(tmp_path / "out", recipe(2))).state
+    assert state["data"]["next_sample"] == state["samples"] == (consumed or 24)
+    assert (state["lr_batches"], state["applied_samples"]) == ([[[0, 4]], 4], 20)
 
 
 def test_refused(saved: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.interop import mindformers_config as config
-from telechat_moe.recipe import load, loads
+from telechat_moe.recipe import RecipeError, load, loads
 
 needs_mindformers = [
     pytest.mark.mindspore,
@@ -35,19 +35,50 @@ def test_recipes_that_fit_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "processes", "said"),
+    ("overrides", "processes"), [([], 2), (TWO, 1)], ids=["too many", "too few"]
+)
+def test_processes_that_would_be_fed_zeros(overrides: list[str], processes: int) -> None:
+    with pytest.raises(BadInputError, match=rf"laid out for .*{processes} process\(es\) run"):
+        config.check_launch(load(TINY, overrides), processes)
+
+
+def test_a_model_of_mindformers_is_not_launched() -> None:
+    other = load(TINY, ["trainer.type=CausalLanguageModelingTrainer"])
+    with pytest.raises(RecipeError, match=r"trainer\.type: Causal.*own model; TelechatMoeTrainer"):
+        config.check_launch(other, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
     [
-        ([], 2, r"laid out for 1 device\(s\).*2 process\(es\) run.*feed zeros"),
-        (TWO, 1, r"laid out for 2 device\(s\).*1 process\(es\) run"),
-        ([*ACCUMULATE], 1, "trains with 1 instead"),
-        ([*TWO, "parallel.gradients_mean=False"], 2, "add up the gradients"),
-        ([*TWO, "parallel.enable_parallel_optimizer=True"], 2, "on Ascend only"),
-        ([*TWO, "parallel.parallel_mode=1"], 2, "no semi-automatic parallelism on CPU"),
+        (ACCUMULATE, "runner_config.gradient_accumulation_steps", "trains with 1 instead"),
+        ([*TWO, "parallel.gradients_mean=False"], "parallel.gradients_mean", "add up"),
+        (
+            [*TWO, "parallel.enable_parallel_optimizer=True"],
+            "parallel.enable_parallel_optimizer",
+            "on Ascend only",
+        ),
+        (
+            [*TWO, "parallel.parallel_mode=1"],
+            "parallel.parallel_mode",
+            "on CPU, where MindSpore has no semi-automatic parallelism",
+        ),
     ],
 )
-def test_silent_traps(overrides: list[str], processes: int, said: str) -> None:
-    with pytest.raises(BadInputError, match=said):
-        config.check_launch(load(TINY, overrides), processes)
+@pytest.mark.parametrize("verb", [("check", "--for"), ("launch", "--through")], ids=lambda v: v[0])
+def test_silent_traps(
+    overrides: list[str],
+    key: str,
+    said: str,
+    verb: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`check` refuses them as what starts MindFormers' trainer does."""
+    sets = [x for setting in [*overrides, *WITHOUT] for x in ("--set", setting)]
+    assert main([verb[0], TINY, verb[1], "mindformers", *sets]) == (1 if verb[0] == "check" else 3)
+    lines = [x for x in "".join(capsys.readouterr()).splitlines() if f": {key}: " in x]
+    assert len(lines) == 1
+    assert said in lines[0]
 
 
 def test_device_queue_on_cpu_is_refused_by_the_recipe() -> None:
@@ -55,18 +86,23 @@ def test_device_queue_on_cpu_is_refused_by_the_recipe() -> None:
         load(TINY, ["runner_config.sink_mode=True"])
 
 
-def test_weight_decay_that_mindformers_cannot_express() -> None:
-    names = {"norm.weight": 1, "head.weight": 2}
-    config.check_decay(load(TINY), names)
-    with pytest.raises(BadInputError, match=r"leaves out head.weight"):
-        config.check_decay(
-            load(TINY, ["telechat_moe.weight_decay_exclude=['.*norm.*','head']"]), names
-        )
-    with pytest.raises(BadInputError, match=r"decays norm.weight"):
-        config.check_decay(load(TINY, ["telechat_moe.weight_decay_exclude=[]"]), names)
-    config.check_decay(
-        load(TINY, ["telechat_moe.weight_decay_exclude=[]", "optimizer.weight_decay=0.0"]), names
-    )
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ("['.*norm.*']", ""),
+        ("['.*norm.*', 'head']", "leaves out head.weight"),
+        ("[]", "decays layers.0"),
+    ],
+)
+def test_weight_decay_that_mindformers_cannot_express(patterns: str, said: str) -> None:
+    sets = [*WITHOUT, f"telechat_moe.weight_decay_exclude={patterns}"]
+    without_decay = [*sets, "optimizer.weight_decay=0.0"]
+    load(TINY, without_decay, use="mindformers")
+    if said:
+        with pytest.raises(RecipeError, match=f"weight_decay_exclude: .*which {said}"):
+            load(TINY, sets, use="mindformers")
+    else:
+        load(TINY, sets, use="mindformers")
 
 
 def test_plugin_path(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +110,9 @@ def test_plugin_path(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(capsys.readouterr().out.strip())
     module, name = config.REFERENCE.split(".")
     assert name in (folder / f"{module}.py").read_text()
-    for path in sorted(Path(config.__file__).parents[2].glob("recipes/*/*.yaml")):
+    paths = sorted(Path(config.__file__).parents[2].glob("recipes/*/*.yaml"))
+    assert paths
+    for path in paths:
         assert load(path).trainer.auto_register == config.REFERENCE
 
 

@@ -18,10 +18,16 @@ from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch import commands, hosts
 from telechat_moe.launch.commands import LaunchNode, check_port, make_nodes, remote
-from telechat_moe.launch.host_processes import has_ended
+from telechat_moe.launch.host_processes import HostProcesses, has_ended
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
-from telechat_moe.processes import Control, RankFailedError, exit_code, stop_on_signal
+from telechat_moe.processes import (
+    Control,
+    RankDiedError,
+    RankFailedError,
+    exit_code,
+    stop_on_signal,
+)
 from telechat_moe.recipe import load
 
 NASTY = "a b$(touch pwned)`touch pwned`';touch pwned;\"&|\n*"
@@ -37,9 +43,7 @@ def hostfile(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_hostfile_of_open_mpi_is_read(tmp_path: Path) -> None:
-    text = (
-        "# two machines\nnode-1 slots=8 addr=10.0.0.1\n\nme@node-2 addr=fe80::2 slots=4 # small\n"
-    )
+    text = "\ufeff# two machines\nnode-1 slots=8 addr=10.0.0.1\n\nme@node-2 addr=fe80::2 slots=4 # small\n"
     assert hosts.read_hosts(hostfile(tmp_path, text)) == [
         Host("node-1", 8, "10.0.0.1"),
         Host("me@node-2", 4, "fe80::2"),
@@ -70,6 +74,12 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     assert first.startswith(f"{path}:2: ")
     assert said in first
     assert second.startswith(f"{path}:3: last has slots=x")
+
+
+def test_a_hostfile_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfworker-1 slots=8\n")
+    assert [(host.name, host.slots) for host in hosts.read_hosts(path)] == [("worker-1", 8)]
 
 
 def test_an_empty_or_missing_hostfile_is_refused(tmp_path: Path) -> None:
@@ -155,6 +165,50 @@ def test_the_line_for_a_shell_gives_msrun_what_we_would(
     assert not list(tmp_path.rglob("pwned"))
 
 
+def touches(folder: Path) -> Path:
+    """Return a folder of logs whose name, in a command, makes the file ``pwned`` in the folder of the command."""
+    logs = folder / "out$(touch${IFS}pwned)`touch${IFS}pwned`;touch${IFS}pwned;" / "log"
+    logs.mkdir(parents=True)
+    return logs
+
+
+def test_a_shell_that_msrun_starts_is_not_started(
+    tmp_path: Path, fake_msrun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What msrun of 2.9 does after a failure, in a stand-in: the excerpt from its scheduler's log."""
+    fake_msrun.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "logs = next(a for a in sys.argv if a.startswith('--log_dir=')).partition('=')[2]\n"
+        "os.system(f'cat {logs}/scheduler.log')\nsys.exit(7)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    line = LaunchNode(local=2, total=2).shell_line(touches(tmp_path), ["python", "job.py"])
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 7, done.stderr
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_under_msrun_executes_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real msrun; without our protection it executes the name of the folder."""
+    (tmp_path / "fails.py").write_text("raise SystemExit('ERROR: planned')\n")
+    monkeypatch.chdir(tmp_path)
+    node = LaunchNode(local=2, total=2, port=commands.free_port())
+    logs = touches(tmp_path)
+    line = node.shell_line(logs, ["python", "fails.py"])
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode != 0
+    assert (logs / "scheduler.log").exists()
+    assert not (tmp_path / "pwned").exists()
+    Control.fresh(tmp_path / "job")
+    run = HostProcesses(tmp_path / "job", node, logs, ["python", "fails.py"], out=None)
+    with pytest.raises(RankDiedError):
+        run.run()
+    assert not (tmp_path / "pwned").exists()
+
+
 @pytest.mark.parametrize("shell", ["{ssh} -o Some=Thing", "env TO={{host}} sh -c"])
 def test_a_remote_shell_passes_arguments_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
@@ -234,7 +288,9 @@ def test_control_files_are_not_for_others(tmp_path: Path, no_umask: None) -> Non
     control = Control.fresh(tmp_path / "job", task={"a": 1})
     control.write("stop")
     control.set_position(0, "step 1")
-    for path in control.folder.rglob("*"):
+    paths = list(control.folder.rglob("*"))
+    assert len(paths) >= 3
+    for path in paths:
         assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), path
     assert stat.S_IMODE(control.folder.stat().st_mode) == 0o700
     assert control.task() == {"a": 1}

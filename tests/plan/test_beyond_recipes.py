@@ -181,7 +181,7 @@ def test_mtp_before_the_heads() -> None:
     layer = (
         chunk_times(a, last.but(chunks=(3, 2, 2, 1)), device)[0].forward[3] - one.times.forward[3]
     )
-    assert moved[3] == pytest.approx(layer, rel=0.3)  # and a projection; host and device overlap
+    assert moved[3] == pytest.approx(layer, rel=0.06)  # and a projection; host and device overlap
     assert two.times.forward.sum() > one.times.forward.sum()  # a tensor more is sent
     states = [np.array([s.table.memory.parameters[0]]) for s in (one, two)]
     assert states[0].sum() == pytest.approx(states[1].sum())

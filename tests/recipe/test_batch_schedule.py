@@ -19,7 +19,10 @@ def test_megatrons_example() -> None:
         768, 768, 1536, 6144,
     ]  # fmt: skip
     first = -(-thresholds[0] // 768)  # the first step that begins with so many samples consumed
-    assert (found.at(first - 1), found.at(first)) == (768, 1536)
+    assert [found.consumed(first + n) - found.consumed(first + n - 1) for n in (0, 1)] == [
+        768,
+        1536,
+    ]
 
 
 def test_suffixes_and_floor_division() -> None:
@@ -35,18 +38,35 @@ entries = st.lists(
 )
 
 
-@given(first=st.integers(1, 30), more=entries, samples=st.integers(0, 400))
-def test_steps_are_those_of_consuming_them_one_by_one(first, more, samples) -> None:
+@given(
+    first=st.integers(1, 30),
+    more=entries,
+    samples=st.integers(0, 400),
+    before=st.integers(0, 60),
+)
+def test_steps_are_those_of_consuming_them_one_by_one(first, more, samples, before) -> None:
     schedule = BatchSchedule(((0, first), *sorted(more)))
-    consumed, batches = 0, []
+    consumed, batches = before, []
     while True:
         batch = [b for at, b in schedule.entries if at <= consumed][-1]
-        if consumed + batch > samples:
+        if consumed + batch > before + samples:
             break
         batches.append(batch)
         consumed += batch
-    assert schedule.steps(samples) == len(batches)
-    assert [schedule.at(step) for step in range(len(batches))] == batches
+    assert schedule.steps(samples, before) == len(batches)
+    assert schedule.consumed(len(batches), before) == consumed
+    places = [schedule.consumed(step, before) for step in range(len(batches) + 1)]
+    assert places == [before + sum(batches[:step]) for step in range(len(batches) + 1)]
+
+
+@given(first=st.integers(1, 30), more=entries, step=st.integers(0, 40), part=st.integers(0, 29))
+def test_a_position_is_the_step_that_is_being_consumed(first, more, step, part) -> None:
+    schedule = BatchSchedule(((0, first), *sorted(more)))
+    begin, end = schedule.consumed(step), schedule.consumed(step + 1)
+    found = schedule.position(begin + part % (end - begin))
+    assert found == pytest.approx(step + part % (end - begin) / (end - begin))
+    whole = schedule.position(begin)
+    assert (whole, type(whole)) == (step, int)  # as exact as the step
 
 
 @pytest.mark.parametrize(
@@ -74,5 +94,5 @@ def test_a_recipe_counts_its_steps() -> None:
     recipe = load(TINY, [*sets, "model.model_config.moe_router_enable_expert_bias=False"])
     assert recipe.global_batch == 8
     assert recipe.train_steps == 25 + (4000 - 100) // 8  # 25,600 tokens are 100 samples
-    assert (recipe.batch_at(24), recipe.batch_at(25)) == (4, 8)
+    assert (recipe.batches.after(99), recipe.batches.after(100)) == (4, 8)
     assert recipe.epoch_samples == 4000

@@ -8,7 +8,6 @@ they change nothing.
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,66 +17,28 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 pytestmark = pytest.mark.mindspore
 
 import key_effects
-import mini_recipe as mini
-import numpy as np
-from key_values import KEYS, SETTINGS, Key, in_setting, judge, shut, tried, value_of, with_value
-from tokenizers import Tokenizer, models
+from key_values import (
+    KEYS,
+    SETTINGS,
+    Key,
+    in_setting,
+    judge,
+    shut,
+    small_recipe,
+    tried,
+    value_of,
+    with_value,
+)
 
-from telechat_moe.checkpoint import checkpoint
-from telechat_moe.data import IndexedDataset, write_indexed
 from telechat_moe.ops.select import OPERATORS
-from telechat_moe.recipe import load
 from telechat_moe.recipe.uses import Use, decides
-from telechat_moe.recipe.weights import weights
 from telechat_moe.train import preflight
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return a tiny recipe as plain data, its data set in place; aliases are one object."""
-    folder = mini.write_data(tmp_path_factory.mktemp("keys"))
-    for name in ("train", "valid"):  # another value of `eod` ends a document, too
-        old = IndexedDataset(folder / name)
-        texts = [np.array(old[i]) for i in range(len(old))]
-        write_indexed(folder / name, [*texts, np.array([3, 7], np.uint16)], np.dtype(np.uint16))
-    for name in ("other", "talks"):
-        (folder / name).mkdir()
-    mini.write_data(folder / "other", seed=1)
-    for name in ("train", "valid"):
-        talks = [np.array([~1, ~2, 3, 4, 0]), np.arange(5)] * 20
-        write_indexed(folder / "talks" / name, talks, np.int32)
-    for place in (folder, folder / "other", folder / "talks"):
-        Tokenizer(models.WordLevel({"<|endoftext|>": 0})).save(str(place / "tokenizer.json"))
-    values = {
-        **mini.OVERRIDES,
-        "train_dataset.data_loader.config.data_path": f"['1', '{folder}/train']",
-        "telechat_moe.evaluation.data_path": f"['1', '{folder}/valid']",
-        "telechat_moe.evaluation.interval": 4,
-        "telechat_moe.sample": "{}",
-        "telechat_moe.saving": "{background: False}",
-        "model.model_config.num_nextn_predict_layers": 1,
-        "model.model_config.max_position_embeddings": 32,
-        "output_dir": str(folder / "out"),
-        **dict.fromkeys(REPEATED, "null"),
-        "callbacks.1": "{type: TopkBiasBalanceCallback}",
-    }
-    sets = [f"{key}={value}" for key, value in values.items()]
-    recipe = load("telechat3_moe/pretrain_tiny.yaml", sets)
-    model = {w.name: np.ones(w.shape, np.float32) for w in weights(recipe.model_config)}
-    with preflight.open_loader(recipe) as loader:
-        state = {"version": 1, "model_config": asdict(recipe.model_config), "data": loader.state()}
-    checkpoint.save(folder / "run", 1, {"model": model}, state)
-    (folder / "overlap.json").write_text('{"pp_1f1b_overlap": "AlltoAllV"}')
-    (folder / "config.json").write_text('{"rope_interleave": false}')
-    recipe.given["train_dataset_task"]["dataset_config"] = recipe.given["train_dataset"]
-    return recipe.given
-
-
-REPEATED = [
-    f"model.model_config.{key}"
-    for key in ("batch_size", "num_key_value_heads", "moe_shared_expert_intermediate_size")
-]
-"""Keys that repeat others, which could not change alone."""
+    """Return a tiny recipe as plain data, its data set in place."""
+    return small_recipe(tmp_path_factory.mktemp("keys"))
 
 
 def refuses(problems: list[Any], key: str, value: object = None) -> bool:

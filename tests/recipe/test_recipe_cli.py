@@ -194,7 +194,7 @@ def test_check_for_training_looks_at_the_schedule(capsys: Capture) -> None:
 def test_check_json(tmp_path: Path, capsys: Capture) -> None:
     code, report = run_json(capsys, "check", TINY, "--set", "seed=-1")
     assert code == 1
-    assert report["problems"] == 1
+    assert report["problems"] == 3  # the data are not built, either
     (entry,) = report["recipes"]
     assert entry["ok"] is False
     assert set(entry["problems"][0]) == {"file", "line", "key", "found", "expected", "suggestion"}
@@ -251,10 +251,17 @@ def test_what_takes_long_to_import_is_not_imported(words: tuple[str, ...]) -> No
     assert not found & heavy
 
 
-def test_an_interval_of_0_turns_evaluation_off(tmp_path: Path, capsys: Capture) -> None:
+def test_an_interval_of_0_turns_evaluation_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the recipe's data are not built
     off = "telechat_moe.evaluation.interval=0"
-    assert main(["check", TINY, "--for", "train", "--set", off]) == 1  # its data are not built
-    assert "evaluation" not in capsys.readouterr().out
+    words = ["check", TINY, "--for", "train"]
+    for more, named in ([], True), (["--set", off], False):
+        assert main([*words, *more]) == 1
+        printed = capsys.readouterr().out
+        assert "data_loader.config.data_path" in printed
+        assert ("evaluation" in printed) == named
     alone = tmp_path / "alone.yaml"
     text = recipe_text(TINY)
     assert "    interval: 100" in text

@@ -381,6 +381,13 @@ def test_a_hugging_face_folder_completes_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     full = loads(text).model_config
     assert (full.q_lora_rank, full.num_experts_per_tok, full.hidden_size) == (64, 2, 128)
+    without = remove(text, "model.model_config.rope_theta")
+    for fields in (
+        {"rope_theta": 5e4},
+        {"rope_parameters": {"rope_theta": 5e4}},
+    ):  # transformers 4, 5
+        (tmp_path / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
+        assert loads(without).model_config.rope_theta == 5e4
     config["num_experts_per_tok"] = 1000
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (found,) = problems(text)

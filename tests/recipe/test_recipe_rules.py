@@ -45,6 +45,7 @@ OPERATOR = "{op_name: 'moe', layers: True, backward_prefetch: 2}"
 
 # rule: [(recipe, {key: value; None removes}, keys that complain), ...]
 CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
+    "state": [(TINY, {M + "hidden_size": "100000000"}, "model.model_config")],
     "whole_documents": [
         *(
             (TUNE, {DATA_CONFIG + key: value}, DATA_CONFIG + key)
@@ -66,6 +67,16 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         *(
             (TUNE, {OWN + "conversations.message": f"'{text}'"}, OWN + "conversations.message")
             for text in ("{content}", "{role}{content}{content}", "{content}{role}")
+        ),
+        (
+            TUNE,
+            {OWN + "conversations.ignore_fields": "[id, role]"},
+            OWN + "conversations.ignore_fields",
+        ),
+        (
+            TUNE,
+            {OWN + "conversations.variables": "{enable_thinking: False}"},
+            OWN + "conversations.variables",
         ),
     ],
     "decay_style": [
@@ -182,6 +193,14 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (LARGE, {M + "qk_head_dim": "64"}, M + "qk_head_dim"),
         (VPP, {M + "qk_pos_emb_head_dim": "32"}, M + "qk_pos_emb_head_dim"),
         (VPP, {M + "router_dense_type": "bfloat16"}, M + "router_dense_type"),
+    ],
+    "device_memory": [
+        (LARGE, {M + "moe_intermediate_size": "1048576"}, "context.max_device_memory"),
+        (LARGE, {"context.max_device_memory": "1GB"}, "context.max_device_memory"),
+    ],
+    "home_folders": [
+        (TINY, {"output_dir": "~/x"}, "output_dir"),
+        (TINY, {"load_checkpoint": "~someone/x"}, "load_checkpoint"),
     ],
     "use_parallel": [
         (TINY, {P + "data_parallel": "2"}, "use_parallel"),

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.mindspore, pytest.mark.xdist_group("layouts")]
 import sharded_compare as compare
 import sharded_run as run
 from sharded_adamw import weight_bounds
+from slow_groups import TURNS
 
 BOUND = 1e-5
 # After ten steps. Adam divides by the root of the second moment, which magnifies the last bits of small gradients, and so
@@ -63,6 +64,14 @@ SLOW_FAULTS = {
 }
 
 
+BY_DEVICES = sorted(run.LAYOUTS, key=lambda name: run.LAYOUTS[name].devices)
+
+
+def turn_of(name):
+    """Return in which turn of CI a case runs: every turn has layouts of each number of processes."""
+    return BY_DEVICES.index(name.split(":")[0]) % TURNS
+
+
 def is_split(layout):
     """Return whether a layout differs from others in how it splits, rather than in the exchange or the balance loss."""
     return not layout.hop and layout.balance in ("seq_aux_loss", "none")
@@ -89,16 +98,18 @@ def slow_cases(split):
 
 
 SPLITS, EXCHANGES = slow_cases(split=True), slow_cases(split=False)
+SLOW = (SPLITS, EXCHANGES, SLOW_FAULTS, COUNTING_FAULTS)
 AT_ONCE = 24  # cases times processes: the first test of a group runs all, and must end before pytest ends it
 
 
 def groups():
-    """Return the cases that run together: those of a layout share its graphs, neighbours the run in one process."""
+    """Return the cases that run together: those of a turn; of a layout, which share its graphs; with one reference."""
     for devices, names in FAST.items():
         yield (*names, *FAST_FAULTS.get(devices, ()))
-    for slow in ((SPLITS,), (EXCHANGES, SLOW_FAULTS, COUNTING_FAULTS)):
-        for devices in (2, 4, 8):
-            every = sorted((n for kind in slow for n in kind.get(devices, ())), key=_neighbours)
+    for devices in (2, 4, 8):
+        for turn in range(TURNS):
+            every = [n for kind in SLOW for n in kind.get(devices, ()) if turn_of(n) == turn]
+            every.sort(key=_neighbours)
             size = AT_ONCE // devices
             yield from (every[i : i + size] for i in range(0, len(every), size))
 
@@ -114,7 +125,10 @@ def listed(*kinds):
 
 def parameters(fast, slow):
     """Return the cases of both suites."""
-    return listed(fast) + [pytest.param(name, marks=pytest.mark.slow) for name in listed(slow)]
+    return listed(fast) + [
+        pytest.param(name, marks=pytest.mark.slow(group=f"layouts-{turn_of(name)}"))
+        for name in listed(slow)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +150,7 @@ def test_a_layout_computes_what_one_process_does(name, found):
     _compare(found(name))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", listed(EXCHANGES))
+@pytest.mark.parametrize("name", parameters({}, EXCHANGES))
 def test_an_exchange_or_a_balance_loss_computes_what_one_process_does(name, found):
     _compare(found(name))
 
@@ -189,8 +202,7 @@ def test_what_is_wrong_on_purpose_is_seen(name, found):
     assert max(measured["loss"], measured["gradient"]) > 100 * BOUND, measured
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", listed(COUNTING_FAULTS))
+@pytest.mark.parametrize("name", parameters({}, COUNTING_FAULTS))
 def test_what_is_counted_wrong_is_seen(name, found):
     """Tokens of another batch, experts' loads in low precision or twice, losses of the router once a device."""
     measured = compare.errors(found(name))
@@ -211,3 +223,15 @@ def test_the_cases_split_in_every_way():
     assert len(run.LAYOUTS) >= 16
     asked = {name.split(":")[0] for name in listed(FAST, SPLITS, EXCHANGES)}
     assert asked == set(run.LAYOUTS)
+
+
+def test_every_case_runs_with_one_group():
+    grouped = [name for names in groups() for name in names]
+    assert sorted(grouped) == sorted(listed(FAST, FAST_FAULTS, *SLOW))
+
+
+def test_a_turn_has_eight_layouts_at_most():
+    turns = [[n for n in run.LAYOUTS if turn_of(n) == turn] for turn in range(TURNS)]
+    assert all(7 <= len(names) <= 8 for names in turns)
+    for names in turns:
+        assert {run.LAYOUTS[n].devices for n in names} == {2, 4, 8}

@@ -23,7 +23,6 @@ from mindspore.train.mind_ir_pb2 import ModelProto
 
 from telechat_moe.cli.data import _settings
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.interop.mindformers_config import check_decay
 from telechat_moe.model import initialize
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.speed_up import switches
@@ -353,7 +352,6 @@ def in_mindformers(recipe: Recipe) -> str:
     split = plugin.is_split(recipe)
     try:
         model = plugin.TelechatMoeForCausalLM(plugin.TelechatMoeConfig(recipe=recipe))
-        check_decay(recipe, {p.name: len(p.shape) for p in model.trainable_params()})
         if not split:
             model.initialize(recipe.seed)
     except TelechatMoeError as error:

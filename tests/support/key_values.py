@@ -5,12 +5,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import mini_recipe as mini
+import numpy as np
 import yaml
+from tokenizers import Tokenizer, models
 
-from telechat_moe.recipe import RecipeError, loads, schema
+from telechat_moe.checkpoint import checkpoint
+from telechat_moe.data import IndexedDataset, write_indexed
+from telechat_moe.recipe import RecipeError, load, loads, schema
 from telechat_moe.recipe.check import options_of, section_keys, split_annotation
 from telechat_moe.recipe.docs import sections
 from telechat_moe.recipe.uses import Use
+from telechat_moe.recipe.weights import weights
 from telechat_moe.train import preflight
 
 SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -166,3 +172,56 @@ def judge(given: dict[str, Any], use: Use) -> Any:
     except RecipeError as error:
         return error.problems
     return (preflight.examine(recipe)[1] if use == "train" else []) or recipe
+
+
+REPEATED = [
+    f"model.model_config.{key}"
+    for key in ("batch_size", "num_key_value_heads", "moe_shared_expert_intermediate_size")
+]
+"""Keys that repeat others, which could not change alone."""
+
+
+def small_recipe(root: Path) -> dict[str, Any]:
+    """Return a tiny recipe as plain data, its data set in place; aliases are one object."""
+    folder = mini.write_data(root)
+    for name in ("train", "valid"):  # another value of `eod` ends a document, too
+        old = IndexedDataset(folder / name)
+        texts = [np.array(old[i]) for i in range(len(old))]
+        write_indexed(folder / name, [*texts, np.array([3, 7], np.uint16)], np.dtype(np.uint16))
+    for name in ("other", "talks"):
+        (folder / name).mkdir()
+    mini.write_data(folder / "other", seed=1)
+    for name in ("train", "valid"):
+        talks = [np.array([~1, ~2, 3, 4, 0]), np.arange(5)] * 20
+        write_indexed(folder / "talks" / name, talks, np.int32)
+    template = "{{ date_string }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "talks" / "chat_template.jinja").write_text(template)
+    for place in (folder, folder / "other", folder / "talks"):
+        Tokenizer(models.WordLevel({"<|endoftext|>": 0})).save(str(place / "tokenizer.json"))
+    values = {
+        **mini.OVERRIDES,
+        "train_dataset.data_loader.config.data_path": f"['1', '{folder}/train']",
+        "telechat_moe.evaluation.data_path": f"['1', '{folder}/valid']",
+        "telechat_moe.evaluation.interval": 4,
+        "telechat_moe.sample": "{}",
+        "telechat_moe.saving": "{background: False}",
+        "model.model_config.num_nextn_predict_layers": 1,
+        "model.model_config.max_position_embeddings": 32,
+        "output_dir": str(folder / "out"),
+        **dict.fromkeys(REPEATED, "null"),
+        "callbacks.1": "{type: TopkBiasBalanceCallback}",
+    }
+    sets = [f"{key}={value}" for key, value in values.items()]
+    recipe = load("telechat3_moe/pretrain_tiny.yaml", sets)
+    model = {w.name: np.ones(w.shape, np.float32) for w in weights(recipe.model_config)}
+    with preflight.open_loader(recipe) as loader:
+        state = {
+            "version": 1,
+            "model_config": dataclasses.asdict(recipe.model_config),
+            "data": loader.state(),
+        }
+    checkpoint.save(folder / "run", 1, {"model": model}, state)
+    (folder / "overlap.json").write_text('{"pp_1f1b_overlap": "AlltoAllV"}')
+    (folder / "config.json").write_text('{"rope_interleave": false}')
+    recipe.given["train_dataset_task"]["dataset_config"] = recipe.given["train_dataset"]
+    return recipe.given

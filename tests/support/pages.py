@@ -93,6 +93,7 @@ TOGETHER: dict[str, list[str]] = {
 
 def _checkpoints(folder: Path, printed: str) -> None:
     saved = folder / "output/checkpoints/step-00000010"
+    assert any(saved.iterdir())
     for copy in ("merged", "whole"):
         for path in saved.iterdir():
             assert (folder / copy / saved.name / path.name).read_bytes() == path.read_bytes()

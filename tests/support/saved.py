@@ -39,5 +39,17 @@ def assert_equal(found: Groups, expected: Groups) -> None:
             assert other.tobytes() == array.tobytes()
 
 
+def assert_near(found: Groups, expected: Groups, bound: float) -> None:
+    """Check that no tensor is farther off than ``bound`` of its own norm, so that small ones count, too."""
+    assert {g: set(names) for g, names in found.items()} == {
+        g: set(names) for g, names in expected.items()
+    }
+    for group, names in expected.items():
+        for name, array in names.items():
+            right = array.astype(np.float64)
+            off = np.linalg.norm(found[group][name] - right)
+            assert off <= bound * np.linalg.norm(right), (name, off, np.linalg.norm(right))
+
+
 def names_in(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir() if p.name != ".lock")

@@ -1,62 +1,106 @@
-"""The long tests in groups: ``make test-slow GROUP=NAME``; ``python tests/support/slow_groups.py`` lists CI's.
+"""The long tests in groups, and the rooms whose changes call for them: ``make test-slow GROUP=NAME``.
 
-A test marked ``slow`` belongs to the group with the longest path that its file is below.
+A test marked ``slow`` belongs to the group that its mark names, else to that with the longest path that it is below.
+``slow_choice.py`` chooses what CI runs.
 """
 
-import sys
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
-IN_CI: dict[str, tuple[str, ...]] = {
-    "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
-    "pages": ("tests/test_pages.py",),
-    "train": ("tests/train", "benchmarks/balance_pilot", "benchmarks/placement"),
-    "resume": (
-        "tests/train/test_growing_runs",
-        "tests/train/test_mixture_runs",
-        "tests/train/test_sharded_average",
-        "tests/train/test_sharded_growing",
-        "tests/train/test_sharded_train",
-        "tests/train/test_trainer",
+T = TypeVar("T")
+
+
+class Group(NamedTuple):
+    """Long tests that run together.
+
+    ``minutes``: on two quiet cores, rounded up. CI prints what each took: renew what is far off.
+    """
+
+    minutes: int
+    paths: tuple[str, ...]
+
+
+PAGE = "tests/test_pages.py::test_a_page_runs_as_printed"
+IN_CI: dict[str, Group] = {
+    "recipe": Group(8, ("tests/recipe", "tests/data", "tests/model", "tests/cli")),
+    "interrupts": Group(12, ("tests/cli/test_interrupts",)),
+    "formats": Group(8, ("tests/formats",)),
+    "pages": Group(14, ("tests/test_pages.py",)),
+    "pages_align": Group(10, (f"{PAGE}[align",)),
+    "pages_plan": Group(8, (f"{PAGE}[plan", f"{PAGE}[long_seq", f"{PAGE}[host", f"{PAGE}[ops")),
+    "pages_ranks": Group(
+        12,
+        (
+            f"{PAGE}[mindformers",
+            f"{PAGE}[operations",
+            f"{PAGE}[overlap",
+            f"{PAGE}[placement",
+            f"{PAGE}[sequence_parts",
+            f"{PAGE}[sharded_runs",
+            f"{PAGE}[swap",
+            f"{PAGE}[upstream",
+        ),
     ),
-    "moves": ("tests/train/test_moving_runs",),
-    "launch": ("tests/launch",),
-    "checkpoint": (
-        "tests/checkpoint",
-        "tests/checkpoint/test_checkpoint_kills.py::test_ten_kills[0]",
-        "tests/checkpoint/test_checkpoint_kills.py::test_ten_kills[1]",
+    "train": Group(10, ("tests/train", "benchmarks/balance_pilot", "benchmarks/placement")),
+    "resume": Group(
+        12,
+        (
+            "tests/train/test_growing_runs",
+            "tests/train/test_mixture_runs",
+            "tests/train/test_other_batches",
+            "tests/train/test_sharded_average",
+            "tests/train/test_sharded_growing",
+            "tests/train/test_sharded_train",
+            "tests/train/test_trainer",
+        ),
     ),
-    "mindformers": ("tests/interop/test_mindformers",),
-    "upstream": ("tests/interop",),
-    "graph": (
-        "tests/graph",
-        "tests/sharding/test_host_operators",
-        "tests/sharding/test_place.py",
-        "tests/sharding/test_swap_cells",
+    "moves": Group(10, ("tests/train/test_moving_runs",)),
+    "launch": Group(10, ("tests/launch",)),
+    "checkpoint": Group(
+        12,
+        (
+            "tests/checkpoint",
+            "tests/checkpoint/test_checkpoint_kills.py::test_ten_kills[0]",
+            "tests/checkpoint/test_checkpoint_kills.py::test_ten_kills[1]",
+        ),
     ),
-    "pipeline": ("tests/sharding/test_pipeline_schedules.py",),
-    "swap": ("tests/sharding/test_swap_runs", "tests/train/test_swapped_states"),
-    "align": (
-        "tests/align",
-        "benchmarks/align_",
-        "benchmarks/align_faults/test_layout_pairs",
-        "benchmarks/peers",
+    "mindformers": Group(10, ("tests/interop/test_mindformers",)),
+    "upstream": Group(10, ("tests/interop",)),
+    "graph": Group(
+        10,
+        (
+            "tests/graph",
+            "tests/sharding/test_host_operators",
+            "tests/sharding/test_place.py",
+            "tests/sharding/test_swap_cells",
+        ),
     ),
-    "align_bugs": ("tests/align/test_hf_bugs", "tests/align/test_megatron"),
-    "align_faults": ("benchmarks/align_faults",),
-    "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
-    "ops": ("tests/ops",),
-    "mindspore210": ("tests/test_versions.py",),
-    "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
-    "keys": ("tests/recipe/test_keys.py",),
-    "workflow": ("tests/align/test_wiring", "tests/align/test_workflow"),
+    "pipeline": Group(10, ("tests/sharding/test_pipeline_schedules.py",)),
+    "swap": Group(10, ("tests/sharding/test_swap_runs", "tests/train/test_swapped_states")),
+    "align": Group(
+        10,
+        (
+            "tests/align",
+            "benchmarks/align_",
+            "benchmarks/align_faults/test_layout_pairs",
+            "benchmarks/peers",
+        ),
+    ),
+    "align_bugs": Group(14, ("tests/align/test_hf_bugs", "tests/align/test_megatron")),
+    "align_faults": Group(10, ("benchmarks/align_faults",)),
+    "plan": Group(10, ("tests/plan", "benchmarks/plan_", "benchmarks/overlap")),
+    "ops": Group(9, ("tests/ops",)),
+    "mindspore210": Group(16, ("tests/test_versions.py",)),
+    "compiled_keys": Group(10, ("tests/recipe/test_compiled_keys.py",)),
+    "keys": Group(2, ("tests/recipe/test_keys.py",)),
+    "workflow": Group(6, ("tests/align/test_wiring", "tests/align/test_workflow")),
 }
-"""One of these runs with every commit."""
+
+TURNS = 15
+LAYOUTS = {f"layouts-{turn}": Group(5, ()) for turn in range(TURNS)}
+"""Eight layouts each, of two, four and eight processes: test_layouts.py deals them out, CI runs them by turns."""
 
 BY_HAND: dict[str, tuple[str, ...]] = {
-    "sharding": ("tests/sharding",),
-    "exchange": (
-        "tests/sharding/test_layouts.py::test_an_exchange",
-        "tests/sharding/test_layouts.py::test_what_is",
-    ),
     "kills": ("tests/checkpoint/test_checkpoint_kills",),
     "programs": ("tests/ops/dvm",),
     "schedules": ("tests/plan/test_schedules",),
@@ -67,16 +111,64 @@ BY_HAND: dict[str, tuple[str, ...]] = {
 }
 """More than half an hour on two cores; `diagnose` wants a machine that does nothing else, `arm` a cross compiler."""
 
-GROUPS = IN_CI | BY_HAND
+GROUPS = [*IN_CI, *LAYOUTS, *BY_HAND]
+
+# By path; the longest counts. The first group of a room matters most to it.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "telechat_moe": ("train", "launch"),
+    "telechat_moe/checkpoint": ("checkpoint", "resume"),
+    "telechat_moe/cli": ("recipe", "pages"),
+    "telechat_moe/cli/align": ("align", "workflow"),
+    "telechat_moe/cli/plan": ("plan",),
+    "telechat_moe/data": ("train", "resume"),
+    "telechat_moe/graph": ("graph", "pipeline", "swap"),
+    "telechat_moe/interop": ("upstream",),
+    "telechat_moe/interop/mindformers": ("mindformers", "upstream"),
+    "telechat_moe/launch": ("launch", "resume"),
+    "telechat_moe/moe": ("moves", "train"),
+    "telechat_moe/model": ("recipe", "align_bugs", "train"),
+    "telechat_moe/recipe": ("keys", "recipe", "compiled_keys"),
+    "telechat_moe/sharding": ("graph", "pipeline", "swap"),
+    "telechat_moe/train": ("train", "resume", "swap", "moves"),
+    "ops": ("ops", "graph"),
+    "ops/fingerprint.py": ("workflow", "ops"),
+    "ops/tap.py": ("workflow", "ops"),
+    "tools": ("plan", "align"),
+    "tools/align": ("align", "workflow", "align_faults", "align_bugs"),
+    "tools/diagnose": ("launch",),
+    "tools/plan": ("plan",),
+    "tools/sweep": ("recipe",),
+    "recipes": ("keys", "pages"),
+    "docs": ("pages",),
+    "docs/align": ("pages_align",),
+    "docs/long_seq": ("pages_plan",),
+    "docs/mindformers": ("pages_ranks",),
+    "docs/operations": ("pages_ranks",),
+    "docs/overlap": ("pages_ranks",),
+    "docs/placement": ("pages_ranks",),
+    "docs/plan": ("pages_plan",),
+    "docs/s": ("pages_ranks",),
+    "README.md": ("pages",),
+    "Makefile": ("pages",),
+    "setup.py": ("pages", "mindspore210"),
+    "pyproject.toml": ("pages", "mindspore210"),
+}
 
 
-def group_of(path: str) -> str | None:
-    """Return the group of a test file, None if it has none."""
-    fitting = [
-        (len(p), name) for name, paths in GROUPS.items() for p in paths if path.startswith(p)
-    ]
-    return max(fitting)[1] if fitting else None
+def group_of(test: str) -> str | None:
+    """Return the group of a test file or of a test, by its node id; None if it has none."""
+    paths = {**{name: group.paths for name, group in IN_CI.items()}, **BY_HAND}
+    return _longest({path: name for name, below in paths.items() for path in below}, test)
 
 
-if __name__ == "__main__":
-    sys.stdout.write("\n".join(IN_CI) + "\n")
+def groups_for(file: str) -> tuple[str, ...]:
+    """Return CI's groups that a change of a file calls for, the most important first."""
+    if file.startswith(("tests/", "benchmarks/")):
+        group = group_of(file)
+        return (group,) if group in IN_CI else ()
+    return _longest(ROOMS, file) or ()
+
+
+def _longest(table: Mapping[str, T], path: str) -> T | None:
+    """Return what a table has for the longest beginning of a path."""
+    return table.get(max((p for p in table if path.startswith(p)), key=len, default=""))

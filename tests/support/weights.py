@@ -41,7 +41,7 @@ def write_hf(folder: Path, config: ModelConfig, shard_bytes: int, *, sparse: boo
         folder: Folder to make.
         config: Model section.
         shard_bytes: Largest file.
-        sparse: All zeros, by truncate: a file takes no room. Else random bits.
+        sparse: All zeros, by truncate: a file takes no room. Else random bits of numbers below 2.
     """
     folder.mkdir()
     named = [(name, p.hf_shape) for p in pairs(config) for name in p.hf]
@@ -78,5 +78,6 @@ def _write_file(path: Path, tensors: list[tuple[str, tuple[int, ...]]], seed: in
         else:
             dice = np.random.default_rng(seed)
             for start in range(0, offset, 1 << 22):
-                file.write(dice.bytes(min(1 << 22, offset - start)))
+                bits = np.frombuffer(dice.bytes(min(1 << 22, offset - start)), np.uint16)
+                file.write((bits & 0xBFFF).tobytes())
     return offset

@@ -126,7 +126,7 @@ def left_out(
     found = []
     with Monitor(output, STEPS, 1, quiet=True) as monitor, trainer.loader:
         loop = trainer.loop(monitor)
-        while trainer.progress.step < STEPS:
+        while trainer.checkpoints.steps_left:
             if trainer.progress.step == done and trainer.loader.next_sample < first:
                 trainer.loader.seek(first)
                 trainer.progress.step += count_skip
@@ -175,7 +175,7 @@ def test_skip(tmp_path, noisy, unguarded):
 
 
 @pytest.mark.slow
-def test_roll_back(tmp_path, noisy):
+def test_roll_back(tmp_path, noisy, capsys):
     """From the newest checkpoint before it, without the batches up to the spike, as if they had never been."""
     output = tmp_path / "run"
     assert main(mini.arguments(noisy, output, **spiky_data.changes(**rules("rollback")))) == 0
@@ -184,7 +184,9 @@ def test_roll_back(tmp_path, noisy):
     assert (event["step"], event["to_step"], event["from_step"]) == (back, back, SPIKE)
     assert event["left_out"] == [back * BATCH, SPIKE * BATCH]
     steps = [r["step"] for r in records(output, "step")]
-    assert steps == list(range(1, STEPS + 1))
+    # Epochs have no more samples for those that were left out.
+    assert steps == list(range(1, STEPS + 1 - (SPIKE - back)))
+    assert f"epochs end at step {steps[-1]} instead of {STEPS}" in capsys.readouterr().err
     expected = left_out(noisy, tmp_path / "expected", back, SPIKE * BATCH, count_skip=False)
     assert curve(output) == expected
     undone = (output / "metrics.rolled_back.jsonl").read_text().splitlines()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.launch.host_processes import LogTail
 from telechat_moe.train import metrics
 from telechat_moe.train.monitor import Monitor
 
@@ -452,3 +454,17 @@ def test_smooth() -> None:
     assert smooth(noise).std() < 0.25  # about 1 / sqrt(41)
     assert np.isnan(smooth(np.full(50, NAN))).all()
     assert smooth(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
+
+
+def test_a_run_goes_on_without_a_reader_of_its_lines(tmp_path: Path) -> None:
+    """Ctrl-C at `train 2>&1 | tee log` ends tee first; the step is to be saved nevertheless."""
+    read, write = os.pipe()
+    os.close(read)
+    with suppress(BrokenPipeError), os.fdopen(write, "w") as stream:
+        monitor = Monitor(tmp_path, 2, 1, quiet=True, tensorboard=False, stream=stream)
+        monitor.message("interrupted: saved step 1")
+        tail = LogTail(tmp_path / "worker_0.log", stream)
+        tail.path.write_text("interrupted: saved step 1\n")
+        tail.show()
+        monitor.close()
+        assert tail.shown == 26

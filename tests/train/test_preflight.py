@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from telechat_moe.checkpoint import checkpoint
+from telechat_moe.cli import main
 from telechat_moe.data import write_indexed
 from telechat_moe.errors import UsageError
 from telechat_moe.interop import hf
 from telechat_moe.recipe import Problem, RecipeError, load
+from telechat_moe.recipe.hugging_face import OtherModelError
 from telechat_moe.recipe.weights import weights
 from telechat_moe.train import preflight
 from telechat_moe.train.start import STATE_VERSION
@@ -61,6 +63,59 @@ def problems(place: Path, **changes: object) -> list[Problem]:
 def only(place: Path, **changes: object) -> Problem:
     (found,) = problems(place, **changes)
     return found
+
+
+def test_settings_beside_weights(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder's config.json and the recipe: `check` and `train` name the same keys, and what is not judged."""
+    config = recipe(place, place / "run").model_config
+    hf.convert(place / "old/checkpoints/step-00000006", place / "hf", config, "hf")
+    notes: list[str] = []
+    r = recipe(place, place / "run", load_checkpoint=place / "hf")
+    assert preflight.examine(r, weights=hf.weights, notes=notes)[1] == []
+    assert not [note for note in notes if "no config.json" in note]
+    written = json.loads((place / "hf/config.json").read_text())
+    five = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}
+    five["rope_parameters"] = {"rope_theta": 50000.0, "rope_type": "default"}
+    five |= {"topk_method": "greedy", "eos_token_id": 7}
+    (place / "hf/config.json").write_text(json.dumps(five))
+    found = problems(place, load_checkpoint=place / "hf")
+    assert {p.key for p in found} == {"model.model_config.rope_theta", "load_checkpoint"}
+    (theta,) = (p for p in found if p.key.endswith("rope_theta"))
+    assert (
+        theta.found == f"10000.0, but {place}/hf/config.json: rope_parameters.rope_theta is 50000.0"
+    )
+    assert (theta.expected, theta.line > 0) == ("set it to 50000.0", True)
+    arguments = mini.arguments(place, place / "run", load_checkpoint=place / "hf")
+    assert main(arguments) == 3
+    said = capsys.readouterr().err
+    assert main(["check", arguments[1], *arguments[3:]]) == 1
+    checked = capsys.readouterr().out
+    for problem in found:
+        assert str(problem) in said
+        assert str(problem) in checked
+    five["rope_parameters"]["rope_theta"], five["topk_method"] = 10000.0, "noaux_tc"
+    (place / "hf/config.json").write_text(json.dumps(five))
+    notes = []
+    assert preflight.examine(r, weights=hf.weights, notes=notes)[1] == []
+    assert any("config.json has eos_token_id 7" in note for note in notes)
+    (place / "hf/config.json").unlink()
+    assert main(["check", arguments[1], *arguments[3:]]) == 0
+    assert "not judged: load_checkpoint: " in (out := capsys.readouterr().out)
+    assert "no config.json beside the weights" in out
+
+
+def test_what_a_checkpoint_was_trained_with(place: Path) -> None:
+    """A changed setting is said on loading (longer contexts change rope_theta); converting refuses it."""
+    step = place / "old/checkpoints/step-00000006"
+    r = recipe(place, place / "run", load_checkpoint=step, model__model_config__rope_theta=50000.0)
+    notes: list[str] = []
+    assert preflight.examine(r, weights=hf.weights, notes=notes)[1] == []
+    (note,) = notes
+    assert note.endswith("rope_theta is 50000.0, but the weights were trained with 10000.0")
+    with pytest.raises(
+        OtherModelError, match=r"rope_theta: 50000\.0, but the weights were trained"
+    ):
+        hf.convert(step, place / "hf", r.model_config, "hf")
 
 
 def test_nothing_is_wrong_with_what_is_right(place: Path) -> None:
@@ -127,6 +182,15 @@ def test_data_of_others(place: Path) -> None:
     assert "none of 40 documents" in found.found
     assert "9 ends some" in found.expected
     assert problems(place, **given, **{f"{config}eod_mask_loss": True, f"{config}eod": 9}) == []
+    # Documents of many sequences: the end token is in the last one of a document.
+    sequences = [
+        np.array(tokens, np.uint16) for tokens in [[5, 6]] * 1499 + [[5, 0]] + [[5, 6]] * 1500
+    ]
+    write_indexed(place / "foreign", sequences, np.uint16)
+    index = (place / "foreign.idx").read_bytes()
+    head = index[:26] + (3).to_bytes(8, "little") + index[34 : -8 * 3001]
+    (place / "foreign.idx").write_bytes(head + np.array([0, 1500, 3000], "<i8").tobytes())
+    assert problems(place, **given, **{f"{config}eod_mask_loss": True}) == []
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -242,6 +306,40 @@ def test_other_data_need_a_word(place: Path) -> None:
     assert same.loader.next_sample == 24
     found = only(place, telechat_moe__resume_data="new")
     assert found.key == "telechat_moe.resume_data"
+
+
+def test_data_that_are_fewer_than_the_recipe_asks_for(place: Path) -> None:
+    """Sources without weights are read once; more samples would be those of another epoch."""
+    paths = f"['{place}/train', '{place}/valid']"
+    changes = {"train_dataset__data_loader__config__data_path": paths}
+    found = only(place, **changes, train_dataset__data_loader__sizes="[1000,0,0]")
+    assert "sizes asks for 1000" in found.found
+    most = int(found.expected.split()[2])
+    ready, _ = preflight.examine(
+        recipe(place, place / "run", **changes, train_dataset__data_loader__sizes=f"[{most},0,0]")
+    )
+    assert ready is not None
+
+
+def test_counts_of_steps_that_fit_the_batch_in_part_only(place: Path) -> None:
+    """`check` says what is to be set, as `train` does."""
+    state = json.loads((place / "old/checkpoints/step-00000006/checkpoint.json").read_bytes())[
+        "state"
+    ]
+    training = {"global_batch": 4, "lr_schedule": {"warmup_steps": 2}}
+    tensors = {"model": {"w": np.zeros(1, np.float32)}}
+    more = {"training": training, "updates": 6}
+    checkpoint.save(place / "next/checkpoints", 6, tensors, state | more)
+    changes = {
+        "runner_config__batch_size": 2,
+        "model__model_config__batch_size": 2,
+        "lr_schedule__decay_steps": 5,
+        "load_checkpoint": place / "next/checkpoints",
+        "resume_training": True,
+    }
+    found = only(place, **changes)
+    assert found.key == "lr_schedule.warmup_steps"
+    assert found.expected.startswith("4 steps of the batch now are the same 8 samples")
 
 
 def test_a_run_with_all_its_steps_cannot_go_on_elsewhere(place: Path) -> None:

@@ -154,7 +154,8 @@ def test_hugging_face_s_folder_as_a_conversion_of_it(
     tmp_path: Path, data: Path, whole: Path
 ) -> None:
     name = mini.arguments(data, tmp_path)
-    recipe, sets = name[1], name[3:]
+    recipe, model = name[1], [x for x in name[4::2] if x.startswith("model.") or "seq_length" in x]
+    sets = [word for x in model for word in ("--set", x)]
     step, folder, ours = whole / "checkpoints/step-00000012", tmp_path / "hf", tmp_path / "ours"
     assert main(["convert", str(step), str(folder), "--recipe", recipe, "--to", "hf", *sets]) == 0
     assert (

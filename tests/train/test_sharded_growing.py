@@ -10,6 +10,7 @@ from mini_recipe import SPREAD
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
 
+from saved import assert_near
 from test_growing_runs import BATCHES, SETTINGS
 from test_sharded_average import saved, train
 from test_sharded_train import BOUND, DP2_EP2, curve, records
@@ -53,10 +54,7 @@ def same_course(output: Path, one: Path) -> None:
     seen = [[[r[k] for k in keys] for r in log if r["event"] == "step"] for log in logs]
     assert seen[0] == seen[1]
     assert main(["data", "audit", str(output)]) == 0
-    ours, theirs = saved(output, len(BATCHES)), saved(one, len(BATCHES))
-    for group in ("model", "ema"):
-        for name, x in theirs[group].items():
-            np.testing.assert_allclose(ours[group][name], x, rtol=1e-3, atol=2e-6)
+    assert_near(saved(output, len(BATCHES)), saved(one, len(BATCHES)), 1e-3)
 
 
 def test_data_parallel_steps_grow(two: Path, one: Path) -> None:

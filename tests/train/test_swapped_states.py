@@ -6,6 +6,7 @@ import signal
 from itertools import accumulate
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
@@ -168,7 +169,8 @@ def test_one_process_killed_and_resumed_bit_for_bit(
     hold.at(3)
     process = start(output, **ALONE, **swapping(output))
     wait_for_step(output, 3, process)
-    links = [str(f.readlink()) for f in Path(f"/proc/{process.pid}/fd").iterdir()]
+    (work,) = psutil.Process(process.pid).children()
+    links = [str(f.readlink()) for f in Path(f"/proc/{work.pid}/fd").iterdir()]
     assert any(str(pool) in link and "deleted" in link for link in links)
     process.kill()
     hold.release()

@@ -6,8 +6,10 @@ What the device does is in Kineto's categories (``kernel``, ``gpu_memcpy``, ``gp
 """
 
 import gzip
+import io
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import most_inflated, read_bytes
 from telechat_moe.tools.diagnose.excess import Array
 from telechat_moe.tools.diagnose.records import COMM
 
@@ -27,6 +30,8 @@ COLLECTIVE = re.compile(r"nccl|hccl|hcom_|nvshmem|deep_ep", re.IGNORECASE)
 STEP = re.compile(r"ProfilerStep#(\d+)$")
 ITERATION = re.compile(r"Iteration (\d+)$")
 DATA = re.compile(r"DataLoader")
+ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+"""A backslash in a string of JSON, and what it escapes, if anything."""
 OVERLAP = "Overlap Analysis"
 """Process of an Ascend profiler whose rows say what the device did."""
 COMPUTING, EXPOSED = "Computing", "Communication(Not Overlapped)"
@@ -35,8 +40,14 @@ MICRO = 1e-6
 Event = dict[str, Any]
 Parts = dict[str, float]
 """Parts of a step, seconds."""
-Rank = tuple[int, dict[int, Parts]]
-"""Number of a rank, and its steps."""
+
+
+class Rank(NamedTuple):
+    """A rank: its number, its steps, and how many ranks the run has (0: not known)."""
+
+    number: int
+    steps: dict[int, Parts]
+    world: int = 0
 
 
 class Step(NamedTuple):
@@ -58,7 +69,9 @@ class Trace:
     def __init__(self, path: Path) -> None:
         data = _json(path)
         events = data.get("traceEvents") if isinstance(data, dict) else data
-        if not isinstance(events, list) or (events and not any("ph" in e for e in events)):
+        if not isinstance(events, list) or (
+            events and not any(isinstance(e, dict) and "ph" in e for e in events)
+        ):
             raise BadInputError(
                 f"{path}: no list traceEvents; expected a trace in Chrome's format, as torch's profiler writes it, or trace_view.json"
             )
@@ -160,7 +173,9 @@ def read_chrome(path: Path) -> Rank:
         raise BadInputError(
             f"{path}: nothing runs on the device within the steps that it marks; record the device in the same steps"
         )
-    return rank_of(path, trace.about), found
+    about = trace.about.get("distributedInfo")
+    world = about.get("world_size") if isinstance(about, dict) else 0
+    return Rank(rank_of(path, trace.about), found, world if isinstance(world, int) else 0)
 
 
 def _kernels(trace: Trace) -> tuple[list[Event], list[Event]]:
@@ -219,29 +234,69 @@ def _float(value: object) -> float:
         return float("nan")
 
 
+_LARGEST = 1 << 33
+"""Bytes of a trace."""
+
+
+def _inflated(raw: bytes) -> bytes:
+    """Return the content of a file that may be compressed."""
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    limit = most_inflated(len(raw))
+    with gzip.open(io.BytesIO(raw)) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"{len(raw):,} bytes inflate to more than {limit:,}")
+    return content
+
+
 def _json(path: Path) -> Any:
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    except UnicodeDecodeError:
-        raise BadInputError(
-            f"{path}: is no text; expected JSON. Export a trace of Perfetto or XLA as Chrome's JSON, and an Ascend profiler's database (.db) "
-            "as text (export_type: text)"
-        ) from None
-    except (OSError, EOFError) as error:
+        raw = _inflated(read_bytes(path, _LARGEST))
+    except (OSError, EOFError, zlib.error) as error:
         raise BadInputError(f"cannot read the trace {path}: {error}") from error
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        # The format allows an array without its last bracket: a program that was killed could not write it.
-        if text.lstrip().startswith("[") and text.rstrip().endswith(("}", "},")):
-            try:
-                return json.loads(text.rstrip().removesuffix(",") + "]")
-            except (ValueError, RecursionError):
-                pass
+    text = raw.decode("utf-8-sig", "replace").strip()  # names of functions may be no text
+    if text and not text.startswith(("{", "[")):
         raise BadInputError(
-            f"{path}: is no JSON ({error}); a trace that was cut off cannot be read"
+            f"{path}: is no JSON. Export a trace of Perfetto or XLA as Chrome's JSON, and an Ascend profiler's database (.db) "
+            "as text (export_type: text)"
+        )
+    try:
+        return _parsed(text)
+    except json.JSONDecodeError as error:
+        if _is_cut_off(error):
+            raise BadInputError(
+                f"{path}: is no JSON ({error}); a trace that was cut off cannot be read"
+            ) from error
+        raise BadInputError(
+            f"{path}:{error.lineno}: is no JSON after {text[: error.pos][-60:]!r} ({error.msg}, column {error.colno}); quotes in a name must be "
+            "escaped, which torch's profiler does not do with with_stack=True"
         ) from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits; nested too deeply
+        raise BadInputError(f"{path}: cannot be read: {error}") from error
+
+
+def _parsed(text: str) -> Any:
+    """Return what is in a trace; torch's profiler escapes neither control characters nor backslashes in names."""
+    try:
+        return json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Invalid \\"):
+            return _parsed(ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text))
+        # The format allows an array without its last bracket: a program that was killed could not write it.
+        if _is_cut_off(error) and text.startswith("[") and text.endswith(("}", "},")):
+            return json.loads(text.removesuffix(",") + "]", strict=False)
+        raise
+
+
+def _is_cut_off(error: json.JSONDecodeError) -> bool:
+    """Return whether only the end is missing where JSON cannot be read on."""
+    rest = error.doc[error.pos :]
+    words = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+    return error.msg.startswith("Unterminated") or any(word.startswith(rest) for word in words)
 
 
 def union(spans: Iterable[Sequence[float]] | Array) -> Array:

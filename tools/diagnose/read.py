@@ -75,11 +75,6 @@ def read_runs(runs: Sequence[Path]) -> Records:
             f"{where}: all ranks have {max(0, end - begin + 1)} steps in common after the first; expected {FEWEST} or more"
         )
     order = np.argsort(numbers, kind="stable")
-    missing = sorted(set(range(int(str(heads[0].get("ranks", 0))))) - set(numbers))
-    if missing:
-        problems.append(
-            f"{len(missing)} ranks have no timings, rank {missing[0]} the first; they are not judged"
-        )
     columns, steps, ways = _fill([kept[i] for i in order], begin, end, problems)
     pairs = _pairs([numbers[i] for i in order], ways)
     return _records(where, [heads[i] for i in order], columns, steps, pairs, problems)
@@ -157,6 +152,8 @@ def _records(
     hosts = list(dict.fromkeys(names))
     stage = np.array([int(str(head["stage"])) for head in heads])
     inside = "compute" in columns
+    ranks = [int(str(head["rank"])) for head in heads]
+    absent = sorted(set(range(int(str(heads[0].get("ranks", 0))))) - set(ranks))
     groups = {
         name[len(COMM) :]: _groups(heads, name[len(COMM) :])
         for name in columns
@@ -168,7 +165,7 @@ def _records(
     known = (*LOCAL, *LOST, "faults", "clock", "remote", "rows", "work")
     return Records(
         source=f"timings of {where}",
-        ranks=np.array([int(str(head["rank"])) for head in heads]),
+        ranks=np.array(ranks),
         steps=steps,
         columns={n: x for n, x in columns.items() if n in known or n.startswith(COMM)},
         stage=np.unique(stage, return_inverse=True)[1],
@@ -177,6 +174,7 @@ def _records(
         groups=groups,
         pairs=pairs,
         inside=inside,
+        absent=absent,
         problems=problems,
     )
 

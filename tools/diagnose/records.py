@@ -50,6 +50,7 @@ class Records:
         groups: For each axis of `COMM` the number of each rank's group.
         pairs: Links by the kind of what they carry.
         inside: Whether the seconds of `LOST` are inside the other parts (else beside them).
+        absent: Ranks of the run of which there are no times.
         problems: What could not be read, for the user.
     """
 
@@ -63,6 +64,7 @@ class Records:
     groups: dict[str, Ints] = field(default_factory=dict[str, Ints])
     pairs: dict[str, Pairs] = field(default_factory=dict[str, Pairs])
     inside: bool = True
+    absent: Sequence[int] = ()
     problems: list[str] = field(default_factory=list[str])
 
     @property

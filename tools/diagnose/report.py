@@ -34,10 +34,10 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """``pass``, ``fail``, or ``inconclusive``: nothing was found, and something was not judged for lack of peers."""
+        """``pass``, ``fail``, or ``inconclusive``: nothing was found, and a rank was not judged."""
         if self.causes:
             return "fail"
-        return "inconclusive" if "ranks" in self.not_judged else "pass"
+        return "inconclusive" if self.records.absent or "ranks" in self.not_judged else "pass"
 
     def left(self) -> list[str]:
         """Return what was not judged, a line for each reason."""
@@ -125,6 +125,8 @@ def what_text(cause: Cause) -> str:
 def _not_judged(records: Records) -> dict[str, str]:
     """Return what cannot be judged from these records, and why."""
     found: dict[str, str] = {}
+    if absent := records.absent:
+        found[f"rank{'s' * (len(absent) > 1)} {ranges_text(absent)}"] = "no times were read"
     alone = [int(s) for s in sorted(set(records.stage.tolist())) if (records.stage == s).sum() == 1]
     if len(records.steps) < FEWEST:
         found["ranks"] = f"{len(records.steps)} steps; ranks are compared from {FEWEST} steps on"

@@ -6,7 +6,7 @@ in which the device is idle and waits for the host. Source of the table: MindStu
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +40,12 @@ def read_traces(paths: Sequence[Path]) -> Records:
         BadInputError: A file is no trace, has no steps, or a step of a rank is there twice.
     """
     ranks: dict[int, dict[int, Parts]] = {}
+    worlds: dict[int, Path] = {}
     for path in paths:
         found = _table(path) if path.name.endswith(".csv") else [read_chrome(path)]
-        for rank, steps in found:
+        for rank, steps, world in found:
+            if world:
+                worlds.setdefault(world, path)
             known = ranks.setdefault(rank, {})
             if both := sorted(known.keys() & steps.keys()):
                 raise BadInputError(
@@ -50,6 +53,9 @@ def read_traces(paths: Sequence[Path]) -> Records:
                     "(rank3.json) where a trace does not say it"
                 )
             known |= steps
+    if len(worlds) > 1:
+        said = " and ".join(f"{count} in {path}" for count, path in sorted(worlds.items()))
+        raise BadInputError(f"distributedInfo.world_size is {said}; name the traces of one run")
     where = ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more" if paths[3:] else "")
     common = sorted(set.intersection(*(set(steps) for steps in ranks.values()))) if ranks else []
     if not common:
@@ -70,7 +76,17 @@ def read_traces(paths: Sequence[Path]) -> Records:
         host=alike,
         hosts=[""],
         groups={"all": alike},
+        absent=_absent(ranks.keys(), next(iter(worlds), 0)),
     )
+
+
+def _absent(ranks: Collection[int], world: int) -> list[int]:
+    """Return the ranks of which there is no trace; if none says how many there are (0), those between the numbers of the others.
+
+    These may be guessed from names, so more gaps than ranks say nothing.
+    """
+    absent = sorted(set(range(world or max(ranks) + 1)) - set(ranks))
+    return absent if world or len(absent) < len(ranks) else []
 
 
 def _table(path: Path) -> list[Rank]:
@@ -105,7 +121,7 @@ def _table(path: Path) -> list[Rank]:
         if row.get(PREPARING) and path.absolute().parent.parent.name.endswith(DEVICE_ONLY):
             parts["host"] += _number(path, line, PREPARING, row[PREPARING]) * MICRO
         found.setdefault(int(rank), {})[int(step)] = parts
-    return sorted(found.items())
+    return [Rank(*item) for item in sorted(found.items())]
 
 
 def _number(path: Path, line: int, name: str, text: str | None) -> float:

@@ -16,7 +16,9 @@ from typing import Any, cast
 
 from telechat_moe import processes
 from telechat_moe.checkpoint.weights import ReadWeights
+from telechat_moe.interruption import can_stop
 from telechat_moe.launch.affinity import Topology
+from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Problem, RecipeError, load
 from telechat_moe.tools.sweep.file import Run, Sweep
 from telechat_moe.train import metrics, preflight
@@ -108,6 +110,7 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] 
         outcome.stopped = True
 
     with processes.stop_on_signal(stop):
+        can_stop()  # each run ends when it can
         try:
             while (waiting and not outcome.stopped) or running:
                 for slot, cores in enumerate(shares):
@@ -178,7 +181,7 @@ def _why(run: Run, code: int) -> str:
 def _json(path: Path) -> "Mapping[str, Any] | None":
     """Return the object in a file; None if there is none."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return cast("dict[str, Any]", found) if isinstance(found, dict) else None

@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
             outcome = bisect.bisect(reference, target, progress=move, standard=standard)
     first = outcome.findings[0] if outcome.findings else None
     graph = around(target, first.step, first.rank, first.verdict.key) if first else None
-    report = page.plain(outcome, args.reference, name, graph, standard)
+    report = page.plain(outcome, None if alone else args.reference, name, graph, standard)
     if args.reproducer and first:
         reproduce.write(first, Path(args.reproducer))
     return _written(args, outcome, report, name)
@@ -241,7 +241,7 @@ def _show(outcome: Any, report: Any) -> None:
         print(f"note: {note}")
     print(f"\n{outcome.verdict}: {report['sentence']}\n")
     if report["next"]:
-        show_table(["next", ""], [[step["command"], step["shows"]] for step in report["next"]])
+        show_table(["next", "shows"], [[step["command"], step["shows"]] for step in report["next"]])
 
 
 VERB = Verb(
@@ -254,7 +254,7 @@ VERB = Verb(
     json_keys="verdict (pass | diverged | inconclusive), reason, ranks, first and findings (step, rank, phase, "
     "layer, modules (of both runs, across frameworks), operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, values (reference, target), wrong_elements, "
     "elements, source), settings (that differ, by module), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
-    "phase: calls, judged_calls, bytes, judged_bytes), by_other_run (tensors), to_dump (reason, calls, bytes, dump: what to dump), runs, "
+    "phase: calls, judged_calls, bytes, judged_bytes), by_other_run (tensors), to_dump (reason, calls, bytes, dump: what to dump), runs (reference, null where there is none, and target), "
     "sentence, next (command, shows); of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
     "data flow around it), picture (worst error over bound of each field); with --standard: standard (name, source, notes, flips (choices that "
     "legally came out otherwise), tensors (step, rank, operator, tensor, status, observed_over_limit, element, reason, checks))",

@@ -8,6 +8,7 @@ from pathlib import Path
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.interruption import unfinished
 
 VALUES = ("tensor", "statistics", "fingerprint")
 NOTES = """\
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     import subprocess
 
     steps = _steps(args.steps)
+    if Path(args.out).exists():
+        raise UsageError(f"--out {args.out}: it exists; give a new folder")
     if args.torch is None:
         return _recipe(args, steps)
     if args.layers or args.ranks or args.only or args.overrides or args.values != VALUES[0]:
@@ -73,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
         )
     if not Path(args.torch).is_file():
         raise BadInputError(f"--torch {args.torch}: there is no such file")
-    if Path(args.out).exists():
-        raise BadInputError(f"--out {args.out}: it exists; give a new folder")
     command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
     command += ["--modules"] if args.modules else []
     ends = [str(steps.start), str(steps.stop - 1)]
-    code = subprocess.call([*command, args.out, *ends, args.torch, *args.arguments])
+    command += [args.out, *ends, args.torch, *args.arguments]
+    with unfinished(args.out):
+        code = subprocess.call(command, start_new_session=True)  # Ctrl-C reaches only this process
     write_json(args.json, {"out": args.out, "exit_code": code})
     return code
 
@@ -88,12 +91,14 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
         raise UsageError(
             f"one recipe expected, or --torch SCRIPT; found {' '.join(args.arguments) or 'none'}"
         )
-    from telechat_moe.recipe import load
-
-    recipe = load(args.arguments[0], args.overrides, use="train")
-    from telechat_moe.tools.align.capture import mindspore as capture
+    from telechat_moe.cli.judge import require
 
     layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)
+    recipe = require(
+        args.arguments[0], args.overrides, use="train", overwrite=True, allow_outside=True
+    )
+    from telechat_moe.tools.align.capture import mindspore as capture
+
     wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
     dump = capture.capture_recipe(
         recipe, args.out, steps, values=args.values, wanted=wanted, ranks=ranks
@@ -138,7 +143,8 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={
         1: "a process died",
-        3: "OUT exists, or no such script, recipe or data; else the script's own",
+        2: "wrong usage, or OUT exists",
+        3: "no such script, recipe or data; else the script's own",
     },
     json_keys="out, calls, steps and ranks (their numbers); with --torch: out, exit_code.",
     overrides="override a value of the recipe",

@@ -1,10 +1,12 @@
 """`telechat-moe align convert`: a dump as a tree of msprobe, as fingerprints, or as a table."""
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
+from telechat_moe.interruption import unfinished
 
 NOTES = """\
 OUT ending in .csv is a table with a row for each tensor; anything else is a folder that msprobe reads. With
@@ -32,13 +34,15 @@ def run(args: argparse.Namespace) -> int:
 
     out = Path(args.out)
     dump = summary.read(Path(args.dump))
-    if out.suffix == ".csv":
-        made = {"out": args.out, "tensors": summary.table(dump, out)}
-        said = f"{out}: {made['tensors']:,} tensors"
-    else:
-        msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
-        made = {"out": args.out, "ranks": len(dump.ranks)}
-        said = f"{out}: {len(dump.ranks)} ranks of all steps"
+    with nullcontext() if out.exists() else unfinished(out):
+        if out.suffix == ".csv":
+            made = {"out": args.out, "tensors": summary.table(dump, out)}
+            said = f"{out}: {made['tensors']:,} tensors"
+        else:
+            msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
+            steps, ranks = (len({place[i] for place in dump.ranks}) for i in (0, 1))
+            made = {"out": args.out, "steps": steps, "ranks": ranks}
+            said = f"{out}: {steps} step(s), {ranks} rank(s)"
     if not write_json(args.json, made):
         print(said)
     return 0
@@ -50,8 +54,8 @@ VERB = Verb(
     description="Write a dump in another form, reading one tensor at a time.",
     notes=NOTES,
     examples=EXAMPLES,
-    exits={3: "missing, broken, or OUT exists"},
-    json_keys="out, and tensors (of a table) or ranks (of a tree, over all steps).",
+    exits={2: "wrong usage, or OUT exists", 3: "missing or broken"},
+    json_keys="out, and tensors (of a table) or steps and ranks (of a tree).",
     arguments=_arguments,
     run=run,
 )

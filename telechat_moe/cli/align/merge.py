@@ -1,7 +1,6 @@
 """`telechat-moe align merge DUMP OUT`: a dump of many ranks as one of logical tensors."""
 
 import argparse
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json
 from telechat_moe.cli.progress import tracked
 from telechat_moe.cli.verb import Verb
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.interruption import unfinished
 
 NOTES = """\
 OUT is a dump of one rank in msprobe's format: each tensor whole, values that waited for a reduction reduced. A
@@ -59,28 +59,26 @@ def run(args: argparse.Namespace) -> int:
     dump: Any = msprobe.read(args.dump)
     steps: list[int] = dump.steps if args.step is None else [args.step]
     if missing := [s for s in steps if s not in dump.steps]:
-        raise BadInputError(f"{args.dump}: no step {missing[0]}; it has {dump.steps}")
+        raise UsageError(f"--step {missing[0]}: {args.dump} has steps {dump.steps}")
     out = Path(args.out)
     if out.exists():
-        raise BadInputError(f"{out} exists; name a folder to make")
+        raise UsageError(f"{out} exists; name a folder to make")
     said: Any = merger.Said.read(Path(args.said)) if args.said else merger.Said()
     model: Any = msprobe.read(args.reference) if args.reference else None
     bound = logical.Bound(args.rtol, args.atol, args.ulp)
     bound = bound if any(bound) else None
     out.parent.mkdir(parents=True, exist_ok=True)
-    parts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     merged: list[Any] = []
     outcomes: list[tuple[int, Any]] = []
-    try:
+    parts = tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent)
+    with parts as folder, unfinished(folder), unfinished(out):
         for step in tracked(steps, "merging"):
-            write = merger.into(parts / str(step))
+            write = merger.into(Path(folder, str(step)))
             known = said if model is None else replace(said, reference=_one_rank(model, step))
             ranks, found = merger.merge_ranks(dump.at(step), known, write, bound, args.keep)
             merged.append(ranks)
             outcomes += [(step, outcome) for outcome in found]
-        writer.write(records.Dump(parts, {(r.step, 0): r for r in merged}), out)
-    finally:
-        shutil.rmtree(parts, ignore_errors=True)
+        writer.write(records.Dump(Path(folder), {(r.step, 0): r for r in merged}), out)
     return _report(args, steps, outcomes)
 
 

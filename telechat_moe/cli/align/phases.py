@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from telechat_moe.cli.output import VERDICT_CODES, write_json
+from telechat_moe.cli.output import VERDICT_CODES, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         say=(lambda text: None) if args.json == "-" else print,
     )
     report = workflow.run(plan)
-    (out / "phases.html").write_text(page(report), encoding="utf-8")
+    write_text("", str(out / "phases.html"), lambda: page(report))
     code = VERDICT_CODES[report["verdict"]]
     if not write_json(args.json, report):
         print(f"\n{report['verdict']}: {report['sentence']}\n{out / 'phases.html'}")
@@ -85,6 +85,7 @@ VERB = Verb(
         1: "diverged",
         4: "inconclusive: a phase was not judged, or too little of it",
     },
+    after_interruption="the same command goes on",
     json_keys="verdict, recipe, sentence, phases (title, verdict, sentence, wall_s, operators, reports by verb, "
     "not_judged)",
     recipe=True,

@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     report = summary.inspect(path, args.step, args.rank, args.calls, args.verify)
     if write_json(args.json, report):
         return 0
-    print(f"{path}: {report['source']}, {len(report['ranks'])} ranks of all steps")
+    ranks, steps = ({r[key] for r in report["ranks"]} for key in ("rank", "step"))
+    print(f"{path}: {report['source']}, {len(ranks)} rank(s), {len(steps)} step(s)")
     rows = [
         [
             r["step"],

@@ -42,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
     with bars() as move:
 
         def progress(_: str, done: int, total: int) -> None:
-            if move is not None:
-                move("measuring", done, total)
+            move("measuring", done, total)
 
         recipe = args.recipe or here.RECIPE
         found: Any = here.calibrate(recipe, operators=args.operators, progress=progress)

@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     with bars() as move:
 
         def done(_: float, solved: int) -> None:
-            if move is not None:
-                move("layouts solved", solved, None)
+            move("layouts solved", solved, None)
 
         plan: Any = planner.find(
             args.recipe,

@@ -7,8 +7,8 @@ what happens in MindFormers otherwise. The rules of `effect*.py` hold where this
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
 
+from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.rules import (
     data,
     effect,
@@ -34,29 +34,34 @@ def documented(*, own: bool = False) -> list[Callable[..., Iterator[Broken]]]:
     ]
 
 
-def broken(recipe: Recipe, devices: int | None, *, lenient: bool) -> Iterator[Broken]:
+def broken(recipe: Recipe, devices: int | None, missing: Missing) -> Iterator[Broken]:
     """Yield (key, found, expected) for each rule that the recipe breaks.
 
     Args:
         devices: Devices that there are, if known.
-        lenient: Some values had problems and are missing from the recipe; a rule that needs one
-            of them is skipped.
+        missing: A rule ends where it needs a value that is missing.
     """
     for rule in documented():
-        with suppress(AttributeError) if lenient else nullcontext():
-            if rule is parallel.device_count:
-                yield from rule(recipe, devices)
-            elif rule.__module__ == model.__name__:
-                yield from rule(recipe.model.model_config)
-            else:
-                yield from rule(recipe)
+        yield from missing.until(_applied(rule, recipe, devices))
 
 
-def without_effect(recipe: Recipe, *, compiled: bool) -> Iterator[Broken]:
+def _applied(
+    rule: Callable[..., Iterator[Broken]], recipe: Recipe, devices: int | None
+) -> Iterator[Broken]:
+    if rule is parallel.device_count:
+        yield from rule(recipe, devices)
+    elif rule.__module__ == model.__name__:
+        yield from rule(recipe.model.model_config)
+    else:
+        yield from rule(recipe)
+
+
+def without_effect(recipe: Recipe, missing: Missing, *, compiled: bool) -> Iterator[Broken]:
     """Yield (key, found, expected) for each setting that would have no effect in our trainer, or that it lacks.
 
     Args:
+        missing: A rule ends where it needs a value that is missing.
         compiled: The recipe is compiled only (`telechat-moe dryrun`).
     """
     for rule in documented(own=True):
-        yield from rule(recipe, compiled)
+        yield from missing.until(rule(recipe, compiled))

@@ -197,6 +197,15 @@ def conversations(r: Recipe) -> Iterator[Broken]:
     if not r.telechat_moe.corpus.tokenizer:
         found = "None with telechat_moe.conversations"
         yield "telechat_moe.corpus.tokenizer", found, "the tokenizer.json of the model"
+    for name in sorted({"role", "content"} & {*section.ignore_fields}):
+        yield (
+            "telechat_moe.conversations.ignore_fields",
+            name,
+            "fields without which a message is one",
+        )
+    if section.message is not None and section.variables:
+        found = "given beside message, where no chat template reads them"
+        yield "telechat_moe.conversations.variables", found, "remove them"
     if section.message is not None:
         before, _, after = section.message.partition("{content}")
         if section.message.count("{content}") != 1 or "{role}" not in before or "{role}" in after:

@@ -45,8 +45,14 @@ def target(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def optimizer_shards(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Optimizer states are sharded over devices, if the recipe says so."""
-    on = r.parallel.enable_parallel_optimizer
+    """Optimizer states are sharded over devices, if the recipe says so, over equally many each."""
+    on, config = r.parallel.enable_parallel_optimizer, r.parallel.parallel_optimizer_config
+    dp = r.parallel_config.data_parallel
+    size = config.optimizer_weight_shard_size if config is not None else None
+    if on and r.devices > 1 and size not in (None, -1) and (size < 2 or dp % size):
+        key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+        expected = f"-1, or a divisor of data_parallel ({dp}) above 1"
+        yield key, f"{size}, with data_parallel {dp}", expected
     if on and r.devices == 1:
         yield "parallel.enable_parallel_optimizer", "True on one device", "False, or more devices"
     if not on:
@@ -394,15 +400,18 @@ def saving_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def block_rows(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Fused experts have no blocks, and a capacity no dropless dispatch; Ascend's product takes any number of rows."""
-    own, key = r.telechat_moe, f"{OWN}moe_block_rows"
-    chosen = {
-        own.operators.permute or own.operators.default,
-        own.operators.grouped_matmul or own.operators.default,
-    }
-    if own.moe_block_rows is not None and r.devices == 1 and not compiled and chosen != {"plain"}:
+    """Fused experts have no blocks, and one capacity for all tokens; Ascend's product takes any number of rows."""
+    own = r.telechat_moe
+    chosen = {own.operators.of("permute"), own.operators.of("grouped_matmul")}
+    if r.devices > 1 or compiled or chosen == {"plain"}:
+        return
+    expected = "remove it, or operators.permute and grouped_matmul plain"
+    if own.moe_block_rows is not None:
         found = f"{own.moe_block_rows} with experts that may be fused, which have no blocks"
-        yield key, found, "remove it, or operators.permute and grouped_matmul plain"
+        yield f"{OWN}moe_block_rows", found, expected
+    if own.moe_capacity_tokens is not None and r.context.device_target == "CPU":
+        found = f"{own.moe_capacity_tokens} with experts that may be fused, which give one capacity to all tokens"
+        yield f"{OWN}moe_capacity_tokens", found, expected
 
 
 def softmax_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -439,6 +448,9 @@ def dropped_tokens(r: Recipe, compiled: bool) -> Iterator[Broken]:
         if tokens is not None:
             key = f"{OWN}moe_capacity_tokens"
             yield key, f"{tokens} {without}", "remove it, or a capacity factor"
+    elif r.telechat_moe.moe_block_rows is not None and not compiled:
+        found = f"{r.telechat_moe.moe_block_rows} with moe_expert_capacity_factor, where an expert's rows form no blocks"
+        yield f"{OWN}moe_block_rows", found, "remove it"
 
 
 def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:

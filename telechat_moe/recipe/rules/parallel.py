@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterator
 
+from telechat_moe.recipe.arithmetic import least_bytes
 from telechat_moe.recipe.experts import HOPS, drops, expert_degrees
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
+from telechat_moe.units import size_text
 
 AT = "model.model_config."
 TP = "parallel_config.model_parallel"
@@ -257,6 +259,18 @@ def chunks(r: Recipe) -> int:
     config = r.parallel.pipeline_config
     on = config is not None and config.pipeline_interleave
     return r.model.model_config.pp_interleave_num if on else 1
+
+
+def device_memory(r: Recipe) -> Iterator[Broken]:
+    """What every device must hold, even if all is sharded: MindSpore says it after the launch."""
+    m, limit = r.model.model_config, getattr(r.context, "max_device_memory", None)
+    if limit is None or not r.trains or not isinstance(m, ModelConfig):
+        return
+    devices, _ = _degrees(r)
+    least = least_bytes(r) // devices
+    if least > float(limit.removesuffix("GB")) * 2**30:
+        found = f"{limit}, but weights and moments take {size_text(least)} on each of {devices} devices at least"
+        yield "context.max_device_memory", found, "more devices, or a smaller model"
 
 
 def interleave(r: Recipe) -> Iterator[Broken]:

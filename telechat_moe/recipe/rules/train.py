@@ -2,10 +2,11 @@
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
+from telechat_moe.recipe.arithmetic import state_bytes
 from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.callbacks import (
@@ -14,8 +15,10 @@ from telechat_moe.recipe.schema.callbacks import (
 )
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.optimizer import LrSchedule
+from telechat_moe.units import size_text
 
 MODEL = "model.model_config."
+_LARGEST_STATE = 16 << 40  # bytes
 
 _WARMUP = ("type", "params", "learning_rate", "warmup_steps", "warmup_ratio", "warmup_lr_init")
 _LR_KEYS: dict[str, tuple[str, ...]] = {
@@ -66,6 +69,20 @@ _COPIES: dict[str, dict[str, str]] = {
 }
 """Sections and callbacks: their keys that repeat another setting, and that setting."""
 _ONE_BY_DEFAULT = ("TopkBiasBalanceCallback", "gradient_accumulation_steps")
+
+
+def state(r: Recipe) -> Iterator[Broken]:
+    """A device must hold its share of weights, gradients and moments; MindSpore says so only when memory is gone."""
+    if not isinstance(r.model.model_config, ModelConfig):
+        return
+    share = state_bytes(r.model.model_config).total / r.devices
+    if share > _LARGEST_STATE:
+        found = f"a model of {size_text(share * r.devices)} with gradients and moments, {size_text(share)} for each device"
+        yield (
+            "model.model_config",
+            found,
+            f"at most {size_text(_LARGEST_STATE)}; no device has more",
+        )
 
 
 def _schedules(r: Recipe) -> Iterator[tuple[str, LrSchedule]]:
@@ -322,6 +339,28 @@ def sections(r: Recipe) -> Iterator[Broken]:
         yield "runner_config.sink_size", "0", "-1 for an epoch, or at least 1"
     if r.parallel.auto_pipeline:
         yield "parallel.auto_pipeline", "True", "False: MindFormers refuses it"
+
+
+_NO_PATHS = ("telechat_moe.sample.prompts", "telechat_moe.conversations.message")
+
+
+def home_folders(r: Recipe) -> Iterator[Broken]:
+    """Nothing puts the folder of a user in the place of `~`: a folder of that name would be made."""
+    for key, text in _texts(r.given, ""):
+        if re.match(r"~[\w.-]*(/|$)", text) and not key.startswith(_NO_PATHS):
+            yield key, f"{text}, and nothing puts a folder for ~", f"the whole path, or ./{text}"
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+    elif isinstance(value, list):
+        items = enumerate(cast("list[object]", value))
+    for name, item in items:
+        yield from _texts(item, f"{key}.{name}".lstrip("."))
 
 
 def converter_names(r: Recipe) -> Iterator[Broken]:

@@ -7,12 +7,12 @@ code of this package reads are fields here: `model.py` (the model), `train.py` (
 """
 
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from telechat_moe.recipe.batch_schedule import BatchSchedule
-from telechat_moe.recipe.fields import ONLY_DEFAULT, Count, Positive, Text
+from telechat_moe.recipe.fields import ONLY_DEFAULT, Positive, Seed, Text
 from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
@@ -55,7 +55,7 @@ class Model:
 class Recipe:
     """One training recipe: the whole YAML file."""
 
-    seed: Count = 1
+    seed: Seed = 1
     """Seed of initialisation and data."""
 
     output_dir: Text = "./output"
@@ -242,34 +242,24 @@ class Recipe:
 
     @property
     def train_steps(self) -> int:
-        """Updates in the whole run; 0 if the recipe does not say how many samples there are."""
-        sizes, schedule = self.train_dataset.data_loader.sizes, self.batch_schedule
-        if not sizes:
-            return 0
-        if schedule is not None:
-            return schedule.steps(self.epoch_samples * self.runner_config.epochs)
-        return sizes[0] // self.global_batch * self.runner_config.epochs
+        """Updates in a run from its beginning; 0 if the recipe does not say how many samples there are."""
+        return self.batches.total(self.epoch_samples, self.runner_config.epochs)
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of a pass over the data: what whole steps use, with a batch schedule whole micro-batches."""
-        sizes = self.train_dataset.data_loader.sizes or [0]
-        unit = self.global_batch if self.batch_schedule is None else self.micro_batch_samples
-        return sizes[0] // unit * unit
+        """Samples of a pass over the data."""
+        return (self.train_dataset.data_loader.sizes or [0])[0]
 
     @property
-    def batch_schedule(self) -> BatchSchedule | None:
-        """How the global batch grows; None: it does not, or the text is wrong, as a rule says."""
+    def batches(self) -> BatchSchedule:
+        """The samples of each step; with a schedule whose text is wrong, as a rule says, its largest."""
         text = self.telechat_moe.step_batch_size_schedule
         length = self.model.model_config.seq_length
-        with suppress(ValueError):
-            return BatchSchedule.parse(text, length) if text and length else None
-        return None
-
-    def batch_at(self, step: int) -> int:
-        """Return the samples of a step, counted from 0."""
-        schedule = self.batch_schedule
-        return self.global_batch if schedule is None else schedule.at(step)
+        if text and length:
+            with suppress(ValueError):
+                grows = BatchSchedule.parse(text, length)
+                return replace(grows, unit=self.micro_batch_samples)
+        return BatchSchedule(((0, self.global_batch),), self.global_batch)
 
     @property
     def checkpoints(self) -> CheckpointMonitor | None:

@@ -14,7 +14,9 @@ from telechat_moe.recipe.fields import (
     WRITTEN,
     Above0,
     Count,
+    Degree,
     Dtype,
+    Layers,
     NonNegative,
     Positive,
     Range,
@@ -133,7 +135,9 @@ class ModelConfig(MindFormersModelKeys):
     intermediate_size: Positive = field(default=7680, metadata=written("ffn_hidden_size"))
     """Inner width of the SwiGLU of a dense layer."""
 
-    num_hidden_layers: Positive = field(default=4, metadata=written("num_layers", "n_layer"))
+    num_hidden_layers: Annotated[int, Range(1, 10_000)] = field(
+        default=4, metadata=written("num_layers", "n_layer")
+    )
     """Decoder layers without MTP. Spread over `pipeline_stage` x `pp_interleave_num` chunks;
     `offset` takes up the remainder."""
 
@@ -193,7 +197,7 @@ class ModelConfig(MindFormersModelKeys):
     """Type in which parameters are stored and updated."""
 
     compute_dtype: Dtype = "bfloat16"
-    """Type of the matrix products. On CPU float32."""
+    """Type of the matrix products. On CPU float32, or in one process bfloat16 with our own operators."""
 
     layernorm_compute_dtype: Dtype = "float32"
     """Type in which RMSNorm computes."""
@@ -208,7 +212,7 @@ class ModelConfig(MindFormersModelKeys):
     """Type of the router's matrix product and scores. MindFormers reads `deepseek_v3`'s under the
     name `moe_router_dtype` only."""
 
-    first_k_dense_replace: Count = field(default=1, metadata=WRITTEN)
+    first_k_dense_replace: Layers = field(default=1, metadata=WRITTEN)
     """The first k layers are dense, all others MoE. At most `num_hidden_layers`."""
 
     n_routed_experts: Positive = field(
@@ -290,7 +294,7 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Tokens that an expert takes, as a multiple of the mean load. None: dropless."""
 
-    num_nextn_predict_layers: Annotated[int, Range(0)] = field(
+    num_nextn_predict_layers: Layers = field(
         default=0, metadata=written("mtp_depth", "mtp_num_layers")
     )
     """Multi-token prediction layers. 0: off. MindFormers allows at most 1."""
@@ -315,7 +319,7 @@ class ModelConfig(MindFormersModelKeys):
     per stage, or with interleaving a list of lists [chunk][stage]. Sums to the remainder of
     layers / (`pipeline_stage` x `pp_interleave_num`)."""
 
-    pp_interleave_num: Positive = field(
+    pp_interleave_num: Degree = field(
         default=1, metadata=names("virtual_pipeline_model_parallel_size") | acts("chunks")
     )
     """Chunks per pipeline stage (VPP). More than 1 needs

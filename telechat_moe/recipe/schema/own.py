@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from telechat_moe.recipe.batch_schedule import PATTERN
 from telechat_moe.recipe.fields import (
+    OWN,
     Above0,
     Count,
     Form,
@@ -22,7 +23,7 @@ from telechat_moe.recipe.schema.table import section
 class Evaluation:
     """`telechat_moe.evaluation`: loss on validation data while training."""
 
-    interval: Count = 0
+    interval: Count = field(default=0, metadata=OWN)
     """Steps between evaluations. 0: none."""
 
     batches: Positive = 8
@@ -74,6 +75,19 @@ class Conversations:
     """How a message is written, with `{role}` and `{content}`. What comes after the role is learned with the roles of
     `loss_roles`, and the end of document after it. None: the chat template of `telechat_moe.corpus.tokenizer`
     (`chat_template.jinja` or `tokenizer_config.json` beside it)."""
+
+    variables: dict[str, object] = field(
+        default_factory=dict[str, object],
+        metadata=acts("templated", {"date_string": "26 Jul 2024"}),
+    )
+    """Variables of the chat template for all conversations, such as `{enable_thinking: False}`; a line may set others.
+    `strftime_now`: the day (YYYY-MM-DD) that a template gets which writes today's date."""
+
+    ignore_fields: list[Text] = field(
+        default_factory=list[Text], metadata=acts("", ["id"], ["id", "source"])
+    )
+    """Fields of lines and messages that do not matter, such as `[id, source]`. Any other that the chat template or pattern does
+    not read is refused, so that nothing of a conversation is lost in silence."""
 
 
 @section
@@ -389,7 +403,8 @@ class TelechatMoe:
 
     moe_capacity_tokens: Positive | None = field(default=None, metadata=acts("capacity", 16))
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
-    drops depend on the layout; a number that divides them makes drops the same everywhere."""
+    drops depend on the layout; a number that divides them makes drops the same everywhere. In one process on CPU it
+    needs plain `permute` and `grouped_matmul`."""
 
     moe: Moe = field(default_factory=Moe)
     """What is done with experts during a run."""

@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Count, Length, Positive, Range, Text, acts, only
+from telechat_moe.recipe.fields import Count, Degree, Length, Positive, Range, Text, acts, only
 from telechat_moe.recipe.schema.table import section
 
 
@@ -37,20 +37,20 @@ class ParallelConfig:
     Devices = `data_parallel` x `model_parallel` x `context_parallel` x `pipeline_stage`.
     """
 
-    data_parallel: Positive = 1
+    data_parallel: Degree = 1
     """Copies of the model that see different data (dp). 1: none."""
 
-    model_parallel: Positive = 1
+    model_parallel: Degree = 1
     """Devices that share each matrix (tp). Divides heads, vocabulary and widths. 1: none."""
 
-    pipeline_stage: Positive = 1
+    pipeline_stage: Degree = 1
     """Pipeline stages (pp). 1: none. At most `micro_batch_num`."""
 
-    expert_parallel: Positive = 1
+    expert_parallel: Degree = 1
     """Devices over which experts are spread (ep). Divides `n_routed_experts` and the devices of a
     stage. 1: every device holds all experts."""
 
-    context_parallel: Positive = 1
+    context_parallel: Degree = 1
     """Devices that share a sequence (cp). 1: none."""
 
     micro_batch_num: Positive = 1
@@ -94,7 +94,7 @@ class ParallelOptimizerConfig:
     optimizer_weight_shard_size: Annotated[int, Range(-1)] | None = field(
         default=None, metadata=acts("shards", 2)
     )
-    """Devices over which one state is sharded. -1: all of `data_parallel`."""
+    """Devices over which one state is sharded, a divisor of `data_parallel` above 1. -1: all that hold a copy of it."""
 
     optimizer_level: Literal["level1", "level2", "level3"] | None = field(
         default=None, metadata=only("level1")

@@ -9,6 +9,7 @@ from telechat_moe.recipe.fields import (
     Length,
     Positive,
     Range,
+    Seed,
     Text,
     instead_of,
     only,
@@ -57,7 +58,7 @@ class GptDatasetConfig:
     """Path prefixes of `.bin`/`.idx` files, each after its sampling weight: `['1', 'a/train']`.
     None: made-up data."""
 
-    seed: Count = 1234
+    seed: Seed = 1234
     """Seed of the sampling order."""
 
     split: Text | None = None

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.graph.tap import Tapped, tapped
 from telechat_moe.graph.tap_plan import TappedOperator, TapPlan
+from telechat_moe.interruption import unfinished
 from telechat_moe.ops import native
 from telechat_moe.ops.tap import VALUES, recording
 from telechat_moe.tools.align.capture.ms_layout import layouts
@@ -59,7 +60,7 @@ def capture(
     """Run a net once, write what it computes as a tree of msprobe, and return its result.
 
     Raises:
-        BadInputError: ``out`` exists.
+        UsageError: ``out`` exists.
     """
     step = Tapped(net, Filter(None if layers is None else frozenset(layers), tuple(only)))
     with _taps(out) as taps:
@@ -75,13 +76,14 @@ def _taps(out: Path | str) -> Generator[Path, None, None]:
     """Yield a folder for what taps write, beside a folder that does not exist yet; remove it in the end."""
     out = Path(out)
     if out.exists():
-        raise BadInputError(f"{out}: it exists; give a new folder")
+        raise UsageError(f"{out}: it exists; give a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     taps = out.with_name(f"{out.name}.taps")
-    try:
-        yield taps
-    finally:
-        shutil.rmtree(taps, ignore_errors=True)
+    with unfinished(out), unfinished(taps):
+        try:
+            yield taps
+        finally:
+            shutil.rmtree(taps, ignore_errors=True)
 
 
 def _write(out: Path, readers: Mapping[tuple[int, int], Reader], values: str) -> Dump:
@@ -113,11 +115,12 @@ def capture_recipe(
         steps: Steps to record, from 0.
 
     Raises:
-        BadInputError: ``out`` exists, or the recipe cannot run here.
+        UsageError: ``out`` exists, or the recipe has no such rank.
+        BadInputError: The recipe cannot run here.
     """
     with _taps(out) as taps:
         if steps.stop > recipe.train_steps:
-            raise BadInputError(
+            raise UsageError(
                 f"--steps up to {steps.stop - 1}: {recipe.source} has {recipe.train_steps} steps, numbered from 0"
             )
         if recipe.devices > 1:
@@ -194,7 +197,9 @@ def _sharded(
     orders = rank_orders(recipe)
     chosen = range(recipe.devices) if ranks is None else ranks
     if outside := [r for r in chosen if not 0 <= r < recipe.devices]:
-        raise BadInputError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
+        raise UsageError(
+            f"--ranks {outside[0]}: {recipe.source} has ranks 0 to {recipe.devices - 1}"
+        )
     native.load()
     graphs: list[Any] = []
     plans = dict[int, TapPlan]()

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.graph.tap_plan import Argument, Number, TappedOperator, TapPlan, Tensor
+from telechat_moe.graph.tap_plan import (
+    FUSED_UPDATE,
+    Argument,
+    Number,
+    TappedOperator,
+    TapPlan,
+    Tensor,
+    update_of,
+    weights_of,
+)
 from telechat_moe.narrowing import is_list, is_sequence
 from telechat_moe.numerics import Array, from_bytes
 from telechat_moe.ops.tap import STATISTICS, VALUES, Written, index
@@ -74,15 +83,13 @@ class Reader:
         inputs = [self._value(v, node.graph, run) for v in node.inputs]
         outputs = [self._value(v, node.graph, run) for v in node.outputs]
         more = {name: _scalar(value) for name, value in node.attributes.items()}
-        if node.kind == "TelechatAdamW":
+        if node.kind == FUSED_UPDATE:
             yield from self._fused_update(node, inputs, outputs, more)
             return
         name, phase = name_of(node), Phase.FORWARD
         if node.weight:
             phase = Phase.REDUCTION
         if node.kind in UPDATES:
-            weight = next(iter(tensors(node.inputs[0])), None)
-            name = f"Optimizer.{weight.parameter if weight else ''}.{node.kind}"
             more |= dict(zip(UPDATES[node.kind], inputs, strict=False))
             inputs, phase = [], Phase.OPTIMIZER
         if "group" in node.attributes:
@@ -100,20 +107,18 @@ class Reader:
         more: dict[str, Value],
     ) -> Iterator[Call]:
         """Return one operator that updates all weights as one call for each weight."""
+        n = weights_of(node)
         decayed: Sequence[Any] = node.attributes.get("decayed") or []
-        n = len(decayed)
         weights, m, v, grads = (inputs[i * n : (i + 1) * n] for i in range(4))
         rate, eps, decay, clip = inputs[4 * n : 4 * n + 4]
         for i in range(n):
-            source = next(iter(tensors(node.inputs[i])), None)
             given: dict[str, Value] = {
                 "weight": weights[i], "exp_avg": m[i], "exp_avg_sq": v[i], "lr": rate, "beta1": more["beta1"],
                 "beta2": more["beta2"], "eps": eps, "weight_decay": decay if decayed[i] else Scalar("float", 0.0),
                 "grad": grads[i], "clip": clip, "new1": more["new1"], "new2": more["new2"],
             }  # fmt: skip
             made = [outputs[j * n + i] for j in range(3)] if len(outputs) == 3 * n else []
-            name = f"Optimizer.{source.parameter if source else i}.AdamWeightDecay"
-            yield _call(name, 0, Phase.OPTIMIZER, [], given, made)
+            yield _call(name_of(update_of(node, [i])), 0, Phase.OPTIMIZER, [], given, made)
 
     def _value(self, value: Argument, graph: str, run: int) -> Value:
         if isinstance(value, list):
@@ -184,7 +189,14 @@ def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Ten
 
 
 def name_of(node: TappedOperator) -> str:
-    """Return the name of an operator's calls: ``Primitive.Gradients.model.layers.0.attention.MatMul``."""
+    """Return the name of an operator's calls: ``Primitive.Gradients.model.layers.0.attention.MatMul``.
+
+    That of an update has the name of its weight: ``Optimizer.layers.0.norm.weight.AdamWeightDecay``.
+    """
+    if node.kind in UPDATES or node.kind == FUSED_UPDATE:
+        weight = next(iter(tensors(node.inputs[0])), None) if node.inputs else None
+        kind = "AdamWeightDecay" if node.kind == FUSED_UPDATE else node.kind
+        return f"Optimizer.{weight.parameter if weight else ''}.{kind}"
     if node.weight:
         return f"Primitive.{REDUCTION}.{node.weight}.{node.kind}"
     way = [GRADIENTS] if node.backward else []

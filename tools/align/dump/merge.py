@@ -4,7 +4,6 @@ A tensor's layout is the one in its records, else the one that the caller gives 
 whose bits are equal on all their ranks are copies. A tensor whose shards contradict its layout is not merged, but reported.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import WIDENED, is_float
+from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, Shard, logical
@@ -128,7 +128,7 @@ class Said:
             BadInputError: The file does not have that form.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_bytes())
             if unknown := set(found) - _KEYS:
                 raise ValueError(f"unknown key {min(unknown)!r}")
             tensors: dict[str, tuple[TensorLayout, tuple[int, ...] | None]] = {}
@@ -149,7 +149,7 @@ class Said:
                 if "mesh" in found
                 else None,
             )
-        except (ValueError, TypeError, AttributeError) as error:
+        except (LayoutError, OSError, *MALFORMED) as error:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
 
     def of(self, key: str, place: str) -> tuple[TensorLayout, tuple[int, ...] | None] | None:

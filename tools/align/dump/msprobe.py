@@ -4,7 +4,6 @@
 ``construct.json``, and ``dump_tensor_data/``. The keys are in the order in which calls ended. Broken input is a :class:`BadInputError`.
 """
 
-import json
 import math
 import os
 import re
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from telechat_moe import reading
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.narrowing import is_list, is_object, short
 from telechat_moe.tools.align.dump import value_files
@@ -93,18 +93,9 @@ def parse_json(path: Path, root: Path) -> dict[str, Any]:
         BadInputError: The file is missing, outside of the root, or not such an object.
     """
     try:
-        text = value_files.within(path, root).read_bytes().decode("utf-8-sig")
-        found = json.loads(text, object_pairs_hook=_unique)
-        if re.search(
-            r"\\[uU][dD][89a-fA-F]", text
-        ):  # half a character can neither be printed nor name a file
-            json.dumps(found, ensure_ascii=False).encode("utf-8")
-    except RecursionError:
-        raise BadInputError(f"{path}: nested too deeply") from None
+        found = reading.parse_json(value_files.within(path, root).read_bytes(), finite=False)
     except OSError as error:
         raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeError as error:
-        raise BadInputError(f"{path}: no UTF-8 ({short(error)})") from None
     except (ValueError, MemoryError) as error:
         raise BadInputError(f"{path}: {short(error)}; expected JSON with unique keys") from None
     if not is_object(found):
@@ -445,13 +436,4 @@ def _stacks(path: Path, root: Path) -> dict[str, tuple[str, ...]]:
                 f"{path}: key {short(key)}: [[keys], [lines]] or [lines] expected, found {short(group)}"
             ) from None
         found.update(dict.fromkeys(keys, tuple(lines)))
-    return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {short(twice)} appears twice")
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import UsageError
 from telechat_moe.narrowing import is_object
 from telechat_moe.ops import fingerprint
 from telechat_moe.tools.align.dump import value_files
@@ -40,11 +40,12 @@ def write(dump: Dump, out: Path | str, values: bool = True, prints: bool = False
         prints: Whether to write a fingerprint of each tensor with values (under a key that msprobe ignores).
 
     Raises:
-        BadInputError: ``out`` exists, or values cannot be read.
+        UsageError: ``out`` exists.
+        BadInputError: Values cannot be read.
     """
     out = Path(out)
     if os.path.lexists(out):
-        raise BadInputError(f"{out}: exists; name a folder to make")
+        raise UsageError(f"{out}: exists; name a folder to make")
     _folder(out)
     for rank in dump.ranks.values():
         _folder(out / f"step{rank.step}")

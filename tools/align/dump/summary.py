@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.tools.align.dump import msprobe, statistic_csv
 from telechat_moe.tools.align.dump.records import NO_STATS, Dump, RankDump, TensorRecord
 
@@ -41,12 +41,13 @@ def inspect(
     """Return what a dump, or one step or rank of it, holds, as ``telechat-moe align inspect --help`` describes it.
 
     Raises:
-        BadInputError: The dump is broken, or has no such step or rank.
+        BadInputError: The dump is broken.
+        UsageError: It has no such step or rank.
     """
     dump = read(path)
     keys = [k for k in dump.ranks if step in (None, k[0]) and rank in (None, k[1])]
     if not keys:
-        raise BadInputError(f"{path}: no step {step}, rank {rank}; found {sorted(dump.ranks)[:16]}")
+        raise UsageError(f"{path}: no step {step}, rank {rank}; found {sorted(dump.ranks)[:16]}")
     missing: Counter[str] = Counter()
     ranks = [_rank(dump.ranks[key], verify, missing) for key in keys]
     source = "msprobe" if _reader(path) is msprobe else statistic_csv.NAME
@@ -61,11 +62,11 @@ def table(dump: Dump, out: Path) -> int:
     """Write a row for each tensor; return the number of rows.
 
     Raises:
-        BadInputError: The file exists.
+        UsageError: The file exists.
     """
     count = 0
     if os.path.lexists(out):
-        raise BadInputError(f"{out}: exists; name a file to make")
+        raise UsageError(f"{out}: exists; name a file to make")
     with out.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

@@ -288,10 +288,8 @@ def _load_pt(path: Path) -> Array:
         size = os.fstat(file.fileno()).st_size
         with zipfile.ZipFile(file) as archive:
             members = {about.filename.partition("/")[2]: about for about in archive.infolist()}
-            if members["data.pkl"].file_size > _MAX_PICKLE:
-                raise ValueError("data.pkl is too large for one tensor")
-            found = _described(archive.read(members["data.pkl"]))
-            if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
+            found = _described(_start(archive, members["data.pkl"]))
+            if "byteorder" in members and _start(archive, members["byteorder"]) != b"little":
                 raise ValueError("big-endian values")
         dtype = np.dtype(np.uint16 if found.dtype == "bfloat16" else found.dtype)
         member = members[f"data/{found.member}"]
@@ -307,15 +305,25 @@ def _load_pt(path: Path) -> Array:
     )
 
 
+def _start(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Return a small member; one that is larger, or only says that it is small, is not inflated beyond that."""
+    with archive.open(member) as stream:
+        content = stream.read(_MAX_PICKLE + 1)
+    if len(content) > _MAX_PICKLE:
+        raise ValueError(f"{member.filename} is too large for one tensor")
+    return content
+
+
 def _begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
     """Return the position at which the content of a member begins, which must be stored uncompressed."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise ValueError("compressed or encrypted values")
     file.seek(member.header_offset)
     header = file.read(30)
-    if header[:4] != b"PK\x03\x04":
-        raise ValueError("no member where the archive says")
-    return member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+    name, extra = struct.unpack("<HH", header[26:30])
+    if header[:4] != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():
+        raise ValueError("no such member where the archive says")
+    return member.header_offset + 30 + name + extra
 
 
 _ALLOWED = """

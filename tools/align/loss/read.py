@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_object
+from telechat_moe.reading import JsonError, parse_json, read_bytes
 from telechat_moe.tools.align.loss.statistics import Floats
 
 LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss")
@@ -70,9 +71,9 @@ def read(path: str | Path, metric: str | None = None) -> Curve:
     if path.is_dir():
         path = path / "metrics.jsonl"
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"cannot read the losses {path}: {error.strerror}") from error
+        data = read_bytes(path)
+    except BadInputError as error:
+        raise BadInputError(f"cannot read the losses {error}") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -91,8 +92,8 @@ def _reader(text: str) -> Callable[[Path, str, str | None], Curve]:
         return _csv
     first = head.splitlines()[0]
     try:
-        record = json.loads(first)
-    except (ValueError, RecursionError):
+        record = parse_json(first, finite=False)
+    except ValueError:
         # Lines that begin with a broken one, or an object over several lines.
         return _jsonl if first.rstrip().endswith("}") or '"event"' in first else _golden
     return _jsonl if isinstance(record, dict) and "step" in record else _golden
@@ -104,8 +105,8 @@ def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
     rows: list[_Row] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = _object(json.loads(line))
-        except (ValueError, RecursionError):
+            record = _object(parse_json(line, finite=False))
+        except ValueError:
             record = {}
         if not _is_int(record.get("step")) or "event" not in record:
             if number == len(lines) and not text.endswith("\n"):
@@ -181,12 +182,9 @@ def _part(path: Path, number: int, line: str, name: str) -> str:
 
 def _golden(path: Path, text: str, metric: str | None) -> Curve:
     try:
-        parsed: Any = json.loads(text)
-    except RecursionError:
-        raise BadInputError(f"{path}: no JSON that can be read: nested too deeply") from None
-    except ValueError as error:
-        line = getattr(error, "lineno", 1)
-        raise BadInputError(f"{path}:{line}: no JSON: {getattr(error, 'msg', error)}") from None
+        parsed: Any = parse_json(text, finite=False)
+    except JsonError as error:
+        raise BadInputError(f"{path}:{error.line or 1}: no JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise BadInputError(f"{path}:1: expected an object of metrics as Megatron-LM writes it")
     content = _object(parsed)

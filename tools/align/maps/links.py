@@ -1,7 +1,6 @@
 """The entries of a map (:class:`Link`): which tensors of one run are which of another, and how their parts are joined."""
 
 import fnmatch
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -12,6 +11,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import Array, is_float
+from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.points import Point, point, weight_of
@@ -51,9 +51,9 @@ def read_map(path: Path) -> list[Link]:
         BadInputError: The file is not such a map.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_bytes())
         links = [_link(dict(entry)) for entry in found]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise BadInputError(f"{path}: no map of tensors: {error}") from None
     if not links:
         raise BadInputError(f"{path}: the map is empty; `align map REFERENCE TARGET` writes one")

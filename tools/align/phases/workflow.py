@@ -67,7 +67,7 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
     if verdict == "pass":
         sentence = "Operators, step and loss curve are right as far as they were judged."
     report = {"verdict": verdict, "recipe": plan.recipe, "sentence": sentence, "phases": phases}
-    (plan.out / "phases.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    write_atomic(plan.out / "phases.json", json.dumps(report, indent=1))
     return report
 
 
@@ -128,7 +128,11 @@ def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool =
     """
     out = sys.stderr if shown and sys.stderr.isatty() else subprocess.PIPE
     done = subprocess.run(
-        [sys.executable, *arguments], stdout=out, stderr=subprocess.PIPE, text=True
+        [sys.executable, *arguments],
+        stdout=out,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches only this process
     )
     if done.returncode not in good:
         said = done.stderr.strip() or (done.stdout or "").strip() or "no message"

@@ -30,7 +30,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 def plain(
     outcome: Outcome,
-    reference: str,
+    reference: str | None,
     target: str,
     graph: Mapping[str, Any] | None = None,
     standard: Standard | None = None,
@@ -38,6 +38,7 @@ def plain(
     """Return everything that the page shows as plain JSON types: what ``align bisect --json`` writes.
 
     Args:
+        reference: None: the target was judged by itself.
         graph: The neighbourhood of the first divergent call, from ``neighbourhood.py``.
         standard: The published standard that tensors were judged by.
     """
@@ -62,7 +63,8 @@ def body(report: Mapping[str, Any]) -> str:
     runs: Mapping[str, str] = report.get("runs") or {}
     parts: list[str] = []
     if runs:
-        parts.append(html.tag("p", f"{runs['target']} against {runs['reference']}", "soft"))
+        by = f" against {runs['reference']}" if runs["reference"] else ", judged by itself"
+        parts.append(html.tag("p", runs["target"] + by, "soft"))
     if report.get("sentence"):
         parts.append(html.tag("p", report["sentence"], "sentence"))
     first = report.get("first")
@@ -107,14 +109,15 @@ def sentence(outcome: Outcome, standard: Standard | None = None) -> str:
 
 
 def following(
-    outcome: Outcome, reference: str, target: str, by_standard: bool = False
+    outcome: Outcome, reference: str | None, target: str, by_standard: bool = False
 ) -> list[dict[str, str]]:
-    """Return the three commands that help most after an outcome, and what each shows."""
-    runs = dict(zip("ab", map(shlex.quote, (reference, target)), strict=True))
+    """Return the commands that help most after an outcome, and what each shows."""
+    runs = {"a": shlex.quote(reference or "REFERENCE"), "b": shlex.quote(target)}
     other = "bisect {a} {b}" if by_standard else "bisect {a} {b} --standard mixed"
+    commands = (_NEXT if reference else _NEXT_ALONE)[outcome.verdict]
     return [
         {"command": f"telechat-moe align {command.format(**runs)}", "shows": _SHOWS[command]}
-        for command in (c or other for c in _NEXT[outcome.verdict])
+        for command in (c or other for c in commands)
     ]
 
 
@@ -124,11 +127,18 @@ _NEXT: Mapping[str, Sequence[str]] = {
     "inconclusive": ("inspect {b} --calls", "bisect {b}", ""),
 }
 """Commands that help after a verdict; empty: the other way to judge."""
+_NEXT_ALONE: Mapping[str, Sequence[str]] = {
+    "diverged": ("bisect {b} --reproducer wrong", "bisect {a} {b} --standard mixed"),
+    "pass": ("bisect {a} {b} --standard mixed", "loss A.jsonl B.jsonl"),
+    "inconclusive": ("inspect {b} --calls", "bisect {a} {b} --standard mixed"),
+}
+"""Those after a run was judged by itself; ``{a}`` is a trusted run that is still to be dumped."""
 _SHOWS = {
     "bisect {a} {b}": "which operator is wrong by itself, by derived bounds",
     "bisect {a} {b} --standard mixed": "how far every tensor is apart, by a published standard",
     "bisect {a} {b} --standard ecosystem": "whether the kernels are as exact as a benchmark allows",
     "bisect {a} {b} --reproducer wrong": "the wrong call alone, as data and a script to mend it by",
+    "bisect {b} --reproducer wrong": "the wrong call alone, as data and a script to mend it by",
     "bisect {a}": "whether the reference itself is right",
     "bisect {b}": "what of it is right by itself",
     "inspect {b} --calls": "what the dump holds; below is what to dump for a verdict",
@@ -339,7 +349,9 @@ def _neighbours(report: Mapping[str, Any]) -> str:
         bar = html.bar(share, status.split()[0])
         rows.append([code(near["key"]), html.verdict(status), said, bar])
     first = {i: "lit" for i, near in enumerate(report["neighbours"]) if near["first"]}
-    return html.table(["call", "verdict", "observed / bound ", ""], rows, kinds=first)
+    return html.table(
+        ["call", "verdict", "observed / bound ", "on a logarithmic scale"], rows, kinds=first
+    )
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
@@ -358,7 +370,7 @@ def _standard(standard: Mapping[str, Any]) -> str:
     for t in standard["tensors"]:
         tensor = code(f"{t['operator']} {t['tensor']}")
         rows.append([html.verdict(t["status"]), t["step"], t["rank"], tensor, t["reason"]])
-    titles = ["", "step ", "rank ", "tensor", "why"]
+    titles = ["status", "step ", "rank ", "tensor", "why"]
     notes = html.items([*standard["notes"], *(f"chosen otherwise: {f}" for f in standard["flips"])])
     title = escape(f"Tensors by {standard['name']} ({standard['source']}), worst first")
     return f"<h2>{title}</h2>{html.table(titles, rows, most=25)}{notes}"
@@ -375,7 +387,7 @@ def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
     shares = [
         [name, *_share(s, "calls"), *_share(s, "bytes")] for name, s in report["coverage"].items()
     ]
-    titles = ["judged", "calls ", "", "bytes ", ""]
+    titles = ["judged", "calls ", "share of calls", "bytes ", "share of bytes"]
     parts = [html.table(titles, shares), found]
     lacking = [
         [o["reason"], o["calls"], size_text(o["bytes"]), o["dump"] or None]

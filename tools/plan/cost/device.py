@@ -1,19 +1,23 @@
 """What a device and its network can do: published figures and at most 12 fitted constants, from a YAML file."""
 
+import math
+import os
 import re
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from telechat_moe.errors import BadInputError
+from telechat_moe.narrowing import short
+from telechat_moe.reading import read_text
+from telechat_moe.recipe import tree
 from telechat_moe.units import GIB
 
 FOLDER = Path(__file__).parents[1] / "devices"
 LIMIT = 12
 """Most fitted constants that a description may have."""
+_POSITIVE = ("peak_flops", "memory_bytes", "memory_bandwidth", "node_devices", "intra_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,19 +181,29 @@ def _parsed(file: Path, changed: int) -> Device:
     lacks = [name for name, required in known.items() if required and name not in {"name", *raw}]
     if lacks:
         raise BadInputError(f"{file}: missing {', '.join(lacks)}")
-    raw["aliases"] = tuple(raw.get("aliases") or ())
     raw.setdefault("name", file.stem)
+    raw["name"] = str(raw["name"])
     try:
-        raw["peak_flops"] = {str(k): float(v) for k, v in raw["peak_flops"].items()}
+        raw["aliases"] = tuple(map(str, list[Any](raw.get("aliases") or ())))
+        for key in ("peak_flops", "step"):
+            raw[key] = {str(k): _figure(key, v) for k, v in (raw.get(key) or {}).items()}
         for key in raw:
-            if key.endswith(("_bytes", "_bandwidth")):
-                raw[key] = float(raw[key])
-        raw["node_devices"] = int(raw["node_devices"])
+            if key.endswith(("_bytes", "_bandwidth", "_weight")):
+                raw[key] = _figure(key, raw[key])
+        raw["node_devices"] = int(_figure("node_devices", raw["node_devices"]))
     except (AttributeError, TypeError, ValueError) as error:
-        raise BadInputError(f"{file}: expected numbers ({error})") from None
+        raise BadInputError(f"{file}: expected numbers ({short(error)})") from None
     return Device(
         **raw, constants=Constants(**values), sources=sources, fitted=fitted, measured=measured
     )
+
+
+def _figure(key: str, value: Any) -> float:
+    """Return a figure of a device, 0 only where that has a meaning."""
+    number = math.nan if isinstance(value, bool) else float(value)
+    if not math.isfinite(number) or number < 0 or (not number and key in _POSITIVE):
+        raise ValueError(f"{key} is {value!r}")
+    return number
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
@@ -198,14 +212,21 @@ def read_mapping(file: Path) -> dict[str, Any]:
     Raises:
         BadInputError: It cannot be read, or holds no mapping.
     """
-    try:
-        raw: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        told = " ".join(str(error)[:80].split())
-        raise BadInputError(f"{file}: not a YAML file in UTF-8 ({told})") from None
-    if not isinstance(raw, dict):
-        raise BadInputError(f"{file}: expected a mapping, found {type(raw).__name__}")
-    found = cast("dict[str, Any]", raw)
+    problems: list[str] = []
+
+    def report(line: int, key: str, found: str, expected: str) -> None:
+        where = f"{file}:{line}: " + (f"{key}: " if key else "")
+        problems.append(f"{where}not a YAML file that can be read: {found}; {expected}")
+
+    root = tree.read(read_text(file), report)
+    for node in [] if root is None else root.scalars():
+        if node.trap and "as text, not as a number" not in node.trap:  # 1e9, which `float` reads
+            report(node.line, "", node.text[:40], node.trap)
+    if problems or root is None:
+        raise BadInputError(problems[0])
+    if root.kind != "map":
+        raise BadInputError(f"{file}:{root.line}: expected a mapping, found {root.show()}")
+    found: dict[str, Any] = root.plain()
     for key in ("constants", "sources"):
         if not isinstance(found.get(key) or {}, dict):
             raise BadInputError(f"{file}: {key} is {found[key]!r}, expected a mapping")
@@ -219,7 +240,7 @@ def _merged(file: Path) -> dict[str, Any]:
         return raw
     name = f"{raw.pop('base')}.yaml"
     beside = file.parent / name
-    base = read_mapping(beside if beside.is_file() else FOLDER / name)
+    base = read_mapping(beside if os.path.isfile(beside) else FOLDER / name)  # noqa: PTH113 (any text)
     own: dict[str, Any] = {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
     both: dict[str, Any] = {
         key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")
@@ -246,7 +267,7 @@ def _constants(
         if detail.get("fitted", True):
             fitted.append(key)
         number: Any = detail.get("value")
-        if not isinstance(number, int | float):
+        if isinstance(number, bool) or not isinstance(number, int | float):
             raise BadInputError(f"{file}: constants.{key} is {number!r}, expected a number")
         values[key] = float(number)
     if len(fitted) > LIMIT:

@@ -132,7 +132,9 @@ def run_measurement(
                 f"--local_worker_num={processes}", "--join=True", f"--log_dir={folder}", "--master_port=18118",
                 *job_arguments,
             ]  # fmt: skip
-        start = partial(subprocess.Popen, command, env=environment, cwd=folder)
+        start = partial(
+            subprocess.Popen, command, env=environment, cwd=folder, start_new_session=True
+        )
         if beside:
             stack.enter_context(start(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         process = stack.enter_context(

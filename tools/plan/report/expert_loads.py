@@ -3,7 +3,6 @@
 Shapes: N records, L MoE layers, E experts.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from telechat_moe.moe.forecast import check_loads
 from telechat_moe.moe.loads import summed_loads
 from telechat_moe.moe.placement import Placement
 from telechat_moe.moe.planner import MoveRule, copied, plan
+from telechat_moe.reading import parse_json
 from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
 from telechat_moe.tools.plan.report.timeline import Table
 from telechat_moe.units import gib_text, seconds_text
@@ -65,7 +65,7 @@ def read(path: str, layers: int, experts: int) -> tuple[NDArray[np.float64], int
             continue
         where = f"{path}, line {number}"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise BadInputError(f"{where}: no record of expert loads ({error})") from None
         load_LE, steps = summed_loads(record, (layers, experts), where)

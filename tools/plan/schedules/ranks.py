@@ -1,10 +1,10 @@
 """What each rank of a recipe runs where the recipe chooses one of the planner's programs as its pipeline schedule."""
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.sharding.recipe import mesh_of, stages_of
 from telechat_moe.tools.plan.schedules.check import check
@@ -96,7 +96,7 @@ def _program(name: str, stages: int, micro: int, chunks: int, placement: str) ->
             f"no such schedule; expected one of {known}, synthesised, or a JSON file of a program"
         )
     try:
-        data = json.loads(Path(name).read_text(encoding="utf-8"))
+        data = parse_json(Path(name).read_bytes())
     except OSError as error:
         raise BadInputError(
             f"cannot be read: {error.strerror}; expected a file, found from the working folder"

@@ -1,0 +1,134 @@
+"""Judge a recipe for what a command will do with it: everything that is wrong, and everything that it lacks, at once.
+
+`check` prints what :func:`judge` returns; `train`, `launch` and `run-sharded` refuse with it before anything is compiled or
+started, so all say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe import Problem, Recipe
+    from telechat_moe.recipe.uses import Use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What is said of a recipe.
+
+    Attributes:
+        use: What it was judged for; ``written`` where its problems hide what it is for, empty: there is no such recipe.
+        recipe: None: it has problems of its own.
+        problems: Everything that is wrong.
+        not_judged: Keys of which something is not known, and why.
+        notes: What the build of its data said.
+    """
+
+    use: Use | Literal[""]
+    recipe: Recipe | None
+    problems: Sequence[Problem]
+    not_judged: Mapping[str, str]
+    notes: Sequence[str] = ()
+
+
+def judge(
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    use: Use = "written",
+    devices: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_outside: bool = False,
+    here: bool = True,
+    alone: bool = True,
+) -> Judged:
+    """Return everything that is wrong with a recipe.
+
+    Args:
+        use: What it is for; with ``train`` files, folders, checkpoint and device are looked at, too.
+        devices: See :func:`telechat_moe.recipe.load`.
+        resume, overwrite: See :func:`telechat_moe.train.start.start_of`.
+        allow_outside: It may write outside of ``output_dir``.
+        here: The run is on this machine; else its files are not looked at.
+        alone: On no other; else its memory is not looked at.
+    """
+    from telechat_moe.recipe import RecipeError, find, load
+    from telechat_moe.recipe.problems import Missing
+    from telechat_moe.recipe.uses import not_judged, use_of
+    from telechat_moe.recipe.written import outside
+    from telechat_moe.train import preflight
+
+    unknown = list[str]()  # of weights
+    lacking = partial(_lacking, resume=resume, overwrite=overwrite)
+
+    def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
+        missing, broken, of = Missing(bool(problems)), {problem.key for problem in problems}, use
+        with missing.skipped():
+            of = use_of(recipe) if use == "written" else use
+        if of in ("train", "mindformers") and not allow_outside:
+            yield from missing.until(outside(recipe))
+        if of != "train":
+            return
+        yield from missing.until(_schedule(recipe, broken))
+        if here and alone and "model.model_config" not in broken:
+            yield from missing.until(preflight.memory(recipe))
+        if here:
+            yield from lacking(recipe, problems, notes=unknown)
+
+    try:
+        find(name)
+    except RecipeError as error:
+        return Judged(use="", recipe=None, problems=error.problems, not_judged={})
+    try:
+        recipe = load(name, overrides, devices=devices, use=use, look=look)
+    except RecipeError as error:
+        return Judged(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
+    open_keys = not_judged(recipe, use)
+    if unknown:
+        open_keys["load_checkpoint"] = "; ".join(unknown)
+    of = use_of(recipe) if use == "written" else use
+    notes = preflight.data_notes(recipe) if of == "train" and here else ()
+    return Judged(use=of, recipe=recipe, problems=(), not_judged=open_keys, notes=notes)
+
+
+def _lacking(recipe: Recipe, problems: Sequence[Problem], **start: Any) -> list[Problem]:
+    """Return which files, folders, checkpoint or device a recipe lacks; see ``preflight.examine``."""
+    from telechat_moe.interop import hf
+    from telechat_moe.train import preflight
+
+    return preflight.examine(recipe, problems, weights=hf.weights, **start)[1]
+
+
+def _schedule(recipe: Recipe, broken: Collection[str]) -> Iterator[Problem]:
+    """Yield what is wrong with the order of passes that a recipe chooses, as far as broken keys let it be said."""
+    from telechat_moe.errors import BadInputError
+    from telechat_moe.recipe import RecipeError
+    from telechat_moe.tools.plan.schedules.ranks import rank_orders
+
+    try:
+        rank_orders(recipe)
+    except RecipeError as error:
+        yield from (problem for problem in error.problems if problem.key not in broken)
+    except BadInputError:
+        if not broken:
+            raise
+
+
+def require(name: str, overrides: Sequence[str] = (), *, use: Use, **options: bool) -> Recipe:
+    """Return a recipe of which :func:`judge` finds nothing wrong.
+
+    Raises:
+        RecipeError: With everything that is wrong.
+        UsageError: Nothing is, but a flag must say what becomes of the other run in ``output_dir``.
+    """
+    from telechat_moe.train.preflight import refusal
+
+    judged = judge(name, overrides, use=use, **options)
+    if judged.recipe is None:
+        raise refusal(judged.problems, judged.not_judged)
+    return judged.recipe
