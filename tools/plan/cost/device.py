@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -186,7 +187,8 @@ def _parsed(file: Path, changed: int) -> Device:
     try:
         raw["aliases"] = tuple(map(str, list[Any](raw.get("aliases") or ())))
         for key in ("peak_flops", "step"):
-            raw[key] = {str(k): _figure(key, v) for k, v in (raw.get(key) or {}).items()}
+            figures: dict[Any, Any] = raw.get(key) or {}
+            raw[key] = {str(k): _figure(key, v) for k, v in figures.items()}
         for key in raw:
             if key.endswith(("_bytes", "_bandwidth", "_weight")):
                 raw[key] = _figure(key, raw[key])
@@ -219,7 +221,8 @@ def read_mapping(file: Path) -> dict[str, Any]:
         problems.append(f"{where}not a YAML file that can be read: {found}; {expected}")
 
     root = tree.read(read_text(file), report)
-    for node in [] if root is None else root.scalars():
+    nodes: Iterable[tree.YamlNode] = () if root is None else root.scalars()
+    for node in nodes:
         if node.trap and "as text, not as a number" not in node.trap:  # 1e9, which `float` reads
             report(node.line, "", node.text[:40], node.trap)
     if problems or root is None:
