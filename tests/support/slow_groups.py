@@ -25,7 +25,8 @@ IN_CI: dict[str, Group] = {
     "recipe": Group(8, ("tests/recipe", "tests/data", "tests/model", "tests/cli")),
     "interrupts": Group(12, ("tests/cli/test_interrupts",)),
     "formats": Group(8, ("tests/formats",)),
-    "pages": Group(14, ("tests/test_pages.py",)),
+    "tour": Group(8, (f"{PAGE}[README", f"{PAGE}[tour")),
+    "pages": Group(10, ("tests/test_pages.py",)),
     "pages_align": Group(10, (f"{PAGE}[align",)),
     "pages_plan": Group(8, (f"{PAGE}[plan", f"{PAGE}[long_seq", f"{PAGE}[host", f"{PAGE}[ops")),
     "pages_ranks": Group(
@@ -117,7 +118,7 @@ GROUPS = [*IN_CI, *LAYOUTS, *BY_HAND]
 ROOMS: dict[str, tuple[str, ...]] = {
     "telechat_moe": ("train", "launch"),
     "telechat_moe/checkpoint": ("checkpoint", "resume"),
-    "telechat_moe/cli": ("recipe", "pages"),
+    "telechat_moe/cli": ("recipe", "tour"),
     "telechat_moe/cli/align": ("align", "workflow"),
     "telechat_moe/cli/plan": ("plan",),
     "telechat_moe/data": ("train", "resume"),
@@ -138,8 +139,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tools/diagnose": ("launch",),
     "tools/plan": ("plan",),
     "tools/sweep": ("recipe",),
-    "recipes": ("keys", "pages"),
+    "recipes": ("keys", "tour"),
     "docs": ("pages",),
+    "docs/tour": ("tour",),
     "docs/align": ("pages_align",),
     "docs/long_seq": ("pages_plan",),
     "docs/mindformers": ("pages_ranks",),
@@ -148,10 +150,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "docs/placement": ("pages_ranks",),
     "docs/plan": ("pages_plan",),
     "docs/s": ("pages_ranks",),
-    "README.md": ("pages",),
-    "Makefile": ("pages",),
-    "setup.py": ("pages", "mindspore210"),
-    "pyproject.toml": ("pages", "mindspore210"),
+    "README.md": ("tour",),
+    "Makefile": ("tour",),
+    "setup.py": ("tour", "mindspore210"),
+    "pyproject.toml": ("tour", "mindspore210"),
 }
 
 
