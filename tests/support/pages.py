@@ -15,22 +15,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHORTER = 100
+SHORTER = 50
 """A run of the tiny recipes has this many times fewer steps than the shipped one, and so has the number of each checkpoint."""
 
 SHORT: dict[str, dict[str, str]] = {
     "telechat3_moe/pretrain_tiny.yaml": {
-        "- 4000 ": "- 40 ",
+        "- 4000 ": "- 80 ",
         "warmup_steps: 100": "warmup_steps: 1",
-        "save_checkpoint_steps: 200": "save_checkpoint_steps: 2",
-        "interval: 100": "interval: 5",
+        "save_checkpoint_steps: 200": "save_checkpoint_steps: 4",
+        "interval: 100": "interval: 10",
         "batches: 16": "batches: 1",
         "max_new_tokens: 64": "max_new_tokens: 2",
     },
     "telechat3_moe/finetune_tiny.yaml": {
-        "- 1600 ": "- 16 ",
+        "- 1600 ": "- 32 ",
         "warmup_steps: 20": "warmup_steps: 1",
-        "save_checkpoint_steps: 100": "save_checkpoint_steps: 1",
+        "save_checkpoint_steps: 100": "save_checkpoint_steps: 2",
         "interval: 50": "interval: 2",
         "batches: 16": "batches: 1",
         "max_new_tokens: 32": "max_new_tokens: 2",
@@ -92,7 +92,7 @@ TOGETHER: dict[str, list[str]] = {
 
 
 def _checkpoints(folder: Path, printed: str) -> None:
-    saved = folder / "output/checkpoints/step-00000010"
+    saved = folder / "output/checkpoints/step-00000020"
     assert any(saved.iterdir())
     for copy in ("merged", "whole"):
         for path in saved.iterdir():
