@@ -22,7 +22,7 @@ def test_the_script_is_run_and_its_exit_code_told(
     script, out = tmp_path / "train.py", tmp_path / "dump"
     script.write_text("")
     calls: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "call", lambda command: calls.append(command) or code)
+    monkeypatch.setattr(subprocess, "call", lambda command, **_: calls.append(command) or code)
     words = ["align", "capture", "--torch", str(script), "--out", str(out), "--steps", "2-5"]
     words += ["--json", "-", *["--modules"] * modules, "--", "--lr", "0.1"]
     assert main(words) == code
@@ -35,11 +35,11 @@ def test_the_script_is_run_and_its_exit_code_told(
 def test_a_script_that_is_not_there_or_a_folder_that_is_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(subprocess, "call", lambda command: pytest.fail("started"))
+    monkeypatch.setattr(subprocess, "call", lambda command, **_: pytest.fail("started"))
     script, words = tmp_path / "train.py", ["align", "capture", "--torch"]
     assert main([*words, str(script), "--out", str(tmp_path / "dump")]) == 3
     script.write_text("")
-    assert main([*words, str(script), "--out", str(tmp_path)]) == 3
+    assert main([*words, str(script), "--out", str(tmp_path)]) == 2
     assert main([*words, str(script), "--out", str(tmp_path / "dump"), "--layers", "1"]) == 2
     errors = capsys.readouterr().err
     assert "there is no such file" in errors

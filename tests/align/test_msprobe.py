@@ -396,7 +396,7 @@ def test_inspect_counts_steps_and_ranks(name, tmp_path, capsys):
     assert max(len(steps), len(ranks)) > 1
     assert main(["align", "inspect", str(root)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.endswith(f", {len(steps)} step(s), {len(ranks)} rank(s)")
+    assert first.endswith(f", {len(ranks)} rank(s), {len(steps)} step(s)")
 
 
 def test_convert_to_fingerprints_and_table(tmp_path):

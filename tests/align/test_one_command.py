@@ -119,7 +119,7 @@ def test_the_guide_is_true(tmp_path, capsys, monkeypatch):
     (block,) = [b for b in re.findall(r"```sh\n(.*?)```", page, re.S) if "tar -xJf" in b]
     said, codes = "", []
     for line in block.splitlines():
-        words = shlex.split(line)
+        words = shlex.split(line, comments=True)
         if words[0] != "telechat-moe":
             subprocess.run(words, check=True)
             continue

@@ -294,7 +294,7 @@ def test_the_verbs(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "checksums agree" in text
     assert main(["ckpt", "show", str(saved.parent)]) == 3
     said = capsys.readouterr().err
-    assert f"{saved.parent} holds 1 checkpoint and is none; name one, such as {saved}" in said
+    assert f"{saved.parent} is a folder of 1 checkpoint(s); name one, such as {saved}" in said
     assert "broken" not in said
 
 

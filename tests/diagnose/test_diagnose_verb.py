@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -169,20 +168,3 @@ def test_bad_input_is_said_in_one_sentence(tmp_path: Path, capsys: Capture, dama
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
-
-
-def test_the_commands_of_the_page_run(slow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```sh\n(.*?)```", text, re.S)
-    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert len(commands) == 3
-    monkeypatch.chdir(tmp_path)
-    slow.rename(tmp_path / "output")
-    for host in range(2):
-        there = tmp_path / f"host{host}" / "output" / timings.FOLDER
-        there.mkdir(parents=True)
-        for rank in range(8 * host, 8 * host + 8):
-            (there / f"rank_{rank}.bin").hardlink_to(timings.file_of(tmp_path / "output", rank))
-    for command in commands:
-        assert command[0] == "telechat-moe"
-        assert main(command[1:]) == 1, command

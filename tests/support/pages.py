@@ -1,7 +1,7 @@
 """The pages of the documentation as a reader has them: their blocks, a fresh folder, and short runs.
 
 In an ``sh`` block stand commands that run as printed, in order, in a clone's root. A command whose comment says ``exit code N``
-ends with N. A block without a language is output, or what needs a cluster or set-up (``NOT_RUN``).
+ends with N. ``bash``: commands that need a cluster, a set-up or files of the reader's own (``NOT_RUN``). No language: output.
 """
 
 import os

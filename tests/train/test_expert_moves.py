@@ -23,6 +23,7 @@ from telechat_moe.moe.planner import Proposal
 from telechat_moe.ops.permute import Permute
 from telechat_moe.processes import Control
 from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.uses import unread
 from telechat_moe.sharding.cells.dispatch import PaddedDispatch
 from telechat_moe.sharding.shards import WeightShards
@@ -379,7 +380,7 @@ def test_where_moves_were_not_proven_they_are_refused(
     arguments = mini.arguments(data, Path("run"), **{**DP4, **changes})
     r = load(arguments[1], arguments[4::2])
     for use in ("train", "dryrun"):
-        said = [x for x in unread(r, use) if x[0] == "telechat_moe.moe.placement"]
+        said = [x for x in unread(r, use, Missing(False)) if x[0] == "telechat_moe.moe.placement"]
         assert len(said) == 1
         assert found in said[0][1]
         assert said[0][2].startswith("remove it, or ")

@@ -79,10 +79,17 @@ def shared(layout: TensorLayout, by: int) -> TensorLayout:
     used |= {*layout.partial, *layout.flat, *layout.local}
     sizes = dict(zip(layout.axes, layout.mesh, strict=True))
     free = [a for a in layout.axes if a not in used and a != layout.calls]
-    for first in range(len(free) + 1):  # groups of neighbouring ranks: the innermost axes
-        if math.prod(sizes[a] for a in free[first:]) == by and layout.dims:
-            dims = ((*layout.dims[0], *free[first:]), *layout.dims[1:])
-            return replace(layout, dims=dims)
+    for first, axis in reversed([*enumerate(free)] if layout.dims else []):
+        # Groups of neighbouring ranks: the innermost axes, and of the last of them perhaps a part.
+        parts, rest = divmod(by, math.prod(sizes[a] for a in free[first + 1 :]))
+        if rest or sizes[axis] % parts:
+            continue
+        at, inner = layout.axes.index(axis), f"{axis}_shared"
+        split = (sizes[axis] // parts, parts)
+        dims = ((*layout.dims[0], inner, *free[first + 1 :]), *layout.dims[1:])
+        mesh = (*layout.mesh[:at], *split, *layout.mesh[at + 1 :])
+        axes = (*layout.axes[: at + 1], inner, *layout.axes[at + 1 :])
+        return replace(layout, mesh=mesh, axes=axes, dims=dims)
     raise LayoutError(
         f"{by} copies are said to share the tensor; its copies lie along "
         f"{', '.join(f'{a} {sizes[a]}' for a in free) or 'no axis'}"

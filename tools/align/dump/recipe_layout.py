@@ -5,6 +5,7 @@ This is the only file here that needs the product's own model of layouts; functi
 
 from typing import TYPE_CHECKING
 
+from telechat_moe.tools.align.dump.layout_dict import shared
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import TensorLayout
 
@@ -35,12 +36,13 @@ def weight(
     shape, dims = cuts.shapes[plain], list(cuts.axes(plain))
     first = cuts.stage(plain) * cuts.mesh.stage_devices
     free = tuple(a for a in AXES if all(a not in axes for axes in dims))
-    if reduce is None:
-        region = cuts.shard(first, plain, itemsize)
-        assert region is not None  # the stage of `first` is the weight's
-        if shape and region[0][1] - region[0][0] < shape[0] // cuts.mesh.size(dims[0]):
-            dims[0] = (*dims[0], *free)
     partial = {a: reduce for a in free if reduce is not None and cuts.mesh.sizes[a] > 1}
     mesh = tuple(cuts.mesh.sizes[a] for a in AXES)
     ranks = tuple(range(first, first + cuts.mesh.stage_devices))
-    return TensorLayout(mesh, AXES, ranks, tuple(dims), partial), shape
+    layout, region = TensorLayout(mesh, AXES, ranks, tuple(dims), partial), None
+    if reduce is None:
+        region = cuts.shard(first, plain, itemsize)
+    if not shape or region is None:
+        return layout, shape
+    copies = shape[0] // cuts.mesh.size(dims[0]) // (region[0][1] - region[0][0])
+    return (shared(layout, copies) if copies > 1 else layout), shape
