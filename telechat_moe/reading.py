@@ -52,7 +52,7 @@ def parse_json(text: bytes | str, *, finite: bool = True, unique: bool = True) -
     if finite:
         hooks = {"parse_constant": _refuse, "parse_float": _finite, "parse_int": _integer}
     if unique:
-        hooks["object_pairs_hook"] = _unique
+        hooks["object_pairs_hook"] = unique_keys
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
@@ -87,7 +87,12 @@ def _check_depth(value: Any) -> None:
         raise RecursionError
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON.
+
+    Raises:
+        ValueError: A key is there twice.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)

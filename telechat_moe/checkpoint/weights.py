@@ -1,12 +1,11 @@
 """Read weights tensor by tensor from any source, also from a checkpoint that several ranks wrote together."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,8 @@ from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.checkpoint.stored import tensors_of
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import require_checksums
+from telechat_moe.narrowing import short
+from telechat_moe.reading import MALFORMED, read_object
 from telechat_moe.recipe import ModelConfig
 from telechat_moe.recipe.hugging_face import changed, of_recipe
 from telechat_moe.recipe.weights import weights
@@ -121,15 +122,21 @@ def trained_with(source: Path) -> ModelConfig | None:
     if not file.is_file():
         return None
     try:
-        return _model_config(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        return _model_config(read_object(file))
+    except MALFORMED as error:
         found = f"{file}: no model section ({error}); convert the weights again"
         raise BadInputError(found) from error
 
 
 def _model_config(section: Mapping[str, Any]) -> ModelConfig:
-    known = {f.name for f in fields(ModelConfig)}
-    config = ModelConfig(**{key: value for key, value in dict(section).items() if key in known})
+    known = get_type_hints(ModelConfig)
+    if lacks := {"vocab_size", "hidden_size", "num_hidden_layers"} - set(section):
+        raise ValueError(f"it has no {min(lacks)}")
+    for key, kind in known.items():
+        kinds = (int, float) if kind is float else (kind,)
+        if kind in (int, float, bool) and key in section and type(section[key]) not in kinds:
+            raise ValueError(f"{key} is {short(section[key])!r}")
+    config = ModelConfig(**{key: value for key, value in section.items() if key in known})
     of_recipe(config)  # fails for values of other types
     return config
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import re
+import signal
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +50,36 @@ _MARK = "\ue000"
 """A character of private use, in place of an answer."""
 _SHORT = 20
 """Characters of a text that may be in another by chance."""
+
+
+_SECONDS, _LONGEST = 10.0, 1 << 26
+"""Processor time and characters that a template may take for one conversation."""
+_RANDOM = re.compile(r"\|\s*random\b")
+
+
+class EndlessTemplateError(BadInputError):
+    """A template takes too long, writes too much, or not the same each time."""
+
+
+@contextmanager
+def _limited() -> Generator[None, None, None]:
+    """End what a template computes after some seconds; signals reach the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise EndlessTemplateError(
+            f"the chat template takes more than {_SECONDS:.0f} s for one conversation"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @dataclass(frozen=True)
@@ -91,13 +124,22 @@ class ChatTemplate:
         Raises:
             Exception: What the template likes to raise.
         """
-        texts, spans = _renderer()(
-            [list(messages)],
-            chat_template=self.source,
-            add_generation_prompt=prompt,
-            return_assistant_tokens_mask=self.marks,
-            **{**self.special, **self.settings, **variables, TODAY: self._today},
-        )
+        if _RANDOM.search(self.source):
+            raise EndlessTemplateError(
+                "the chat template draws at random, so it writes other tokens each time"
+            )
+        with _limited():
+            texts, spans = _renderer()(
+                [list(messages)],
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=self.marks,
+                **{**self.special, **self.settings, **variables, TODAY: self._today},
+            )
+        if len(texts[0]) > _LONGEST:
+            raise EndlessTemplateError(
+                f"the chat template writes more than {_LONGEST:,} characters for one conversation"
+            )
         return texts[0], [tuple(span) for span in spans[0]] if self.marks else []
 
     def _today(self, form: str) -> str:
@@ -193,6 +235,8 @@ def fields_read(
         watched = [_Reads(message) for message in _with_arguments(messages, as_text)]
         try:
             template.render(watched, variables)
+        except EndlessTemplateError:
+            raise
         except Exception:  # a template raises what it likes; the build says in which line
             continue
         return {(m["role"], k) for m, w in zip(messages, watched, strict=True) for k in w.read}
@@ -245,6 +289,8 @@ class Conversation:
         self.messages = _with_arguments(messages, as_text=False)
         try:
             self.text, self.marked = template.render(self.messages, variables)
+        except EndlessTemplateError:
+            raise
         except Exception as first:
             self.messages = _with_arguments(messages, as_text=True)
             try:
@@ -265,6 +311,8 @@ class Conversation:
         if text is None:
             try:
                 text = self.template.render(self.messages[:count], self.variables, prompt)[0]
+            except EndlessTemplateError:
+                raise
             except Exception as error:
                 raise self._refused(error) from None
             self._written[count, prompt] = text
@@ -315,6 +363,19 @@ class Conversation:
     def _marked_spans(self) -> list[Span]:
         spans = [Span(*span) for span in self.marked if span[1] > span[0]]
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        marked = {_squeezed(self.text[begin:end]) for begin, end in spans}
+        for number, message in enumerate(self.messages):
+            content = _squeezed(str(message["content"] or ""))
+            if (
+                len(spans) > len(answers)
+                and number not in answers
+                and content
+                and content in marked
+            ):
+                raise BadInputError(
+                    f"{self.name}: the chat template marks {self._who(number)} as written by the model ({{% generation %}}); "
+                    "mark answers only"
+                )
         if len(self.learned) == len(answers):
             return spans
         if len(spans) != len(answers):

@@ -31,7 +31,7 @@ from typing import Any
 
 from telechat_moe.data.conversations import conversation_text, docstring_conversations
 from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.reading import most_inflated
+from telechat_moe.reading import most_inflated, unique_keys
 
 logger = logging.getLogger(__name__)
 
@@ -397,11 +397,15 @@ def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
 def _parse_line(where: str, line: bytes, key: str) -> dict[str, Any]:
     """Return the object of a line, which has the key."""
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise BadInputError(f"{where}: not UTF-8 text: byte {error.start} of the line") from None
     except (RecursionError, ValueError) as error:
         at = ": nested too deeply, or a number of thousands of digits"
+        if "appears twice" in str(error):
+            raise BadInputError(
+                f"{where}: {error}; which of its values counts cannot be told"
+            ) from None
         if isinstance(error, json.JSONDecodeError):
             at = f" at column {error.colno}: {error.msg}"
         raise BadInputError(f"{where}: not JSON{at}; each line must be one JSON object") from None

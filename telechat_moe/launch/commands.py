@@ -116,7 +116,12 @@ def remote(shell: str, host: str, argv: Sequence[str]) -> list[str]:
             host; without it the host comes last.
         argv: What to run there, in the folder where we are.
     """
-    words = shlex.split(shell)
+    try:
+        words = shlex.split(shell)
+    except ValueError as error:
+        raise UsageError(
+            f"--remote-shell {shell}: {error}; write it as a shell would read it"
+        ) from None
     if any("{host}" in word for word in words):
         words = [word.replace("{host}", host) for word in words]
     else:

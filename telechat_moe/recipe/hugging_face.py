@@ -71,7 +71,7 @@ IDLE = re.compile(
 FOREIGN = re.compile(
     r"(m?hc_|mhc|hyper_|index_|indexer|qk_clip|clip_qkv|(use_)?sliding_|layer_types|mlp_layer_types|linear_|compress|zero_expert|ngram"
     r"|mla_|quantization|swiglu_|attention_chunk|no_rope|nope_layer|sandwich|enable_hyper|num_residual_streams|text_config"
-    r"|use_qk_norm|mrope|alibi).*"
+    r"|use_qk_norm|mrope|alibi|scale_emb|scale_depth|dim_model_base|softmax_scale|attn_scale|attention_scale|query_pre_attn).*"
     r"|(?!moe_router).*(latent|softcap|_multiplier|_bias$|use_bias|sink|logit_scale|logits_scaling|output_gate).*"
 )
 """Fields of other families (hyper-connections, sparse or sliding attention, latent experts ...)."""

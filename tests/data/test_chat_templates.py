@@ -408,3 +408,23 @@ def test_a_token_that_begins_before_an_answer_is_learned(text: str) -> None:
     (document,) = chat.encode(tokenizer, ["chat:1"], [line])
     learned = "".join(map(tokenizer.name, document.stored[document.stored >= 0].tolist()))
     assert learned.replace("▁", " ").lstrip(": ") == f"{text}</s>".lstrip(": ")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 0 s",
+        ),
+        ("{{ 'x' * 70000000 }}", "more than 67,108,864 characters"),
+        ("{{ [1, 2, 3] | random }}", "draws at random"),
+    ],
+    ids=["takes for ever", "writes too much", "draws"],
+)
+def test_a_template_without_end_is_refused(
+    source: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telechat_moe.data.chat_template._SECONDS", 0.4)
+    with pytest.raises(BadInputError, match=why):
+        ChatTemplate(source).render([{"role": "user", "content": "hi"}], {})

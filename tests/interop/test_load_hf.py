@@ -103,9 +103,19 @@ def test_where_the_settings_are_looked_for(folder: Path, tmp_path: Path) -> None
         changed = dataclasses.replace(CONFIG, rope_theta=theta)
         assert hf.weights(tmp_path / "ours", changed, verify=False, notes=found)
         assert [note.removeprefix(f"{tmp_path}/ours: ") for note in found] == expected
-    for broken in ("[", "[1]", '{"moe_intermediate_size": 0}', '{"n_group": "8"}'):
+    section = dataclasses.asdict(CONFIG)
+    for broken, why in (
+        ("[", "not valid JSON"),
+        ("[1]", "list found, expected an object"),
+        ('{"nonsense": 1}', "no model section .it has no hidden_size"),
+        (json.dumps(section | {"moe_intermediate_size": 0}), "no model section"),
+        (json.dumps(section | {"n_group": "8"}), "n_group is '8'"),
+        (json.dumps(section | {"rope_theta": "x"}), "rope_theta is 'x'"),
+        (json.dumps(section | {"hidden_size": [1]}), r"hidden_size is"),
+        (json.dumps(section | {"rope_theta": float("nan")}), "NaN"),
+    ):
         (tmp_path / "ours/model_config.json").write_text(broken)
-        with pytest.raises(BadInputError, match="no model section"):
+        with pytest.raises(BadInputError, match=why):
             hf.weights(tmp_path / "ours", CONFIG, verify=False)
     (tmp_path / "ours/model_config.json").unlink()
     for place in (*places, tmp_path / "ours"):

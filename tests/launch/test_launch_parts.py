@@ -227,6 +227,8 @@ def test_a_remote_shell_passes_arguments_as_they_are(
 
 
 def test_ssh_is_asked_nothing_and_notices_a_dead_machine() -> None:
+    with pytest.raises(UsageError, match=r"--remote-shell ssh \"unb: No closing quotation"):
+        remote('ssh "unb', "node-7", ["true"])
     words = remote(commands.SSH, "node-7", ["true"])
     assert words[0] == "ssh"
     assert words[-2] == "node-7"

@@ -175,6 +175,7 @@ def scaled(text: str) -> str:
         assert not left, f"{found[0]}: the recipe saves no such step"
         return f"step-{steps:08d}"
 
+    text = text.replace("--steps 0-99", f"--steps 0-{1000 // SHORTER - 1}")
     return re.sub(r"step-(\d{8})", step, text)
 
 
