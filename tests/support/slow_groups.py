@@ -98,7 +98,7 @@ IN_CI: dict[str, Group] = {
 }
 
 TURNS = 15
-LAYOUTS = {f"layouts-{turn}": Group(5, ()) for turn in range(TURNS)}
+LAYOUTS = {f"layouts-{turn}": Group(7, ()) for turn in range(TURNS)}
 """Eight layouts each, of two, four and eight processes: test_layouts.py deals them out, CI runs them by turns."""
 
 BY_HAND: dict[str, tuple[str, ...]] = {
