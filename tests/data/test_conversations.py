@@ -396,6 +396,7 @@ def test_data_that_were_built_otherwise_are_named(tmp_path: Path, folder: Path) 
         "telechat_moe.evaluation.interval=0",
         "telechat_moe.sample=null",
         "load_checkpoint=''",
+        f"telechat_moe.corpus.tokenizer={folder}",
     ]
     path = f"train_dataset.data_loader.config.data_path=['1', '{tmp_path}/chats/train']"
     message = f"telechat_moe.conversations.message={json.dumps(PATTERN)}"

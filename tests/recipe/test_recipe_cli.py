@@ -191,7 +191,8 @@ def test_check_for_training_looks_at_the_schedule(capsys: Capture) -> None:
     assert "pipeline_schedule: zigzag: no such schedule; one of gpipe" in said["zigzag"]
 
 
-def test_check_json(tmp_path: Path, capsys: Capture) -> None:
+def test_check_json(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     code, report = run_json(capsys, "check", TINY, "--set", "seed=-1")
     assert code == 1
     assert report["problems"] == 3  # the data are not built, either
