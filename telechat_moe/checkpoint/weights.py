@@ -116,13 +116,11 @@ def trained_with(source: Path) -> ModelConfig | None:
         BadInputError: It cannot be read.
     """
     file = source / MODEL_CONFIG
-    if (source / manifest.FILE).is_file():
-        state = manifest.read(source).get("state", {})
-        return _model_config(state["model_config"]) if "model_config" in state else None
-    if not file.is_file():
-        return None
     try:
-        return _model_config(read_object(file))
+        if (source / manifest.FILE).is_file():
+            file, state = source / manifest.FILE, manifest.read(source).get("state", {})
+            return _model_config(state["model_config"]) if "model_config" in state else None
+        return _model_config(read_object(file)) if file.is_file() else None
     except MALFORMED as error:
         found = f"{file}: no model section ({error}); convert the weights again"
         raise BadInputError(found) from error
