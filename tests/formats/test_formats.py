@@ -327,8 +327,7 @@ def test_a_message_shows_what_it_quotes_printable_and_cut() -> None:
 
 @pytest.mark.torch
 def test_what_torch_takes_is_read_as_torch_reads_it_or_refused(tmp_path: Path) -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     rng, path, taken = random.Random(5), tmp_path / "a.pt", 0
     good = format_mutants.pt_bytes(tmp_path)
     for _ in range(60):
