@@ -50,6 +50,8 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 UNSEALED = "0" * 64
 """Placeholder of a sealed file's own checksum while that is computed."""
 
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, how much of it is done and how much there is (None: not known)."""
 Advance = Callable[[int], None]
 """Called with the number of bytes that were read or written since the last call."""
 Known = dict[str, dict[str, Any]]
@@ -312,9 +314,7 @@ def differences(folder: Path, expected: Known, found: Known) -> list[str]:
     return [f"{folder / name}: {problem}" for name, problem in pairs if problem]
 
 
-def counter(
-    what: str, total: int, progress: Callable[[str, int, int], None] | None, done: int = 0
-) -> Advance:
+def counter(what: str, total: int, progress: Progress | None, done: int = 0) -> Advance:
     """Return a function that adds to the bytes that are done and tells ``progress``."""
 
     def advance(count: int) -> None:
@@ -326,9 +326,7 @@ def counter(
     return advance
 
 
-def verify_checksums(
-    weights: Path, progress: Callable[[str, int, int], None] | None = None
-) -> tuple[int, int, list[str]]:
+def verify_checksums(weights: Path, progress: Progress | None = None) -> tuple[int, int, list[str]]:
     """Compare all files with their checksums; return their number, their bytes, and the problems, a line each.
 
     ``progress`` is called with a phase, the bytes read and the bytes in all.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telechat_moe.cli.output import show_table, write_json
-from telechat_moe.cli.progress import bar
+from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 
@@ -56,7 +56,7 @@ def run_audit(args: argparse.Namespace) -> int:
                 f"{args.output_dir}: no recipe.json there; name the recipe with --recipe"
             )
         recipe = load(given, args.overrides)
-        with bar("reading samples") as progress:
+        with bars() as progress:
             found = audit(args.output_dir, recipe, contents=args.contents, progress=progress)
     if not write_json(args.json, asdict(found)):
         _show(found)

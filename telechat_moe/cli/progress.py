@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
+from telechat_moe.files import Progress
 from telechat_moe.units import size_text
 
 Item = TypeVar("Item")
-Move = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done and how much there is (None: not known)."""
 
 
 @contextmanager
-def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> Generator[Move, None, None]:
+def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> Generator[Progress, None, None]:
     """Yield a function that moves a bar for each thing that is done.
 
     Args:
@@ -58,7 +57,7 @@ def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> Generator[Move, No
         yield move
 
 
-def _lines(text: Callable[[int], str], every_s: float) -> Move:
+def _lines(text: Callable[[int], str], every_s: float) -> Progress:
     """Return a function that prints what is done, a line now and then."""
     began = time.monotonic()
     last: dict[str, float] = {}
@@ -72,13 +71,6 @@ def _lines(text: Callable[[int], str], every_s: float) -> Move:
             sys.stderr.flush()
 
     return move
-
-
-@contextmanager
-def bar(what: str) -> Generator[Callable[[int, int], None], None, None]:
-    """Yield a function that moves one bar."""
-    with bars() as move:
-        yield lambda done, total: move(what, done, total)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ are mixed, every process must have had the schedule that the recipe has now, as 
 :func:`audit_plan` is for runs that leave no such log (MindFormers): it proves the plan alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
 from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
 from telechat_moe.data.whole import WholeDataset
+from telechat_moe.files import Progress
 from telechat_moe.narrowing import is_object
 from telechat_moe.reading import MALFORMED, parse_json
-
-Progress = Callable[[int, int], None]
 
 
 def audit(
@@ -44,7 +43,7 @@ def audit(
     Args:
         recipe: The loaded recipe, of any of its layouts.
         contents: Read the samples, too, and compare their checksums; False: compare positions only.
-        progress: Called with steps checked and in all.
+        progress: Called as the steps are checked.
 
     Raises:
         BadInputError: There is no log, or the data are not there.
@@ -246,7 +245,7 @@ def _compare_contents(
                 f"step {entry.step}: its token ids are not those of samples {entry.first} to {entry.end - 1}"
             )
         if progress is not None:
-            progress(number, len(steps))
+            progress("reading samples", number, len(steps))
 
 
 def _compare_checkpoints(found: Audit, timeline: Timeline, output: Path) -> None:

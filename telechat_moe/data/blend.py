@@ -17,10 +17,11 @@ import numpy as np
 from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_settings
 from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Allocate, Progress, blend_indices
+from telechat_moe.data.pack import Allocate, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import Progress
 
 Samples = GptDataset | WholeDataset
 Part = TypeVar("Part", bound=Source)

@@ -27,11 +27,18 @@ import numpy as np
 from telechat_moe.data.conversations import STORED, ChatFormat, FieldCheck, notes
 from telechat_moe.data.corpus import Corpus, open_corpus
 from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype, write_index
-from telechat_moe.data.pack import Progress
 from telechat_moe.data.scan import Scan, hash64, learn_from, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.files import checksum, json_bytes, locked, sync_file, sync_folder, write_atomic
+from telechat_moe.files import (
+    Progress,
+    checksum,
+    json_bytes,
+    locked,
+    sync_file,
+    sync_folder,
+    write_atomic,
+)
 from telechat_moe.reading import parse_json
 
 logger = logging.getLogger(__name__)

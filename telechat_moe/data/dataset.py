@@ -21,9 +21,9 @@ import numpy as np
 from telechat_moe.data.balance import visible_pairs
 from telechat_moe.data.index import open_indices
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Progress
 from telechat_moe.data.sample import Batch, SampleOptions, collate
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import Progress
 
 FEW_PIECES = 16
 """Up to this many documents are copied one by one; of more, all tokens at once."""

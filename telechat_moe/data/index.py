@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Allocate, Indices, Progress, build_indices, sizes_of
+from telechat_moe.data.pack import Allocate, Indices, build_indices, sizes_of
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.files import json_bytes, locked, new_folder, sync_file, write_atomic
+from telechat_moe.files import Progress, json_bytes, locked, new_folder, sync_file, write_atomic
 from telechat_moe.reading import parse_json
 
 logger = logging.getLogger(__name__)

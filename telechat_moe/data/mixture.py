@@ -19,9 +19,9 @@ import numpy as np
 from telechat_moe.data.blend import Blend, first_of, lay_out, normalised
 from telechat_moe.data.dataset import GptDataset, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Progress
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import Progress
 
 Schedule = Sequence[tuple[int, Sequence[float]]]
 """First sample and weights of each segment; the weights have any positive scale, and 0 is none of a source."""

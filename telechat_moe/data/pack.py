@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from telechat_moe.files import Progress
+
 Allocate = Callable[[str, tuple[int, ...], np.dtype[Any]], np.ndarray]
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and how much there is (None: unknown)."""
 
 _PART = 1 << 20
 """Documents and cuts of which arrays are in memory at a time."""

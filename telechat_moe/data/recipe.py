@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from telechat_moe.data.blend import BlendedDataset, Samples, normalised, open_blend
 from telechat_moe.data.mixture import MixedDataset, open_mixture
-from telechat_moe.data.pack import Progress
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import Progress
 
 _RECIPE_OPTIONS = tuple(f.name for f in fields(SampleOptions) if f.name != "vocab_size")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.data.corpus import Corpus
-from telechat_moe.data.pack import Progress
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import Progress
 
 SHARD_BYTES = 1 << 21
 LEARN_BYTES = 32 << 20

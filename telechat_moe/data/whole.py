@@ -21,9 +21,10 @@ from telechat_moe.data.conversations import bare
 from telechat_moe.data.dataset import check_range, check_vocabulary, hash_settings
 from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Allocate, Progress
+from telechat_moe.data.pack import Allocate
 from telechat_moe.data.sample import Batch, SampleOptions, with_masks
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import Progress
 
 _PART = 1 << 20
 """Documents that are placed at a time."""

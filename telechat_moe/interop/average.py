@@ -12,7 +12,8 @@ from telechat_moe import tensor_files
 from telechat_moe.checkpoint import manifest
 from telechat_moe.checkpoint.weights import is_transient, read_weights
 from telechat_moe.errors import BadInputError, UsageError
-from telechat_moe.interop.writing import Destination, Progress
+from telechat_moe.files import Progress
+from telechat_moe.interop.writing import Destination
 from telechat_moe.numerics import widen
 from telechat_moe.sharding.shards import EMA
 from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output

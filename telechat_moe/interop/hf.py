@@ -31,7 +31,7 @@ from telechat_moe.checkpoint.weights import (
     unfit,
 )
 from telechat_moe.errors import BadInputError, UsageError
-from telechat_moe.files import require_checksums
+from telechat_moe.files import Progress, require_checksums
 from telechat_moe.interop import fp8
 from telechat_moe.interop.names import (
     HF_STATE,
@@ -42,7 +42,7 @@ from telechat_moe.interop.names import (
     mtp_layers,
     pairs,
 )
-from telechat_moe.interop.writing import Destination, Progress
+from telechat_moe.interop.writing import Destination
 from telechat_moe.recipe import ModelConfig, Recipe, hugging_face
 from telechat_moe.recipe.hugging_face import CONFIG, Difference, OtherModelError, hf_config
 from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output, read_entries

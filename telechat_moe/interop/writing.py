@@ -25,6 +25,7 @@ from telechat_moe import tensor_files
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import (
     Known,
+    Progress,
     checksum,
     checksums_content,
     checksums_path,
@@ -38,9 +39,6 @@ from telechat_moe.files import (
 )
 from telechat_moe.reading import parse_json
 from telechat_moe.tensor_files import Output, TensorFile
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all."""
 
 
 @dataclass

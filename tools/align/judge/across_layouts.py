@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.files import Progress
 from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
-from telechat_moe.tools.align.judge.bisect import Known, Progress, bisect
+from telechat_moe.tools.align.judge.bisect import Known, bisect
 from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
 from telechat_moe.tools.align.judge.distance import (

@@ -7,9 +7,10 @@ gradients that were sent back. The first call that fails is the fault; later fai
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import (
     Exchange,
@@ -35,8 +36,6 @@ from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
 
 Ranks = Mapping[int, RankDump]
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, how many of how many things are done."""
 Run = tuple[int, tuple[str, ...]]
 
 
