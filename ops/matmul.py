@@ -89,10 +89,3 @@ class MatmulIntoMainGrad(nn.Cell):
 def matmul_reference(x_TI: np.ndarray, weight_OI: np.ndarray) -> np.ndarray:
     """Define the product in float64."""
     return x_TI.astype(np.float64) @ weight_OI.astype(np.float64).T
-
-
-def round_bf16(x: np.ndarray) -> np.ndarray:
-    """Return float32 values rounded to bfloat16, to nearest even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
-    return np.where(np.isfinite(x), rounded, x)

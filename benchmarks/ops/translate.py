@@ -64,7 +64,7 @@ def _body(program: Program, line: Any) -> str:
     return "\n".join(f"    {text}" for text in [*lines, f"return ({results},)"]) + "\n"
 
 
-def _torch_line(node: ir.Node, args: list[str]) -> str:
+def _torch_line(node: ir.ProgramNode, args: list[str]) -> str:
     name = ir.NAMES[node.op]
     symbol = {"add": "+", "sub": "-", "mul": "*", "div": "/", "less": "<", "greater": ">"}.get(name)
     if symbol:
@@ -79,7 +79,7 @@ def _torch_line(node: ir.Node, args: list[str]) -> str:
     return f"torch.{TORCH.get(name, name)}({', '.join(args)})"
 
 
-def _mindspore_line(node: ir.Node, args: list[str]) -> str:
+def _mindspore_line(node: ir.ProgramNode, args: list[str]) -> str:
     name = ir.NAMES[node.op]
     if name == "sum":
         return f"ops.ReduceSum(keep_dims=True)({args[0]}, {tuple(node.attrs[1:])})"

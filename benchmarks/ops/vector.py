@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,9 @@ import numpy as np
 from benchmarks.ops.timing import Measurement, aligned, check_same, in_turns, relative_error
 from benchmarks.ops.translate import mindspore_cell, torch_function
 from telechat_moe.ops import dvm
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+from dvm_interpreter import interpret  # pyright: ignore[reportMissingImports]
 
 Body = Callable[..., None]
 
@@ -118,7 +123,7 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Me
             case.compile["trace, build, encode: slowest of 50"] = max(built)
             case.compile["encode"] = float(np.median(run.encode_nanoseconds(real, 1000))) / 1e3
             out = [aligned(y) for y in run(*inputs)]
-            exact = dvm.interpret(program, inputs)
+            exact = interpret(program, inputs)
             case.error = max(relative_error(a, b) for a, b in zip(out, exact, strict=True))
             peers: dict[str, Any] = {"ours": run.prepared(inputs, out)}
             _torch_peers(case, program, inputs, out[0], peers)

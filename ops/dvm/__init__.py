@@ -7,9 +7,7 @@ except :func:`custom_op`. May import errors, ``ops.native`` and ``ops.custom``. 
 """
 
 from telechat_moe.ops.dvm.builder import Builder, Value, build
-from telechat_moe.ops.dvm.emit import emit_dvm_source
 from telechat_moe.ops.dvm.grad import grad
-from telechat_moe.ops.dvm.interpret import interpret
 from telechat_moe.ops.dvm.ir import Program, ProgramError
 from telechat_moe.ops.dvm.runtime import Compiled, custom_op, disassemble, explain
 
@@ -22,8 +20,6 @@ __all__ = [
     "build",
     "custom_op",
     "disassemble",
-    "emit_dvm_source",
     "explain",
     "grad",
-    "interpret",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from telechat_moe.ops.dvm import ir
 from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
@@ -44,31 +44,27 @@ _BINARY = {
 }
 
 
-T = TypeVar("T")
+def _operators(
+    name: str,
+) -> tuple[Callable[[Value, Any], Value], Callable[[Value, Any], Value]]:
+    """Return the methods that record an operation with the value on the left and on the right."""
 
+    def left(self: Value, other: Any) -> Value:
+        return self.builder._binary(name, self, other)
 
-def _operators(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """Return the methods that record an operation with the object on the left and on the right."""
-
-    def left(self: Any, other: Any) -> Any:
-        return self._binary(name, self, other)
-
-    def right(self: Any, other: Any) -> Any:
-        return self._binary(name, other, self)
+    def right(self: Value, other: Any) -> Value:
+        return self.builder._binary(name, other, self)
 
     return left, right
 
 
-class Arithmetic(Generic[T]):
-    """Arithmetic and comparison operators for classes that record operations by name."""
+class Value:
+    """A node of a program being built; supports arithmetic and comparison operators."""
 
-    __slots__ = ()
+    __slots__ = ("builder", "dims", "dtype", "index")
 
-    def _unary(self, name: str) -> T:
-        raise NotImplementedError
-
-    def _binary(self, name: str, x: Any, y: Any) -> T:
-        raise NotImplementedError
+    def __init__(self, builder: Builder, index: int, dtype: str, dims: tuple[int, ...]) -> None:
+        self.builder, self.index, self.dtype, self.dims = builder, index, dtype, dims
 
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("sub")
@@ -80,23 +76,8 @@ class Arithmetic(Generic[T]):
     __gt__ = _operators("greater")[0]
     __ge__ = _operators("greater_equal")[0]
 
-    def __neg__(self) -> T:
-        return self._unary("neg")
-
-
-class Value(Arithmetic["Value"]):
-    """A node of a program being built; supports arithmetic and comparison operators."""
-
-    __slots__ = ("builder", "dims", "dtype", "index")
-
-    def __init__(self, builder: Builder, index: int, dtype: str, dims: tuple[int, ...]) -> None:
-        self.builder, self.index, self.dtype, self.dims = builder, index, dtype, dims
-
-    def _unary(self, name: str) -> Value:
-        return self.builder._unary(name, self)
-
-    def _binary(self, name: str, x: Any, y: Any) -> Value:
-        return self.builder._binary(name, x, y)
+    def __neg__(self) -> Value:
+        return self.builder._unary("neg", self)
 
     def __bool__(self) -> bool:
         raise ProgramError("a value of a program has no truth while it is built; use k.select")

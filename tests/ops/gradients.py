@@ -4,6 +4,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from telechat_moe.numerics import round_to
+
 
 class Gradient(nn.Cell):
     """Value of a cell, and the gradients of its product with a cotangent."""
@@ -61,3 +63,8 @@ def close(found, expected, tolerance=1e-5):
     assert found.shape == expected.shape
     error = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30)
     assert error < tolerance, f"relative to the largest value {error:.1e}"
+
+
+def round_bf16(x):
+    """Return float32 values rounded to bfloat16, to nearest even."""
+    return round_to(x, "bfloat16").astype(np.float32)

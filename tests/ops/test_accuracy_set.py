@@ -9,9 +9,9 @@ import sys
 
 import numpy as np
 import pytest
+from dvm_interpreter import from_bits, interpret, to_bits
 
 import telechat_moe.ops.dvm as dvm
-from telechat_moe.ops.dvm.interpret import from_bits, to_bits
 from telechat_moe.ops.native import Kernel
 
 T = {"float32": 2.0**-13, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -53,7 +53,7 @@ def vector_cases(name, dtype, count, rng):
         inputs = [rng.normal(0, 2, [extents[d] for d in s]).astype(np.float32) for s in shapes]
         stored = [_stored(x, dtype) for x in inputs]
         found = run(*stored)[0]
-        exact = dvm.interpret(run.program, stored)[0]
+        exact = interpret(run.program, stored)[0]
         yield from_bits(found) if dtype == "bfloat16" else found, exact
 
 

@@ -6,7 +6,7 @@ pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]'
 
 import mindspore as ms
 import numpy as np
-from gradients import Gradient, close
+from gradients import Gradient, close, round_bf16
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
@@ -20,7 +20,6 @@ from telechat_moe.ops.grouped_matmul import (
     GroupedSwiGLUIntoMainGrad,
     grouped_matmul_reference,
 )
-from telechat_moe.ops.matmul import round_bf16
 from telechat_moe.ops.native import Kernel, NativeError
 
 pytestmark = pytest.mark.mindspore

@@ -6,7 +6,7 @@ pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]'
 
 import mindspore as ms
 import numpy as np
-from gradients import Gradient, close
+from gradients import Gradient, close, round_bf16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
@@ -20,7 +20,6 @@ from telechat_moe.ops.matmul import (
     carried,
     matmul,
     matmul_reference,
-    round_bf16,
 )
 from telechat_moe.ops.native import Kernel, NativeError
 from telechat_moe.ops.select import using

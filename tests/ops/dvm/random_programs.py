@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
+from dvm_interpreter import from_bits, interpret, to_bits
 
 import telechat_moe.ops.dvm as dvm
-from telechat_moe.ops.dvm.interpret import from_bits, to_bits
 
 UNARY = ("neg", "abs", "exp", "tanh", "sigmoid", "sin", "erf", "floor", "round")
 BINARY = ("add", "sub", "mul", "maximum", "minimum", "add", "mul")
@@ -122,8 +122,8 @@ def worst(program, arrays, found):
     large terms that cancel keep the error of the terms.
     """
     with np.errstate(all="ignore"):
-        exact = dvm.interpret(program, arrays)
-        single = dvm.interpret(program, arrays, np.float32)
+        exact = interpret(program, arrays)
+        single = interpret(program, arrays, np.float32)
     ratio = 0.0
     for i, (got, want, near) in enumerate(zip(found, exact, single, strict=True)):
         dtype = program.store_of(i).dtype

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.special import erf
 
+from telechat_moe.numerics import round_to, widen
 from telechat_moe.ops.dvm import ir
 from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
-
-
-def _erf(x: np.ndarray) -> np.ndarray:
-    from scipy.special import erf
-
-    return erf(x)
-
 
 UNARY: dict[str, Any] = {
     **{n: getattr(np, n) for n in ("abs", "sqrt", "exp", "log", "floor", "ceil", "trunc", "tanh")},
@@ -25,34 +20,22 @@ UNARY: dict[str, Any] = {
     "reciprocal": lambda x: 1 / x,
     "round": np.rint,
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "erf": _erf,
+    "erf": erf,
 }
 _NUMPY = {"sub": "subtract", "mul": "multiply", "div": "divide", "pow": "power"}
 BINARY: dict[str, Any] = {name: getattr(np, _NUMPY.get(name, name)) for name in ir.BINARY}
 REDUCE: dict[str, Any] = {"sum": np.sum, "max": np.max, "min": np.min}
 
 
-def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round floats to float16 or bfloat16 values, keeping their type."""
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float32).astype(np.float16).astype(x.dtype)
-    single = np.ascontiguousarray(x, np.float32).reshape(-1)
-    bits = single.view(np.uint32)
-    up = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32)
-    rounded = np.where(np.isnan(single), single, up.view(np.float32))
-    return rounded.reshape(x.shape).astype(x.dtype)
-
-
 def from_bits(x: np.ndarray) -> np.ndarray:
     """Return the float32 values of bfloat16 bits."""
-    return (x.astype(np.uint32).reshape(-1) << 16).view(np.float32).reshape(x.shape)
+    return widen(x, "bfloat16")
 
 
 def to_bits(x: np.ndarray) -> np.ndarray:
     """Return the bfloat16 bits of floats, rounded to nearest even."""
-    rounded = round_to(x.astype(np.float32), "bfloat16").reshape(-1)
-    return (rounded.view(np.uint32) >> 16).astype(np.uint16).reshape(x.shape)
+    rounded = round_to(x.astype(np.float32), "bfloat16").astype(np.float32)
+    return (rounded.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def interpret(
@@ -144,4 +127,4 @@ def _cast(x: np.ndarray, dtype: str, arithmetic: type) -> np.ndarray:
     if dtype == "int32":
         return x.astype(np.int32)
     x = x.astype(arithmetic)
-    return x if dtype == "float32" else round_to(x, dtype)
+    return x if dtype == "float32" else round_to(x, dtype).astype(arithmetic)
