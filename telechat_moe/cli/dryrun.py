@@ -189,10 +189,11 @@ def _ours(
         use="dryrun",
         look=lambda recipe, problems: _for_target(recipe, target, problems),
     )
-    sizes = Expected(*even_exchange(recipe))
+    mesh = mesh_of(recipe)
+    sizes = Expected(*even_exchange(recipe, mesh))
     named = overlapped(recipe)
     states = recipe.optimizer.swap
-    subject = Subject(str(recipe.source), mesh_of(recipe), sizes, "telechat-moe", named, states)
+    subject = Subject(str(recipe.source), mesh, sizes, "telechat-moe", named, states)
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types

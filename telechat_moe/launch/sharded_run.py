@@ -250,7 +250,7 @@ def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
     from telechat_moe.train.trainer import Trainer
 
     trainer = Trainer(one_process(recipe), overwrite=True, weights=hf.weights)
-    set_groups(trainer.engine.model, balance_groups(recipe))
+    set_groups(trainer.engine.model, balance_groups(recipe, mesh_of(recipe)))
     trainer.loader.deal_to = dealt_to(recipe)  # the micro-batches of the layout
     return record_steps(trainer, steps)
 

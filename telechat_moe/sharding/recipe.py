@@ -34,23 +34,23 @@ def mesh_of(recipe: Recipe) -> Mesh:
 
 def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipes of the steps that are smaller than the largest of a batch schedule, by their micro-batches."""
-    whole, found = recipe.micro_batches, dict[int, Recipe]()
-    own = replace(recipe.telechat_moe, step_batch_size_schedule=None)
+    largest, recipes = recipe.micro_batches, dict[int, Recipe]()
+    settings = replace(recipe.telechat_moe, step_batch_size_schedule=None)
     for batch in sorted({batch for _, batch in recipe.batches.entries}):
-        count = whole * batch // recipe.global_batch
+        count = largest * batch // recipe.global_batch
         if recipe.parallel_config.pipeline_stage > 1:
             pipeline = replace(recipe.parallel_config, micro_batch_num=count)
-            found[count] = replace(recipe, parallel_config=pipeline, telechat_moe=own)
+            recipes[count] = replace(recipe, parallel_config=pipeline, telechat_moe=settings)
         else:
             runner = replace(recipe.runner_config, gradient_accumulation_steps=count)
-            found[count] = replace(recipe, runner_config=runner, telechat_moe=own)
-    found.pop(whole, None)
-    return found
+            recipes[count] = replace(recipe, runner_config=runner, telechat_moe=settings)
+    recipes.pop(largest, None)
+    return recipes
 
 
-def balance_groups(recipe: Recipe) -> int | None:
+def balance_groups(recipe: Recipe, mesh: Mesh) -> int | None:
     """Return into how many runs of rows the layout divides a micro-batch for its balance loss; None: by sequence."""
-    mesh, kind = mesh_of(recipe), recipe.model_config.moe_router_load_balancing_type
+    kind = recipe.model_config.moe_router_load_balancing_type
     if kind == "seq_aux_loss":
         return None
     axes = balance_axes(mesh, kind, recipe.telechat_moe.moe.balance_group)
@@ -63,11 +63,11 @@ def stages_of(recipe: Recipe) -> Stages | None:
     Raises:
         BadInputError: The recipe's offsets do not fit.
     """
-    stages, config = mesh_of(recipe).pp, recipe.model_config
-    if stages == 1:
+    stages, config = recipe.parallel_config.pipeline_stage, recipe.model_config
+    if stages == 1 or not recipe.use_parallel:
         return None
-    given = recipe.parallel.pipeline_config
-    scheduler = given.pipeline_scheduler if given and given.pipeline_interleave else None
+    pipeline = recipe.parallel.pipeline_config
+    scheduler = pipeline.pipeline_scheduler if pipeline and pipeline.pipeline_interleave else None
     return assign_layers(
         config.num_hidden_layers,
         stages,
@@ -77,35 +77,34 @@ def stages_of(recipe: Recipe) -> Stages | None:
     )
 
 
-def recomputed_layers(recipe: Recipe) -> set[int]:
+def recomputed_layers(recipe: Recipe, stages: Stages | None) -> set[int]:
     """Return the layers that are recomputed as a whole: all, none, or the first of each stage and chunk.
 
     With `swap_config.swap` the list names them, as in MindFormers.
     """
-    asked, layers = recipe.recompute_config.recompute, recipe.model_config.num_hidden_layers
-    if isinstance(asked, bool):
-        return set(range(layers)) if asked else set()
+    setting, layers = recipe.recompute_config.recompute, recipe.model_config.num_hidden_layers
+    if isinstance(setting, bool):
+        return set(range(layers)) if setting else set()
     if recipe.swap_config.swap:
-        return {layer for layer in asked if isinstance(layer, int)}
-    stages = stages_of(recipe)
-    places = stages.layers if stages is not None else [StageChunk(0, 0)] * layers
-    rows: list[Any] = asked if asked and isinstance(asked[0], list) else [asked]
+        return {layer for layer in setting if isinstance(layer, int)}
+    chunks = stages.layers if stages is not None else [StageChunk(0, 0)] * layers
+    rows: list[Any] = setting if setting and isinstance(setting[0], list) else [setting]
     left = {
         StageChunk(stage, chunk): layers if count is True else int(count)
         for chunk, row in enumerate(rows)
         for stage, count in enumerate(row)
     }
     chosen: set[int] = set()
-    for i, at in enumerate(places):
-        if left.get(at, 0):
-            left[at] -= 1
-            chosen.add(i)
+    for layer, chunk in enumerate(chunks):
+        if left.get(chunk, 0):
+            left[chunk] -= 1
+            chosen.add(layer)
     return chosen
 
 
-def even_exchange(recipe: Recipe) -> tuple[int, int]:
+def even_exchange(recipe: Recipe, mesh: Mesh) -> tuple[int, int]:
     """Return elements and rows that a device sends in an AlltoAllV, with tokens spread evenly over experts."""
-    mesh, config = mesh_of(recipe), recipe.model_config
+    config = recipe.model_config
     tokens = recipe.runner_config.batch_size * mesh.dp * config.seq_length
     spread = mesh.dp * mesh.cp if mesh.expert_tp else mesh.stage_devices
     rows = tokens // spread * config.num_experts_per_tok
@@ -126,28 +125,28 @@ def parallel_context(recipe: Recipe, full_batch: bool | None = None) -> dict[str
     Args:
         full_batch: Every process feeds the whole batch; None = as the recipe says.
     """
-    given, mesh = recipe.parallel, mesh_of(recipe)
-    whole = given.full_batch if full_batch is None else full_batch
+    parallel, stages = recipe.parallel, recipe.parallel_config.pipeline_stage
+    every_row = parallel.full_batch if full_batch is None else full_batch
     settings: dict[str, Any] = {
         "enable_alltoall": True,
-        "full_batch": whole,
+        "full_batch": every_row,
         "gradients_mean": False,
         "search_mode": "sharding_propagation",
     }
-    if not whole and isinstance(given.dataset_strategy, list):
-        settings["dataset_strategy"] = tuple(tuple(axes) for axes in given.dataset_strategy)
+    if not every_row and isinstance(parallel.dataset_strategy, list):
+        settings["dataset_strategy"] = tuple(tuple(axes) for axes in parallel.dataset_strategy)
         del settings["full_batch"]
-    if mesh.pp > 1:
-        settings["pipeline_stages"] = mesh.pp
-        config = given.pipeline_config
+    if stages > 1 and recipe.use_parallel:
+        settings["pipeline_stages"] = stages
+        config = parallel.pipeline_config
         if config is not None and config.pipeline_interleave:
             settings["pipeline_config"] = {
                 "pipeline_interleave": True,
                 "pipeline_scheduler": config.pipeline_scheduler,
             }
-    if given.enable_parallel_optimizer:
+    if parallel.enable_parallel_optimizer:
         settings["enable_parallel_optimizer"] = True
-        config = given.parallel_optimizer_config
+        config = parallel.parallel_optimizer_config
         threshold = config.parallel_optimizer_threshold if config is not None else 64
         accumulate = config.gradient_accumulation_shard if config is not None else False
         settings["parallel_optimizer_config"] = {

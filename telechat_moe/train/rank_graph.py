@@ -47,7 +47,7 @@ def placed_model(
     Raises:
         BadInputError: The layout does not fit the model.
     """
-    mesh, own = mesh_of(recipe), recipe.telechat_moe
+    mesh, stages, own = mesh_of(recipe), stages_of(recipe), recipe.telechat_moe
     sizes = own.moe_block_rows, own.moe_capacity_tokens
     # On Ascend other loaders serve the data, which mark no sources.
     sources = len(sources_of(recipe)) if target == "CPU" else 1
@@ -56,7 +56,7 @@ def placed_model(
     options = Options(
         dispatcher(recipe, target),
         recipe.runner_config.batch_size * mesh.dp,
-        stages_of(recipe),
+        stages,
         _has_mask(recipe),
         shared_graph,
         # Stubs change the numbers of the messages, by which processes match them.
@@ -71,7 +71,7 @@ def placed_model(
     placement = place(model, mesh, rank, options)
     recompute(
         model,
-        recomputed_layers(recipe),
+        recomputed_layers(recipe, stages),
         recipe.recompute_config.recompute is True,
         set(own.sharding.recompute),
         recipe.recompute_config.mp_comm_recompute,

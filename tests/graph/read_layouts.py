@@ -146,7 +146,7 @@ def readings(name):
     r = recipe(layout)
     mesh = mesh_of(r)
     graphs = compiled(layout, [s * mesh.stage_devices for s in range(mesh.pp)])
-    return [read(graph, mesh, Expected(*even_exchange(r))) for graph in graphs]
+    return [read(graph, mesh, Expected(*even_exchange(r, mesh))) for graph in graphs]
 
 
 def broken():
@@ -159,14 +159,15 @@ def broken():
     layout = LAYOUTS["dp2tp2sp"]
     r = recipe(layout)
     mesh = mesh_of(r)
-    return read(compiled(layout, [0], change)[0], mesh, Expected(*even_exchange(r)))
+    return read(compiled(layout, [0], change)[0], mesh, Expected(*even_exchange(r, mesh)))
 
 
 def checks(layout=LAYOUTS["ep2tp2"], ranks=(0, 3)):
     """Return the report of two ranks of a stage, and one where a group was exchanged."""
     r = recipe(layout)
     first, other = compiled(layout, ranks)
-    subject = Subject(str(r.source), mesh_of(r), Expected(*even_exchange(r)))
+    mesh = mesh_of(r)
+    subject = Subject(str(r.source), mesh, Expected(*even_exchange(r, mesh)))
     good, bad = report(subject, [first], "CPU"), report(subject, [first], "CPU")
     a = ranks[0]
     tensor = next(n for n, found in first.groups.items() if found == [a, a + 1])

@@ -32,7 +32,7 @@ def readings(overrides: list[str], rank: int):
     (ours,) = compile_recipe(recipe, [rank])
     assert weights(theirs) == weights(ours)
     mesh = mesh_of(recipe)
-    return [read(graph, mesh, Expected(*even_exchange(recipe))) for graph in (theirs, ours)]
+    return [read(graph, mesh, Expected(*even_exchange(recipe, mesh))) for graph in (theirs, ours)]
 
 
 def weights(graph) -> dict[str, list]:

@@ -28,7 +28,8 @@ def test_functions_on_slices_are_recomputed_with_their_layer() -> None:
     """Gated activations, rotations and keys shared by heads have no scope; all layers, MTP's too, run them again."""
     recipe = load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in ONE_GRAPH.items()])
     (graph,) = compile_recipe(recipe, [0])
-    subject = Subject("a", mesh_of(recipe), Expected(*even_exchange(recipe)))
+    mesh = mesh_of(recipe)
+    subject = Subject("a", mesh, Expected(*even_exchange(recipe, mesh)))
     (stage,) = report(subject, [graph], "Ascend")["stages"]
     for kind in ("Swiglu", "Tile", "FlashAttentionScore"):
         times = stage["operators"][kind]

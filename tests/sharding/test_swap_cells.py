@@ -95,7 +95,8 @@ def test_every_part_is_a_part_of_the_model(compressed: bool) -> None:
 def graph_of(changes: dict[str, object]) -> dict[str, Any]:
     recipe = recipe_with(changes)
     (graph,) = compile_recipe(recipe, [0])
-    subject = Subject("a", mesh_of(recipe), Expected(*even_exchange(recipe)))
+    mesh = mesh_of(recipe)
+    subject = Subject("a", mesh, Expected(*even_exchange(recipe, mesh)))
     return report(subject, [graph], "Ascend")["stages"][0]
 
 

@@ -280,8 +280,9 @@ def _placed(recipe: Recipe, target: str) -> str:
     parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
     parts += [recipe.parallel_config.seq_split_num, recipe.micro_batches]
     functions = (sharded.mesh_of, sharded.stages_of)
-    functions += (sharded.shard_threshold, sharded.recomputed_layers)
-    key = repr((target, parts, [function(recipe) for function in functions]))
+    functions += (sharded.shard_threshold,)
+    layers = sharded.recomputed_layers(recipe, sharded.stages_of(recipe))
+    key = repr((target, parts, layers, [function(recipe) for function in functions]))
     if key not in _PLACED:
         try:
             ranks = {0, recipe.devices - 1}
