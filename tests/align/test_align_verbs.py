@@ -44,7 +44,7 @@ def verb(*arguments, cwd=None):
 def dumps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dumps")
     script = folder / "train.py"
-    script.write_text(SCRIPT.format(here=str(HERE)))
+    script.write_text(SCRIPT.format(here=str(HERE.parent / "support")))
     for name, more in (("golden", []), ("again", []), ("wrong", ["--", "--wrong"])):
         done = verb("capture", "--torch", script, "--out", folder / name, "--steps", "0-1", *more)
         assert done.returncode == 0, done.stderr

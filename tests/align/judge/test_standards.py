@@ -581,7 +581,7 @@ def large(folder, mib, value, kind):
     ],
 )
 def test_a_tensor_larger_than_the_memory(mib, most, kind, name, tmp_path):
-    """Resident are a few chunks of it; 3 GiB: `pytest -m slow tests/align/test_standards.py`."""
+    """Resident are a few chunks of it; 3 GiB: `pytest -m slow tests/align/judge/test_standards.py`."""
     large(tmp_path / "a", mib, 1.0, kind)
     large(tmp_path / "b", mib, 4.0, kind)
     command = [sys.executable, "-c", SCRIPT, tmp_path / "a", tmp_path / "b", name]

@@ -433,7 +433,7 @@ def test_mindformers_check_of_magnitudes_is_signed():
 
 
 def test_real_acc_check_answers_the_same():
-    answers = json.loads((Path(__file__).parent / "fixtures" / "acc_check.json").read_text())
+    answers = json.loads((Path(__file__).parents[1] / "fixtures" / "acc_check.json").read_text())
     wrong = []
     for number, kind, dtype, size, level, status in answers:
         golden, target = (round_as(x, dtype) for x in pair(number, kind, size, level))
