@@ -14,8 +14,8 @@ GRAPH = (*PLAN, "telechat_moe/graph", "telechat_moe/model", "telechat_moe/shardi
 TRAIN = (*GRAPH[1:], "telechat_moe/data", "telechat_moe/train", "telechat_moe/launch")
 COMMANDS: dict[str, tuple[str, ...]] = {
     r"telechat-moe plan\b": PLAN,
-    r"telechat-moe (?:ls|show|upstream)\b": ("recipes", "telechat_moe/recipe"),
-    r"telechat-moe upstream\b": ("telechat_moe/interop",),
+    r"telechat-moe (?:ls|show)\b": ("recipes", "telechat_moe/recipe"),
+    r"benchmarks\.upstream\b": ("recipes", "telechat_moe/recipe", "telechat_moe/interop"),
     r"telechat-moe dryrun\b|make cluster\b": (*GRAPH, "telechat_moe/moe"),
     r"telechat-moe (?:train|launch)\b|make cluster\b": TRAIN,
     r"telechat-moe sweep\b": (*TRAIN, *PLAN, "tools/sweep"),

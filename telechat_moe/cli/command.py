@@ -22,7 +22,6 @@ from telechat_moe.cli import (
     run_sharded,
     sweep,
     train,
-    upstream,
 )
 from telechat_moe.cli.verb import Verb, VerbParser
 from telechat_moe.errors import TelechatMoeError, UsageError
@@ -50,7 +49,6 @@ COMMAND = Verb(
         diagnose.VERB,
         layouts.VERB,
         dryrun.VERB,
-        upstream.VERB,
         align.VERB,
         plan.VERB,
         plugin_path.VERB,

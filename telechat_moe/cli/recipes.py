@@ -48,16 +48,6 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
         default="written",
         help="what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
     )
-    parser.add_argument(
-        "--host-syncs",
-        action="store_true",
-        help="list what makes the host wait for the device in each step, what it costs and how to move it",
-    )
-    parser.add_argument(
-        "--graph",
-        metavar="FILE",
-        help="with --host-syncs: a compiled graph (.mindir) to look into, too",
-    )
     add_start(parser)
 
 
@@ -227,10 +217,6 @@ def _print_show(report: dict[str, Any], model_type: str | None) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check recipes and print every problem."""
-    if args.host_syncs or args.graph:
-        from telechat_moe.cli.host_syncs import run
-
-        return run(args)
     from telechat_moe.cli.judge import judge
 
     report: list[dict[str, Any]] = []
@@ -333,21 +319,17 @@ VERBS = (
         help="check recipes and print every problem",
         notes="Prints every problem of every recipe as file:line: key: found; expected. A key that asks for something\n"
         "which the use of the recipe (--for) will not do is a problem; `show --keys` says who reads each. For train,\n"
-        "files, folders, checkpoint and device are looked at, too, as `train` with the same flags would.\n"
-        "--host-syncs judges nothing else: it lists waits (for work that was just queued) and fetches (copies to the host)\n"
-        "with their cost on the CPU where benchmarks/host_syncs ran.",
+        "files, folders, checkpoint and device are looked at, too, as `train` with the same flags would.",
         examples="telechat-moe check my_recipe.yaml --devices 256",
         exits={
             0: "no problems",
-            1: "at least one recipe has problems; --host-syncs: our trainer waits more than once in every step",
+            1: "at least one recipe has problems",
             3: "a recipe does not exist or cannot be read",
         },
         json_keys="recipes, a list of {name, use, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
         "{key: why; keys that MindFormers reads only with settings that were not observed, or whose problems hide others}, "
         "notes (what the build of its data said)}; "
-        "problems, their number. With --host-syncs: recipes, a list of {name, use, waits_in_every_step, syncs [{file, line, key, "
-        "what, source, waits, fetches (null: not known), every (steps), cost_us (a step), move}]}; costs; graph, a list of {kind, module, phase, "
-        "times, why}.",
+        "problems, their number.",
         overrides=SET,
         arguments=_check_arguments,
         run=run_check,

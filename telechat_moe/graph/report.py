@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.host_syncs import host_syncs
 from telechat_moe.graph.nodes import PHASES
 from telechat_moe.graph.read import Collective, Devices, Expected, Reading, differences, read
 from telechat_moe.graph.schedule import Event, in_flight, unmatched
@@ -116,6 +117,7 @@ def _stage(
         "order": [_event(event) for event in reading.order],
         "order_text": " ".join(map(str, reading.order)),
         "overlap": reading.overlap,
+        "host_syncs": _host_syncs(graph),
         "compile_seconds": round(graph.compile_seconds, 2),
         "build_seconds": round(graph.build_seconds, 2),
         "peak_memory": graph.peak_memory,
@@ -193,6 +195,16 @@ def _alive(reading: Reading) -> list[dict[str, Any]]:
         {"phase": phase, "module": module, "kind": kind, "shape": list(shape), "bytes": size}
         for (phase, module, kind, shape), size in sums.most_common()
     ]
+
+
+def _host_syncs(graph: RankGraph) -> list[dict[str, Any]]:
+    """Return the operators that reach the host, layers together."""
+    counts: Counter[tuple[str, str, str, bool, str]] = Counter()
+    for sync in host_syncs(graph.mindir):
+        key = (sync.kind, _any_layer(sync.module), sync.phase, sync.waits, sync.why)
+        counts[key] += sync.times
+    names = ("kind", "module", "phase", "waits", "why")
+    return [{**dict(zip(names, key, strict=True)), "times": n} for key, n in counts.items()]
 
 
 def _event(event: Event) -> dict[str, Any]:
@@ -306,6 +318,19 @@ def tables(result: dict[str, Any]) -> list[Table]:
         head = ["module", "operator", "shape", "tensors ", "bytes ", "prefetch "]
         found.append((f"{name}: to the host's memory in a step", head, rows))
         found.append((f"{name}: all-to-alls of passes that overlap", *overlap_table(stage)))
+        rows = [
+            [
+                s["kind"],
+                s["module"],
+                s["phase"],
+                str(s["times"]),
+                "yes" if s["waits"] else "no",
+                s["why"],
+            ]
+            for s in stage["host_syncs"]
+        ]
+        head = ["operator", "module", "phase", "times ", "host waits", "why"]
+        found.append((f"{name}: operators that reach the host", head, rows))
     found.append(("memory of a device", *_memory_table(result)))
     return [table for table in found if table[2]]
 

@@ -638,28 +638,6 @@ def read_switches(path: Path) -> object:
     return switches(recipe)
 
 
-def graph_bytes(_: Path) -> bytes:
-    from telechat_moe.graph.mindir import _message_class
-
-    model = _message_class()()
-    model.graph.name = "main"
-    model.primitives.add(name="p0", op_type="MatMul")
-    for number in range(3):
-        before = [f"n{number - 1}"] if number else []
-        node = model.graph.node.add(
-            op_type="REF::p0", name=f"n{number}", domain="Default/network-Cell/a-Dense"
-        )
-        node.input.extend(before)
-        node.output.append(f"n{number}")
-    return model.SerializeToString()
-
-
-def read_graph(path: Path) -> object:
-    from telechat_moe.cli.host_syncs import _graph
-
-    return _graph(path)
-
-
 def stored_bytes(folder: Path) -> bytes:
     """Return checkpoint.json of a checkpoint that is whole."""
     import hashlib
@@ -725,7 +703,6 @@ FORMATS = [
     Format("layouts.json", said_bytes, text, read_said),
     Format("metrics_of_run.jsonl", metrics_bytes, text, read_metrics),
     Format("switches.json", switches_bytes, text, read_switches),
-    Format("a.mindir", graph_bytes, in_bytes, read_graph),
     Format(
         "stored.json",
         stored_bytes,

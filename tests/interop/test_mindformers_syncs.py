@@ -1,4 +1,4 @@
-"""How often MindFormers' callbacks fetch from the device: the numbers of `telechat_moe/recipe/host_syncs.py`."""
+"""How often MindFormers' callbacks fetch from the device: the numbers of docs/host_syncs.md."""
 
 import importlib.util
 import json

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from upstream_tables import RECIPE, SMALL, compared, operator_lines, parameter_lines, small
 
-from telechat_moe.interop import upstream, upstream_names
-from telechat_moe.interop.upstream import Row, compare_parameters, component_of
+from benchmarks.upstream import compare as upstream
+from benchmarks.upstream.compare import Row, compare_parameters, component_of
+from telechat_moe.interop import upstream_names
 from telechat_moe.recipe import load
 
 pytestmark = [

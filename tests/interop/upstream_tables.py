@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli import main
+from benchmarks.upstream.__main__ import main
 from telechat_moe.interop.upstream_names import pairs
 from telechat_moe.recipe import load
 
@@ -35,11 +35,11 @@ SMALL = [
 
 
 def compared(*arguments: str) -> dict[str, Any]:
-    """Return what ``telechat-moe upstream`` finds; its exit code under ``exit``."""
+    """Return what ``python -m benchmarks.upstream`` finds; its exit code under ``exit``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         with contextlib.redirect_stdout(sys.stderr):
-            code = main(["upstream", RECIPE, *arguments, "--json", str(path)])
+            code = main([RECIPE, *arguments, "--json", str(path)])
         return {"exit": code, **json.loads(path.read_text())}
 
 

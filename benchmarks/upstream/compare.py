@@ -1,7 +1,7 @@
 """Compare the compiled graph of MindFormers' own TeleChat3-MoE class with ours: parameters and operators.
 
-``telechat-moe upstream RECIPE`` prints it. Both are compiled for Ascend on this machine, from the same recipe, and
-nothing is run. docs/upstream.md has the tables of one device and what they mean.
+Both are compiled for Ascend on this machine, from the same recipe, and nothing is run. docs/upstream.md has the tables of
+one device and what they mean.
 """
 
 import json
