@@ -61,8 +61,8 @@ lint: $(TEST_READY)
 	$(BIN)/pyright
 
 docs: $(DOCS_READY)
-	$(BIN)/python -m telechat_moe.recipe.docs > docs/recipes.md
-	$(BIN)/python -m telechat_moe.recipe.json_schema > recipes/schema.json
+	$(BIN)/python -m docs.generate.recipes_page > docs/recipes.md
+	$(BIN)/python -m docs.generate.json_schema > recipes/schema.json
 	$(BIN)/python -m benchmarks.claims --page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir output/site
 

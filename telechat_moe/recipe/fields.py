@@ -2,7 +2,7 @@
 
 The schema's annotations are read three times: by the checker (``check.py``), by the generator of
 ``docs/recipes.md`` (``docs.py``) and by the generator of ``recipes/schema.json``
-(``json_schema.py``). They may use bool, int, float, str, None, object (anything), ``Literal``,
+(``docs/generate/json_schema.py``). They may use bool, int, float, str, None, object (anything), ``Literal``,
 ``list``, ``dict[str, ...]``, unions, the dataclasses of the schema, and ``Annotated`` with the
 classes of this module.
 """

@@ -11,20 +11,20 @@ import pytest
 import yaml
 from yaml_edit import RECIPES
 
-from telechat_moe.recipe.docs import field_docs, markdown, sections
-from telechat_moe.recipe.json_schema import json_schema
+from docs.generate.json_schema import json_schema
+from docs.generate.recipes_page import field_docs, markdown, sections
 
 ROOT = RECIPES.parent
 
 
 def test_the_page_is_current() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert page == markdown(), "run: python -m telechat_moe.recipe.docs > docs/recipes.md"
+    assert page == markdown(), "run: python -m docs.generate.recipes_page > docs/recipes.md"
 
 
 def test_the_json_schema_is_current() -> None:
     published = json.loads((RECIPES / "schema.json").read_text(encoding="utf-8"))
-    said = "run: python -m telechat_moe.recipe.json_schema > recipes/schema.json"
+    said = "run: python -m docs.generate.json_schema > recipes/schema.json"
     assert published == json_schema(), said
 
 

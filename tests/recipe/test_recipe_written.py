@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate.recipes_page import sections
 from telechat_moe.recipe import RecipeError, load, shipped_names
-from telechat_moe.recipe.docs import sections
 from telechat_moe.recipe.written import WRITTEN_KEYS, check_written_paths, written_paths
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"

@@ -10,11 +10,11 @@ import numpy as np
 import yaml
 from tokenizers import Tokenizer, models
 
+from docs.generate.recipes_page import sections
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data import IndexedDataset, write_indexed
 from telechat_moe.recipe import RecipeError, load, loads, schema
 from telechat_moe.recipe.check import options_of, section_keys, split_annotation
-from telechat_moe.recipe.docs import sections
 from telechat_moe.recipe.uses import Use
 from telechat_moe.recipe.weights import weights
 from telechat_moe.train import preflight

@@ -1,6 +1,6 @@
 """Write `recipes/schema.json`, the JSON schema that editors use while a recipe is written.
 
-    python -m telechat_moe.recipe.json_schema > recipes/schema.json
+    python -m docs.generate.json_schema > recipes/schema.json
 
 An editor sees unknown keys, types and ranges; `telechat-moe check` checks the rules across sections.
 """
@@ -11,8 +11,8 @@ import json
 import sys
 from typing import Any, Literal, cast, get_args, get_origin
 
+from docs.generate.recipes_page import field_docs
 from telechat_moe.recipe.check import options_of, section_keys, split_annotation
-from telechat_moe.recipe.docs import field_docs
 from telechat_moe.recipe.fields import Form, Length, Range
 from telechat_moe.recipe.schema import Recipe
 

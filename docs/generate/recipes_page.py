@@ -1,6 +1,6 @@
 """Write `docs/recipes.md` from the docstrings of the schema.
 
-python -m telechat_moe.recipe.docs > docs/recipes.md
+python -m docs.generate.recipes_page > docs/recipes.md
 """
 
 import ast
@@ -20,7 +20,7 @@ from telechat_moe.recipe.schema.table import is_made
 INTRO = """\
 # Recipes
 
-<!-- Written by `python -m telechat_moe.recipe.docs > docs/recipes.md`; do not edit. -->
+<!-- Written by `python -m docs.generate.recipes_page > docs/recipes.md`; do not edit. -->
 
 A recipe is one YAML file in the format of MindFormers' `run_mindformer.py --config`, and one more
 section, `telechat_moe`, with settings that MindFormers lacks (it drops that section with a
