@@ -25,9 +25,8 @@ from telechat_moe.graph.report import Subject
 from telechat_moe.processes import CompileError, in_clean_process
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
-from telechat_moe.recipe.experts import NODE_DEVICES
 from telechat_moe.recipe.rules.data import unlisted_columns
-from telechat_moe.recipe.schema.model import DEEPSEEK_V3
+from telechat_moe.recipe.schema.model import DEEPSEEK_V3, NODE_DEVICES
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.versions import MINDFORMERS, require_mindformers
 

@@ -6,30 +6,26 @@ context, then data parallelism, ``(tp, cp, dp)``; experts that tensor parallelis
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from telechat_moe.recipe.schema import Recipe
-    from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
+from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 
 HOPS = {"alltoall_deredundency": "gather", "alltoall_zero_redundancy": "once"}
 """Values of `moe_token_dispatcher_type` with a hop between nodes -> which tokens make it: all, or once to nodes that need it."""
-NODE_DEVICES = 8
-"""MindFormers' default of `npu_nums_per_device`."""
 
 
-def hop_between_nodes(model: "ModelConfig") -> tuple[str, int]:
+def hop_between_nodes(model: ModelConfig) -> tuple[str, int]:
     """Return a value of :data:`HOPS` and the devices of a node; ``("", 0)``: tokens reach their experts in one hop."""
     hop = HOPS.get(model.moe_token_dispatcher_type or "", "")
     return hop, model.npu_nums_per_device if hop else 0
 
 
-def drops(model: "ModelConfig | OtherModelConfig") -> bool:
+def drops(model: ModelConfig | OtherModelConfig) -> bool:
     """Return whether experts have a capacity; without policy or factor they do not."""
     return bool(model.moe_token_drop_policy) and model.moe_expert_capacity_factor is not None
 
 
-def dispatcher(recipe: "Recipe", target: str) -> str:
+def dispatcher(recipe: Recipe, target: str) -> str:
     """Return how rows reach their experts on a target, within a node where there are two hops."""
     asked = recipe.telechat_moe.sharding.dispatcher
     config = recipe.model_config

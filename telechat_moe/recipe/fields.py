@@ -1,8 +1,7 @@
 """Types by which the schema states what a value may be.
 
-The schema's annotations are read three times: by the checker (``check.py``), by the generator of
-``docs/recipes.md`` (``docs.py``) and by the generator of ``recipes/schema.json``
-(``docs/generate/json_schema.py``). They may use bool, int, float, str, None, object (anything), ``Literal``,
+The schema's annotations are read by the checker (``check.py``) and by the generators of
+``docs/recipes.md`` and ``recipes/schema.json`` (``docs/generate``). They may use bool, int, float, str, None, object (anything), ``Literal``,
 ``list``, ``dict[str, ...]``, unions, the dataclasses of the schema, and ``Annotated`` with the
 classes of this module.
 """
@@ -166,14 +165,6 @@ def only(*values: object) -> dict[str, object]:
 def any_value(why: str) -> dict[str, object]:
     """Return field metadata: our trainer does not read this key and takes any value, for a reason."""
     return {"takes": Takes(why=why)}
-
-
-def acts(setting: str = "", *values: object) -> dict[str, object]:
-    """Return field metadata: the setting (`settings.yaml`) in which a key acts, and values that show it.
-
-    Without it the annotation tells the values, and the key acts in a plain recipe. `tests/recipe/test_keys.py` tries them.
-    """
-    return {"acts": (setting, values)}
 
 
 def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Every key of the schema acts, or is refused with its name, in each use: a setting without effect is never taken.
 
-For each key values are tried that ask for something else than the recipe says, in the setting that the key's field
-names (`acts`; else in a plain recipe). Where a use reads the key, they change what it makes of the recipe
+For each key values are tried that ask for something else than the recipe says, in the setting that
+`key_settings.yaml` names (else in a plain recipe). Where a use reads the key, they change what it makes of the recipe
 (`key_effects`) or are refused; where it does not, they are refused, or the schema says why any value is neutral, and
 they change nothing.
 """

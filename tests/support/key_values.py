@@ -13,15 +13,15 @@ from tokenizers import Tokenizer, models
 from docs.generate.recipes_page import sections
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data import IndexedDataset, write_indexed
-from telechat_moe.recipe import RecipeError, load, loads, schema
+from telechat_moe.recipe import RecipeError, load, loads
 from telechat_moe.recipe.check import options_of, section_keys, split_annotation
 from telechat_moe.recipe.uses import Use
 from telechat_moe.recipe.weights import weights
 from telechat_moe.train import preflight
 
-SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(
-    (Path(schema.__file__).parent / "settings.yaml").read_text(encoding="utf-8")
-)
+_FILE = yaml.safe_load(Path(__file__).with_name("key_settings.yaml").read_text(encoding="utf-8"))
+SETTINGS: dict[str, dict[str, Any]] = _FILE["settings"]
+ACTS: dict[str, list[Any]] = _FILE["acts"]
 
 
 class Key(NamedTuple):
@@ -42,9 +42,9 @@ class Key(NamedTuple):
     @property
     def acts(self) -> tuple[str, tuple[object, ...]]:
         """The setting in which it acts, empty: the plain recipe; and values that show it, none: any."""
-        setting, values = self.field.metadata.get("acts", ("", ()))
+        setting, *values = ACTS.get(str(self), [""])
         names = (self.section.__name__, setting, self.path)
-        return next((name for name in names if name in SETTINGS), setting), values
+        return next((name for name in names if name in SETTINGS), setting), tuple(values)
 
     def section_is_absent(self, given: dict[str, Any]) -> bool:
         """Tell whether a recipe lacks the section."""

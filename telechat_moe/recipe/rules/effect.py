@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from telechat_moe.recipe import speed_up as switches
 from telechat_moe.recipe.check import section_keys
-from telechat_moe.recipe.experts import HOPS, NODE_DEVICES, drops, hop_between_nodes
+from telechat_moe.recipe.experts import HOPS, drops, hop_between_nodes
 from telechat_moe.recipe.schema import Broken, Recipe
-from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.recipe.schema.model import NODE_DEVICES, ModelConfig
 
 OWN = "telechat_moe."
 

@@ -7,7 +7,6 @@ recipe may rely on: MindFormers would silently take it from a class default of a
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from telechat_moe.recipe.experts import HOPS, NODE_DEVICES
 from telechat_moe.recipe.fields import (
     ONLY_DEFAULT,
     OWN,
@@ -22,12 +21,14 @@ from telechat_moe.recipe.fields import (
     Range,
     Share,
     Text,
-    acts,
     any_value,
     instead_of,
     names,
 )
 from telechat_moe.recipe.schema.table import section
+
+NODE_DEVICES = 8
+"""Devices of a node, MindFormers' default."""
 
 
 def written(*others: str) -> dict[str, object]:
@@ -111,15 +112,13 @@ class ModelConfig(MindFormersModelKeys):
     """MindFormers' model class. `deepseek_v3` is the same architecture with the names and class
     defaults of DeepSeek-V3, which fill the keys that a recipe leaves out."""
 
-    moe_token_dispatcher_type: Text | None = field(
-        default="alltoall", metadata=acts("nodes", *HOPS)
-    )
+    moe_token_dispatcher_type: Text | None = "alltoall"
     """Which way tokens take between devices; `telechat_moe.sharding.dispatcher` says in which form. `alltoall` (None): in one
     hop. The others need `expert_parallel` over several nodes and take a hop between nodes first, then one within the
     node. `alltoall_deredundency`: every token goes to every node. `alltoall_zero_redundancy`: once to each node that
     has one of its experts; MindFormers sends it once to each device that has one instead, with the same result."""
 
-    npu_nums_per_device: Positive = field(default=NODE_DEVICES, metadata=acts("gathered", 1))
+    npu_nums_per_device: Positive = NODE_DEVICES
     """Devices of a node, whose ranks follow each other, where `moe_token_dispatcher_type` takes two hops."""
 
     vocab_size: Positive = field(default=2048, metadata=WRITTEN)
@@ -150,10 +149,10 @@ class ModelConfig(MindFormersModelKeys):
     kv_lora_rank: Positive = field(default=512, metadata=WRITTEN)
     """Width of the key/value latent."""
 
-    qk_nope_head_dim: Positive = field(default=128, metadata=WRITTEN | acts("v3"))
+    qk_nope_head_dim: Positive = field(default=128, metadata=WRITTEN)
     """Width of a query/key head without position."""
 
-    qk_rope_head_dim: Positive = field(default=64, metadata=WRITTEN | acts("v3"))
+    qk_rope_head_dim: Positive = field(default=64, metadata=WRITTEN)
     """Width of the rotated part of a query/key head; the key part is shared by all heads. Even."""
 
     v_head_dim: Positive = field(default=128, metadata=WRITTEN)
@@ -162,9 +161,7 @@ class ModelConfig(MindFormersModelKeys):
     qk_layernorm: bool = field(default=False, metadata=instead_of("use_qk_norm"))
     """RMSNorm on the query and key/value latents (Hugging Face always has it)."""
 
-    rms_norm_eps: Above0 = field(
-        default=1e-6, metadata=instead_of("layernorm_epsilon") | acts("", 0.001)
-    )
+    rms_norm_eps: Above0 = field(default=1e-6, metadata=instead_of("layernorm_epsilon"))
     """Added to the mean square in every RMSNorm."""
 
     rope_theta: Above0 = field(default=10000.0, metadata=instead_of("rotary_base", "theta"))
@@ -188,12 +185,10 @@ class ModelConfig(MindFormersModelKeys):
     initializer_range: Above0 = field(default=0.02, metadata=instead_of("init_method_std"))
     """Standard deviation of the normal initialisation of weights."""
 
-    fp32_residual_connection: bool = field(default=False, metadata=acts("bfloat16"))
+    fp32_residual_connection: bool = False
     """Keep the residual stream in float32 although layers compute in `compute_dtype`."""
 
-    params_dtype: Dtype = field(
-        default="float32", metadata=instead_of("param_init_type") | acts("ascend")
-    )
+    params_dtype: Dtype = field(default="float32", metadata=instead_of("param_init_type"))
     """Type in which parameters are stored and updated."""
 
     compute_dtype: Dtype = "bfloat16"
@@ -202,7 +197,7 @@ class ModelConfig(MindFormersModelKeys):
     layernorm_compute_dtype: Dtype = "float32"
     """Type in which RMSNorm computes."""
 
-    softmax_compute_dtype: Dtype = field(default="float32", metadata=acts("plain"))
+    softmax_compute_dtype: Dtype = "float32"
     """Type of the attention softmax."""
 
     rotary_dtype: Dtype = "float32"
@@ -235,10 +230,10 @@ class ModelConfig(MindFormersModelKeys):
     """Inner width of all shared experts together. None: `n_shared_experts` x
     `moe_intermediate_size`."""
 
-    n_group: Count = field(default=0, metadata=written("moe_router_num_groups") | acts("groups", 2))
+    n_group: Count = field(default=0, metadata=written("moe_router_num_groups"))
     """Groups of experts for group-limited routing. 0: no groups."""
 
-    topk_group: Count = field(default=0, metadata=written("moe_router_group_topk") | acts("groups"))
+    topk_group: Count = field(default=0, metadata=written("moe_router_group_topk"))
     """Groups that a token may choose from. 0 with `n_group` 0, else 1 to `n_group`."""
 
     norm_topk_prob: bool = True
@@ -278,19 +273,17 @@ class ModelConfig(MindFormersModelKeys):
     moe_z_loss_coeff: NonNegative | None = field(default=None, metadata=instead_of("z_loss_factor"))
     """Factor of the router's z-loss. None or 0: none."""
 
-    calculate_per_token_loss: bool = field(default=False, metadata=acts("micro_batches", True))
+    calculate_per_token_loss: bool = False
     """Divide the next-token loss and each depth's MTP loss of a step by the tokens that count in it, over all
     micro-batches and devices. False, as in MindFormers: average each micro-batch over its own tokens, then the
     micro-batches, whose tokens weigh more where fewer are counted."""
 
-    moe_token_drop_policy: Literal[False, "probs", "position"] = field(
-        default=False, metadata=acts("capacity")
-    )
+    moe_token_drop_policy: Literal[False, "probs", "position"] = False
     """What is dropped when an expert is over its capacity: the least probable tokens (`probs`) or
     the last ones (`position`). False, or no capacity factor: dropless."""
 
     moe_expert_capacity_factor: Above0 | None = field(
-        default=None, metadata=instead_of("capacity_factor") | acts("capacity")
+        default=None, metadata=instead_of("capacity_factor")
     )
     """Tokens that an expert takes, as a multiple of the mean load. None: dropless."""
 
@@ -314,13 +307,13 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Dropout on attention weights. 0: none."""
 
-    offset: int | list[int] | list[list[int]] = field(default=0, metadata=acts("stages", [1, -1]))
+    offset: int | list[int] | list[list[int]] = 0
     """Layers that a pipeline chunk has more (or less) than the integer mean: one number 0, a list
     per stage, or with interleaving a list of lists [chunk][stage]. Sums to the remainder of
     layers / (`pipeline_stage` x `pp_interleave_num`)."""
 
     pp_interleave_num: Degree = field(
-        default=1, metadata=names("virtual_pipeline_model_parallel_size") | acts("chunks")
+        default=1, metadata=names("virtual_pipeline_model_parallel_size")
     )
     """Chunks per pipeline stage (VPP). More than 1 needs
     `parallel.pipeline_config.pipeline_interleave`."""

@@ -11,7 +11,6 @@ from telechat_moe.recipe.fields import (
     Range,
     Share,
     Text,
-    acts,
 )
 from telechat_moe.recipe.schema.table import section
 
@@ -34,7 +33,7 @@ class Optimizer:
     learning_rate: Above0 | None = None
     """Learning rate without a schedule; `lr_schedule` replaces it."""
 
-    swap: bool = field(default=False, metadata=acts("copies"))
+    swap: bool = False
     """Keep the moments in the host's memory; on CPU processes out of the memory of their graphs ([swap.md](swap.md))."""
 
 

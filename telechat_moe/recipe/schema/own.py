@@ -14,7 +14,6 @@ from telechat_moe.recipe.fields import (
     Positive,
     Range,
     Text,
-    acts,
 )
 from telechat_moe.recipe.schema.table import section
 
@@ -29,7 +28,7 @@ class Evaluation:
     batches: Positive = 8
     """Global batches per evaluation; the same samples in every layout."""
 
-    data_path: list[Text] | None = field(default=None, metadata=acts("", ["1", "other/train"]))
+    data_path: list[Text] | None = None
     """Like `train_dataset.data_loader.config.data_path`. None: the training prefixes with their last
     word `train` replaced by `valid`. Each source is evaluated by itself; weights are for the mean of all, without
     weights every source counts by its samples."""
@@ -71,21 +70,16 @@ class Conversations:
     loss_roles: Annotated[list[Text], Length(1)] = field(default_factory=lambda: ["assistant"])
     """Roles whose messages are learned; the others are only read."""
 
-    message: Text | None = field(default=None, metadata=acts("", "{role}>{content}\n"))
+    message: Text | None = None
     """How a message is written, with `{role}` and `{content}`. What comes after the role is learned with the roles of
     `loss_roles`, and the end of document after it. None: the chat template of `telechat_moe.corpus.tokenizer`
     (`chat_template.jinja` or `tokenizer_config.json` beside it)."""
 
-    variables: dict[str, object] = field(
-        default_factory=dict[str, object],
-        metadata=acts("templated", {"date_string": "26 Jul 2024"}),
-    )
+    variables: dict[str, object] = field(default_factory=dict[str, object])
     """Variables of the chat template for all conversations, such as `{enable_thinking: False}`; a line may set others.
     `strftime_now`: the day (YYYY-MM-DD) that a template gets which writes today's date."""
 
-    ignore_fields: list[Text] = field(
-        default_factory=list[Text], metadata=acts("", ["id"], ["id", "source"])
-    )
+    ignore_fields: list[Text] = field(default_factory=list[Text])
     """Fields of lines and messages that do not matter, such as `[id, source]`. Any other that the chat template or pattern does
     not read is refused, so that nothing of a conversation is lost in silence."""
 
@@ -97,7 +91,7 @@ class Packing:
     Only documents of more than `seq_length` tokens are cut, every `seq_length`. What is left of a sample is padding without loss.
     """
 
-    window: Annotated[int, Range(2, 4096)] = field(default=256, metadata=acts("", 2, 4))
+    window: Annotated[int, Range(2, 4096)] = 256
     """Samples that are filled at the same time. A document comes no later than it would packed one after another, and fewer
     than so many samples before the newest one that was begun."""
 
@@ -150,9 +144,7 @@ class Operators:
     fuse_plain: bool = False
     """Let the fuser replace regions of plain operators by programs of the virtual machine."""
 
-    host: list[HostPart] = field(
-        default_factory=list[HostPart], metadata=acts("ascend", ["top_k"], ["histogram"])
-    )
+    host: list[HostPart] = field(default_factory=list[HostPart])
     """What the host computes in a graph for Ascend, with the same results: `top_k` the choice of experts with its group limit,
     `sort` the places of (token, expert) pairs, `histogram` the pairs of each expert. Each waits for every router
     ([host_syncs.md](host_syncs.md))."""
@@ -205,24 +197,22 @@ Recomputed = Literal["mla_up", "norms", "swiglu", "permute", "moe"]
 class Sharding:
     """`telechat_moe.sharding`: how the model is split, beyond the degrees of `parallel_config`."""
 
-    dispatcher: Literal["auto", "alltoall", "allgather", "alltoallv"] = field(
-        default="auto", metadata=acts("experts")
-    )
+    dispatcher: Literal["auto", "alltoall", "allgather", "alltoallv"] = "auto"
     """In which form rows reach their experts, within a node where `moe_token_dispatcher_type` takes two hops. `alltoallv`:
     exactly the rows that were routed. `alltoall`: padded buffers, of `moe_expert_capacity_factor` or, dropless, of the worst
     case. `allgather`: every device sees all tokens of its expert group. `auto`: `alltoallv` with
     `alltoall_zero_redundancy`, and on Ascend where no tokens are dropped; else `alltoall`."""
 
-    expert_tensor_parallel: bool = field(default=False, metadata=acts("halves"))
+    expert_tensor_parallel: bool = False
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.
     False: whole experts on all devices of the expert group (TP-extend-EP)."""
 
-    overlap_exchange: bool = field(default=False, metadata=acts("exchanges"))
+    overlap_exchange: bool = False
     """On CPU processes, with `alltoallv`: rows travel between devices in the background while the graph computes what does
     not need them: the other pass of a pair of `pipeline_schedule` (`1f1b-overlap`, `dualpipev`; with one stage each
     forward beside the backward of the micro-batch before), shared experts and weight gradients. The same bits."""
 
-    pipeline_schedule: Text | None = field(default=None, metadata=acts("stages", "1f1b", "zb-h1"))
+    pipeline_schedule: Text | None = None
     """Order of a pipeline's passes on CPU processes: a published schedule of the planner (`telechat-moe plan schedule`),
     `synthesised`, or a JSON file of a program. dX and dW run apart where it says so. Its chunks must be where the layout
     has them: one a stage, in turn, or in a V (`zero_bubble_v`). None: MindSpore's own order."""
@@ -289,10 +279,10 @@ class LossGuard:
     """Limit of both, in standard deviations above the median (1.4826 times the median absolute
     deviation). None: no such limit."""
 
-    rollback_steps: Count = field(default=0, metadata=acts("rollback"))
+    rollback_steps: Count = 0
     """The checkpoint to go back to is at least so many steps older than the step before the spike."""
 
-    max_rollbacks: Count = field(default=3, metadata=acts("rollback", 0))
+    max_rollbacks: Count = 3
     """Times that a run goes back; at the next spike it stops."""
 
 
@@ -323,7 +313,7 @@ class ExpertPlacement:
 class Moe:
     """`telechat_moe.moe`: experts during a run."""
 
-    balance_group: Literal["dp", "ep"] = field(default="dp", metadata=acts("balance", "ep"))
+    balance_group: Literal["dp", "ep"] = "dp"
     """Whose tokens `moe_router_load_balancing_type: aux_loss` counts together: those of all devices of a micro-batch (`dp`),
     or of each expert group (`ep`; with `expert_tensor_parallel` also those of the devices between its members)."""
 
@@ -331,7 +321,7 @@ class Moe:
     """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` and
     `telechat-moe plan simulate --expert-loads` read. 0: none."""
 
-    placement: ExpertPlacement | None = field(default=None, metadata=acts("experts"))
+    placement: ExpertPlacement | None = None
     """Where experts are. None: expert `i` stays on device `i // (E / expert_parallel)` of its group."""
 
 
@@ -358,35 +348,29 @@ class TelechatMoe:
     saving: Saving = field(default_factory=Saving)
     """How checkpoints are written."""
 
-    mixture: list[MixtureSegment] | None = field(
-        default=None, metadata=acts("mixed", [{"from_sample": 0, "weights": [1, 2]}])
-    )
+    mixture: list[MixtureSegment] | None = None
     """Weights of the sources that change during the run. `data_path` names the sources, without weights; each is read in
     passes of its own, as often as its share takes. Where a run resumes, items from the next sample on may be others,
     and there may be more samples or sources. None: the weights of `data_path` throughout."""
 
-    resume_data: Literal["same", "new"] = field(default="same", metadata=acts("other_data"))
+    resume_data: Literal["same", "new"] = "same"
     """Data of a run that resumes. `same`: they go on where the checkpoint stopped; other data are refused. `new`: data
     other than the checkpoint's begin at their first sample, while step, moments and learning rate go on."""
 
-    balance_attention: bool = field(default=False, metadata=acts("dealt"))
+    balance_attention: bool = False
     """Deal the samples of each global batch to data-parallel ranks and micro-batches so that attention within documents
     (`reset_attention_mask`) costs all ranks the same. False: in the order of the data, as MindFormers."""
 
-    max_skipped_steps: Count = field(default=10, metadata=acts("", 0, 1))
+    max_skipped_steps: Count = 10
     """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
     first."""
 
-    step_batch_size_schedule: Annotated[str, Form(PATTERN, 'as "0:8 250K:16"')] | None = field(
-        default=None, metadata=acts("micro_batches", "0:4 64:8", "0:4 128:8")
-    )
+    step_batch_size_schedule: Annotated[str, Form(PATTERN, 'as "0:8 250K:16"')] | None = None
     """Global batch by consumed tokens, `"THRESHOLD:SAMPLES ..."`, as Megatron's option of this name: a step takes the samples
     of the last threshold that is reached when it begins. Suffixes K, M, B, T. The largest is the recipe's, all are whole
     micro-batches of all data-parallel ranks. None: the same in every step."""
 
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = field(
-        default=None, metadata=acts("wsd", "cosine", "exponential", "minus_sqrt")
-    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
     """How the rate of `WarmUpStableDecayLR` falls, with Megatron's names. None: linear, as in MindFormers."""
 
     ema: Ema | None = None
@@ -398,10 +382,10 @@ class TelechatMoe:
     weight_decay_exclude: list[Text] = field(default_factory=lambda: [r".*norm.*", r".*bias"])
     """Regular expressions for names of parameters without weight decay."""
 
-    moe_block_rows: Positive | None = field(default=None, metadata=acts("plain", 8))
+    moe_block_rows: Positive | None = None
     """Rows per block of the dropless experts on plain operators. None: chosen from the batch."""
 
-    moe_capacity_tokens: Positive | None = field(default=None, metadata=acts("capacity", 16))
+    moe_capacity_tokens: Positive | None = None
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
     drops depend on the layout; a number that divides them makes drops the same everywhere. In one process on CPU it
     needs plain `permute` and `grouped_matmul`."""

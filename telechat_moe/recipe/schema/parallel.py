@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Count, Degree, Length, Positive, Range, Text, acts, only
+from telechat_moe.recipe.fields import Count, Degree, Length, Positive, Range, Text, only
 from telechat_moe.recipe.schema.table import section
 
 
@@ -73,7 +73,7 @@ class PipelineConfig:
 
     pipeline_scheduler: Literal[
         "1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"
-    ] = field(default="1f1b", metadata=acts("two_chunks"))
+    ] = "1f1b"
     """Order of forward and backward. `seqpipe` and `seqvpp` (several chunks) order parts of
     sequences (`seq_split_num`), `seqsmartvpp` needs an even number of stages, `zero_bubble_v` 2 chunks per stage; all but
     `1f1b` need `pipeline_interleave`."""
@@ -83,17 +83,13 @@ class PipelineConfig:
 class ParallelOptimizerConfig:
     """`parallel.parallel_optimizer_config`: sharding of optimizer states."""
 
-    gradient_accumulation_shard: bool = field(default=False, metadata=acts("shared_gradients"))
+    gradient_accumulation_shard: bool = False
     """Shard accumulated gradients too."""
 
-    parallel_optimizer_threshold: Count = field(
-        default=64, metadata=acts("parallel.parallel_optimizer_config", 4096)
-    )
+    parallel_optimizer_threshold: Count = 64
     """Smallest parameter that is sharded, in KB."""
 
-    optimizer_weight_shard_size: Annotated[int, Range(-1)] | None = field(
-        default=None, metadata=acts("shards", 2)
-    )
+    optimizer_weight_shard_size: Annotated[int, Range(-1)] | None = None
     """Devices over which one state is sharded, a divisor of `data_parallel` above 1. -1: all that hold a copy of it."""
 
     optimizer_level: Literal["level1", "level2", "level3"] | None = field(
@@ -123,7 +119,7 @@ class Parallel:
     """A list per column of `construct_args_key`: how many ways each axis is split. The first
     number is `data_parallel`."""
 
-    enable_parallel_optimizer: bool = field(default=False, metadata=acts("zero"))
+    enable_parallel_optimizer: bool = False
     """Shard optimizer states over data parallelism (ZeRO)."""
 
     parallel_optimizer_config: ParallelOptimizerConfig | None = None
@@ -172,7 +168,7 @@ class LayerSwap:
 class OpSwap:
     """`swap_config.op_swap[]`: operators whose results wait in the host's memory."""
 
-    op_name: Text | list[Text] = field(metadata=acts("swap_config.op_swap[]", "attention"))
+    op_name: Text | list[Text]
     """Patterns of names in a layer: regular expressions for each part of the name, with `\\.` between them. Our layers have
     `attention`, `attention.core`, `attention.q_down`, `add_attention`, `add_ffn`; `ffn`, `ffn.act`; `moe`, `moe.router`,
     `moe.dispatch`, `moe.experts`, `moe.shared`, `moe.shared.act`."""

@@ -27,7 +27,6 @@ else:
 
 FILE = Path(__file__).parent / "mindformers_keys.txt"
 _NAME = re.compile(r"(\w+)(?: \(also ([\w, ]+)\))?(?: \(not ([\w, ]+)\))?")
-_ACTS = re.compile(r"acts(?: (\w+))?(?: = (.+))?")
 _VOCABULARY = dict(vars(fields))
 T = TypeVar("T")
 
@@ -70,10 +69,6 @@ def _row(line: str) -> Row:
     if match is None or len(columns) not in (0, 1, 3, 4):
         raise ValueError(f"{FILE.name}: {line}: expected a name, or name, values, default, meaning")
     if len(columns) < 2:
-        acts = _ACTS.fullmatch(columns[0]) if columns else None
-        if acts is not None:
-            values = ast.literal_eval(f"({acts[2]},)") if acts[2] else ()
-            return Row(key, fields.acts(acts[1] or "", *values))
         return Row(key, {"takes": _takes(columns[0])} if columns else {})
     values, default, says, *takes = columns
     also, instead_of = (tuple(names.split(", ")) if names else () for names in match.groups()[1:])
