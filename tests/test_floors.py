@@ -57,15 +57,12 @@ def room(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield line and module of every import of ours; ``top``: only those that run when the module is imported."""
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and module of every import of ours, those inside functions and for type checkers included."""
     unread: list[ast.AST] = list(tree(path).body)
     while unread:
         node = unread.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and top:
-            continue
-        if not (top and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
-            unread += ast.iter_child_nodes(node)
+        unread += ast.iter_child_nodes(node)
         found: list[str] = []
         if isinstance(node, ast.Import):
             found = [a.name for a in node.names]
@@ -96,7 +93,7 @@ def test_imports_go_down(path: Path):
 
 
 def test_no_cycles():
-    ends = {m: {n for _, n in imports(p, top=True) if n != m} for m, p in MODULES.items()}
+    ends = {m: {n for _, n in imports(p) if n != m} for m, p in MODULES.items()}
     done: set[str] = set()
 
     def walk(name: str, above: list[str]) -> None:
