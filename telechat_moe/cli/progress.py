@@ -5,16 +5,18 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from telechat_moe.files import Progress
 from telechat_moe.units import size_text
+
+if TYPE_CHECKING:
+    from telechat_moe.files import Progress
 
 Item = TypeVar("Item")
 
 
 @contextmanager
-def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> Generator[Progress, None, None]:
+def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> "Generator[Progress, None, None]":
     """Yield a function that moves a bar for each thing that is done.
 
     Args:
@@ -57,7 +59,7 @@ def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> Generator[Progress
         yield move
 
 
-def _lines(text: Callable[[int], str], every_s: float) -> Progress:
+def _lines(text: Callable[[int], str], every_s: float) -> "Progress":
     """Return a function that prints what is done, a line now and then."""
     began = time.monotonic()
     last: dict[str, float] = {}
