@@ -45,7 +45,6 @@ class NativeDistribution(Distribution):
 
 
 setup(
-    version="0.1.0",
     packages=packages,
     package_dir=package_dir,
     package_data={

@@ -5,4 +5,4 @@ recipe, ops, model, sharding, graph and data, pipeline and checkpoint, train, in
 those before it. Begin with ``train/trainer.py``, or with ``recipe`` for what a run is made of.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

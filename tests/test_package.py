@@ -1,12 +1,15 @@
 """What an install must bring along beside the modules."""
 
 import os
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 from setuptools import distutils  # type: ignore[attr-defined]
+
+from telechat_moe import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,6 +34,15 @@ def test_every_file_of_the_package_is_installed():
         if not installed:
             missing.append(name)
     assert missing == []
+
+
+def test_the_wheel_the_command_and_the_changelog_have_one_version():
+    wheel = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()[-1]  # fmt: skip
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [wheel, *re.findall(r"(?m)^## (\d+\.\d+\.\d+)", changelog)][:2] == [__version__] * 2
 
 
 def test_both_native_libraries_are_installed(tmp_path):
