@@ -1,5 +1,6 @@
 """Memory: parameters against exact counts, activations against Korthikanti et al. 2022, in-flight micro-batches."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,9 @@ from benchmarks.plan_memory.small import RECIPE, SETTINGS
 from benchmarks.plan_published.models import published
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
+from telechat_moe.recipe.weights import weights
+from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.device import load_device
@@ -22,7 +26,6 @@ from telechat_moe.tools.plan.cost.memory import (
 )
 from telechat_moe.tools.plan.cost.simulate_step import simulate_step
 from telechat_moe.tools.plan.cost.step import evaluate
-from telechat_moe.tools.plan.cost.weights import stage_elements
 
 A100 = load_device("a100")
 
@@ -109,7 +112,15 @@ def test_our_own_step_by_its_tensors(change):
     alive = (found.activations + found.buffers)[0] - WORKSPACE
     assert alive == pytest.approx(activations(a, x), rel=0.06)
     dense, experts = local_parameters(table)
-    assert (dense + experts)[0] == pytest.approx(stage_elements(a, x), rel=1e-4)
+    sp, named = x.sequence_parallel and x.tp > 1, {w.name: w for w in weights(recipe.model_config)}
+    mesh = Mesh(dp=x.dp, cp=x.cp, tp=x.tp, pp=x.pp, ep=x.ep, sp=sp, expert_tp=x.etp > 1)
+    counts = x.chunk_layers(len(a.layers))
+    stages = [chunk % x.pp for chunk, count in enumerate(counts) for _ in range(count)]
+    shards, elements = WeightShards(mesh, named, stages, x.pp - 1), [0] * x.pp
+    for name, weight in named.items():
+        parts = math.prod(mesh.size(axes) for axes in shards.axes(name))
+        elements[shards.stage(name)] += weight.trained * math.prod(weight.shape) // parts
+    assert (dense + experts)[0] == pytest.approx(elements, rel=1e-4)
 
 
 def test_policies_that_choose_operator_by_operator():

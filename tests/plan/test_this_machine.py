@@ -107,40 +107,12 @@ MOE = Architecture(
     [
         (Layout(micro_batch=2), 4, 10),  # 20 tokens, two of four experts each
         (Layout(micro_batch=2).but(fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
-        (Layout(micro_batch=2, dp=2), 4, 20),  # all tokens of the device for each expert
-        (Layout(micro_batch=2, dp=2, ep=2), 2, 40),  # of both devices, for half of the experts
-        (Layout(micro_batch=2, tp=2, sequence_parallel=True), 4, 10),
     ],
 )
 def test_experts_compute_on_padding(layout, experts, rows):
     """The same step with experts twice as wide costs twice the experts' products more."""
     one, two = (cpu_step.terms(replace(MOE, moe_ffn=w), layout)[0] for w in (3, 6))
     assert two - one == pytest.approx(3 * 2 * experts * rows * 3 * 4 * 3)
-
-
-def test_tensor_parallelism_halves_products_but_those_of_whole_weights():
-    one, two = (
-        cpu_step.terms(MOE, Layout(micro_batch=2, tp=tp, sequence_parallel=tp > 1).but(fused=False))
-        for tp in (1, 2)
-    )
-    blocks, buffers = 8 * ((40 + 4 * 7) // 8), 4 * 10
-    experts = 3 * 2 * 3 * 4 * 3
-    assert two[0] - buffers * experts == pytest.approx((one[0] - blocks * experts) / 2)
-    assert two[2] == one[2] / 2
-
-
-def test_all_reduces_of_two_processes():
-    """By hand: gradients, and buffers of the experts four times; nothing in one process."""
-    assert cpu_step.all_reduces(MOE, Layout()) == (0, 0)
-    layout = Layout(micro_batch=2, compute="fp32")
-    _, data = cpu_step.all_reduces(MOE, layout.but(dp=2))
-    calls, expert = cpu_step.all_reduces(MOE, layout.but(dp=2, ep=2))
-    buffer = 4 * (4 * 20) * 4 * 2  # bytes x (experts x tokens) x hidden x both devices
-    weights = 4 * 4 * 3 * 4 * 3  # gradients of experts, which have no copy under ep 2
-    sizes = 4 * 4  # how many rows go where
-    assert expert - data == 4 * buffer - weights + sizes
-    assert data == pytest.approx(4 * MOE.parameters, rel=0.05)
-    assert calls > 4
 
 
 def test_cpu_step_fit_finds_what_made_the_times():
