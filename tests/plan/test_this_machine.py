@@ -54,29 +54,29 @@ TRUE = {
 
 def test_fit_finds_what_made_the_times():
     """Times made with known constants are predicted again, also of steps that were not fitted."""
-    truth = replace(Constants(), **TRUE)
+    truth = replace(DEVICE, constants=replace(Constants(), **TRUE))
     pairs = [of_case(c) for c in CALIBRATION]
-    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], DEVICE, truth).step_s
+    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], truth).step_s
     found = fit(pairs, seconds, DEVICE)
+    device = replace(DEVICE, constants=found)
     others = [of_case(variant("a", layers=6)), of_case(variant("b", batch=1, layers=3, seq=256))]
     for some in (pairs, others):
         models, layouts = [a for a, _ in some], [x for _, x in some]
-        expected = evaluate(models, layouts, DEVICE, truth).step_s
-        np.testing.assert_allclose(
-            evaluate(models, layouts, DEVICE, found).step_s, expected, rtol=0.02
-        )
+        expected = evaluate(models, layouts, truth).step_s
+        np.testing.assert_allclose(evaluate(models, layouts, device).step_s, expected, rtol=0.02)
     untouched = set(vars(Constants())) - set(FITTED)
     assert all(getattr(found, name) == getattr(Constants(), name) for name in untouched)
 
 
 def test_noise_does_not_carry_the_fit_away():
-    truth = replace(Constants(), **TRUE)
+    truth = replace(DEVICE, constants=replace(Constants(), **TRUE))
     pairs = [of_case(c) for c in CALIBRATION]
-    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], DEVICE, truth).step_s
+    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], truth).step_s
     noisy = seconds * np.random.default_rng(0).uniform(1.0, 1.05, len(seconds))
     a, layout = of_case(StepCase("whole", ()))
-    expected = evaluate(a, [layout], DEVICE, truth).step_s
-    found = evaluate(a, [layout], DEVICE, fit(pairs, noisy, DEVICE)).step_s
+    expected = evaluate(a, [layout], truth).step_s
+    device = replace(DEVICE, constants=fit(pairs, noisy, DEVICE))
+    found = evaluate(a, [layout], device).step_s
     np.testing.assert_allclose(found, expected, rtol=0.10)
 
 
@@ -106,7 +106,7 @@ MOE = Architecture(
     ("layout", "experts", "rows"),
     [
         (Layout(micro_batch=2), 4, 10),  # 20 tokens, two of four experts each
-        (Layout(micro_batch=2).but(fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
+        (Layout(micro_batch=2).with_changes(fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
     ],
 )
 def test_experts_compute_on_padding(layout, experts, rows):

@@ -55,7 +55,7 @@ class _Once(NamedTuple):
     back: bool = True
     """Whether it has a counterpart in the backward pass."""
 
-    again: bool = True
+    recomputed: bool = True
     """Whether recomputing a layer needs its result."""
 
     by: str = "recompute"
@@ -131,8 +131,8 @@ class Calls:
             if chunk == 0:
                 for _ in range(1 + a.mtp):
                     self._run(self._sum_tp(4), False)
-            for kind, again in layers:
-                self._run(self._block(kind), full and again)
+            for kind, recomputed in layers:
+                self._run(self._block(kind), full and recomputed)
             if chunk == last:
                 # with MTP's layers the head's inputs are gathered again, in a pipeline the first one, too: MindSpore does
                 # so, nothing asks for it
@@ -143,12 +143,12 @@ class Calls:
                 ranks = self.mesh.group(self.rank, self.mesh.axes("dp", "cp", "tp"))
                 self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
 
-    def _run(self, once: Sequence[_Once], again: bool) -> None:
+    def _run(self, once: Sequence[_Once], recomputed: bool) -> None:
         for call in once:
             ranks = self.mesh.group(self.rank, call.axes)
             times = self.x.micro_batches
             self._put("forward", call.kind, ranks, call.bytes, times)
-            if again and call.again:
+            if recomputed and call.recomputed:
                 self._put(call.by, call.kind, ranks, call.bytes, times)
             if call.back:
                 kind = REVERSE.get(call.kind, call.kind)
@@ -158,11 +158,11 @@ class Calls:
         """Return the gather of rows that sequence parallelism divides."""
         return [_Once("AllGather", self.mesh.axes("tp"), size)] if self.mesh.sp else []
 
-    def _sum_tp(self, element: int | None = None, again: bool = False) -> list[_Once]:
+    def _sum_tp(self, element: int | None = None, recomputed: bool = False) -> list[_Once]:
         """Return the sum over tp of `[T, H]`."""
         kind = "ReduceScatter" if self.mesh.sp else "AllReduce"
         size = (element or WIDTH) * self.token * self.a.hidden
-        return [_Once(kind, self.mesh.axes("tp"), size, again=again)]
+        return [_Once(kind, self.mesh.axes("tp"), size, recomputed=recomputed)]
 
     def _block(self, kind: str) -> list[_Once]:
         a, mesh = self.a, self.mesh
@@ -183,7 +183,7 @@ class Calls:
             shared = self.x.micro_batches > 1
             by = "backward" if width == a.qk_rope and shared else "recompute"
             calls.append(_Once("AllGather", mesh.axes("cp"), size, by=by))
-        calls += self._sum_tp(again=True)
+        calls += self._sum_tp(recomputed=True)
         rows = self._gather_tp(WIDTH * self.token * a.hidden)
         if kind == "dense":
             return calls + rows + self._sum_tp()
@@ -205,14 +205,14 @@ class Calls:
         if mesh.expert_tp:
             calls += self._sum_tp()
         elif not mesh.sp:
-            calls.append(_Once("AllGather", tp, WIDTH * self.token * a.hidden, again=False))
+            calls.append(_Once("AllGather", tp, WIDTH * self.token * a.hidden, recomputed=False))
         return calls
 
     def _balance(self) -> list[_Once]:
         mesh, size = self.mesh, 4 * self.x.micro_batch * self.a.experts
         within, stage = mesh.axes("cp", "tp"), mesh.axes("dp", "cp", "tp")
-        counts = _Once("AllReduce", within, size, back=False, again=False)
-        return [counts, _Once("AllReduce", stage, 4, back=False, again=False)]
+        counts = _Once("AllReduce", within, size, back=False, recomputed=False)
+        return [counts, _Once("AllReduce", stage, 4, back=False, recomputed=False)]
 
     def _loss(self) -> list[_Once]:
         """Return the collectives of head and cross-entropy: maximum, sum, the label's logit; sum and number of tokens."""
@@ -227,7 +227,7 @@ class Calls:
             (tokens, 4, True),
             (tokens, 4, False),
         ):
-            calls.append(_Once("AllReduce", axes, size, back, again=False))
+            calls.append(_Once("AllReduce", axes, size, back, recomputed=False))
         return calls
 
     def _batch(self, stage: int) -> None:
