@@ -14,9 +14,9 @@ from telechat_moe.errors import UsageError
 from telechat_moe.units import count_text
 
 NOTES = """\
-FILE is YAML: a recipe, variants of it (keys and a table of values, or axes of which all combinations are trained), seeds,
-studies, which compare variants and may demand that they are equal in parameters, active parameters or FLOPs, and larger
-recipes in which the structures have counterparts, whose cost is predicted. docs/sweep.md describes each key.
+FILE is YAML: a recipe, variants of it (each a list of overrides), seeds, studies, which compare variants and may demand that
+they are equal in parameters, active parameters or FLOPs, and larger recipes in which the structures have counterparts,
+whose cost is predicted. docs/sweep.md describes each key.
 
 All recipes are checked before the first run begins. Each run is a `telechat-moe train` of its own in
 output_dir/VARIANT/seed-N. The same command goes on after an interruption: a finished run is left as it is, another one goes on
@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
     keep_others_out()
     sweep = file.read_sweep(args.file)
     runs.check(sweep, None if args.report else hf.weights)
-    outcome = runs.Outcome()
+    outcome = runs.TrainingOutcome()
     if not args.report:
         with only_run(sweep.output), _progress() as show:
             outcome = runs.train(sweep, args.jobs, show)
-    trained = [results.trained(one, sweep.sizes[one.variant], outcome.failed) for one in sweep.runs]
-    larger = {model.name: cost.costs(model) for model in sweep.larger if not outcome.stopped}
+    trained = [results.read_result(r, sweep.sizes[r.variant], outcome.failed) for r in sweep.runs]
+    larger = {name: cost.predict_costs(sweep, name) for name in sweep.larger if not outcome.stopped}
     report = results.report(sweep, trained, larger)
     sweep.output.mkdir(parents=True, exist_ok=True)
     write_atomic(sweep.output / "sweep.json", json.dumps(report, indent=1) + "\n")
@@ -78,13 +78,13 @@ def run(args: argparse.Namespace) -> int:
     if not write_json(args.json, report):
         _show(report)
         print(f"\n{sweep.output}/sweep.html, sweep.json")
-    for one in trained:
-        if one.why:
-            print(f"error: {one.run.name}: {one.why}", file=sys.stderr)
+    for result in trained:
+        if result.why:
+            print(f"error: {result.run.name}: {result.why}", file=sys.stderr)
     if outcome.stopped:
         print("interrupted; the same command goes on", file=sys.stderr)
         return 130
-    left = sum(one.state != "finished" for one in trained)
+    left = sum(result.state != "finished" for result in trained)
     if left:
         print(f"error: {left} of {len(trained)} runs are not finished", file=sys.stderr)
     return 1 if left else 0
@@ -105,18 +105,19 @@ def _show(report: dict[str, Any]) -> None:
     for name, study in report["studies"].items():
         print(f"\n{name}")
         rows: list[list[str]] = []
-        for i, (one, apart) in enumerate(study["against_first"].items()):
-            v = report["variants"][one]
+        for i, (variant, apart) in enumerate(study["against_first"].items()):
+            v = report["variants"][variant]
             speed = v["tokens_per_second"]
             rows.append([
-                one, loss_text(v["loss"]), difference_text(apart) if i else "-", count_text(v["parameters"]),
+                variant, loss_text(v["loss"]), difference_text(apart) if i else "-", count_text(v["parameters"]),
                 count_text(v["active"]), count_text(v["flops_per_token"]), f"{speed:,.0f}" if speed else "-",
             ])  # fmt: skip
         show_table(titles, rows)
     for name, model in report["larger"].items():
         print(f"\npredicted at {name} ({model['recipe']} on {model['device']})")
         show_table(
-            ["variant", *COST_TITLES], [[one, *cost_row(c)] for one, c in model["variants"].items()]
+            ["variant", *COST_TITLES],
+            [[name, *cost_row(c)] for name, c in model["variants"].items()],
         )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +35,25 @@ def refused(folder: Path, capsys: Capture, **changes: Any) -> tuple[Path, str]:
         ({"variant": {}}, "variant:", "variant: unknown key; a sweep file has no such key; did you mean 'variants'?"),
         ({"seeds": []}, "seeds", "seeds: a list of 0 items; expected a list of 1 or more x an integer >= 0"),
         ({"seeds": [1, 1]}, "seeds", "seeds: 1 twice"),
-        ({"keys": None}, "recipe", "variants: is missing; keys and variants, or axes"),
-        ({"variants": {"a": [4, 1, 32], "b": [4, 1]}}, '"b"', "variants.b: a row of 2 values; 3 values"),
-        ({"variants": {"a": [4, 1, 32], "b": [4, 1, 32]}}, '"b"', "variants.b: the same recipe as a"),
-        ({"variants": {"../a": [4, 1, 32]}}, '"../a"', "the name '../a'; a folder's name"),
-        ({"variants": {"a": [4, 5, 32]}}, '"a"', "variants.a: model.model_config.num_experts_per_tok: 5 of 4 experts"),
-        ({"variants": {"a": [4, "x", 32]}}, '"a"', "num_experts_per_tok: the text 'x'; expected an integer"),
-        ({"keys": None, "variants": None, "axes": {"seed": [1]}}, '"seed"', "axes.seed: sets seed; seeds, from which"),
-        ({"keys": None, "variants": None, "axes": {}}, "recipe", "variants: is missing"),
-        ({"set": {mini.KEYS[0]: 4}}, f'"{mini.KEYS[0]}"', f"set.{mini.KEYS[0]}: also in keys or axes"),
-        ({"larger": {"big": {**LARGE, "variants": {}}}}, '"big"', "larger.big.variants: no variants"),
-        ({"axes": {"optimizer.eps": [0.001]}}, "variants", "variants: together with axes"),
-        ({"keys": None, "variants": None, "axes": {"optimizer.eps": [0.001, 0.001]}}, '"optimizer.eps"', "eps=0.001 twice"),
-        ({"keys": None, "variants": None, "axes": {"optimizer.esp": [0.001]}}, '"optimizer.esp"', "did you mean 'optimizer.eps'?"),
-        # a key that `telechat-moe train` does not have is no axis
-        ({"keys": None, "variants": None, "axes": {"runner_config.sink_size": [1, 2]}}, '"runner_config.sink_size"', "which `telechat-moe train` does not have"),
+        ({"variants": {}}, "recipe", "variants: no variants; one or more"),
+        ({"variants": {"a": mini.row(4, 1, 32), "b": mini.row(4, 1, 32)}}, '"b"', "variants.b: the same recipe as a"),
+        ({"variants": {"../a": mini.row(4, 1, 32)}}, '"../a"', "the name '../a'; a folder's name"),
+        ({"variants": {"a": mini.row(4, 5, 32)}}, '"a"', "variants.a: model.model_config.num_experts_per_tok: 5 of 4 experts"),
+        ({"variants": {"a": mini.row(4, "x", 32)}}, '"a"', "num_experts_per_tok: the text 'x'; expected an integer"),
+        ({"variants": {"a": ["seed=1"]}}, '"a"', "variants.a: sets seed; seeds, from which"),
+        ({"set": ["output_dir=x"]}, "set", "set: sets output_dir; output_dir, from which"),
+        ({"larger": {"big": {**LARGE, "variants": {}}}}, "recipe", "larger.big.variants: no variants"),
+        ({"keys": mini.KEYS}, "keys", "each variant as a list of overrides, NAME: [KEY=VALUE, ...]"),
+        ({"axes": {"optimizer.eps": [0.001]}}, "axes", "each variant as a list of overrides"),
+        ({"variants": {"a": ["optimizer.esp=0.001"]}}, '"a"', "did you mean 'optimizer.eps'?"),
+        ({"set": ["optimizer.eps"]}, "set", "optimizer.eps"),
+        # a key that `telechat-moe train` does not have makes no variant
+        ({"variants": {"a": ["runner_config.sink_size=1"]}}, '"a"', "which `telechat-moe train` does not have"),
         ({"studies": {"s": {"variants": ["few", "lots"]}}}, '"s"', "studies.s.variants: lots, no such variant; one of few, more, many"),
         ({"studies": {"s": {"variants": ["few", "few"]}}}, '"s"', "studies.s.variants: few twice; each once"),
-        ({"larger": {"big": {**LARGE, "variants": {"lots": [64, 2, 512]}}}}, '"big"', "larger.big.variants.lots: no such variant"),
-        ({"larger": {"big": {**LARGE, "device": "abacus", "variants": {}}}}, '"big"', "larger.big.device: abacus; device abacus: no such"),
-        ({"larger": {"big": {**LARGE, "variants": {"few": [64, 2, -1]}}}}, '"big"', "moe_intermediate_size: -1; expected an integer >= 1"),
+        ({"larger": {"big": {**LARGE, "variants": {"lots": mini.row(64, 2, 512)}}}}, '"big"', "larger.big.variants.lots: no such variant"),
+        ({"larger": {"big": {**LARGE, "device": "abacus", "variants": {"few": mini.row(64, 2, 512)}}}}, '"big"', "larger.big.device: abacus; device abacus: no such"),
+        ({"larger": {"big": {**LARGE, "variants": {"few": mini.row(64, 2, -1)}}}}, '"big"', "moe_intermediate_size: -1; expected an integer >= 1"),
     ],
 )  # fmt: skip
 def test_a_problem_is_named_with_line_and_key(
@@ -69,7 +67,7 @@ def test_a_problem_is_named_with_line_and_key(
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path, capsys: Capture) -> None:
-    variants = {"a": [4, 5, 32], "b": [4, 1, -1], "c": [4, 1, 32]}
+    variants = {"a": mini.row(4, 5, 32), "b": mini.row(4, 1, -1), "c": mini.row(4, 1, 32)}
     _, text = refused(tmp_path, capsys, variants=variants)
     assert "variants.a: " in text
     assert "variants.b: " in text
@@ -92,7 +90,7 @@ def test_what_all_runs_lack_is_said_once(tmp_path: Path, capsys: Capture) -> Non
 def test_variants_that_are_not_equal_are_refused(tmp_path: Path, capsys: Capture) -> None:
     equal = {"parameters": 0.1, "active": 0.1, "flops": 0.1}
     study = {"s": {"variants": ["few", "many"], "equal": equal}}
-    variants = {"few": [4, 1, 32], "many": [16, 4, 16]}
+    variants = {"few": mini.row(4, 1, 32), "many": mini.row(16, 4, 16)}
     path, text = refused(tmp_path, capsys, variants=variants, studies=study)
     small, large = (
         load(mini.TINY, _overrides(tmp_path, variants[name])).model_config for name in variants
@@ -104,28 +102,31 @@ def test_variants_that_are_not_equal_are_refused(tmp_path: Path, capsys: Capture
     assert text.count(f"{path.name}:{line}: studies.s.equal") == 3
 
 
-def _overrides(folder: Path, row: list[int]) -> list[str]:
-    common = mini.sweep(folder)["set"] | dict(zip(mini.KEYS, row, strict=True))
-    return [f"{key}={json.dumps(value)}" for key, value in common.items()]
+def _overrides(folder: Path, variant: list[str]) -> list[str]:
+    return [*mini.sweep(folder)["set"], *variant]
 
 
 def test_structures_of_larger_recipes_must_be_equal_too(tmp_path: Path, capsys: Capture) -> None:
     study = {"s": {"variants": ["few", "many"], "equal": {"active": 0.1}}}
-    larger = {"big": {**LARGE, "variants": {"few": [64, 2, 2048], "many": [256, 8, 2048]}}}
+    larger = {
+        "big": {**LARGE, "variants": {"few": mini.row(64, 2, 2048), "many": mini.row(256, 8, 2048)}}
+    }
     _, text = refused(tmp_path, capsys, studies=study, larger=larger)
     assert "studies.s.equal.active: larger.big: few has 1," in text
 
 
-def test_axes_are_crossed(tmp_path: Path) -> None:
-    axes = {"optimizer.eps": [0.001, 0.01], "lr_schedule.learning_rate": [0.1, 0.2, 0.3]}
-    plain = mini.sweep(tmp_path, keys=None, variants=None, axes=axes)
-    found = file.read_sweep(str(mini.write(tmp_path, plain)))
-    wanted = {f"eps={e},learning_rate={r}": (e, r) for e, r in product(*axes.values())}
-    assert list(found.variants) == list(wanted)
-    assert len(found.runs) == 12
-    for run in found.runs:
-        values = (run.recipe.optimizer.eps, run.recipe.lr_schedule.learning_rate)
-        assert values == wanted[run.variant]
+def test_a_run_has_its_variant_s_overrides_after_those_of_all(tmp_path: Path) -> None:
+    rates = {"slow": 0.1, "fast": 0.2}
+    variants = {name: [f"lr_schedule.learning_rate={rate}"] for name, rate in rates.items()}
+    plain = mini.sweep(tmp_path, variants=variants)
+    plain["set"] = [*plain["set"], "lr_schedule.learning_rate=0.3", "optimizer.eps=0.01"]
+    sweep = file.read_sweep(str(mini.write(tmp_path, plain)))
+    runs = [(run.variant, run.seed) for run in sweep.runs]
+    assert runs == [(name, seed) for seed in (1, 2) for name in rates]
+    for run in sweep.runs:
+        assert run.recipe.lr_schedule is not None
+        assert run.recipe.lr_schedule.learning_rate == rates[run.variant]
+        assert run.recipe.optimizer.eps == 0.01
         assert run.recipe.seed == run.seed
         assert run.recipe.train_dataset.data_loader.config.seed == run.seed  # pyright: ignore
         assert Path(run.recipe.output_dir) == tmp_path / "sweep" / run.variant / f"seed-{run.seed}"
@@ -134,15 +135,13 @@ def test_axes_are_crossed(tmp_path: Path) -> None:
 def test_the_shipped_sweep_is_right_and_every_structure_has_its_counterparts() -> None:
     names = [p.relative_to(shipped_dir()).as_posix() for p in shipped_dir().glob("sweeps/*/*.yaml")]
     assert names == [SHIPPED]
-    found = file.read_sweep(SHIPPED)
-    assert {name for study in found.studies.values() for name in study.variants} == {
-        *found.variants
-    }
-    for model in found.larger:
-        assert {*model.recipes} == {*found.variants}
-    pilot = {m.name: {v: r.model_config for v, r in m.recipes.items()} for m in found.larger}
-    for name, variant in ((n, found.runs) for n in found.variants):
-        config = next(run.recipe.model_config for run in variant if run.variant == name)
+    sweep = file.read_sweep(SHIPPED)
+    names = {name for study in sweep.studies.values() for name in study.variants}
+    assert names == {*sweep.keys.variants}
+    assert all({*recipes} == names for recipes in sweep.larger.values())
+    pilot = {m: {v: r.model_config for v, r in rs.items()} for m, rs in sweep.larger.items()}
+    for name in names:
+        config = next(run.recipe.model_config for run in sweep.runs if run.variant == name)
         for (
             large
         ) in pilot.values():  # as many experts in proportion to the base's, as many for a token
@@ -202,7 +201,7 @@ def test_losses_are_compared_seed_by_seed(tmp_path: Path, capsys: Capture) -> No
     assert verdicts["more"] == "lower"  # with every seed, though the ranges overlap
     assert verdicts["many"] == "not told apart"
     run = found["runs"][0]
-    config = load(mini.TINY, _overrides(tmp_path, [4, 1, 32])).model_config
+    config = load(mini.TINY, _overrides(tmp_path, mini.row(4, 1, 32))).model_config
     assert run["tokens"] == 12 * 4 * 16
     assert run["flops"] == pytest.approx(run["tokens"] * flops_per_token(config).training)
     assert run["train_loss"] == pytest.approx(3.1 + np.arange(1, 13).mean() / 10)
@@ -246,7 +245,7 @@ def test_a_loss_that_is_not_finite_at_the_end_is_none(tmp_path: Path, capsys: Ca
 
 
 def test_the_json_s_keys_are_documented(tmp_path: Path, capsys: Capture) -> None:
-    larger = {"big": {**LARGE, "variants": {"few": [64, 2, 2048]}}}
+    larger = {"big": {**LARGE, "variants": {"few": mini.row(64, 2, 2048)}}}
     path = recorded(tmp_path, LOSSES, larger=larger)
     assert main(["sweep", str(path), "--report", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -259,7 +258,7 @@ def test_the_json_s_keys_are_documented(tmp_path: Path, capsys: Capture) -> None
 
 def test_predicted_costs_are_those_of_plan(tmp_path: Path, capsys: Capture) -> None:
     row = [64, 2, 2048]
-    larger = {"big": {**LARGE, "variants": {"few": row}}}
+    larger = {"big": {**LARGE, "variants": {"few": mini.row(*row)}}}
     path = recorded(tmp_path, LOSSES, larger=larger)
     assert main(["sweep", str(path), "--report", "--json", "-"]) == 0
     cost = json.loads(capsys.readouterr().out)["larger"]["big"]["variants"]["few"]
@@ -272,7 +271,9 @@ def test_predicted_costs_are_those_of_plan(tmp_path: Path, capsys: Capture) -> N
 
 
 def test_the_page_shows_every_variant_and_fetches_nothing(tmp_path: Path, capsys: Capture) -> None:
-    larger = {"big": {**LARGE, "variants": {"few": [64, 2, 2048], "many": [256, 8, 512]}}}
+    larger = {
+        "big": {**LARGE, "variants": {"few": mini.row(64, 2, 2048), "many": mini.row(256, 8, 512)}}
+    }
     study = {"a <b>": {"about": "x & y", "variants": ["few", "many", "more"]}}
     path = recorded(tmp_path, LOSSES, larger=larger, studies=study)
     assert main(["sweep", str(path), "--report"]) == 0

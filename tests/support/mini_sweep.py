@@ -10,7 +10,14 @@ import mini_recipe as mini
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 AT = "model.model_config."
 KEYS = [f"{AT}n_routed_experts", f"{AT}num_experts_per_tok", f"{AT}moe_intermediate_size"]
-VARIANTS = {"few": [4, 1, 32], "more": [8, 2, 16], "many": [16, 4, 8]}
+
+
+def row(*values: object) -> list[str]:
+    """Return the overrides of a structure: experts, experts for a token, and their width."""
+    return [f"{key}={json.dumps(value)}" for key, value in zip(KEYS, values, strict=True)]
+
+
+VARIANTS = {"few": row(4, 1, 32), "more": row(8, 2, 16), "many": row(16, 4, 8)}
 """Equal in parameters, active parameters and FLOPs but for the routers."""
 
 
@@ -26,12 +33,12 @@ def sweep(folder: Path, **changes: Any) -> dict[str, Any]:
     }
     for key in KEYS:
         common.pop(key, None)
+    texts = [f"{key}={_text(value)}" for key, value in common.items()]
     plain = {
         "recipe": TINY,
         "output_dir": f"{folder}/sweep",
         "seeds": [1, 2],
-        "set": common,
-        "keys": KEYS,
+        "set": texts,
         "variants": dict(VARIANTS),
     }
     return {k: v for k, v in {**plain, **changes}.items() if v is not None}

@@ -10,11 +10,11 @@ from telechat_moe.tools.plan.cost.flops import utilisation
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.report.step import of_recipe, report
 from telechat_moe.tools.plan.search import planner
-from telechat_moe.tools.sweep.file import Larger, Size
+from telechat_moe.tools.sweep.file import LargerModel, ModelSize, Overrides, Sweep
 
 
 @dataclass(frozen=True)
-class Cost:
+class PredictedCost:
     """What a larger model with a variant's structure costs.
 
     Attributes:
@@ -41,21 +41,25 @@ class Cost:
     device_hours: float | None = None
 
 
-def costs(larger: Larger) -> dict[str, Cost]:
-    """Predict the step of each counterpart in a larger recipe."""
-    return {name: _cost(larger, name, recipe) for name, recipe in larger.recipes.items()}
+def predict_costs(sweep: Sweep, name: str) -> dict[str, PredictedCost]:
+    """Predict the step of each variant's counterpart in a larger model."""
+    model = sweep.keys.larger[name]
+    return {
+        variant: _cost(model, recipe, [*model.set, *model.variants[variant]])
+        for variant, recipe in sweep.larger[name].items()
+    }
 
 
-def _cost(larger: Larger, name: str, recipe: Recipe) -> Cost:
-    size, devices = Size.of(recipe), recipe.devices
+def _cost(model: LargerModel, recipe: Recipe, overrides: Overrides) -> PredictedCost:
+    size, devices = ModelSize.of(recipe), recipe.devices
     sizes = (size.parameters, size.active, size.flops, devices)
     try:
-        layout, step_s, fits, gap = _step(larger, recipe, list(larger.overrides[name]))
+        layout, step_s, fits, gap = _step(model, recipe, overrides)
     except (BadInputError, CheckFailedError, UsageError) as error:
-        return Cost(*sizes, why=str(error))
-    a, peak = Architecture.from_recipe(recipe), load_device(larger.device).peak(layout.compute)
+        return PredictedCost(*sizes, why=str(error))
+    a, peak = Architecture.from_recipe(recipe), load_device(model.device).peak(layout.compute)
     rate = layout.global_batch * a.seq / step_s
-    return Cost(
+    return PredictedCost(
         *sizes,
         layout=layout.short(),
         gap=gap,
@@ -68,7 +72,7 @@ def _cost(larger: Larger, name: str, recipe: Recipe) -> Cost:
 
 
 def _step(
-    larger: Larger, recipe: Recipe, overrides: list[str]
+    model: LargerModel, recipe: Recipe, overrides: Overrides
 ) -> tuple[Layout, float, bool, float | None]:
     """Return layout, seconds, whether it fits, and gap.
 
@@ -77,12 +81,12 @@ def _step(
         BadInputError: The recipe's schedule does not exist for its layout.
         UsageError: No layout divides the model.
     """
-    if not larger.search_s:
-        step = of_recipe(recipe, larger.device)
+    if not model.search_s:
+        step = of_recipe(recipe, model.device)
         return step.layout, step.step_s, report(step)["fits"], None
-    where = (recipe.devices, larger.device, None, None, list[str]())
-    plan = planner.find(larger.recipe, overrides, *where, top=1, limit_s=larger.search_s)
+    machine = (recipe.devices, model.device, None, None, list[str]())
+    plan = planner.find(model.recipe, list(overrides), *machine, top=1, limit_s=model.search_s)
     if not plan.best:
-        in_time = f"no layout was found in {larger.search_s:g} s"
+        in_time = f"no layout was found in {model.search_s:g} s"
         raise CheckFailedError(in_time if plan.timed_out else "no layout fits into memory")
     return plan.best[0].layout, plan.best[0].step_s, True, plan.gap

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from telechat_moe import html
-from telechat_moe.tools.sweep.results import Trained
+from telechat_moe.tools.sweep.results import RunResult
 from telechat_moe.units import count_text
 
 _COLOURS = 6
@@ -14,17 +14,17 @@ _FROM = 0.2
 """Share of the training after which loss curves are drawn: before it all fall alike, and steeply."""
 
 
-def page(report: Mapping[str, Any], runs: Sequence[Trained]) -> str:
+def page(report: Mapping[str, Any], runs: Sequence[RunResult]) -> str:
     """Return the page of a sweep.
 
     Args:
         report: As `results.report` returns it.
         runs: Its runs.
     """
-    states = [one.state for one in runs]
-    said = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+    states = [r.state for r in runs]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     seeds = report["seeds"]
-    lead = f"{len(report['variants'])} variants of {report['recipe']} with {len(seeds)} seeds: {said}. "
+    lead = f"{len(report['variants'])} variants of {report['recipe']} with {len(seeds)} seeds: {counts}. "
     lead += f"Losses are {report['loss']} losses in nats per token"
     lead += ": mean, and lowest to highest over the seeds." if len(seeds) > 1 else "."
     parts = [html.tag("p", lead, "sentence"), *_failures(runs)]
@@ -36,17 +36,17 @@ def page(report: Mapping[str, Any], runs: Sequence[Trained]) -> str:
     return html.page(f"Sweep of {report['recipe']}", parts, wide=True)
 
 
-def _failures(runs: Sequence[Trained]) -> list[html.Html]:
-    failed = [f"{one.run.name}: {one.why}" for one in runs if one.why]
+def _failures(runs: Sequence[RunResult]) -> list[html.Html]:
+    failed = [f"{r.run.name}: {r.why}" for r in runs if r.why]
     return [html.tag("p", "Failed runs:", "bad"), html.items(failed)] if failed else []
 
 
-def loss_text(loss: Mapping[str, Any], digits: int = 4) -> str:
+def loss_text(loss: Mapping[str, Any]) -> str:
     """Return a loss and its spread: ``3.9012 (3.8990 to 3.9034)``; a dash without any."""
     if loss["mean"] is None:
         return "-"
-    spread = f" ({loss['low']:.{digits}f} to {loss['high']:.{digits}f})"
-    return f"{loss['mean']:.{digits}f}{spread if len(loss['each']) > 1 else ''}"
+    spread = f" ({loss['low']:.4f} to {loss['high']:.4f})"
+    return f"{loss['mean']:.4f}{spread if len(loss['each']) > 1 else ''}"
 
 
 def difference_text(apart: Mapping[str, Any]) -> str:
@@ -57,22 +57,22 @@ def difference_text(apart: Mapping[str, Any]) -> str:
 
 
 def _study(
-    name: str, study: Mapping[str, Any], report: Mapping[str, Any], runs: Sequence[Trained]
+    name: str, study: Mapping[str, Any], report: Mapping[str, Any], runs: Sequence[RunResult]
 ) -> list[html.Html]:
     members, first = list(study["against_first"]), next(iter(study["against_first"]))
-    variants = {one: report["variants"][one] for one in members}
+    variants = {name: report["variants"][name] for name in members}
     equal = [f"{k} within {v:.1%}" for k, v in study["equal"].items() if v is not None]
     rows = [
         [
-            one,
+            variant,
             loss_text(v["loss"]),
-            "-" if one == first else difference_text(study["against_first"][one]),
+            "-" if variant == first else difference_text(study["against_first"][variant]),
             count_text(v["parameters"]),
             count_text(v["active"]),
             count_text(v["training_flops"]),
             v["tokens_per_second"] and f"{v['tokens_per_second']:,.0f}",
         ]
-        for one, v in variants.items()
+        for variant, v in variants.items()
     ]
     titles = ["variant", "loss ", f"against {first} ", "parameters ", "active ", "training FLOPs ", "tokens/s "]  # fmt: skip
     about = study["about"] + (f" Equal by arithmetic: {', '.join(equal)}." if equal else "")
@@ -87,16 +87,16 @@ def _study(
 
 def _losses(variants: Mapping[str, Any]) -> html.Html:
     """Draw a row for each variant: mean loss, and the range over the seeds."""
-    known = {one: v["loss"] for one, v in variants.items() if v["loss"]["mean"] is not None}
-    if not known:
+    losses = {name: v["loss"] for name, v in variants.items() if v["loss"]["mean"] is not None}
+    if not losses:
         return html.tag("p", "No run of this study has finished.", "soft")
-    low, high = min(x["low"] for x in known.values()), max(x["high"] for x in known.values())
+    low, high = min(x["low"] for x in losses.values()), max(x["high"] for x in losses.values())
     across = html.ticks(low, high, 8, outward=True)
-    height = 40 + 26 * len(known)
-    axes = html.Axes((across[0], across[-1]), (-0.5, len(known) - 0.5), 1040, height, left=200, bottom=40)  # fmt: skip
+    height = 40 + 26 * len(losses)
+    axes = html.Axes((across[0], across[-1]), (-0.5, len(losses) - 0.5), 1040, height, left=200, bottom=40)  # fmt: skip
     parts = [axes.grid(across, [], labels=("loss, nats per token", ""))]
-    for row, (name, loss) in enumerate(known.items()):
-        up, colour = len(known) - 1 - row, f"s{row % _COLOURS}"
+    for row, (name, loss) in enumerate(losses.items()):
+        up, colour = len(losses) - 1 - row, f"s{row % _COLOURS}"
         parts.append(f"<text class=name x=190 y={axes.y(up) + 4:.1f} text-anchor=end>{html.html(name)}</text>")  # fmt: skip
         parts.append(axes.line((loss["low"], loss["high"]), (up, up), colour, 3))
         parts += [axes.dot(value, up, f"d{row % _COLOURS}", 3) for value in loss["each"]]
@@ -104,10 +104,10 @@ def _losses(variants: Mapping[str, Any]) -> html.Html:
     return axes.draw(parts, "loss of each variant: mean, and each seed")
 
 
-def _curves(members: Sequence[str], runs: Sequence[Trained]) -> html.Html:
+def _curves(members: Sequence[str], runs: Sequence[RunResult]) -> html.Html:
     """Draw the loss of each variant against the FLOPs that were spent: mean over the seeds, and their range."""
-    found = {one: _curve([r for r in runs if r.run.variant == one]) for one in members}
-    points = [p for curve in found.values() for p in curve]
+    curves = {name: _curve([r for r in runs if r.run.variant == name]) for name in members}
+    points = [p for curve in curves.values() for p in curve]
     if len(points) < 2:
         return html.Html("")
     scale = 10 ** (3 * ((len(f"{max(p[0] for p in points):.0f}") - 1) // 3))
@@ -117,19 +117,19 @@ def _curves(members: Sequence[str], runs: Sequence[Trained]) -> html.Html:
     axes = html.Axes((across[0], across[-1]), (up[0], up[-1]), 1040, 360, bottom=44)
     labels = (f"training FLOPs, 10^{len(str(scale)) - 1}", "loss, nats per token")
     parts = [axes.grid(across, labels=labels)]
-    for row, curve in enumerate(found.values()):
+    for row, curve in enumerate(curves.values()):
         xs = [p[0] / scale for p in curve]
         colour = row % _COLOURS
         parts.append(axes.area(xs, [p[2] for p in curve], [p[3] for p in curve], f"a{colour}"))
         parts.append(axes.line(xs, [p[1] for p in curve], f"s{colour}", 2))
-    legend = [(f"var(--m{row % _COLOURS})", one) for row, one in enumerate(found)]
+    legend = [(f"var(--m{row % _COLOURS})", name) for row, name in enumerate(curves)]
     note = "line: mean over the seeds; band: lowest to highest; from a fifth of the training on"
     return html.Html(axes.draw(parts, "loss against training FLOPs") + html.keys(legend, note))
 
 
-def _curve(runs: Sequence[Trained]) -> list[tuple[float, float, float, float]]:
+def _curve(runs: Sequence[RunResult]) -> list[tuple[float, float, float, float]]:
     """Return FLOPs, mean, lowest and highest loss, where all runs that have begun have one."""
-    begun = [dict(one.curve) for one in runs if one.curve]
+    begun = [dict(r.curve) for r in runs if r.curve]
     if not begun:
         return []
     shared = [x for x in begun[0] if all(x in other for other in begun)]
@@ -139,53 +139,59 @@ def _curve(runs: Sequence[Trained]) -> list[tuple[float, float, float, float]]:
 
 
 def _overview(report: Mapping[str, Any]) -> list[html.Html]:
-    rows = {one: (v["training_flops"], v["loss"]) for one, v in report["variants"].items()}
+    rows = {name: (v["training_flops"], v["loss"]) for name, v in report["variants"].items()}
     return [
         html.tag("h2", "Loss against training FLOPs, all variants"),
         _scatter(rows, "training FLOPs of a run"),
     ]
 
 
-def _scatter(rows: Mapping[str, tuple[float | None, Mapping[str, Any]]], what: str) -> html.Html:
+def _scatter(rows: Mapping[str, tuple[float | None, Mapping[str, Any]]], title: str) -> html.Html:
     """Draw numbered variants, their loss with its range over a number, and say which number is which."""
-    known = {one: (x, loss) for one, (x, loss) in rows.items() if x and loss["mean"] is not None}
-    if not known:
+    points = {name: (x, loss) for name, (x, loss) in rows.items() if x and loss["mean"] is not None}
+    if not points:
         return html.tag("p", "Nothing to draw yet.", "soft")
-    most = max(x for x, _ in known.values())
-    power = 3 * ((len(f"{most:.0f}") - 1) // 3)
-    xs = [x / 10**power for x, _ in known.values()]
+    largest = max(x for x, _ in points.values())
+    power = 3 * ((len(f"{largest:.0f}") - 1) // 3)
+    xs = [x / 10**power for x, _ in points.values()]
     margin = 0.05 * (max(xs) - min(xs)) + 1e-3 * max(xs)
     across = html.ticks(min(xs) - margin, max(xs) + margin, 8, outward=True)
-    low, high = min(v["low"] for _, v in known.values()), max(v["high"] for _, v in known.values())
+    low, high = (
+        min(v["low"] for _, v in points.values()),
+        max(v["high"] for _, v in points.values()),
+    )
     up = html.ticks(low, high, 6, outward=True)
     axes = html.Axes((across[0], across[-1]), (up[0], up[-1]), 1040, 360, bottom=44)
-    name = f"{what}, 10^{power}" if power else what
-    parts = [axes.grid(across, labels=(name, "loss at the sweep's size, nats per token"))]
-    for number, (x, (one, (_, loss))) in enumerate(zip(xs, known.items(), strict=True), 1):
+    label = f"{title}, 10^{power}" if power else title
+    parts = [axes.grid(across, labels=(label, "loss at the sweep's size, nats per token"))]
+    for number, (x, (name, (_, loss))) in enumerate(zip(xs, points.items(), strict=True), 1):
         parts.append(axes.line((x, x), (loss["low"], loss["high"]), "target"))
-        parts.append(axes.dot(x, loss["mean"], "chosen", 5, f"{one}: {loss_text(loss)}"))
+        parts.append(axes.dot(x, loss["mean"], "chosen", 5, f"{name}: {loss_text(loss)}"))
         parts.append(f"<text class=name x={axes.x(x) + 9:.1f} y={axes.y(loss['mean']) + 4:.1f}>{number}</text>")  # fmt: skip
-    legend = "; ".join(f"{number} {one}" for number, one in enumerate(known, 1))
-    return html.Html(axes.draw(parts, f"loss over {what}") + html.tag("p", legend, "soft"))
+    legend = "; ".join(f"{number} {name}" for number, name in enumerate(points, 1))
+    return html.Html(axes.draw(parts, f"loss over {title}") + html.tag("p", legend, "soft"))
 
 
 def _larger(name: str, model: Mapping[str, Any], report: Mapping[str, Any]) -> list[html.Html]:
-    losses = {one: report["variants"][one]["loss"] for one in model["variants"]}
-    hours = {one: (c["device_hours"], losses[one]) for one, c in model["variants"].items()}
-    keys: list[str] = [key for c in model["variants"].values() for key in c["settings"]]
-    said = (
-        f"Structure: {', '.join(key.rpartition('.')[2] for key in dict.fromkeys(keys))}. "
+    losses = {name: report["variants"][name]["loss"] for name in model["variants"]}
+    hours = {name: (c["device_hours"], losses[name]) for name, c in model["variants"].items()}
+    note = (
         f"Predicted for {model['recipe']} on {model['device']} by the planner's cost model, not measured; "
         "gap: how far the step may be from that of the fastest layout (none: the recipe's own layout). "
         "Losses are those of the sweep's small models: that their order holds at this size is not shown."
     )
     rows = [
-        [one, ", ".join(c["settings"].values()), loss_text(losses[one]), *cost_row(c)]
-        for one, c in model["variants"].items()
+        [
+            variant,
+            ", ".join(f"{k.rpartition('.')[2]}={v}" for k, v in c["settings"].items()),
+            loss_text(losses[variant]),
+            *cost_row(c),
+        ]
+        for variant, c in model["variants"].items()
     ]
     return [
         html.tag("h2", f"Cost at {name}"),
-        html.tag("p", said),
+        html.tag("p", note),
         html.table(["variant", "structure there", "loss here ", *COST_TITLES], rows),
         _scatter(hours, f"predicted device hours at {name} for 10^12 tokens"),
     ]

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from telechat_moe.tools.sweep.cost import Cost
-from telechat_moe.tools.sweep.file import Run, Size, Sweep
+from telechat_moe.tools.sweep.cost import PredictedCost
+from telechat_moe.tools.sweep.file import ModelSize, Overrides, Sweep, SweepRun
 from telechat_moe.tools.sweep.runs import is_finished
 from telechat_moe.train import metrics
 
@@ -22,7 +22,7 @@ LAST = 20
 
 
 @dataclass(frozen=True)
-class Trained:
+class RunResult:
     """A run, as far as it is done.
 
     Attributes:
@@ -35,7 +35,7 @@ class Trained:
         curve: FLOPs spent, and loss there: of each evaluation; without any, mean training losses.
     """
 
-    run: Run
+    run: SweepRun
     state: str
     why: str
     steps: int
@@ -54,11 +54,11 @@ class Trained:
     def plain(self) -> dict[str, Any]:
         """Return the run as plain data."""
         data = {k: v for k, v in vars(self).items() if k not in ("run", "curve")}
-        own = {"variant": self.run.variant, "seed": self.run.seed, "folder": str(self.run.folder)}
-        return {**own, **data, "loss": self.loss}
+        run = {"variant": self.run.variant, "seed": self.run.seed, "folder": str(self.run.folder)}
+        return {**run, **data, "loss": self.loss}
 
 
-def trained(run: Run, size: Size, failed: Mapping[Path, str]) -> Trained:
+def read_result(run: SweepRun, size: ModelSize, failed: Mapping[Path, str]) -> RunResult:
     """Read what a run did.
 
     Raises:
@@ -67,8 +67,8 @@ def trained(run: Run, size: Size, failed: Mapping[Path, str]) -> Trained:
     file = run.folder / metrics.FILE
     records = metrics.read(file) if file.exists() else []
     steps = [r for r in records if r["event"] == "step"]
-    done = is_finished(run)
-    state = "finished" if done else "failed" if run.folder in failed else "unfinished" if steps else "not begun"  # fmt: skip
+    finished = is_finished(run)
+    state = "finished" if finished else "failed" if run.folder in failed else "unfinished" if steps else "not begun"  # fmt: skip
     tokens_each = run.recipe.global_batch * run.recipe.model_config.seq_length
     cost = size.flops * tokens_each
     losses = [(r["step"], r["lm_loss"]) for r in steps if r.get("lm_loss") is not None]
@@ -76,15 +76,15 @@ def trained(run: Run, size: Size, failed: Mapping[Path, str]) -> Trained:
     checks = [(r["step"], r["loss"]) for r in evaluated if r.get("loss") is not None]
     last: list[Any] = [r.get("lm_loss") for r in steps[-LAST:]]
     speeds = [r["tokens_per_second"] for r in steps if r.get("tokens_per_second")]
-    return Trained(
+    return RunResult(
         run,
         state,
-        "" if done else failed.get(run.folder, ""),
+        "" if finished else failed.get(run.folder, ""),
         len(steps),
         len(steps) * tokens_each,
         len(steps) * cost,
-        fmean(last) if done and last and None not in last else None,
-        evaluated[-1].get("loss") if done and evaluated else None,
+        fmean(last) if finished and last and None not in last else None,
+        evaluated[-1].get("loss") if finished and evaluated else None,
         median(speeds) if speeds else None,
         [(step * cost, loss) for step, loss in checks or _blocks(losses)],
     )
@@ -115,19 +115,19 @@ def difference(losses: Mapping[int, float], first: Mapping[int, float]) -> dict[
 
 
 def report(
-    sweep: Sweep, runs: Sequence[Trained], larger: Mapping[str, Mapping[str, Cost]]
+    sweep: Sweep, runs: Sequence[RunResult], larger: Mapping[str, Mapping[str, PredictedCost]]
 ) -> dict[str, Any]:
     """Return everything as plain data: ``sweep.json``, ``--json``."""
     variants: dict[str, dict[str, Any]] = {}
     by_seed: dict[str, dict[int, float]] = {}
-    for name, variant in sweep.variants.items():
-        mine = [one for one in runs if one.run.variant == name]
-        by_seed[name] = {one.run.seed: one.loss for one in mine if one.loss is not None}
-        speeds = [one.tokens_per_second for one in mine if one.tokens_per_second is not None]
-        recipe, size = mine[0].run.recipe, sweep.sizes[name]
+    for name, overrides in sweep.keys.variants.items():
+        results = [r for r in runs if r.run.variant == name]
+        by_seed[name] = {r.run.seed: r.loss for r in results if r.loss is not None}
+        speeds = [r.tokens_per_second for r in results if r.tokens_per_second is not None]
+        recipe, size = results[0].run.recipe, sweep.sizes[name]
         tokens = recipe.train_steps * recipe.global_batch * recipe.model_config.seq_length
         variants[name] = {
-            "settings": variant.plain(),
+            "settings": _settings(overrides),
             "parameters": size.parameters,
             "active": size.active,
             "flops_per_token": size.flops,
@@ -139,32 +139,37 @@ def report(
     evaluates = bool(runs[0].run.recipe.telechat_moe.evaluation.interval)
     return {
         "file": str(sweep.file),
-        "recipe": sweep.base,
+        "recipe": sweep.keys.recipe,
         "output_dir": str(sweep.output),
-        "seeds": list(dict.fromkeys(one.run.seed for one in runs)),
+        "seeds": list(dict.fromkeys(r.run.seed for r in runs)),
         "loss": "validation" if evaluates else f"training, mean of the last {LAST} steps",
-        "runs": [one.plain() for one in runs],
+        "runs": [r.plain() for r in runs],
         "variants": variants,
         "studies": {
             name: {
                 "about": study.about,
                 "equal": asdict(study.equal),
                 "against_first": {
-                    one: difference(by_seed[one], by_seed[study.variants[0]])
-                    for one in study.variants
+                    variant: difference(by_seed[variant], by_seed[study.variants[0]])
+                    for variant in study.variants
                 },
             }
             for name, study in sweep.studies.items()
         },
         "larger": {
-            model.name: {
+            name: {
                 "recipe": model.recipe,
                 "device": model.device,
                 "variants": {
-                    one: {"settings": model.settings[one], **asdict(cost)}
-                    for one, cost in larger.get(model.name, {}).items()
+                    variant: {"settings": _settings(model.variants[variant]), **asdict(cost)}
+                    for variant, cost in larger.get(name, {}).items()
                 },
             }
-            for model in sweep.larger
+            for name, model in sweep.keys.larger.items()
         },
     }
+
+
+def _settings(overrides: Overrides) -> dict[str, str]:
+    """Return the values of overrides by the recipe's keys."""
+    return dict(override.split("=", 1) for override in overrides)

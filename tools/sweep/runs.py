@@ -20,7 +20,7 @@ from telechat_moe.interruption import can_stop
 from telechat_moe.launch.affinity import Topology
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Problem, RecipeError, load
-from telechat_moe.tools.sweep.file import Run, Sweep
+from telechat_moe.tools.sweep.file import Sweep, SweepRun
 from telechat_moe.train import metrics, preflight
 
 LOG = "sweep.log"
@@ -29,7 +29,7 @@ _POLL_S = 0.3
 
 
 @dataclass
-class Outcome:
+class TrainingOutcome:
     """What became of the runs that were started.
 
     Attributes:
@@ -41,10 +41,10 @@ class Outcome:
     stopped: bool = False
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: SweepRun) -> bool:
     """Return whether all steps of a run are done."""
-    done = _json(run.folder / "summary.json")
-    return done is not None and done.get("finished") is True
+    summary = _json(run.folder / "summary.json")
+    return summary is not None and summary.get("finished") is True
 
 
 def check(sweep: Sweep, weights: ReadWeights | None) -> None:
@@ -76,15 +76,15 @@ def check(sweep: Sweep, weights: ReadWeights | None) -> None:
         raise RecipeError(list(problems))
 
 
-def _differences(before: Any, now: Any, at: str = "") -> Iterator[str]:
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
     """Yield where two recipes differ, the place of the output excepted."""
     if isinstance(before, dict) and isinstance(now, dict):
         old, new = cast("dict[str, Any]", before), cast("dict[str, Any]", now)
-        for key in dict.fromkeys([*old, *new]):
-            if key != "output_dir" or at:
-                yield from _differences(old.get(key), new.get(key), f"{at}.{key}".lstrip("."))
+        for name in dict.fromkeys([*old, *new]):
+            if name != "output_dir" or key:
+                yield from _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
     elif json.dumps(before) != json.dumps(now):
-        yield f"{at} was {_short(before)}, is {_short(now)}"
+        yield f"{key} was {_short(before)}, is {_short(now)}"
 
 
 def _short(value: Any) -> str:
@@ -92,19 +92,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] | None) -> Outcome:
+def train(
+    sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] | None
+) -> TrainingOutcome:
     """Train all runs that are not finished, ``jobs`` at a time; one that fails does not stop the others.
 
     Args:
         jobs: Processes at a time, which share this machine's cores evenly.
         show: Called repeatedly with the numbers of ended runs, all runs, finished steps and all steps; None: progress is not shown.
     """
-    outcome, waiting = Outcome(), [run for run in sweep.runs if not is_finished(run)]
-    running: dict[int, tuple[subprocess.Popen[Any], Run]] = {}
+    outcome, waiting = TrainingOutcome(), [run for run in sweep.runs if not is_finished(run)]
+    running: dict[int, tuple[subprocess.Popen[Any], SweepRun]] = {}
     jobs = min(jobs, len(waiting))
     shares = [share.cpus for share in Topology.read().shares(jobs)] if jobs > 1 else [None]
 
-    told = False
+    told_to_stop = False
 
     def stop() -> None:
         outcome.stopped = True
@@ -118,8 +120,8 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] 
                         run = waiting.pop(0)
                         running[slot] = (_start(sweep, run, cores), run)
                 time.sleep(_POLL_S)
-                if outcome.stopped and not told:
-                    told = True
+                if outcome.stopped and not told_to_stop:
+                    told_to_stop = True
                     for process, _ in running.values():
                         process.terminate()  # it saves its step
                 for slot, (process, run) in list(running.items()):
@@ -127,7 +129,7 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] 
                     if code is not None:
                         del running[slot]
                         if not is_finished(run) and not outcome.stopped:
-                            outcome.failed[run.folder] = _why(run, code)
+                            outcome.failed[run.folder] = _failure(run, code)
                 if show is not None:
                     show(*_progress(sweep, [run for _, run in running.values()], waiting))
         finally:
@@ -137,7 +139,7 @@ def train(sweep: Sweep, jobs: int, show: Callable[[int, int, int, int], object] 
 
 
 def _progress(
-    sweep: Sweep, running: Sequence[Run], waiting: Sequence[Run]
+    sweep: Sweep, running: Sequence[SweepRun], waiting: Sequence[SweepRun]
 ) -> tuple[int, int, int, int]:
     """Return runs that are over, all runs, steps that are done, all steps; what waits counts as not begun."""
     over = len(sweep.runs) - len(running) - len(waiting)
@@ -147,9 +149,17 @@ def _progress(
     return over, len(sweep.runs), total - left + begun, total
 
 
-def _start(sweep: Sweep, run: Run, cores: list[int] | None) -> "subprocess.Popen[Any]":
+def _start(sweep: Sweep, run: SweepRun, cores: list[int] | None) -> "subprocess.Popen[Any]":
     sets = [word for override in run.overrides for word in ("--set", override)]
-    command = [sys.executable, "-m", "telechat_moe.cli", "train", sweep.base, "--plain", "--resume"]
+    command = [
+        sys.executable,
+        "-m",
+        "telechat_moe.cli",
+        "train",
+        sweep.keys.recipe,
+        "--plain",
+        "--resume",
+    ]
     run.folder.mkdir(parents=True, exist_ok=True)
 
     def begin() -> None:
@@ -169,19 +179,19 @@ def _start(sweep: Sweep, run: Run, cores: list[int] | None) -> "subprocess.Popen
         )
 
 
-def _why(run: Run, code: int) -> str:
+def _failure(run: SweepRun, code: int) -> str:
     """Say why a process ended before its run was finished."""
     log = run.folder / LOG
     lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
-    said = (errors or lines or ["it printed nothing"])[-1]
-    return f"{processes.death(code)}: {said.removeprefix('error: ')[:300]} ({log})"
+    message = (errors or lines or ["it printed nothing"])[-1]
+    return f"{processes.death(code)}: {message.removeprefix('error: ')[:300]} ({log})"
 
 
 def _json(path: Path) -> "Mapping[str, Any] | None":
     """Return the object in a file; None if there is none."""
     try:
-        found = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else None
