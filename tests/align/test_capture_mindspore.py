@@ -275,7 +275,7 @@ def test_a_recipe_in_one_process(tmp_path, data):
     _, name, _, *sets = mini_recipe.arguments(data, tmp_path / "run")
     recipe = load(name, sets[1::2], use="train")
     wanted = Filter(frozenset({1}), ("*.router.AssignAdd*",))
-    dump = capture_recipe(recipe, tmp_path / "dump", range(1, 2), wanted=wanted)
+    dump = capture_recipe(recipe, tmp_path / "dump", range(1, 2), selection=wanted)
     assert list(dump.ranks) == [(1, 0)]
     (counts,) = msprobe.read(tmp_path / "dump").ranks[1, 0].calls.values()
     config = recipe.model_config
@@ -290,7 +290,7 @@ def test_the_updates_of_a_layer_are_those_of_a_whole_capture(tmp_path, data):
     recipe = load(name, sets[1::2], use="train")
 
     def updates(out, wanted):
-        capture_recipe(recipe, tmp_path / out, range(1), wanted=wanted)
+        capture_recipe(recipe, tmp_path / out, range(1), selection=wanted)
         calls = msprobe.read(tmp_path / out).ranks[0, 0].calls
         return {key: call for key, call in calls.items() if key.startswith("Optimizer.")}
 

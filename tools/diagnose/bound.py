@@ -47,26 +47,28 @@ class StageBound:
 
 def stage_bounds(records: Records) -> list[StageBound]:
     """Return what bounds each stage."""
-    own = records.own
+    local = records.own
     names = list(BOUNDS.values())
     moved = _moved(records)
-    found: list[StageBound] = []
+    bounds: list[StageBound] = []
     for stage in range(int(records.stage.max()) + 1):
         rows = np.flatnonzero(records.stage == stage)
-        latest = rows[own[rows].argmax(0)]
-        at = np.arange(len(records.steps))
-        parts = np.zeros((len(names), len(at)))
+        latest = rows[local[rows].argmax(0)]
+        columns = np.arange(len(records.steps))
+        parts = np.zeros((len(names), len(columns)))
         for number, part in enumerate(BOUNDS):
             if part == "comm":
-                parts[number] = moved[latest, at]
+                parts[number] = moved[latest, columns]
             elif part in records.columns:
-                parts[number] = records.columns[part][latest, at]
+                parts[number] = records.columns[part][latest, columns]
         if not records.inside:  # beside the host: lost there
             host = names.index("host")
-            parts[host] += sum(records.columns[n][latest, at] for n in LOST if n in records.columns)
+            parts[host] += sum(
+                records.columns[n][latest, columns] for n in LOST if n in records.columns
+            )
         by_step = parts.argmax(0)
         total = parts.sum()
-        found.append(
+        bounds.append(
             StageBound(
                 stage,
                 {
@@ -78,7 +80,7 @@ def stage_bounds(records: Records) -> list[StageBound]:
                 latest,
             )
         )
-    return found
+    return bounds
 
 
 def _moved(records: Records) -> Floats:

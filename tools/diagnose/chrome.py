@@ -106,9 +106,9 @@ class Trace:
     def steps(self) -> list[Step]:
         """Return the steps that the trace marks, whose numbers differ."""
         marks = [
-            Step(int(found[1]), *self.span(e))
+            Step(int(match[1]), *self.span(e))
             for e in self.complete
-            if e.get("cat") != "gpu_user_annotation" and (found := STEP.match(str(e.get("name"))))
+            if e.get("cat") != "gpu_user_annotation" and (match := STEP.match(str(e.get("name"))))
         ]
         if not marks:
             waits = {
@@ -117,9 +117,9 @@ class Trace:
                 if e.get("cat") == "Data_aug Bound" and e.get("ph") == "t" and isinstance(e.get("args"), dict)
             }  # fmt: skip
             marks = [
-                Step(int(found[1]), *self.span(e), _float(waits.get(f"Data_aug Bound {found[1]}")))
+                Step(int(match[1]), *self.span(e), _float(waits.get(f"Data_aug Bound {match[1]}")))
                 for e in self.complete
-                if e.get("cat") == "Iteration Time" and (found := ITERATION.match(str(e.get("name"))))
+                if e.get("cat") == "Iteration Time" and (match := ITERATION.match(str(e.get("name"))))
             ]  # fmt: skip
         twice = [number for number, count in Counter(m.number for m in marks).items() if count > 1]
         if twice:
@@ -158,24 +158,24 @@ def read_chrome(path: Path) -> Rank:
     ]
     computing, moving, reading = (trace.union(x) for x in (works, moves, reads))
     busy = union(np.concatenate([computing, moving]))
-    taken = union(np.concatenate([busy, reading]))
-    found: dict[int, Parts] = {}
+    occupied = union(np.concatenate([busy, reading]))
+    parts_of_steps: dict[int, Parts] = {}
     for number, begin, end, waited in steps:
         compute, used = _within(computing, begin, end), _within(busy, begin, end)
-        data = _within(taken, begin, end) - used
-        found[number] = {
+        data = _within(occupied, begin, end) - used
+        parts_of_steps[number] = {
             "compute": compute * MICRO,
             COMM + "all": (used - compute) * MICRO,
             "data": (data + waited) * MICRO,
             "host": (end - begin - used - data) * MICRO,
         }
-    if not any(parts["compute"] + parts[COMM + "all"] for parts in found.values()):
+    if not any(parts["compute"] + parts[COMM + "all"] for parts in parts_of_steps.values()):
         raise BadInputError(
             f"{path}: nothing runs on the device within the steps that it marks; record the device in the same steps"
         )
     about = trace.about.get("distributedInfo")
     world = about.get("world_size") if isinstance(about, dict) else 0
-    return Rank(rank_of(path, trace.about), found, world if isinstance(world, int) else 0)
+    return Rank(rank_of(path, trace.about), parts_of_steps, world if isinstance(world, int) else 0)
 
 
 def _kernels(trace: Trace) -> tuple[list[Event], list[Event]]:
@@ -213,7 +213,7 @@ def _category(event: Event) -> str:
 
 def _complete(events: list[Event]) -> list[Event]:
     """Return the events that have an end: complete ones (``X``), and pairs of begin and end (``B``, ``E``) of a thread."""
-    found = [e for e in events if e.get("ph") == "X" and "dur" in e]
+    complete = [e for e in events if e.get("ph") == "X" and "dur" in e]
     open_: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         thread = (str(event.get("pid")), str(event.get("tid")))
@@ -222,8 +222,8 @@ def _complete(events: list[Event]) -> list[Event]:
         elif event.get("ph") == "E" and open_.get(thread):
             begun = open_[thread].pop()
             lasts = _float(event.get("ts")) - _float(begun.get("ts"))
-            found.append(begun | {"ph": "X", "dur": lasts})
-    return found
+            complete.append(begun | {"ph": "X", "dur": lasts})
+    return complete
 
 
 def _float(value: object) -> float:
@@ -285,7 +285,7 @@ def _parsed(text: str) -> Any:
         return json.loads(text, strict=False)
     except json.JSONDecodeError as error:
         if error.msg.startswith("Invalid \\"):
-            return _parsed(ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text))
+            return _parsed(ESCAPE.sub(lambda match: match[0] if match[1] else r"\\", text))
         # The format allows an array without its last bracket: a program that was killed could not write it.
         if _is_cut_off(error) and text.startswith("[") and text.endswith(("}", "},")):
             return json.loads(text.removesuffix(",") + "]", strict=False)
@@ -294,9 +294,9 @@ def _parsed(text: str) -> Any:
 
 def _is_cut_off(error: json.JSONDecodeError) -> bool:
     """Return whether only the end is missing where JSON cannot be read on."""
-    rest = error.doc[error.pos :]
+    remainder = error.doc[error.pos :]
     words = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
-    return error.msg.startswith("Unterminated") or any(word.startswith(rest) for word in words)
+    return error.msg.startswith("Unterminated") or any(word.startswith(remainder) for word in words)
 
 
 def union(spans: Iterable[Sequence[float]] | Array) -> Array:
@@ -322,9 +322,9 @@ def rank_of(path: Path, about: Event) -> int:
     It is what the trace says (``distributedInfo``), the number of ``profiler_info_N.json`` beside the folder of an Ascend profiler, one after
     a word for a rank in the file's or a folder's name, or the number at the end of the name; else 0.
     """
-    said = about.get("distributedInfo")
-    if isinstance(said, dict) and isinstance(said.get("rank"), int):
-        return said["rank"]
+    distributed = about.get("distributedInfo")
+    if isinstance(distributed, dict) and isinstance(distributed.get("rank"), int):
+        return distributed["rank"]
     if (rank := info_rank(path)) is not None:
         return rank
     names = [path.name, *(folder.name for folder in list(path.absolute().parents)[:3])]
@@ -332,13 +332,13 @@ def rank_of(path: Path, about: Event) -> int:
         re.search(r"(?:rank|worker|device|card|npu|gpu)[-_. ]?(\d+)", n, re.IGNORECASE)
         for n in names
     )
-    found = next(filter(None, words), None) or re.search(r"(?:^|[-_])(\d{1,6})\.", path.name)
-    return int(found[1]) if found else 0
+    match = next(filter(None, words), None) or re.search(r"(?:^|[-_])(\d{1,6})\.", path.name)
+    return int(match[1]) if match else 0
 
 
 def info_rank(path: Path) -> int | None:
     """Return the rank that an Ascend profiler wrote beside the folder of a file (``profiler_info_N.json``); None: there is none."""
     for beside in sorted(path.absolute().parent.parent.glob("profiler_info_*.json")):
-        if found := re.search(r"_(\d+)\.json$", beside.name):
-            return int(found[1])
+        if match := re.search(r"_(\d+)\.json$", beside.name):
+            return int(match[1])
     return None

@@ -78,12 +78,12 @@ def center(x: Floats, peers: Ints) -> tuple[Floats, Floats]:
 
 def windows(steps: int) -> list[tuple[int, int]]:
     """Return begin and end of all windows: the whole, halves, quarters, eighths."""
-    found = [(0, steps)]
+    spans = [(0, steps)]
     for parts in (2, 4, 8):
         if steps // parts >= FEWEST_STEPS:
             edges = np.linspace(0, steps, parts + 1).astype(int)
-            found += [(int(a), int(b)) for a, b in pairwise(edges)]
-    return found
+            spans += [(int(a), int(b)) for a, b in pairwise(edges)]
+    return spans
 
 
 def _robust(x: Array) -> float:
@@ -103,8 +103,8 @@ def _wandering(means: Array, spans: list[tuple[int, int]], rows: Ints, few: int)
         by_length = [_robust(group - np.median(group, axis=1, keepdims=True)) for group in groups]
     else:
         changes = np.abs(np.diff(groups[-1], axis=0))
-        least = 1.4826 * float(np.median(changes)) / np.sqrt(2) if changes.size else 0.0
-        by_length = [0.0, *([least] * (len(counts) - 1))]
+        spread = 1.4826 * float(np.median(changes)) / np.sqrt(2) if changes.size else 0.0
+        by_length = [0.0, *([spread] * (len(counts) - 1))]
     if few <= len(rows) < MANY:
         # Twice as long an average of what keeps its sign for a while wanders at most the root of two less.
         for i in range(len(by_length) - 2, -1, -1):
@@ -115,17 +115,17 @@ def _wandering(means: Array, spans: list[tuple[int, int]], rows: Ints, few: int)
 def _averages(x: Floats, spans: list[tuple[int, int]]) -> Array:
     """Return the average of each row in each window without the largest steps, ``[windows, rows]``."""
     left = LARGEST_LEFT_OUT
-    found = np.empty((len(spans), x.shape[0]))
+    averages = np.empty((len(spans), x.shape[0]))
     for number, (begin, end) in enumerate(spans):
         part = x[:, begin:end]
         total = part.sum(1, dtype=np.float64)
         if end - begin > 2 * left:
             largest = np.partition(part, end - begin - left, axis=1)[:, -left:]
             total -= largest.sum(1, dtype=np.float64)
-            found[number] = total / (end - begin - left)
+            averages[number] = total / (end - begin - left)
         else:
-            found[number] = total / (end - begin)
-    return found
+            averages[number] = total / (end - begin)
+    return averages
 
 
 def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints, few: int) -> float:
@@ -141,14 +141,14 @@ def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints, few: int
 
 
 def late_rows(
-    x: Floats, peers: Ints, least: float, floor: float, *, lost: bool = False, few: int = FEW
+    x: Floats, peers: Ints, min_excess: float, floor: float, *, lost: bool = False, few: int = FEW
 ) -> list[Late]:
     """Return the rows that are later than their peers, with the window that shows it best.
 
     Args:
         x: Seconds, rows minus their peers' median (:func:`center`).
         peers: Group of peers of each row.
-        least: Excess in seconds that matters.
+        min_excess: Excess in seconds that matters.
         floor: Spread in seconds that peers have at least.
         lost: The seconds were lost, which peers that are alike do not: of few peers only the floor counts, because what varies
             from step to step is the loss itself.
@@ -170,11 +170,11 @@ def late_rows(
             spread = max(shown, wide) if known_spread else wide
             middle = float(np.median(means[number, rows])) if len(rows) >= FEW else 0.0
             above = means[number, rows] - middle
-            for i in np.flatnonzero((above > SIGMAS * spread) & (above > least)):
+            for i in np.flatnonzero((above > SIGMAS * spread) & (above > min_excess)):
                 row, score = int(rows[i]), float(above[i] / spread)
                 # The longest window that shows it, unless a shorter one shows more than 1.5 times as much.
-                known = best.get(row)
-                if known is None or above[i] > 1.5 * (means[known[1], row] - middle):
+                best_window = best.get(row)
+                if best_window is None or above[i] > 1.5 * (means[best_window[1], row] - middle):
                     best[row] = (score, number)
     return [_late(x, row, *spans[number], score) for row, (score, number) in sorted(best.items())]
 

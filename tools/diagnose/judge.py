@@ -55,14 +55,16 @@ class Judge:
     def causes(self) -> list[Cause]:
         """Return all causes, the one that costs most first."""
         late = self._late_parts()
-        found = [one for part in LOCAL if part in late for one in self._explain(part, late)]
-        found += [
-            Found((self._of_lost(part),), one, part, one.seconds)
+        excesses = [
+            late_row for part in LOCAL if part in late for late_row in self._explain(part, late)
+        ]
+        excesses += [
+            Found((self._of_lost(part),), late_row, part, late_row.seconds)
             for part in LOST
-            for one in late.get(part, {}).values()
+            for late_row in late.get(part, {}).values()
         ]
         causes = [
-            *self._by_host(found),
+            *self._by_host(excesses),
             *self._run_wide(),
             *late_links(self.records, self.step_s, self.calm_s),
             *late_pairs(
@@ -70,9 +72,9 @@ class Judge:
                 self.step_s,
                 self.calm_s,
                 {
-                    row: one.seconds
+                    row: late_row.seconds
                     for part in ("delay", "paused")
-                    for row, one in late.get(part, {}).items()
+                    for row, late_row in late.get(part, {}).items()
                 },
             ),
         ]
@@ -82,15 +84,15 @@ class Judge:
 
     def _late_parts(self) -> dict[str, dict[int, Late]]:
         """Return the late ranks of each part."""
-        found: dict[str, dict[int, Late]] = {}
+        late_by_part: dict[str, dict[int, Late]] = {}
         for part in (*LOCAL, *LOST):
             if part in self.records.columns:
                 x, _ = center(self.records.columns[part], self.records.stage)
-                least = LEAST * self.calm_s
+                min_excess = LEAST * self.calm_s
                 floor, lost = FLOOR * self.calm_s, part in LOST
-                rows = late_rows(x, self.records.stage, least, floor, lost=lost)
-                found[part] = {one.row: one for one in rows}
-        return found
+                rows = late_rows(x, self.records.stage, min_excess, floor, lost=lost)
+                late_by_part[part] = {late_row.row: late_row for late_row in rows}
+        return late_by_part
 
     def _excess(self, name: str, row: int, part: slice) -> Array | None:
         """Return a column of a rank minus the median of the other ranks of its stage; None: not recorded."""
@@ -103,57 +105,61 @@ class Judge:
 
     def _explain(self, part: str, late: dict[str, dict[int, Late]]) -> list[Found]:
         """Return what explains the excess of each late rank of a part."""
-        found: list[Found] = []
-        for row, one in list(late[part].items())[:MOST]:
-            known = self._known(part, row, one, late)
-            explained = sum(known.values())
-            least = LEAST * self.calm_s
+        excesses: list[Found] = []
+        for row, late_row in list(late[part].items())[:MOST]:
+            seconds_by_kind = self._known(part, row, late_row, late)
+            explained = sum(seconds_by_kind.values())
+            min_excess = LEAST * self.calm_s
             named = {
-                kind: s for kind, s in known.items() if s >= least and KINDS[kind].part not in LOST
+                kind: s
+                for kind, s in seconds_by_kind.items()
+                if s >= min_excess and KINDS[kind].part not in LOST
             }
-            found += [Found((kind,), one, part, seconds) for kind, seconds in named.items()]
-            left = one.seconds - explained
-            if left >= max(least, UNEXPLAINED * explained):
-                found.append(Found(self._left_over(part, row, one), one, part, left))
-        return found
+            excesses += [Found((kind,), late_row, part, seconds) for kind, seconds in named.items()]
+            left = late_row.seconds - explained
+            if left >= max(min_excess, UNEXPLAINED * explained):
+                excesses.append(Found(self._left_over(part, row, late_row), late_row, part, left))
+        return excesses
 
     def _known(
-        self, part: str, row: int, one: Late, late: dict[str, dict[int, Late]]
+        self, part: str, row: int, late_row: Late, late: dict[str, dict[int, Late]]
     ) -> dict[str, float]:
         """Return the seconds of an excess that records explain, by kind."""
-        span = slice(one.begin, one.end)
-        known: dict[str, float] = {}
+        span = slice(late_row.begin, late_row.end)
+        seconds_by_kind: dict[str, float] = {}
         if part == "compute":
-            known |= self._compute(row, span)
+            seconds_by_kind |= self._compute(row, span)
         if part in ("host", "data"):
             if self.records.inside and part == "host":
                 for name in LOST:
                     if row in late.get(name, {}):
                         lost = self._excess(name, row, span)
-                        known[self._of_lost(name)] = float(lost.mean()) if lost is not None else 0.0
+                        seconds_by_kind[self._of_lost(name)] = (
+                            float(lost.mean()) if lost is not None else 0.0
+                        )
             excess, faults = self._excess(part, row, span), self._excess("faults", row, span)
             if excess is not None and faults is not None:
-                known["page_cache"] = _effect(excess, faults) * float(faults.mean())
-        return {kind: seconds for kind, seconds in known.items() if seconds > 0}
+                seconds_by_kind["page_cache"] = _effect(excess, faults) * float(faults.mean())
+        return {kind: seconds for kind, seconds in seconds_by_kind.items() if seconds > 0}
 
     def _compute(self, row: int, span: slice) -> dict[str, float]:
         """Return the seconds of a rank's computation that its clock, its rows and its work explain."""
-        known: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         columns = self.records.columns
         clock = self._excess("clock", row, span)
         if clock is not None:
-            own = columns["clock"][row, span]
-            usual = own - clock
-            known["frequency_drop"] = float(
-                (columns["compute"][row, span] * (1 - own / usual)).mean()
+            clocks = columns["clock"][row, span]
+            usual = clocks - clock
+            seconds["frequency_drop"] = float(
+                (columns["compute"][row, span] * (1 - clocks / usual)).mean()
             )
         for name, kind in (("rows", "expert_imbalance"), ("work", "sequence_imbalance")):
-            more = self._excess(name, row, span)
-            if more is not None:
-                known[kind] = self._slope(int(self.records.stage[row])).get(name, 0.0) * float(
-                    more.mean()
+            excess = self._excess(name, row, span)
+            if excess is not None:
+                seconds[kind] = self._slope(int(self.records.stage[row])).get(name, 0.0) * float(
+                    excess.mean()
                 )
-        return known
+        return seconds
 
     def _slope(self, stage: int) -> dict[str, float]:
         """Return the seconds of computation for a row and a unit of work on a stage, from how they vary on each rank."""
@@ -166,16 +172,16 @@ class Judge:
             self._slopes[stage] = dict(zip(names, _slopes(y, xs), strict=True))
         return self._slopes[stage]
 
-    def _left_over(self, part: str, row: int, one: Late) -> tuple[str, ...]:
+    def _left_over(self, part: str, row: int, late_row: Late) -> tuple[str, ...]:
         """Return the kinds that an excess may be for which there is no explanation."""
         if part == "save":
             return ("checkpoint",)
         if part == "host":
-            remote = self._excess("remote", row, slice(one.begin, one.end))
+            remote = self._excess("remote", row, slice(late_row.begin, late_row.end))
             if remote is not None and remote.mean() > REMOTE:
                 return ("numa",)
         kind = {"data": "slow_reader", "host": "slow_host", "compute": "slow_rank"}[part]
-        return possible(kind, self.recorded, one.lasting)
+        return possible(kind, self.recorded, late_row.lasting)
 
     @staticmethod
     def _of_lost(part: str) -> str:
@@ -183,20 +189,20 @@ class Judge:
 
     # ------------------------------------------------------------------------------------- scopes
 
-    def _by_host(self, found: list[Found]) -> list[Cause]:
+    def _by_host(self, excesses: list[Found]) -> list[Cause]:
         """Join what all ranks of a host have alike to one cause of the host."""
         causes: list[Cause] = []
         alike: dict[tuple[int, str, tuple[str, ...]], list[Found]] = {}
-        for one in found:
+        for excess in excesses:
             alike.setdefault(
-                (int(self.records.host[one.late.row]), one.part, one.kinds), []
-            ).append(one)
+                (int(self.records.host[excess.late.row]), excess.part, excess.kinds), []
+            ).append(excess)
         for (host, _, _), members in alike.items():
             count = int((self.records.host == host).sum())
             if count > 1 and len(members) > 0.6 * count and len(self.records.hosts) > 1:
                 causes.append(self._cause(members, "host"))
             else:
-                causes += [self._cause([one], "rank") for one in members]
+                causes += [self._cause([excess], "rank") for excess in members]
         return causes
 
     def _cause(self, members: list[Found], scope: str) -> Cause:
@@ -224,16 +230,18 @@ class Judge:
         Each step lasts as long as its latest rank; without the excess these ranks would come earlier, and another is the
         latest.
         """
-        own = self.records.own[:, span]
-        latest = own.max(0)
-        less = own[rows].copy()
+        local = self.records.own[:, span]
+        latest = local.max(0)
+        less = local[rows].copy()
         for i, row in enumerate(rows):
             excess = self._excess(part, row, span)
             if excess is not None:
                 above = np.maximum(excess, 0)
                 less[i] -= above * min(1.0, seconds / max(float(above.mean()), 1e-12))
         others = (
-            np.delete(own, rows, axis=0).max(0) if len(rows) < len(own) else np.zeros_like(latest)
+            np.delete(local, rows, axis=0).max(0)
+            if len(rows) < len(local)
+            else np.zeros_like(latest)
         )
         saved = latest - np.maximum(others, less.max(0))
         return float(saved.sum()) / (self.mean_s * len(self.records.steps))
@@ -242,12 +250,12 @@ class Judge:
         """Return what all ranks wait for alike."""
         causes: list[Cause] = []
         records = self.records
-        for part, least in RUN_WIDE.items():
+        for part, min_share in RUN_WIDE.items():
             if part not in records.columns:
                 continue
             means = records.columns[part].mean(1, dtype=np.float64)
             seconds = float(np.quantile(means, 0.25, method="lower"))
-            if seconds >= least * self.calm_s:
+            if seconds >= min_share * self.calm_s:
                 kind = "slow_reader" if part == "data" else self._of_lost(part)
                 causes.append(
                     Cause(
@@ -281,18 +289,18 @@ def _effect(y: Array, x: Array) -> float:
 
 def _slopes(y: Array, xs: list[Array]) -> list[float]:
     """Return the coefficients of a least-squares fit without a constant; 0 where one is not sure."""
-    kept = [i for i, x in enumerate(xs) if float(x @ x) > 0]
-    found = [0.0] * len(xs)
-    if not kept or len(y) <= len(kept) + 2:
-        return found
-    matrix = np.stack([xs[i] for i in kept], 1)
+    varying = [i for i, x in enumerate(xs) if float(x @ x) > 0]
+    slopes = [0.0] * len(xs)
+    if not varying or len(y) <= len(varying) + 2:
+        return slopes
+    matrix = np.stack([xs[i] for i in varying], 1)
     try:
         inverse = np.linalg.inv(matrix.T @ matrix)
     except np.linalg.LinAlgError:
-        return found
+        return slopes
     fit = inverse @ (matrix.T @ y)
-    rest = y - matrix @ fit
-    error = np.sqrt(float(rest @ rest) / (len(y) - len(kept)) * np.diag(inverse))
-    for i, slope, e in zip(kept, fit, error, strict=True):
-        found[i] = float(slope) if abs(slope) > SURE * e else 0.0
-    return found
+    residual = y - matrix @ fit
+    error = np.sqrt(float(residual @ residual) / (len(y) - len(varying)) * np.diag(inverse))
+    for i, slope, e in zip(varying, fit, error, strict=True):
+        slopes[i] = float(slope) if abs(slope) > SURE * e else 0.0
+    return slopes

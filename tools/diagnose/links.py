@@ -28,17 +28,17 @@ def late_links(records: Records, step_s: float, calm_s: float) -> list[Cause]:
     for axis in records.axes:
         x, peers = transfers(records, axis)
         if len(x) > 1:
-            for one in late_rows(center(x, peers)[0], peers, LEAST * calm_s, FLOOR * calm_s):
-                late[axis, one.row] = one
+            for late_row in late_rows(center(x, peers)[0], peers, LEAST * calm_s, FLOOR * calm_s):
+                late[axis, late_row.row] = late_row
     causes: list[Cause] = []
-    done: set[tuple[str, int]] = set()
+    named: set[tuple[str, int]] = set()
     # The largest excess first: where groups meet, it decides.
-    for key, one in sorted(late.items(), key=lambda item: -item[1].seconds):
-        if key in done:
+    for key, late_row in sorted(late.items(), key=lambda item: -item[1].seconds):
+        if key in named:
             continue
         rows, also = _meeting(records, key, [other for other in late if other[0] != key[0]])
-        done |= {key, *also}
-        causes.append(_cause(records, rows, [one, *(late[k] for k in also)], step_s))
+        named |= {key, *also}
+        causes.append(_cause(records, rows, [late_row, *(late[k] for k in also)], step_s))
     return causes
 
 
@@ -58,15 +58,20 @@ def late_pairs(
             continue
         alike = np.zeros(len(ends), np.int64)
         x = center(seconds, alike)[0]
-        found = late_rows(x, alike, LEAST * calm_s, FLOOR * calm_s, few=MANY)
-        if not found or len(found) == len(ends):
+        late_links_of_kind = late_rows(x, alike, LEAST * calm_s, FLOOR * calm_s, few=MANY)
+        if not late_links_of_kind or len(late_links_of_kind) == len(ends):
             continue
-        calm = np.median(np.delete(seconds, [one.row for one in found], axis=0), axis=0)
-        late = {one.row: _above(one, seconds[one.row] - calm) for one in found}
+        calm = np.median(
+            np.delete(seconds, [late_row.row for late_row in late_links_of_kind], axis=0), axis=0
+        )
         late = {
-            i: one
-            for i, one in late.items()
-            if one.seconds > KEPT * max(lost.get(row, 0.0) for row in ends[i].tolist())
+            late_row.row: _above(late_row, seconds[late_row.row] - calm)
+            for late_row in late_links_of_kind
+        }
+        late = {
+            i: late_row
+            for i, late_row in late.items()
+            if late_row.seconds > KEPT * max(lost.get(row, 0.0) for row in ends[i].tolist())
         }
         rows: list[int] = np.unique(ends[list(late)]).tolist()
         for row in sorted(rows, key=lambda r: -sum(r in ends[i] for i in late)):
@@ -74,13 +79,13 @@ def late_pairs(
             if len(of_row) > 1 and len(of_row) > 0.6 * (ends == row).any(1).sum():
                 ones = [late.pop(i) for i in of_row]
                 causes.append(_cause(records, np.array([row]), ones, step_s))
-        causes += [_cause(records, ends[i], [one], step_s) for i, one in late.items()]
+        causes += [_cause(records, ends[i], [late_row], step_s) for i, late_row in late.items()]
     return causes
 
 
-def _above(late: Late, more: Floats) -> Late:
+def _above(late: Late, seconds: Floats) -> Late:
     """Return a late link with what its messages were on their way above those of links that are not late."""
-    return replace(late, seconds=float(np.mean(more[late.begin : late.end])))
+    return replace(late, seconds=float(np.mean(seconds[late.begin : late.end])))
 
 
 def transfers(records: Records, axis: str) -> tuple[Floats, Ints]:
@@ -108,8 +113,8 @@ def _meeting(
 
 
 def _cause(records: Records, rows: Ints, lates: list[Late], step_s: float) -> Cause:
-    begin, end = min(one.begin for one in lates), max(one.end for one in lates)
-    seconds = sum(one.seconds for one in lates)
+    begin, end = min(late_row.begin for late_row in lates), max(late_row.end for late_row in lates)
+    seconds = sum(late_row.seconds for late_row in lates)
     hosts: list[int] = np.unique(records.host[rows]).tolist()
     passed = (end - begin) / len(records.steps)
     return Cause(
@@ -122,6 +127,6 @@ def _cause(records: Records, rows: Ints, lates: list[Late], step_s: float) -> Ca
         last_step=int(records.steps[end - 1]),
         seconds=seconds,
         share=seconds / step_s,
-        sigmas=max(one.sigmas for one in lates),
+        sigmas=max(late_row.sigmas for late_row in lates),
         lost=seconds * passed / step_s,
     )

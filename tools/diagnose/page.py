@@ -92,9 +92,9 @@ def _bounds(bounds: list[StageBound]) -> Html:
 
 def _pooled(x: Floats, columns: int, rows: int) -> Floats:
     """Return an array of at most so many rows and columns; each is the largest of a block of the original."""
-    at = np.linspace(0, x.shape[1], min(columns, x.shape[1]) + 1).astype(int)[:-1]
+    across = np.linspace(0, x.shape[1], min(columns, x.shape[1]) + 1).astype(int)[:-1]
     down = np.linspace(0, x.shape[0], min(rows, x.shape[0]) + 1).astype(int)[:-1]
-    return np.maximum.reduceat(np.maximum.reduceat(x, down, axis=0), at, axis=1)
+    return np.maximum.reduceat(np.maximum.reduceat(x, down, axis=0), across, axis=1)
 
 
 def _heat(diagnosis: Diagnosis) -> Html:
@@ -142,14 +142,14 @@ def _heat(diagnosis: Diagnosis) -> Html:
 def _names(diagnosis: Diagnosis, axes: Axes) -> list[str]:
     """Return marks at the ranks of the causes that cost most."""
     rows = {int(rank): row for row, rank in enumerate(diagnosis.records.ranks)}
-    found: list[str] = []
+    marks: list[str] = []
     for cause in diagnosis.causes[:4]:
         if cause.ranks and cause.scope != "link":
             y = axes.y(-rows[cause.ranks[0]] - 0.5 * len(cause.ranks))
-            found.append(
+            marks.append(
                 f"<text class=mark x={axes.width - axes.right + 4} y={y + 4:.1f}>&#9664;</text>"
             )
-    return found
+    return marks
 
 
 def _path(diagnosis: Diagnosis) -> Html:
@@ -164,24 +164,24 @@ def _path(diagnosis: Diagnosis) -> Html:
 
 
 def _stage_path(records: Records, bound: StageBound) -> Html:
-    at = np.arange(len(records.steps))
-    own = records.own[bound.latest, at].astype(float)
-    low, high = 0.0, float(own.max()) * 1.05 or 1.0
+    columns = np.arange(len(records.steps))
+    local = records.own[bound.latest, columns].astype(float)
+    low, high = 0.0, float(local.max()) * 1.05 or 1.0
     first, last = float(records.steps[0]), float(records.steps[-1])
     axes = Axes((first, max(last, first + 1)), (low, high), WIDTH, 150, LEFT)
-    wide = max((axes.width - axes.left - axes.right) / len(at), 0.5)
+    wide = max((axes.width - axes.left - axes.right) / len(columns), 0.5)
     names = list(BOUNDS.values())
     parts: list[str] = [axes.grid(labels=("", f"stage {bound.stage}, seconds"))]
     edges = np.flatnonzero(np.diff(bound.by_step, prepend=-1))
-    for begin, end in zip(edges, [*edges[1:], len(at)], strict=True):
+    for begin, end in zip(edges, [*edges[1:], len(columns)], strict=True):
         x = axes.x(float(records.steps[begin]))
         name = names[int(bound.by_step[begin])]
         parts.append(
             f"<rect x={x:.1f} y={axes.height - axes.bottom - 6} width={max(wide, (end - begin) * wide):.1f} height=6 "
             f"fill='var({COLOURS[name]})'/>"
         )
-    parts.append(axes.line(records.steps.tolist(), own.tolist(), "target", 1.2))
+    parts.append(axes.line(records.steps.tolist(), local.tolist(), "target", 1.2))
     latest, counts = np.unique(bound.latest, return_counts=True)
-    most = int(records.ranks[latest[counts.argmax()]])
-    said = f"stage {bound.stage}: rank {most} is the latest in {counts.max() / len(at):.0%} of the steps"
-    return Html(tag("p", said, "soft") + axes.draw(parts, said))
+    latest_rank = int(records.ranks[latest[counts.argmax()]])
+    caption = f"stage {bound.stage}: rank {latest_rank} is the latest in {counts.max() / len(columns):.0%} of the steps"
+    return Html(tag("p", caption, "soft") + axes.draw(parts, caption))

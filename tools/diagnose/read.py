@@ -18,8 +18,8 @@ Ways = dict[tuple[str, int, int], Floats]
 
 def files(run: Path) -> list[Path]:
     """Return the files of timings of a run's folder (or of its ``timings``), by rank; empty: there are none."""
-    found = [p for folder in (run / timings.FOLDER, run) for p in folder.glob("rank_*.bin")]
-    return sorted(found, key=lambda p: (len(p.name), p.name))
+    paths = [p for folder in (run / timings.FOLDER, run) for p in folder.glob("rank_*.bin")]
+    return sorted(paths, key=lambda p: (len(p.name), p.name))
 
 
 def read_any(paths: Sequence[Path]) -> Records:
@@ -33,8 +33,8 @@ def read_any(paths: Sequence[Path]) -> Records:
             raise BadInputError(f"{path}: no such file or folder")
     if any(files(path) for path in paths if path.is_dir()):
         return read_runs(paths)
-    found = [trace for path in paths for trace in traces_of(path)]
-    return read_traces(found) if found else read_runs(paths)
+    traces = [trace for path in paths for trace in traces_of(path)]
+    return read_traces(traces) if traces else read_runs(paths)
 
 
 def read_runs(runs: Sequence[Path]) -> Records:
@@ -44,15 +44,15 @@ def read_runs(runs: Sequence[Path]) -> Records:
         BadInputError: There are none, too few steps, or a rank twice.
     """
     paths = [path for run in runs for path in files(run)]
-    where = ", ".join(map(str, runs))
+    source = ", ".join(map(str, runs))
     if not paths:
         raise BadInputError(
-            f"{where}: no {timings.FOLDER}/rank_N.bin and no trace; name the output_dir of a run of `telechat-moe train`, or traces"
+            f"{source}: no {timings.FOLDER}/rank_N.bin and no trace; name the output_dir of a run of `telechat-moe train`, or traces"
         )
     heads: list[dict[str, object]] = []
     spans: list[tuple[int, int]] = []
     problems: list[str] = []
-    kept: list[Path] = []
+    judged_paths: list[Path] = []
     for path in paths:
         header, rows = timings.read(path)
         steps = rows[_steady(header, rows), header["columns"].index("step")]
@@ -61,23 +61,23 @@ def read_runs(runs: Sequence[Path]) -> Records:
             continue
         heads.append(header)
         spans.append((int(steps.min()), int(steps.max())))
-        kept.append(path)
-    if not kept:
-        raise BadInputError(f"{where}: no rank has a finished step after the first")
+        judged_paths.append(path)
+    if not judged_paths:
+        raise BadInputError(f"{source}: no rank has a finished step after the first")
     numbers = [int(str(head["rank"])) for head in heads]
     if twice := [rank for rank, count in Counter(numbers).items() if count > 1]:
         raise BadInputError(
-            f"{where}: rank {min(twice)} is there twice; name the folders of one run"
+            f"{source}: rank {min(twice)} is there twice; name the folders of one run"
         )
     begin, end = max(span[0] for span in spans), min(span[1] for span in spans)
     if end - begin + 1 < FEWEST:
         raise BadInputError(
-            f"{where}: all ranks have {max(0, end - begin + 1)} steps in common after the first; expected {FEWEST} or more"
+            f"{source}: all ranks have {max(0, end - begin + 1)} steps in common after the first; expected {FEWEST} or more"
         )
     order = np.argsort(numbers, kind="stable")
-    columns, steps, ways = _fill([kept[i] for i in order], begin, end, problems)
+    columns, steps, ways = _fill([judged_paths[i] for i in order], begin, end, problems)
     pairs = _pairs([numbers[i] for i in order], ways)
-    return _records(where, [heads[i] for i in order], columns, steps, pairs, problems)
+    return _records(source, [heads[i] for i in order], columns, steps, pairs, problems)
 
 
 def _steady(header: dict[str, object], rows: Floats) -> np.ndarray:
@@ -94,54 +94,57 @@ def _fill(
     count = end - begin + 1
     columns: dict[str, Floats] = {}
     ways: Ways = {}
-    there = np.ones(count, bool)
+    common = np.ones(count, bool)
     for row, path in enumerate(paths):
         header, rows = timings.read(path)
         names = header["columns"]
         rows = rows[_steady(header, rows)]
-        at = rows[:, names.index("step")].astype(np.int64) - begin
-        inside = (at >= 0) & (at < count)
-        rows, at = rows[inside], at[inside]  # of a step that was done twice the later row counts
-        own = np.zeros(count, bool)
-        own[at] = True
-        there &= own
+        indices = rows[:, names.index("step")].astype(np.int64) - begin
+        inside = (indices >= 0) & (indices < count)
+        rows, indices = (
+            rows[inside],
+            indices[inside],
+        )  # of a step that was done twice the later row counts
+        present = np.zeros(count, bool)
+        present[indices] = True
+        common &= present
         for number, name in enumerate(names):
             kind, _, peer = name.partition(".")
             if kind in timings.LINKS:
                 ways[kind, row, int(peer)] = own_ways = np.zeros(count, np.float32)
-                own_ways[at] = rows[:, number]
+                own_ways[indices] = rows[:, number]
                 continue
             if name in ("step", "first"):
                 continue
             if name not in columns:
                 columns[name] = np.full((len(paths), count), np.nan, np.float32)
-            columns[name][row, at] = rows[:, number]
+            columns[name][row, indices] = rows[:, number]
     steps = np.arange(begin, end + 1)
-    if not there.all():
-        problems.append(f"{int((~there).sum())} steps are not on all ranks; they are not judged")
-        columns = {name: x[:, there] for name, x in columns.items()}
-        steps = steps[there]
-    found = {name: x for name, x in columns.items() if not np.isnan(x).any()}
-    return found, steps, {key: x[there] for key, x in ways.items()}
+    if not common.all():
+        problems.append(f"{int((~common).sum())} steps are not on all ranks; they are not judged")
+        columns = {name: x[:, common] for name, x in columns.items()}
+        steps = steps[common]
+    complete = {name: x for name, x in columns.items() if not np.isnan(x).any()}
+    return complete, steps, {key: x[common] for key, x in ways.items()}
 
 
 def _pairs(ranks: list[int], ways: Ways) -> dict[str, Pairs]:
     """Return the links of which both ends were recorded, and which carried anything."""
     rows = {rank: row for row, rank in enumerate(ranks)}
-    found: dict[str, list[tuple[int, int, Floats]]] = {}
-    for (kind, row, peer), back in ways.items():
+    links: dict[str, list[tuple[int, int, Floats]]] = {}
+    for (kind, row, peer), backward in ways.items():
         other = rows.get(peer, row)
-        one = ways.get((kind, other, ranks[row]))
-        if other < row and one is not None and one.any():
-            found.setdefault(kind, []).append((other, row, (one + back) / 2))
+        forward = ways.get((kind, other, ranks[row]))
+        if other < row and forward is not None and forward.any():
+            links.setdefault(kind, []).append((other, row, (forward + backward) / 2))
     return {
         kind: Pairs(np.array([pair[:2] for pair in pairs]), np.stack([pair[2] for pair in pairs]))
-        for kind, pairs in found.items()
+        for kind, pairs in links.items()
     }
 
 
 def _records(
-    where: str,
+    source: str,
     heads: list[dict[str, object]],
     columns: dict[str, Floats],
     steps: Ints,
@@ -162,12 +165,12 @@ def _records(
     if not inside and {"graph", "cpu"} <= set(columns):
         _split_graph(columns)
         groups["all"] = np.zeros(len(heads), np.int64)
-    known = (*LOCAL, *LOST, "faults", "clock", "remote", "rows", "work")
+    read_columns = (*LOCAL, *LOST, "faults", "clock", "remote", "rows", "work")
     return Records(
-        source=f"timings of {where}",
+        source=f"timings of {source}",
         ranks=np.array(ranks),
         steps=steps,
-        columns={n: x for n, x in columns.items() if n in known or n.startswith(COMM)},
+        columns={n: x for n, x in columns.items() if n in read_columns or n.startswith(COMM)},
         stage=np.unique(stage, return_inverse=True)[1],
         host=np.array([hosts.index(name) for name in names]),
         hosts=hosts,
@@ -181,9 +184,9 @@ def _records(
 
 def _groups(heads: list[dict[str, object]], axis: str) -> Ints:
     """Return the number of each rank's group of an axis, from the first lines of its file."""
-    found = [head.get("groups") for head in heads]
+    groups = [head.get("groups") for head in heads]
     return np.unique(
-        [int(g[axis]) if isinstance(g, dict) and axis in g else 0 for g in found],
+        [int(g[axis]) if isinstance(g, dict) and axis in g else 0 for g in groups],
         return_inverse=True,
     )[1]
 

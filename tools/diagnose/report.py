@@ -42,30 +42,30 @@ class Diagnosis:
     def left(self) -> list[str]:
         """Return what was not judged, a line for each reason."""
         names: dict[str, list[str]] = {}
-        for name, why in self.not_judged.items():
-            names.setdefault(why, []).append(name)
-        return [f"{', '.join(those)}: {why}" for why, those in names.items()]
+        for name, reason in self.not_judged.items():
+            names.setdefault(reason, []).append(name)
+        return [f"{', '.join(those)}: {reason}" for reason, those in names.items()]
 
     def says(self) -> str:
         """Return the answer: one sentence with numbers and the next thing to do."""
         if not self.causes:
             bound = self.bounds[0]
             share = bound.shares[bound.bound]
-            what = (
+            summary = (
                 "no rank, host or link stands out"
                 if self.verdict == "pass"
                 else "nothing stands out"
             )
             return (
-                f"{what} in {len(self.records.steps):,} steps of {len(self.records.ranks):,} ranks: a step takes "
+                f"{summary} in {len(self.records.steps):,} steps of {len(self.records.ranks):,} ranks: a step takes "
                 f"{seconds_text(self.step_s)}, bound by the {bound.bound} ({share:.0%} of the latest rank's time)"
             )
         first = self.causes[0]
-        more = f"; {len(self.causes) - 1} more below" if len(self.causes) > 1 else ""
+        others = f"; {len(self.causes) - 1} more below" if len(self.causes) > 1 else ""
         return (
             f"{who(first)} {what_text(first)}: {seconds_text(first.seconds)} a step ({first.share:+.1%}) in steps "
             f"{first.first_step}-{first.last_step}, which costs the run {first.lost:.1%} of its time; "
-            f"{KINDS[first.kinds[0]].advice}{more}"
+            f"{KINDS[first.kinds[0]].advice}{others}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -124,26 +124,26 @@ def what_text(cause: Cause) -> str:
 
 def _not_judged(records: Records) -> dict[str, str]:
     """Return what cannot be judged from these records, and why."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if absent := records.absent:
-        found[f"rank{'s' * (len(absent) > 1)} {ranges_text(absent)}"] = "no times were read"
+        reasons[f"rank{'s' * (len(absent) > 1)} {ranges_text(absent)}"] = "no times were read"
     alone = [int(s) for s in sorted(set(records.stage.tolist())) if (records.stage == s).sum() == 1]
     if len(records.steps) < FEWEST:
-        found["ranks"] = f"{len(records.steps)} steps; ranks are compared from {FEWEST} steps on"
+        reasons["ranks"] = f"{len(records.steps)} steps; ranks are compared from {FEWEST} steps on"
     elif alone:
-        found["ranks"] = (
+        reasons["ranks"] = (
             f"stage {ranges_text(alone)} has one rank, which has no peers to compare it with"
         )
     for name in (*LOCAL, *LOST, *COUNTS):
         if name not in records.columns:
-            found[name] = "not recorded"
+            reasons[name] = "not recorded"
     if records.pairs:
         if all(len(pairs.ends) < 2 for pairs in records.pairs.values()):
-            found["links"] = "one link, which has no peers to compare it with"
+            reasons["links"] = "one link, which has no peers to compare it with"
     elif not records.axes:
-        found["links"] = "no times of collectives were recorded"
+        reasons["links"] = "no times of collectives were recorded"
     elif all(len(set(records.groups[axis].tolist())) < 2 for axis in records.axes):
-        found["links"] = (
+        reasons["links"] = (
             f"collectives of one group ({COMM}{records.axes[0]}): links have no peers to compare them with"
         )
-    return found
+    return reasons

@@ -28,8 +28,8 @@ def traces_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     for names in (TABLES, *((name,) for name in NAMED), ("*.json", "*.json.gz")):
-        if found := sorted(p for name in names for p in path.rglob(name)):
-            return found
+        if paths := sorted(p for name in names for p in path.rglob(name)):
+            return paths
     return sorted(path.rglob("*.db"))
 
 
@@ -42,24 +42,24 @@ def read_traces(paths: Sequence[Path]) -> Records:
     ranks: dict[int, dict[int, Parts]] = {}
     worlds: dict[int, Path] = {}
     for path in paths:
-        found = _table(path) if path.name.endswith(".csv") else [read_chrome(path)]
-        for rank, steps, world in found:
+        ranks_of_file = _table(path) if path.name.endswith(".csv") else [read_chrome(path)]
+        for rank, steps, world in ranks_of_file:
             if world:
                 worlds.setdefault(world, path)
-            known = ranks.setdefault(rank, {})
-            if both := sorted(known.keys() & steps.keys()):
+            steps_of_rank = ranks.setdefault(rank, {})
+            if both := sorted(steps_of_rank.keys() & steps.keys()):
                 raise BadInputError(
                     f"{path}: step {both[0]} of rank {rank} is in another trace, too; name one of each rank, with the rank in its name "
                     "(rank3.json) where a trace does not say it"
                 )
-            known |= steps
+            steps_of_rank |= steps
     if len(worlds) > 1:
-        said = " and ".join(f"{count} in {path}" for count, path in sorted(worlds.items()))
-        raise BadInputError(f"distributedInfo.world_size is {said}; name the traces of one run")
-    where = ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more" if paths[3:] else "")
+        counts = " and ".join(f"{count} in {path}" for count, path in sorted(worlds.items()))
+        raise BadInputError(f"distributedInfo.world_size is {counts}; name the traces of one run")
+    source = ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more" if paths[3:] else "")
     common = sorted(set.intersection(*(set(steps) for steps in ranks.values()))) if ranks else []
     if not common:
-        raise BadInputError(f"{where}: no step is in the traces of all {len(ranks)} ranks")
+        raise BadInputError(f"{source}: no step is in the traces of all {len(ranks)} ranks")
     numbers = sorted(ranks)
     names = {name for steps in ranks.values() for step in common for name in steps[step]}
     columns = {
@@ -68,7 +68,7 @@ def read_traces(paths: Sequence[Path]) -> Records:
     }
     alike = np.zeros(len(numbers), np.int64)
     return Records(
-        source=f"traces {where}",
+        source=f"traces {source}",
         ranks=np.array(numbers),
         steps=np.array(common),
         columns=columns,
@@ -96,14 +96,18 @@ def _table(path: Path) -> list[Rank]:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInputError(f"cannot read the table {path}: {error}") from error
-    wanted = {"Computing": "compute", "Communication(Not Overlapped)": COMM + "all", "Free": "host"}
-    there = list(rows[0]) if rows else []
-    if missing := [name for name in ("Step", *wanted) if name not in there]:
+    parts_by_title = {
+        "Computing": "compute",
+        "Communication(Not Overlapped)": COMM + "all",
+        "Free": "host",
+    }
+    titles = list(rows[0]) if rows else []
+    if missing := [name for name in ("Step", *parts_by_title) if name not in titles]:
         raise BadInputError(
             f"{path}: no column {missing[0]!r}; expected step_trace_time.csv of an Ascend profiler"
         )
-    of_all = "Index" in there
-    found: dict[int, dict[int, Parts]] = {}
+    of_all = "Index" in titles
+    steps_of_ranks: dict[int, dict[int, Parts]] = {}
     for line, row in enumerate(rows, start=2):
         if of_all and row.get("Type") != "rank":
             continue
@@ -116,12 +120,13 @@ def _table(path: Path) -> list[Rank]:
                 rank = _number(path, line, "Device_id", device) if device else rank_of(path, {})
         step = _number(path, line, "Step", re.sub(r"^\D+", "", row["Step"] or "0") or "0")
         parts = {
-            part: _number(path, line, name, row[name]) * MICRO for name, part in wanted.items()
+            part: _number(path, line, name, row[name]) * MICRO
+            for name, part in parts_by_title.items()
         }
         if row.get(PREPARING) and path.absolute().parent.parent.name.endswith(DEVICE_ONLY):
             parts["host"] += _number(path, line, PREPARING, row[PREPARING]) * MICRO
-        found.setdefault(int(rank), {})[int(step)] = parts
-    return [Rank(*item) for item in sorted(found.items())]
+        steps_of_ranks.setdefault(int(rank), {})[int(step)] = parts
+    return [Rank(*item) for item in sorted(steps_of_ranks.items())]
 
 
 def _number(path: Path, line: int, name: str, text: str | None) -> float:

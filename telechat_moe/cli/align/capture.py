@@ -99,9 +99,9 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
     )
     from telechat_moe.tools.align.capture import mindspore as capture
 
-    wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
+    selection = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
     dump = capture.capture_recipe(
-        recipe, args.out, steps, values=args.values, wanted=wanted, ranks=ranks
+        recipe, args.out, steps, values=args.values, selection=selection, ranks=ranks
     )
     calls = sum(len(rank.calls) for rank in dump.ranks.values())
     if not calls:
@@ -121,8 +121,8 @@ def _steps(text: str) -> range:
 
 def _range(text: str) -> range | None:
     first, _, last = text.partition("-")
-    known = first.isdigit() and (last or first).isdigit()
-    return range(int(first), int(last or first) + 1) if known else None
+    is_range = first.isdigit() and (last or first).isdigit()
+    return range(int(first), int(last or first) + 1) if is_range else None
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

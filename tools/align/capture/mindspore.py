@@ -45,8 +45,8 @@ class Filter:
             return False
         if self.layers is None:
             return True
-        found = _LAYER.search(name)
-        return found is not None and int(found[1]) in self.layers
+        layer = _LAYER.search(name)
+        return layer is not None and int(layer[1]) in self.layers
 
 
 def capture(
@@ -104,7 +104,7 @@ def capture_recipe(
     steps: range,
     *,
     values: str = VALUES,
-    wanted: Filter = Filter(),
+    selection: Filter = Filter(),
     ranks: Sequence[int] | None = None,
 ) -> Dump:
     """Run the first steps of a recipe as in training, and write what the selected operators compute.
@@ -124,12 +124,14 @@ def capture_recipe(
                 f"--steps up to {steps.stop - 1}: {recipe.source} has {recipe.train_steps} steps, numbered from 0"
             )
         if recipe.devices > 1:
-            found = _sharded(recipe, taps, steps, values, wanted, ranks)
+            recordings = _sharded(recipe, taps, steps, values, selection, ranks)
         else:
-            found = _single(recipe, taps, steps, values, wanted)
+            recordings = _single(recipe, taps, steps, values, selection)
         readers = {
-            (step, rank): Reader(plan, taps / f"step{step}" / f"rank{rank}", values, known, groups)
-            for (step, rank), (plan, known, groups) in found.items()
+            (step, rank): Reader(
+                plan, taps / f"step{step}" / f"rank{rank}", values, layouts_of_rank, groups
+            )
+            for (step, rank), (plan, layouts_of_rank, groups) in recordings.items()
         }
         return _write(Path(out), readers, values)
 
@@ -144,8 +146,8 @@ class _Step:
 
     accumulate = None
 
-    def __init__(self, step: Any, wanted: Filter, states: bool) -> None:
-        self.plain, self.tapped = step, Tapped(step, wanted, states)
+    def __init__(self, step: Any, selection: Filter, states: bool) -> None:
+        self.plain, self.tapped = step, Tapped(step, selection, states)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -154,7 +156,7 @@ class _Step:
         return self.tapped(*inputs)
 
 
-def _single(recipe: "Recipe", taps: Path, steps: range, values: str, wanted: Filter) -> _Found:
+def _single(recipe: "Recipe", taps: Path, steps: range, values: str, selection: Filter) -> _Found:
     from telechat_moe.interop import hf
     from telechat_moe.launch.sharded_run import Recording, record_steps
     from telechat_moe.train.engine import OneProcess
@@ -168,7 +170,7 @@ def _single(recipe: "Recipe", taps: Path, steps: range, values: str, wanted: Fil
             f"{recipe.source}: gradient accumulation in one process is not captured; "
             "set runner_config.gradient_accumulation_steps=1"
         )
-    step = _Step(engine.train_step, wanted, values == VALUES)
+    step = _Step(engine.train_step, selection, values == VALUES)
     engine.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
     record_steps(trainer, steps.stop, Recording(taps, 0, steps, values))
     return {(n, 0): (step.tapped.plan, {}, {}) for n in steps}
@@ -179,7 +181,7 @@ def _sharded(
     taps: Path,
     steps: range,
     values: str,
-    wanted: Filter,
+    selection: Filter,
     ranks: Sequence[int] | None,
 ) -> _Found:
     from telechat_moe.graph.execute import Job
@@ -204,16 +206,16 @@ def _sharded(
     graphs: list[Any] = []
     plans = dict[int, TapPlan]()
     for graph in compile_recipe(recipe, target="CPU", full_batch=True):
-        own = inlined(graph.mindir)
-        content = own if orders is None else in_order(graph.mindir, orders[graph.rank])
+        inlined_graph = inlined(graph.mindir)
+        content = inlined_graph if orders is None else in_order(graph.mindir, orders[graph.rank])
         if graph.rank in chosen:
             content, plans[graph.rank] = tapped(
-                content, str(native.path()), wanted, values == VALUES, planned=own
+                content, str(native.path()), selection, values == VALUES, planned=inlined_graph
             )
         graphs.append(replace(graph, mindir=content))
     job = taps / "job"
     groups = Job.write(job, graphs).groups
-    where = {"folder": str(taps), "steps": list(steps), "values": values, "ranks": list(chosen)}
-    run_ranks(recipe, job, taps / LOGS, steps.stop, where)
-    known = {rank: (plans[rank], layouts(plans[rank], recipe, rank), groups) for rank in chosen}
-    return {(step, rank): known[rank] for rank in chosen for step in steps}
+    recording = {"folder": str(taps), "steps": list(steps), "values": values, "ranks": list(chosen)}
+    run_ranks(recipe, job, taps / LOGS, steps.stop, recording)
+    by_rank = {rank: (plans[rank], layouts(plans[rank], recipe, rank), groups) for rank in chosen}
+    return {(step, rank): by_rank[rank] for rank in chosen for step in steps}

@@ -36,23 +36,23 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
     mesh = mesh_of(recipe)
     first = mesh.stage(rank) * mesh.stage_devices
     stage = tuple(range(first, first + mesh.stage_devices))
-    found: dict[int, TensorLayout] = {}
+    by_tensor: dict[int, TensorLayout] = {}
     for node in plan.nodes:
-        _said(node, stage, found)
+        _said(node, stage, by_tensor)
     for node in plan.nodes:
-        _follows(node, found)
+        _follows(node, by_tensor)
     cuts = WeightShards.of(recipe)
     for node in plan.nodes:
-        _of_weights(node, cuts, found)
-    return found
+        _of_weights(node, cuts, by_tensor)
+    return by_tensor
 
 
-def _said(node: TappedOperator, stage: tuple[int, ...], found: dict[int, TensorLayout]) -> None:
-    for values, said in zip((node.inputs, node.outputs), node.layouts, strict=True):
-        for value, entry in zip(_flat(values), said, strict=False):
+def _said(node: TappedOperator, stage: tuple[int, ...], by_tensor: dict[int, TensorLayout]) -> None:
+    for values, entries in zip((node.inputs, node.outputs), node.layouts, strict=True):
+        for value, entry in zip(_flat(values), entries, strict=False):
             if isinstance(value, Tensor) and is_object(entry) and value.constant is None:
                 with suppress(TelechatMoeError):
-                    found.setdefault(id(value), _layout(entry, value, stage))
+                    by_tensor.setdefault(id(value), _layout(entry, value, stage))
 
 
 def _flat(values: list[Argument]) -> list[Any]:
@@ -64,29 +64,29 @@ def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) ->
     maps = entry["tensor_map"]
     if len(maps) != len(tensor.shape):
         raise LayoutError("of another number of dimensions")
-    given = {
+    described = {
         "Device Matrix": list(entry["device_matrix"]),
         "Alias Name": list(entry["alias_name"]),
         "Tensor Map": [list(m) if is_sequence(m) else m for m in maps],
         "Rank List": list(stage),
     }
-    return from_dict(given, None)
+    return from_dict(described, None)
 
 
-def _follows(node: TappedOperator, found: dict[int, TensorLayout]) -> None:
+def _follows(node: TappedOperator, by_tensor: dict[int, TensorLayout]) -> None:
     """Set the layout of the result of an operator whose inputs have layouts."""
-    made = next(iter(tensors(node.outputs)), None)
-    if made is None or id(made) in found or node.writes:
+    output = next(iter(tensors(node.outputs)), None)
+    if output is None or id(output) in by_tensor or node.writes:
         return
-    taken = [t for t in tensors(node.inputs) if id(t) in found]
+    sources = [t for t in tensors(node.inputs) if id(t) in by_tensor]
     if node.kind in _ELEMENTWISE:
-        same = [t for t in taken if t.shape == made.shape and not found[id(t)].partial]
-        if same:
-            found[id(made)] = found[id(same[0])]
-    elif node.kind == "MatMul" and len(taken) == 2 and len(node.inputs) > 3:
-        x, y = (found[id(t)] for t in taken)
+        alike = [t for t in sources if t.shape == output.shape and not by_tensor[id(t)].partial]
+        if alike:
+            by_tensor[id(output)] = by_tensor[id(alike[0])]
+    elif node.kind == "MatMul" and len(sources) == 2 and len(node.inputs) > 3:
+        x, y = (by_tensor[id(t)] for t in sources)
         flags = [bool(getattr(v, "value", False)) for v in node.inputs[2:4]]
-        found[id(made)] = _product(x, y, flags)
+        by_tensor[id(output)] = _product(x, y, flags)
 
 
 def _product(x: TensorLayout, y: TensorLayout, flags: list[bool]) -> TensorLayout:
@@ -98,22 +98,29 @@ def _product(x: TensorLayout, y: TensorLayout, flags: list[bool]) -> TensorLayou
     return replace(x, dims=(rows, columns), partial=dict.fromkeys(sorted(cut), "sum"))
 
 
-def _of_weights(node: TappedOperator, cuts: Any, found: dict[int, TensorLayout]) -> None:
+def _of_weights(node: TappedOperator, cuts: Any, by_tensor: dict[int, TensorLayout]) -> None:
     from telechat_moe.tools.align.dump.recipe_layout import weight
 
     for tensor in tensors([*node.inputs, *node.outputs]):
         if tensor.parameter:
             with suppress(LayoutError):
-                found[id(tensor)] = weight(cuts, tensor.parameter)[0]
+                by_tensor[id(tensor)] = weight(cuts, tensor.parameter)[0]
     if node.weight:
-        taken, made = (next(iter(tensors(values)), None) for values in (node.inputs, node.outputs))
+        source, output = (
+            next(iter(tensors(values)), None) for values in (node.inputs, node.outputs)
+        )
         with suppress(LayoutError):
-            if made is not None:
-                found[id(made)] = weight(cuts, node.weight)[0]
-            if taken is not None:
-                found[id(taken)] = weight(cuts, node.weight, reduce="sum")[0]
+            if output is not None:
+                by_tensor[id(output)] = weight(cuts, node.weight)[0]
+            if source is not None:
+                by_tensor[id(source)] = weight(cuts, node.weight, reduce="sum")[0]
     if node.kind in UPDATES:
-        own = next(iter(tensors(node.inputs[0])), None)
+        weight_tensor = next(iter(tensors(node.inputs[0])), None)
         grad = next(iter(tensors(node.inputs[UPDATES[node.kind].index("grad")])), None)
-        if own is not None and grad is not None and id(own) in found and grad.shape == own.shape:
-            found[id(grad)] = found[id(own)]
+        if (
+            weight_tensor is not None
+            and grad is not None
+            and id(weight_tensor) in by_tensor
+            and grad.shape == weight_tensor.shape
+        ):
+            by_tensor[id(grad)] = by_tensor[id(weight_tensor)]

@@ -63,17 +63,17 @@ class Reader:
 
     def calls(self) -> dict[str, Call]:
         """Return the operators that ran, in order."""
-        found: dict[str, Call] = {}
+        calls: dict[str, Call] = {}
         cells = edges(self.plan.nodes)
         for i, node in enumerate(self.plan.nodes):
             for run in range(self._runs(node)):
                 for call in self._calls(node, run):
-                    found[call.key] = call
+                    calls[call.key] = call
             for name, outputs in cells.get(i, ()) if self._runs(node) else ():
-                made = [self._value(t, node.graph, 0) for t in outputs]
+                values = [self._value(t, node.graph, 0) for t in outputs]
                 key = f"{name}.forward.0"
-                found[key] = Call(key, "module", name, 0, Phase.FORWARD, [], {}, made)
-        return found
+                calls[key] = Call(key, "module", name, 0, Phase.FORWARD, [], {}, values)
+        return calls
 
     def _runs(self, node: TappedOperator) -> int:
         taps = [tap for out in node.outputs for t in tensors(out) for tap in _taps(t, node.graph)]
@@ -82,29 +82,29 @@ class Reader:
     def _calls(self, node: TappedOperator, run: int) -> Iterator[Call]:
         inputs = [self._value(v, node.graph, run) for v in node.inputs]
         outputs = [self._value(v, node.graph, run) for v in node.outputs]
-        more = {name: _scalar(value) for name, value in node.attributes.items()}
+        named = {name: _scalar(value) for name, value in node.attributes.items()}
         if node.kind == FUSED_UPDATE:
-            yield from self._fused_update(node, inputs, outputs, more)
+            yield from self._fused_update(node, inputs, outputs, named)
             return
         name, phase = name_of(node), Phase.FORWARD
         if node.weight:
             phase = Phase.REDUCTION
         if node.kind in UPDATES:
-            more |= dict(zip(UPDATES[node.kind], inputs, strict=False))
+            named |= dict(zip(UPDATES[node.kind], inputs, strict=False))
             inputs, phase = [], Phase.OPTIMIZER
         if "group" in node.attributes:
             group = str(node.attributes["group"])
             about = {"group_ranks": list(self.groups.get(group, ())), "group_id": group}
-            more["group"] = Scalar("ProcessGroup", about)
+            named["group"] = Scalar("ProcessGroup", about)
         number = node.index + run if node.kind not in UPDATES and not node.weight else run
-        yield _call(name, number, phase, inputs, more, outputs)
+        yield _call(name, number, phase, inputs, named, outputs)
 
     def _fused_update(
         self,
         node: TappedOperator,
         inputs: list[Value],
         outputs: list[Value],
-        more: dict[str, Value],
+        named: dict[str, Value],
     ) -> Iterator[Call]:
         """Return one operator that updates all weights as one call for each weight."""
         n = weights_of(node)
@@ -112,13 +112,13 @@ class Reader:
         weights, m, v, grads = (inputs[i * n : (i + 1) * n] for i in range(4))
         rate, eps, decay, clip = inputs[4 * n : 4 * n + 4]
         for i in range(n):
-            given: dict[str, Value] = {
-                "weight": weights[i], "exp_avg": m[i], "exp_avg_sq": v[i], "lr": rate, "beta1": more["beta1"],
-                "beta2": more["beta2"], "eps": eps, "weight_decay": decay if decayed[i] else Scalar("float", 0.0),
-                "grad": grads[i], "clip": clip, "new1": more["new1"], "new2": more["new2"],
+            arguments: dict[str, Value] = {
+                "weight": weights[i], "exp_avg": m[i], "exp_avg_sq": v[i], "lr": rate, "beta1": named["beta1"],
+                "beta2": named["beta2"], "eps": eps, "weight_decay": decay if decayed[i] else Scalar("float", 0.0),
+                "grad": grads[i], "clip": clip, "new1": named["new1"], "new2": named["new2"],
             }  # fmt: skip
-            made = [outputs[j * n + i] for j in range(3)] if len(outputs) == 3 * n else []
-            yield _call(name_of(update_of(node, [i])), 0, Phase.OPTIMIZER, [], given, made)
+            states = [outputs[j * n + i] for j in range(3)] if len(outputs) == 3 * n else []
+            yield _call(name_of(update_of(node, [i])), 0, Phase.OPTIMIZER, [], arguments, states)
 
     def _value(self, value: Argument, graph: str, run: int) -> Value:
         if isinstance(value, list):
@@ -170,7 +170,7 @@ def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Ten
                 takers.setdefault(id(tensor), []).append(node.path)
     last: dict[tuple[str, ...], int] = {}
     kinds: dict[tuple[str, ...], str] = {}
-    made: dict[tuple[str, ...], list[Tensor]] = {}
+    by_cell: dict[tuple[str, ...], list[Tensor]] = {}
     for i, node in enumerate(nodes):
         if node.backward or node.writes or node.weight:
             continue
@@ -180,12 +180,12 @@ def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Ten
             for tensor in tensors(node.outputs):
                 users = takers.get(id(tensor), [])
                 if any(user[:depth] != cell for user in users):
-                    made.setdefault(cell, []).append(tensor)
-    found: dict[int, list[tuple[str, list[Tensor]]]] = {}
-    for cell, outputs in made.items():
+                    by_cell.setdefault(cell, []).append(tensor)
+    ends: dict[int, list[tuple[str, list[Tensor]]]] = {}
+    for cell, outputs in by_cell.items():
         name = ".".join(["Cell", *cell, kinds[cell]])
-        found.setdefault(last[cell], []).append((name, outputs))
-    return found
+        ends.setdefault(last[cell], []).append((name, outputs))
+    return ends
 
 
 def name_of(node: TappedOperator) -> str:

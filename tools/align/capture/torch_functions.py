@@ -118,20 +118,20 @@ class _Recorder(TorchFunctionMode):
         inputs = [record(a) for a in args]
         named = {k: record(v) for k, v in kwargs.items()}
         gradients: list[torch.Tensor | None] = []
-        own, into = args, _versions((*args, *kwargs.values()))
+        arguments, into = args, _versions((*args, *kwargs.values()))
         if not _writes(name, kwargs) and torch.is_grad_enabled():
             use = partial(self._use, gradients=gradients, key=key)
-            own = _each(args, use)
+            arguments = _each(args, use)
             kwargs = {k: _each(v, use) for k, v in kwargs.items()}
-        result = func(*own, **kwargs)
-        result, gradients = _own_node(result, args, own, gradients)
+        result = func(*arguments, **kwargs)
+        result, gradients = _own_node(result, args, arguments, gradients)
         outputs = result if is_sequence(result) else [result]
         if result is None:
             outputs = [x for x, version in into if x._version != version]
         if not any(isinstance(o, torch.Tensor) and not o.is_meta for o in outputs):
             return result
-        made = [record(o) for o in outputs]
-        call = self._add(key, Phase.FORWARD, inputs, named, made)
+        records = [record(o) for o in outputs]
+        call = self._add(key, Phase.FORWARD, inputs, named, records)
         if _writes(name, kwargs):
             self._watch(call, outputs)
             return result
@@ -179,20 +179,24 @@ class _Recorder(TorchFunctionMode):
 
     def _watch(self, call: Call, outputs: Sequence[Any]) -> None:
         """Record what enters and leaves torch's node of a call that wrote into one tensor."""
-        wanted = [t for place, t in call.tensors() if place[0] == "i" and t.requires_grad]
+        inputs = [t for place, t in call.tensors() if place[0] == "i" and t.requires_grad]
         node = outputs[0].grad_fn if len(outputs) == 1 else None
         if node is None or outputs[0]._is_view():
             return
-        known = [function is not None for function, _ in node.next_functions]
-        if sum(known) != len(wanted):
+        needs_grad = [function is not None for function, _ in node.next_functions]
+        if sum(needs_grad) != len(inputs):
             return
         key = call.key.removesuffix(".forward")
 
         def ran(
-            given: Sequence[torch.Tensor | None], coming: Sequence[torch.Tensor | None]
+            grads: Sequence[torch.Tensor | None], coming: Sequence[torch.Tensor | None]
         ) -> None:
-            made = [record(g) for g, there in zip(given, known, strict=True) if there]
-            self._add(key, Phase.BACKWARD, [record(g) for g in coming], {}, made)
+            records = [
+                record(g)
+                for g, differentiated in zip(grads, needs_grad, strict=True)
+                if differentiated
+            ]
+            self._add(key, Phase.BACKWARD, [record(g) for g in coming], {}, records)
 
         node.register_hook(ran)
 
@@ -225,24 +229,24 @@ class _Recorder(TorchFunctionMode):
 
 def _lines() -> tuple[str, ...]:
     """Return the lines of the script and its libraries that called a function, innermost first; torch's are left out."""
-    found: list[str] = []
+    lines: list[str] = []
     frame = inspect.currentframe()
-    while frame is not None and len(found) < _DEEP:
+    while frame is not None and len(lines) < _DEEP:
         code = frame.f_code
         if not code.co_filename.startswith(_OWN):
-            found.append(f"File {code.co_filename}, line {frame.f_lineno}, in {code.co_name}")
+            lines.append(f"File {code.co_filename}, line {frame.f_lineno}, in {code.co_name}")
         frame = frame.f_back
-    return tuple(found)
+    return tuple(lines)
 
 
 def _own_node(
-    result: Any, args: Any, own: Any, gradients: list[torch.Tensor | None]
+    result: Any, args: Any, uses: Any, gradients: list[torch.Tensor | None]
 ) -> tuple[Any, list[torch.Tensor | None]]:
     """Give a result that is one of the arguments (a no-op conversion) a node of its own; return a leaf itself."""
-    for given, used in zip(args, own, strict=True):
-        if isinstance(result, torch.Tensor) and result is used and used is not given:
-            if given.is_leaf:
-                return given, []
+    for argument, used in zip(args, uses, strict=True):
+        if isinstance(result, torch.Tensor) and result is used and used is not argument:
+            if argument.is_leaf:
+                return argument, []
             with torch._C.DisableTorchFunction():
                 return result.view_as(result), gradients
     return result, gradients
@@ -300,8 +304,8 @@ class _Optimizers:
     @staticmethod
     def _state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Value]:
         state = optimizer.state.get(p, {})
-        found = {k: record(v) for k, v in state.items() if k in _STATES and v is not None}
-        return {"weight": record(p), "grad": record(p.grad), **found}
+        states = {k: record(v) for k, v in state.items() if k in _STATES and v is not None}
+        return {"weight": record(p), "grad": record(p.grad), **states}
 
 
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -343,10 +347,14 @@ def _name(func: Callable[..., Any]) -> str | None:
     short = getattr(func, "__name__", "")
     if short in _SKIPPED:
         return None
-    whole = resolve_name(func) or short
-    if "Tensor" in whole:
+    full_name = resolve_name(func) or short
+    if "Tensor" in full_name:
         return f"Tensor.{short}"
-    return f"Functional.{short}" if "functional" in whole or "_nn" in whole else f"Torch.{short}"
+    return (
+        f"Functional.{short}"
+        if "functional" in full_name or "_nn" in full_name
+        else f"Torch.{short}"
+    )
 
 
 def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -361,8 +369,8 @@ def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 class _Steps:
     """Splits a recording into steps, each of which ends with an optimizer's step."""
 
-    def __init__(self, calls: dict[str, Call], wanted: range) -> None:
-        self.calls, self.wanted, self.step = calls, wanted, 0
+    def __init__(self, calls: dict[str, Call], steps: range) -> None:
+        self.calls, self.wanted, self.step = calls, steps, 0
         self.found: dict[int, dict[str, Call]] = {}
 
     def end(self, *_: Any) -> None:
@@ -392,8 +400,8 @@ def run_script(
     if calls:
         cut.end()
     ranks = {
-        (step, 0): RankDump(step, 0, "pytorch", "tensor", "L1", found)
-        for step, found in cut.found.items()
+        (step, 0): RankDump(step, 0, "pytorch", "tensor", "L1", step_calls)
+        for step, step_calls in cut.found.items()
     }
     dump = Dump(out, ranks)
     msprobe_write.write(dump, out)

@@ -67,8 +67,8 @@ class Modules:
         if not self.outputs or id(module) not in self.modules or output is None:
             return
         name, _, index = key.rpartition(".forward.")
-        made: list[Value] = [self.record(x) for x in tensors_in(output)]
-        call = Call(key, "module", name, int(index), Phase.FORWARD, [], {}, made)
+        records: list[Value] = [self.record(x) for x in tensors_in(output)]
+        call = Call(key, "module", name, int(index), Phase.FORWARD, [], {}, records)
         self.calls[key] = replace(call, parent=self.parent)
 
 

@@ -124,10 +124,10 @@ def _json(value: Any) -> Any:
 def examine(report: Report, finite: NDArray[np.bool_]) -> None:
     """Test the differences at the finite steps; add what is found to the report, unless there are too few steps."""
     settings = report.settings
-    kept = np.flatnonzero(finite)
-    logs = [np.log(x[kept]) for x in report.bases]
-    d = np.log(report.target[kept]) - np.mean(logs, axis=0)
-    steps = report.steps[kept]
+    indices = np.flatnonzero(finite)
+    logs = [np.log(x[indices]) for x in report.bases]
+    d = np.log(report.target[indices]) - np.mean(logs, axis=0)
+    steps = report.steps[indices]
     if len(d) < 5 * stats.MIN_BLOCKS:
         need = f"statistics need {5 * stats.MIN_BLOCKS} at least"
         report.reasons.append(f"{len(d)} comparable steps; {need}")
@@ -153,7 +153,7 @@ def examine(report: Report, finite: NDArray[np.bool_]) -> None:
     freedom = blocks.freedom if early else min(blocks.freedom, freedom)
     mean = stats.mean_test(blocks.mean, error, freedom, share)
     _single_steps(
-        report, _jumps(report, kept), steps, stats.outliers(d, share, settings.spike), share
+        report, _jumps(report, indices), steps, stats.outliers(d, share, settings.spike), share
     )
     _first_loss(report, d, steps)
     scanned = stats.scan(blocks, 3 * share, settings.negligible)
@@ -215,15 +215,15 @@ def _early(report: Report, d: Floats, steps: NDArray[np.int64], spread: float, t
     first, last = max(runs, key=lambda run: run[1] - run[0], default=(0, 0))
     if last - first < max(16, 14 * time):
         return False
-    most = float(d[first:last][np.argmax(np.abs(d[first:last]))])
+    largest = float(d[first:last][np.argmax(np.abs(d[first:last]))])
     a, b = int(steps[first]), int(steps[last - 1])
     text = (
-        f"before rounding errors have grown, the target departs to one side in steps {a} to {b}, by up to {100 * most:+.2g} %; "
+        f"before rounding errors have grown, the target departs to one side in steps {a} to {b}, by up to {100 * largest:+.2g} %; "
         f"equal computations would agree within {100 * floor:.0e} %"
     )
     p = min(1.0, 2.0 ** (1 - (last - first) / time) * end)
-    if abs(most) > report.settings.negligible:
-        report.findings.append(Finding("early departure", a, b, most, a, a, p, text))
+    if abs(largest) > report.settings.negligible:
+        report.findings.append(Finding("early departure", a, b, largest, a, a, p, text))
     else:
         report.notes.append(text)
     return True
@@ -247,15 +247,15 @@ def _base_noise(
     Where they diverge through rounding alone, their lasting differences are drift and not badly estimated noise.
     """
     factor, margin, apart = 1.0, report.settings.margin, 0.0
-    for one, other in combinations(logs, 2):
-        e = stats.tame(other - one)
+    for base, other in combinations(logs, 2):
+        e = stats.tame(other - base)
         apart = max(apart, abs(float(e[len(e) // 3 :].mean())))
         margin = max(margin, abs(float(e.mean())))
         if not chaos:
             blocks = stats.Blocks.of(stats.whiten(e))
-            found = stats.scan(blocks, 3 * share)
+            stretch = stats.scan(blocks, 3 * share)
             mean = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, share)
-            excess = max(abs(found.statistic) / found.limit, abs(mean.statistic) / mean.limit)
+            excess = max(abs(stretch.statistic) / stretch.limit, abs(mean.statistic) / mean.limit)
             # One pair shows such an excess only roughly, so twice the excess is allowed.
             factor = max(factor, 2 * excess if excess > 1 else 1.0)
     if factor > 1:
@@ -263,8 +263,8 @@ def _base_noise(
             f"base runs differ from each other more than noise explains: errors are taken {factor:.1f} times larger"
         )
     if margin > report.settings.margin:
-        said = f"base runs differ by {margin:.2%} on average: the margin is relaxed to that"
-        report.notes.append(said)
+        note = f"base runs differ by {margin:.2%} on average: the margin is relaxed to that"
+        report.notes.append(note)
     return factor, margin, apart
 
 
@@ -275,46 +275,46 @@ def _single_steps(
     singles: list[tuple[int, float]],
     share: float,
 ) -> None:
-    for run in _events(np.array([at for at, _ in singles], np.int64)):
-        at, size = max((s for s in singles if s[0] in run), key=lambda item: abs(item[1]))
-        who = "target" if abs(jumps[1][at]) > abs(jumps[0][at]) else "base"
+    for run in _events(np.array([index for index, _ in singles], np.int64)):
+        index, size = max((s for s in singles if s[0] in run), key=lambda item: abs(item[1]))
+        who = "target" if abs(jumps[1][index]) > abs(jumps[0][index]) else "base"
         first, last = int(steps[run[0]]), int(steps[run[-1]])
-        where = f"step {first}" if first == last else f"steps {first} to {last}"
-        jump = f"{np.expm1(jumps[who == 'target'][at]):+.1%}"
-        text = f"{where}: the {who} alone jumps by {jump}, a difference of {np.expm1(size):+.1%}"
-        found = Finding("single step", first, last, size, first, last, share, text)
-        report.findings.append(found)
+        place = f"step {first}" if first == last else f"steps {first} to {last}"
+        jump = f"{np.expm1(jumps[who == 'target'][index]):+.1%}"
+        text = f"{place}: the {who} alone jumps by {jump}, a difference of {np.expm1(size):+.1%}"
+        finding = Finding("single step", first, last, size, first, last, share, text)
+        report.findings.append(finding)
 
 
-def _jumps(report: Report, kept: NDArray[np.int64]) -> list[Floats]:
+def _jumps(report: Report, indices: NDArray[np.int64]) -> list[Floats]:
     """Return how far the logarithms of the mean base and of the target are above their surroundings."""
-    base = np.mean([np.log(x[kept]) for x in report.bases], axis=0)
-    curves = base, np.log(report.target[kept])
+    base = np.mean([np.log(x[indices]) for x in report.bases], axis=0)
+    curves = base, np.log(report.target[indices])
     return [curve - stats.rolling_median(curve, 51) for curve in curves]
 
 
-def _events(at: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _events(indices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Return indices in groups: neighbouring steps are one event."""
-    groups = np.split(at, np.flatnonzero(np.diff(at) > 3) + 1)
+    groups = np.split(indices, np.flatnonzero(np.diff(indices) > 3) + 1)
     return [group for group in groups if len(group)]
 
 
 def _first_loss(report: Report, d: Floats, steps: NDArray[np.int64]) -> None:
     """Judge the first loss, which is computed before any update: noise that grows later does not excuse it."""
-    rest = d[1:31]
+    following = d[1:31]
     first = int(steps[0])
-    known = any(f.first == first for f in report.findings)
+    reported = any(f.first == first for f in report.findings)
     gate = report.gate
-    if gate is None or gate.first.ok or known or first != report.steps[0]:
+    if gate is None or gate.first.ok or reported or first != report.steps[0]:
         return
-    usual = float(np.sqrt(np.mean(np.square(rest))))
+    usual = float(np.sqrt(np.mean(np.square(following))))
     if abs(d[0]) > 10 * usual:
         text = (
             f"first loss (step {first}) off by {np.expm1(d[0]):+.2%}, allowed {gate.first.relative_limit:.2%}; the next "
-            f"{len(rest)} are off by {usual:.2%}"
+            f"{len(following)} are off by {usual:.2%}"
         )
-        found = Finding("first loss", first, first, float(d[0]), first, first, None, text)
-        report.findings.append(found)
+        finding = Finding("first loss", first, first, float(d[0]), first, first, None, text)
+        report.findings.append(finding)
 
 
 def _lasting(
@@ -336,17 +336,19 @@ def _lasting(
     certain = abs(test.statistic) > test.limit
     part = abs(scanned.statistic) > scanned.limit
     if not part and not (certain and abs(blocks.mean) > limit):
-        said = f"a mean difference of {blocks.mean:+.4%} is certain, and negligible"
-        report.notes += [f"{said} (below {limit:.2%})"] if certain else []
+        note = f"a mean difference of {blocks.mean:+.4%} is certain, and negligible"
+        report.notes += [f"{note} (below {limit:.2%})"] if certain else []
         return
     first, last, since = _when(tamed, white, blocks, scanned if part else None)
     size = float(tamed[first:last].mean())
     if abs(size) < limit:
         return
     lasting = last == len(tamed)
-    at, end, low, high = (int(steps[min(i, len(steps) - 1)]) for i in (first, last - 1, *since))
+    start, end, low, high = (int(steps[min(i, len(steps) - 1)]) for i in (first, last - 1, *since))
     p = max(min(test.p, scanned.p), 1e-12)
-    when = f"from step {at} on (90 %: {low} to {high})" if lasting else f"in steps {at} to {end}"
+    when = (
+        f"from step {start} on (90 %: {low} to {high})" if lasting else f"in steps {start} to {end}"
+    )
     if first == 0 and lasting:
         when = "from the start"
     side = "higher" if size > 0 else "lower"
@@ -361,7 +363,7 @@ def _lasting(
         return
     text += f"; noise of single steps does this with a probability of {p:.0e}"
     kind = "lasting difference" if lasting else "passing difference"
-    report.findings.append(Finding(kind, at, end, size, low, high, p, text))
+    report.findings.append(Finding(kind, start, end, size, low, high, p, text))
 
 
 def _when(
@@ -375,8 +377,8 @@ def _when(
     end = len(tamed) if lasting else int(blocks.edges[scanned.last])
     since = stats.onset(tamed[:end], a, blocks.inflation)
     if not lasting:
-        back = stats.onset(tamed[since.first :][::-1], a, blocks.inflation)
-        end = max(since.first + 1, len(tamed) - back.first)
+        reverse = stats.onset(tamed[since.first :][::-1], a, blocks.inflation)
+        end = max(since.first + 1, len(tamed) - reverse.first)
     if since.low <= max(5, blocks.edges[1]):
         return 0, end, (0, since.high)
     return since.first, end, (since.low, since.high)
@@ -386,7 +388,7 @@ def _shape(d: Floats) -> str:
     """Say whether a difference grows or fades, if it clearly does either."""
     if len(d) < 80:
         return ""
-    blocks = stats.Blocks.of(stats.whiten(d), most=40)
+    blocks = stats.Blocks.of(stats.whiten(d), max_blocks=40)
     half = len(blocks.means) // 2
     early, late = blocks.means[:half], blocks.means[half:]
     change = float(late.mean() - early.mean())
@@ -399,26 +401,26 @@ def _shape(d: Floats) -> str:
 
 def find_spikes(report: Report, finite: NDArray[np.bool_]) -> list[Spike]:
     """List jumps of either curve, matched within two values."""
-    kept = np.flatnonzero(finite)
-    if len(kept) < 30:
+    indices = np.flatnonzero(finite)
+    if len(indices) < 30:
         return []
-    jumps = _jumps(report, kept)
+    jumps = _jumps(report, indices)
     high = [over > np.maximum(6 * stats.local_spread(over), 0.03) for over in jumps]
-    found: list[Spike] = []
+    spikes: list[Spike] = []
     for group in _events(np.flatnonzero(high[0] | high[1])):
-        near = slice(max(0, group[0] - 2), group[-1] + 3)
-        its, mine = (bool(over[near].any()) for over in high)
-        where = "both" if mine and its else "target" if mine else "base"
+        window = slice(max(0, group[0] - 2), group[-1] + 3)
+        its, target_jumps = (bool(over[window].any()) for over in high)
+        curve = "both" if target_jumps and its else "target" if target_jumps else "base"
         heights = [float(np.expm1(jump[group].max())) for jump in jumps]
-        top = group[int(np.argmax(jumps[mine][group]))]
-        found.append(Spike(int(report.steps[kept[top]]), heights[0], heights[1], where))
-    return found
+        top = group[int(np.argmax(jumps[target_jumps][group]))]
+        spikes.append(Spike(int(report.steps[indices[top]]), heights[0], heights[1], curve))
+    return spikes
 
 
 def _envelope(blocks: stats.Blocks, wander: float, finite: NDArray[np.bool_]) -> Floats:
     """Return the half-width, at each compared step, that the mean over 1/25 of the run keeps under noise (95 %)."""
     middle = (blocks.edges[:-1] + blocks.edges[1:]) / 2
-    each = len(blocks.means) / 25
-    width = 1.96 * np.hypot(blocks.errors / np.sqrt(max(1.0, each)), wander)
-    at = np.cumsum(finite) - 1
-    return np.asarray(np.interp(at, middle, width), np.float64)
+    blocks_per_stretch = len(blocks.means) / 25
+    width = 1.96 * np.hypot(blocks.errors / np.sqrt(max(1.0, blocks_per_stretch)), wander)
+    index = np.cumsum(finite) - 1
+    return np.asarray(np.interp(index, middle, width), np.float64)

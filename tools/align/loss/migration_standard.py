@@ -64,25 +64,25 @@ def gate(
     norms: Sequence[Floats],
     target_norm: Floats,
     every: int = 1,
-    least: int = STEPS,
+    min_steps: int = STEPS,
 ) -> Gate:
     """Judge a run by the standard, from losses and norms of the gradient (NaN: unknown) at the compared steps.
 
     Args:
         every: Training steps from one value to the next.
-        least: Fewest steps for a verdict.
+        min_steps: Fewest steps for a verdict.
     """
-    pairs = [_errors(one, other) for one, other in combinations(bases, 2)]
+    pairs = [_errors(base, other) for base, other in combinations(bases, 2)]
     absolute, relative = _errors(bases[0], target)
     first = _check((absolute[0], relative[0]), FIRST, [(a[0], r[0]) for a, r in pairs], SLACK[0])
-    means, own = (absolute.mean(), relative.mean()), [(a.mean(), r.mean()) for a, r in pairs]
-    average = _check(means, AVERAGE, own, SLACK[1])
-    known = np.isfinite(norms[0]) & np.isfinite(target_norm) & (norms[0] > 0)
+    means, base_means = (absolute.mean(), relative.mean()), [(a.mean(), r.mean()) for a, r in pairs]
+    average = _check(means, AVERAGE, base_means, SLACK[1])
+    judged = np.isfinite(norms[0]) & np.isfinite(target_norm) & (norms[0] > 0)
     norm = None
-    if known.any():
-        norm = float(np.mean(np.abs(target_norm[known] - norms[0][known]) / norms[0][known]))
+    if judged.any():
+        norm = float(np.mean(np.abs(target_norm[judged] - norms[0][judged]) / norms[0][judged]))
     steps = len(target) * every
-    verdict = "not judged" if steps < least else "pass" if first.ok and average.ok else "fail"
+    verdict = "not judged" if steps < min_steps else "pass" if first.ok and average.ok else "fail"
     positive = float((target > bases[0]).mean() + (target == bases[0]).mean() / 2)
     met = None if norm is None else norm <= NORM
     return Gate(verdict, steps, first, average, norm, met, positive)
@@ -95,7 +95,7 @@ def _errors(base: Floats, other: Floats) -> tuple[Floats, Floats]:
 
 
 def _check(
-    found: tuple[float, float],
+    errors: tuple[float, float],
     limits: tuple[float, float],
     fluctuation: Sequence[tuple[float, float]],
     slack: float,
@@ -103,6 +103,6 @@ def _check(
     absolute, relative = (
         float(max([limit, *(f[i] * slack for f in fluctuation)])) for i, limit in enumerate(limits)
     )
-    ok = bool(found[0] < absolute or found[1] < relative)
+    ok = bool(errors[0] < absolute or errors[1] < relative)
     relaxed = (absolute, relative) != limits
-    return Check(float(found[0]), float(found[1]), absolute, relative, relaxed, ok)
+    return Check(float(errors[0]), float(errors[1]), absolute, relative, relaxed, ok)

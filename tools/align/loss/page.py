@@ -32,8 +32,8 @@ def body(report: Report) -> str:
         parts += [_curves(report), _differences(report), _beginning(report)]
     parts += ["<h2>What was checked</h2>", _checks(report)]
     if report.findings:
-        said = [Html(f"{html.tag('b', f.kind)}: {escape(f.text)}") for f in report.findings]
-        parts.append(f"<h2>What noise does not explain</h2>{html.items(said)}")
+        texts = [Html(f"{html.tag('b', f.kind)}: {escape(f.text)}") for f in report.findings]
+        parts.append(f"<h2>What noise does not explain</h2>{html.items(texts)}")
     if report.reasons:
         head = "Why it is not judged" if word not in (PASS, DIVERGED) else "Besides"
         parts.append(f"<h2>{head}</h2>{html.items(report.reasons)}")
@@ -57,19 +57,19 @@ def _line(axes: Axes, steps: NDArray[np.int64], values: Floats, kind: str, width
     return axes.line(*_thin(steps.astype(float), values), kind, width)
 
 
-def _thin(steps: Floats, values: Floats, most: int = 900) -> tuple[Floats, Floats]:
+def _thin(steps: Floats, values: Floats, groups_limit: int = 900) -> tuple[Floats, Floats]:
     """Return the smallest and largest value of each group, so that no spike is lost."""
-    if len(steps) <= 2 * most:
+    if len(steps) <= 2 * groups_limit:
         return steps, values
-    groups = np.array_split(np.arange(len(steps)), most)
-    kept: list[int] = []
+    groups = np.array_split(np.arange(len(steps)), groups_limit)
+    indices: list[int] = []
     for group in groups:
         part = values[group]
         if np.isfinite(part).all():
-            kept += sorted({int(group[np.argmin(part)]), int(group[np.argmax(part)])})
+            indices += sorted({int(group[np.argmin(part)]), int(group[np.argmax(part)])})
         else:
-            kept += [int(i) for i in group]
-    return steps[kept], values[kept]
+            indices += [int(i) for i in group]
+    return steps[indices], values[indices]
 
 
 def _mean(values: Floats, width: int) -> Floats:
@@ -92,14 +92,14 @@ def _curves(report: Report) -> str:
     parts.append(_line(axes, steps, mean, "base", 3.5))
     parts.append(_line(axes, steps, target, "target", 1.1))
     for spike in report.spikes:
-        at = int(np.searchsorted(steps, spike.step))
-        value = max(mean[at], target[at])
+        index = int(np.searchsorted(steps, spike.step))
+        value = max(mean[index], target[index])
         kind = "spike" if spike.where == "both" else "spike alone"
         title = f"step {spike.step}: base {spike.base:+.1%}, target {spike.target:+.1%}"
         parts.append(axes.dot(spike.step, value, kind, 5, title))
     for step in steps[~np.isfinite(target)][:1]:
-        at = f"x={axes.x(step):.1f} y=22"
-        parts.append(f"<text class=mark {at} text-anchor=middle>NaN</text>")
+        index = f"x={axes.x(step):.1f} y=22"
+        parts.append(f"<text class=mark {index} text-anchor=middle>NaN</text>")
     base = "base" + (f" (mean of {len(bases)} runs)" if len(bases) > 1 else "")
     colours = [("var(--base)", base), ("var(--target)", "target")]
     keys = html.keys(colours, "○ a spike; red: in one of the two runs only")
@@ -111,10 +111,10 @@ def _differences(report: Report) -> str:
         return ""
     steps, bases = report.steps, report.bases
     d: Floats = np.expm1(report.difference) * 100.0
-    known = np.isfinite(d)
-    good, width = d[known], max(3, len(steps) // 25) | 1
+    finite = np.isfinite(d)
+    good, width = d[finite], max(3, len(steps) // 25) | 1
     tamed = d.copy()
-    tamed[known] = stats.tame(good)  # otherwise a spike would lift the whole window around it
+    tamed[finite] = stats.tame(good)  # otherwise a spike would lift the whole window around it
     smooth = _mean(tamed, width)
     envelope = report.envelope * 100
     logs = np.log(np.where(np.array(bases) > 0, bases, np.nan))
@@ -180,12 +180,12 @@ def _marks(report: Report, axes: Axes) -> list[str]:
     parts: list[str] = []
     shown = [f for f in report.findings if f.kind not in ("not finite", "early departure")]
     for finding in shown[:6]:
-        at = axes.x(finding.first)
-        parts.append(f"<line class=cut x1={at:.1f} x2={at:.1f} y1=8 y2=276 />")
-        right = at > axes.width - 190
-        where = f"x={at - 6:.1f} text-anchor=end" if right else f"x={at + 6:.1f}"
-        said = f"step {finding.first}: {np.expm1(finding.size):+.2%}"
-        parts.append(f"<text class=mark {where} y=268>{said}</text>")
+        x = axes.x(finding.first)
+        parts.append(f"<line class=cut x1={x:.1f} x2={x:.1f} y1=8 y2=276 />")
+        right = x > axes.width - 190
+        place = f"x={x - 6:.1f} text-anchor=end" if right else f"x={x + 6:.1f}"
+        label = f"step {finding.first}: {np.expm1(finding.size):+.2%}"
+        parts.append(f"<text class=mark {place} y=268>{label}</text>")
     return parts
 
 
@@ -197,17 +197,17 @@ def checks(report: Report) -> list[tuple[str, str, str, str]]:
     if report.bias is None:
         return [*rows, ("lasting difference", "", "", "not judged")]
     bias = report.bias
-    whole = kinds & {"lasting difference", "passing difference", "early departure"}
+    lasting = kinds & {"lasting difference", "passing difference", "early departure"}
     alone = kinds & {"single step", "first loss"}
     spikes = sum(s.where == "both" for s in report.spikes)
     inside = -bias["margin"] < bias["low"] <= bias["high"] < bias["margin"]
     mean = f"mean {bias['mean']:+.3%}, {abs(bias['statistic']):.1f} standard errors"
-    limit, answer = f"{bias['limit']:.1f} for the whole run", "fail" if whole else "pass"
+    limit, answer = f"{bias['limit']:.1f} for the whole run", "fail" if lasting else "pass"
     rows.append(("noise explains the difference", mean, limit, answer))
     answer = "fail" if alone else "pass"
     rows.append(("spikes are common", f"{spikes} in both", "none in one run only", answer))
     interval = f"{bias['low']:+.3%} to {bias['high']:+.3%} (90 %)"
-    answer = "pass" if inside else "fail" if whole else "not judged"
+    answer = "pass" if inside else "fail" if lasting else "not judged"
     return [*rows, ("equivalence", interval, f"±{bias['margin']:.2%}", answer)]
 
 
@@ -217,18 +217,18 @@ def _standard(report: Report) -> list[tuple[str, str, str, str]]:
     gate = report.gate
     if gate is None:
         return rows
-    least = report.settings.steps
-    few = gate.steps < least
+    min_steps = report.settings.steps
+    few = gate.steps < min_steps
     for name, check in (("first loss", gate.first), ("average error", gate.average)):
-        found = f"{check.absolute:.5f} or {check.relative:.3%}"
+        errors = f"{check.absolute:.5f} or {check.relative:.3%}"
         relaxed = " (relaxed to the base runs' own)" if check.relaxed else ""
         allowed = f"{check.absolute_limit:.3g} or {check.relative_limit:.2%}{relaxed}"
         answer = "fail" if not check.ok else "not judged" if few else "pass"
-        rows.append((f"standard: {name}", found, allowed, answer))
+        rows.append((f"standard: {name}", errors, allowed, answer))
     if gate.norm is not None:
         rows.append(("standard: gradient norm", f"{gate.norm:.2%}", "10.00%", "monitored"))
     answer = "not judged" if few else "pass"
-    return [*rows, ("standard: steps", f"{gate.steps:,}", f"{least:,} at least", answer)]
+    return [*rows, ("standard: steps", f"{gate.steps:,}", f"{min_steps:,} at least", answer)]
 
 
 def _checks(report: Report) -> str:
@@ -247,8 +247,8 @@ def _checks(report: Report) -> str:
 def _spikes(report: Report) -> str:
     rows: list[list[object]] = []
     for s in report.spikes:
-        where = "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only")
-        rows.append([s.step, f"{s.base:+.1%}", f"{s.target:+.1%}", where])
+        curves = "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only")
+        rows.append([s.step, f"{s.base:+.1%}", f"{s.target:+.1%}", curves])
     return html.table(["step ", "base ", "target ", "in"], rows, most=40)
 
 
@@ -267,8 +267,8 @@ def junit(report: Report) -> str:
     reason = "; ".join(report.reasons) or "not judged"
     verdict = {PASS: "pass", DIVERGED: "fail"}.get(report.verdict, "not judged")
     rows = [*checks(report), ("verdict", report.sentence, "", verdict)]
-    for name, found, allowed, answer in rows:
-        failed = f"{found}; allowed {allowed}" if allowed else found
-        said = {"fail": {"failure": failed}, "not judged": {"skipped": reason}}.get(answer, {})
-        cases.append(JunitCase("align.loss", name, **said))
+    for name, value, allowed, answer in rows:
+        failed = f"{value}; allowed {allowed}" if allowed else value
+        outcome = {"fail": {"failure": failed}, "not judged": {"skipped": reason}}.get(answer, {})
+        cases.append(JunitCase("align.loss", name, **outcome))
     return suite("align loss", cases)

@@ -113,9 +113,9 @@ def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
                 continue  # torn by a kill
             raise BadInputError(f"{path}:{number}: expected a JSON object with event and step")
         if record["event"] == "step":
-            known = "grad_norm" in record
+            has_norm = "grad_norm" in record
             loss = _from_json(path, number, record, name)
-            norm = _from_json(path, number, record, "grad_norm") if known else math.nan
+            norm = _from_json(path, number, record, "grad_norm") if has_norm else math.nan
             rows.append(_Row(number, record["step"], loss, norm))
     return _curve(path, "metrics.jsonl", name, rows)
 
@@ -153,31 +153,31 @@ def _mindformers(path: Path, text: str, metric: str | None) -> Curve:
     for number, line in enumerate(lines, start=1):
         if _START.search(line) is None:
             continue
-        found = _MINDFORMERS.search(line)
-        if found is None:
+        match = _MINDFORMERS.search(line)
+        if match is None:
             if number == len(lines) and not text.endswith("\n"):
                 continue
-            said = "a line of MFLossMonitor without step, loss and global_norm"
-            raise BadInputError(f"{path}:{number}: {said}")
-        loss = found["loss"] if metric in (None, "loss") else _part(path, number, line, str(metric))
-        step = int(found["step"]) + (int(found["epoch"]) - 1) * int(found["steps"])
-        norm = found["norm"].strip(" []\t")
+            problem = "a line of MFLossMonitor without step, loss and global_norm"
+            raise BadInputError(f"{path}:{number}: {problem}")
+        loss = match["loss"] if metric in (None, "loss") else _part(path, number, line, str(metric))
+        step = int(match["step"]) + (int(match["epoch"]) - 1) * int(match["steps"])
+        norm = match["norm"].strip(" []\t")
         value = math.nan if norm in ("", "None") else _number(path, number, "global_norm", norm)
         rows.append(_Row(number, step, _number(path, number, "loss", loss), value))
     last = {row.step: row for row in rows}
     notes: tuple[str, ...] = ()
     if repeated := len(rows) - len(last):
         # A log goes on after a restart.
-        said = "steps are in the log more than once (restarts): the last of each counts"
-        notes, rows = (f"{repeated} {said}",), [last[step] for step in sorted(last)]
+        problem = "steps are in the log more than once (restarts): the last of each counts"
+        notes, rows = (f"{repeated} {problem}",), [last[step] for step in sorted(last)]
     return _curve(path, "MindFormers log", metric or "loss", rows, notes)
 
 
 def _part(path: Path, number: int, line: str, name: str) -> str:
-    found = re.search(rf"\b{re.escape(name)}:\s*([^,\s]+)", line)
-    if found is None:
+    match = re.search(rf"\b{re.escape(name)}:\s*([^,\s]+)", line)
+    if match is None:
         raise BadInputError(f"{path}:{number}: no {name} in this line of MFLossMonitor")
-    return found[1]
+    return match[1]
 
 
 def _golden(path: Path, text: str, metric: str | None) -> Curve:
@@ -193,8 +193,8 @@ def _golden(path: Path, text: str, metric: str | None) -> Curve:
     if name not in content:
         name = _choose(names, (metric,) if metric else ("lm_loss", *LOSS_NAMES))
     if name is None:
-        known = ", ".join(sorted(content)) or "none"
-        raise BadInputError(f"{path}:1: no metric {metric or 'lm loss'!r}; there are {known}")
+        metrics = ", ".join(sorted(content)) or "none"
+        raise BadInputError(f"{path}:1: no metric {metric or 'lm loss'!r}; there are {metrics}")
     loss = _golden_values(path, text, name, content[name])
     norm_name = _choose(names, NORM_NAMES)
     norms = {} if norm_name is None else _golden_values(path, text, norm_name, content[norm_name])
@@ -208,27 +208,27 @@ def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, 
     values = described.get("values")
     if not isinstance(values, dict):
         raise BadInputError(f"{path}:{line}: {name!r} has no object `values`")
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     for step, value in _object(values).items():
         if not re.fullmatch(r"-?\d{1,15}", step):
-            said = f"{name!r} has the step {step!r}; expected a whole number"
-            raise BadInputError(f"{path}:{line}: {said}")
-        found[int(step)] = _number(path, line, f"{name!r} at step {step}", value)
+            problem = f"{name!r} has the step {step!r}; expected a whole number"
+            raise BadInputError(f"{path}:{line}: {problem}")
+        losses[int(step)] = _number(path, line, f"{name!r} at step {step}", value)
     start, end, every = (described.get(key) for key in ("start_step", "end_step", "step_interval"))
     if isinstance(start, int) and isinstance(end, int) and isinstance(every, int) and every > 0:
-        lost = next((step for step in range(start, end + 1, every) if step not in found), None)
+        lost = next((step for step in range(start, end + 1, every) if step not in losses), None)
         if lost is not None:
-            said = f"{name!r} promises steps {start} to {end} by {every}; {lost} is missing"
-            raise BadInputError(f"{path}:{line}: {said}")
-    return found
+            problem = f"{name!r} promises steps {start} to {end} by {every}; {lost} is missing"
+            raise BadInputError(f"{path}:{line}: {problem}")
+    return losses
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s-]+", "_", name.strip().strip('"').lower())
 
 
-def _choose(names: dict[str, str], wanted: Iterable[str]) -> str | None:
-    return next((names[_plain(name)] for name in wanted if _plain(name) in names), None)
+def _choose(names: dict[str, str], candidates: Iterable[str]) -> str | None:
+    return next((names[_plain(name)] for name in candidates if _plain(name) in names), None)
 
 
 def _csv(path: Path, text: str, metric: str | None) -> Curve:
@@ -255,8 +255,8 @@ def _csv(path: Path, text: str, metric: str | None) -> Curve:
             raise BadInputError(f"{path}:{number}: {len(cells)} columns; expected {len(titles)}")
         step = _number(path, number, "step", cells[columns[0]].strip())
         if not step.is_integer() or abs(step) >= 2**53:
-            said = f"step is {cells[columns[0]].strip()}; expected a whole number"
-            raise BadInputError(f"{path}:{number}: {said}")
+            problem = f"step is {cells[columns[0]].strip()}; expected a whole number"
+            raise BadInputError(f"{path}:{number}: {problem}")
         loss = _number(path, number, name, cells[columns[1]].strip())
         norm = cells[columns[2]].strip() if columns[2] is not None else ""
         value = _number(path, number, "grad_norm", norm) if norm else math.nan
@@ -280,10 +280,10 @@ def _columns(
     loss = _choose(names, (metric,) if metric else LOSS_NAMES)
     if step is None or loss is None:
         wanted = metric or "loss"
-        found = ", ".join(title.strip()[:40] for title in titles[:10])
+        titles_text = ", ".join(title.strip()[:40] for title in titles[:10])
         raise BadInputError(
             f"{path}:{line}: no loss curve: expected our metrics.jsonl, a log of MindFormers, values of Megatron-LM, "
-            f"or CSV with columns step and {wanted}; found {found!r}"
+            f"or CSV with columns step and {wanted}; found {titles_text!r}"
         )
     norm = _choose(names, NORM_NAMES)
     last = None if norm is None else titles.index(norm)
@@ -295,10 +295,10 @@ def _curve(
 ) -> Curve:
     if not rows:
         raise BadInputError(f"{path}: {kind} without a single step")
-    for one, other in itertools.pairwise(rows):
-        if other.step <= one.step:
-            said = f"step {other.step} after step {one.step}; expected a later one"
-            raise BadInputError(f"{path}:{other.line}: {said}")
+    for previous, other in itertools.pairwise(rows):
+        if other.step <= previous.step:
+            problem = f"step {other.step} after step {previous.step}; expected a later one"
+            raise BadInputError(f"{path}:{other.line}: {problem}")
     _, steps, *values = zip(*rows, strict=True)
     loss, norm = (np.array(column, np.float64) for column in values)
     return Curve(str(path), kind, metric, np.array(steps, np.int64), loss, norm, notes)

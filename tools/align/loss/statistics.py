@@ -55,11 +55,11 @@ def local_spread(values: Floats, width: int = 60) -> Floats:
     n = len(values)
     bins = max(1, n // width)
     edges = np.linspace(0, n, bins + 1).astype(int)
-    found = [spread(values[a:b]) for a, b in itertools.pairwise(edges)]
+    spreads = [spread(values[a:b]) for a, b in itertools.pairwise(edges)]
     # A bin in which almost all values are equal has no spread although its values differ.
-    whole = np.sqrt(np.mean(np.square(values))) * 1e-3
+    floor = np.sqrt(np.mean(np.square(values))) * 1e-3
     middle = (edges[:-1] + edges[1:] - 1) / 2
-    return np.maximum(np.interp(np.arange(n), middle, found), max(FLOOR, float(whole)))
+    return np.maximum(np.interp(np.arange(n), middle, spreads), max(FLOOR, float(floor)))
 
 
 def rolling_median(values: Floats, width: int) -> Floats:
@@ -103,22 +103,22 @@ def tame(d: Floats, limit: float = 4.5) -> Floats:
     return level + np.clip(d - level, -bound, bound)
 
 
-def whiten(d: Floats, most: int = 6) -> Whitened:
+def whiten(d: Floats, max_order: int = 6) -> Whitened:
     """Fit an autoregressive model to the noise of d and remove it.
 
-    The order (0 to ``most``) is chosen by the Bayesian information criterion; a change of level or of the noise's size is none.
+    The order (0 to ``max_order``) is chosen by the Bayesian information criterion; a change of level or of the noise's size is none.
     """
     residual = d - levels(d)
     # Stretches of little noise, such as before rounding errors have grown, say nothing about the rest.
     scale = local_spread(residual)
     unit = residual / np.maximum(scale, np.median(scale) / 2)
     n = len(unit)
-    lags = np.array([unit[: n - k] @ unit[k:] for k in range(most + 1)]) / n
+    lags = np.array([unit[: n - k] @ unit[k:] for k in range(max_order + 1)]) / n
     if lags[0] <= 0:
         return Whitened(d, np.zeros(0), 1.0)
     rho = lags / lags[0]
     best: tuple[float, Floats] = (n * 0.0, np.zeros(0))
-    for order in range(1, most + 1):
+    for order in range(1, max_order + 1):
         matrix = rho[np.abs(np.subtract.outer(np.arange(order), np.arange(order)))]
         a = cast("Floats", np.linalg.solve(matrix, rho[1 : order + 1]))
         error = max(1e-12, float(1 - a @ rho[1 : order + 1]))
@@ -150,10 +150,10 @@ class Blocks:
     inflation: float = 1.0
 
     @classmethod
-    def of(cls, white: Whitened, most: int = 120) -> "Blocks":
-        """Divide whitened differences into at most ``most`` blocks of 5 steps or more."""
+    def of(cls, white: Whitened, max_blocks: int = 120) -> "Blocks":
+        """Divide whitened differences into at most ``max_blocks`` blocks of 5 steps or more."""
         n = len(white.y)
-        count = max(1, min(most, n // 5))
+        count = max(1, min(max_blocks, n // 5))
         edges = np.linspace(0, n, count + 1).astype(np.int64)
         sums = np.concatenate([[0.0], np.cumsum(white.y)])
         means = np.diff(sums[edges]) / np.diff(edges)
@@ -192,8 +192,8 @@ def _variances(means: Floats) -> Floats:
     count = squares.shape[1]
     half = min(12, (count - 1) // 2)
     sums = np.concatenate([np.zeros((len(means), 1)), np.cumsum(squares, axis=1)], axis=1)
-    at = np.arange(count + 1)
-    low, high = np.maximum(at - half, 0), np.minimum(at + half, count)
+    positions = np.arange(count + 1)
+    low, high = np.maximum(positions - half, 0), np.minimum(positions + half, count)
     return np.maximum((sums[:, high] - sums[:, low]) / (high - low), FLOOR**2)
 
 
@@ -202,7 +202,7 @@ def _excess(means: Floats) -> float:
 
     Two equivalent runs drift apart and back over hundreds of steps; no short-range model of the noise covers that.
     """
-    most = 1.0
+    variance = 1.0
     means = means - levels(means) if len(means) >= 40 else means  # a change of level is no noise
     squares = np.square(np.diff(means)).mean()
     for factor in (4, 12):
@@ -210,8 +210,8 @@ def _excess(means: Floats) -> float:
         if count < 6 or squares == 0:
             break
         longer = means[-count * factor :].reshape(count, factor).mean(axis=1)
-        most = max(most, factor * float(np.square(np.diff(longer)).mean() / squares))
-    return float(np.sqrt(most))
+        variance = max(variance, factor * float(np.square(np.diff(longer)).mean() / squares))
+    return float(np.sqrt(variance))
 
 
 class MeanTest(NamedTuple):
@@ -251,8 +251,10 @@ class Scan(NamedTuple):
     p: float
 
 
-def scan(blocks: Blocks, alpha: float, least: float = 0.0, draws: int = 400, seed: int = 0) -> Scan:
-    """Search all stretches of the run for a mean other than 0, at least of size ``least``.
+def scan(
+    blocks: Blocks, alpha: float, min_size: float = 0.0, draws: int = 400, seed: int = 0
+) -> Scan:
+    """Search all stretches of the run for a mean other than 0, at least of size ``min_size``.
 
     Noise alone is simulated by random signs: in equivalent runs each block's difference could have the other one.
     """
@@ -261,17 +263,17 @@ def scan(blocks: Blocks, alpha: float, least: float = 0.0, draws: int = 400, see
     firsts, lasts = _stretches(count)
     observed = _statistics(blocks.means[None], firsts, lasts)[0] / blocks.inflation
     sums = np.concatenate([[0.0], np.cumsum(blocks.means)])
-    observed[np.abs(sums[lasts] - sums[firsts]) < least * (lasts - firsts)] = 0.0
-    at = int(np.argmax(np.abs(observed)))
+    observed[np.abs(sums[lasts] - sums[firsts]) < min_size * (lasts - firsts)] = 0.0
+    best = int(np.argmax(np.abs(observed)))
     signs = generator.choice(np.array([-1.0, 1.0]), size=(draws, count))
     null = np.abs(_statistics(blocks.means * signs, firsts, lasts)).max(axis=1)
     # The largest of many statistics follows Gumbel's law; its two constants from mean and spread of the draws.
     scale = max(0.05, float(null.std())) * np.sqrt(6) / np.pi  # 0 where there is no noise
     place = float(null.mean()) - 0.5772156649 * scale
-    top = float(abs(observed[at]))
+    top = float(abs(observed[best]))
     p = float(-np.expm1(-np.exp(-(top - place) / scale)))
     limit = float(place - scale * np.log(-np.log1p(-alpha)))
-    return Scan(int(firsts[at]), int(lasts[at]), float(observed[at]), limit, p)
+    return Scan(int(firsts[best]), int(lasts[best]), float(observed[best]), limit, p)
 
 
 @functools.lru_cache(maxsize=64)
@@ -282,8 +284,8 @@ def _stretches(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     while length < count:
         pairs |= {(k, k + length) for k in range(count - length + 1)}
         length = max(length + 1, int(length * 1.35))
-    found = np.array(sorted(pairs), np.int64)
-    return found[:, 0], found[:, 1]
+    stretches = np.array(sorted(pairs), np.int64)
+    return stretches[:, 0], stretches[:, 1]
 
 
 def _statistics(means: Floats, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> Floats:
@@ -328,9 +330,9 @@ def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
     gain = (np.square(tail_up) / tail_down / 2)[:last]
     chance = np.exp((gain - gain.max()) / doubt**2)
     share = np.cumsum(chance) / chance.sum()
-    at = int(np.argmax(gain))
+    likeliest = int(np.argmax(gain))
     low, high = (int(i) for i in np.searchsorted(share, [0.05, 0.95]))
-    return Onset(at + order, min(low, at) + order, max(high, at) + order)
+    return Onset(likeliest + order, min(low, likeliest) + order, max(high, likeliest) + order)
 
 
 def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
@@ -362,12 +364,12 @@ def detectable(error: float, chance: float, limit: float) -> float:
     return float((limit + ndtri(chance)) * error)
 
 
-def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
+def outliers(d: Floats, alpha: float, min_size: float) -> list[tuple[int, float]]:
     """Return the indices and sizes of single differences that exceed what the tail of the noise explains.
 
     In equivalent runs, positive and negative differences have the same tail: each side is judged by the other one's
     (Hill's estimate over the largest fiftieth), so that noise with heavy tails is no finding. The probability of any
-    finding under noise is ``alpha``; differences below ``least`` are none.
+    finding under noise is ``alpha``; differences below ``min_size`` are none.
     """
     from scipy.ndimage import maximum_filter1d
 
@@ -375,7 +377,7 @@ def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
     # Where noise sets in, its size just afterwards counts.
     scale = maximum_filter1d(local_spread(d - level), 121, mode="nearest")
     unit = (d - level) / scale
-    found: list[tuple[int, float]] = []
+    hits_by_index: list[tuple[int, float]] = []
     for sign in (1.0, -1.0):
         other = np.sort(np.maximum(-sign * unit, 0.0))[::-1]
         count = max(10, len(d) // 50)
@@ -384,6 +386,6 @@ def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
         top, base = np.maximum(other[:count], 1e-3), max(float(other[count]), 2.0)
         slope = max(float(np.mean(np.log(np.maximum(top / base, 1.0)))), 1 / 5)
         limit = base * (count / (alpha / 2)) ** slope
-        hits = np.flatnonzero((sign * unit > limit) & (np.abs(d - level) > least))
-        found += [(int(i), float(d[i] - level[i])) for i in hits]
-    return sorted(found)
+        hits = np.flatnonzero((sign * unit > limit) & (np.abs(d - level) > min_size))
+        hits_by_index += [(int(i), float(d[i] - level[i])) for i in hits]
+    return sorted(hits_by_index)

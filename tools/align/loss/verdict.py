@@ -61,8 +61,8 @@ def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = Non
             report.spikes = find_spikes(report, finite)
             examine(report, finite)
         else:
-            said = f"a loss of 0 or less at step {steps[np.argmin(positive)]}"
-            report.reasons.append(f"{said}: relative differences need positive losses")
+            problem = f"a loss of 0 or less at step {steps[np.argmin(positive)]}"
+            report.reasons.append(f"{problem}: relative differences need positive losses")
     elif len(steps):
         report.reasons.append("no step has a finite loss")
     _conclude(report)
@@ -88,8 +88,8 @@ def _not_finite(report: Report) -> None:
         value = report.target[alone[0]]
         text = f"loss {value} at step {first}, finite in the base"
         text += f"; {len(alone)} such steps up to {last}" if len(alone) > 1 else ""
-        found = Finding("not finite", first, last, float("nan"), first, first, None, text)
-        report.findings.append(found)
+        finding = Finding("not finite", first, last, float("nan"), first, first, None, text)
+        report.findings.append(finding)
     lost = np.flatnonzero(~base & target)
     if len(lost):
         text = f"a base run has no finite loss at step {report.steps[lost[0]]}"
@@ -142,20 +142,20 @@ def _too_noisy(report: Report, bias: dict[str, float]) -> str:
 
 
 def _sentence(report: Report, verdict: str) -> str:
-    said, bias, findings = "", report.bias, report.findings
+    power, bias, findings = "", report.bias, report.findings
     if report.power is not None:
-        said = (
+        power = (
             f" A lasting difference of {report.power['seen_95'] * 100:.2g} % would have been seen with a probability of "
             f"95 % in {len(report.steps) * report.every:,} steps."
         )
     if verdict == DIVERGED:
         texts = [f.text for f in findings[:3]]
-        more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
-        return "Diverged: " + "; ".join(texts) + more + "."
+        rest_text = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
+        return "Diverged: " + "; ".join(texts) + rest_text + "."
     if verdict == INCONCLUSIVE:
-        return "Inconclusive: " + "; ".join(report.reasons) + "." + said
+        return "Inconclusive: " + "; ".join(report.reasons) + "." + power
     assert bias is not None
     return (
         f"Pass: the mean difference is {bias['mean']:+.3%}, between {bias['low']:+.3%} and {bias['high']:+.3%} (90 %), within "
-        f"the margin of ±{bias['margin']:.2%}." + said
+        f"the margin of ±{bias['margin']:.2%}." + power
     )

@@ -51,8 +51,8 @@ def read_map(path: Path) -> list[Link]:
         BadInputError: The file is not such a map.
     """
     try:
-        found = parse_json(path.read_bytes())
-        links = [_link(dict(entry)) for entry in found]
+        entries = parse_json(path.read_bytes())
+        links = [_link(dict(entry)) for entry in entries]
     except (OSError, *MALFORMED) as error:
         raise BadInputError(f"{path}: no map of tensors: {error}") from None
     if not links:
@@ -110,11 +110,11 @@ class Uses:
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, Place]]:
-        found: dict[str, tuple[int, Place]] = {}
+        places: dict[str, tuple[int, Place]] = {}
         for i, dump in enumerate(self.ranks):
             for name, call, place in self.named(dump):
-                found.setdefault(name, (i, (call.key, place)))
-        return found
+                places.setdefault(name, (i, (call.key, place)))
+        return places
 
     def _forward(self, number: int) -> DataFlow:
         """Return the data flow of the forward pass of a rank."""
@@ -125,20 +125,20 @@ class Uses:
 
     @cached_property
     def _contents(self) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         for name, (i, (key, place)) in self._places.items():
             record = dict(self.ranks[i].calls[key].tensors())[place]
             if record.read is not None:
-                found[name] = digest(record.load())
-        return found
+                contents[name] = digest(record.load())
+        return contents
 
     def _use(self, name: str) -> tuple[DataFlow, Call, str] | None:
         """Return the first call that computes with a weight, and the weight's position in it."""
         if name not in self._contents:
             return None
         flow = self._flow(self._places[name][0])
-        found = [u for p in flow.given.get(self._contents[name], []) for u in _users(flow, p, 0)]
-        use = min(found, key=lambda p: flow.order[p[0]], default=None)
+        uses = [u for p in flow.given.get(self._contents[name], []) for u in _users(flow, p, 0)]
+        use = min(uses, key=lambda p: flow.order[p[0]], default=None)
         return use and (flow, flow.dump.calls[use[0]], use[1])
 
     def first(self, name: str) -> float:
@@ -169,11 +169,11 @@ class Uses:
         pattern, _, place = name.rpartition(" ")
         kind, _, weight = pattern.partition(" ")
         if kind == "use":
-            found = self.operand(weight) if place == "operand" else self.result(weight)
-            return found or (pattern, place)
+            use = self.operand(weight) if place == "operand" else self.result(weight)
+            return use or (pattern, place)
         if kind == "weight":
-            _, (key, at) = self._places.get(weight, (0, (pattern, place)))
-            return key, at if place == "weight" else place
+            _, (key, holder) = self._places.get(weight, (0, (pattern, place)))
+            return key, holder if place == "weight" else place
         keys = (k for r in self.ranks for k in r.calls if fnmatch.fnmatchcase(k, pattern))
         return next(keys, pattern), place
 
@@ -183,12 +183,14 @@ def _users(flow: DataFlow, place: Place, depth: int) -> Iterator[Place]:
     call = flow.dump.calls[place[0]]
     formula = find(call.name)
     moves = formula is not None and formula.exact and len(call.given()) == 1
-    copies = flow.content[place] in [flow.content.get(made) for made in flow.makers_of(call.key)]
+    copies = flow.content[place] in [
+        flow.content.get(output) for output in flow.makers_of(call.key)
+    ]
     if not (moves or copies) or depth > 8:
         yield place
         return
-    for made in flow.makers_of(call.key):
-        for taker in flow.taken.get(made, []):
+    for output in flow.makers_of(call.key):
+        for taker in flow.taken.get(output, []):
             yield from _users(flow, taker, depth + 1)
 
 
@@ -196,22 +198,22 @@ def linked(
     a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
 ) -> Iterator[tuple[str, Point, Point]]:
     """Yield the entries of a map: the name, and the whole tensors of both runs."""
-    theirs, ours = Uses(a), Uses(b)
+    reference_uses, target_uses = Uses(a), Uses(b)
     for link in links:
-        one = _joined(theirs, link.reference, link, link.transposed)
-        other = _joined(ours, link.target, link, link.target_transposed)
-        if link.rows and one.values is not None:
+        first = _joined(reference_uses, link.reference, link, link.transposed)
+        other = _joined(target_uses, link.target, link, link.target_transposed)
+        if link.rows and first.values is not None:
             axis = -1 if link.joined else 0
-            one = one._replace(values=np.take(one.values, link.rows, axis))
-        if link.tokens and one.values is not None and other.values is not None:
+            first = first._replace(values=np.take(first.values, link.rows, axis))
+        if link.tokens and first.values is not None and other.values is not None:
             experts = link.joined == "first" and ".experts." in link.name
-            turned = _by_expert(one, other) if experts else exchanged(one.values, link.tokens)
-            one = one._replace(values=turned)
-        if link.in_any_order and one.values is not None and other.values is not None:
-            count = min(one.values.shape[-1], other.values.shape[-1])
-            one = one._replace(values=_chosen(one.values, count))
+            turned = _by_expert(first, other) if experts else exchanged(first.values, link.tokens)
+            first = first._replace(values=turned)
+        if link.in_any_order and first.values is not None and other.values is not None:
+            count = min(first.values.shape[-1], other.values.shape[-1])
+            first = first._replace(values=_chosen(first.values, count))
             other = other._replace(values=_chosen(other.values, count))
-        yield link.name, one, other
+        yield link.name, first, other
 
 
 def _chosen(x: Array, count: int) -> Array:
@@ -232,52 +234,54 @@ def exchanged(x: Array, tokens: Sequence[int]) -> Array:
     return x
 
 
-def _by_expert(one: Point, other: Point) -> Array:
+def _by_expert(reference: Point, other: Point) -> Array:
     """Return the rows of each expert of the reference in the order of the nearest rows of the target."""
     from scipy import optimize
 
-    assert one.values is not None
+    assert reference.values is not None
     assert other.values is not None
-    found, y = one.values.copy(), other.values.reshape(-1, one.values.shape[-1])
-    sizes = np.array(one.sizes or other.sizes or (y.size,)) // y.shape[-1]
-    if y.shape == found.shape and sizes.sum() == len(y):
+    rows, y = reference.values.copy(), other.values.reshape(-1, reference.values.shape[-1])
+    sizes = np.array(reference.sizes or other.sizes or (y.size,)) // y.shape[-1]
+    if y.shape == rows.shape and sizes.sum() == len(y):
         for part in np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]):
             if len(part) > _MANY:
                 continue
-            a, b = found[part].astype(np.float64), y[part].astype(np.float64)
+            a, b = rows[part].astype(np.float64), y[part].astype(np.float64)
             far = np.square(a).sum(-1) - 2 * b @ a.T
-            at: Array = optimize.linear_sum_assignment(far)[1]  # pyright: ignore
-            found[part] = found[part][at]
-    return found
+            order: Array = optimize.linear_sum_assignment(far)[1]  # pyright: ignore
+            rows[part] = rows[part][order]
+    return rows
 
 
 def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> Point:
     """Return the tensor with a name, or several tensors joined."""
-    found = [point(uses.ranks, *uses.resolved(name)) for name in names]
+    points = [point(uses.ranks, *uses.resolved(name)) for name in names]
     if link.joined == "first":  # an expert without tokens makes no call
-        found = [p for p in found if p.values is not None or p.differs] or found[:1]
-    if unknown := next((p for p in found if p.values is None), None):
+        points = [p for p in points if p.values is not None or p.differs] or points[:1]
+    if unknown := next((p for p in points if p.values is None), None):
         return unknown
-    parts = [p.values for p in found if p.values is not None]
+    parts = [p.values for p in points if p.values is not None]
     if link.joined:
         axis = 0 if link.joined == "first" else -1
         values = np.concatenate([x.reshape(-1, x.shape[-1]) for x in parts], axis)
     elif link.width:
         rows = [as_rows(x, link.width, transposed) for x in parts]
-        known = [x for x in rows if x is not None]
-        if len(known) < len(rows):
+        fitting = [x for x in rows if x is not None]
+        if len(fitting) < len(rows):
             shapes = [x.shape for x in parts]
-            return found[0]._replace(values=None, problem=f"shapes {shapes}, no width {link.width}")
-        values = np.concatenate(known)
+            return points[0]._replace(
+                values=None, problem=f"shapes {shapes}, no width {link.width}"
+            )
+        values = np.concatenate(fitting)
     else:
         shapes = {x.shape for x in parts}
         if len(shapes) > 1:
-            said = f"shapes {sorted(shapes)} cannot be joined"
-            return found[0]._replace(values=None, problem=said)
+            problem = f"shapes {sorted(shapes)} cannot be joined"
+            return points[0]._replace(values=None, problem=problem)
         parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
         values = np.stack(parts) if len(parts) > 1 else parts[0]
-    places = tuple((p.key, p.place) for p in found)
-    return found[0]._replace(values=values, parts=places, sizes=tuple(x.size for x in parts))
+    places = tuple((p.key, p.place) for p in points)
+    return points[0]._replace(values=values, parts=places, sizes=tuple(x.size for x in parts))
 
 
 def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
@@ -288,13 +292,13 @@ def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
     """
     dumps = reference, target
     keys = [{k for r in dump.ranks.values() for k in r.calls} for dump in dumps]
-    known = [{n for r in dump.ranks.values() for n, _, _ in Uses.named(r)} for dump in dumps]
+    weights = [{n for r in dump.ranks.values() for n, _, _ in Uses.named(r)} for dump in dumps]
 
     def names(side: tuple[str, ...], run: int) -> bool:
         pattern = side[0].rpartition(" ")[0] if side else ""
         kind, _, weight = pattern.partition(" ")
         if kind in ("weight", "use"):
-            return weight in known[run]
+            return weight in weights[run]
         return any(fnmatch.fnmatchcase(key, pattern) for key in keys[run])
 
     sides = [[(names(k.reference, i), names(k.target, 1 - i)) for k in links] for i in (0, 1)]
@@ -302,8 +306,10 @@ def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
     if right >= swapped and right:
         return
     lacks = [str(d.root) for i, d in enumerate(dumps) if not any(s[i] for s in sides[0])]
-    said = f"no entry names a tensor of {' or of '.join(lacks) or 'both runs'}"
-    said += "; expected names such as those of `align inspect --calls`"
+    problem = f"no entry names a tensor of {' or of '.join(lacks) or 'both runs'}"
+    problem += "; expected names such as those of `align inspect --calls`"
     if swapped:
-        said = "its sides are swapped; exchange the dumps, or `reference` and `target` in the map"
-    raise BadInputError(f"the map of {len(links)} entries does not fit: {said}")
+        problem = (
+            "its sides are swapped; exchange the dumps, or `reference` and `target` in the map"
+        )
+    raise BadInputError(f"the map of {len(links)} entries does not fit: {problem}")

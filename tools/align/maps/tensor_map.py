@@ -60,20 +60,22 @@ def tensor_map(reference: Dump, target: Dump) -> list[Link]:
     steps = [step for step in target.steps if step in reference.steps]
     a, b = ([r for step in steps[:1] for r in dump.at(step)] for dump in (reference, target))
     weights = list(_weights(a)), list(_weights(b))
-    theirs, ours = Uses(a), Uses(b)
+    reference_uses, target_uses = Uses(a), Uses(b)
     groups = [*_by_names(*weights)]
     used = {w.name for g in groups for w in g.reference}, {w.name for g in groups for w in g.target}
     pairs = zip(weights, used, strict=True)
-    left = [[w for w in run if w.name not in known] for run, known in pairs]
-    groups += _by_values(left[0], left[1], theirs, ours)
+    left = [[w for w in run if w.name not in paired] for run, paired in pairs]
+    groups += _by_values(left[0], left[1], reference_uses, target_uses)
     if not groups:
         count = " and ".join(str(len(w)) for w in weights)
-        said = f"{reference.root}, {target.root}: no weight of one ({count} found) is one of the other's, by name or by values"
-        raise BadInputError(f"{said}; expected updates by an optimizer or modules with parameters")
+        problem = f"{reference.root}, {target.root}: no weight of one ({count} found) is one of the other's, by name or by values"
+        raise BadInputError(
+            f"{problem}; expected updates by an optimizer or modules with parameters"
+        )
     links = [link for group in groups for link in _of_weights(group)]
-    forward = [link for group in groups for link in _of_uses(group, theirs, ours)]
+    forward = [link for group in groups for link in _of_uses(group, reference_uses, target_uses)]
     forward += _of_modules(a, b)
-    return [*_with_orders(forward, theirs, ours), *_losses(a, b), *links]
+    return [*_with_orders(forward, reference_uses, target_uses), *_losses(a, b), *links]
 
 
 def as_json(links: Sequence[Link]) -> str:
@@ -89,11 +91,11 @@ def as_json(links: Sequence[Link]) -> str:
 
 def _weights(ranks: Sequence[RankDump]) -> Iterator[_Weight]:
     """Yield the weights of a run that have names, once each."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, call, place in chain.from_iterable(Uses.named(dump) for dump in ranks):
         record = dict(call.tensors()).get(place)
-        if name not in seen and record is not None and record.read is not None:
-            seen.add(name)
+        if name not in names and record is not None and record.read is not None:
+            names.add(name)
             places = update_places(call) if place == "input.weight" else {}
             yield _Weight(name, record, places, roles_of(name))
 
@@ -102,64 +104,64 @@ def _by_names(reference: list[_Weight], target: list[_Weight]) -> Iterator[_Grou
     """Yield the weights of both runs that have roles in common; fused ones bring several together."""
     clusters: list[set[str]] = []
     for roles in (set(w.roles.names) for w in (*reference, *target) if w.roles is not None):
-        near = [c for c in clusters if c & roles]
-        clusters = [c for c in clusters if not c & roles] + [roles.union(*near)]
+        touching = [c for c in clusters if c & roles]
+        clusters = [c for c in clusters if not c & roles] + [roles.union(*touching)]
     for names in clusters:
-        one, other = (_parts(run, names) for run in (reference, target))
-        if one and other:
-            group = _fitted(one, other)
+        reference_parts, other = (_parts(run, names) for run in (reference, target))
+        if reference_parts and other:
+            group = _fitted(reference_parts, other)
             if group is not None:
                 yield group
             elif not any(".experts." in name for name in names):  # those without tokens may lack
-                yield _Group(one, other, 0, (False, False), ())
+                yield _Group(reference_parts, other, 0, (False, False), ())
 
 
 def _parts(run: list[_Weight], names: set[str]) -> list[_Weight]:
-    found = [(w.roles, w) for w in run if w.roles is not None and names.issuperset(w.roles.names)]
+    parts = [(w.roles, w) for w in run if w.roles is not None and names.issuperset(w.roles.names)]
     order = sorted(names)
-    return [w for _, w in sorted(found, key=lambda f: (order.index(f[0].names[0]), f[0].expert))]
+    return [w for _, w in sorted(parts, key=lambda f: (order.index(f[0].names[0]), f[0].expert))]
 
 
-def _fitted(one: list[_Weight], other: list[_Weight]) -> _Group | None:
+def _fitted(first: list[_Weight], other: list[_Weight]) -> _Group | None:
     """Return how the rows of two lists of weights correspond; None: their shapes do not fit.
 
     Names decide where they can, so that a weight in a wrong order is found; the order of fused parts, and of weights
     whose names say nothing, is that which makes nearly all rows equal.
     """
     best: tuple[float, _Group] | None = None
-    shapes = [[w.record.shape for w in side] for side in (one, other)]
-    free = any(w.roles is None or len(w.roles.names) > 1 for w in (*one, *other))
+    shapes = [[w.record.shape for w in side] for side in (first, other)]
+    free = any(w.roles is None or len(w.roles.names) > 1 for w in (*first, *other))
     if not free and len(shapes[0]) == 1 and shapes[0] == shapes[1] and len(shapes[0][0]) < 3:
         width = shapes[0][0][-1] if len(shapes[0][0]) == 2 else 1
-        return _Group(one, other, width, (False, False), ())
+        return _Group(first, other, width, (False, False), ())
     widths = {1} if len(shapes[1][0]) == 1 else {n for s in chain(*shapes) for n in s[-2:]}
     for width in sorted(widths, reverse=True):
         for turned in ((False, False), (True, True), (True, False), (False, True)):
-            sides = [_rows(side, width, t) for side, t in zip((one, other), turned, strict=True)]
+            sides = [_rows(side, width, t) for side, t in zip((first, other), turned, strict=True)]
             if sides[0] is None or sides[1] is None or sides[0].shape != sides[1].shape:
                 continue
             share, rows = _order(sides[0], sides[1], free)
             usual = all(t == (len(s[0]) == 3) for t, s in zip(turned, shapes, strict=True))
-            found = share + 0.01 * usual, _Group(one, other, width, turned, rows)
-            best = max((b for b in (best, found) if b is not None), key=lambda b: b[0])
+            candidate = share + 0.01 * usual, _Group(first, other, width, turned, rows)
+            best = max((b for b in (best, candidate) if b is not None), key=lambda b: b[0])
     return best[1] if best is not None else None
 
 
 def _rows(weights: Sequence[_Weight], width: int, transposed: bool) -> Array | None:
     parts = [as_rows(w.record.load(), width, transposed) for w in weights]
-    known = [p for p in parts if p is not None]
-    return np.concatenate(known) if len(known) == len(parts) else None
+    fitting = [p for p in parts if p is not None]
+    return np.concatenate(fitting) if len(fitting) == len(parts) else None
 
 
-def _order(one: Array, other: Array, free: bool) -> tuple[float, tuple[int, ...]]:
+def _order(first: Array, other: Array, free: bool) -> tuple[float, tuple[int, ...]]:
     """Return the share of equal rows, and their order in the first array; empty: the same order."""
-    share = float(np.mean(_near(one, other)))
-    if share >= 0.5 or one.shape[1] == 1 or not free:
+    share = float(np.mean(_near(first, other)))
+    if share >= 0.5 or first.shape[1] == 1 or not free:
         return share, ()
-    at = _nearest(one, other)
-    better = float(np.mean(_near(one[at], other)))
-    unique = len(np.unique(at)) == len(at)
-    return (better, tuple(int(i) for i in at)) if unique and better >= _MOST else (share, ())
+    order = _nearest(first, other)
+    better = float(np.mean(_near(first[order], other)))
+    unique = len(np.unique(order)) == len(order)
+    return (better, tuple(int(i) for i in order)) if unique and better >= _MOST else (share, ())
 
 
 def _near(x: Array, y: Array) -> Array:
@@ -168,17 +170,17 @@ def _near(x: Array, y: Array) -> Array:
     return np.linalg.norm(x - y, axis=1) <= _NEAR * size
 
 
-def _nearest(one: Array, other: Array) -> Array:
+def _nearest(first: Array, other: Array) -> Array:
     """Return for each row of the second array the nearest of the first, by some random directions."""
-    draw = np.random.default_rng(0).standard_normal((one.shape[1], _SKETCH))
-    x, y = one @ draw, other @ draw
+    draw = np.random.default_rng(0).standard_normal((first.shape[1], _SKETCH))
+    x, y = first @ draw, other @ draw
     size = np.square(x).sum(1)
     blocks = [y[i : i + _BLOCK] for i in range(0, len(y), _BLOCK)]
     return np.concatenate([np.argmin(size - 2 * (b @ x.T), 1) for b in blocks])
 
 
 def _by_values(
-    reference: list[_Weight], target: list[_Weight], theirs: "Uses", ours: "Uses"
+    reference: list[_Weight], target: list[_Weight], reference_uses: "Uses", target_uses: "Uses"
 ) -> list[_Group]:
     """Return the weights whose names say nothing but whose rows are nearly equal, fused or not.
 
@@ -189,30 +191,32 @@ def _by_values(
         rows = as_rows(weight.record.load(), weight.record.shape[-1], False)
         able = [r for r in reference if len(r.record.shape) > 1] if rows is not None else []
         fits = [r for r in able if _shares(r, weight)]
-        near = [c for c in clusters if any(r in c[0] for r in fits)]
-        clusters = [c for c in clusters if not any(c is n for n in near)]
-        one = {id(r): r for r in (*fits, *(r for c in near for r in c[0]))}
-        clusters += [([*one.values()], [*(t for c in near for t in c[1]), weight])] if fits else []
-    groups = [g for one, other in clusters if (g := _fitted(one, other)) is not None]
-    known = {id(w) for g in groups for w in (*g.reference, *g.target)}
+        touching = [c for c in clusters if any(r in c[0] for r in fits)]
+        clusters = [c for c in clusters if not any(c is n for n in touching)]
+        members = {id(r): r for r in (*fits, *(r for c in touching for r in c[0]))}
+        clusters += (
+            [([*members.values()], [*(t for c in touching for t in c[1]), weight])] if fits else []
+        )
+    groups = [g for members, other in clusters if (g := _fitted(members, other)) is not None]
+    grouped = {id(w) for g in groups for w in (*g.reference, *g.target)}
     alike: dict[bytes, tuple[list[_Weight], list[_Weight]]] = {}
-    for i, (run, uses) in enumerate(((reference, theirs), (target, ours))):
-        lone = [w for w in run if id(w) not in known and len(w.record.shape) == 1]
+    for i, (run, uses) in enumerate(((reference, reference_uses), (target, target_uses))):
+        lone = [w for w in run if id(w) not in grouped and len(w.record.shape) == 1]
         for weight in sorted(lone, key=lambda w: uses.first(w.name)):
             mark = np.float32(weight.record.load()).tobytes()
             alike.setdefault(mark, ([], []))[i].append(weight)
-    for one, other in alike.values():
-        pairs = zip(one, other, strict=True) if len(one) == len(other) else ()
+    for members, other in alike.values():
+        pairs = zip(members, other, strict=True) if len(members) == len(other) else ()
         groups += [_Group([a], [b], 1, (False, False), ()) for a, b in pairs]
     return groups
 
 
-def _shares(one: _Weight, other: _Weight) -> bool:
+def _shares(first: _Weight, other: _Weight) -> bool:
     """Return whether most rows of the smaller of two weights are rows of the other, either of them transposed."""
-    for turned, back in product((False, True), repeat=2):
-        width = other.record.shape[-2 if back else -1] if len(other.record.shape) > 1 else 0
-        x = _rows([one], width, turned) if width else None
-        y = _rows([other], width, back) if width else None
+    for turned, other_turned in product((False, True), repeat=2):
+        width = other.record.shape[-2 if other_turned else -1] if len(other.record.shape) > 1 else 0
+        x = _rows([first], width, turned) if width else None
+        y = _rows([other], width, other_turned) if width else None
         if x is None or y is None or x.shape[1] < 4:
             continue
         small, large = (x, y) if len(x) <= len(y) else (y, x)
@@ -230,73 +234,81 @@ def _of_weights(group: _Group) -> Iterator[Link]:
     ]
     common = set(places[0][0]).intersection(*places[0], *places[1])
 
-    def names(side: list[_Weight], own: list[Places], what: tuple[str, str]) -> tuple[str, ...]:
-        return tuple(f"weight {w.name} {p[what]}" for w, p in zip(side, own, strict=True))
+    def names(
+        side: list[_Weight], places_of_weights: list[Places], place: tuple[str, str]
+    ) -> tuple[str, ...]:
+        return tuple(
+            f"weight {w.name} {p[place]}" for w, p in zip(side, places_of_weights, strict=True)
+        )
 
-    for what in (w for w in places[1][0] if w in common):
+    for place in (w for w in places[1][0] if w in common):
         yield Link(
-            f"{what[0]} of {title}{what[1]}",
-            names(group.reference, places[0], what),
-            names(group.target, places[1], what),
+            f"{place[0]} of {title}{place[1]}",
+            names(group.reference, places[0], place),
+            names(group.target, places[1], place),
             *group.transposed,
             width=group.width,
             rows=group.rows,
         )
 
 
-def _of_uses(group: _Group, theirs: "Uses", ours: "Uses") -> Iterator[Link]:
+def _of_uses(group: _Group, reference_uses: "Uses", target_uses: "Uses") -> Iterator[Link]:
     """Yield what enters and leaves the calls that use the weights, where it must be the same."""
-    one, other = group.reference, group.target
-    experts = any(w.roles is not None and ".experts." in w.roles.names[0] for w in (*one, *other))
-    fused = any(w.roles is not None and len(w.roles.names) > 1 for w in (*one, *other))
+    first, other = group.reference, group.target
+    experts = any(w.roles is not None and ".experts." in w.roles.names[0] for w in (*first, *other))
+    fused = any(w.roles is not None and len(w.roles.names) > 1 for w in (*first, *other))
     title = other[0].name
-    pairs = ((theirs, one), (ours, other))
+    pairs = ((reference_uses, first), (target_uses, other))
     if experts and fused:
         return
 
-    def names(side: list[_Weight], what: str) -> tuple[str, ...]:
-        return tuple(f"use {w.name} {what}" for w in side)
+    def names(side: list[_Weight], end: str) -> tuple[str, ...]:
+        return tuple(f"use {w.name} {end}" for w in side)
 
     if group.width > 1 and all(uses.operand(side[0].name) for uses, side in pairs):
-        single = [side if experts else side[:1] for side in (one, other)]
+        single = [side if experts else side[:1] for side in (first, other)]
         inputs = names(single[0], "operand"), names(single[1], "operand")
         yield Link(f"input of {title}", *inputs, joined="first")
     if all(uses.result(side[0].name) for uses, side in pairs):
         yield Link(
             f"output of {title}",
-            names(one, "result"),
+            names(first, "result"),
             names(other, "result"),
             joined="first" if experts else "last",
             rows=() if experts else group.rows,
         )
 
 
-def _with_orders(links: Sequence[Link], theirs: "Uses", ours: "Uses") -> Iterator[Link]:
+def _with_orders(
+    links: Sequence[Link], reference_uses: "Uses", target_uses: "Uses"
+) -> Iterator[Link]:
     """Yield links with the order of the reference's tokens: what values show, or else what most others have."""
-    found: list[tuple[Link, tuple[int, ...] | None]] = []
+    orders_of_links: list[tuple[Link, tuple[int, ...] | None]] = []
     for link in links:
         sides = [
             [point(uses.ranks, *uses.resolved(name)).values for name in names]
-            for uses, names in ((theirs, link.reference), (ours, link.target))
+            for uses, names in ((reference_uses, link.reference), (target_uses, link.target))
         ]
         sizes = [sum(x.size for x in side if x is not None) for side in sides]
         if link.joined == "first" and ".experts." in link.name and sizes[0] != sizes[1]:
             continue  # the programs pad the rows of experts differently
-        one, other = (side[0] for side in sides)
-        found.append((link, None if one is None or other is None else _token_order(one, other)))
-    count = Counter(order for _, order in found if order)
+        first, other = (side[0] for side in sides)
+        orders_of_links.append(
+            (link, None if first is None or other is None else _token_order(first, other))
+        )
+    count = Counter(order for _, order in orders_of_links if order)
     usual = max(count, key=lambda order: count[order], default=())
-    for link, order in found:
+    for link, order in orders_of_links:
         yield replace(link, tokens=usual if order is None else order)
 
 
-def _token_order(one: Array, other: Array) -> tuple[int, ...] | None:
+def _token_order(first: Array, other: Array) -> tuple[int, ...] | None:
     """Return the reference's order of tokens, empty if it is the target's; None: no order makes the rows equal."""
-    orders = [one.shape[:2]] if one.ndim > 2 else []
+    orders = [first.shape[:2]] if first.ndim > 2 else []
     orders += [other.shape[1::-1]] if other.ndim > 2 else []
     y = other.reshape(-1, other.shape[-1]) if other.ndim else other
     for order in [(), *(o for o in orders if min(o) > 1)]:
-        x = exchanged(one, order) if order else one
+        x = exchanged(first, order) if order else first
         if x.size == y.size and np.mean(_near(x.reshape(y.shape), y)) >= _MOST:
             return order
     return None
@@ -304,21 +316,21 @@ def _token_order(one: Array, other: Array) -> tuple[int, ...] | None:
 
 def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
     """Yield the outputs of layers and feed-forward networks, and what routers choose."""
-    one, other = (_modules(run) for run in (a, b))
+    first, other = (_modules(run) for run in (a, b))
     for role, (key, call) in other.items():
-        if role not in one:
+        if role not in first:
             continue
-        theirs = one[role][1]
-        kinds = [[is_float(t.dtype) for _, t in c.made()[:2]] for c in (theirs, call)]
+        reference_call = first[role][1]
+        kinds = [[is_float(t.dtype) for _, t in c.made()[:2]] for c in (reference_call, call)]
         if not role.startswith("router"):
-            for p, q in _outputs(theirs, call):
-                yield Link(role, (f"{one[role][0]} {p}",), (f"{key} {q}",))
+            for p, q in _outputs(reference_call, call):
+                yield Link(role, (f"{first[role][0]} {p}",), (f"{key} {q}",))
         elif all(sorted(kind) == [False, True] for kind in kinds):
-            for what, real in (("experts", False), ("weights", True)):
+            for choice, real in (("experts", False), ("weights", True)):
                 places = [f"output.{kind.index(real)}" for kind in kinds]
                 yield Link(
-                    f"{what} chosen by the {role}",
-                    (f"{one[role][0]} {places[0]}",),
+                    f"{choice} chosen by the {role}",
+                    (f"{first[role][0]} {places[0]}",),
                     (f"{key} {places[1]}",),
                     in_any_order=True,
                 )
@@ -335,28 +347,32 @@ def _outputs(reference: Call, target: Call) -> list[tuple[str, str]]:
         if is_float(t.dtype) and is_float(u.dtype) and prod(t.shape) == prod(u.shape)
     ]
     if len(pairs) > 1:
-        one, other = dict(reference.made()), dict(target.made())
-        known = ((p, q) for p, q in pairs if one[p].read and other[q].read)
-        agree = (k for k in known if _token_order(one[k[0]].load(), other[k[1]].load()) is not None)
+        first, other = dict(reference.made()), dict(target.made())
+        readable = ((p, q) for p, q in pairs if first[p].read and other[q].read)
+        agree = (
+            k for k in readable if _token_order(first[k[0]].load(), other[k[1]].load()) is not None
+        )
         return [next(agree, pairs[0])]
     graphs = any(call.name.startswith("Cell.") for call in (reference, target))
     return pairs or ([] if graphs else [("output.0", "output.0")])
 
 
 def _modules(ranks: Sequence[RankDump]) -> dict[str, tuple[str, Call]]:
-    found: dict[str, tuple[str, Call]] = {}
+    modules: dict[str, tuple[str, Call]] = {}
     for call in (c for dump in ranks for c in dump.calls.values()):
         path = call.name.partition(".")[2].rpartition(".")[0]
         role = module_role(path) if call.kind == "module" and call.phase is Phase.FORWARD else None
         if role is not None and call.made():
-            found.setdefault(role, (f"{call.name}.forward.*", call))
-    return found
+            modules.setdefault(role, (f"{call.name}.forward.*", call))
+    return modules
 
 
 def _losses(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
-    one, other = ([c for dump in run for c in dump.calls.values() if _is_loss(c)] for run in (a, b))
-    if one and other:
-        names = (f"{calls[0].name}.*.forward output.0" for calls in (one, other))
+    first, other = (
+        [c for dump in run for c in dump.calls.values() if _is_loss(c)] for run in (a, b)
+    )
+    if first and other:
+        names = (f"{calls[0].name}.*.forward output.0" for calls in (first, other))
         yield Link("loss", (next(names),), (next(names),))
 
 

@@ -62,9 +62,9 @@ def roles_of(name: str) -> Roles | None:
     """Return what a weight is, by its name; None: the name does not show it."""
     layer = _LAYER.fullmatch(name)
     if layer is None or layer["inner"] is None:
-        known = (roles for pattern, roles in _OUTSIDE.items() if re.fullmatch(pattern, name))
-        found = next(known, None)
-        return None if found is None else Roles((found,))
+        matches = (roles for pattern, roles in _OUTSIDE.items() if re.fullmatch(pattern, name))
+        role = next(matches, None)
+        return None if role is None else Roles((role,))
     inner = layer["inner"].removeprefix("block.").removeprefix("transformer_layer.")
     expert = _EXPERT.search(inner)
     plain = _EXPERT.sub(lambda m: "experts." if m["a"] else "", inner)
@@ -84,5 +84,5 @@ def module_role(path: str) -> str | None:
         part = _MODULES[layer["inner"]]
         return f"{part} of layer {layer['layer']}" if part else f"layer {layer['layer']}"
     roles = roles_of(f"{path}.weight")
-    known = roles is not None and len(roles.names) == 1 and ".experts." not in roles.names[0]
-    return f"module {roles.names[0]}" if roles is not None and known else None
+    is_single = roles is not None and len(roles.names) == 1 and ".experts." not in roles.names[0]
+    return f"module {roles.names[0]}" if roles is not None and is_single else None

@@ -104,7 +104,7 @@ class Approx:
         terms: Sequence[tuple[Any, "Approx"]] = (),
         roundings: float = 1.0,
         parents: Parents = (),
-        own: tuple[Any, Any] | None = None,
+        added: tuple[Any, Any] | None = None,
     ) -> "Approx":
         """Return a result.
 
@@ -113,14 +113,14 @@ class Approx:
             roundings: Number of unit roundoffs. Those above 1 are the error of a function, which is computed in the
                 accumulating type, or for float16 by some programs in float16, to one ULP.
             parents: See :class:`Approx`.
-            own: Additional error of the operation itself: standard deviation and limit.
+            added: Additional error of the operation itself: standard deviation and limit.
         """
         value = np.asarray(value, np.float64)
         with np.errstate(all="ignore"):
             step = rounding(np.abs(value), roundings, self.stored, self.accumulated)
             variance, limit = np.square(step * ROUNDING), step
-            if own is not None:
-                variance, limit = variance + np.square(own[0]), limit + own[1]
+            if added is not None:
+                variance, limit = variance + np.square(added[0]), limit + added[1]
             for slope, operand in terms:
                 if not operand.is_exact:
                     size = np.abs(slope)
@@ -216,8 +216,8 @@ class Approx:
             value = np.exp(self.value)
             slope = value
             if not self.is_exact:  # a large error e gives exp(x + e) - exp(x), not its first order
-                most = np.clip(np.minimum(SIGMAS * self.sigma, self.limit), 1e-9, 700.0)
-                slope = np.where(most > 0.01, value * np.expm1(most) / most, value)
+                largest = np.clip(np.minimum(SIGMAS * self.sigma, self.limit), 1e-9, 700.0)
+                slope = np.where(largest > 0.01, value * np.expm1(largest) / largest, value)
         return self.apply(value, slope, lambda x, y: y)
 
     def log(self) -> "Approx":
@@ -309,13 +309,13 @@ class Approx:
         count = self.value.size // max(value.size, 1)
         shape, kind = self.shape, FLOATS[self.accumulated]
         terms = round_to(self.value, self.stored)  # what is nearly equal is equal once it is stored
-        same, walk = alike(terms, axis), walk_along(self.value, axis)
-        own = sum_errors(value, squares, count, kind, same, walk)
+        equal_share, walk = alike(terms, axis), walk_along(self.value, axis)
+        errors = sum_errors(value, squares, count, kind, equal_share, walk)
         missed = lost(self.value, value, squares, axis, kind.unit)
-        own = np.hypot(own[0], np.minimum(missed, own[1])), own[1]
+        errors = np.hypot(errors[0], np.minimum(missed, errors[1])), errors[1]
         result = self._accumulated(
             value,
-            own,
+            errors,
             lambda x: np.broadcast_to(x, shape).sum(axis, keepdims=True),
             [(self, lambda g: g.spread(shape))],
         )
@@ -324,12 +324,12 @@ class Approx:
     def _accumulated(
         self,
         value: Array,
-        own: tuple[Array, Array],
+        errors: tuple[Array, Array],
         carry: Callable[[Array], Array],
         parents: Parents,
     ) -> "Approx":
         """Return a sum with the errors of the accumulation, those of its terms, and the final rounding."""
-        sigma, limit = own
+        sigma, limit = errors
         if not self.is_exact:
             sigma = np.sqrt(sigma**2 + carry(np.square(self.sigma)))
             limit = limit + carry(self.limit)
@@ -362,23 +362,25 @@ class Approx:
             return np.broadcast_to(x, self.shape).cumsum(axis)
 
         walk = np.square(value).cumsum(axis) / count
-        kind, same = FLOATS[self.accumulated], alike(self.value, axis)
-        own = sum_errors(value, squares, count, kind, same, walk)
-        return self._accumulated(value, own, carry, [(self, back)])
+        kind, equal_share = FLOATS[self.accumulated], alike(self.value, axis)
+        errors = sum_errors(value, squares, count, kind, equal_share, walk)
+        return self._accumulated(value, errors, carry, [(self, back)])
 
     def matmul(self, other: Any) -> "Approx":
         """Matrix product of arrays with two or more dimensions."""
         o = self.constant(other)
         value, walk = walk_of_product(self.value, o.value)
         squares = np.square(self.value) @ np.square(o.value)
-        same = alike(self.value, -1) * alike(o.value, -2)
-        own = sum_errors(value, squares, self.shape[-1], FLOATS[self.accumulated], same, walk)
-        variance, limit = np.square(own[0]), own[1]
+        equal_share = alike(self.value, -1) * alike(o.value, -2)
+        errors = sum_errors(
+            value, squares, self.shape[-1], FLOATS[self.accumulated], equal_share, walk
+        )
+        variance, limit = np.square(errors[0]), errors[1]
         for x, y, is_left in ((self, o, True), (o, self, False)):
             if not x.is_exact:
-                sigma, most = (np.broadcast_to(v, x.shape) for v in (x.sigma, x.limit))
-                whole = np.hypot(y.value, y.sigma), np.abs(y.value) + (y.limit if is_left else 0.0)
-                pair = (np.square(sigma), np.square(whole[0])), (most, whole[1])
+                sigma, limits = (np.broadcast_to(v, x.shape) for v in (x.sigma, x.limit))
+                sizes = np.hypot(y.value, y.sigma), np.abs(y.value) + (y.limit if is_left else 0.0)
+                pair = (np.square(sigma), np.square(sizes[0])), (limits, sizes[1])
                 (a, b), (c, d) = pair if is_left else [p[::-1] for p in pair]
                 variance, limit = variance + a @ b, limit + c @ d
         a, b = self.stop(), o.stop()
@@ -472,8 +474,8 @@ def fit(g: Approx, like: Approx) -> Approx:
 
 def _carried(size: Array, error: Array) -> Array:
     """Return an error times a derivative; where there is none, it stays so even if the derivative is infinite."""
-    found = size * error
-    return np.where(error == 0, 0.0, found) if np.isnan(found).any() else found
+    carried = size * error
+    return np.where(error == 0, 0.0, carried) if np.isnan(carried).any() else carried
 
 
 def _known(error: Array, value: Array) -> Array:

@@ -116,9 +116,9 @@ def _div(a: Arguments) -> Any:
     return floating(a.input, a.other) / a.other
 
 
-def _of_integers(a: Arguments, what: str, function: Callable[[Any, Any], Any]) -> Any:
+def _of_integers(a: Arguments, operation: str, function: Callable[[Any, Any], Any]) -> Any:
     if not whole(a.input, a.other):
-        raise NotJudgedError(f"{what} of floating-point numbers jumps at rounding errors")
+        raise NotJudgedError(f"{operation} of floating-point numbers jumps at rounding errors")
     return function(plain(a.input), plain(a.other))
 
 
@@ -199,8 +199,8 @@ def _clamp(a: Arguments) -> Any:
         return np.clip(plain(a.input), low, high)
     x = a.input
     inside = ((x.value >= low) & (x.value <= high)).astype(np.float64)
-    kept = x.times(inside)
-    return x.like(np.clip(x.value, low, high), kept.sigma, kept.limit, kept.parents)
+    passed = x.times(inside)
+    return x.like(np.clip(x.value, low, high), passed.sigma, passed.limit, passed.parents)
 
 
 @primitive("Select", "condition input other", exact=True)

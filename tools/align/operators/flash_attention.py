@@ -50,13 +50,13 @@ def _packed(
 
 def _sums(score: Approx, alone: Array | None) -> list[Approx]:
     """Return each row's maximum and sum of exponentials, which are not defined where nothing is seen."""
-    at: Array = score.value.argmax(-1)[..., None]
-    top = score.stop().moved(partial(np.take_along_axis, indices=at, axis=-1), True)
-    found = [top, (score.stop() - top).exp().sum(-1, True)]
+    argmax: Array = score.value.argmax(-1)[..., None]
+    top = score.stop().moved(partial(np.take_along_axis, indices=argmax, axis=-1), True)
+    sums = [top, (score.stop() - top).exp().sum(-1, True)]
     if alone is not None and alone.any():
-        unknown = [np.where(np.broadcast_to(alone, x.shape), np.inf, 0.0) for x in found]
-        found = [x.plus(error) for x, error in zip(found, unknown, strict=True)]
-    return found
+        unknown = [np.where(np.broadcast_to(alone, x.shape), np.inf, 0.0) for x in sums]
+        sums = [x.plus(error) for x, error in zip(sums, unknown, strict=True)]
+    return sums
 
 
 def _ascend_attention(a: Arguments) -> list[Any]:
@@ -66,9 +66,9 @@ def _ascend_attention(a: Arguments) -> list[Any]:
     q, k, v = floating(a.query), floating(a.key), floating(a.value)
     layout, count = str(a.input_layout), int(a.head_num)
     hidden = None if a.atten_mask is None else plain(a.atten_mask)
-    kept = () if a.prefix is None else integers(a.prefix).reshape(-1).tolist()
+    prefixes = () if a.prefix is None else integers(a.prefix).reshape(-1).tolist()
     mode = int(a.sparse_mode) if hidden is not None else 0  # without a mask everything is seen
-    mask = Mask(mode, int(a.pre_tokens), int(a.next_tokens), hidden, kept)
+    mask = Mask(mode, int(a.pre_tokens), int(a.next_tokens), hidden, prefixes)
     scale = float(plain(a.scale))
     if layout == "TND":
         if a.pse is not None or a.actual_seq_qlen is None:

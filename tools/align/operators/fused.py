@@ -131,11 +131,11 @@ def attend(
     score = score * scale
     if bias is not None and not inside:
         score = score + bias
-    seen = mask.seen(q.shape[-2], k.shape[-2])
-    if seen is None:
+    visible = mask.seen(q.shape[-2], k.shape[-2])
+    if visible is None:
         return weighted(score, v), score, None
-    alone = ~seen.any(-1, keepdims=True)
-    score = where(np.broadcast_to(seen | alone, score.shape), score, -np.inf)
+    alone = ~visible.any(-1, keepdims=True)
+    score = where(np.broadcast_to(visible | alone, score.shape), score, -np.inf)
     y = weighted(score, v)
     if alone.any():  # what sees nothing gets nothing
         y = y.times(np.broadcast_to(~alone, (*score.shape[:-1], 1)).astype(np.float64))
@@ -151,8 +151,8 @@ def weighted(score: Approx, v: Approx) -> Approx:
     def back(g: Approx) -> Approx:
         coming = g.matmul(values.swap(-1, -2))
         plain, flash = (coming * p).sum(-1, True), (g * y).sum(-1, True)
-        more = np.hypot(plain.sigma, flash.sigma), plain.limit + flash.limit
-        total = plain.like(plain.value, *more)
+        errors = np.hypot(plain.sigma, flash.sigma), plain.limit + flash.limit
+        total = plain.like(plain.value, *errors)
         return softmax_gradient(p, coming, total)
 
     result.parents = ((score, back), result.parents[1])
@@ -202,8 +202,8 @@ def _permute(a: Arguments) -> Any:
     order = np.argsort(index.reshape(-1), kind="stable")
     went = np.argsort(order, kind="stable")
     count = int(plain(a.num_out_tokens)) if a.num_out_tokens else len(order)
-    kept = order[:count] if count > 0 else order[: len(order) + count]
-    return [x[kept // top_k], went]
+    pairs = order[:count] if count > 0 else order[: len(order) + count]
+    return [x[pairs // top_k], went]
 
 
 @op(

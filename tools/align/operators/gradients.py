@@ -9,30 +9,30 @@ def gradients(
     outputs: Sequence[tuple[Approx, Approx]], inputs: Sequence[Approx]
 ) -> list[Approx | None]:
     """Return the gradient of each input, from results with their incoming gradients; None: no result depends on it."""
-    found: dict[int, Approx] = {}
+    by_node: dict[int, Approx] = {}
 
     def add(node: Approx, part: Approx) -> None:
-        found[id(node)] = found[id(node)] + part if id(node) in found else part
+        by_node[id(node)] = by_node[id(node)] + part if id(node) in by_node else part
 
     for output, gradient in outputs:
         add(output, gradient)
     for node in _sorted([output for output, _ in outputs]):
-        for parent, back in node.parents if id(node) in found else ():
-            add(parent, back(found[id(node)]))
-    return [found[id(x)].stop() if id(x) in found else None for x in inputs]
+        for parent, backward in node.parents if id(node) in by_node else ():
+            add(parent, backward(by_node[id(node)]))
+    return [by_node[id(x)].stop() if id(x) in by_node else None for x in inputs]
 
 
 def _sorted(roots: Sequence[Approx]) -> list[Approx]:
     """Return everything that the roots depend on, each result before its operands."""
     order: list[Approx] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack: list[tuple[Approx, bool]] = [(root, False) for root in roots]
     while stack:
-        node, done = stack.pop()
-        if done:
+        node, finished = stack.pop()
+        if finished:
             order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
+        elif id(node) not in visited:
+            visited.add(id(node))
             stack.append((node, True))
             stack += [(parent, False) for parent, _ in node.parents]
     return order[::-1]

@@ -46,9 +46,9 @@ def _gather(a: Arguments) -> Any:
     return move(a.input, take, True)
 
 
-def _index_of(given: Any) -> tuple[Any, ...]:
+def _index_of(index: Any) -> tuple[Any, ...]:
     """Return an index as NumPy takes it."""
-    key: Sequence[Any] = given if is_sequence(given) else [given]
+    key: Sequence[Any] = index if is_sequence(index) else [index]
     if any(isinstance(part, Approx) for part in key):
         raise NotJudgedError("an index of floating point")
     return tuple(_bool_or_int(part) for part in key)
@@ -57,17 +57,17 @@ def _index_of(given: Any) -> tuple[Any, ...]:
 @op("setitem", "input key value", exact=True)
 def _setitem(a: Arguments) -> Any:
     """Compute ``x[key] = value``; a position that the key names twice may hold any of its values."""
-    at = _index_of(a.key)
+    key = _index_of(a.key)
     size = int(plain(a.input).size)
-    places: Array = np.arange(size).reshape(np.shape(plain(a.input)))[at]
+    places: Array = np.arange(size).reshape(np.shape(plain(a.input)))[key]
     if np.unique(places).size != places.size:
         raise NotJudgedError("writes an element twice: the result depends on the order")
-    return arranged(partial(_written, at), a.input, a.value)
+    return arranged(partial(_written, key), a.input, a.value)
 
 
-def _written(at: Any, x: Array, values: Array) -> Array:
+def _written(key: Any, x: Array, values: Array) -> Array:
     out = np.array(x)
-    out[at] = values
+    out[key] = values
     return out
 
 
@@ -126,20 +126,20 @@ def _scatter(a: Arguments) -> Any:
         raise NotJudgedError(f"scatter with reduce {a.reduce!r}")
     index, dim = integers(a.index), int(a.dim)
     shape = plain(a.input).shape
-    at = along(index, dim % len(shape))
-    if len(np.unique(np.ravel_multi_index(at, shape))) != index.size:
+    place = along(index, dim % len(shape))
+    if len(np.unique(np.ravel_multi_index(place, shape))) != index.size:
         raise NotJudgedError("scatter writes an element twice: the result depends on the order")
     source = a.src if np.ndim(plain(a.src)) == 0 else a.src[tuple(slice(0, n) for n in index.shape)]
-    return arranged(partial(_written, at), a.input, source)
+    return arranged(partial(_written, place), a.input, source)
 
 
 @op("scatter_add scatter_add_ ScatterAddExt", "input dim index src")
 def _scatter_add(a: Arguments) -> Any:
     index, dim = integers(a.index), int(a.dim)
     x = floating(a.input)
-    at = along(index, dim % len(x.shape))
+    place = along(index, dim % len(x.shape))
     source = floating(a.src)[tuple(slice(0, s) for s in index.shape)]
-    return scatter_add(x.shape, at, source, x)
+    return scatter_add(x.shape, place, source, x)
 
 
 @op("index_add index_add_ IndexAddExt", "input dim index source alpha=1")
@@ -160,8 +160,8 @@ def _bincount(a: Arguments) -> Any:
 
 @op("nonzero", "input | as_tuple=False", exact=True)
 def _nonzero(a: Arguments) -> Any:
-    found = np.nonzero(plain(a.input))
-    return list(found) if a.as_tuple else np.stack(found, -1)
+    indices = np.nonzero(plain(a.input))
+    return list(indices) if a.as_tuple else np.stack(indices, -1)
 
 
 @op("topk TopkExt TopK", "input k dim=-1 largest=True sorted=True", exact=True)
@@ -208,7 +208,7 @@ CHOOSES = {name: i for i, names in enumerate(_CHOICES) for name in names.split()
 """For each operator whose indices are free among equal elements, the number of the output that holds them."""
 
 
-def same_choice(x: Array, found: Array, expected: Array, dim: int | None) -> Array:
+def same_choice(x: Array, choice: Array, expected: Array, dim: int | None) -> Array:
     """Return where an index found may replace the expected one because both refer to equal elements.
 
     Args:
@@ -216,8 +216,8 @@ def same_choice(x: Array, found: Array, expected: Array, dim: int | None) -> Arr
     """
     if dim is None:
         flat = x.reshape(-1)
-        return flat[np.clip(found, 0, flat.size - 1)] == flat[expected]
+        return flat[np.clip(choice, 0, flat.size - 1)] == flat[expected]
     size = x.shape[dim]
-    inside = (found >= 0) & (found < size)
-    picked = np.take_along_axis(x, np.clip(found, 0, size - 1), dim)
+    inside = (choice >= 0) & (choice < size)
+    picked = np.take_along_axis(x, np.clip(choice, 0, size - 1), dim)
     return inside & (picked == np.take_along_axis(x, expected, dim))

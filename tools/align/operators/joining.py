@@ -11,8 +11,8 @@ from telechat_moe.tools.align.operators.approx import Approx, Back, Parents, fit
 
 def where(condition: Array, a: Any, b: Any) -> Approx:
     """Choose by condition, exact."""
-    known = a if isinstance(a, Approx) else b
-    x, y = known.constant(a), known.constant(b)
+    like = a if isinstance(a, Approx) else b
+    x, y = like.constant(a), like.constant(b)
     keep = condition.astype(np.float64)
     parents: Parents = [
         (x, lambda g: fit(g.times(keep), x)),
@@ -20,7 +20,7 @@ def where(condition: Array, a: Any, b: Any) -> Approx:
     ]
     fields = ((x.value, y.value), (x.sigma, y.sigma), (x.limit, y.limit))
     value, sigma, limit = (np.where(condition, a, b) for a, b in fields)
-    return known.like(value, sigma, limit, parents)
+    return like.like(value, sigma, limit, parents)
 
 
 def concatenate(parts: Sequence[Approx], axis: int) -> Approx:

@@ -49,12 +49,12 @@ op("rmatmul", "input other")(lambda a: product(floating(a.other), floating(a.inp
 
 def _with_start(y: Approx, start: Any, terms: int) -> Approx:
     """Return a product of so many terms and what is added to it; programs may begin their sums with that."""
-    found = y + start
-    kind = FLOATS[found.accumulated]
-    size = kind.unit * np.broadcast_to(np.abs(plain(start)), found.shape)
-    sigma = np.hypot(found.sigma, ROUNDING * terms**0.5 * size)
-    parents: Parents = [(found, lambda g: g)]
-    return found.like(found.value, sigma, found.limit + terms * size, parents)
+    total = y + start
+    kind = FLOATS[total.accumulated]
+    size = kind.unit * np.broadcast_to(np.abs(plain(start)), total.shape)
+    sigma = np.hypot(total.sigma, ROUNDING * terms**0.5 * size)
+    parents: Parents = [(total, lambda g: g)]
+    return total.like(total.value, sigma, total.limit + terms * size, parents)
 
 
 @op("linear dense Dense", "input weight bias=None")
@@ -122,22 +122,22 @@ def _grouped_matmul(a: Arguments) -> Any:
 
     Source: Ascend/op-plugin, npu_grouped_matmul.
     """
-    given = a.__dict__
+    named = a.__dict__
     scales = (*_QUANTIZED.replace("=None", "").split(), "per_token_scale")
-    if any(given.get(name) is not None for name in scales):
+    if any(named.get(name) is not None for name in scales):
         raise NotJudgedError("quantized grouped matmul")
-    if given.get("act_type") or given.get("transpose_a"):
+    if named.get("act_type") or named.get("transpose_a"):
         raise NotJudgedError("grouped matmul with an activation, or with a transposed input")
     x, w = ([floating(v) for v in (v if is_list(v) else [v])] for v in (a.input, a.weight))
     bias = None if a.bias is None else a.bias if is_list(a.bias) else [a.bias]
-    if given.get("transpose_b"):
+    if named.get("transpose_b"):
         w = [v.swap(-1, -2) for v in w]
-    groups = a.group_list if given.get("offs") is None else a.offs
+    groups = a.group_list if named.get("offs") is None else a.offs
     if len(x) == 1 and groups is None and len(w[0].shape) == 3:
         raise NotJudgedError("grouped matmul without a list of groups in the dump")
     if len(x) == 1 and groups is not None:
         inner = a.group_type == 2
-        ends = _ends(groups, x[0].shape[1 if inner else 0], given.get("group_list_type"))
+        ends = _ends(groups, x[0].shape[1 if inner else 0], named.get("group_list_type"))
         if inner:
             pairs = [(x[0][:, b:e], w[0][b:e]) for b, e in pairwise([0, *ends])]
             return concatenate([(y.matmul(z)).reshape(1, y.shape[0], -1) for y, z in pairs], 0)
@@ -147,9 +147,9 @@ def _grouped_matmul(a: Arguments) -> Any:
             raise NotJudgedError(f"grouped matmul: {len(ends)} groups, {len(w)} matrices")
         if bias is not None and len(bias) == 1 and len(w) > 1:
             bias = [bias[0][i] for i in range(len(w))]
-        whole, x = x[0], [x[0][b:e] for b, e in pairwise([0, *ends])]
-        if ends[-1] < whole.shape[0]:  # padding rows
-            x, w = [*x, whole[ends[-1] :].times(np.zeros(()))], [*w, w[0]]
+        tokens, x = x[0], [x[0][b:e] for b, e in pairwise([0, *ends])]
+        if ends[-1] < tokens.shape[0]:  # padding rows
+            x, w = [*x, tokens[ends[-1] :].times(np.zeros(()))], [*w, w[0]]
     parts = [product(y, z) for y, z in zip(x, w, strict=True)]
     if bias is not None:
         parts = [y + b for y, b in zip(parts, bias, strict=True)]
@@ -159,13 +159,15 @@ def _grouped_matmul(a: Arguments) -> Any:
 
 def _ends(groups: Any, count: int, kind: Any) -> list[int]:
     """Return where groups end, from their ends (kind 0), sizes (1) or pairs of number and size (2)."""
-    given = plain(groups).astype(np.int64)
-    if given.ndim == 2:
-        return given[np.argsort(given[:, 0], kind="stable"), 1].cumsum().tolist()
-    one = given.sum() == count and given[-1] != count
-    if kind == 1 or (kind is None and (np.any(np.diff(given) < 0) or given[-1] > count or one)):
-        given = given.cumsum()
-    return given.tolist()
+    numbers = plain(groups).astype(np.int64)
+    if numbers.ndim == 2:
+        return numbers[np.argsort(numbers[:, 0], kind="stable"), 1].cumsum().tolist()
+    is_sizes = numbers.sum() == count and numbers[-1] != count
+    if kind == 1 or (
+        kind is None and (np.any(np.diff(numbers) < 0) or numbers[-1] > count or is_sizes)
+    ):
+        numbers = numbers.cumsum()
+    return numbers.tolist()
 
 
 for _names, _signature in {

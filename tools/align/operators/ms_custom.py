@@ -27,9 +27,11 @@ def _operand(x: Any, bf16: Any) -> Approx:
     rounded = round_to(x.value, "bfloat16")
     if x.is_exact:
         return x.constant(rounded)
-    known = np.broadcast_to(x.limit, x.shape) == 0  # else it is not known how it is rounded
-    own = x.plus(np.where(known, 0.0, FLOATS["bfloat16"].unit * np.abs(x.value)))
-    return own.like(np.where(known, rounded, x.value), own.sigma, own.limit, own.parents)
+    exact = np.broadcast_to(x.limit, x.shape) == 0  # else it is not known how it is rounded
+    widened = x.plus(np.where(exact, 0.0, FLOATS["bfloat16"].unit * np.abs(x.value)))
+    return widened.like(
+        np.where(exact, rounded, x.value), widened.sigma, widened.limit, widened.parents
+    )
 
 
 def _halved(x: Approx) -> Approx:
@@ -37,9 +39,9 @@ def _halved(x: Approx) -> Approx:
     return x.plus(FLOATS["bfloat16"].unit * np.abs(x.value))
 
 
-def _product(made: Approx, given: Approx) -> Approx:
+def _product(factor: Approx, operand: Approx) -> Approx:
     """Multiply a kernel's rounded result by an operand. Equal values, such as flat probabilities, round alike."""
-    out = _halved(made).matmul(given)
+    out = _halved(factor).matmul(operand)
     return out.plus(FLOATS["bfloat16"].unit * np.abs(out.value))
 
 
@@ -47,10 +49,10 @@ def _back(
     outputs: Sequence[Approx], grads: Sequence[Any], inputs: Sequence[Approx]
 ) -> list[Approx]:
     seeds = [(y, floating(g).reshape(*y.shape)) for y, g in zip(outputs, grads, strict=True)]
-    found = gradients(seeds, inputs)
+    grads_of_inputs = gradients(seeds, inputs)
     return [
         x.constant(np.zeros(x.shape)) if g is None else g
-        for g, x in zip(found, inputs, strict=True)
+        for g, x in zip(grads_of_inputs, inputs, strict=True)
     ]
 
 
@@ -125,8 +127,8 @@ def _scores(a: Arguments, q: Approx, k: Approx) -> Approx:
     """Return ``[B, N, S, K]``; a query sees keys from ``start`` to its own, other scores are minus infinity."""
     score = q.matmul(k.swap(-1, -2)) * float(a.scale)
     key, query = np.arange(score.shape[-1]), a.first + np.arange(score.shape[-2])[:, None]
-    seen = (key <= query) & (key >= integers(a.start)[:, None, :, None])
-    return where(np.broadcast_to(seen, score.shape), score, -np.inf)
+    visible = (key <= query) & (key >= integers(a.start)[:, None, :, None])
+    return where(np.broadcast_to(visible, score.shape), score, -np.inf)
 
 
 def _attention(a: Arguments, q: Approx, k: Approx, v: Approx) -> tuple[Approx, Approx]:
@@ -161,7 +163,7 @@ def _flash_grad(a: Arguments) -> Any:
     (delta,) = _heads((floating(a.output) * floating(a.grad)).sum(-1, True))
     ds = p * (grad.matmul(v.swap(-1, -2)) - delta) * float(a.scale)
     pairs = ((ds, k), (ds.swap(-1, -2), q), (p.swap(-1, -2), grad))
-    return _heads(*(_product(made, given) for made, given in pairs))
+    return _heads(*(_product(factor, operand) for factor, operand in pairs))
 
 
 def rotate_pairs(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
@@ -221,10 +223,10 @@ def highest(x: Array, count: int) -> Array:
     return np.argsort(-x, 1, kind="stable")[:, :count]
 
 
-def open_groups(choice: Array, groups: int, kept: int, of_group: int) -> Array:
+def open_groups(choice: Array, groups: int, count: int, of_group: int) -> Array:
     """Return which experts are in the groups whose ``of_group`` best experts have the highest sums; ``[T, E]``."""
     inside = np.sort(choice.reshape(len(choice), groups, -1), -1)
-    best = highest(inside[..., ::-1][..., :of_group].sum(-1, dtype=choice.dtype), kept)
+    best = highest(inside[..., ::-1][..., :of_group].sum(-1, dtype=choice.dtype), count)
     mask = np.zeros((len(choice), groups), bool)
     np.put_along_axis(mask, best, True, 1)
     return np.repeat(mask, choice.shape[1] // groups, 1)
@@ -249,8 +251,8 @@ def _routing(a: Arguments) -> Any:
     """
     x = floating(a.input)
     score = softmax(x, 1) if a.softmax else x.sigmoid()
-    own = score.value if a.made is None else a.made[0].load()
-    choice = own.astype(np.float32) + plain(a.bias).astype(np.float32)
+    values = score.value if a.made is None else a.made[0].load()
+    choice = values.astype(np.float32) + plain(a.bias).astype(np.float32)
     T, E, K, G, M = *choice.shape, int(a.top_k), int(a.groups), int(a.kept_groups)
     index = highest(np.where(open_groups(choice, G, M, max(1, K // M)), choice, -np.inf), K)
     chosen = np.zeros((T, E))
@@ -326,8 +328,8 @@ def _unpermute(a: Arguments) -> Any:
 def _unpermute_grad(a: Arguments) -> Any:
     y, weight, pair = floating(a.input), floating(a.weight), integers(a.pair)
     row = np.full(weight.value.size, -1)
-    at = np.flatnonzero(pair >= 0)
-    row[pair[at]] = at
+    slots = np.flatnonzero(pair >= 0)
+    row[pair[slots]] = slots
     result = combine_rows(y, row.reshape(weight.shape), weight)
     return _back([result], [a.grad], [y, weight])
 
@@ -360,8 +362,8 @@ def _cross_entropy_grad(a: Arguments) -> Any:
 def _square_sums(a: Arguments) -> Any:
     """Return the root of the sum of all squares, and the sum of squares of each tensor."""
     sums = [(floating(x) * floating(x)).sum().reshape(1) for x in a.input]
-    each = concatenate(sums, 0)
-    return [each.sum().sqrt().reshape(1), each]
+    by_tensor = concatenate(sums, 0)
+    return [by_tensor.sum().sqrt().reshape(1), by_tensor]
 
 
 _ARITHMETIC = (
@@ -390,13 +392,13 @@ def _program(a: Arguments) -> Any:
     stored: dict[int, Approx] = {}
     for node in nodes:
         shape = tuple(d if d >= 0 else symbols[d] for d in node.dims)
-        given = [values[i] for i in node.args]
+        operands = [values[i] for i in node.args]
         if node.op == ir.LOAD:
             value = inputs[node.attrs[0]]
         elif node.op == ir.SCALAR:
             value = Approx(ir.bits_float(node.attrs[0]))
         else:
-            value = _instruction(ir.NAMES.get(node.op, str(node.op)), given, shape, node.attrs)
+            value = _instruction(ir.NAMES.get(node.op, str(node.op)), operands, shape, node.attrs)
         values.append(value)
         if node.op == ir.STORE:
             stored[node.attrs[0]] = value
@@ -404,9 +406,9 @@ def _program(a: Arguments) -> Any:
 
 
 def _instruction(
-    name: str, given: list[Approx], shape: tuple[int, ...], attributes: Sequence[int]
+    name: str, operands: list[Approx], shape: tuple[int, ...], attributes: Sequence[int]
 ) -> Approx:
-    x = given[0]
+    x = operands[0]
     if name in ("store", "cast"):
         return x
     if name == "sum":
@@ -417,4 +419,4 @@ def _instruction(
         return x.reshape(*shape)
     if name not in _ARITHMETIC:
         raise NotJudgedError(f"instruction {name} of the virtual machine")
-    return call(name, *given)[0]
+    return call(name, *operands)[0]

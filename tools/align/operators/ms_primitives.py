@@ -119,8 +119,8 @@ moves(
 def _strided_grad(a: Arguments) -> Any:
     """Return the gradient of a slice at the places that it was taken from, and zeros elsewhere."""
     shape = tuple(ints(a.shape))
-    at = _strided(np.arange(math.prod(shape)).reshape(shape), a).reshape(-1)
-    return scatter_add((math.prod(shape),), at, floating(a.input).reshape(-1)).reshape(*shape)
+    place = _strided(np.arange(math.prod(shape)).reshape(shape), a).reshape(-1)
+    return scatter_add((math.prod(shape),), place, floating(a.input).reshape(-1)).reshape(*shape)
 
 
 @primitive("Gather", "input index dim batch_dims=0", exact=True)
@@ -131,19 +131,19 @@ def _gather(a: Arguments) -> Any:
     index, axis = integers(a.index), int(plain(a.dim))
     size = plain(a.input).shape[axis]
     inside = (index >= 0) & (index < size)
-    at = np.where(inside, index, 0)
-    found = move(a.input, lambda x: x.take(at, axis), True)
+    rows_index = np.where(inside, index, 0)
+    rows = move(a.input, lambda x: x.take(rows_index, axis), True)
     if inside.all():
-        return found
+        return rows
     keep = inside.reshape(*inside.shape, *[1] * (plain(a.input).ndim - 1 - axis))
-    return found.times(keep.astype(np.float64)) if isinstance(found, Approx) else found * keep
+    return rows.times(keep.astype(np.float64)) if isinstance(rows, Approx) else rows * keep
 
 
 @primitive("GatherDGradV2", "input dim index grad")
 def _gather_d_grad(a: Arguments) -> Any:
     """Compute the gradient of ``gather_d``: values are added at the positions that they were taken from."""
-    at = along(integers(a.index), int(plain(a.dim)))
-    return scatter_add(plain(a.input).shape, at, floating(a.grad))
+    place = along(integers(a.index), int(plain(a.dim)))
+    return scatter_add(plain(a.input).shape, place, floating(a.grad))
 
 
 @primitive("UnsortedSegmentSum", "input index count")
@@ -156,31 +156,31 @@ def _segment_sum(a: Arguments) -> Any:
     return _scattered((count, *rows.shape[1:]), flat[keep], rows[keep])
 
 
-def _scattered(shape: tuple[int, ...], at: Any, values: Any) -> Any:
+def _scattered(shape: tuple[int, ...], index: Any, values: Any) -> Any:
     """Add values to zeros at an index."""
     if isinstance(values, Approx):
-        return scatter_add(shape, at, values)
+        return scatter_add(shape, index, values)
     out = np.zeros(shape, values.dtype)
-    np.add.at(out, at, values)
+    np.add.at(out, index, values)
     return out
 
 
 @primitive("ScatterNd", "index updates shape")
 def _scatter_nd(a: Arguments) -> Any:
     index, shape = integers(a.index), ints(a.shape)
-    at = tuple(index.reshape(-1, index.shape[-1]).T)
-    rest = shape[index.shape[-1] :]
+    place = tuple(index.reshape(-1, index.shape[-1]).T)
+    row_shape = shape[index.shape[-1] :]
     updates = a.updates if isinstance(a.updates, Approx) else integers(a.updates)
-    return _scattered(shape, at, updates.reshape(-1, *rest))
+    return _scattered(shape, place, updates.reshape(-1, *row_shape))
 
 
 @primitive("TensorScatterAdd ScatterNdAdd", "input index updates")
 def _tensor_scatter_add(a: Arguments) -> Any:
     index = integers(a.index)
     x = floating(a.input)
-    at = tuple(index.reshape(-1, index.shape[-1]).T)
+    place = tuple(index.reshape(-1, index.shape[-1]).T)
     parts = floating(a.updates).reshape(-1, *x.shape[index.shape[-1] :])
-    return x + scatter_add(x.shape, at, parts)
+    return x + scatter_add(x.shape, place, parts)
 
 
 @primitive("OneHot", "input depth on off dim=-1 | axis=-1", exact=True)
@@ -221,8 +221,8 @@ def _softmax(a: Arguments) -> Any:
     x = floating(a.input)
     dim = a.dims(len(x.shape))[0]
     y = loose(softmax(x, dim), x.value - x.value.max(dim, keepdims=True))
-    known = y.stop()
-    y.parents = ((x, lambda g: softmax_gradient(known, g, (g * known).sum(dim, True))),)
+    result = y.stop()
+    y.parents = ((x, lambda g: softmax_gradient(result, g, (g * result).sum(dim, True))),)
     return y
 
 

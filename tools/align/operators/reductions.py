@@ -39,7 +39,7 @@ def _prod(a: Arguments) -> Any:
     dims = a.dims(len(x.shape))
     value = x.value.prod(dims, keepdims=bool(a.keepdim))
     size, count = x.unit * np.abs(value), x.value.size / max(value.size, 1)
-    return x.made(value, own=(count**0.5 * size, count * size))
+    return x.made(value, added=(count**0.5 * size, count * size))
 
 
 def _extreme(a: Arguments, largest: bool) -> Any:
@@ -193,11 +193,11 @@ def _numbers(a: Arguments) -> list[Any]:
 )
 def _rms_norm(a: Arguments) -> Any:
     """``F.rms_norm(x, shape, weight, eps)``, ``RmsNorm(x, gamma, eps)`` or apex's."""
-    rest = _numbers(a)
+    numbers = _numbers(a)
     weight = a.weight if a.weight is not None else a.gamma
-    if weight is None and rest and np.ndim(plain(rest[0])):
-        weight = rest.pop(0)
-    eps = a.eps if a.eps is not None else rest.pop(0) if rest else None
+    if weight is None and numbers and np.ndim(plain(numbers[0])):
+        weight = numbers.pop(0)
+    eps = a.eps if a.eps is not None else numbers.pop(0) if numbers else None
     x = floating(a.input)
     if eps is None:
         raise NotJudgedError("rms_norm: eps is not in the dump")

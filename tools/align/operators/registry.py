@@ -73,8 +73,8 @@ class Formula:
         return {*self.signature[:positional], *(self._own(name) for name in names)}
 
     def _own(self, name: str) -> str:
-        known = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
-        return name if name in known else SAME_NAME.get(name, name)
+        names = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
+        return name if name in names else SAME_NAME.get(name, name)
 
     def bind(self, positional: Sequence[Any], named: dict[str, Any]) -> "Arguments":
         """Return the arguments by name.
@@ -94,12 +94,12 @@ class Formula:
                 raise NotJudgedError(
                     f"{self.name} takes {len(self.signature)} arguments, the dump has {len(positional)}"
                 )
-        known = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
+        names = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
         for name, value in named.items():
-            own = self._own(name)
-            if own not in known and value is not None:
+            argument = self._own(name)
+            if argument not in names and value is not None:
                 raise NotJudgedError(f"{self.name}: argument {name!r} is not known")
-            values[own] = value
+            values[argument] = value
         for name, value in self.defaults.items():
             values.setdefault(name, value)
         missing = [name for name in self.signature if name.lstrip("*") not in values]
@@ -154,9 +154,9 @@ def op(
 
     def register(function: Computes) -> Computes:
         for name in names.split():
-            own, shown = (name, name) if is_primitive else (_plain(name), names.split()[0])
+            key, shown = (name, name) if is_primitive else (_plain(name), names.split()[0])
             table = _PRIMITIVES if is_primitive else _FORMULAS
-            table[own] = _formula(function, shown, signature, exact, stores, guesses)
+            table[key] = _formula(function, shown, signature, exact, stores, guesses)
         return function
 
     return register
@@ -206,8 +206,8 @@ def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
     """Return the floating-point results of a registered formula."""
     formula = find(name)
     assert formula is not None
-    made = formula.compute(formula.bind(list(arguments), named))
-    return [o for o in made if isinstance(o, Approx)]
+    outputs = formula.compute(formula.bind(list(arguments), named))
+    return [o for o in outputs if isinstance(o, Approx)]
 
 
 def _of_each(formula: Formula | None) -> Formula | None:
@@ -218,11 +218,13 @@ def _of_each(formula: Formula | None) -> Formula | None:
     def compute(a: Arguments) -> Sequence[Output]:
         lists = [n for n, v in a.__dict__.items() if is_list(v)]
         count = len(getattr(a, formula.signature[0]))
-        made: list[Output] = []
+        outputs: list[Output] = []
         for i in range(count):
-            one = {n: v[i] if n in lists and len(v) == count else v for n, v in a.__dict__.items()}
-            made += formula.compute(Arguments(one))
-        return made
+            element = {
+                n: v[i] if n in lists and len(v) == count else v for n, v in a.__dict__.items()
+            }
+            outputs += formula.compute(Arguments(element))
+        return outputs
 
     return replace(formula, name=f"foreach {formula.name}", compute=compute)
 
@@ -235,11 +237,11 @@ def _plain(name: str) -> str:
 
 
 def _dunder(match: re.Match[str]) -> str:
-    prefix, rest = match[1] or "", match[2]
-    whole = prefix + rest
-    if whole in ("invert", "rsub", "rtruediv", "rpow", "rmatmul", "rdiv"):
-        return whole
-    return whole if prefix and rest not in _OPERATORS else rest
+    prefix, operator = match[1] or "", match[2]
+    full_name = prefix + operator
+    if full_name in ("invert", "rsub", "rtruediv", "rpow", "rmatmul", "rdiv"):
+        return full_name
+    return full_name if prefix and operator not in _OPERATORS else operator
 
 
 _OPERATORS = {"add", "sub", "mul", "truediv", "div", "pow", "matmul", "and", "or", "xor"}

@@ -25,18 +25,18 @@ def rounding(size: Array, roundings: float, stored: str, accumulated: str) -> Ar
     if further and stored == "float16":
         further += kind.unit
     step = (min(roundings, 1.0) * kind.unit + further) * size
-    least = 2.0**kind.low
-    small = size < 2 * least
+    smallest = 2.0**kind.low
+    small = size < 2 * smallest
     if roundings and np.any(small):
         # Below the smallest normal number: flushed to zero, or in float16 rounded to the last bit.
-        missing = least * kind.unit if stored == "float16" else size
+        missing = smallest * kind.unit if stored == "float16" else size
         step = np.where(small, np.where(size == 0, 0.0, np.maximum(step, missing)), step)
     over = size > kind.largest
     return np.where(over, np.where(np.isinf(size), 0.0, np.inf), step) if np.any(over) else step
 
 
 def sum_errors(
-    total: Array, squares: Array, count: Any, kind: Float, same: Any = 0.0, walk: Any = 0.0
+    total: Array, squares: Array, count: Any, kind: Float, equal_share: Any = 0.0, walk: Any = 0.0
 ) -> tuple[Array, Array]:
     """Return standard deviation and limit of a sum's error, from the sum and the sum of squares of its terms.
 
@@ -45,7 +45,7 @@ def sum_errors(
 
     Args:
         kind: Type that they are accumulated in.
-        same: Share of the pairs of terms that are equal, see :func:`alike`.
+        equal_share: Share of the pairs of terms that are equal, see :func:`alike`.
         walk: Mean square of the partial sums in the order of the terms, where known.
     """
     count = np.maximum(count, 1)
@@ -53,7 +53,7 @@ def sum_errors(
     variance = np.maximum(squares / count - mean**2, 0.0)
     partial = mean**2 * count**3 / 3 + variance * count**2 / 2
     partial = np.maximum(partial, count * walk)
-    partial = partial * (1 + count * same)
+    partial = partial * (1 + count * equal_share)
     sigma = kind.unit * ROUNDING * np.sqrt(partial + squares + total**2)
     flushed = count * 2.0**kind.low  # terms below the smallest normal number
     return sigma + flushed, kind.unit * (count + 1) * np.sqrt(count * squares) + flushed
@@ -106,17 +106,17 @@ def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Arr
     small = np.where(np.abs(x) < 2 * unit * partial, x, 0.0)
     if not np.any(small):
         return np.zeros(())
-    whole = np.abs(small.sum(axis, keepdims=True)) / 4
-    return whole + np.sqrt(np.square(small).sum(axis, keepdims=True))
+    total_lost = np.abs(small.sum(axis, keepdims=True)) / 4
+    return total_lost + np.sqrt(np.square(small).sum(axis, keepdims=True))
 
 
 def _terms(x: Array, axis: Axes) -> tuple[Array, list[int]]:
     """Return an array with the summed axes merged into its last one, and the numbers of these axes."""
     axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    taken = {a % x.ndim for a in axes}
-    rest = [n for i, n in enumerate(x.shape) if i not in taken]
-    count = x.size // max(int(np.prod(rest, dtype=np.int64)), 1)
-    rows = np.moveaxis(x, axes, range(-len(axes), 0)).reshape(*rest, count)
+    summed = {a % x.ndim for a in axes}
+    kept_shape = [n for i, n in enumerate(x.shape) if i not in summed]
+    count = x.size // max(int(np.prod(kept_shape, dtype=np.int64)), 1)
+    rows = np.moveaxis(x, axes, range(-len(axes), 0)).reshape(*kept_shape, count)
     return rows, [a % x.ndim for a in axes]
 
 

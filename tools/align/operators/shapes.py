@@ -27,10 +27,10 @@ def move(x: Any, function: Callable[[Array], Array], repeats: bool = False) -> A
 
 def ints(values: Any) -> tuple[int, ...]:
     """Return sizes that are given one by one or as a list."""
-    given: Sequence[Any] = values if is_sequence(values) else [values]
-    if len(given) == 1 and is_sequence(given[0]):
-        given = given[0]
-    return tuple(int(v) for v in given)
+    sizes: Sequence[Any] = values if is_sequence(values) else [values]
+    if len(sizes) == 1 and is_sequence(sizes[0]):
+        sizes = sizes[0]
+    return tuple(int(v) for v in sizes)
 
 
 Move = Callable[[Array, Arguments], Array]
@@ -116,8 +116,8 @@ moves(
 )
 def _transpose(a: Arguments) -> Any:
     """Exchange two dimensions (PyTorch), or apply an order of dimensions (MindSpore's Transpose)."""
-    given = a.__dict__["order"] or [a.dim0, a.dim1]
-    dims = ints(given)
+    order = a.__dict__["order"] or [a.dim0, a.dim1]
+    dims = ints(order)
     n = plain(a.input).ndim
     if len(dims) == 2 and n != 2:
         return move(a.input, lambda x: np.swapaxes(x, dims[0], dims[1]))
@@ -149,13 +149,13 @@ def arranged(function: Callable[..., Array], *parts: Any) -> Any:
     if not any(isinstance(part, Approx) for part in parts):
         return function(*map(plain, parts))
     like = next(part for part in parts if isinstance(part, Approx))
-    known = [floating(part, like) for part in parts]
+    arrays = [floating(part, like) for part in parts]
     places: list[Array] = []
-    for part in known:
+    for part in arrays:
         first = sum(p.size for p in places)
         places.append(np.arange(first, first + part.value.size).reshape(part.shape))
     index = function(*places)
-    return concatenate([part.reshape(-1) for part in known], 0).moved(lambda x: x[index], True)
+    return concatenate([part.reshape(-1) for part in arrays], 0).moved(lambda x: x[index], True)
 
 
 @op("cat concat concatenate", "input dim=0", exact=True)
@@ -244,5 +244,5 @@ def _diff(a: Arguments) -> Any:
     x = _cat(Arguments({"input": parts, "dim": a.dim}))
     last = int(plain(x).shape[a.dim]) - 1
     ranges = (np.arange(i, i + last) for i in (0, 1))
-    early, late = (move(x, partial(np.take, indices=at, axis=a.dim), True) for at in ranges)
+    early, late = (move(x, partial(np.take, indices=index, axis=a.dim), True) for index in ranges)
     return late ^ early if plain(x).dtype == bool else late - early

@@ -57,8 +57,8 @@ def _rotary_pair(a: Arguments) -> Any:
         raise NotJudgedError(f"rotary positions with mode {a.rotary_mode!r}")
     cos, sin = floating(a.cos), floating(a.sin)
     if len(cos.shape) == len(floating(a.query).shape) - 1:
-        at = int(a.unsqueeze_dim)
-        cos, sin = (x.moved(lambda v: np.expand_dims(v, at)) for x in (cos, sin))
+        dim = int(a.unsqueeze_dim)
+        cos, sin = (x.moved(lambda v: np.expand_dims(v, dim)) for x in (cos, sin))
     pairs = a.rotary_mode == "interleave"
     return [rotate(floating(x), cos, sin, pairs) for x in (a.query, a.key)]
 
@@ -77,20 +77,20 @@ def _rotary_of_angles(a: Arguments) -> Any:
     return turned if n == x.shape[-1] else concatenate([turned, x[..., n:]], -1)
 
 
-def _legal_choice(score: Approx, best: Array, made: Any) -> Array:
+def _legal_choice(score: Approx, best: Array, record: Any) -> Array:
     """Return the program's choice ``[T, K]`` where the errors of the scores ``[T, E]`` allow it, else the best."""
-    if made is None:
+    if record is None:
         return best
-    found = made.load().astype(np.int64)
-    if found.shape != best.shape or found.min() < 0 or found.max() >= score.shape[1]:
+    choice = record.load().astype(np.int64)
+    if choice.shape != best.shape or choice.min() < 0 or choice.max() >= score.shape[1]:
         return best
     # Kernels sort scores that they rounded to float32.
     value, slack = score.value, score.bound("float32")
     kth, around = (np.take_along_axis(x, best[:, -1:], 1) for x in (value, slack))
-    picked, loose = (np.take_along_axis(x, found, 1) for x in (value, slack))
-    once = np.array([len(set(row)) == len(row) for row in found.tolist()])
+    picked, loose = (np.take_along_axis(x, choice, 1) for x in (value, slack))
+    once = np.array([len(set(row)) == len(row) for row in choice.tolist()])
     legal = (picked + loose >= kth - around).all(1) & once
-    return np.where(legal[:, None], found, best)
+    return np.where(legal[:, None], choice, best)
 
 
 @op(
@@ -107,8 +107,10 @@ def _gating(a: Arguments) -> Any:
     score = x.sigmoid() if int(a.norm_type) == 1 else softmax(x, 1)
     biased = score.stop() if a.bias is None else score.stop() + a.bias
     G = int(a.group_count)
-    seen = open_groups(biased.value, G, int(a.k_group), 2 if int(a.group_select_mode) == 1 else 1)
-    biased = where(seen, biased, -np.inf)
+    open_experts = open_groups(
+        biased.value, G, int(a.k_group), 2 if int(a.group_select_mode) == 1 else 1
+    )
+    biased = where(open_experts, biased, -np.inf)
     best = highest(biased.value, int(a.k))
     index = _legal_choice(biased, best, a.made[1] if a.made and len(a.made) > 1 else None)
     weight = score.moved(lambda v: np.take_along_axis(v, index, 1), True)
@@ -144,8 +146,8 @@ def _init_routing(a: Arguments) -> Any:
     pair = row[order]
     went = np.empty_like(pair)
     went[pair] = np.arange(len(pair))
-    tokens, kept = x.shape[0], min(int(plain(a.active_num)), x.shape[0]) * expert.shape[-1]
-    return [x[pair[:kept] % tokens], went, expert.reshape(-1)[order]]
+    tokens, count = x.shape[0], min(int(plain(a.active_num)), x.shape[0]) * expert.shape[-1]
+    return [x[pair[:count] % tokens], went, expert.reshape(-1)[order]]
 
 
 _ROUTING = "x expert_idx active_num=-1 expert_capacity=-1 expert_num=-1 drop_pad_mode=0"
@@ -159,8 +161,8 @@ _ROUTING = "x expert_idx active_num=-1 expert_capacity=-1 expert_num=-1 drop_pad
 def _mindspore_routing(a: Arguments) -> Any:
     """``mindspore.ops.moe_init_routing_v2``: its flag 1 asks for running sums, 2 for counts."""
     flag = int(a.expert_tokens_num_type)
-    more: dict[str, Any] = {"row_idx_type": 0, "quant_mode": -1, "active_expert_range": []}
-    return _routing(Arguments({**a.__dict__, **more, "expert_tokens_num_type": int(flag != 1)}))
+    settings: dict[str, Any] = {"row_idx_type": 0, "quant_mode": -1, "active_expert_range": []}
+    return _routing(Arguments({**a.__dict__, **settings, "expert_tokens_num_type": int(flag != 1)}))
 
 
 @op(
@@ -204,12 +206,14 @@ def _with_capacity(x: Approx, flat: Array, pair: Array, K: int, E: int, capacity
 )
 def _finalize(a: Arguments) -> Any:
     """Return ``skip1 + skip2 + sum over k of scale (row + bias)`` for each token."""
-    rows, at = floating(a.rows), integers(a.row).reshape(-1)
+    rows, rows_of_token = floating(a.rows), integers(a.row).reshape(-1)
     K = int(a.k) if a.scales is None else floating(a.scales).shape[1]
-    at = at.reshape(K, -1).T if int(a.drop_pad_mode) < 2 else at.reshape(-1, K)
+    rows_of_token = (
+        rows_of_token.reshape(K, -1).T if int(a.drop_pad_mode) < 2 else rows_of_token.reshape(-1, K)
+    )
     bias = None if a.bias is None else floating(a.bias)[integers(a.expert)]
     scales = None if a.scales is None else floating(a.scales)
-    total = combine_rows(rows.reshape(-1, rows.shape[-1]), at, scales, bias)
+    total = combine_rows(rows.reshape(-1, rows.shape[-1]), rows_of_token, scales, bias)
     for skip in (a.skip1, a.skip2):
         total = total if skip is None else total + skip
     return total
@@ -249,6 +253,6 @@ def _apply_adam_w(a: Arguments) -> Any:
     """Update ``out`` (weight, first and second moment); ``beta_power`` are the powers before this step."""
     weight, first, second = a.out
     step = 1 + round(np.log(float(plain(a.beta1_power))) / np.log(float(plain(a.beta1))))
-    given = {**a.__dict__, "weight": weight, "exp_avg": first, "exp_avg_sq": second, "step": step}
-    more = {"betas": (a.beta1, a.beta2), "eps": a.epsilon, "decoupled": True}
-    return adamw(Arguments(given | more))
+    state = {**a.__dict__, "weight": weight, "exp_avg": first, "exp_avg_sq": second, "step": step}
+    settings = {"betas": (a.beta1, a.beta2), "eps": a.epsilon, "decoupled": True}
+    return adamw(Arguments(state | settings))

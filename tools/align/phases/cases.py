@@ -67,11 +67,11 @@ class Draw:
 def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
     """Return the cases of a recipe's model section, for micro-batches of a number of tokens."""
     draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
-    found = [*_linear(config, rows, draw), *_pointwise(config, rows, draw)]
-    found += [_turning(config, rows, draw), *_attending(config, rows, draw)]
+    operators = [*_linear(config, rows, draw), *_pointwise(config, rows, draw)]
+    operators += [_turning(config, rows, draw), *_attending(config, rows, draw)]
     if config.n_routed_experts:
-        found.append(_routing(config, rows, draw))
-    return found
+        operators.append(_routing(config, rows, draw))
+    return operators
 
 
 def fewer(rows: int, width: int) -> int:
@@ -86,14 +86,14 @@ def rounded(compute: str) -> str:
 
 def _linear(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     compute = getattr(ms, config.compute_dtype)
-    found: list[OperatorCase] = []
+    products: list[OperatorCase] = []
     for inner, outer in sorted(_products(config)):
         columns = fewer(min(outer, COLUMNS), inner)
-        taken = [x(fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
+        inputs = [x(fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
         build = partial(matmul.matmul, compute)
         formula = named("Primitive.TelechatMatmul")
-        found.append(OperatorCase("matmul", f"{inner} to {outer}", build, taken, formula))
-    return found
+        products.append(OperatorCase("matmul", f"{inner} to {outer}", build, inputs, formula))
+    return products
 
 
 def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
@@ -103,19 +103,19 @@ def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     logits = x(labelled, classes)
     constants, formula = [labels, np.ones(labelled, np.float32)], partial(_loss, labels)
     build = cross_entropy.CrossEntropy
-    found = [
+    pointwise = [
         OperatorCase("cross_entropy", f"{classes} classes", build, [logits], formula, constants),
     ]
     for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):
-        taken = [x(fewer(rows, width), width)]
+        inputs = [x(fewer(rows, width), width)]
         formula = named("rms_norm", (width,), np.ones(width), eps)
         build = partial(norm.RMSNorm, width, eps)
-        found.append(OperatorCase("rms_norm", f"width {width}", build, taken, formula))
+        pointwise.append(OperatorCase("rms_norm", f"width {width}", build, inputs, formula))
     dense = config.intermediate_size
     for width in sorted({dense, config.moe_intermediate_size or dense}):
-        taken = [x(fewer(rows, width), width) for _ in range(2)]
-        found.append(OperatorCase("swiglu", f"width {width}", swiglu.SwiGLU, taken, _swiglu))
-    return found
+        inputs = [x(fewer(rows, width), width) for _ in range(2)]
+        pointwise.append(OperatorCase("swiglu", f"width {width}", swiglu.SwiGLU, inputs, _swiglu))
+    return pointwise
 
 
 def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
@@ -124,20 +124,20 @@ def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     tables: Any = rope.rope_table(wide, rows, config.rope_theta)
     cos, sin = (t[None, :rows, None] for t in tables)
     pairs = bool(config.rope_interleave)
-    what, build = f"width {wide}, theta {config.rope_theta}", partial(rope.Rope, wide, pairs)
+    sizes, build = f"width {wide}, theta {config.rope_theta}", partial(rope.Rope, wide, pairs)
     formula = named("Primitive.TelechatRope", cos, sin, interleaved=pairs)
-    return OperatorCase("rope", what, build, [x(1, rows, heads, wide)], formula, [cos, sin])
+    return OperatorCase("rope", sizes, build, [x(1, rows, heads, wide)], formula, [cos, sin])
 
 
 def _attending(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     query, value, scale = config.query_width, config.v_head_dim, config.query_width**-0.5
     heads = min(config.num_attention_heads, _HEADS)
-    taken = [x(1, rows, heads, query), x(1, rows, heads, query), x(1, rows, heads, value)]
+    inputs = [x(1, rows, heads, query), x(1, rows, heads, query), x(1, rows, heads, value)]
     build = partial(_Attention, heads, scale, getattr(ms, config.compute_dtype))
     stored = {"fused": rounded(config.compute_dtype), "plain": "float32"}
-    what, formula = f"{heads} heads of {query} and {value}", partial(_attention, scale)
+    sizes, formula = f"{heads} heads of {query} and {value}", partial(_attention, scale)
     return [
-        OperatorCase("attention", what, build, taken, formula, backends=[backend], stored=kind)
+        OperatorCase("attention", sizes, build, inputs, formula, backends=[backend], stored=kind)
         for backend, kind in stored.items()
     ]
 
@@ -145,8 +145,8 @@ def _attending(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
 def _routing(config: Any, rows: int, x: Draw) -> OperatorCase:
     count, scale = config.n_routed_experts, config.routed_scaling_factor or 1.0
     rule = routing.Rule(count, config.num_experts_per_tok, scale=scale)
-    build, taken, bias = partial(routing.routing, rule), [x(rows, count)], np.zeros(count, "f4")
-    return OperatorCase("routing", f"{count} experts", build, taken, _sigmoid, [bias])
+    build, inputs, bias = partial(routing.routing, rule), [x(rows, count)], np.zeros(count, "f4")
+    return OperatorCase("routing", f"{count} experts", build, inputs, _sigmoid, [bias])
 
 
 def _products(config: Any) -> set[tuple[int, int]]:
@@ -180,22 +180,22 @@ def _swiglu(backend: str, gate: Approx, up: Approx) -> Approx:
 
 
 def _loss(labels: Array, backend: str, a: Approx) -> Approx:
-    found = call("cross_entropy", a, labels)[0].reshape(1)
-    return found.plus(LOG * 2.0**-24) if backend == "plain" else found
+    loss = call("cross_entropy", a, labels)[0].reshape(1)
+    return loss.plus(LOG * 2.0**-24) if backend == "plain" else loss
 
 
 def _attention(scale: float, backend: str, q: Approx, k: Approx, v: Approx) -> Approx:
     q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
     if backend == "plain":
         hidden = np.triu(np.full((q.shape[-2], q.shape[-2]), -1e30), 1)
-        made = _softmax(backend, (q * scale).matmul(k.swap(-1, -2)) + hidden).matmul(v)
+        attended = _softmax(backend, (q * scale).matmul(k.swap(-1, -2)) + hidden).matmul(v)
     else:
-        made = call("scaled_dot_product_attention", q, k, v, is_causal=True, scale=scale)[0]
-    return made.transpose(0, 2, 1, 3)
+        attended = call("scaled_dot_product_attention", q, k, v, is_causal=True, scale=scale)[0]
+    return attended.transpose(0, 2, 1, 3)
 
 
-def _first(made: Any) -> Any:
-    return made[0] if is_sequence(made) else made
+def _first(outputs: Any) -> Any:
+    return outputs[0] if is_sequence(outputs) else outputs
 
 
 class _Attention(nn.Cell):
@@ -217,8 +217,8 @@ class _Attention(nn.Cell):
             return self.core(q, k, v, Tensor(np.zeros((1, length), np.int32)))[0]
         hidden = np.triu(np.full((1, 1, length, length), -1e30, np.float32), 1)
         q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
-        made: Any = self.core(q, k, v, Tensor(np.tile(hidden, (1, self.heads, 1, 1))))
-        return _first(made).transpose(0, 2, 1, 3)
+        attended: Any = self.core(q, k, v, Tensor(np.tile(hidden, (1, self.heads, 1, 1))))
+        return _first(attended).transpose(0, 2, 1, 3)
 
 
 class First(nn.Cell):

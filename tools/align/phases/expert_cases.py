@@ -37,14 +37,14 @@ def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCa
         return []
     draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
     limits = [False, True] if drops(config) else [False]
-    found = [_dispatched(config, rows, draw, limit) for limit in limits]
-    return [*found, *_grouped(config, rows, draw)]
+    dispatches = [_dispatched(config, rows, draw, limit) for limit in limits]
+    return [*dispatches, *_grouped(config, rows, draw)]
 
 
 def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) -> Array:
     """Return distinct experts for each token; the first are chosen more often, the last of three or more never."""
-    known = max(per_token, experts - 1) if experts > 2 else experts
-    scores = rng.standard_normal((rows, known)) - np.arange(known) * 2 / known
+    chosen = max(per_token, experts - 1) if experts > 2 else experts
+    scores = rng.standard_normal((rows, chosen)) - np.arange(chosen) * 2 / chosen
     return np.argsort(-scores, 1)[:, :per_token].astype(np.int32)
 
 
@@ -52,10 +52,10 @@ def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> A
     """Return the pairs that an expert has capacity for: those of the highest weight, or the first."""
     flat = index.reshape(-1)
     order = np.argsort(-weight.reshape(-1), kind="stable") if by_weight else np.arange(flat.size)
-    kept = np.zeros(flat.size, bool)
+    mask = np.zeros(flat.size, bool)
     for expert in np.unique(flat):
-        kept[[i for i in order if flat[i] == expert][:capacity]] = True
-    return kept.reshape(index.shape)
+        mask[[i for i in order if flat[i] == expert][:capacity]] = True
+    return mask.reshape(index.shape)
 
 
 def _dispatched(config: Any, rows: int, x: Draw, capacity: bool) -> OperatorCase:
@@ -64,20 +64,20 @@ def _dispatched(config: Any, rows: int, x: Draw, capacity: bool) -> OperatorCase
     index = _choices(rows, experts, per_token, x.rng)
     weight = np.abs(x(*index.shape))
     factors, build = _factors(experts)[index].astype(np.float64), partial(_dropless, experts)
-    what = f"there and back, {per_token} of {experts} experts"
+    description = f"there and back, {per_token} of {experts} experts"
     if capacity:
         policy, build = config.moe_token_drop_policy, partial(build_dispatch, config)
-        most = int(np.ceil(config.moe_expert_capacity_factor * index.size / experts))
-        factors *= kept_pairs(index, weight, most, policy == "probs")
-        what = f"there and back, capacity {most} of {policy}"
+        limit = int(np.ceil(config.moe_expert_capacity_factor * index.size / experts))
+        factors *= kept_pairs(index, weight, limit, policy == "probs")
+        description = f"there and back, capacity {limit} of {policy}"
 
     def formula(backend: str, a: Approx, w: Approx) -> Approx:
         a = a.reshape(a.shape[0], 1, a.shape[1])
         return (w.times(factors).reshape(*w.shape, 1) * a).sum(1)
 
-    taken = [x(rows, min(config.hidden_size, COLUMNS)), weight]
+    inputs = [x(rows, min(config.hidden_size, COLUMNS)), weight]
     build = partial(_ThereAndBack, build, experts)
-    return OperatorCase("permute", what, build, taken, formula, [index])
+    return OperatorCase("permute", description, build, inputs, formula, [index])
 
 
 def _factors(experts: int) -> Array:
@@ -121,8 +121,10 @@ class _ThereAndBack(nn.Cell):
         if len(rows.shape) == 3:
             factors = factors if group is None else factors[group.asnumpy()]
             return rows * Tensor(factors[:, None, None])
-        found = np.repeat(factors, group.asnumpy())
-        return rows * Tensor(np.resize(found, (rows.shape[0], 1)))  # rows after them belong to none
+        row_factors = np.repeat(factors, group.asnumpy())
+        return rows * Tensor(
+            np.resize(row_factors, (rows.shape[0], 1))
+        )  # rows after them belong to none
 
 
 def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
@@ -132,31 +134,33 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     rows = fewer(rows, max(hidden, wide))
     sizes = _uneven(rows, experts)
     blocks: Array = np.repeat(np.arange(experts, dtype=np.int32), -(-sizes // _BLOCK))
-    found: list[OperatorCase] = []
+    products: list[OperatorCase] = []
     for inner, outer in sorted({(hidden, wide), (wide, hidden)}):
-        what = f"{inner} to {outer}, {experts} experts"
+        sizes_text = f"{inner} to {outer}, {experts} experts"
         weight = x(experts, inner, _columns(inner, outer, experts), scale=inner**-0.5)
         coming = x(rows, weight.shape[2])
         into = partial(_into_main_grad, compute)
         fused = partial(grouped_matmul.FusedGroupedMatmul, compute)
-        taken = [x(rows, inner), weight]
-        adding = [*taken, coming, x(*weight.shape)]
+        inputs = [x(rows, inner), weight]
+        adding = [*inputs, coming, x(*weight.shape)]
         formula = named("Primitive.TelechatGroupedMatmul", sizes)
-        found += [
-            OperatorCase("grouped_matmul", what, fused, taken, formula, [sizes], ["fused"]),
-            OperatorCase("grouped_matmul", f"{what}, added to the main gradient", into, adding, partial(_added, sizes),
+        products += [
+            OperatorCase("grouped_matmul", sizes_text, fused, inputs, formula, [sizes], ["fused"]),
+            OperatorCase("grouped_matmul", f"{sizes_text}, added to the main gradient", into, adding, partial(_added, sizes),
                  [sizes], ["fused"], backward=False),
-            OperatorCase("grouped_matmul", what, grouped_matmul.GroupedMatmul,
+            OperatorCase("grouped_matmul", sizes_text, grouped_matmul.GroupedMatmul,
                  [x(blocks.size, _BLOCK, inner), weight], partial(_block_products, blocks), [blocks], ["plain"]),
         ]  # fmt: skip
     columns, stored = _columns(hidden, wide, experts), rounded(config.compute_dtype)
     formula = named("Primitive.TelechatGroupedSwiGLU", sizes)
     gates = [x(experts, hidden, columns, scale=hidden**-0.5) for _ in range(2)]
     both = partial(grouped_matmul.GroupedSwiGLU, compute)
-    what = f"{hidden} to {wide} with SwiGLU, {experts} experts"
-    taken, given = [x(rows, hidden), *gates], ([sizes], ["fused"])
-    found.append(OperatorCase("grouped_matmul", what, both, taken, formula, *given, stored=stored))
-    return found
+    sizes_text = f"{hidden} to {wide} with SwiGLU, {experts} experts"
+    inputs, constants = [x(rows, hidden), *gates], ([sizes], ["fused"])
+    products.append(
+        OperatorCase("grouped_matmul", sizes_text, both, inputs, formula, *constants, stored=stored)
+    )
+    return products
 
 
 def _columns(inner: int, outer: int, experts: int) -> int:
@@ -183,50 +187,50 @@ def _added(
     into: list[Approx] = []
     out: list[Approx] = []
     for i, (n, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
-        rows, made = slice(int(end - n), int(end)), main[i]
+        rows, main_grad = slice(int(end - n), int(end)), main[i]
         if n:
             into.append(coming[rows].matmul(w[i].swap(-1, -2)))
-            made = made + x[rows].swap(-1, -2).matmul(coming[rows])
-        out.append(made.reshape(1, *made.shape))
+            main_grad = main_grad + x[rows].swap(-1, -2).matmul(coming[rows])
+        out.append(main_grad.reshape(1, *main_grad.shape))
     return [concatenate(into, 0), concatenate(out, 0)]
 
 
 def _into_main_grad(compute: Any) -> Callable[..., Sequence[Any]]:
     """Return GMMAdd: the gradient of the rows, and the main gradient to which that of the weights was added."""
     core = grouped_matmul.GroupedMatmulIntoMainGrad(compute)
-    back = ops.GradOperation(get_all=True, sens_param=True)(core)
+    gradient = ops.GradOperation(get_all=True, sens_param=True)(core)
 
     def run(x: Tensor, weight: Tensor, coming: Tensor, main: Tensor, sizes: Tensor) -> Any:
-        kept = Parameter(main, name="main")
-        return back(x, weight, sizes, kept, coming)[0], kept
+        parameter = Parameter(main, name="main")
+        return gradient(x, weight, sizes, parameter, coming)[0], parameter
 
     return run
 
 
 def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
     """Return the cases of a recipe's optimizer: its first and tenth update, and the norm of gradients."""
-    given, rate = recipe.optimizer, float(recipe.lr_schedule.learning_rate)
+    optimizer, rate = recipe.optimizer, float(recipe.lr_schedule.learning_rate)
     hidden = recipe.model_config.hidden_size
     x = Draw("float32", rng)
     shapes = [(ROWS, min(hidden, COLUMNS)), (hidden,)]
     grads = [x(*s, scale=1e-3) for s in shapes]
-    found = [
+    updates = [
         OperatorCase("adamw", f"norm of gradients, width {hidden}", partial(_norms, len(shapes)), grads, _norm,
              backward=False, dtype="float32")
     ]  # fmt: skip
     for step in (1, 10):
-        taken: list[Array] = []
+        inputs: list[Array] = []
         for shape, grad in zip(shapes, grads, strict=True):
             first, second = x(*shape, scale=1e-3), x(*shape, scale=1e-3) ** 2
             states = [0 * first, 0 * second] if step == 1 else [first, second]
-            taken += [x(*shape, scale=0.02), *states, grad]
-        build = partial(_Update, given, shapes, rate, step)
-        formula = partial(_updated, given, rate, step)
-        found.append(
-            OperatorCase("adamw", f"update {step} at rate {rate:g}", build, taken, formula,
+            inputs += [x(*shape, scale=0.02), *states, grad]
+        build = partial(_Update, optimizer, shapes, rate, step)
+        formula = partial(_updated, optimizer, rate, step)
+        updates.append(
+            OperatorCase("adamw", f"update {step} at rate {rate:g}", build, inputs, formula,
                  backward=False, dtype="float32")
         )  # fmt: skip
-    return found
+    return updates
 
 
 _CLIP = 0.375
@@ -246,28 +250,30 @@ class _Update:
     """AdamW on several tensors, the last of which is not decayed: the weights and moments after the update."""
 
     def __init__(
-        self, given: Any, shapes: Sequence[tuple[int, ...]], rate: float, step: int
+        self, optimizer: Any, shapes: Sequence[tuple[int, ...]], rate: float, step: int
     ) -> None:
         names = [f"w{i}" for i in range(len(shapes) - 1)] + ["norm"]
         zeros = [Tensor(np.zeros(shape, np.float32)) for shape in shapes]
         self.params = [Parameter(x, name=n) for x, n in zip(zeros, names, strict=True)]
-        self.core = AdamW(self.params, tuple(given.betas), given.eps, given.weight_decay, ["norm"])
+        self.core = AdamW(
+            self.params, tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, ["norm"]
+        )
         self.scalars = self.core.scalars(step, rate)
 
     def __call__(self, *states: Tensor) -> list[Any]:
-        kept = (self.params, self.core.moment1, self.core.moment2)
-        for i, parameters in enumerate(kept):
+        states_of_weights = (self.params, self.core.moment1, self.core.moment2)
+        for i, parameters in enumerate(states_of_weights):
             for parameter, value in zip(parameters, states[i::4], strict=True):
                 parameter.set_data(value)
         self.core(states[3::4], *self.scalars, Tensor(np.float32(_CLIP)))
-        return [x for row in zip(*kept, strict=True) for x in row]
+        return [x for row in zip(*states_of_weights, strict=True) for x in row]
 
 
-def _updated(given: Any, rate: float, step: int, backend: str, *states: Approx) -> list[Approx]:
-    found: list[Approx] = []
+def _updated(optimizer: Any, rate: float, step: int, backend: str, *states: Approx) -> list[Approx]:
+    updated: list[Approx] = []
     for i in range(0, len(states), 4):
         weight, first, second, grad = states[i : i + 4]
-        decay = given.weight_decay if i + 4 < len(states) else 0.0
-        settings = (step, rate, given.betas, given.eps, decay)
-        found += call("AdamW", weight, grad * _CLIP, first, second, *settings)
-    return found
+        decay = optimizer.weight_decay if i + 4 < len(states) else 0.0
+        settings = (step, rate, optimizer.betas, optimizer.eps, decay)
+        updated += call("AdamW", weight, grad * _CLIP, first, second, *settings)
+    return updated

@@ -45,18 +45,18 @@ def run_case(
     exact = [Approx(x, case.stored) for x in case.inputs]
     formula: Any = case.formula(backend, *exact)
     expected: list[Approx] = formula if is_list(formula) else [formula]
-    made: Any = cell(*inputs, *constants)
-    results: Sequence[Any] = made if is_sequence(made) else [made]
-    found: list[Array] = [x.asnumpy() for x in results]
+    outputs: Any = cell(*inputs, *constants)
+    results: Sequence[Any] = outputs if is_sequence(outputs) else [outputs]
+    arrays: list[Array] = [x.asnumpy() for x in results]
     verdicts = [
         judge(case.operator, f"result {i}" if i else "forward", x, y, "float32")
-        for i, (x, y) in enumerate(zip(found, expected, strict=False))
+        for i, (x, y) in enumerate(zip(arrays, expected, strict=False))
     ]
     if not case.backward:
         return verdicts
-    coming = Draw(dtype, rng)(*found[0].shape)
-    back = ops.GradOperation(get_all=True, sens_param=True)(cell)
-    going = back(*inputs, *constants, Tensor(coming))
+    coming = Draw(dtype, rng)(*arrays[0].shape)
+    backward = ops.GradOperation(get_all=True, sens_param=True)(cell)
+    going = backward(*inputs, *constants, Tensor(coming))
     slopes = gradients([(expected[0], Approx(coming, case.stored))], exact)
     for i, (slope, gradient) in enumerate(zip(slopes, going, strict=False)):
         if slope is not None:
@@ -86,9 +86,11 @@ def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
     for case in cases:
         for backend in case.backends or select.OPERATORS[case.operator]:
             if backend != "ascend":
-                what = f"{backend}: {select.OPERATORS[case.operator][backend]}"
+                name_of_backend = f"{backend}: {select.OPERATORS[case.operator][backend]}"
                 verdicts = run_case(case, backend, config.compute_dtype, rng)
-                rows.append(_row(case, what, case.dtype or config.compute_dtype, verdicts))
+                rows.append(
+                    _row(case, name_of_backend, case.dtype or config.compute_dtype, verdicts)
+                )
     operators = {case.operator for case in cases}
     unknown = {f"{name}: the recipe has none" for name in set(select.OPERATORS) - operators}
     unknown |= {
@@ -101,12 +103,12 @@ def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
 
 def _report(rows: list[dict[str, Any]], unknown: dict[str, int]) -> dict[str, Any]:
     wrong = [r for r in rows if r["verdict"] == "diverged"]
-    said = f"{len(rows) - len(wrong)} of {len(rows)} operators and implementations are within their bounds"
+    sentence = f"{len(rows) - len(wrong)} of {len(rows)} operators and implementations are within their bounds"
     if wrong:
         first = wrong[0]
-        said = f"{first['operator']} ({first['face']}, {first['shapes']}): {first['reason']}"
+        sentence = f"{first['operator']} ({first['face']}, {first['shapes']}): {first['reason']}"
     verdict, _ = answer(bool(wrong), problem="" if rows else "nothing was judged")
-    return {"verdict": verdict, "sentence": said, "operators": rows, "not_judged": unknown}
+    return {"verdict": verdict, "sentence": sentence, "operators": rows, "not_judged": unknown}
 
 
 def _row(case: "OperatorCase", backend: str, dtype: str, verdicts: list[Verdict]) -> dict[str, Any]:

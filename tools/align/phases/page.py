@@ -25,22 +25,22 @@ def page(report: Mapping[str, Any]) -> str:
     for number, phase in enumerate(report["phases"], 1):
         parts.append(f"<h2>{number}. {escape(phase['title'])}</h2>")
         parts += [_operators(phase["operators"])] if "operators" in phase else []
-        for name, found in phase.get("reports", {}).items():
-            parts.append(f"<h3>{escape(name)}: {html.verdict(found['verdict'])}</h3>")
-            parts.append(_loss(found) if name == "loss" else bisect_page.body(found))
+        for name, verb_report in phase.get("reports", {}).items():
+            parts.append(f"<h3>{escape(name)}: {html.verdict(verb_report['verdict'])}</h3>")
+            parts.append(_loss(verb_report) if name == "loss" else bisect_page.body(verb_report))
         parts.append(bisect_page.counts(phase, {}))
     return html.page(f"Alignment: {word}", parts, heading=f"Alignment: {html.verdict(word)}")
 
 
-def _loss(found: Mapping[str, Any]) -> str:
+def _loss(report: Mapping[str, Any]) -> str:
     """Draw the curves again from the files that the report names."""
-    curves = [read(given["path"], given["metric"]) for given in found["inputs"]]
-    return loss_page.body(judge(curves[:-1], curves[-1], Settings(**found["settings"])))
+    curves = [read(curve["path"], curve["metric"]) for curve in report["inputs"]]
+    return loss_page.body(judge(curves[:-1], curves[-1], Settings(**report["settings"])))
 
 
-def _operators(found: Sequence[Mapping[str, Any]]) -> str:
+def _operators(operators: Sequence[Mapping[str, Any]]) -> str:
     keys = ("operator", "face", "shapes", "dtype", "observed_over_bound", "elements", "reason")
     titles = ["operator", "implementation", "shapes", "type", "observed / bound ", "elements "]
-    ordered = sorted(found, key=lambda o: o["verdict"] != "diverged")
+    ordered = sorted(operators, key=lambda o: o["verdict"] != "diverged")
     rows = [[html.verdict(o["verdict"]), *(o[key] for key in keys)] for o in ordered]
     return html.table(["", *titles, "where"], rows)

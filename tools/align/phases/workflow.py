@@ -55,13 +55,15 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
     for number, (title, work) in enumerate(works, 1):
         wrong = [p["title"] for p in phases if p["verdict"] == "diverged"]
         if wrong and not plan.go_on:
-            said = f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
-            found = _unjudged(said)
+            reason = f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
+            report_of_phase = _unjudged(reason)
         else:
-            found = _kept(plan, number, work)
-        phases.append({"title": title, **found})
-        took = f" ({found['wall_s']:.0f} s)" if "wall_s" in found else ""
-        plan.say(f"{number}. {title}: {found['verdict']}: {found['sentence']}{took}")
+            report_of_phase = _kept(plan, number, work)
+        phases.append({"title": title, **report_of_phase})
+        took = f" ({report_of_phase['wall_s']:.0f} s)" if "wall_s" in report_of_phase else ""
+        plan.say(
+            f"{number}. {title}: {report_of_phase['verdict']}: {report_of_phase['sentence']}{took}"
+        )
     worst = min(phases, key=lambda p: VERDICTS.index(p["verdict"]))
     verdict, sentence = worst["verdict"], f"{worst['title']}: {worst['sentence']}"
     if verdict == "pass":
@@ -71,8 +73,8 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
     return report
 
 
-def _unjudged(why: str) -> Phase:
-    return {"verdict": "inconclusive", "sentence": why, "not_judged": {why: 1}}
+def _unjudged(reason: str) -> Phase:
+    return {"verdict": "inconclusive", "sentence": reason, "not_judged": {reason: 1}}
 
 
 def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) -> Phase:
@@ -80,17 +82,17 @@ def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) ->
     path, key = plan.out / f"phase{number}.json", _state(plan, number)
     if path.exists() and not plan.again:
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["state"] == key:
-                return kept["report"]
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if saved["state"] == key:
+                return saved["report"]
         except (ValueError, KeyError, TypeError):
             pass  # interrupted while it was written
     begin = time.monotonic()
-    found = work(plan)
-    found["wall_s"] = round(time.monotonic() - begin, 1)
-    if found["verdict"] in ("pass", "diverged"):
-        write_atomic(path, json.dumps({"state": key, "report": found}))
-    return found
+    report = work(plan)
+    report["wall_s"] = round(time.monotonic() - begin, 1)
+    if report["verdict"] in ("pass", "diverged"):
+        write_atomic(path, json.dumps({"state": key, "report": report}))
+    return report
 
 
 def _state(plan: PhasesPlan, number: int) -> str:
@@ -99,12 +101,12 @@ def _state(plan: PhasesPlan, number: int) -> str:
 
     settings = load(plan.recipe, list(plan.overrides)).to_dict()
     recipe = json.dumps(settings, sort_keys=True, default=str)
-    given: list[Any] = [number, recipe]
+    inputs: list[Any] = [number, recipe]
     if number == 2:
-        given += [_age(p) for p in (plan.reference, plan.target, plan.map)]
+        inputs += [_age(p) for p in (plan.reference, plan.target, plan.map)]
     if number == 3:
-        given += [_age(Path(p)) for p in (*plan.bases, plan.curve or "-")] + [plan.steps]
-    return hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()
+        inputs += [_age(Path(p)) for p in (*plan.bases, plan.curve or "-")] + [plan.steps]
+    return hashlib.sha256(json.dumps(inputs, default=str).encode()).hexdigest()
 
 
 def _age(path: Path | None) -> Any:
@@ -127,18 +129,18 @@ def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool =
         BadInputError: The exit code is not one of the good ones.
     """
     out = sys.stderr if shown and sys.stderr.isatty() else subprocess.PIPE
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments],
         stdout=out,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C reaches only this process
     )
-    if done.returncode not in good:
-        said = done.stderr.strip() or (done.stdout or "").strip() or "no message"
-        last = said.splitlines()[-1]
-        raise BadInputError(f"{' '.join(arguments[1:4])}: exit code {done.returncode}: {last}")
-    return done.returncode
+    if process.returncode not in good:
+        message = process.stderr.strip() or (process.stdout or "").strip() or "no message"
+        last = message.splitlines()[-1]
+        raise BadInputError(f"{' '.join(arguments[1:4])}: exit code {process.returncode}: {last}")
+    return process.returncode
 
 
 def _operators(plan: PhasesPlan) -> Phase:
@@ -158,11 +160,11 @@ def _step(plan: PhasesPlan) -> Phase:
             _align("capture", plan.recipe, "--out", target, "--steps", "0", *settings)
             _mark(plan, target)
     reports: dict[str, Any] = {}
-    wanted = [("alone", ["bisect", target])]
+    commands = [("alone", ["bisect", target])]
     if plan.reference is not None:
-        more = [] if plan.map is None else ["--map", plan.map]
-        wanted.append(("bisect", ["bisect", plan.reference, target, *more]))
-    for name, arguments in wanted:
+        options = [] if plan.map is None else ["--map", plan.map]
+        commands.append(("bisect", ["bisect", plan.reference, target, *options]))
+    for name, arguments in commands:
         path = plan.out / f"{name}.json"
         _align(*arguments, "--json", path)
         reports[name] = json.loads(path.read_text(encoding="utf-8"))
@@ -171,10 +173,10 @@ def _step(plan: PhasesPlan) -> Phase:
 
 def _of_reports(reports: dict[str, Any], alone: bool) -> Phase:
     worst = min(reports.values(), key=lambda r: VERDICTS.index(r["verdict"]))
-    why = "no reference dump was given, each operator was judged by its own inputs"
-    unknown = {f"weights, data and settings: {why}": 1} if alone else {}
-    said = {key: worst[key] for key in ("verdict", "sentence")}
-    return {**said, "reports": reports, "not_judged": unknown}
+    reason = "no reference dump was given, each operator was judged by its own inputs"
+    unknown = {f"weights, data and settings: {reason}": 1} if alone else {}
+    summary = {key: worst[key] for key in ("verdict", "sentence")}
+    return {**summary, "reports": reports, "not_judged": unknown}
 
 
 def _settings(overrides: Sequence[str]) -> list[str]:
@@ -188,8 +190,8 @@ def _own(plan: PhasesPlan, folder: Path) -> None:
     if not folder.exists():
         return
     if not mark.exists() or mark.read_text(encoding="utf-8") != _state(plan, 1):
-        said = "of another recipe, or incomplete; remove it or give another --out"
-        raise BadInputError(f"{folder}: {said}")
+        problem = "of another recipe, or incomplete; remove it or give another --out"
+        raise BadInputError(f"{folder}: {problem}")
     if plan.again:
         shutil.rmtree(folder)
 
