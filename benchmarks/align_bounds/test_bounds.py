@@ -28,7 +28,7 @@ def tally(size, rounds=range(1), every=1, names=None):
 
 
 def test_every_operator_is_in_the_corpus():
-    """All but the vendors' fused ones, which tests/align/test_vendor_operators.py computes another way."""
+    """All but the vendors' fused ones, which tests/align/operators/test_vendor_operators.py computes another way."""
     formulas = [
         (f.name, inspect.getclosurevars(f.compute).nonlocals["function"].__module__)
         for f in registry._FORMULAS.values()

@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
 PAGE = "tests/test_pages.py::test_a_page_runs_as_printed"
 IN_CI: dict[str, Group] = {
-    "recipe": Group(8, ("tests/recipe", "tests/data", "tests/model", "tests/cli")),
+    "recipe": Group(8, ("tests/recipe", "tests/data", "tests/model", "tests/cli", "tests/sweep")),
     "interrupts": Group(12, ("tests/cli/test_interrupts",)),
     "formats": Group(8, ("tests/formats",)),
     "tour": Group(8, (f"{PAGE}[README", f"{PAGE}[tour")),

@@ -15,7 +15,7 @@ import pytest
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.loss.read import Curve, read
 
-RUNS = Path(__file__).parents[1] / "fixtures" / "align_loss"
+RUNS = Path(__file__).parents[2] / "fixtures" / "align_loss"
 
 MINDFORMERS = """\
 2026-11-20 10:00:00,000 - mindformers[core/callback/callback.py:700] - INFO - { Epoch:[  1/  2], step:[    1/    3], \

@@ -21,7 +21,7 @@ from telechat_moe.tools.align.phases.page import page
 
 pytestmark = [pytest.mark.torch, pytest.mark.mindspore]
 RECIPE = "telechat3_moe/pretrain_tiny.yaml"
-KIT = Path(__file__).parents[2] / "benchmarks" / "peers"
+KIT = Path(__file__).parents[3] / "benchmarks" / "peers"
 
 
 def curve(path, seed, shift=0.0):
@@ -299,7 +299,7 @@ def test_the_kit_on_cpu(tmp_path):
 def test_the_tiny_recipe_itself(tmp_path):
     """Captured, replayed and trained here; the same recipe's other run is the base."""
     recipe = ["runner_config.batch_size=1", "model.model_config.num_hidden_layers=2"]
-    data = Path(__file__).parents[2] / "output" / "data"
+    data = Path(__file__).parents[3] / "output" / "data"
     if not data.exists():
         pytest.skip("no data: telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml")
     report = workflow.run(workflow.PhasesPlan(RECIPE, tmp_path, recipe))
