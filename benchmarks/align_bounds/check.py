@@ -273,7 +273,7 @@ def _backward(
     rng: np.random.Generator,
 ) -> None:
     """Judge torch's gradients."""
-    from telechat_moe.tools.align.operators.gradients import gradients
+    from telechat_moe.tools.align.operators.approx import gradients
 
     arguments, named = _tensors(torch, sample, dtype, True)
     leaves = [x for x in _flat([*arguments, *named.values()]) if getattr(x, "requires_grad", False)]

@@ -18,7 +18,7 @@ from benchmarks.diagnose.files import write
 from benchmarks.diagnose.public import read_all
 from benchmarks.diagnose.score import Score, run
 from telechat_moe import timings
-from telechat_moe.tools.diagnose.kinds import KINDS
+from telechat_moe.tools.diagnose.causes import KINDS
 
 DEGREES = {
     8: (1, 1),

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from telechat_moe.tools.diagnose.kinds import KINDS
-from telechat_moe.tools.diagnose.records import COMM, Floats, Ints, Records
+from telechat_moe.numerics import Array
+from telechat_moe.tools.diagnose.causes import KINDS
+from telechat_moe.tools.diagnose.records import COMM, Records
 
 HOST = 8
 """Ranks of a host."""
@@ -67,7 +68,7 @@ class Cluster:
         """All ranks."""
         return self.dp * self.tp * self.pp
 
-    def places(self) -> tuple[Ints, Ints, Ints]:
+    def places(self) -> tuple[Array, Array, Array]:
         """Return stage, data-parallel and tensor-parallel number of each rank."""
         rank = np.arange(self.ranks)
         return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
@@ -76,7 +77,7 @@ class Cluster:
         """Return the records of a run."""
         shape = (self.ranks, self.steps)
         n = self.noise
-        columns: dict[str, Floats] = {}
+        columns: dict[str, Array] = {}
         common = 1 + 0.01 * rng.standard_normal(self.steps, np.float32)
         rows, work = (1 + n.rows * rng.standard_normal(shape, np.float32) for _ in range(2))
         columns["faults"] = rng.poisson(0.02, shape).astype(np.float32)
@@ -103,10 +104,10 @@ class Cluster:
         self,
         rng: np.random.Generator,
         one: Planted,
-        columns: dict[str, Floats],
-        links: dict[str, Floats],
-        rows: Floats,
-        work: Floats,
+        columns: dict[str, Array],
+        links: dict[str, Array],
+        rows: Array,
+        work: Array,
     ) -> None:
         """Put a cause into the times."""
         hit = np.zeros(self.steps, np.float32)
@@ -144,7 +145,7 @@ class Cluster:
             columns["remote"][which] += 0.5 * after
 
     def _meet(
-        self, rng: np.random.Generator, columns: dict[str, Floats], links: dict[str, Floats]
+        self, rng: np.random.Generator, columns: dict[str, Array], links: dict[str, Array]
     ) -> Records:
         """Let groups wait for their last members."""
         stage, data, tensor = self.places()
@@ -177,7 +178,7 @@ class Cluster:
         )
 
 
-def _varied(rng: np.random.Generator, shape: tuple[int, ...], n: Noise, wider: float) -> Floats:
+def _varied(rng: np.random.Generator, shape: tuple[int, ...], n: Noise, wider: float) -> Array:
     """Return factors around 1: each rank's own speed, a slow wave, what varies from step to step, and spikes."""
     x = rng.standard_normal(shape, np.float32)
     x *= n.each * wider

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.diagnose.cluster import Cluster, Planted, draw
-from telechat_moe.tools.diagnose.cause import Cause
+from telechat_moe.tools.diagnose.causes import Cause
 from telechat_moe.tools.diagnose.judge import Judge
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.diagnose.cluster import Cluster, Planted, draw
 from benchmarks.diagnose.public import read_all
 from benchmarks.diagnose.score import Score, run
-from telechat_moe.tools.diagnose.cause import Cause
+from telechat_moe.tools.diagnose.causes import Cause
 
 NAMED = Cause(
     kinds=("slow_rank",), scope="rank", ranks=(3,), host="", part="compute", first_step=1, last_step=9, seconds=0.1, share=0.1,

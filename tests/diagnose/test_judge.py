@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telechat_moe.tools.diagnose.bound import stage_bounds
-from telechat_moe.tools.diagnose.cause import Cause
+from telechat_moe.tools.diagnose.causes import KINDS, Cause
 from telechat_moe.tools.diagnose.judge import Judge
-from telechat_moe.tools.diagnose.kinds import KINDS
 from telechat_moe.tools.diagnose.records import Records
 from telechat_moe.tools.diagnose.report import diagnose
 

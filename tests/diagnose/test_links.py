@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from telechat_moe import timings
 from telechat_moe.tools.diagnose.judge import Judge
 from telechat_moe.tools.diagnose.read import read_runs
-from telechat_moe.tools.diagnose.records import Pairs, Records
+from telechat_moe.tools.diagnose.records import PairLinks, Records
 from telechat_moe.tools.diagnose.report import diagnose
 
 
@@ -24,7 +24,7 @@ def linked(ranks: int, seed: int = 0) -> Records:
     ends = np.array(list(combinations(range(ranks), 2)))
     rng = np.random.default_rng(seed)
     seconds = 0.03 * (1 + 0.2 * rng.random((len(ends), STEPS), np.float32))
-    records.pairs = {"exchange": Pairs(ends, seconds)}
+    records.pairs = {"exchange": PairLinks(ends, seconds)}
     return records
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telechat_moe.numerics import Array
 from telechat_moe.tools.diagnose.links import transfers
-from telechat_moe.tools.diagnose.records import COMM, LOST, Floats, Records
+from telechat_moe.tools.diagnose.records import COMM, LOST, Records
 
 BOUNDS = {
     "compute": "device",
@@ -83,7 +84,7 @@ def stage_bounds(records: Records) -> list[StageBound]:
     return bounds
 
 
-def _moved(records: Records) -> Floats:
+def _moved(records: Records) -> Array:
     """Return the seconds of collectives of each rank without waiting for others, ``[ranks, steps]``."""
     total = np.zeros((len(records.ranks), len(records.steps)), np.float32)
     for axis in records.axes:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import Array
 from telechat_moe.reading import most_inflated, read_bytes
-from telechat_moe.tools.diagnose.excess import Array
 from telechat_moe.tools.diagnose.records import COMM
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -37,12 +37,12 @@ OVERLAP = "Overlap Analysis"
 COMPUTING, EXPOSED = "Computing", "Communication(Not Overlapped)"
 MICRO = 1e-6
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 Parts = dict[str, float]
 """Parts of a step, seconds."""
 
 
-class Rank(NamedTuple):
+class RankTrace(NamedTuple):
     """A rank: its number, its steps, and how many ranks the run has (0: not known)."""
 
     number: int
@@ -50,7 +50,7 @@ class Rank(NamedTuple):
     world: int = 0
 
 
-class Step(NamedTuple):
+class TraceStep(NamedTuple):
     """A step: its number, when the host or device began and ended it, and how long it waited for data before (microseconds)."""
 
     number: int
@@ -76,8 +76,8 @@ class Trace:
                 f"{path}: no list traceEvents; expected a trace in Chrome's format, as torch's profiler writes it, or trace_view.json"
             )
         self.path = path
-        self.about: Event = data if isinstance(data, dict) else {}
-        self.events: list[Event] = [e for e in events if isinstance(e, dict)]
+        self.about: TraceEvent = data if isinstance(data, dict) else {}
+        self.events: list[TraceEvent] = [e for e in events if isinstance(e, dict)]
         self.complete = _complete(self.events)
         self.processes = {
             str(e.get("pid")): str(args.get("name"))
@@ -86,7 +86,7 @@ class Trace:
             and isinstance(args := e.get("args"), dict)
         }  # fmt: skip
 
-    def span(self, event: Event) -> tuple[float, float]:
+    def span(self, event: TraceEvent) -> tuple[float, float]:
         """Return begin and end of an event; Ascend's traces write numbers as text."""
         try:
             begin, lasts = float(event["ts"]), float(event["dur"])
@@ -99,14 +99,14 @@ class Trace:
             ) from None
         return begin, begin + max(lasts, 0.0)
 
-    def union(self, events: Iterable[Event]) -> Array:
+    def union(self, events: Iterable[TraceEvent]) -> Array:
         """Return when any of some events runs."""
         return union(map(self.span, events))
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[TraceStep]:
         """Return the steps that the trace marks, whose numbers differ."""
         marks = [
-            Step(int(match[1]), *self.span(e))
+            TraceStep(int(match[1]), *self.span(e))
             for e in self.complete
             if e.get("cat") != "gpu_user_annotation" and (match := STEP.match(str(e.get("name"))))
         ]
@@ -117,7 +117,7 @@ class Trace:
                 if e.get("cat") == "Data_aug Bound" and e.get("ph") == "t" and isinstance(e.get("args"), dict)
             }  # fmt: skip
             marks = [
-                Step(int(match[1]), *self.span(e), _float(waits.get(f"Data_aug Bound {match[1]}")))
+                TraceStep(int(match[1]), *self.span(e), _float(waits.get(f"Data_aug Bound {match[1]}")))
                 for e in self.complete
                 if e.get("cat") == "Iteration Time" and (match := ITERATION.match(str(e.get("name"))))
             ]  # fmt: skip
@@ -129,7 +129,7 @@ class Trace:
         return marks
 
 
-def read_chrome(path: Path) -> Rank:
+def read_chrome(path: Path) -> RankTrace:
     """Return the rank and the steps of a trace.
 
     Raises:
@@ -175,10 +175,12 @@ def read_chrome(path: Path) -> Rank:
         )
     about = trace.about.get("distributedInfo")
     world = about.get("world_size") if isinstance(about, dict) else 0
-    return Rank(rank_of(path, trace.about), parts_of_steps, world if isinstance(world, int) else 0)
+    return RankTrace(
+        rank_of(path, trace.about), parts_of_steps, world if isinstance(world, int) else 0
+    )
 
 
-def _kernels(trace: Trace) -> tuple[list[Event], list[Event]]:
+def _kernels(trace: Trace) -> tuple[list[TraceEvent], list[TraceEvent]]:
     """Return what computes and what communicates among Kineto's events of a device."""
     device = [e for e in trace.complete if _category(e) in DEVICE]
     devices = {
@@ -206,15 +208,15 @@ def _no_device(trace: Trace, ascend: bool) -> str:
     return f"nothing runs on a device ({', '.join(DEVICE)}); profile with ProfilerActivity.CUDA"
 
 
-def _category(event: Event) -> str:
+def _category(event: TraceEvent) -> str:
     name = str(event.get("cat"))
     return EARLY.get(name, name)
 
 
-def _complete(events: list[Event]) -> list[Event]:
+def _complete(events: list[TraceEvent]) -> list[TraceEvent]:
     """Return the events that have an end: complete ones (``X``), and pairs of begin and end (``B``, ``E``) of a thread."""
     complete = [e for e in events if e.get("ph") == "X" and "dur" in e]
-    open_: dict[tuple[str, str], list[Event]] = {}
+    open_: dict[tuple[str, str], list[TraceEvent]] = {}
     for event in events:
         thread = (str(event.get("pid")), str(event.get("tid")))
         if event.get("ph") == "B":
@@ -316,7 +318,7 @@ def _within(spans: Array, begin: float, end: float) -> float:
     return float(np.maximum(np.minimum(spans[:, 1], end) - np.maximum(spans[:, 0], begin), 0).sum())
 
 
-def rank_of(path: Path, about: Event) -> int:
+def rank_of(path: Path, about: TraceEvent) -> int:
     """Return the rank that a trace is of.
 
     It is what the trace says (``distributedInfo``), the number of ``profiler_info_N.json`` beside the folder of an Ascend profiler, one after

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telechat_moe.tools.diagnose.records import Floats, Ints
-
-Array = NDArray[np.float64]
+from telechat_moe.numerics import Array
 
 LEAST = 0.015
 """Share of the step that an excess must have to be a cause."""
@@ -36,7 +33,7 @@ SIGMAS = 7.0
 
 
 @dataclass(frozen=True)
-class Late:
+class LateRow:
     """A row (rank or group) that is later than its peers.
 
     Attributes:
@@ -56,7 +53,7 @@ class Late:
     lasting: bool
 
 
-def center(x: Floats, peers: Ints) -> tuple[Floats, Floats]:
+def center(x: Array, peers: Array) -> tuple[Array, Array]:
     """Return rows minus the median of their peers in each step, and these medians by group of peers.
 
     With fewer than `FEW` peers a row is compared with the median of the others: it would pull its own.
@@ -91,7 +88,7 @@ def _robust(x: Array) -> float:
     return 1.4826 * float(np.median(np.abs(x - np.median(x))))
 
 
-def _wandering(means: Array, spans: list[tuple[int, int]], rows: Ints, few: int) -> list[float]:
+def _wandering(means: Array, spans: list[tuple[int, int]], rows: Array, few: int) -> list[float]:
     """Return for each window by how much averages of windows of its length wander, as a standard deviation.
 
     Blocks within a window do not show what is slower than it, and the peers of one window are few. Fewer than ``few`` peers say nothing
@@ -112,7 +109,7 @@ def _wandering(means: Array, spans: list[tuple[int, int]], rows: Ints, few: int)
     return [x for parts, x in zip(counts, by_length, strict=True) for _ in range(parts)]
 
 
-def _averages(x: Floats, spans: list[tuple[int, int]]) -> Array:
+def _averages(x: Array, spans: list[tuple[int, int]]) -> Array:
     """Return the average of each row in each window without the largest steps, ``[windows, rows]``."""
     left = LARGEST_LEFT_OUT
     averages = np.empty((len(spans), x.shape[0]))
@@ -128,7 +125,7 @@ def _averages(x: Floats, spans: list[tuple[int, int]]) -> Array:
     return averages
 
 
-def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints, few: int) -> float:
+def _spread(means: Array, x: Array, span: tuple[int, int], rows: Array, few: int) -> float:
     """Return the standard deviation of a window's averages among peers that are alike."""
     shown = _robust(means[rows]) if len(rows) >= few else 0.0
     if len(rows) >= MANY:
@@ -141,8 +138,8 @@ def _spread(means: Array, x: Floats, span: tuple[int, int], rows: Ints, few: int
 
 
 def late_rows(
-    x: Floats, peers: Ints, min_excess: float, floor: float, *, lost: bool = False, few: int = FEW
-) -> list[Late]:
+    x: Array, peers: Array, min_excess: float, floor: float, *, lost: bool = False, few: int = FEW
+) -> list[LateRow]:
     """Return the rows that are later than their peers, with the window that shows it best.
 
     Args:
@@ -179,7 +176,7 @@ def late_rows(
     return [_late(x, row, *spans[number], score) for row, (score, number) in sorted(best.items())]
 
 
-def _late(x: Floats, row: int, begin: int, end: int, sigmas: float) -> Late:
+def _late(x: Array, row: int, begin: int, end: int, sigmas: float) -> LateRow:
     part = x[row, begin:end]
     mean = float(part.mean())
-    return Late(row, begin, end, mean, sigmas, bool(np.median(part) > 0.4 * mean))
+    return LateRow(row, begin, end, mean, sigmas, bool(np.median(part) > 0.4 * mean))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telechat_moe.tools.diagnose.cause import Cause
-from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, Array, Late, center, late_rows
-from telechat_moe.tools.diagnose.kinds import KINDS, possible
+from telechat_moe.numerics import Array
+from telechat_moe.tools.diagnose.causes import KINDS, Cause, possible
+from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, LateRow, center, late_rows
 from telechat_moe.tools.diagnose.links import late_links, late_pairs
 from telechat_moe.tools.diagnose.records import LOCAL, LOST, Records
 
@@ -31,11 +31,11 @@ MOST = 64
 
 
 @dataclass(frozen=True)
-class Found:
+class RowCause:
     """A cause by row numbers, before it is priced."""
 
     kinds: tuple[str, ...]
-    late: Late
+    late: LateRow
     part: str
     seconds: float
 
@@ -59,7 +59,7 @@ class Judge:
             late_row for part in LOCAL if part in late for late_row in self._explain(part, late)
         ]
         excesses += [
-            Found((self._of_lost(part),), late_row, part, late_row.seconds)
+            RowCause((self._of_lost(part),), late_row, part, late_row.seconds)
             for part in LOST
             for late_row in late.get(part, {}).values()
         ]
@@ -82,9 +82,9 @@ class Judge:
 
     # ------------------------------------------------------------------------------------- ranks
 
-    def _late_parts(self) -> dict[str, dict[int, Late]]:
+    def _late_parts(self) -> dict[str, dict[int, LateRow]]:
         """Return the late ranks of each part."""
-        late_by_part: dict[str, dict[int, Late]] = {}
+        late_by_part: dict[str, dict[int, LateRow]] = {}
         for part in (*LOCAL, *LOST):
             if part in self.records.columns:
                 x, _ = center(self.records.columns[part], self.records.stage)
@@ -103,9 +103,9 @@ class Judge:
         others = others[others != row]
         return (x[row] - np.median(x[others], axis=0)).astype(np.float64)
 
-    def _explain(self, part: str, late: dict[str, dict[int, Late]]) -> list[Found]:
+    def _explain(self, part: str, late: dict[str, dict[int, LateRow]]) -> list[RowCause]:
         """Return what explains the excess of each late rank of a part."""
-        excesses: list[Found] = []
+        excesses: list[RowCause] = []
         for row, late_row in list(late[part].items())[:MOST]:
             seconds_by_kind = self._known(part, row, late_row, late)
             explained = sum(seconds_by_kind.values())
@@ -115,14 +115,18 @@ class Judge:
                 for kind, s in seconds_by_kind.items()
                 if s >= min_excess and KINDS[kind].part not in LOST
             }
-            excesses += [Found((kind,), late_row, part, seconds) for kind, seconds in named.items()]
+            excesses += [
+                RowCause((kind,), late_row, part, seconds) for kind, seconds in named.items()
+            ]
             left = late_row.seconds - explained
             if left >= max(min_excess, UNEXPLAINED * explained):
-                excesses.append(Found(self._left_over(part, row, late_row), late_row, part, left))
+                excesses.append(
+                    RowCause(self._left_over(part, row, late_row), late_row, part, left)
+                )
         return excesses
 
     def _known(
-        self, part: str, row: int, late_row: Late, late: dict[str, dict[int, Late]]
+        self, part: str, row: int, late_row: LateRow, late: dict[str, dict[int, LateRow]]
     ) -> dict[str, float]:
         """Return the seconds of an excess that records explain, by kind."""
         span = slice(late_row.begin, late_row.end)
@@ -172,7 +176,7 @@ class Judge:
             self._slopes[stage] = dict(zip(names, _slopes(y, xs), strict=True))
         return self._slopes[stage]
 
-    def _left_over(self, part: str, row: int, late_row: Late) -> tuple[str, ...]:
+    def _left_over(self, part: str, row: int, late_row: LateRow) -> tuple[str, ...]:
         """Return the kinds that an excess may be for which there is no explanation."""
         if part == "save":
             return ("checkpoint",)
@@ -189,10 +193,10 @@ class Judge:
 
     # ------------------------------------------------------------------------------------- scopes
 
-    def _by_host(self, excesses: list[Found]) -> list[Cause]:
+    def _by_host(self, excesses: list[RowCause]) -> list[Cause]:
         """Join what all ranks of a host have alike to one cause of the host."""
         causes: list[Cause] = []
-        alike: dict[tuple[int, str, tuple[str, ...]], list[Found]] = {}
+        alike: dict[tuple[int, str, tuple[str, ...]], list[RowCause]] = {}
         for excess in excesses:
             alike.setdefault(
                 (int(self.records.host[excess.late.row]), excess.part, excess.kinds), []
@@ -205,7 +209,7 @@ class Judge:
                 causes += [self._cause([excess], "rank") for excess in members]
         return causes
 
-    def _cause(self, members: list[Found], scope: str) -> Cause:
+    def _cause(self, members: list[RowCause], scope: str) -> Cause:
         first, records = members[0], self.records
         begin, end = min(m.late.begin for m in members), max(m.late.end for m in members)
         seconds = float(np.mean([m.seconds for m in members]))

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from telechat_moe.tools.diagnose.cause import Cause
-from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, MANY, Late, center, late_rows
-from telechat_moe.tools.diagnose.records import COMM, Floats, Ints, Records
+from telechat_moe.numerics import Array
+from telechat_moe.tools.diagnose.causes import Cause
+from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, MANY, LateRow, center, late_rows
+from telechat_moe.tools.diagnose.records import COMM, Records
 
 KEPT = 1.5
 """Times the seconds that a rank was stopped or without a core from which on late messages are the link's."""
@@ -24,7 +25,7 @@ def late_links(records: Records, step_s: float, calm_s: float) -> list[Cause]:
         step_s: Median step in seconds.
         calm_s: A step without waiting, of which an excess is a share.
     """
-    late: dict[tuple[str, int], Late] = {}
+    late: dict[tuple[str, int], LateRow] = {}
     for axis in records.axes:
         x, peers = transfers(records, axis)
         if len(x) > 1:
@@ -83,12 +84,12 @@ def late_pairs(
     return causes
 
 
-def _above(late: Late, seconds: Floats) -> Late:
+def _above(late: LateRow, seconds: Array) -> LateRow:
     """Return a late link with what its messages were on their way above those of links that are not late."""
     return replace(late, seconds=float(np.mean(seconds[late.begin : late.end])))
 
 
-def transfers(records: Records, axis: str) -> tuple[Floats, Ints]:
+def transfers(records: Records, axis: str) -> tuple[Array, Array]:
     """Return the seconds of each group's collectives without waiting, ``[groups, steps]``, and its peers: those of its stage."""
     numbers = records.groups[axis]
     order = np.argsort(numbers, kind="stable")
@@ -101,7 +102,7 @@ def transfers(records: Records, axis: str) -> tuple[Floats, Ints]:
 
 def _meeting(
     records: Records, key: tuple[str, int], others: list[tuple[str, int]]
-) -> tuple[Ints, list[tuple[str, int]]]:
+) -> tuple[Array, list[tuple[str, int]]]:
     """Return the rows of a group that are in slow groups of other axes, too, and these groups; else all its rows."""
     rows = np.flatnonzero(records.groups[key[0]] == key[1])
     also: list[tuple[str, int]] = []
@@ -112,7 +113,7 @@ def _meeting(
     return rows, also
 
 
-def _cause(records: Records, rows: Ints, lates: list[Late], step_s: float) -> Cause:
+def _cause(records: Records, rows: Array, lates: list[LateRow], step_s: float) -> Cause:
     begin, end = min(late_row.begin for late_row in lates), max(late_row.end for late_row in lates)
     seconds = sum(late_row.seconds for late_row in lates)
     hosts: list[int] = np.unique(records.host[rows]).tolist()

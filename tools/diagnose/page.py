@@ -15,10 +15,11 @@ from telechat_moe.html import (
     table,
     tag,
 )
+from telechat_moe.numerics import Array
 from telechat_moe.tools.diagnose.bound import BOUNDS, StageBound
+from telechat_moe.tools.diagnose.causes import KINDS
 from telechat_moe.tools.diagnose.excess import center
-from telechat_moe.tools.diagnose.kinds import KINDS
-from telechat_moe.tools.diagnose.records import Floats, Records
+from telechat_moe.tools.diagnose.records import Records
 from telechat_moe.tools.diagnose.report import Diagnosis, what_text, who
 from telechat_moe.units import seconds_text
 
@@ -90,7 +91,7 @@ def _bounds(bounds: list[StageBound]) -> Html:
     return table(["stage ", "bound by", *names], rows, most=64)
 
 
-def _pooled(x: Floats, columns: int, rows: int) -> Floats:
+def _pooled(x: Array, columns: int, rows: int) -> Array:
     """Return an array of at most so many rows and columns; each is the largest of a block of the original."""
     across = np.linspace(0, x.shape[1], min(columns, x.shape[1]) + 1).astype(int)[:-1]
     down = np.linspace(0, x.shape[0], min(rows, x.shape[0]) + 1).astype(int)[:-1]

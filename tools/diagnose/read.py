@@ -8,11 +8,12 @@ import numpy as np
 
 from telechat_moe import timings
 from telechat_moe.errors import BadInputError
+from telechat_moe.numerics import Array
 from telechat_moe.tools.diagnose.excess import FEWEST
-from telechat_moe.tools.diagnose.records import COMM, LOCAL, LOST, Floats, Ints, Pairs, Records
+from telechat_moe.tools.diagnose.records import COMM, LOCAL, LOST, PairLinks, Records
 from telechat_moe.tools.diagnose.traces import read_traces, traces_of
 
-Ways = dict[tuple[str, int, int], Floats]
+Ways = dict[tuple[str, int, int], Array]
 """How long messages were on their way, seconds of each step, by kind, the row of the rank that got them and the rank that sent them."""
 
 
@@ -80,7 +81,7 @@ def read_runs(runs: Sequence[Path]) -> Records:
     return _records(source, [heads[i] for i in order], columns, steps, pairs, problems)
 
 
-def _steady(header: dict[str, object], rows: Floats) -> np.ndarray:
+def _steady(header: dict[str, object], rows: Array) -> np.ndarray:
     """Return which rows are judged: not a process's first step, which compiles the graph."""
     names = header["columns"]
     assert isinstance(names, list)
@@ -89,10 +90,10 @@ def _steady(header: dict[str, object], rows: Floats) -> np.ndarray:
 
 def _fill(
     paths: list[Path], begin: int, end: int, problems: list[str]
-) -> tuple[dict[str, Floats], Ints, Ways]:
+) -> tuple[dict[str, Array], Array, Ways]:
     """Return the columns ``[ranks, steps]``, the numbers of the steps that all ranks have, and what each knows of its links."""
     count = end - begin + 1
-    columns: dict[str, Floats] = {}
+    columns: dict[str, Array] = {}
     ways: Ways = {}
     common = np.ones(count, bool)
     for row, path in enumerate(paths):
@@ -128,17 +129,19 @@ def _fill(
     return complete, steps, {key: x[common] for key, x in ways.items()}
 
 
-def _pairs(ranks: list[int], ways: Ways) -> dict[str, Pairs]:
+def _pairs(ranks: list[int], ways: Ways) -> dict[str, PairLinks]:
     """Return the links of which both ends were recorded, and which carried anything."""
     rows = {rank: row for row, rank in enumerate(ranks)}
-    links: dict[str, list[tuple[int, int, Floats]]] = {}
+    links: dict[str, list[tuple[int, int, Array]]] = {}
     for (kind, row, peer), backward in ways.items():
         other = rows.get(peer, row)
         forward = ways.get((kind, other, ranks[row]))
         if other < row and forward is not None and forward.any():
             links.setdefault(kind, []).append((other, row, (forward + backward) / 2))
     return {
-        kind: Pairs(np.array([pair[:2] for pair in pairs]), np.stack([pair[2] for pair in pairs]))
+        kind: PairLinks(
+            np.array([pair[:2] for pair in pairs]), np.stack([pair[2] for pair in pairs])
+        )
         for kind, pairs in links.items()
     }
 
@@ -146,9 +149,9 @@ def _pairs(ranks: list[int], ways: Ways) -> dict[str, Pairs]:
 def _records(
     source: str,
     heads: list[dict[str, object]],
-    columns: dict[str, Floats],
-    steps: Ints,
-    pairs: dict[str, Pairs],
+    columns: dict[str, Array],
+    steps: Array,
+    pairs: dict[str, PairLinks],
     problems: list[str],
 ) -> Records:
     names = [str(head.get("host", "")) for head in heads]
@@ -182,7 +185,7 @@ def _records(
     )
 
 
-def _groups(heads: list[dict[str, object]], axis: str) -> Ints:
+def _groups(heads: list[dict[str, object]], axis: str) -> Array:
     """Return the number of each rank's group of an axis, from the first lines of its file."""
     groups = [head.get("groups") for head in heads]
     return np.unique(
@@ -191,7 +194,7 @@ def _groups(heads: list[dict[str, object]], axis: str) -> Ints:
     )[1]
 
 
-def _split_graph(columns: dict[str, Floats]) -> None:
+def _split_graph(columns: dict[str, Array]) -> None:
     """Split the time in the graph of CPU processes in computing and waiting for other ranks.
 
     Threads compute together, so CPU time is divided by how many of them are busy on the rank that is busiest.

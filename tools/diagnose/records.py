@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
+from telechat_moe.numerics import Array
 
 LOCAL = ("data", "host", "compute", "save")
 """Parts of a step in which a rank waits for no other rank, seconds."""
@@ -23,7 +21,7 @@ COMM = "comm."
 
 
 @dataclass
-class Pairs:
+class PairLinks:
     """Links between two ranks.
 
     Attributes:
@@ -31,8 +29,8 @@ class Pairs:
         seconds: How long the messages of a step were on their way, mean of both directions, ``[pairs, steps]``.
     """
 
-    ends: Ints
-    seconds: Floats
+    ends: Array
+    seconds: Array
 
 
 @dataclass(kw_only=True)
@@ -55,14 +53,14 @@ class Records:
     """
 
     source: str
-    ranks: Ints
-    steps: Ints
-    columns: dict[str, Floats]
-    stage: Ints
-    host: Ints
+    ranks: Array
+    steps: Array
+    columns: dict[str, Array]
+    stage: Array
+    host: Array
     hosts: Sequence[str]
-    groups: dict[str, Ints] = field(default_factory=dict[str, Ints])
-    pairs: dict[str, Pairs] = field(default_factory=dict[str, Pairs])
+    groups: dict[str, Array] = field(default_factory=dict[str, Array])
+    pairs: dict[str, PairLinks] = field(default_factory=dict[str, PairLinks])
     inside: bool = True
     absent: Sequence[int] = ()
     problems: list[str] = field(default_factory=list[str])
@@ -79,7 +77,7 @@ class Records:
         return [name for name in parts if name in self.columns]
 
     @cached_property
-    def own(self) -> Floats:
+    def own(self) -> Array:
         """The seconds in which each rank waited for no other, ``[ranks, steps]``; added up once, so columns must not change then."""
         total = np.zeros((len(self.ranks), len(self.steps)), np.float32)
         for name in self.own_parts:

@@ -4,10 +4,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from telechat_moe.tools.diagnose.bound import StageBound, stage_bounds, waiting
-from telechat_moe.tools.diagnose.cause import Cause
+from telechat_moe.tools.diagnose.causes import KINDS, Cause
 from telechat_moe.tools.diagnose.excess import FEWEST
 from telechat_moe.tools.diagnose.judge import Judge
-from telechat_moe.tools.diagnose.kinds import KINDS
 from telechat_moe.tools.diagnose.records import COMM, COUNTS, LOCAL, LOST, Records
 from telechat_moe.units import ranges_text, seconds_text
 

@@ -12,7 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.diagnose.chrome import MICRO, Parts, Rank, info_rank, rank_of, read_chrome
+from telechat_moe.tools.diagnose.chrome import (
+    MICRO,
+    Parts,
+    RankTrace,
+    info_rank,
+    rank_of,
+    read_chrome,
+)
 from telechat_moe.tools.diagnose.records import COMM, Records
 
 TABLES = ("step_trace_time.csv", "cluster_step_trace_time.csv")
@@ -89,7 +96,7 @@ def _absent(ranks: Collection[int], world: int) -> list[int]:
     return absent if world or len(absent) < len(ranks) else []
 
 
-def _table(path: Path) -> list[Rank]:
+def _table(path: Path) -> list[RankTrace]:
     """Return ranks and steps of a table of an Ascend profiler."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -102,7 +109,7 @@ def _table(path: Path) -> list[Rank]:
         "Free": "host",
     }
     titles = list(rows[0]) if rows else []
-    if missing := [name for name in ("Step", *parts_by_title) if name not in titles]:
+    if missing := [name for name in ("TraceStep", *parts_by_title) if name not in titles]:
         raise BadInputError(
             f"{path}: no column {missing[0]!r}; expected step_trace_time.csv of an Ascend profiler"
         )
@@ -118,7 +125,7 @@ def _table(path: Path) -> list[Rank]:
             if rank is None:
                 device = row.get("Device_id")
                 rank = _number(path, line, "Device_id", device) if device else rank_of(path, {})
-        step = _number(path, line, "Step", re.sub(r"^\D+", "", row["Step"] or "0") or "0")
+        step = _number(path, line, "TraceStep", re.sub(r"^\D+", "", row["TraceStep"] or "0") or "0")
         parts = {
             part: _number(path, line, name, row[name]) * MICRO
             for name, part in parts_by_title.items()
@@ -126,7 +133,7 @@ def _table(path: Path) -> list[Rank]:
         if row.get(PREPARING) and path.absolute().parent.parent.name.endswith(DEVICE_ONLY):
             parts["host"] += _number(path, line, PREPARING, row[PREPARING]) * MICRO
         steps_of_ranks.setdefault(int(rank), {})[int(step)] = parts
-    return [Rank(*item) for item in sorted(steps_of_ranks.items())]
+    return [RankTrace(*item) for item in sorted(steps_of_ranks.items())]
 
 
 def _number(path: Path, line: int, name: str, text: str | None) -> float:

@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if not bases:
         raise UsageError("one curve given; expected base runs and then the run to judge")
     curves = [loss_read.read(path, args.metric) for path in [*bases, target]]
-    settings = loss.Settings(margin=args.margin, negligible=args.negligible, steps=args.min_steps)
+    settings = loss.LossSettings(
+        margin=args.margin, negligible=args.negligible, steps=args.min_steps
+    )
     report = loss.judge(curves[:-1], curves[-1], settings)
     write_text("--html ", args.html, lambda: loss_page.page(report))
     write_text("--junit ", args.junit, lambda: loss_page.junit(report))

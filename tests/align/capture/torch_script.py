@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from telechat_moe.tools.align.capture.torch_functions import _Steps, capture
+from telechat_moe.tools.align.capture.torch_functions import StepRecorder, capture
 from telechat_moe.tools.align.dump.records import Dump, RankDump
 
 Hook = Callable[[str, int, "Net"], None]
@@ -85,7 +85,7 @@ def train(
 def recorded(run: Callable[[], Any]) -> Dump:
     """Return what a run does, as `align capture --torch` records it."""
     with capture() as calls:
-        cut = _Steps(calls, range(2))
+        cut = StepRecorder(calls, range(2))
         hook = register_optimizer_step_post_hook(cut.end)
         try:
             run()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.signal import lfilter
 
-from telechat_moe.tools.align.loss.read import Curve
+from telechat_moe.tools.align.loss.read import LossCurve
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def _chaos(rng: np.random.Generator, mine: np.ndarray, size: float) -> np.ndarra
     return grown * (mine + 0.35 * size * drift)
 
 
-def curve(loss: np.ndarray, name: str = "run.csv", norm: np.ndarray | None = None) -> Curve:
+def curve(loss: np.ndarray, name: str = "run.csv", norm: np.ndarray | None = None) -> LossCurve:
     """Return losses as a reader would, in the six decimals of a log."""
     steps = np.arange(1, len(loss) + 1)
     norm = np.full(len(loss), np.nan) if norm is None else norm
-    return Curve(name, "CSV", "loss", steps, np.round(loss, 6), norm)
+    return LossCurve(name, "CSV", "loss", steps, np.round(loss, 6), norm)

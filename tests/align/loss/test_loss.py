@@ -19,8 +19,8 @@ from telechat_moe.tools.align.loss.verdict import (
     DIVERGED,
     INCONCLUSIVE,
     PASS,
-    Report,
-    Settings,
+    LossReport,
+    LossSettings,
     judge,
 )
 
@@ -28,9 +28,9 @@ RUNS = Path(__file__).parents[2] / "fixtures" / "align_loss"
 COUNTS = [100, pytest.param(2000, marks=pytest.mark.slow)]
 
 
-def verdict(bases: list[np.ndarray], target: np.ndarray, **settings: float) -> Report:
+def verdict(bases: list[np.ndarray], target: np.ndarray, **settings: float) -> LossReport:
     found = [pairs.curve(base, f"base{i}.csv") for i, base in enumerate(bases, start=1)]
-    return judge(found, pairs.curve(target), Settings(**settings))  # type: ignore[arg-type]
+    return judge(found, pairs.curve(target), LossSettings(**settings))  # type: ignore[arg-type]
 
 
 def limit(count: int, share: float) -> int:
@@ -321,7 +321,7 @@ def test_a_failed_gate_never_becomes_a_pass():
 
 
 # ------------------------------------------------------------------------------------------ real runs
-def real(*names: str) -> Report:
+def real(*names: str) -> LossReport:
     *bases, target = (read(RUNS / f"{name}.csv") for name in names)
     return judge(bases, target)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.loss.read import Curve, read
+from telechat_moe.tools.align.loss.read import LossCurve, read
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "align_loss"
 
@@ -37,7 +37,7 @@ def write(folder: Path, text: str | bytes, name: str = "run.txt") -> Path:
     return path
 
 
-def same(curve: Curve, steps: list[int], loss: list[float], norm: list[float]) -> None:
+def same(curve: LossCurve, steps: list[int], loss: list[float], norm: list[float]) -> None:
     assert curve.steps.tolist() == steps
     np.testing.assert_array_equal(curve.loss, loss)
     np.testing.assert_array_equal(curve.norm, norm)

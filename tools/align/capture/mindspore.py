@@ -136,12 +136,12 @@ def capture_recipe(
         return _write(Path(out), readers, values)
 
 
-_Found = dict[
+_Recordings = dict[
     tuple[int, int], tuple[TapPlan, Mapping[int, TensorLayout], Mapping[str, Sequence[int]]]
 ]
 
 
-class _Step:
+class _TappedStep:
     """A training step with taps, which replaces the trainer's own."""
 
     accumulate = None
@@ -156,7 +156,9 @@ class _Step:
         return self.tapped(*inputs)
 
 
-def _single(recipe: "Recipe", taps: Path, steps: range, values: str, selection: Filter) -> _Found:
+def _single(
+    recipe: "Recipe", taps: Path, steps: range, values: str, selection: Filter
+) -> _Recordings:
     from telechat_moe.interop import hf
     from telechat_moe.launch.sharded_run import Recording, record_steps
     from telechat_moe.train.engine import OneProcess
@@ -170,7 +172,7 @@ def _single(recipe: "Recipe", taps: Path, steps: range, values: str, selection: 
             f"{recipe.source}: gradient accumulation in one process is not captured; "
             "set runner_config.gradient_accumulation_steps=1"
         )
-    step = _Step(engine.train_step, selection, values == VALUES)
+    step = _TappedStep(engine.train_step, selection, values == VALUES)
     engine.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
     record_steps(trainer, steps.stop, Recording(taps, 0, steps, values))
     return {(n, 0): (step.tapped.plan, {}, {}) for n in steps}
@@ -183,7 +185,7 @@ def _sharded(
     values: str,
     selection: Filter,
     ranks: Sequence[int] | None,
-) -> _Found:
+) -> _Recordings:
     from telechat_moe.graph.execute import Job
     from telechat_moe.graph.inline import inlined
     from telechat_moe.graph.reorder import in_order

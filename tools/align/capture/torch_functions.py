@@ -366,7 +366,7 @@ def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-class _Steps:
+class StepRecorder:
     """Splits a recording into steps, each of which ends with an optimizer's step."""
 
     def __init__(self, calls: dict[str, Call], steps: range) -> None:
@@ -391,7 +391,7 @@ def run_script(
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     with capture(modules) as calls:
-        cut = _Steps(calls, steps)
+        cut = StepRecorder(calls, steps)
         hook = optim.register_optimizer_step_post_hook(cut.end)
         try:
             runpy.run_path(script, run_name="__main__")

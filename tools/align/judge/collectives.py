@@ -24,8 +24,7 @@ from telechat_moe.tools.align.dump.records import (
     Value,
 )
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
-from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.joining import concatenate
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
 
 Pieces = Sequence[Approx | Array]
 Settings = Sequence[Mapping[str, Any]]

@@ -27,8 +27,7 @@ from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_o
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
 from telechat_moe.tools.align.operators import find
-from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
-from telechat_moe.tools.align.operators.gradients import gradients
+from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array, gradients
 from telechat_moe.tools.align.operators.registry import UNFIT
 
 MOST = 1 << 26

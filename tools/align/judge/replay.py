@@ -17,8 +17,7 @@ from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRec
 from telechat_moe.tools.align.judge.collectives import flat
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
 from telechat_moe.tools.align.operators import Arguments, Formula, find
-from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.gradients import gradients
+from telechat_moe.tools.align.operators.approx import Approx, Array, gradients
 from telechat_moe.tools.align.operators.indexing import CHOOSES, same_choice
 from telechat_moe.tools.align.operators.registry import UNFIT, NotJudgedError
 

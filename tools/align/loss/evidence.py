@@ -16,12 +16,11 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telechat_moe.narrowing import is_object, is_sequence
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.loss import migration_standard as gates
 from telechat_moe.tools.align.loss import statistics as stats
-from telechat_moe.tools.align.loss.statistics import Floats
 
 WANDER = 0.5
 """Prior for the lasting drift between equivalent runs, as a share of the spread of their single steps' difference."""
@@ -32,7 +31,7 @@ ROUNDING = 6e-8
 
 
 @dataclass(frozen=True)
-class Settings:
+class LossSettings:
     """Thresholds of the tests."""
 
     # A lasting relative difference below this is acceptable (which must be proved, not assumed)
@@ -46,7 +45,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CurveFinding:
     """A difference that noise does not explain."""
 
     # `not finite`, `first loss`, `early departure`, `single step`, `lasting difference` or `passing difference`
@@ -62,7 +61,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Spike:
+class LossSpike:
     """A jump of the loss: its step, its height over its surroundings in base and target, and which of them has it."""
 
     step: int
@@ -72,22 +71,22 @@ class Spike:
 
 
 @dataclass
-class Report:
+class LossReport:
     """The verdict and its evidence; :meth:`plain` is what ``--json`` writes."""
 
     # Common steps of the curves; the three fields after it hold their losses there
-    steps: NDArray[np.int64]
-    bases: list[Floats]  # losses of the base runs
-    target: Floats  # losses of the judged run
+    steps: Array
+    bases: list[Array]  # losses of the base runs
+    target: Array  # losses of the judged run
     every: int  # training steps from one value to the next
-    settings: Settings  # thresholds of the tests
+    settings: LossSettings  # thresholds of the tests
     inputs: list[dict[str, Any]]  # path, kind, metric and steps of each curve
     verdict: str = ""  # pass, diverged or inconclusive
     sentence: str = ""  # the verdict for a person
     # Why it is inconclusive; empty if it is not
     reasons: list[str] = field(default_factory=list[str])
     # What noise does not explain, the earliest first
-    findings: list[Finding] = field(default_factory=list[Finding])
+    findings: list[CurveFinding] = field(default_factory=list[CurveFinding])
     gate: gates.Gate | None = None  # the published standard's answer; None if no step can be report
     # Mean difference, its error, interval and test; None where noise could not be estimated
     bias: dict[str, float] | None = None
@@ -95,12 +94,12 @@ class Report:
     # Noise of the differences: `spread` of single steps, `correlation_time` in values, `inflation` of standard
     # errors, `wander` (lasting differences of equivalent runs, as a standard deviation)
     noise: dict[str, float] | None = None
-    spikes: list[Spike] = field(default_factory=list[Spike])  # jumps of either curve
+    spikes: list[LossSpike] = field(default_factory=list[LossSpike])  # jumps of either curve
     notes: list[str] = field(default_factory=list[str])  # what a reader should know
     # Relative difference at each step; NaN where a loss is not finite
-    difference: Floats | None = None
+    difference: Array | None = None
     # Half-width in which the smoothed difference of equivalent runs stays (95 %)
-    envelope: Floats | None = None
+    envelope: Array | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the report as plain data without the curves."""
@@ -121,7 +120,7 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def examine(report: Report, finite: NDArray[np.bool_]) -> None:
+def examine(report: LossReport, finite: Array) -> None:
     """Test the differences at the finite steps; add what is found to the report, unless there are too few steps."""
     settings = report.settings
     indices = np.flatnonzero(finite)
@@ -183,12 +182,12 @@ def examine(report: Report, finite: NDArray[np.bool_]) -> None:
     report.envelope = _envelope(blocks, wander, finite)
 
 
-def _chaos(d: Floats, spread: float) -> bool:
+def _chaos(d: Array, spread: float) -> bool:
     """Return whether the runs were almost equal at first, so that their whole difference has grown from rounding."""
     return float(np.sqrt(np.mean(np.square(d[1:9])))) < 0.05 * spread
 
 
-def _wander(d: Floats, logs: Sequence[Floats], spread: float) -> tuple[float, float]:
+def _wander(d: Array, logs: Sequence[Array], spread: float) -> tuple[float, float]:
     """Return the standard deviation of lasting differences between equivalent runs, and its degrees of freedom."""
     ratio = 1 + 1 / len(logs)
     variance, freedom = (WANDER * spread) ** 2 / ratio, PRIOR
@@ -199,7 +198,7 @@ def _wander(d: Floats, logs: Sequence[Floats], spread: float) -> tuple[float, fl
     return float(np.sqrt(variance * ratio)), freedom
 
 
-def _early(report: Report, d: Floats, steps: NDArray[np.int64], spread: float, time: float) -> bool:
+def _early(report: LossReport, d: Array, steps: Array, spread: float, time: float) -> bool:
     """Look for a systematic difference before rounding errors have grown.
 
     Grown rounding errors change their sign from time to time. A target that computes something else departs smoothly:
@@ -223,13 +222,13 @@ def _early(report: Report, d: Floats, steps: NDArray[np.int64], spread: float, t
     )
     p = min(1.0, 2.0 ** (1 - (last - first) / time) * end)
     if abs(largest) > report.settings.negligible:
-        report.findings.append(Finding("early departure", a, b, largest, a, a, p, text))
+        report.findings.append(CurveFinding("early departure", a, b, largest, a, a, p, text))
     else:
         report.notes.append(text)
     return True
 
 
-def _resolution(report: Report) -> float:
+def _resolution(report: LossReport) -> float:
     """Return the relative size of the last digit in the files."""
     values = np.concatenate([report.target[:64], *(b[:64] for b in report.bases)])
     values = values[np.isfinite(values)]
@@ -240,7 +239,7 @@ def _resolution(report: Report) -> float:
 
 
 def _base_noise(
-    report: Report, logs: list[Floats], share: float, chaos: bool
+    report: LossReport, logs: list[Array], share: float, chaos: bool
 ) -> tuple[float, float, float]:
     """Return by how much base runs exceed noise among themselves, the margin they leave, and their distance.
 
@@ -269,9 +268,9 @@ def _base_noise(
 
 
 def _single_steps(
-    report: Report,
-    jumps: Sequence[Floats],
-    steps: NDArray[np.int64],
+    report: LossReport,
+    jumps: Sequence[Array],
+    steps: Array,
     singles: list[tuple[int, float]],
     share: float,
 ) -> None:
@@ -282,24 +281,24 @@ def _single_steps(
         place = f"step {first}" if first == last else f"steps {first} to {last}"
         jump = f"{np.expm1(jumps[who == 'target'][index]):+.1%}"
         text = f"{place}: the {who} alone jumps by {jump}, a difference of {np.expm1(size):+.1%}"
-        finding = Finding("single step", first, last, size, first, last, share, text)
+        finding = CurveFinding("single step", first, last, size, first, last, share, text)
         report.findings.append(finding)
 
 
-def _jumps(report: Report, indices: NDArray[np.int64]) -> list[Floats]:
+def _jumps(report: LossReport, indices: Array) -> list[Array]:
     """Return how far the logarithms of the mean base and of the target are above their surroundings."""
     base = np.mean([np.log(x[indices]) for x in report.bases], axis=0)
     curves = base, np.log(report.target[indices])
     return [curve - stats.rolling_median(curve, 51) for curve in curves]
 
 
-def _events(indices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _events(indices: Array) -> list[Array]:
     """Return indices in groups: neighbouring steps are one event."""
     groups = np.split(indices, np.flatnonzero(np.diff(indices) > 3) + 1)
     return [group for group in groups if len(group)]
 
 
-def _first_loss(report: Report, d: Floats, steps: NDArray[np.int64]) -> None:
+def _first_loss(report: LossReport, d: Array, steps: Array) -> None:
     """Judge the first loss, which is computed before any update: noise that grows later does not excuse it."""
     following = d[1:31]
     first = int(steps[0])
@@ -313,17 +312,17 @@ def _first_loss(report: Report, d: Floats, steps: NDArray[np.int64]) -> None:
             f"first loss (step {first}) off by {np.expm1(d[0]):+.2%}, allowed {gate.first.relative_limit:.2%}; the next "
             f"{len(following)} are off by {usual:.2%}"
         )
-        finding = Finding("first loss", first, first, float(d[0]), first, first, None, text)
+        finding = CurveFinding("first loss", first, first, float(d[0]), first, first, None, text)
         report.findings.append(finding)
 
 
 def _lasting(
-    report: Report,
-    tamed: Floats,
+    report: LossReport,
+    tamed: Array,
     white: stats.Whitened,
-    steps: NDArray[np.int64],
+    steps: Array,
     blocks: stats.Blocks,
-    scanned: stats.Scan,
+    scanned: stats.StretchTest,
     drift: tuple[float, float],
 ) -> None:
     """Look for a mean other than 0, over the run or a stretch of it, that equivalent runs do not show.
@@ -363,11 +362,11 @@ def _lasting(
         return
     text += f"; noise of single steps does this with a probability of {p:.0e}"
     kind = "lasting difference" if lasting else "passing difference"
-    report.findings.append(Finding(kind, start, end, size, low, high, p, text))
+    report.findings.append(CurveFinding(kind, start, end, size, low, high, p, text))
 
 
 def _when(
-    tamed: Floats, white: stats.Whitened, blocks: stats.Blocks, scanned: stats.Scan | None
+    tamed: Array, white: stats.Whitened, blocks: stats.Blocks, scanned: stats.StretchTest | None
 ) -> tuple[int, int, tuple[int, int]]:
     """Return the first index and one past the last index of the difference, and the 90 % range of the first."""
     count, a = len(blocks.means), white.coefficients
@@ -384,7 +383,7 @@ def _when(
     return since.first, end, (since.low, since.high)
 
 
-def _shape(d: Floats) -> str:
+def _shape(d: Array) -> str:
     """Say whether a difference grows or fades, if it clearly does either."""
     if len(d) < 80:
         return ""
@@ -399,25 +398,25 @@ def _shape(d: Floats) -> str:
     return ", growing" if change * blocks.mean > 0 else ", fading"
 
 
-def find_spikes(report: Report, finite: NDArray[np.bool_]) -> list[Spike]:
+def find_spikes(report: LossReport, finite: Array) -> list[LossSpike]:
     """List jumps of either curve, matched within two values."""
     indices = np.flatnonzero(finite)
     if len(indices) < 30:
         return []
     jumps = _jumps(report, indices)
     high = [over > np.maximum(6 * stats.local_spread(over), 0.03) for over in jumps]
-    spikes: list[Spike] = []
+    spikes: list[LossSpike] = []
     for group in _events(np.flatnonzero(high[0] | high[1])):
         window = slice(max(0, group[0] - 2), group[-1] + 3)
         its, target_jumps = (bool(over[window].any()) for over in high)
         curve = "both" if target_jumps and its else "target" if target_jumps else "base"
         heights = [float(np.expm1(jump[group].max())) for jump in jumps]
         top = group[int(np.argmax(jumps[target_jumps][group]))]
-        spikes.append(Spike(int(report.steps[indices[top]]), heights[0], heights[1], curve))
+        spikes.append(LossSpike(int(report.steps[indices[top]]), heights[0], heights[1], curve))
     return spikes
 
 
-def _envelope(blocks: stats.Blocks, wander: float, finite: NDArray[np.bool_]) -> Floats:
+def _envelope(blocks: stats.Blocks, wander: float, finite: Array) -> Array:
     """Return the half-width, at each compared step, that the mean over 1/25 of the run keeps under noise (95 %)."""
     middle = (blocks.edges[:-1] + blocks.edges[1:]) / 2
     blocks_per_stretch = len(blocks.means) / 25

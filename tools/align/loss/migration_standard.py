@@ -19,7 +19,7 @@ from itertools import combinations
 
 import numpy as np
 
-from telechat_moe.tools.align.loss.statistics import Floats
+from telechat_moe.numerics import Array
 
 FIRST = (0.005, 0.005)
 """Absolute and relative error of the first loss."""
@@ -34,7 +34,7 @@ SLACK = (3.0, 1.5)
 
 
 @dataclass(frozen=True)
-class Check:
+class StandardCheck:
     """One line of the standard: the value found, the value allowed (with relaxation), and whether it is met."""
 
     absolute: float
@@ -51,18 +51,18 @@ class Gate:
 
     verdict: str
     steps: int
-    first: Check
-    average: Check
+    first: StandardCheck
+    average: StandardCheck
     norm: float | None
     norm_ok: bool | None
     positive: float
 
 
 def gate(
-    bases: Sequence[Floats],
-    target: Floats,
-    norms: Sequence[Floats],
-    target_norm: Floats,
+    bases: Sequence[Array],
+    target: Array,
+    norms: Sequence[Array],
+    target_norm: Array,
     every: int = 1,
     min_steps: int = STEPS,
 ) -> Gate:
@@ -88,7 +88,7 @@ def gate(
     return Gate(verdict, steps, first, average, norm, met, positive)
 
 
-def _errors(base: Floats, other: Floats) -> tuple[Floats, Floats]:
+def _errors(base: Array, other: Array) -> tuple[Array, Array]:
     with np.errstate(invalid="ignore", divide="ignore"):
         absolute = np.abs(other - base)
         return absolute, np.where(absolute == 0, 0.0, absolute / np.abs(base))
@@ -99,10 +99,10 @@ def _check(
     limits: tuple[float, float],
     fluctuation: Sequence[tuple[float, float]],
     slack: float,
-) -> Check:
+) -> StandardCheck:
     absolute, relative = (
         float(max([limit, *(f[i] * slack for f in fluctuation)])) for i, limit in enumerate(limits)
     )
     ok = bool(errors[0] < absolute or errors[1] < relative)
     relaxed = (absolute, relative) != limits
-    return Check(float(errors[0]), float(errors[1]), absolute, relative, relaxed, ok)
+    return StandardCheck(float(errors[0]), float(errors[1]), absolute, relative, relaxed, ok)

@@ -4,24 +4,23 @@ from html import escape
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telechat_moe import html
 from telechat_moe.html import Axes, Html
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.loss import statistics as stats
-from telechat_moe.tools.align.loss.evidence import Report
-from telechat_moe.tools.align.loss.statistics import Floats
+from telechat_moe.tools.align.loss.evidence import LossReport
 from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 
-def page(report: Report) -> str:
+def page(report: LossReport) -> str:
     """Return the page."""
     word = report.verdict
     return html.page(f"Loss: {word}", [body(report)], heading=f"Loss curve: {html.verdict(word)}")
 
 
-def body(report: Report) -> str:
+def body(report: LossReport) -> str:
     """Return the content of the page below its heading."""
     word = report.verdict
     name, sentence = report.inputs[-1]["path"], report.sentence.split(": ", 1)[-1]
@@ -43,7 +42,7 @@ def body(report: Report) -> str:
     return "".join([*parts, *(html.tag("p", f"{note}.", "soft") for note in report.notes)])
 
 
-def _axes(steps: NDArray[np.int64], low: float, high: float, height: int = 300) -> Axes:
+def _axes(steps: Array, low: float, high: float, height: int = 300) -> Axes:
     """Return the axes of a chart over the steps; an empty range is widened a little."""
     if not high > low:
         low, high = low - 1e-6, high + 1e-6
@@ -53,11 +52,11 @@ def _axes(steps: NDArray[np.int64], low: float, high: float, height: int = 300) 
     )
 
 
-def _line(axes: Axes, steps: NDArray[np.int64], values: Floats, kind: str, width: float) -> str:
+def _line(axes: Axes, steps: Array, values: Array, kind: str, width: float) -> str:
     return axes.line(*_thin(steps.astype(float), values), kind, width)
 
 
-def _thin(steps: Floats, values: Floats, groups_limit: int = 900) -> tuple[Floats, Floats]:
+def _thin(steps: Array, values: Array, groups_limit: int = 900) -> tuple[Array, Array]:
     """Return the smallest and largest value of each group, so that no spike is lost."""
     if len(steps) <= 2 * groups_limit:
         return steps, values
@@ -72,7 +71,7 @@ def _thin(steps: Floats, values: Floats, groups_limit: int = 900) -> tuple[Float
     return steps[indices], values[indices]
 
 
-def _mean(values: Floats, width: int) -> Floats:
+def _mean(values: Array, width: int) -> Array:
     """Return the mean over a centred window; at ends and gaps, over the values that are there."""
     good, kernel = np.isfinite(values), np.ones(width)
     sums = np.convolve(np.where(good, values, 0.0), kernel, "same")
@@ -80,7 +79,7 @@ def _mean(values: Floats, width: int) -> Floats:
     return np.where(good, sums / np.maximum(counts, 1), np.nan)
 
 
-def _curves(report: Report) -> str:
+def _curves(report: LossReport) -> str:
     steps, target, bases = report.steps, report.target, report.bases
     mean = np.mean(bases, axis=0)
     both = np.concatenate([mean, target])
@@ -106,11 +105,11 @@ def _curves(report: Report) -> str:
     return keys + axes.draw(parts, "losses of base and target")
 
 
-def _differences(report: Report) -> str:
+def _differences(report: LossReport) -> str:
     if report.difference is None or report.envelope is None:
         return ""
     steps, bases = report.steps, report.bases
-    d: Floats = np.expm1(report.difference) * 100.0
+    d: Array = np.expm1(report.difference) * 100.0
     finite = np.isfinite(d)
     good, width = d[finite], max(3, len(steps) // 25) | 1
     tamed = d.copy()
@@ -149,7 +148,7 @@ def _differences(report: Report) -> str:
     return html.keys(keys) + axes.draw(parts, "difference")
 
 
-def _beginning(report: Report) -> str:
+def _beginning(report: LossReport) -> str:
     """Draw how differences grow from rounding, on a logarithmic scale; nothing where they were never that small."""
     noise = report.noise
     if report.difference is None or not noise or not noise["wander"]:
@@ -172,11 +171,11 @@ def _beginning(report: Report) -> str:
     return head + html.keys(keys) + axes.draw(parts, "first differences")
 
 
-def _log(values: Floats) -> Floats:
+def _log(values: Array) -> Array:
     return np.log10(np.maximum(np.abs(values), 1e-8))
 
 
-def _marks(report: Report, axes: Axes) -> list[str]:
+def _marks(report: LossReport, axes: Axes) -> list[str]:
     parts: list[str] = []
     shown = [f for f in report.findings if f.kind not in ("not finite", "early departure")]
     for finding in shown[:6]:
@@ -189,7 +188,7 @@ def _marks(report: Report, axes: Axes) -> list[str]:
     return parts
 
 
-def checks(report: Report) -> list[tuple[str, str, str, str]]:
+def checks(report: LossReport) -> list[tuple[str, str, str, str]]:
     """Return the checks: name, value found, value allowed, and ``pass``, ``fail``, ``not judged`` or ``monitored``."""
     kinds = {f.kind for f in report.findings}
     finite = "fail" if "not finite" in kinds else "pass"
@@ -211,7 +210,7 @@ def checks(report: Report) -> list[tuple[str, str, str, str]]:
     return [*rows, ("equivalence", interval, f"±{bias['margin']:.2%}", answer)]
 
 
-def _standard(report: Report) -> list[tuple[str, str, str, str]]:
+def _standard(report: LossReport) -> list[tuple[str, str, str, str]]:
     """Return the rows of the standard's own limits."""
     rows: list[tuple[str, str, str, str]] = []
     gate = report.gate
@@ -231,7 +230,7 @@ def _standard(report: Report) -> list[tuple[str, str, str, str]]:
     return [*rows, ("standard: steps", f"{gate.steps:,}", f"{min_steps:,} at least", answer)]
 
 
-def _checks(report: Report) -> str:
+def _checks(report: LossReport) -> str:
     rows = [(n, f, a, html.verdict(answer)) for n, f, a, answer in checks(report)]
     table = html.table(["check", "found ", "allowed", "answer"], rows)
     if report.power is None or report.noise is None:
@@ -244,7 +243,7 @@ def _checks(report: Report) -> str:
     )
 
 
-def _spikes(report: Report) -> str:
+def _spikes(report: LossReport) -> str:
     rows: list[list[object]] = []
     for s in report.spikes:
         curves = "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only")
@@ -252,7 +251,7 @@ def _spikes(report: Report) -> str:
     return html.table(["step ", "base ", "target ", "in"], rows, most=40)
 
 
-def _inputs(report: Report) -> str:
+def _inputs(report: LossReport) -> str:
     last = len(report.inputs) - 1
     rows = [
         ("target" if i == last else f"base {i + 1}", c["path"], c["kind"], c["metric"], c["steps"])
@@ -261,7 +260,7 @@ def _inputs(report: Report) -> str:
     return html.table(["", "file", "kind", "metric", "steps "], rows)
 
 
-def junit(report: Report) -> str:
+def junit(report: LossReport) -> str:
     """Return the checks as JUnit XML; a check that was not judged is skipped, with the reason."""
     cases: list[JunitCase] = []
     reason = "; ".join(report.reasons) or "not judged"

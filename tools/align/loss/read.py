@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_object
+from telechat_moe.numerics import Array
 from telechat_moe.reading import JsonError, parse_json, read_bytes
-from telechat_moe.tools.align.loss.statistics import Floats
 
 LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss")
 NORM_NAMES = ("grad_norm", "global_norm", "gradient_norm")
@@ -38,15 +37,15 @@ _START = re.compile(r"\{ Epoch:\[")
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """Losses of one run."""
 
     path: str  # file or folder that they were read from
     kind: str  # format of the file
     metric: str  # the file's name of the loss
-    steps: NDArray[np.int64]  # steps, increasing
-    loss: Floats  # loss of each step; NaN and infinity are kept
-    norm: Floats  # norm of the gradient; NaN where there is none
+    steps: Array  # steps, increasing
+    loss: Array  # loss of each step; NaN and infinity are kept
+    norm: Array  # norm of the gradient; NaN where there is none
     notes: tuple[str, ...] = ()  # what the reader had to correct or leave out
 
 
@@ -57,7 +56,7 @@ class _Row(NamedTuple):
     norm: float
 
 
-def read(path: str | Path, metric: str | None = None) -> Curve:
+def read(path: str | Path, metric: str | None = None) -> LossCurve:
     """Read a loss curve.
 
     Args:
@@ -84,7 +83,7 @@ def read(path: str | Path, metric: str | None = None) -> Curve:
     return _reader(text)(path, text, metric)
 
 
-def _reader(text: str) -> Callable[[Path, str, str | None], Curve]:
+def _reader(text: str) -> Callable[[Path, str, str | None], LossCurve]:
     if _START.search(text):
         return _mindformers
     head = text.lstrip()
@@ -99,7 +98,7 @@ def _reader(text: str) -> Callable[[Path, str, str | None], Curve]:
     return _jsonl if isinstance(record, dict) and "step" in record else _golden
 
 
-def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
+def _jsonl(path: Path, text: str, metric: str | None) -> LossCurve:
     lines = text.splitlines()
     name = metric or "loss"
     rows: list[_Row] = []
@@ -147,7 +146,7 @@ def _number(path: Path, line: int, name: str, value: Any) -> float:
         raise BadInputError(f"{path}:{line}: {name} is {value!r}; expected a number") from None
 
 
-def _mindformers(path: Path, text: str, metric: str | None) -> Curve:
+def _mindformers(path: Path, text: str, metric: str | None) -> LossCurve:
     rows: list[_Row] = []
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
@@ -180,7 +179,7 @@ def _part(path: Path, number: int, line: str, name: str) -> str:
     return match[1]
 
 
-def _golden(path: Path, text: str, metric: str | None) -> Curve:
+def _golden(path: Path, text: str, metric: str | None) -> LossCurve:
     try:
         parsed: Any = parse_json(text, finite=False)
     except JsonError as error:
@@ -231,7 +230,7 @@ def _choose(names: dict[str, str], candidates: Iterable[str]) -> str | None:
     return next((names[_plain(name)] for name in candidates if _plain(name) in names), None)
 
 
-def _csv(path: Path, text: str, metric: str | None) -> Curve:
+def _csv(path: Path, text: str, metric: str | None) -> LossCurve:
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip())
     mark = next((c for c in "\t;," if c in lines[start]), ",")
@@ -292,7 +291,7 @@ def _columns(
 
 def _curve(
     path: Path, kind: str, metric: str, rows: list[_Row], notes: tuple[str, ...] = ()
-) -> Curve:
+) -> LossCurve:
     if not rows:
         raise BadInputError(f"{path}: {kind} without a single step")
     for previous, other in itertools.pairwise(rows):
@@ -301,4 +300,4 @@ def _curve(
             raise BadInputError(f"{path}:{other.line}: {problem}")
     _, steps, *values = zip(*rows, strict=True)
     loss, norm = (np.array(column, np.float64) for column in values)
-    return Curve(str(path), kind, metric, np.array(steps, np.int64), loss, norm, notes)
+    return LossCurve(str(path), kind, metric, np.array(steps, np.int64), loss, norm, notes)

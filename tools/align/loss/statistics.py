@@ -18,9 +18,8 @@ from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from telechat_moe.numerics import Array
 
 FLOOR = 1e-9
 """Relative noise below which losses are equal for every purpose (a float32 loss has 6e-8)."""
@@ -31,13 +30,13 @@ MIN_BLOCKS = 24
 class Whitened(NamedTuple):
     """A difference without its autocorrelation; ``y[i]`` belongs to ``d[i + len(coefficients)]``."""
 
-    y: Floats
-    coefficients: Floats
+    y: Array
+    coefficients: Array
     time: float
     """Correlation time: how many steps weigh as much as one independent step."""
 
 
-def spread(values: Floats) -> float:
+def spread(values: Array) -> float:
     """Return a standard deviation estimated from distances from the median.
 
     It uses the median distance, or the ninetieth percentile if that gives more, as where most values are equal.
@@ -50,7 +49,7 @@ def spread(values: Floats) -> float:
     return float(max(1.4826 * away[n // 2], 0.6080 * away[min(n - 1, int(0.9 * n))]))
 
 
-def local_spread(values: Floats, width: int = 60) -> Floats:
+def local_spread(values: Array, width: int = 60) -> Array:
     """Return the spread around each value, from bins of ``width``; never below :data:`FLOOR`."""
     n = len(values)
     bins = max(1, n // width)
@@ -62,14 +61,14 @@ def local_spread(values: Floats, width: int = 60) -> Floats:
     return np.maximum(np.interp(np.arange(n), middle, spreads), max(FLOOR, float(floor)))
 
 
-def rolling_median(values: Floats, width: int) -> Floats:
+def rolling_median(values: Array, width: int) -> Array:
     """Return the median over a centred window of an odd width; beyond the ends the values are mirrored."""
     from scipy.ndimage import median_filter
 
     return median_filter(values, min(width, len(values) | 1), mode="mirror")
 
 
-def levels(d: Floats) -> Floats:
+def levels(d: Array) -> Array:
     """Return the best fit of d by two levels, or by three if the third explains a quarter of the remaining variance."""
     pieces = np.split(d, [_split(d)])
     fits = [np.full(len(piece), piece.mean()) for piece in pieces]
@@ -87,7 +86,7 @@ def levels(d: Floats) -> Floats:
     return np.concatenate(fits)
 
 
-def _split(d: Floats) -> int:
+def _split(d: Array) -> int:
     """Return the index at which the means before and after differ most clearly, at least a tenth from either end."""
     n = len(d)
     k = np.arange(1, n)
@@ -96,14 +95,14 @@ def _split(d: Floats) -> int:
     return trim + int(np.argmax(gain[trim - 1 : n - trim]))
 
 
-def tame(d: Floats, limit: float = 4.5) -> Floats:
+def tame(d: Array, limit: float = 4.5) -> Array:
     """Return d with deviations from the surroundings clipped to ``limit`` spreads."""
     level = rolling_median(d, 31)
     bound = limit * local_spread(d - level)
     return level + np.clip(d - level, -bound, bound)
 
 
-def whiten(d: Floats, max_order: int = 6) -> Whitened:
+def whiten(d: Array, max_order: int = 6) -> Whitened:
     """Fit an autoregressive model to the noise of d and remove it.
 
     The order (0 to ``max_order``) is chosen by the Bayesian information criterion; a change of level or of the noise's size is none.
@@ -117,10 +116,10 @@ def whiten(d: Floats, max_order: int = 6) -> Whitened:
     if lags[0] <= 0:
         return Whitened(d, np.zeros(0), 1.0)
     rho = lags / lags[0]
-    best: tuple[float, Floats] = (n * 0.0, np.zeros(0))
+    best: tuple[float, Array] = (n * 0.0, np.zeros(0))
     for order in range(1, max_order + 1):
         matrix = rho[np.abs(np.subtract.outer(np.arange(order), np.arange(order)))]
-        a = cast("Floats", np.linalg.solve(matrix, rho[1 : order + 1]))
+        a = cast("Array", np.linalg.solve(matrix, rho[1 : order + 1]))
         error = max(1e-12, float(1 - a @ rho[1 : order + 1]))
         score = n * np.log(error) + order * np.log(n)
         if score < best[0]:
@@ -143,8 +142,8 @@ def whiten(d: Floats, max_order: int = 6) -> Whitened:
 class Blocks:
     """Means of whitened differences over blocks of nearly equal length."""
 
-    means: Floats  # mean of each block
-    edges: NDArray[np.int64]  # index of each block's first difference in d, and one past the last
+    means: Array  # mean of each block
+    edges: Array  # index of each block's first difference in d, and one past the last
     # Factor on standard errors: 1, or more where long blocks vary more than short ones suggest, or where base runs
     # differ from each other more than noise explains
     inflation: float = 1.0
@@ -166,7 +165,7 @@ class Blocks:
         return Blocks(self.means, self.edges, self.inflation * factor)
 
     @cached_property
-    def errors(self) -> Floats:
+    def errors(self) -> Array:
         """Standard error of each block's mean."""
         return self.inflation * np.sqrt(_variances(self.means[None]))[0]
 
@@ -186,7 +185,7 @@ class Blocks:
         return max(1.0, 2 / 3 * len(self.means))
 
 
-def _variances(means: Floats) -> Floats:
+def _variances(means: Array) -> Array:
     """Return the variance of each block of each row, from squared differences of neighbours, smoothed."""
     squares = np.square(np.diff(means, axis=1)) / 2
     count = squares.shape[1]
@@ -197,7 +196,7 @@ def _variances(means: Floats) -> Floats:
     return np.maximum((sums[:, high] - sums[:, low]) / (high - low), FLOOR**2)
 
 
-def _excess(means: Floats) -> float:
+def _excess(means: Array) -> float:
     """Return the excess variation of long blocks over independent short ones, as a standard deviation.
 
     Two equivalent runs drift apart and back over hundreds of steps; no short-range model of the noise covers that.
@@ -237,7 +236,7 @@ def mean_test(mean: float, error: float, freedom: float, alpha: float) -> MeanTe
     return MeanTest(t, t_limit(freedom, alpha), float(2 * stdtr(freedom, -abs(t))))
 
 
-class Scan(NamedTuple):
+class StretchTest(NamedTuple):
     """The stretch of blocks that is least like noise.
 
     ``first`` and ``last`` are block numbers (``last`` is one past), ``statistic`` is its mean over its error, ``limit``
@@ -253,7 +252,7 @@ class Scan(NamedTuple):
 
 def scan(
     blocks: Blocks, alpha: float, min_size: float = 0.0, draws: int = 400, seed: int = 0
-) -> Scan:
+) -> StretchTest:
     """Search all stretches of the run for a mean other than 0, at least of size ``min_size``.
 
     Noise alone is simulated by random signs: in equivalent runs each block's difference could have the other one.
@@ -273,11 +272,11 @@ def scan(
     top = float(abs(observed[best]))
     p = float(-np.expm1(-np.exp(-(top - place) / scale)))
     limit = float(place - scale * np.log(-np.log1p(-alpha)))
-    return Scan(int(firsts[best]), int(lasts[best]), float(observed[best]), limit, p)
+    return StretchTest(int(firsts[best]), int(lasts[best]), float(observed[best]), limit, p)
 
 
 @functools.lru_cache(maxsize=64)
-def _stretches(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _stretches(count: int) -> tuple[Array, Array]:
     """Return first and last block (one past) of the stretches to test: all that reach the end, others by length."""
     pairs = {(k, count) for k in range(count - 2)}
     length = 3
@@ -288,8 +287,8 @@ def _stretches(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return stretches[:, 0], stretches[:, 1]
 
 
-def _statistics(means: Floats, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> Floats:
-    def sums(values: Floats) -> Floats:
+def _statistics(means: Array, firsts: Array, lasts: Array) -> Array:
+    def sums(values: Array) -> Array:
         total = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
         return total[:, lasts] - total[:, firsts]
 
@@ -304,7 +303,7 @@ class Onset(NamedTuple):
     high: int
 
 
-def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
+def onset(d: Array, coefficients: Array, doubt: float = 1.0) -> Onset:
     """Date the step from 0 to a level that lasts to the end, by maximum likelihood under the fitted noise.
 
     The differences are tamed, the coefficients are those of their noise; ``doubt`` times the noise widens the range.
@@ -345,7 +344,7 @@ def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> tuple[float
     picks = generator.integers(0, count, size=(draws, count))  # pyright: ignore[reportUnknownMemberType]
     # Resampling repeats each block's deviation; count / (count - 1) undoes its loss of variance.
     deviation = (blocks.means[picks].mean(axis=1) - blocks.mean) * np.sqrt(count / (count - 1))
-    ends = cast("Floats", np.quantile(deviation * blocks.inflation, [0.05, 0.95]))
+    ends = cast("Array", np.quantile(deviation * blocks.inflation, [0.05, 0.95]))
     return blocks.mean - float(ends[1]), blocks.mean - float(ends[0])
 
 
@@ -364,7 +363,7 @@ def detectable(error: float, chance: float, limit: float) -> float:
     return float((limit + ndtri(chance)) * error)
 
 
-def outliers(d: Floats, alpha: float, min_size: float) -> list[tuple[int, float]]:
+def outliers(d: Array, alpha: float, min_size: float) -> list[tuple[int, float]]:
     """Return the indices and sizes of single differences that exceed what the tail of the noise explains.
 
     In equivalent runs, positive and negative differences have the same tail: each side is judged by the other one's

@@ -14,34 +14,42 @@ With two or more base runs, their differences from each other are noise by defin
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.judge.coverage import answer
 from telechat_moe.tools.align.loss import migration_standard as gates
-from telechat_moe.tools.align.loss.evidence import Finding, Report, Settings, examine, find_spikes
-from telechat_moe.tools.align.loss.read import Curve
+from telechat_moe.tools.align.loss.evidence import (
+    CurveFinding,
+    LossReport,
+    LossSettings,
+    examine,
+    find_spikes,
+)
+from telechat_moe.tools.align.loss.read import LossCurve
 
 PASS, DIVERGED, INCONCLUSIVE = "pass", "diverged", "inconclusive"
 
 
-def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = None) -> Report:
+def judge(
+    bases: Sequence[LossCurve], target: LossCurve, settings: LossSettings | None = None
+) -> LossReport:
     """Judge a run's losses against those of one base run or, better, several.
 
     Args:
         bases: Runs of the benchmark: same weights, data and settings, without enforced determinism.
     """
-    chosen = settings or Settings()
+    chosen = settings or LossSettings()
     curves = [*bases, target]
     inputs = [
         {"path": c.path, "kind": c.kind, "metric": c.metric, "steps": len(c.steps)} for c in curves
     ]
-    steps: NDArray[np.int64] = bases[0].steps
+    steps: Array = bases[0].steps
     for curve in curves[1:]:
         steps = np.intersect1d(steps, curve.steps, assume_unique=True)
     losses = [c.loss[np.isin(c.steps, steps)] for c in curves]
     norms = [c.norm[np.isin(c.steps, steps)] for c in curves]
     every = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    report = Report(steps, losses[:-1], losses[-1], every, chosen, inputs)
+    report = LossReport(steps, losses[:-1], losses[-1], every, chosen, inputs)
     report.notes += [f"{c.path}: {note}" for c in curves for note in c.notes]
     _check_inputs(report, curves)
     if len(bases) == 1:
@@ -69,7 +77,7 @@ def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = Non
     return report
 
 
-def _check_inputs(report: Report, curves: Sequence[Curve]) -> None:
+def _check_inputs(report: LossReport, curves: Sequence[LossCurve]) -> None:
     names = {c.metric.replace("-", "_").replace(" ", "_") for c in curves}
     if len(names) > 1:
         report.notes.append(f"the curves are called differently: {', '.join(sorted(names))}")
@@ -79,7 +87,7 @@ def _check_inputs(report: Report, curves: Sequence[Curve]) -> None:
         report.reasons.append(f"only {len(report.steps)} common steps ({spans})")
 
 
-def _not_finite(report: Report) -> None:
+def _not_finite(report: LossReport) -> None:
     base = np.all([np.isfinite(x) for x in report.bases], axis=0)
     target = np.isfinite(report.target)
     alone = np.flatnonzero(base & ~target)
@@ -88,7 +96,7 @@ def _not_finite(report: Report) -> None:
         value = report.target[alone[0]]
         text = f"loss {value} at step {first}, finite in the base"
         text += f"; {len(alone)} such steps up to {last}" if len(alone) > 1 else ""
-        finding = Finding("not finite", first, last, float("nan"), first, first, None, text)
+        finding = CurveFinding("not finite", first, last, float("nan"), first, first, None, text)
         report.findings.append(finding)
     lost = np.flatnonzero(~base & target)
     if len(lost):
@@ -100,7 +108,7 @@ def _not_finite(report: Report) -> None:
         report.notes.append(f"{both} steps are left out: not finite in both base and target")
 
 
-def _conclude(report: Report) -> None:
+def _conclude(report: LossReport) -> None:
     """Set the verdict and its sentence."""
     bias = report.bias
     if bias is not None and not -bias["margin"] < bias["low"] <= bias["high"] < bias["margin"]:
@@ -113,7 +121,7 @@ def _conclude(report: Report) -> None:
 
 
 def _gate_reasons(
-    gate: gates.Gate, settings: Settings, noise: dict[str, float] | None
+    gate: gates.Gate, settings: LossSettings, noise: dict[str, float] | None
 ) -> list[str]:
     reasons: list[str] = []
     # Where all differences are of this size, the first one is no sign of a wrong forward pass.
@@ -130,7 +138,7 @@ def _gate_reasons(
     return reasons
 
 
-def _too_noisy(report: Report, bias: dict[str, float]) -> str:
+def _too_noisy(report: LossReport, bias: dict[str, float]) -> str:
     low, high, mean, margin = (bias[key] for key in ("low", "high", "mean", "margin"))
     room = margin - abs(mean)
     text = f"the mean difference is between {low:+.2%} and {high:+.2%}, the margin is ±{margin:.2%}"
@@ -141,7 +149,7 @@ def _too_noisy(report: Report, bias: dict[str, float]) -> str:
     return text
 
 
-def _sentence(report: Report, verdict: str) -> str:
+def _sentence(report: LossReport, verdict: str) -> str:
     power, bias, findings = "", report.bias, report.findings
     if report.power is not None:
         power = (

@@ -89,7 +89,7 @@ def as_rows(x: Array, width: int, transposed: bool) -> Array | None:
     return turned.astype(np.float64).reshape(-1, width)
 
 
-class Uses:
+class WeightUses:
     """Where a run uses its weights in the forward pass: the calls that take them, perhaps cast, reshaped or transposed."""
 
     def __init__(self, ranks: Sequence[RankDump]) -> None:
@@ -198,7 +198,7 @@ def linked(
     a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
 ) -> Iterator[tuple[str, Point, Point]]:
     """Yield the entries of a map: the name, and the whole tensors of both runs."""
-    reference_uses, target_uses = Uses(a), Uses(b)
+    reference_uses, target_uses = WeightUses(a), WeightUses(b)
     for link in links:
         first = _joined(reference_uses, link.reference, link, link.transposed)
         other = _joined(target_uses, link.target, link, link.target_transposed)
@@ -253,7 +253,7 @@ def _by_expert(reference: Point, other: Point) -> Array:
     return rows
 
 
-def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> Point:
+def _joined(uses: WeightUses, names: Sequence[str], link: Link, transposed: bool) -> Point:
     """Return the tensor with a name, or several tensors joined."""
     points = [point(uses.ranks, *uses.resolved(name)) for name in names]
     if link.joined == "first":  # an expert without tokens makes no call
@@ -292,7 +292,9 @@ def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
     """
     dumps = reference, target
     keys = [{k for r in dump.ranks.values() for k in r.calls} for dump in dumps]
-    weights = [{n for r in dump.ranks.values() for n, _, _ in Uses.named(r)} for dump in dumps]
+    weights = [
+        {n for r in dump.ranks.values() for n, _, _ in WeightUses.named(r)} for dump in dumps
+    ]
 
     def names(side: tuple[str, ...], run: int) -> bool:
         pattern = side[0].rpartition(" ")[0] if side else ""

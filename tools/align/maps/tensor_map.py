@@ -20,7 +20,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import Array, is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.points import point, update_places
-from telechat_moe.tools.align.maps.links import Link, Uses, as_rows, exchanged
+from telechat_moe.tools.align.maps.links import Link, WeightUses, as_rows, exchanged
 from telechat_moe.tools.align.maps.weight_names import Roles, module_role, roles_of
 
 _NEAR = 0.05  # relative L2 distance of rows that are nearly equal
@@ -60,7 +60,7 @@ def tensor_map(reference: Dump, target: Dump) -> list[Link]:
     steps = [step for step in target.steps if step in reference.steps]
     a, b = ([r for step in steps[:1] for r in dump.at(step)] for dump in (reference, target))
     weights = list(_weights(a)), list(_weights(b))
-    reference_uses, target_uses = Uses(a), Uses(b)
+    reference_uses, target_uses = WeightUses(a), WeightUses(b)
     groups = [*_by_names(*weights)]
     used = {w.name for g in groups for w in g.reference}, {w.name for g in groups for w in g.target}
     pairs = zip(weights, used, strict=True)
@@ -92,7 +92,7 @@ def as_json(links: Sequence[Link]) -> str:
 def _weights(ranks: Sequence[RankDump]) -> Iterator[_Weight]:
     """Yield the weights of a run that have names, once each."""
     names: set[str] = set()
-    for name, call, place in chain.from_iterable(Uses.named(dump) for dump in ranks):
+    for name, call, place in chain.from_iterable(WeightUses.named(dump) for dump in ranks):
         record = dict(call.tensors()).get(place)
         if name not in names and record is not None and record.read is not None:
             names.add(name)
@@ -180,7 +180,10 @@ def _nearest(first: Array, other: Array) -> Array:
 
 
 def _by_values(
-    reference: list[_Weight], target: list[_Weight], reference_uses: "Uses", target_uses: "Uses"
+    reference: list[_Weight],
+    target: list[_Weight],
+    reference_uses: "WeightUses",
+    target_uses: "WeightUses",
 ) -> list[_Group]:
     """Return the weights whose names say nothing but whose rows are nearly equal, fused or not.
 
@@ -252,7 +255,9 @@ def _of_weights(group: _Group) -> Iterator[Link]:
         )
 
 
-def _of_uses(group: _Group, reference_uses: "Uses", target_uses: "Uses") -> Iterator[Link]:
+def _of_uses(
+    group: _Group, reference_uses: "WeightUses", target_uses: "WeightUses"
+) -> Iterator[Link]:
     """Yield what enters and leaves the calls that use the weights, where it must be the same."""
     first, other = group.reference, group.target
     experts = any(w.roles is not None and ".experts." in w.roles.names[0] for w in (*first, *other))
@@ -280,7 +285,7 @@ def _of_uses(group: _Group, reference_uses: "Uses", target_uses: "Uses") -> Iter
 
 
 def _with_orders(
-    links: Sequence[Link], reference_uses: "Uses", target_uses: "Uses"
+    links: Sequence[Link], reference_uses: "WeightUses", target_uses: "WeightUses"
 ) -> Iterator[Link]:
     """Yield links with the order of the reference's tokens: what values show, or else what most others have."""
     orders_of_links: list[tuple[Link, tuple[int, ...] | None]] = []

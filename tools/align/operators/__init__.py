@@ -4,16 +4,17 @@
 """
 
 from telechat_moe.tools.align.operators import (
-    flash_attention,
+    attention,
+    fused,
     indexing,
     linear,
     ms_custom,
     ms_primitives,
-    vendor,
+    optimizers,
 )
 from telechat_moe.tools.align.operators.registry import Arguments, Formula, find
 
-_FILLING = (flash_attention, indexing, linear, ms_custom, ms_primitives, vendor)
+_FILLING = (attention, fused, indexing, linear, ms_custom, ms_primitives, optimizers)
 """The modules that import all others."""
 
 __all__ = ["Arguments", "Formula", "find"]

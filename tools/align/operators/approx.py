@@ -25,7 +25,7 @@ import numpy as np
 from telechat_moe.numerics import FLOATS, Array, round_to, spacing
 from telechat_moe.tools.align.operators.rounding_errors import (
     ROUNDING,
-    Axes,
+    ReducedAxes,
     alike,
     lost,
     rounding,
@@ -302,7 +302,7 @@ class Approx:
                 [(self, lambda g: fit(g.times(factor), self))],
             )
 
-    def sum(self, axis: Axes = None, keepdims: bool = False) -> "Approx":
+    def sum(self, axis: ReducedAxes = None, keepdims: bool = False) -> "Approx":
         """Sum in any order."""
         value = self.value.sum(axis, keepdims=True)
         squares = np.square(self.value).sum(axis, keepdims=True)
@@ -340,7 +340,7 @@ class Approx:
         roundings = 0.0 if self.stored == self.accumulated else 1.0
         return self.made(value, (), roundings, parents, (sigma, limit))
 
-    def mean(self, axis: Axes = None, keepdims: bool = False) -> "Approx":
+    def mean(self, axis: ReducedAxes = None, keepdims: bool = False) -> "Approx":
         """Mean."""
         total = self.sum(axis, keepdims)
         return total / (self.value.size / max(total.value.size, 1))
@@ -464,6 +464,39 @@ def scatter_add(
     return parts.like(total, sigma, limit, parents)
 
 
+def where(condition: Array, a: Any, b: Any) -> Approx:
+    """Choose by condition, exact."""
+    like = a if isinstance(a, Approx) else b
+    x, y = like.constant(a), like.constant(b)
+    keep = condition.astype(np.float64)
+    parents: Parents = [
+        (x, lambda g: fit(g.times(keep), x)),
+        (y, lambda g: fit(g.times(1 - keep), y)),
+    ]
+    fields = ((x.value, y.value), (x.sigma, y.sigma), (x.limit, y.limit))
+    value, sigma, limit = (np.where(condition, a, b) for a, b in fields)
+    return like.like(value, sigma, limit, parents)
+
+
+def concatenate(parts: Sequence[Approx], axis: int) -> Approx:
+    """Concatenate arrays along an axis; exact."""
+    ends = np.cumsum([p.shape[axis] for p in parts])
+    parents = [
+        (part, _rows(np.arange(int(end) - part.shape[axis], int(end)), axis))
+        for part, end in zip(parts, ends, strict=True)
+    ]
+    first = parts[0]
+    sigma = np.concatenate([np.broadcast_to(p.sigma, p.shape) for p in parts], axis)
+    limit = np.concatenate([np.broadcast_to(p.limit, p.shape) for p in parts], axis)
+    value = np.concatenate([p.value for p in parts], axis)
+    return first.like(value, sigma, limit, parents)
+
+
+def _rows(index: Array, axis: int) -> Back:
+    """Return the function that takes some rows of a gradient."""
+    return lambda g: g.moved(lambda x: x.take(index, axis), True)
+
+
 def fit(g: Approx, like: Approx) -> Approx:
     """Return a gradient summed over the dimensions in which its tensor was repeated."""
     extra = len(g.shape) - len(like.shape)
@@ -482,3 +515,36 @@ def _known(error: Array, value: Array) -> Array:
     """Return an error whose derivation overflowed as infinite; values that are not finite have none."""
     unknown = np.isnan(error)
     return np.where(unknown & np.isfinite(value), np.inf, np.where(unknown, 0.0, error))
+
+
+def gradients(
+    outputs: Sequence[tuple[Approx, Approx]], inputs: Sequence[Approx]
+) -> list[Approx | None]:
+    """Return the gradient of each input, from results with their incoming gradients; None: no result depends on it."""
+    by_node: dict[int, Approx] = {}
+
+    def add(node: Approx, part: Approx) -> None:
+        by_node[id(node)] = by_node[id(node)] + part if id(node) in by_node else part
+
+    for output, gradient in outputs:
+        add(output, gradient)
+    for node in _sorted([output for output, _ in outputs]):
+        for parent, backward in node.parents if id(node) in by_node else ():
+            add(parent, backward(by_node[id(node)]))
+    return [by_node[id(x)].stop() if id(x) in by_node else None for x in inputs]
+
+
+def _sorted(roots: Sequence[Approx]) -> list[Approx]:
+    """Return everything that the roots depend on, each result before its operands."""
+    order: list[Approx] = []
+    visited: set[int] = set()
+    stack: list[tuple[Approx, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, finished = stack.pop()
+        if finished:
+            order.append(node)
+        elif id(node) not in visited:
+            visited.add(id(node))
+            stack.append((node, True))
+            stack += [(parent, False) for parent, _ in node.parents]
+    return order[::-1]

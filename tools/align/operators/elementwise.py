@@ -1,13 +1,13 @@
 """Operators that work element by element."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, Array, Back
-from telechat_moe.tools.align.operators.joining import where
+from telechat_moe.narrowing import is_sequence
+from telechat_moe.tools.align.operators.approx import Approx, Array, Back, where
 from telechat_moe.tools.align.operators.registry import (
     Arguments,
     NotJudgedError,
@@ -39,6 +39,14 @@ def like(x: Any, values: Any) -> Any:
 def integers(x: Any) -> Array:
     """Return the values as int64."""
     return plain(x).astype(np.int64)
+
+
+def ints(values: Any) -> tuple[int, ...]:
+    """Return sizes that are given one by one or as a list."""
+    sizes: Sequence[Any] = values if is_sequence(values) else [values]
+    if len(sizes) == 1 and is_sequence(sizes[0]):
+        sizes = sizes[0]
+    return tuple(int(plain(v)) for v in sizes)
 
 
 def whole(*values: Any) -> bool:
@@ -257,15 +265,12 @@ def _cast(a: Arguments) -> Any:
     return a.input  # the output's type shows the type of the cast
 
 
-def _sizes(a: Arguments) -> tuple[int, ...]:
-    size = a.size[0] if len(a.size) == 1 and isinstance(a.size[0], list | tuple) else a.size
-    return tuple(int(plain(n)) for n in size)
-
-
 _FACTORY = "| dtype=None device=None requires_grad=False layout=None pin_memory=False"
 for _name, _make in (("zeros", np.zeros), ("ones", np.ones)):
-    op(_name, f"*size {_FACTORY}", exact=True)(lambda a, make=_make: make(_sizes(a)))
-    op(f"new_{_name}", f"input *size {_FACTORY}", exact=True)(lambda a, make=_make: make(_sizes(a)))
+    op(_name, f"*size {_FACTORY}", exact=True)(lambda a, make=_make: make(ints(a.size)))
+    op(f"new_{_name}", f"input *size {_FACTORY}", exact=True)(
+        lambda a, make=_make: make(ints(a.size))
+    )
 
 
 def _filled(a: Arguments, value: Any) -> Any:
@@ -276,7 +281,7 @@ _LIKE = "| dtype=None device=None"
 ops(
     {
         ("full", f"size fill_value {_FACTORY}"): lambda a: np.full(
-            tuple(int(n) for n in a.size), plain(a.fill_value)
+            ints(a.size), plain(a.fill_value)
         ),
         ("zeros_like", f"input *rest {_LIKE}"): lambda a: _filled(a, 0.0),
         ("ones_like", f"input *rest {_LIKE}"): lambda a: _filled(a, 1.0),

@@ -1,15 +1,15 @@
-"""Losses, attention, and the fused operators of mixture-of-experts models."""
+"""Losses and the fused operators of mixture-of-experts models: of torch, Ascend (torch_npu, MindSpore) and NVIDIA.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Sources: Ascend/op-plugin, docs/zh/custom_APIs; mindspore.ops; NVIDIA/TransformerEngine; NVIDIA/apex.
+"""
+
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate, where
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
-from telechat_moe.tools.align.operators.joining import where
-from telechat_moe.tools.align.operators.reductions import log_softmax, softmax, softmax_gradient
+from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
 
@@ -55,108 +55,6 @@ def _mse(a: Arguments) -> Any:
     d = floating(a.input) - a.target
     square = d * d
     return {"none": square, "sum": square.sum(), "mean": square.mean()}[a.reduction]
-
-
-@op(
-    "scaled_dot_product_attention",
-    "query key value attn_mask=None dropout_p=0.0 is_causal=False | scale=None enable_gqa=False",
-    stores=True,
-)
-def _attention(a: Arguments) -> Any:
-    """Compute ``softmax(q k^T scale + mask) v``; heads of keys are repeated if there are fewer."""
-    if a.dropout_p:
-        raise NotJudgedError("attention with dropout")
-    qkv = floating(a.query), floating(a.key), floating(a.value)
-    scale = qkv[0].shape[-1] ** -0.5 if a.scale is None else float(plain(a.scale))
-    if a.is_causal or a.attn_mask is None:
-        return attend(qkv, scale, Mask(2 if a.is_causal else 0))[0]
-    if isinstance(a.attn_mask, Approx):
-        return attend(qkv, scale, Mask(), a.attn_mask, inside=False)[0]
-    return attend(qkv, scale, Mask(given=~plain(a.attn_mask).astype(bool)))[0]
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees."""
-
-    # Ascend's `sparse_mode`: 0, 1 and 5 take the mask as it is; 2 and 3 are causal from the upper left and the lower
-    # right; 4 is a band from the lower right; 6 is 3 and a prefix
-    mode: int = 0
-    before: int = -1  # keys of the band before the query's own; negative: all
-    after: int = -1  # keys of the band after it; negative: all
-    # True or 1 where a key is hidden; `[S, S]` or with dimensions before
-    given: Array | None = None
-    prefix: Sequence[int] = ()  # keys of each batch that all queries see
-
-    def seen(self, queries: int, keys: int) -> Array | None:
-        """Return ``[..., queries, keys]``; None: all keys are seen."""
-        row, column = np.arange(queries)[:, None], np.arange(keys)
-        if self.mode in (0, 1, 5):
-            return None if self.given is None else ~self.given[..., :queries, :keys].astype(bool)
-        if self.mode == 2:
-            return column <= row
-        row = row + keys - queries
-        if self.mode == 3:
-            return column <= row
-        if self.mode == 4:
-            before = column >= row - self.before if self.before >= 0 else True
-            return np.broadcast_to(
-                before & (column <= row + self.after if self.after >= 0 else True), (queries, keys)
-            )
-        if self.mode == 6 and len(self.prefix):
-            early = column < np.asarray(self.prefix).reshape(-1, 1, 1, 1)
-            return (column <= row) | early
-        raise NotJudgedError(f"attention with sparse_mode {self.mode}")
-
-
-def attend(
-    qkv: tuple[Approx, Approx, Approx],
-    scale: float,
-    mask: Mask,
-    bias: Any = None,
-    inside: bool = True,
-) -> tuple[Approx, Approx, Array | None]:
-    """Return ``softmax(scale q k^T) v``, the scores, and which queries see nothing; all ``[..., N, S, D]``.
-
-    Args:
-        bias: Added to the scores, before they are scaled if ``inside``.
-    """
-    q, k, v = qkv
-    if k.shape[-3] != q.shape[-3]:
-        times = q.shape[-3] // k.shape[-3]
-        k, v = (x.moved(lambda y: np.repeat(y, times, -3), True) for x in (k, v))
-    score = q.matmul(k.swap(-1, -2))
-    if bias is not None and inside:
-        score = score + bias
-    score = score * scale
-    if bias is not None and not inside:
-        score = score + bias
-    visible = mask.seen(q.shape[-2], k.shape[-2])
-    if visible is None:
-        return weighted(score, v), score, None
-    alone = ~visible.any(-1, keepdims=True)
-    score = where(np.broadcast_to(visible | alone, score.shape), score, -np.inf)
-    y = weighted(score, v)
-    if alone.any():  # what sees nothing gets nothing
-        y = y.times(np.broadcast_to(~alone, (*score.shape[:-1], 1)).astype(np.float64))
-    return y, score, alone
-
-
-def weighted(score: Approx, v: Approx) -> Approx:
-    """Return ``softmax(score) v``; its gradient uses row sums of scores, or of the output like FlashAttention."""
-    p = softmax(score, -1)
-    result = p.matmul(v)
-    p, y, values = p.stop(), result.stop(), v.stop()
-
-    def back(g: Approx) -> Approx:
-        coming = g.matmul(values.swap(-1, -2))
-        plain, flash = (coming * p).sum(-1, True), (g * y).sum(-1, True)
-        errors = np.hypot(plain.sigma, flash.sigma), plain.limit + flash.limit
-        total = plain.like(plain.value, *errors)
-        return softmax_gradient(p, coming, total)
-
-    result.parents = ((score, back), result.parents[1])
-    return result
 
 
 @op("swiglu npu_swiglu Swiglu", "input dim=-1")
@@ -224,3 +122,239 @@ def combine_rows(y: Approx, row: Any, weight: Approx | None, bias: Approx | None
     parts = parts.times((row >= 0).astype(np.float64)[..., None])
     parts = parts if bias is None else parts + bias
     return (parts if weight is None else parts * weight.reshape(*row.shape, 1)).sum(1)
+
+
+def highest(x: Array, count: int) -> Array:
+    """Return the indices of the highest values of each row, of equal ones the first."""
+    return np.argsort(-x, 1, kind="stable")[:, :count]
+
+
+def open_groups(choice: Array, groups: int, count: int, of_group: int) -> Array:
+    """Return which experts are in the groups whose ``of_group`` best experts have the highest sums; ``[T, E]``."""
+    inside = np.sort(choice.reshape(len(choice), groups, -1), -1)
+    best = highest(inside[..., ::-1][..., :of_group].sum(-1, dtype=choice.dtype), count)
+    mask = np.zeros((len(choice), groups), bool)
+    np.put_along_axis(mask, best, True, 1)
+    return np.repeat(mask, choice.shape[1] // groups, 1)
+
+
+@op("scaled_upper_triang_masked_softmax", "input scale=1.0", stores=True)
+def _causal_softmax(a: Arguments) -> Any:
+    """Megatron's and apex's ``softmax(scale x)`` below the diagonal."""
+    x = floating(a.input) * float(plain(a.scale))
+    return softmax(
+        where(np.broadcast_to(np.tri(*x.shape[-2:], dtype=bool), x.shape), x, -np.inf), -1
+    )
+
+
+@op("scaled_masked_softmax scaled_softmax", "input mask=None scale=1.0", stores=True)
+def _masked_softmax(a: Arguments) -> Any:
+    """Megatron's and apex's ``softmax(scale x)``, -10,000 where the mask is true."""
+    mask, scale = (a.mask, a.scale) if np.ndim(plain(a.mask)) else (None, a.mask)
+    x = floating(a.input) * float(plain(a.scale if scale is None else scale))
+    return softmax(x if mask is None else where(plain(mask).astype(bool), x.constant(-1e4), x), -1)
+
+
+@op("npu_add_rms_norm AddRmsNorm add_rms_norm", "x1 x2 gamma epsilon=1e-06", stores=True)
+def _add_rms_norm(a: Arguments) -> Any:
+    """Return the norm of ``x1 + x2``, the reciprocal root, and the sum."""
+    total = floating(a.x1) + a.x2
+    dims = tuple(range(-len(floating(a.gamma).shape), 0))
+    inverse = ((total * total).mean(dims, True) + float(plain(a.epsilon))).rsqrt()
+    return [total * inverse * a.gamma, inverse, total]
+
+
+@op(
+    "npu_apply_rotary_pos_emb apply_rotary_pos_emb",
+    "query key cos sin position_ids=None unsqueeze_dim=1 | layout='BSND' rotary_mode='half'",
+)
+def _rotary_pair(a: Arguments) -> Any:
+    """Rotate queries and keys; transformers gives cosines without the dimension of heads."""
+    if a.rotary_mode not in ("half", "interleave"):
+        raise NotJudgedError(f"rotary positions with mode {a.rotary_mode!r}")
+    cos, sin = floating(a.cos), floating(a.sin)
+    if len(cos.shape) == len(floating(a.query).shape) - 1:
+        dim = int(a.unsqueeze_dim)
+        cos, sin = (x.moved(lambda v: np.expand_dims(v, dim)) for x in (cos, sin))
+    pairs = a.rotary_mode == "interleave"
+    return [rotate(floating(x), cos, sin, pairs) for x in (a.query, a.key)]
+
+
+@op(
+    "fused_apply_rotary_pos_emb FusedRoPEFunc",
+    "input freqs tensor_format='sbhd' interleaved=False | cu_seqlens=None",
+)
+def _rotary_of_angles(a: Arguments) -> Any:
+    """Transformer Engine's and apex's: angles ``[S, 1, 1, R]`` for the first R elements of ``[S, B, N, D]``."""
+    if a.tensor_format != "sbhd" or a.cu_seqlens is not None:
+        raise NotJudgedError(f"fused rotary positions with format {a.tensor_format!r}")
+    x, angle = floating(a.input), floating(a.freqs)
+    cos, sin, n = angle.cos(), angle.sin(), angle.shape[-1]
+    turned = rotate(x[..., :n], cos, sin, bool(a.interleaved))
+    return turned if n == x.shape[-1] else concatenate([turned, x[..., n:]], -1)
+
+
+def _legal_choice(score: Approx, best: Array, record: Any) -> Array:
+    """Return the program's choice ``[T, K]`` where the errors of the scores ``[T, E]`` allow it, else the best."""
+    if record is None:
+        return best
+    choice = record.load().astype(np.int64)
+    if choice.shape != best.shape or choice.min() < 0 or choice.max() >= score.shape[1]:
+        return best
+    # Kernels sort scores that they rounded to float32.
+    value, slack = score.value, score.bound("float32")
+    kth, around = (np.take_along_axis(x, best[:, -1:], 1) for x in (value, slack))
+    picked, loose = (np.take_along_axis(x, choice, 1) for x in (value, slack))
+    once = np.array([len(set(row)) == len(row) for row in choice.tolist()])
+    legal = (picked + loose >= kth - around).all(1) & once
+    return np.where(legal[:, None], choice, best)
+
+
+@op(
+    "npu_moe_gating_top_k moe_gating_top_k MoeGatingTopK",
+    "x k | bias=None input_ids=None tid2eid=None k_group=1 group_count=1 group_select_mode=0 renorm=0 norm_type=0 "
+    "out_flag=False routed_scaling_factor=1.0 eps=1e-20",
+    stores=True,
+)
+def _gating(a: Arguments) -> Any:
+    """Return the weights and indices of the chosen experts, and the scores."""
+    if a.tid2eid is not None or a.renorm:
+        raise NotJudgedError("gating by a table of tokens, or renormalized")
+    x = floating(a.x)
+    score = x.sigmoid() if int(a.norm_type) == 1 else softmax(x, 1)
+    biased = score.stop() if a.bias is None else score.stop() + a.bias
+    G = int(a.group_count)
+    open_experts = open_groups(
+        biased.value, G, int(a.k_group), 2 if int(a.group_select_mode) == 1 else 1
+    )
+    biased = where(open_experts, biased, -np.inf)
+    best = highest(biased.value, int(a.k))
+    index = _legal_choice(biased, best, a.made[1] if a.made and len(a.made) > 1 else None)
+    weight = score.moved(lambda v: np.take_along_axis(v, index, 1), True)
+    if int(a.norm_type) == 1:
+        weight = weight / (weight.sum(1, True) + float(a.eps))
+    return [weight * float(a.routed_scaling_factor), index, score]
+
+
+@op(
+    "npu_moe_gating_top_k_softmax moe_gating_top_k_softmax MoeGatingTopKSoftmax",
+    "x finished=None k=1",
+    stores=True,
+)
+def _gating_softmax(a: Arguments) -> Any:
+    """Return the highest probabilities, their experts, and the number of each pair, counted token by token."""
+    if a.finished is not None or len(floating(a.x).shape) != 2:
+        raise NotJudgedError("gating of finished rows, or of three dimensions")
+    score, k = softmax(floating(a.x), 1), int(a.k)
+    index = _legal_choice(score.stop(), highest(score.value, k), a.made[1] if a.made else None)
+    pair = np.arange(index.size).reshape(k, -1).T
+    return [score.moved(lambda v: np.take_along_axis(v, index, 1), True), index, pair]
+
+
+@op(
+    "npu_moe_init_routing moe_init_routing MoeInitRouting",
+    "x row_idx expert_idx active_num",
+    exact=True,
+)
+def _init_routing(a: Arguments) -> Any:
+    """Return the tokens sorted by expert, the new row of each pair, and the sorted experts."""
+    x, row, expert = floating(a.x), integers(a.row_idx).reshape(-1), integers(a.expert_idx)
+    order = np.argsort(expert.reshape(-1), kind="stable")
+    pair = row[order]
+    went = np.empty_like(pair)
+    went[pair] = np.arange(len(pair))
+    tokens, count = x.shape[0], min(int(plain(a.active_num)), x.shape[0]) * expert.shape[-1]
+    return [x[pair[:count] % tokens], went, expert.reshape(-1)[order]]
+
+
+_ROUTING = "x expert_idx active_num=-1 expert_capacity=-1 expert_num=-1 drop_pad_mode=0"
+
+
+@op(
+    "moe_init_routing_v2 MoeInitRoutingV2",
+    f"{_ROUTING} expert_tokens_num_type=0 expert_tokens_num_flag=False",
+    exact=True,
+)
+def _mindspore_routing(a: Arguments) -> Any:
+    """``mindspore.ops.moe_init_routing_v2``: its flag 1 asks for running sums, 2 for counts."""
+    flag = int(a.expert_tokens_num_type)
+    settings: dict[str, Any] = {"row_idx_type": 0, "quant_mode": -1, "active_expert_range": []}
+    return _routing(Arguments({**a.__dict__, **settings, "expert_tokens_num_type": int(flag != 1)}))
+
+
+@op(
+    "npu_moe_init_routing_v2",
+    "x expert_idx | scale=None offset=None active_num=-1 expert_capacity=-1 expert_num=-1 drop_pad_mode=0 "
+    "expert_tokens_num_type=0 expert_tokens_num_flag=False quant_mode=-1 active_expert_range=[] row_idx_type=0",
+    exact=True,
+)
+def _routing(a: Arguments) -> Any:
+    """Return the tokens sorted by expert, the row of each pair or the pair of each row, and the experts' tokens."""
+    some = list(a.active_expert_range or ()) not in ([], [0, int(a.expert_num)])
+    if int(a.quant_mode) != -1 or some:
+        raise NotJudgedError("quantized routing, or to some of the experts")
+    x, expert = floating(a.x), integers(a.expert_idx)
+    K, flat, E = expert.shape[1], expert.reshape(-1), int(a.expert_num)
+    pair = np.argsort(flat, kind="stable")
+    if int(a.drop_pad_mode):
+        return _with_capacity(x, flat, pair, K, E, int(a.expert_capacity))
+    kept = int(plain(a.active_num)) if int(plain(a.active_num)) > 0 else len(flat)
+    went = pair if int(a.row_idx_type) == 1 else np.argsort(pair, kind="stable")
+    count = np.bincount(flat, minlength=max(E, 0))
+    return [x[pair[:kept] // K], went, count if int(a.expert_tokens_num_type) else count.cumsum()]
+
+
+def _with_capacity(x: Approx, flat: Array, pair: Array, K: int, E: int, capacity: int) -> list[Any]:
+    """Return ``[E, capacity, H]`` with zeros where an expert has fewer tokens; -1 for pairs that are dropped."""
+    expert = flat[pair]
+    number = np.arange(len(pair)) - np.searchsorted(expert, expert)  # among those of its expert
+    fits = number < capacity
+    went = np.full(len(flat), -1)
+    went[pair[fits]] = (expert * capacity + number)[fits]
+    source = np.full(E * capacity, -1)
+    source[went[went >= 0]] = np.flatnonzero(went >= 0)
+    rows = x[np.maximum(source, 0) // K].times((source >= 0).astype(np.float64)[:, None])
+    return [rows.reshape(E, capacity, -1), went]
+
+
+@op(
+    "npu_moe_finalize_routing moe_finalize_routing MoeFinalizeRouting",
+    "rows skip1=None skip2=None bias=None scales=None row=None expert=None drop_pad_mode=0 k=1",
+)
+def _finalize(a: Arguments) -> Any:
+    """Return ``skip1 + skip2 + sum over k of scale (row + bias)`` for each token."""
+    rows, rows_of_token = floating(a.rows), integers(a.row).reshape(-1)
+    K = int(a.k) if a.scales is None else floating(a.scales).shape[1]
+    rows_of_token = (
+        rows_of_token.reshape(K, -1).T if int(a.drop_pad_mode) < 2 else rows_of_token.reshape(-1, K)
+    )
+    bias = None if a.bias is None else floating(a.bias)[integers(a.expert)]
+    scales = None if a.scales is None else floating(a.scales)
+    total = combine_rows(rows.reshape(-1, rows.shape[-1]), rows_of_token, scales, bias)
+    for skip in (a.skip1, a.skip2):
+        total = total if skip is None else total + skip
+    return total
+
+
+@op(
+    "npu_moe_compute_expert_tokens moe_compute_expert_tokens MoeComputeExpertTokens",
+    "experts num_expert",
+    exact=True,
+)
+def _expert_tokens(a: Arguments) -> Any:
+    """Return how many rows belong to the experts up to each one."""
+    return np.bincount(integers(a.experts), minlength=int(plain(a.num_expert))).cumsum()
+
+
+@op(
+    "npu_cross_entropy_loss CrossEntropyLoss",
+    "input target weight=None reduction='mean' ignore_index=-100 label_smoothing=0.0 lse_square_scale_for_zloss=0.0 "
+    "return_zloss=False",
+    stores=True,
+)
+def _cross_entropy(a: Arguments) -> Any:
+    """Return the loss and the logarithms of the probabilities."""
+    if a.lse_square_scale_for_zloss:
+        raise NotJudgedError("cross entropy with a z-loss")
+    log_p, loss = log_probabilities_and_loss(a)
+    return [loss, log_p]

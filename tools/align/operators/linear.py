@@ -7,9 +7,8 @@ import numpy as np
 
 from telechat_moe.narrowing import is_list
 from telechat_moe.numerics import FLOATS
-from telechat_moe.tools.align.operators.approx import Approx, Parents
+from telechat_moe.tools.align.operators.approx import Approx, Parents, concatenate
 from telechat_moe.tools.align.operators.elementwise import floating, plain
-from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 from telechat_moe.tools.align.operators.rounding_errors import ROUNDING
 

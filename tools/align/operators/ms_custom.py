@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.numerics import FLOATS, round_to
-from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.approx import Approx, concatenate, gradients, where
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
-from telechat_moe.tools.align.operators.fused import combine_rows, rotate
-from telechat_moe.tools.align.operators.gradients import gradients
-from telechat_moe.tools.align.operators.joining import concatenate, where
+from telechat_moe.tools.align.operators.fused import combine_rows, highest, open_groups, rotate
 from telechat_moe.tools.align.operators.reductions import softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, call, primitive
 
@@ -216,20 +214,6 @@ def _assemble_grad(a: Arguments) -> Any:
     widths = (N * grads[0].shape[-1], N * (int(a.nope) + grads[2].shape[-1]), R)
     inputs = [grads[0].constant(np.zeros((tokens, w))) for w in widths]
     return _back(_assembled(a, *inputs), grads, inputs)
-
-
-def highest(x: Array, count: int) -> Array:
-    """Return the indices of the highest values of each row, of equal ones the first."""
-    return np.argsort(-x, 1, kind="stable")[:, :count]
-
-
-def open_groups(choice: Array, groups: int, count: int, of_group: int) -> Array:
-    """Return which experts are in the groups whose ``of_group`` best experts have the highest sums; ``[T, E]``."""
-    inside = np.sort(choice.reshape(len(choice), groups, -1), -1)
-    best = highest(inside[..., ::-1][..., :of_group].sum(-1, dtype=choice.dtype), count)
-    mask = np.zeros((len(choice), groups), bool)
-    np.put_along_axis(mask, best, True, 1)
-    return np.repeat(mask, choice.shape[1] // groups, 1)
 
 
 def _weights(a: Arguments, score: Approx, index: Any) -> Approx:

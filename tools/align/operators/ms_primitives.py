@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate, scatter_add
 from telechat_moe.tools.align.operators.elementwise import (
     floating,
     integers,
+    ints,
     of_input,
     plain,
     whole,
 )
 from telechat_moe.tools.align.operators.indexing import along
-from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.reductions import (
     layer_normed,
     log_softmax,
@@ -23,7 +23,7 @@ from telechat_moe.tools.align.operators.reductions import (
     softmax_gradient,
 )
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, ops, primitive
-from telechat_moe.tools.align.operators.shapes import cut, ints, move, moves
+from telechat_moe.tools.align.operators.shapes import cut, move, moves
 
 EXP, EXP_SLOPE = 90.0, 9.0
 """Errors of MindSpore's exp on CPU, in roundings: a constant, and an amount for each unit of its argument.
@@ -306,37 +306,3 @@ def _kept(x: Any) -> Any:
 
 primitive("TensorMove Identity StopGradient", "input", exact=True)(lambda a: _kept(a.input))
 primitive("Assign", "input value", exact=True)(lambda a: _kept(a.value))
-
-
-@primitive(
-    "AdamWeightDecay",
-    "weight exp_avg exp_avg_sq lr beta1 beta2 eps weight_decay grad clip=None | new1=None "
-    "new2=None use_nesterov=False",
-    stores=True,
-)
-def _adam_weight_decay(a: Arguments) -> Any:
-    """Compute ``w -= lr (m / (sqrt(v) + eps) + decay w)``; bias correction, if any, is in the three numbers."""
-    w, g = floating(a.weight), floating(a.grad)
-    g = g * floating(a.clip) if a.clip is not None else g
-    beta1, beta2 = floating(a.beta1), floating(a.beta2)
-    new1 = 1 - beta1 if a.new1 is None else floating(a.new1)
-    new2 = 1 - beta2 if a.new2 is None else floating(a.new2)
-    m = floating(a.exp_avg) * beta1 + g * new1
-    v = floating(a.exp_avg_sq) * beta2 + g * g * new2
-    step = m / (v.sqrt() + floating(a.eps)) + w * floating(a.weight_decay)
-    return [w - step * floating(a.lr), m, v]
-
-
-@primitive(
-    "ApplyMomentum",
-    "weight momentum_buffer lr grad momentum | use_nesterov=False use_locking=False "
-    "gradient_scale=1.0",
-    stores=True,
-)
-def _momentum(a: Arguments) -> Any:
-    if a.use_nesterov:
-        raise NotJudgedError("an optimizer with nesterov")
-    v = floating(a.momentum_buffer) * floating(a.momentum) + floating(a.grad) * float(
-        a.gradient_scale
-    )
-    return [floating(a.weight) - v * floating(a.lr), v]

@@ -7,14 +7,14 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from telechat_moe.narrowing import is_list, is_sequence
 from telechat_moe.numerics import Array
 from telechat_moe.tools.align.operators.approx import Approx
 
-Output = Approx | Array
+FormulaOutput = Approx | Array
 
 SAME_NAME = {
     other: name
@@ -58,7 +58,7 @@ class Formula:
     name: str  # canonical name
     signature: tuple[str, ...]  # arguments in order; `*name` takes all that remain
     defaults: dict[str, Any]  # default values by name
-    compute: Callable[["Arguments"], Sequence[Output]]
+    compute: Callable[["Arguments"], Sequence[FormulaOutput]]
     # Whether the result consists of the inputs' values (moves, comparisons) and is only rounded to its type
     exact: bool = False
     # Whether programs compute it in several kernels, which round intermediate results to the tensor's type
@@ -68,13 +68,18 @@ class Formula:
         default_factory=dict[str, Any]
     )
 
+    @cached_property
+    def names(self) -> set[str]:
+        """The canonical names of its arguments."""
+        return {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
+
+    def canonical(self, name: str) -> str:
+        """Return the canonical name of an argument, of which frameworks have others."""
+        return name if name in self.names else SAME_NAME.get(name, name)
+
     def given(self, positional: int, names: Iterable[str]) -> set[str]:
         """Return the names of arguments, from the number of the positional ones and the names of the others."""
-        return {*self.signature[:positional], *(self._own(name) for name in names)}
-
-    def _own(self, name: str) -> str:
-        names = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
-        return name if name in names else SAME_NAME.get(name, name)
+        return {*self.signature[:positional], *map(self.canonical, names)}
 
     def bind(self, positional: Sequence[Any], named: dict[str, Any]) -> "Arguments":
         """Return the arguments by name.
@@ -94,14 +99,12 @@ class Formula:
                 raise NotJudgedError(
                     f"{self.name} takes {len(self.signature)} arguments, the dump has {len(positional)}"
                 )
-        names = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
         for name, value in named.items():
-            argument = self._own(name)
-            if argument not in names and value is not None:
+            argument = self.canonical(name)
+            if argument not in self.names and value is not None:
                 raise NotJudgedError(f"{self.name}: argument {name!r} is not known")
             values[argument] = value
-        for name, value in self.defaults.items():
-            values.setdefault(name, value)
+        values = self.defaults | values
         missing = [name for name in self.signature if name.lstrip("*") not in values]
         if missing:
             raise NotJudgedError(f"{self.name}: argument {missing[0]!r} is not in the dump")
@@ -151,12 +154,19 @@ def op(
         signature: Positional arguments, ``|``, arguments given only by name; ``name=value`` for a default.
         is_primitive: Whether the names are the exact ones of MindSpore primitives.
     """
+    items = [item.partition("=") for item in signature.replace("|", " ").split()]
+    defaults = {key: ast.literal_eval(value) for key, equals, value in items if equals}
+    order = tuple(item.partition("=")[0] for item in signature.partition("|")[0].split())
 
     def register(function: Computes) -> Computes:
+        def compute(arguments: Arguments) -> Sequence[FormulaOutput]:
+            result = function(arguments)
+            return result if is_list(result) else [result]
+
         for name in names.split():
             key, shown = (name, name) if is_primitive else (_plain(name), names.split()[0])
             table = _PRIMITIVES if is_primitive else _FORMULAS
-            table[key] = _formula(function, shown, signature, exact, stores, guesses)
+            table[key] = Formula(shown, order, defaults, compute, exact, stores, guesses)
         return function
 
     return register
@@ -169,26 +179,6 @@ def ops(table: Mapping[tuple[str, str], Computes], register: Any = op, **flags: 
     """Register formulas by names and signature, with :func:`op` or :func:`primitive` and their flags."""
     for (names, signature), function in table.items():
         register(names, signature, **flags)(function)
-
-
-def _formula(
-    function: Computes,
-    name: str,
-    signature: str,
-    exact: bool,
-    stores: bool,
-    guesses: Mapping[str, Guess],
-) -> Formula:
-    positional = signature.partition("|")[0]
-    items = [item.partition("=") for item in signature.replace("|", " ").split()]
-    defaults = {key: ast.literal_eval(value) for key, equals, value in items if equals}
-    order = tuple(item.partition("=")[0] for item in positional.split())
-
-    def compute(arguments: Arguments) -> Sequence[Output]:
-        result = function(arguments)
-        return result if is_list(result) else [result]
-
-    return Formula(name, order, defaults, compute, exact, stores, guesses)
 
 
 def find(call_name: str) -> Formula | None:
@@ -215,10 +205,10 @@ def _of_each(formula: Formula | None) -> Formula | None:
     if formula is None:
         return None
 
-    def compute(a: Arguments) -> Sequence[Output]:
+    def compute(a: Arguments) -> Sequence[FormulaOutput]:
         lists = [n for n, v in a.__dict__.items() if is_list(v)]
         count = len(getattr(a, formula.signature[0]))
-        outputs: list[Output] = []
+        outputs: list[FormulaOutput] = []
         for i in range(count):
             element = {
                 n: v[i] if n in lists and len(v) == count else v for n, v in a.__dict__.items()

@@ -6,7 +6,7 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, Array, Float
 
-Axes = int | tuple[int, ...] | None
+ReducedAxes = int | tuple[int, ...] | None
 
 ROUNDING = 3**-0.5
 """Standard deviation of an error that is uniform in +-1 unit roundoff."""
@@ -59,7 +59,7 @@ def sum_errors(
     return sigma + flushed, kind.unit * (count + 1) * np.sqrt(count * squares) + flushed
 
 
-def alike(x: Array, axis: Axes) -> Array:
+def alike(x: Array, axis: ReducedAxes) -> Array:
     """Return the share of pairs of terms along an axis that are equal and not zero, estimated from three distances."""
     rows, axes = _terms(x, axis)
     count = rows.shape[-1]
@@ -70,7 +70,7 @@ def alike(x: Array, axis: Axes) -> Array:
     return np.expand_dims(np.mean(shares, 0), axes)
 
 
-def walk_along(x: Array, axis: Axes) -> Array:
+def walk_along(x: Array, axis: ReducedAxes) -> Array:
     """Return the mean square of the partial sums along axes, taken at the ends of blocks of terms."""
     rows, axes = _terms(x, axis)
     starts = _blocks(rows.shape[-1])
@@ -100,7 +100,7 @@ def walk_of_product(a: Array, b: Array) -> tuple[Array, Array]:
     return even + odd, np.maximum(walk, walk_apart) / len(starts)
 
 
-def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Array:
+def lost(x: Array, total: Array, squares: Array, axis: ReducedAxes, unit: float) -> Array:
     """Return what a sum may lose because small terms vanish next to its partial sums, as a standard deviation."""
     partial = np.abs(total) + np.sqrt(squares)
     small = np.where(np.abs(x) < 2 * unit * partial, x, 0.0)
@@ -110,7 +110,7 @@ def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Arr
     return total_lost + np.sqrt(np.square(small).sum(axis, keepdims=True))
 
 
-def _terms(x: Array, axis: Axes) -> tuple[Array, list[int]]:
+def _terms(x: Array, axis: ReducedAxes) -> tuple[Array, list[int]]:
     """Return an array with the summed axes merged into its last one, and the numbers of these axes."""
     axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     summed = {a % x.ndim for a in axes}

@@ -8,9 +8,8 @@ import numpy as np
 
 from telechat_moe.narrowing import is_sequence
 from telechat_moe.numerics import Array
-from telechat_moe.tools.align.operators.approx import Approx
-from telechat_moe.tools.align.operators.elementwise import floating, plain
-from telechat_moe.tools.align.operators.joining import concatenate
+from telechat_moe.tools.align.operators.approx import Approx, concatenate
+from telechat_moe.tools.align.operators.elementwise import floating, ints, plain
 from telechat_moe.tools.align.operators.registry import (
     Arguments,
     NotJudgedError,
@@ -25,21 +24,15 @@ def move(x: Any, function: Callable[[Array], Array], repeats: bool = False) -> A
     return x.moved(function, repeats) if isinstance(x, Approx) else function(plain(x))
 
 
-def ints(values: Any) -> tuple[int, ...]:
-    """Return sizes that are given one by one or as a list."""
-    sizes: Sequence[Any] = values if is_sequence(values) else [values]
-    if len(sizes) == 1 and is_sequence(sizes[0]):
-        sizes = sizes[0]
-    return tuple(int(v) for v in sizes)
+ArrayMove = Callable[[Array, Arguments], Array]
 
 
-Move = Callable[[Array, Arguments], Array]
-
-
-def moves(table: Mapping[tuple[str, str], Move], repeats: bool = False, register: Any = op) -> None:
+def moves(
+    table: Mapping[tuple[str, str], ArrayMove], repeats: bool = False, register: Any = op
+) -> None:
     """Register what operators, or primitives, make of ``input`` by moving elements; see :meth:`Approx.moved`."""
 
-    def moved(function: Move, a: Arguments) -> Any:
+    def moved(function: ArrayMove, a: Arguments) -> Any:
         return move(a.input, lambda x: function(x, a), repeats)
 
     ops({key: partial(moved, f) for key, f in table.items()}, register, exact=True)

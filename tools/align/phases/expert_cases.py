@@ -11,8 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from telechat_moe.model.dispatch import DroplessDispatch, SortedDispatch, build_dispatch, drops
 from telechat_moe.ops import grouped_matmul
 from telechat_moe.ops.select import backend as chosen_backend
-from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.joining import concatenate
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
 from telechat_moe.tools.align.operators.registry import call
 from telechat_moe.tools.align.phases.cases import (
     COLUMNS,

@@ -20,8 +20,7 @@ from telechat_moe.narrowing import is_list, is_sequence
 from telechat_moe.tools.align.judge.coverage import answer
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.judge.verdict import worst as worst_of
-from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.gradients import gradients
+from telechat_moe.tools.align.operators.approx import Approx, Array, gradients
 
 if TYPE_CHECKING:
     from telechat_moe.tools.align.phases.cases import OperatorCase

@@ -7,7 +7,7 @@ from typing import Any
 from telechat_moe import html
 from telechat_moe.tools.align.loss import page as loss_page
 from telechat_moe.tools.align.loss.read import read
-from telechat_moe.tools.align.loss.verdict import Settings, judge
+from telechat_moe.tools.align.loss.verdict import LossSettings, judge
 from telechat_moe.tools.align.report import bisect_page
 
 
@@ -35,7 +35,7 @@ def page(report: Mapping[str, Any]) -> str:
 def _loss(report: Mapping[str, Any]) -> str:
     """Draw the curves again from the files that the report names."""
     curves = [read(curve["path"], curve["metric"]) for curve in report["inputs"]]
-    return loss_page.body(judge(curves[:-1], curves[-1], Settings(**report["settings"])))
+    return loss_page.body(judge(curves[:-1], curves[-1], LossSettings(**report["settings"])))
 
 
 def _operators(operators: Sequence[Mapping[str, Any]]) -> str:

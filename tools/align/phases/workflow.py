@@ -20,7 +20,7 @@ from telechat_moe.files import write_atomic
 from telechat_moe.tools.align.judge.coverage import VERDICTS
 
 TITLES = ("operators alone", "one step", "loss curve")
-Phase = dict[str, Any]
+PhaseReport = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
         BadInputError: An input is missing, or a command that a phase needs failed.
     """
     plan.out.mkdir(parents=True, exist_ok=True)
-    phases: list[Phase] = []
+    phases: list[PhaseReport] = []
     works = zip(TITLES, (_operators, _step, _curve), strict=True)
     for number, (title, work) in enumerate(works, 1):
         wrong = [p["title"] for p in phases if p["verdict"] == "diverged"]
@@ -73,11 +73,11 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
     return report
 
 
-def _unjudged(reason: str) -> Phase:
+def _unjudged(reason: str) -> PhaseReport:
     return {"verdict": "inconclusive", "sentence": reason, "not_judged": {reason: 1}}
 
 
-def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) -> Phase:
+def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], PhaseReport]) -> PhaseReport:
     """Return a phase's report: the one in the folder, if nothing that it depends on has changed; else a new one."""
     path, key = plan.out / f"phase{number}.json", _state(plan, number)
     if path.exists() and not plan.again:
@@ -143,14 +143,14 @@ def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool =
     return process.returncode
 
 
-def _operators(plan: PhasesPlan) -> Phase:
+def _operators(plan: PhasesPlan) -> PhaseReport:
     path = plan.out / "operators.json"
     module = "telechat_moe.tools.align.phases.operators"
     _command(["-m", module, plan.recipe, str(path), *plan.overrides])
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _step(plan: PhasesPlan) -> Phase:
+def _step(plan: PhasesPlan) -> PhaseReport:
     target = plan.target
     if target is None:
         target = plan.out / "step"
@@ -171,7 +171,7 @@ def _step(plan: PhasesPlan) -> Phase:
     return _of_reports(reports, plan.reference is None)
 
 
-def _of_reports(reports: dict[str, Any], alone: bool) -> Phase:
+def _of_reports(reports: dict[str, Any], alone: bool) -> PhaseReport:
     worst = min(reports.values(), key=lambda r: VERDICTS.index(r["verdict"]))
     reason = "no reference dump was given, each operator was judged by its own inputs"
     unknown = {f"weights, data and settings: {reason}": 1} if alone else {}
@@ -200,7 +200,7 @@ def _mark(plan: PhasesPlan, folder: Path) -> None:
     folder.with_suffix(".state").write_text(_state(plan, 1), encoding="utf-8")
 
 
-def _curve(plan: PhasesPlan) -> Phase:
+def _curve(plan: PhasesPlan) -> PhaseReport:
     if not plan.bases:
         return _unjudged("no curve of a trusted run was given (--base)")
     curve = plan.curve

@@ -1,21 +1,122 @@
-"""Attention as one operator: torch_npu's, MindSpore's and flash-attn's, by their documentation.
+"""Attention as one operator: torch's, torch_npu's, MindSpore's and flash-attn's, by their documentation.
 
 Sources: Ascend/op-plugin, npu_fusion_attention; mindspore.ops.flash_attention_score; Dao-AILab/flash-attention.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate, where
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
-from telechat_moe.tools.align.operators.fused import Mask, attend
-from telechat_moe.tools.align.operators.joining import concatenate
+from telechat_moe.tools.align.operators.reductions import softmax, softmax_gradient
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
-Heads = tuple[Approx, Approx, Approx]
+
+@op(
+    "scaled_dot_product_attention",
+    "query key value attn_mask=None dropout_p=0.0 is_causal=False | scale=None enable_gqa=False",
+    stores=True,
+)
+def _attention(a: Arguments) -> Any:
+    """Compute ``softmax(q k^T scale + mask) v``; heads of keys are repeated if there are fewer."""
+    if a.dropout_p:
+        raise NotJudgedError("attention with dropout")
+    qkv = floating(a.query), floating(a.key), floating(a.value)
+    scale = qkv[0].shape[-1] ** -0.5 if a.scale is None else float(plain(a.scale))
+    if a.is_causal or a.attn_mask is None:
+        return attend(qkv, scale, Mask(2 if a.is_causal else 0))[0]
+    if isinstance(a.attn_mask, Approx):
+        return attend(qkv, scale, Mask(), a.attn_mask, inside=False)[0]
+    return attend(qkv, scale, Mask(given=~plain(a.attn_mask).astype(bool)))[0]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees."""
+
+    # Ascend's `sparse_mode`: 0, 1 and 5 take the mask as it is; 2 and 3 are causal from the upper left and the lower
+    # right; 4 is a band from the lower right; 6 is 3 and a prefix
+    mode: int = 0
+    before: int = -1  # keys of the band before the query's own; negative: all
+    after: int = -1  # keys of the band after it; negative: all
+    # True or 1 where a key is hidden; `[S, S]` or with dimensions before
+    given: Array | None = None
+    prefix: Sequence[int] = ()  # keys of each batch that all queries see
+
+    def seen(self, queries: int, keys: int) -> Array | None:
+        """Return ``[..., queries, keys]``; None: all keys are seen."""
+        row, column = np.arange(queries)[:, None], np.arange(keys)
+        if self.mode in (0, 1, 5):
+            return None if self.given is None else ~self.given[..., :queries, :keys].astype(bool)
+        if self.mode == 2:
+            return column <= row
+        row = row + keys - queries
+        if self.mode == 3:
+            return column <= row
+        if self.mode == 4:
+            before = column >= row - self.before if self.before >= 0 else True
+            return np.broadcast_to(
+                before & (column <= row + self.after if self.after >= 0 else True), (queries, keys)
+            )
+        if self.mode == 6 and len(self.prefix):
+            early = column < np.asarray(self.prefix).reshape(-1, 1, 1, 1)
+            return (column <= row) | early
+        raise NotJudgedError(f"attention with sparse_mode {self.mode}")
+
+
+def attend(
+    qkv: tuple[Approx, Approx, Approx],
+    scale: float,
+    mask: Mask,
+    bias: Any = None,
+    inside: bool = True,
+) -> tuple[Approx, Approx, Array | None]:
+    """Return ``softmax(scale q k^T) v``, the scores, and which queries see nothing; all ``[..., N, S, D]``.
+
+    Args:
+        bias: Added to the scores, before they are scaled if ``inside``.
+    """
+    q, k, v = qkv
+    if k.shape[-3] != q.shape[-3]:
+        times = q.shape[-3] // k.shape[-3]
+        k, v = (x.moved(lambda y: np.repeat(y, times, -3), True) for x in (k, v))
+    score = q.matmul(k.swap(-1, -2))
+    if bias is not None and inside:
+        score = score + bias
+    score = score * scale
+    if bias is not None and not inside:
+        score = score + bias
+    visible = mask.seen(q.shape[-2], k.shape[-2])
+    if visible is None:
+        return weighted(score, v), score, None
+    alone = ~visible.any(-1, keepdims=True)
+    score = where(np.broadcast_to(visible | alone, score.shape), score, -np.inf)
+    y = weighted(score, v)
+    if alone.any():  # what sees nothing gets nothing
+        y = y.times(np.broadcast_to(~alone, (*score.shape[:-1], 1)).astype(np.float64))
+    return y, score, alone
+
+
+def weighted(score: Approx, v: Approx) -> Approx:
+    """Return ``softmax(score) v``; its gradient uses row sums of scores, or of the output like FlashAttention."""
+    p = softmax(score, -1)
+    result = p.matmul(v)
+    p, y, values = p.stop(), result.stop(), v.stop()
+
+    def back(g: Approx) -> Approx:
+        coming = g.matmul(values.swap(-1, -2))
+        plain, flash = (coming * p).sum(-1, True), (g * y).sum(-1, True)
+        errors = np.hypot(plain.sigma, flash.sigma), plain.limit + flash.limit
+        total = plain.like(plain.value, *errors)
+        return softmax_gradient(p, coming, total)
+
+    result.parents = ((score, back), result.parents[1])
+    return result
 
 
 def _heads(x: Approx, layout: str, heads: int) -> Approx:
