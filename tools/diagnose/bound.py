@@ -42,12 +42,12 @@ class StageBound:
 
     @property
     def bound(self) -> str:
-        """What bounds most steps."""
+        """The name in `BOUNDS` that bounds most steps."""
         return max(self.steps, key=lambda name: self.steps[name])
 
 
 def stage_bounds(records: Records) -> list[StageBound]:
-    """Return what bounds each stage."""
+    """Return for each pipeline stage what bounds its steps."""
     local = records.own
     names = list(BOUNDS.values())
     moved = _moved(records)

@@ -40,7 +40,7 @@ COLOURS = {
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
-    """Return the page of a diagnosis."""
+    """Return a diagnosis as one self-contained page of HTML."""
     records = diagnosis.records
     body: list[str] = [tag("p", diagnosis.says(), "sentence")]
     rows = [

@@ -67,7 +67,7 @@ class Records:
 
     @property
     def axes(self) -> list[str]:
-        """Axes whose collectives were recorded."""
+        """The axes of parallelism whose collectives were recorded."""
         return [name[len(COMM) :] for name in self.columns if name.startswith(COMM)]
 
     @property

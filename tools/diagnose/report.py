@@ -94,7 +94,7 @@ class Diagnosis:
 
 
 def diagnose(records: Records) -> Diagnosis:
-    """Judge the times of a run."""
+    """Return what the times of a run show: causes, bounds and what could not be judged."""
     return Diagnosis(
         records,
         records.step_seconds(),

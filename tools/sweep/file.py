@@ -114,7 +114,7 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The variant and the seed, as messages name the run."""
         return f"{self.variant}, seed {self.seed}"
 
 
@@ -140,10 +140,10 @@ class Sweep:
         """The folder of the runs and of the report."""
         return Path(self.keys.output_dir)
 
-    def problem(self, variant: str, found: str, expected: str) -> Problem:
+    def problem(self, variant: str, problem: str, expected: str) -> Problem:
         """Return what is wrong with a variant."""
         place = {"file": label(self.file), "key": f"variants.{variant}"}
-        return Problem(**place, line=self.lines[variant], found=found, expected=expected)
+        return Problem(**place, line=self.lines[variant], found=problem, expected=expected)
 
 
 def find_sweep(name: str) -> Path:
@@ -159,11 +159,11 @@ def find_sweep(name: str) -> Path:
     try:
         if Path(name).is_file():
             return Path(name)
-        found = "a folder" if Path(name).is_dir() else "not found"
+        problem = "a folder" if Path(name).is_dir() else "not found"
     except OSError as error:  # a name that is too long, a folder that may not be read
-        found = error.strerror or str(error)
+        problem = error.strerror or str(error)
     expected = f"expected a sweep file, or a shipped one: {', '.join(shipped)}"
-    raise RecipeError([Problem(file=name, line=0, key="", found=found, expected=expected)])
+    raise RecipeError([Problem(file=name, line=0, key="", found=problem, expected=expected)])
 
 
 def read_sweep(name: str) -> Sweep:
@@ -184,9 +184,11 @@ class _SweepReader:
         self.recipe_problems: set[Problem] = set()  # which the variants do not cause
         self.root = YamlNode("map", 1)
 
-    def report(self, line: int, key: str, found: str, expected: str, suggestion: str = "") -> None:
+    def report(
+        self, line: int, key: str, problem: str, expected: str, suggestion: str = ""
+    ) -> None:
         place = {"file": self.file, "key": key, "suggestion": suggestion}
-        self.problems[Problem(**place, line=line, found=found, expected=expected)] = None
+        self.problems[Problem(**place, line=line, found=problem, expected=expected)] = None
 
     def stop_if_broken(self) -> None:
         if self.problems:
@@ -237,14 +239,14 @@ class _SweepReader:
         self.root = root
         for entry in root.entries:
             if entry.key in OLD_KEYS:
-                found = "a table or axes, which version 0.1 had"
+                problem = "a table or axes, which version 0.1 had"
                 expected = "without it, each variant as a list of overrides, NAME: [KEY=VALUE, ...]"
-                self.report(entry.line, entry.key, found, expected)
+                self.report(entry.line, entry.key, problem, expected)
         self.stop_if_broken()
 
-        def report(entry: Entry, key: str, found: str, expected: str, near: str) -> None:
+        def report(entry: Entry, key: str, problem: str, expected: str, suggestion: str) -> None:
             expected = expected.replace("a recipe has", "a sweep file has")
-            self.report(entry.line, key, found, expected, near)
+            self.report(entry.line, key, problem, expected, suggestion)
 
         return cast(SweepKeys, Checker(report).section(Entry("", 1, root), SweepKeys, ""))
 
@@ -304,9 +306,9 @@ class _SweepReader:
                 if seed == keys.seeds[0]:
                     content = json.dumps({**recipe.to_dict(), "output_dir": ""})
                     if (other := recipes.setdefault(content, name)) != name:
-                        found = f"the same recipe as {other}"
+                        problem = f"the same recipe as {other}"
                         expected = "an override that differs, or one variant less"
-                        self.report(lines[name], f"variants.{name}", found, expected)
+                        self.report(lines[name], f"variants.{name}", problem, expected)
         return runs
 
     def load(
@@ -328,8 +330,8 @@ class _SweepReader:
                     self.problems[problem] = None
                 elif p not in self.recipe_problems:  # other variants have it, too
                     self.recipe_problems.add(p)
-                    found = f"{p.found} (with {self.file}: {variant})"
-                    self.problems[replace(p, found=found)] = None
+                    problem = f"{p.found} (with {self.file}: {variant})"
+                    self.problems[replace(p, found=problem)] = None
             return None
 
     def counterparts(self, name: str, model: LargerModel) -> dict[str, Recipe]:
@@ -368,5 +370,7 @@ class _SweepReader:
                 low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
                 apart = values[high] / values[low] - 1
                 if apart > limit:
-                    found = f"{group}{low} has {values[low]:,.0f}, {high} {values[high]:,.0f}, {apart:.2%} more"
-                    self.report(line, f"{key}.equal.{measure}", found, f"at most {limit:.2%} more")
+                    problem = f"{group}{low} has {values[low]:,.0f}, {high} {values[high]:,.0f}, {apart:.2%} more"
+                    self.report(
+                        line, f"{key}.equal.{measure}", problem, f"at most {limit:.2%} more"
+                    )

@@ -52,7 +52,7 @@ class RunResult:
         return self.validation_loss if self.run.recipe.telechat_moe.evaluation.interval else self.train_loss  # fmt: skip
 
     def plain(self) -> dict[str, Any]:
-        """Return the run as plain data."""
+        """Return the run as plain data without its curve, for JSON."""
         data = {k: v for k, v in vars(self).items() if k not in ("run", "curve")}
         run = {"variant": self.run.variant, "seed": self.run.seed, "folder": str(self.run.folder)}
         return {**run, **data, "loss": self.loss}

@@ -65,10 +65,10 @@ def check(sweep: Sweep, weights: ReadWeights | None) -> None:
             continue
         changed = [] if before is None else list(_differences(before, run.recipe.to_dict()))
         if changed:
-            found = f"{run.folder} holds a run of another recipe: {'; '.join(changed[:3])}"
-            found += f"; and {len(changed) - 3} more keys" if len(changed) > 3 else ""
+            problem = f"{run.folder} holds a run of another recipe: {'; '.join(changed[:3])}"
+            problem += f"; and {len(changed) - 3} more keys" if len(changed) > 3 else ""
             expected = "another output_dir or name of the variant, or remove that folder"
-            problems[sweep.problem(run.variant, found, expected)] = None
+            problems[sweep.problem(run.variant, problem, expected)] = None
         elif weights is not None and not is_finished(run):
             _, lacks = preflight.examine(run.recipe, resume=True, weights=weights)
             problems |= dict.fromkeys(lacks)

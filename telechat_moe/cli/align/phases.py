@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
         bases=tuple(args.base),
         curve=args.curve,
         steps=args.min_steps,
-        again=args.again,
+        repeat=args.again,
         go_on=args.go_on,
-        say=(lambda text: None) if args.json == "-" else print,
+        show=(lambda text: None) if args.json == "-" else print,
     )
     report = workflow.run(plan)
     write_text("", str(out / "phases.html"), lambda: page(report))

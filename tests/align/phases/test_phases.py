@@ -60,7 +60,7 @@ def verb(given, *more):
 def plan(given, **changed):
     standard = {
         "recipe": RECIPE, "out": given / "out", "reference": given / "golden", "target": given / "golden",
-        "bases": (str(given / "0.csv"), str(given / "1.csv")), "curve": str(given / "2.csv"), "say": lambda text: None,
+        "bases": (str(given / "0.csv"), str(given / "1.csv")), "curve": str(given / "2.csv"), "show": lambda text: None,
     }  # fmt: skip
     return workflow.PhasesPlan(**(standard | changed))
 
@@ -212,7 +212,7 @@ def test_a_run_of_another_recipe_is_not_gone_on_with(given, tmp_path, monkeypatc
     with pytest.raises(workflow.BadInputError, match="of another recipe"):
         workflow._curve(plan(given, **changed, overrides=("optimizer.weight_decay=0.2",)))
     with pytest.raises(workflow.BadInputError, match="stopped"):
-        workflow._curve(plan(given, **changed, again=True))
+        workflow._curve(plan(given, **changed, repeat=True))
     assert "--resume" not in called[-1]
 
 

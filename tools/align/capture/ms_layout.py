@@ -38,16 +38,18 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
     stage = tuple(range(first, first + mesh.stage_devices))
     by_tensor: dict[int, TensorLayout] = {}
     for node in plan.nodes:
-        _said(node, stage, by_tensor)
+        _from_compiler(node, stage, by_tensor)
     for node in plan.nodes:
-        _follows(node, by_tensor)
+        _from_inputs(node, by_tensor)
     cuts = WeightShards.of(recipe)
     for node in plan.nodes:
-        _of_weights(node, cuts, by_tensor)
+        _from_weights(node, cuts, by_tensor)
     return by_tensor
 
 
-def _said(node: TappedOperator, stage: tuple[int, ...], by_tensor: dict[int, TensorLayout]) -> None:
+def _from_compiler(
+    node: TappedOperator, stage: tuple[int, ...], by_tensor: dict[int, TensorLayout]
+) -> None:
     for values, entries in zip((node.inputs, node.outputs), node.layouts, strict=True):
         for value, entry in zip(_flat(values), entries, strict=False):
             if isinstance(value, Tensor) and is_object(entry) and value.constant is None:
@@ -73,7 +75,7 @@ def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) ->
     return from_dict(described, None)
 
 
-def _follows(node: TappedOperator, by_tensor: dict[int, TensorLayout]) -> None:
+def _from_inputs(node: TappedOperator, by_tensor: dict[int, TensorLayout]) -> None:
     """Set the layout of the result of an operator whose inputs have layouts."""
     output = next(iter(tensors(node.outputs)), None)
     if output is None or id(output) in by_tensor or node.writes:
@@ -98,7 +100,7 @@ def _product(x: TensorLayout, y: TensorLayout, flags: list[bool]) -> TensorLayou
     return replace(x, dims=(rows, columns), partial=dict.fromkeys(sorted(cut), "sum"))
 
 
-def _of_weights(node: TappedOperator, cuts: Any, by_tensor: dict[int, TensorLayout]) -> None:
+def _from_weights(node: TappedOperator, cuts: Any, by_tensor: dict[int, TensorLayout]) -> None:
     from telechat_moe.tools.align.dump.recipe_layout import weight
 
     for tensor in tensors([*node.inputs, *node.outputs]):

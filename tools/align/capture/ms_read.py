@@ -216,7 +216,7 @@ def _call(
 
 
 def tensors(value: Argument) -> Iterator[Tensor]:
-    """Yield the tensors in an argument."""
+    """Yield the tensors in an argument, however deep its lists are."""
     if isinstance(value, Tensor):
         yield value
     elif is_list(value):

@@ -15,7 +15,7 @@ from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 
 def page(report: LossReport) -> str:
-    """Return the page."""
+    """Return the report as one self-contained page of HTML."""
     word = report.verdict
     return html.page(f"Loss: {word}", [body(report)], heading=f"Loss curve: {html.verdict(word)}")
 

@@ -278,11 +278,10 @@ def _columns(
     step = _choose(names, ("step", "steps", "iteration", "global_step", "iter"))
     loss = _choose(names, (metric,) if metric else LOSS_NAMES)
     if step is None or loss is None:
-        wanted = metric or "loss"
         titles_text = ", ".join(title.strip()[:40] for title in titles[:10])
         raise BadInputError(
             f"{path}:{line}: no loss curve: expected our metrics.jsonl, a log of MindFormers, values of Megatron-LM, "
-            f"or CSV with columns step and {wanted}; found {titles_text!r}"
+            f"or CSV with columns step and {metric or 'loss'}; found {titles_text!r}"
         )
     norm = _choose(names, NORM_NAMES)
     last = None if norm is None else titles.index(norm)

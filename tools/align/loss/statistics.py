@@ -166,17 +166,17 @@ class Blocks:
 
     @cached_property
     def errors(self) -> Array:
-        """Standard error of each block's mean."""
+        """The standard error of each block's mean, a fraction of the loss."""
         return self.inflation * np.sqrt(_variances(self.means[None]))[0]
 
     @property
     def mean(self) -> float:
-        """Mean difference over the run."""
+        """The mean difference over the run, a fraction of the loss."""
         return float(self.means.mean())
 
     @property
     def error(self) -> float:
-        """Standard error of :attr:`mean`."""
+        """The standard error of :attr:`mean`, a fraction of the loss."""
         return float(np.sqrt(np.mean(np.square(self.errors)) / len(self.means)))
 
     @property

@@ -98,7 +98,7 @@ class Approx:
         inner = inner * (2.0 if dtype == "float64" else 1.0)
         return inner + 0.5 * spacing(np.abs(self.value) + inner, dtype)
 
-    def made(
+    def result(
         self,
         value: Any,
         terms: Sequence[tuple[Any, "Approx"]] = (),
@@ -146,7 +146,7 @@ class Approx:
     def __add__(self, other: Any) -> "Approx":
         o = self.constant(other)
         parents: Parents = [(self, lambda g: fit(g, self)), (o, lambda g: fit(g, o))]
-        return self.made(self.value + o.value, [(1.0, self), (1.0, o)], 1.0, parents)
+        return self.result(self.value + o.value, [(1.0, self), (1.0, o)], 1.0, parents)
 
     __radd__ = __add__
 
@@ -168,17 +168,17 @@ class Approx:
             with np.errstate(all="ignore"):  # an error that is not known times none
                 both = self.sigma * o.sigma, self.limit * o.limit
         terms = [(o.value, self), (self.value, o)]
-        return self.made(self.value * o.value, terms, 1.0, parents, both)
+        return self.result(self.value * o.value, terms, 1.0, parents, both)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> "Approx":
-        """Quotient; division by zero gives what IEEE 754 says."""
+        """Return the quotient; division by zero gives what IEEE 754 says."""
         o = self.constant(other)
         with np.errstate(all="ignore"):
             value = self.value / o.value
             slopes = [(1 / o.value, self), (value / o.value, o)]
-        result = self.made(value, slopes)
+        result = self.result(value, slopes)
         divisor, quotient = o.stop(), result.stop()
         result.parents = (
             (self, lambda g: fit(g / divisor, self)),
@@ -203,7 +203,7 @@ class Approx:
             derivative: Computes the derivative from argument and result, as a backward kernel does.
             ulps: Accuracy of the function.
         """
-        result = self.made(value, [(slope, self)], ulps)
+        result = self.result(value, [(slope, self)], ulps)
         x, y = self.stop(), result.stop()
         # Some kernels scale the gradient first: in float16 what is below the smallest normal number loses digits.
         grain = 2.0**-25 if self.stored == "float16" else 0.0
@@ -211,7 +211,7 @@ class Approx:
         return result
 
     def exp(self) -> "Approx":
-        """Exponential."""
+        """Return the exponential; the error of the argument is carried to any order."""
         with np.errstate(over="ignore"):
             value = np.exp(self.value)
             slope = value
@@ -221,45 +221,45 @@ class Approx:
         return self.apply(value, slope, lambda x, y: y)
 
     def log(self) -> "Approx":
-        """Natural logarithm."""
+        """Return the natural logarithm, NaN for negative values."""
         with np.errstate(all="ignore"):
             return self.apply(np.log(self.value), 1 / self.value, lambda x, y: 1 / x)
 
     def sqrt(self) -> "Approx":
-        """Square root."""
+        """Return the square root, which IEEE 754 rounds correctly."""
         with np.errstate(all="ignore"):
             value = np.sqrt(self.value)
             return self.apply(value, 0.5 / value, lambda x, y: 0.5 / y, 1.0)
 
     def rsqrt(self) -> "Approx":
-        """Reciprocal square root."""
+        """Return the reciprocal square root, accurate to 4 ULP."""
         with np.errstate(all="ignore"):
             value = self.value**-0.5
             return self.apply(value, 0.5 * value / self.value, lambda x, y: -0.5 * (y * y * y))
 
     def sin(self) -> "Approx":
-        """Sine; near its zeros the error is that of the argument's reduction."""
+        """Return the sine; near its zeros the error is that of the argument's reduction."""
         slope = np.cos(self.value)
         return self.apply(np.sin(self.value), slope, lambda x, y: x.cos()).plus(self.unit)
 
     def cos(self) -> "Approx":
-        """Cosine."""
+        """Return the cosine, with the error of the argument's reduction."""
         slope = np.sin(self.value)
         return self.apply(np.cos(self.value), slope, lambda x, y: -x.sin()).plus(self.unit)
 
     def sigmoid(self) -> "Approx":
-        """Logistic function."""
+        """Return the logistic function, accurate to 6 ULP."""
         e = np.exp(-np.abs(self.value))
         value = np.where(self.value >= 0, 1 / (1 + e), e / (1 + e))
         return self.apply(value, value * (1 - value), lambda x, y: y * (1 - y), _FUNCTION_ULPS + 2)
 
     def tanh(self) -> "Approx":
-        """Hyperbolic tangent."""
+        """Return the hyperbolic tangent, accurate to 4 ULP."""
         value = np.tanh(self.value)
         return self.apply(value, 1 - value * value, lambda x, y: 1 - y * y)
 
     def erf(self) -> "Approx":
-        """Error function; vector libraries use an approximation of constant absolute error."""
+        """Return the error function; vector libraries use an approximation of constant absolute error."""
         from math import erf
 
         value = np.vectorize(erf, otypes=[np.float64])(self.value)
@@ -270,7 +270,7 @@ class Approx:
         )
 
     def __pow__(self, exponent: Any) -> "Approx":
-        """Power with a constant exponent."""
+        """Return the power with a constant exponent."""
         n = float(exponent)
         if n == 2:
             return self * self
@@ -285,7 +285,7 @@ class Approx:
         return self.like(self.value, sigma, limit, self.parents)
 
     def __abs__(self) -> "Approx":
-        """Magnitude, exact."""
+        """Return the magnitude, which is exact."""
         return self.times(np.sign(self.value))
 
     def times(self, factor: Array) -> "Approx":
@@ -303,7 +303,7 @@ class Approx:
             )
 
     def sum(self, axis: ReducedAxes = None, keepdims: bool = False) -> "Approx":
-        """Sum in any order."""
+        """Return the sum along axes, whose terms may be added in any order."""
         value = self.value.sum(axis, keepdims=True)
         squares = np.square(self.value).sum(axis, keepdims=True)
         count = self.value.size // max(value.size, 1)
@@ -338,15 +338,15 @@ class Approx:
     def _stored_sum(self, value: Array, sigma: Array, limit: Array, parents: Parents) -> "Approx":
         """Return a sum, which is rounded once more if the stored type is not the accumulating one."""
         roundings = 0.0 if self.stored == self.accumulated else 1.0
-        return self.made(value, (), roundings, parents, (sigma, limit))
+        return self.result(value, (), roundings, parents, (sigma, limit))
 
     def mean(self, axis: ReducedAxes = None, keepdims: bool = False) -> "Approx":
-        """Mean."""
+        """Return the mean along axes: the sum over their size."""
         total = self.sum(axis, keepdims)
         return total / (self.value.size / max(total.value.size, 1))
 
     def cumsum(self, axis: int) -> "Approx":
-        """Running sum."""
+        """Return the running sum along an axis, in any order."""
         value, squares = self.value.cumsum(axis), np.square(self.value).cumsum(axis)
         shape = [1] * self.value.ndim
         shape[axis] = -1
@@ -367,7 +367,7 @@ class Approx:
         return self._accumulated(value, errors, carry, [(self, back)])
 
     def matmul(self, other: Any) -> "Approx":
-        """Matrix product of arrays with two or more dimensions."""
+        """Return the matrix product of arrays with two or more dimensions."""
         o = self.constant(other)
         value, walk = walk_of_product(self.value, o.value)
         squares = np.square(self.value) @ np.square(o.value)
@@ -420,7 +420,7 @@ class Approx:
         return result
 
     def reshape(self, *shape: int) -> "Approx":
-        """Return the array in another shape."""
+        """Return the array in another shape of as many elements."""
         return self.moved(lambda x: x.reshape(shape))
 
     def transpose(self, *axes: int) -> "Approx":
@@ -465,7 +465,7 @@ def scatter_add(
 
 
 def where(condition: Array, a: Any, b: Any) -> Approx:
-    """Choose by condition, exact."""
+    """Choose ``a`` where a condition holds, else ``b``; exact."""
     like = a if isinstance(a, Approx) else b
     x, y = like.constant(a), like.constant(b)
     keep = condition.astype(np.float64)
@@ -479,7 +479,7 @@ def where(condition: Array, a: Any, b: Any) -> Approx:
 
 
 def concatenate(parts: Sequence[Approx], axis: int) -> Approx:
-    """Concatenate arrays along an axis; exact."""
+    """Concatenate arrays along an axis, with their errors; exact."""
     ends = np.cumsum([p.shape[axis] for p in parts])
     parents = [
         (part, _rows(np.arange(int(end) - part.shape[axis], int(end)), axis))

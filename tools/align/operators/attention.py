@@ -32,7 +32,7 @@ def _attention(a: Arguments) -> Any:
         return attend(qkv, scale, Mask(2 if a.is_causal else 0))[0]
     if isinstance(a.attn_mask, Approx):
         return attend(qkv, scale, Mask(), a.attn_mask, inside=False)[0]
-    return attend(qkv, scale, Mask(given=~plain(a.attn_mask).astype(bool)))[0]
+    return attend(qkv, scale, Mask(hidden=~plain(a.attn_mask).astype(bool)))[0]
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Mask:
     before: int = -1  # keys of the band before the query's own; negative: all
     after: int = -1  # keys of the band after it; negative: all
     # True or 1 where a key is hidden; `[S, S]` or with dimensions before
-    given: Array | None = None
+    hidden: Array | None = None
     prefix: Sequence[int] = ()  # keys of each batch that all queries see
 
     def seen(self, queries: int, keys: int) -> Array | None:
         """Return ``[..., queries, keys]``; None: all keys are seen."""
         row, column = np.arange(queries)[:, None], np.arange(keys)
         if self.mode in (0, 1, 5):
-            return None if self.given is None else ~self.given[..., :queries, :keys].astype(bool)
+            return None if self.hidden is None else ~self.hidden[..., :queries, :keys].astype(bool)
         if self.mode == 2:
             return column <= row
         row = row + keys - queries

@@ -27,7 +27,7 @@ def floating(x: Any, like: Any = None) -> Approx:
 
 
 def plain(x: Any) -> Any:
-    """Return the values."""
+    """Return the values of an :class:`Approx`, or anything else as an array."""
     return x.value if isinstance(x, Approx) else np.asarray(x)
 
 
@@ -37,7 +37,7 @@ def like(x: Any, values: Any) -> Any:
 
 
 def integers(x: Any) -> Array:
-    """Return the values as int64."""
+    """Return the values as an array of int64."""
     return plain(x).astype(np.int64)
 
 

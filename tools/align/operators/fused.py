@@ -298,10 +298,14 @@ def _routing(a: Arguments) -> Any:
     pair = np.argsort(flat, kind="stable")
     if int(a.drop_pad_mode):
         return _with_capacity(x, flat, pair, K, E, int(a.expert_capacity))
-    kept = int(plain(a.active_num)) if int(plain(a.active_num)) > 0 else len(flat)
+    row_count = int(plain(a.active_num)) if int(plain(a.active_num)) > 0 else len(flat)
     went = pair if int(a.row_idx_type) == 1 else np.argsort(pair, kind="stable")
     count = np.bincount(flat, minlength=max(E, 0))
-    return [x[pair[:kept] // K], went, count if int(a.expert_tokens_num_type) else count.cumsum()]
+    return [
+        x[pair[:row_count] // K],
+        went,
+        count if int(a.expert_tokens_num_type) else count.cumsum(),
+    ]
 
 
 def _with_capacity(x: Approx, flat: Array, pair: Array, K: int, E: int, capacity: int) -> list[Any]:

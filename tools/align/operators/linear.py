@@ -14,7 +14,7 @@ from telechat_moe.tools.align.operators.rounding_errors import ROUNDING
 
 
 def product(x: Approx, y: Approx) -> Approx:
-    """Return ``x @ y``, vectors included."""
+    """Return ``x @ y`` of matrices, stacks of them, or vectors."""
     rows, columns = len(x.shape) == 1, len(y.shape) == 1
     left = x.reshape(1, -1) if rows else x
     right = y.reshape(-1, 1) if columns else y

@@ -39,7 +39,7 @@ def _prod(a: Arguments) -> Any:
     dims = a.dims(len(x.shape))
     value = x.value.prod(dims, keepdims=bool(a.keepdim))
     size, count = x.unit * np.abs(value), x.value.size / max(value.size, 1)
-    return x.made(value, added=(count**0.5 * size, count * size))
+    return x.result(value, added=(count**0.5 * size, count * size))
 
 
 def _extreme(a: Arguments, largest: bool) -> Any:
@@ -162,7 +162,7 @@ _BACKWARD: ContextVar[Callable[[Approx, Approx, Approx], Approx]] = ContextVar(
 
 
 def log_softmax(x: Approx, dim: int) -> Approx:
-    """Return logarithms of :func:`softmax`."""
+    """Return the logarithms of :func:`softmax`, computed without it."""
     shifted: Approx = x - x.value.max(dim, keepdims=True)
     result: Approx = shifted - shifted.exp().sum(dim, keepdims=True).log()
     y = result.stop()

@@ -37,7 +37,7 @@ class OperatorCase:
     """One operator at the sizes of a recipe."""
 
     operator: str  # name in `ops/select.py`
-    what: str  # its sizes, in words
+    sizes: str  # in words
     build: Callable[[], Any]  # makes the cell that computes it; called once for each backend
     inputs: Sequence[Array]  # floating-point inputs, for which gradients are computed
     # The same computation on `Approx`; its first argument is the backend, because MindSpore's own exponential on CPU

@@ -47,7 +47,7 @@ def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) 
     return np.argsort(-scores, 1)[:, :per_token].astype(np.int32)
 
 
-def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
+def pairs_within_capacity(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
     """Return the pairs that an expert has capacity for: those of the highest weight, or the first."""
     flat = index.reshape(-1)
     order = np.argsort(-weight.reshape(-1), kind="stable") if by_weight else np.arange(flat.size)
@@ -67,7 +67,7 @@ def _dispatched(config: Any, rows: int, x: Draw, capacity: bool) -> OperatorCase
     if capacity:
         policy, build = config.moe_token_drop_policy, partial(build_dispatch, config)
         limit = int(np.ceil(config.moe_expert_capacity_factor * index.size / experts))
-        factors *= kept_pairs(index, weight, limit, policy == "probs")
+        factors *= pairs_within_capacity(index, weight, limit, policy == "probs")
         description = f"there and back, capacity {limit} of {policy}"
 
     def formula(backend: str, a: Approx, w: Approx) -> Approx:

@@ -116,7 +116,7 @@ def _row(case: "OperatorCase", backend: str, dtype: str, verdicts: list[Verdict]
     return {
         "operator": case.operator,
         "face": backend,
-        "shapes": f"{case.what}: {shapes}",
+        "shapes": f"{case.sizes}: {shapes}",
         "dtype": dtype,
         "verdict": v.status,
         "observed_over_bound": v.ratio if np.isfinite(v.ratio) else None,

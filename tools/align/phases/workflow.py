@@ -38,9 +38,9 @@ class PhasesPlan:
     # Curve of the recipe's run; None: it is trained for as many steps as the recipe says
     curve: str | None = None
     steps: int = 1000  # fewest steps that a curve must have
-    again: bool = False  # whether to run all phases, even those that are done
+    repeat: bool = False  # whether to run all phases, even those that are done
     go_on: bool = False  # whether to run the phases after one that diverged, too
-    say: Callable[[str], None] = field(default=print, compare=False)
+    show: Callable[[str], None] = field(default=print, compare=False)
 
 
 def run(plan: PhasesPlan) -> dict[str, Any]:
@@ -56,12 +56,12 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
         wrong = [p["title"] for p in phases if p["verdict"] == "diverged"]
         if wrong and not plan.go_on:
             reason = f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
-            report_of_phase = _unjudged(reason)
+            report_of_phase = _not_judged(reason)
         else:
-            report_of_phase = _kept(plan, number, work)
+            report_of_phase = _saved_or_run(plan, number, work)
         phases.append({"title": title, **report_of_phase})
         took = f" ({report_of_phase['wall_s']:.0f} s)" if "wall_s" in report_of_phase else ""
-        plan.say(
+        plan.show(
             f"{number}. {title}: {report_of_phase['verdict']}: {report_of_phase['sentence']}{took}"
         )
     worst = min(phases, key=lambda p: VERDICTS.index(p["verdict"]))
@@ -73,14 +73,16 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
     return report
 
 
-def _unjudged(reason: str) -> PhaseReport:
+def _not_judged(reason: str) -> PhaseReport:
     return {"verdict": "inconclusive", "sentence": reason, "not_judged": {reason: 1}}
 
 
-def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], PhaseReport]) -> PhaseReport:
+def _saved_or_run(
+    plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], PhaseReport]
+) -> PhaseReport:
     """Return a phase's report: the one in the folder, if nothing that it depends on has changed; else a new one."""
     path, key = plan.out / f"phase{number}.json", _state(plan, number)
-    if path.exists() and not plan.again:
+    if path.exists() and not plan.repeat:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             if saved["state"] == key:
@@ -103,13 +105,13 @@ def _state(plan: PhasesPlan, number: int) -> str:
     recipe = json.dumps(settings, sort_keys=True, default=str)
     inputs: list[Any] = [number, recipe]
     if number == 2:
-        inputs += [_age(p) for p in (plan.reference, plan.target, plan.map)]
+        inputs += [_file_state(p) for p in (plan.reference, plan.target, plan.map)]
     if number == 3:
-        inputs += [_age(Path(p)) for p in (*plan.bases, plan.curve or "-")] + [plan.steps]
+        inputs += [_file_state(Path(p)) for p in (*plan.bases, plan.curve or "-")] + [plan.steps]
     return hashlib.sha256(json.dumps(inputs, default=str).encode()).hexdigest()
 
 
-def _age(path: Path | None) -> Any:
+def _file_state(path: Path | None) -> Any:
     """Return name, size and time of a file; for a folder, those of its newest dump.json."""
     if path is None or not path.exists():
         return str(path)
@@ -154,11 +156,11 @@ def _step(plan: PhasesPlan) -> PhaseReport:
     target = plan.target
     if target is None:
         target = plan.out / "step"
-        _own(plan, target)
+        _check_folder(plan, target)
         if not target.exists():
             settings = _settings(plan.overrides)
             _align("capture", plan.recipe, "--out", target, "--steps", "0", *settings)
-            _mark(plan, target)
+            _mark_folder(plan, target)
     reports: dict[str, Any] = {}
     commands = [("alone", ["bisect", target])]
     if plan.reference is not None:
@@ -184,30 +186,30 @@ def _settings(overrides: Sequence[str]) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
-def _own(plan: PhasesPlan, folder: Path) -> None:
-    """Refuse a folder with the results of another recipe; with ``again`` remove the results of this one."""
+def _check_folder(plan: PhasesPlan, folder: Path) -> None:
+    """Refuse a folder with the results of another recipe; with ``repeat`` remove the results of this one."""
     mark = folder.with_suffix(".state")
     if not folder.exists():
         return
     if not mark.exists() or mark.read_text(encoding="utf-8") != _state(plan, 1):
         problem = "of another recipe, or incomplete; remove it or give another --out"
         raise BadInputError(f"{folder}: {problem}")
-    if plan.again:
+    if plan.repeat:
         shutil.rmtree(folder)
 
 
-def _mark(plan: PhasesPlan, folder: Path) -> None:
+def _mark_folder(plan: PhasesPlan, folder: Path) -> None:
     folder.with_suffix(".state").write_text(_state(plan, 1), encoding="utf-8")
 
 
 def _curve(plan: PhasesPlan) -> PhaseReport:
     if not plan.bases:
-        return _unjudged("no curve of a trusted run was given (--base)")
+        return _not_judged("no curve of a trusted run was given (--base)")
     curve = plan.curve
     if curve is None:
         folder = plan.out / "run"
-        _own(plan, folder)
-        _mark(plan, folder)
+        _check_folder(plan, folder)
+        _mark_folder(plan, folder)
         settings = _settings((*plan.overrides, f"output_dir={folder}"))
         resume = ["--resume"] if (folder / "checkpoints").exists() else []
         _command(["-m", "telechat_moe.cli", "train", plan.recipe, *settings, *resume], shown=True)
