@@ -11,7 +11,6 @@ from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
-from telechat_moe.units import count_text
 
 NOTES = """\
 FILE is YAML: a recipe, variants of it (each a list of overrides), seeds, studies, which compare variants and may demand that
@@ -91,28 +90,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from telechat_moe.tools.sweep.page import COST_TITLES, cost_row, difference_text, loss_text
+    from telechat_moe.tools.sweep.page import COST_TITLES, STUDY_TITLES, cost_row, study_rows
 
-    titles = [
-        "variant",
-        "loss ",
-        "against the first ",
-        "parameters ",
-        "active ",
-        "FLOPs/token ",
-        "tokens/s ",
-    ]
     for name, study in report["studies"].items():
         print(f"\n{name}")
-        rows: list[list[str]] = []
-        for i, (variant, apart) in enumerate(study["against_first"].items()):
-            v = report["variants"][variant]
-            speed = v["tokens_per_second"]
-            rows.append([
-                variant, loss_text(v["loss"]), difference_text(apart) if i else "-", count_text(v["parameters"]),
-                count_text(v["active"]), count_text(v["flops_per_token"]), f"{speed:,.0f}" if speed else "-",
-            ])  # fmt: skip
-        show_table(titles, rows)
+        show_table(STUDY_TITLES, study_rows(study, report))
     for name, model in report["larger"].items():
         print(f"\npredicted at {name} ({model['recipe']} on {model['device']})")
         show_table(

@@ -1,6 +1,10 @@
 """Causes of lost time: as the judge names them, and their kinds: what is late, what tells a kind from the others, what to do about it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from telechat_moe.tools.diagnose.records import Records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,22 @@ class Cause:
     share: float
     sigmas: float
     lost: float
+
+    @classmethod
+    def at(
+        cls, records: Records, rows: Sequence[int], span: slice, step_s: float, **fields: Any
+    ) -> "Cause":
+        """Return a cause on rows of records in a span of their steps; ``fields`` has those that do not follow from these."""
+        hosts = {int(records.host[row]) for row in rows}
+        steps = records.steps[span]
+        return cls(
+            ranks=tuple(int(records.ranks[row]) for row in rows),
+            host=records.hosts[hosts.pop()] if len(hosts) == 1 else "",
+            first_step=int(steps[0]),
+            last_step=int(steps[-1]),
+            share=fields["seconds"] / step_s,
+            **fields,
+        )
 
 
 @dataclass(frozen=True)

@@ -210,22 +210,20 @@ class Judge:
         return causes
 
     def _cause(self, members: list[RowCause], scope: str) -> Cause:
-        first, records = members[0], self.records
-        begin, end = min(m.late.begin for m in members), max(m.late.end for m in members)
+        first, rows = members[0], [m.late.row for m in members]
+        span = slice(min(m.late.begin for m in members), max(m.late.end for m in members))
         seconds = float(np.mean([m.seconds for m in members]))
-        rows = [m.late.row for m in members]
-        return Cause(
+        return Cause.at(
+            self.records,
+            rows,
+            span,
+            self.step_s,
             kinds=first.kinds,
             scope=scope,
-            ranks=tuple(int(records.ranks[row]) for row in rows),
-            host=records.hosts[int(records.host[rows[0]])],
             part=first.part,
-            first_step=int(records.steps[begin]),
-            last_step=int(records.steps[end - 1]),
             seconds=seconds,
-            share=seconds / self.step_s,
             sigmas=max(m.late.sigmas for m in members),
-            lost=self._lost(rows, first.part, slice(begin, end), seconds),
+            lost=self._lost(rows, first.part, span, seconds),
         )
 
     def _lost(self, rows: list[int], part: str, span: slice, seconds: float) -> float:
@@ -262,16 +260,15 @@ class Judge:
             if seconds >= min_share * self.calm_s:
                 kind = "slow_reader" if part == "data" else self._of_lost(part)
                 causes.append(
-                    Cause(
+                    Cause.at(
+                        records,
+                        (),
+                        slice(None),
+                        self.step_s,
                         kinds=(kind,),
                         scope="run",
-                        ranks=(),
-                        host="",
                         part=part,
-                        first_step=int(records.steps[0]),
-                        last_step=int(records.steps[-1]),
                         seconds=seconds,
-                        share=seconds / self.step_s,
                         sigmas=0.0,
                         lost=seconds / self.mean_s,
                     )

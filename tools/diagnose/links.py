@@ -114,20 +114,17 @@ def _meeting(
 
 
 def _cause(records: Records, rows: Array, lates: list[LateRow], step_s: float) -> Cause:
-    begin, end = min(late_row.begin for late_row in lates), max(late_row.end for late_row in lates)
-    seconds = sum(late_row.seconds for late_row in lates)
-    hosts: list[int] = np.unique(records.host[rows]).tolist()
-    passed = (end - begin) / len(records.steps)
-    return Cause(
+    span = slice(min(late.begin for late in lates), max(late.end for late in lates))
+    seconds = sum(late.seconds for late in lates)
+    return Cause.at(
+        records,
+        rows.tolist(),
+        span,
+        step_s,
         kinds=("slow_link",),
         scope="link",
-        ranks=tuple(int(rank) for rank in records.ranks[rows]),
-        host=records.hosts[hosts[0]] if len(hosts) == 1 else "",
         part="comm",
-        first_step=int(records.steps[begin]),
-        last_step=int(records.steps[end - 1]),
         seconds=seconds,
-        share=seconds / step_s,
-        sigmas=max(late_row.sigmas for late_row in lates),
-        lost=seconds * passed / step_s,
+        sigmas=max(late.sigmas for late in lates),
+        lost=seconds * (span.stop - span.start) / len(records.steps) / step_s,
     )

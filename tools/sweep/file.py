@@ -258,14 +258,15 @@ class _SweepReader:
             rows = self.entries(*path, "variants")
             if not rows:
                 self.report(1, ".".join([*path, "variants"]), "no variants", "one or more")
-            for override in (
-                *self.entries(*path, "set"),
-                *(e for row in rows for e in row.node.entries),
-            ):
-                key = str(override.node.value).partition("=")[0]
+            overrides = [((*path, "set"), e) for e in self.entries(*path, "set")]
+            overrides += [
+                ((*path, "variants", row.key), e) for row in rows for e in row.node.entries
+            ]
+            for place, entry in overrides:
+                key = str(entry.node.value).partition("=")[0]
                 if key in RUN_KEYS:
                     expected = f"{RUN_KEYS[key]}, from which every run gets it"
-                    self.report(override.line, ".".join([*path, "set"]), f"sets {key}", expected)
+                    self.report(entry.line, ".".join(place), f"sets {key}", expected)
             for row in rows:
                 place = ".".join([*path, "variants", row.key])
                 if not NAME.allows(row.key):

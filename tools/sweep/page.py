@@ -49,38 +49,43 @@ def loss_text(loss: Mapping[str, Any]) -> str:
     return f"{loss['mean']:.4f}{spread if len(loss['each']) > 1 else ''}"
 
 
-def difference_text(apart: Mapping[str, Any]) -> str:
+def difference_text(difference: Mapping[str, Any]) -> str:
     """Return a difference with its sign, spread and verdict."""
-    if apart["mean"] is None:
+    if difference["mean"] is None:
         return "not judged"
-    return f"{apart['mean']:+.4f} ({apart['low']:+.4f} to {apart['high']:+.4f}): {apart['verdict']}"
+    mean, low, high = (f"{difference[key]:+.4f}" for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high}): {difference['verdict']}"
+
+
+STUDY_TITLES = ("variant", "loss ", "against the first ", "parameters ", "active ", "FLOPs/token ", "tokens/s ")  # fmt: skip
+
+
+def study_rows(study: Mapping[str, Any], report: Mapping[str, Any]) -> list[list[str]]:
+    """Return the cells of a study's variants, for `STUDY_TITLES`."""
+    rows: list[list[str]] = []
+    for name, difference in study["against_first"].items():
+        variant = report["variants"][name]
+        sizes = [count_text(variant[key]) for key in ("parameters", "active", "flops_per_token")]
+        speed = variant["tokens_per_second"]
+        rows.append([
+            name, loss_text(variant["loss"]), difference_text(difference) if rows else "-", *sizes,
+            f"{speed:,.0f}" if speed else "-",
+        ])  # fmt: skip
+    return rows
 
 
 def _study(
     name: str, study: Mapping[str, Any], report: Mapping[str, Any], runs: Sequence[RunResult]
 ) -> list[html.Html]:
-    members, first = list(study["against_first"]), next(iter(study["against_first"]))
+    members = list(study["against_first"])
     variants = {name: report["variants"][name] for name in members}
     equal = [f"{k} within {v:.1%}" for k, v in study["equal"].items() if v is not None]
-    rows = [
-        [
-            variant,
-            loss_text(v["loss"]),
-            "-" if variant == first else difference_text(study["against_first"][variant]),
-            count_text(v["parameters"]),
-            count_text(v["active"]),
-            count_text(v["training_flops"]),
-            v["tokens_per_second"] and f"{v['tokens_per_second']:,.0f}",
-        ]
-        for variant, v in variants.items()
-    ]
-    titles = ["variant", "loss ", f"against {first} ", "parameters ", "active ", "training FLOPs ", "tokens/s "]  # fmt: skip
     about = study["about"] + (f" Equal by arithmetic: {', '.join(equal)}." if equal else "")
     return [
         html.tag("h2", name),
         html.tag("p", about),
         _losses(variants),
-        html.table(titles, rows),
+        html.table(STUDY_TITLES, study_rows(study, report)),
         _curves(members, runs),
     ]
 
