@@ -327,7 +327,9 @@ class _SweepReader:
             for p in error.problems:
                 if p.file in sources:
                     place, line = sources[p.file]
-                    problem = replace(p, file=self.file, line=line, key=f"{place}: {p.key}")
+                    problem = replace(
+                        p, file=self.file, line=line, key=f"{place}: {p.key or p.file}"
+                    )
                     self.problems[problem] = None
                 elif p not in self.recipe_problems:  # other variants have it, too
                     self.recipe_problems.add(p)
