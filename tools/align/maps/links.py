@@ -198,10 +198,10 @@ def linked(
     a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
 ) -> Iterator[tuple[str, Point, Point]]:
     """Yield the entries of a map: the name, and the whole tensors of both runs."""
-    reference_uses, target_uses = WeightUses(a), WeightUses(b)
+    uses = WeightUses(a), WeightUses(b)
     for link in links:
-        first = _joined(reference_uses, link.reference, link, link.transposed)
-        other = _joined(target_uses, link.target, link, link.target_transposed)
+        first = _joined(uses[0], link.reference, link, link.transposed)
+        other = _joined(uses[1], link.target, link, link.target_transposed)
         if link.rows and first.values is not None:
             axis = -1 if link.joined else 0
             first = first._replace(values=np.take(first.values, link.rows, axis))

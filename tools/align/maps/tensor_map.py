@@ -30,6 +30,7 @@ _BLOCK = 2048
 
 
 Places = dict[tuple[str, str], str]
+_RunUses = tuple[WeightUses, WeightUses]  # of the reference, of the target
 
 
 class _Weight(NamedTuple):
@@ -60,22 +61,22 @@ def tensor_map(reference: Dump, target: Dump) -> list[Link]:
     steps = [step for step in target.steps if step in reference.steps]
     a, b = ([r for step in steps[:1] for r in dump.at(step)] for dump in (reference, target))
     weights = list(_weights(a)), list(_weights(b))
-    reference_uses, target_uses = WeightUses(a), WeightUses(b)
+    uses = WeightUses(a), WeightUses(b)
     groups = [*_by_names(*weights)]
     used = {w.name for g in groups for w in g.reference}, {w.name for g in groups for w in g.target}
     pairs = zip(weights, used, strict=True)
     left = [[w for w in run if w.name not in paired] for run, paired in pairs]
-    groups += _by_values(left[0], left[1], reference_uses, target_uses)
+    groups += _by_values(left[0], left[1], uses)
     if not groups:
         count = " and ".join(str(len(w)) for w in weights)
-        problem = f"{reference.root}, {target.root}: no weight of one ({count} found) is one of the other's, by name or by values"
         raise BadInputError(
-            f"{problem}; expected updates by an optimizer or modules with parameters"
+            f"{reference.root}, {target.root}: no weight of one ({count} found) is one of the other's, by name or by "
+            "values; expected updates by an optimizer or modules with parameters"
         )
     links = [link for group in groups for link in _of_weights(group)]
-    forward = [link for group in groups for link in _of_uses(group, reference_uses, target_uses)]
+    forward = [link for group in groups for link in _of_uses(group, uses)]
     forward += _of_modules(a, b)
-    return [*_with_orders(forward, reference_uses, target_uses), *_losses(a, b), *links]
+    return [*_with_orders(forward, uses), *_losses(a, b), *links]
 
 
 def as_json(links: Sequence[Link]) -> str:
@@ -179,12 +180,7 @@ def _nearest(first: Array, other: Array) -> Array:
     return np.concatenate([np.argmin(size - 2 * (b @ x.T), 1) for b in blocks])
 
 
-def _by_values(
-    reference: list[_Weight],
-    target: list[_Weight],
-    reference_uses: "WeightUses",
-    target_uses: "WeightUses",
-) -> list[_Group]:
+def _by_values(reference: list[_Weight], target: list[_Weight], uses: _RunUses) -> list[_Group]:
     """Return the weights whose names say nothing but whose rows are nearly equal, fused or not.
 
     Weights with equal content (ones) are paired in the order in which the forward pass uses them.
@@ -197,15 +193,15 @@ def _by_values(
         touching = [c for c in clusters if any(r in c[0] for r in fits)]
         clusters = [c for c in clusters if not any(c is n for n in touching)]
         members = {id(r): r for r in (*fits, *(r for c in touching for r in c[0]))}
-        clusters += (
-            [([*members.values()], [*(t for c in touching for t in c[1]), weight])] if fits else []
-        )
+        if fits:
+            targets = [t for c in touching for t in c[1]]
+            clusters.append(([*members.values()], [*targets, weight]))
     groups = [g for members, other in clusters if (g := _fitted(members, other)) is not None]
     grouped = {id(w) for g in groups for w in (*g.reference, *g.target)}
     alike: dict[bytes, tuple[list[_Weight], list[_Weight]]] = {}
-    for i, (run, uses) in enumerate(((reference, reference_uses), (target, target_uses))):
+    for i, run in enumerate((reference, target)):
         lone = [w for w in run if id(w) not in grouped and len(w.record.shape) == 1]
-        for weight in sorted(lone, key=lambda w: uses.first(w.name)):
+        for weight in sorted(lone, key=lambda w, i=i: uses[i].first(w.name)):
             mark = np.float32(weight.record.load()).tobytes()
             alike.setdefault(mark, ([], []))[i].append(weight)
     for members, other in alike.values():
@@ -255,26 +251,24 @@ def _of_weights(group: _Group) -> Iterator[Link]:
         )
 
 
-def _of_uses(
-    group: _Group, reference_uses: "WeightUses", target_uses: "WeightUses"
-) -> Iterator[Link]:
+def _of_uses(group: _Group, uses: _RunUses) -> Iterator[Link]:
     """Yield what enters and leaves the calls that use the weights, where it must be the same."""
     first, other = group.reference, group.target
     experts = any(w.roles is not None and ".experts." in w.roles.names[0] for w in (*first, *other))
     fused = any(w.roles is not None and len(w.roles.names) > 1 for w in (*first, *other))
     title = other[0].name
-    pairs = ((reference_uses, first), (target_uses, other))
+    pairs = [*zip(uses, (first, other), strict=True)]
     if experts and fused:
         return
 
     def names(side: list[_Weight], end: str) -> tuple[str, ...]:
         return tuple(f"use {w.name} {end}" for w in side)
 
-    if group.width > 1 and all(uses.operand(side[0].name) for uses, side in pairs):
+    if group.width > 1 and all(run.operand(side[0].name) for run, side in pairs):
         single = [side if experts else side[:1] for side in (first, other)]
         inputs = names(single[0], "operand"), names(single[1], "operand")
         yield Link(f"input of {title}", *inputs, joined="first")
-    if all(uses.result(side[0].name) for uses, side in pairs):
+    if all(run.result(side[0].name) for run, side in pairs):
         yield Link(
             f"output of {title}",
             names(first, "result"),
@@ -284,26 +278,23 @@ def _of_uses(
         )
 
 
-def _with_orders(
-    links: Sequence[Link], reference_uses: "WeightUses", target_uses: "WeightUses"
-) -> Iterator[Link]:
+def _with_orders(links: Sequence[Link], uses: _RunUses) -> Iterator[Link]:
     """Yield links with the order of the reference's tokens: what values show, or else what most others have."""
-    orders_of_links: list[tuple[Link, tuple[int, ...] | None]] = []
+    orders: list[tuple[Link, tuple[int, ...] | None]] = []
     for link in links:
         sides = [
-            [point(uses.ranks, *uses.resolved(name)).values for name in names]
-            for uses, names in ((reference_uses, link.reference), (target_uses, link.target))
+            [point(run.ranks, *run.resolved(name)).values for name in names]
+            for run, names in zip(uses, (link.reference, link.target), strict=True)
         ]
         sizes = [sum(x.size for x in side if x is not None) for side in sides]
         if link.joined == "first" and ".experts." in link.name and sizes[0] != sizes[1]:
             continue  # the programs pad the rows of experts differently
         first, other = (side[0] for side in sides)
-        orders_of_links.append(
-            (link, None if first is None or other is None else _token_order(first, other))
-        )
-    count = Counter(order for _, order in orders_of_links if order)
+        order = None if first is None or other is None else _token_order(first, other)
+        orders.append((link, order))
+    count = Counter(order for _, order in orders if order)
     usual = max(count, key=lambda order: count[order], default=())
-    for link, order in orders_of_links:
+    for link, order in orders:
         yield replace(link, tokens=usual if order is None else order)
 
 

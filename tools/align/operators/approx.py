@@ -191,18 +191,21 @@ class Approx:
 
     def apply(
         self,
-        value: Array,
-        slope: Array,
-        derivative: Callable[["Approx", "Approx"], "Approx"],
+        function: Callable[[Array], Array],
+        derivative: Callable[[Any, Any], Any],
         ulps: float = _FUNCTION_ULPS,
+        slope: Array | None = None,
     ) -> "Approx":
         """Return the result of a function.
 
         Args:
-            slope: Derivatives of the function, for the error of the argument.
             derivative: Computes the derivative from argument and result, as a backward kernel does.
             ulps: Accuracy of the function.
+            slope: Derivatives for the error of the argument, where ``derivative`` cannot compute them from arrays.
         """
+        with np.errstate(all="ignore"):
+            value = function(self.value)
+            slope = derivative(self.value, value) if slope is None else slope
         result = self.result(value, [(slope, self)], ulps)
         x, y = self.stop(), result.stop()
         # Some kernels scale the gradient first: in float16 what is below the smallest normal number loses digits.
@@ -211,73 +214,63 @@ class Approx:
         return result
 
     def exp(self) -> "Approx":
-        """Return the exponential; the error of the argument is carried to any order."""
+        """Return the exponential, with the error of the argument to all orders."""
         with np.errstate(over="ignore"):
-            value = np.exp(self.value)
-            slope = value
+            slope = np.exp(self.value)
             if not self.is_exact:  # a large error e gives exp(x + e) - exp(x), not its first order
                 largest = np.clip(np.minimum(SIGMAS * self.sigma, self.limit), 1e-9, 700.0)
-                slope = np.where(largest > 0.01, value * np.expm1(largest) / largest, value)
-        return self.apply(value, slope, lambda x, y: y)
+                slope = np.where(largest > 0.01, slope * np.expm1(largest) / largest, slope)
+        return self.apply(np.exp, lambda x, y: y, slope=slope)
 
     def log(self) -> "Approx":
         """Return the natural logarithm, NaN for negative values."""
-        with np.errstate(all="ignore"):
-            return self.apply(np.log(self.value), 1 / self.value, lambda x, y: 1 / x)
+        return self.apply(np.log, lambda x, y: 1 / x)
 
     def sqrt(self) -> "Approx":
         """Return the square root, which IEEE 754 rounds correctly."""
-        with np.errstate(all="ignore"):
-            value = np.sqrt(self.value)
-            return self.apply(value, 0.5 / value, lambda x, y: 0.5 / y, 1.0)
+        return self.apply(np.sqrt, lambda x, y: 0.5 / y, 1.0)
 
     def rsqrt(self) -> "Approx":
         """Return the reciprocal square root, accurate to 4 ULP."""
-        with np.errstate(all="ignore"):
-            value = self.value**-0.5
-            return self.apply(value, 0.5 * value / self.value, lambda x, y: -0.5 * (y * y * y))
+        return self.apply(lambda x: x**-0.5, lambda x, y: -0.5 * (y * y * y))
 
     def sin(self) -> "Approx":
         """Return the sine; near its zeros the error is that of the argument's reduction."""
-        slope = np.cos(self.value)
-        return self.apply(np.sin(self.value), slope, lambda x, y: x.cos()).plus(self.unit)
+        return self.apply(np.sin, lambda x, y: x.cos(), slope=np.cos(self.value)).plus(self.unit)
 
     def cos(self) -> "Approx":
         """Return the cosine, with the error of the argument's reduction."""
-        slope = np.sin(self.value)
-        return self.apply(np.cos(self.value), slope, lambda x, y: -x.sin()).plus(self.unit)
+        return self.apply(np.cos, lambda x, y: -x.sin(), slope=np.sin(self.value)).plus(self.unit)
 
     def sigmoid(self) -> "Approx":
         """Return the logistic function, accurate to 6 ULP."""
-        e = np.exp(-np.abs(self.value))
-        value = np.where(self.value >= 0, 1 / (1 + e), e / (1 + e))
-        return self.apply(value, value * (1 - value), lambda x, y: y * (1 - y), _FUNCTION_ULPS + 2)
+
+        def logistic(x: Array) -> Array:
+            e = np.exp(-np.abs(x))
+            return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
+
+        return self.apply(logistic, lambda x, y: y * (1 - y), _FUNCTION_ULPS + 2)
 
     def tanh(self) -> "Approx":
         """Return the hyperbolic tangent, accurate to 4 ULP."""
-        value = np.tanh(self.value)
-        return self.apply(value, 1 - value * value, lambda x, y: 1 - y * y)
+        return self.apply(np.tanh, lambda x, y: 1 - y * y)
 
     def erf(self) -> "Approx":
         """Return the error function; vector libraries use an approximation of constant absolute error."""
-        from math import erf
+        from scipy.special import erf
 
-        value = np.vectorize(erf, otypes=[np.float64])(self.value)
-        slope = 2 / np.pi**0.5 * np.exp(-np.square(self.value))
-        derivative = 2 / np.pi**0.5
-        return self.apply(value, slope, lambda x, y: (-(x * x)).exp() * derivative).plus(
-            8 * self.unit
-        )
+        factor = 2 / np.pi**0.5
+        slope = factor * np.exp(-np.square(self.value))
+        result = self.apply(erf, lambda x, y: (-(x * x)).exp() * factor, slope=slope)
+        return result.plus(8 * self.unit)
 
     def __pow__(self, exponent: Any) -> "Approx":
         """Return the power with a constant exponent."""
         n = float(exponent)
         if n == 2:
             return self * self
-        with np.errstate(all="ignore"):
-            value, slope = self.value**n, n * self.value ** (n - 1)
         ulps = 1.0 if n == 0.5 else 2 * _FUNCTION_ULPS
-        return self.apply(value, slope, lambda x, y: x ** (n - 1) * n, ulps)
+        return self.apply(lambda x: x**n, lambda x, y: x ** (n - 1) * n, ulps)
 
     def plus(self, error: Any) -> "Approx":
         """Return the same value with an additional error of a given size."""

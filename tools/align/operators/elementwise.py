@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,12 +163,8 @@ for _name in ("exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "sin", "c
 ops(
     {
         ("reciprocal", "input"): of_input(lambda x: 1 / x),
-        ("log1p", "input"): of_input(
-            lambda x: x.apply(np.log1p(x.value), 1 / (1 + x.value), lambda x, y: 1 / (x + 1))
-        ),
-        ("expm1", "input"): of_input(
-            lambda x: x.apply(np.expm1(x.value), np.exp(x.value), lambda x, y: y + 1)
-        ),
+        ("log1p", "input"): of_input(lambda x: x.apply(np.log1p, lambda x, y: 1 / (x + 1))),
+        ("expm1", "input"): of_input(lambda x: x.apply(np.expm1, lambda x, y: y + 1)),
         ("silu swish", "input | inplace=False"): of_input(lambda x: x * x.sigmoid()),
         ("relu", "input | inplace=False"): of_input(  # NaN stays
             lambda x: x.times((~(x.value <= 0)).astype(np.float64))
@@ -189,7 +186,7 @@ def _gelu(a: Arguments) -> Any:
 def _softplus(a: Arguments) -> Any:
     x: Approx = floating(a.input) * a.beta
     slope = 1 / (1 + np.exp(-x.value))
-    soft = x.apply(np.logaddexp(0, x.value), slope, lambda x, y: x.sigmoid())
+    soft = x.apply(partial(np.logaddexp, 0), lambda x, y: x.sigmoid(), slope=slope)
     return where(x.value > a.threshold, x, soft) / a.beta
 
 
