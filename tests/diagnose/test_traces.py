@@ -126,7 +126,7 @@ def test_the_table_of_a_cluster_has_all_ranks(tmp_path: Path):
 def test_the_columns_are_those_that_mindspore_writes():
     module = pytest.importorskip("mindspore.profiler.analysis.viewer.ascend_step_trace_time_viewer")
     written = {header.value for header in module.StepTraceTimeHeaders}
-    assert {"TraceStep", "Computing", "Communication(Not Overlapped)", "Free"} <= written
+    assert {"Step", "Computing", "Communication(Not Overlapped)", "Free"} <= written
     assert module.AscendStepTraceTimeViewer.STEP_TRACE_TIME_FILE_NAME in traces.TABLES
 
 

@@ -109,7 +109,7 @@ def _table(path: Path) -> list[RankTrace]:
         "Free": "host",
     }
     titles = list(rows[0]) if rows else []
-    if missing := [name for name in ("TraceStep", *parts_by_title) if name not in titles]:
+    if missing := [name for name in ("Step", *parts_by_title) if name not in titles]:
         raise BadInputError(
             f"{path}: no column {missing[0]!r}; expected step_trace_time.csv of an Ascend profiler"
         )
@@ -125,7 +125,7 @@ def _table(path: Path) -> list[RankTrace]:
             if rank is None:
                 device = row.get("Device_id")
                 rank = _number(path, line, "Device_id", device) if device else rank_of(path, {})
-        step = _number(path, line, "TraceStep", re.sub(r"^\D+", "", row["TraceStep"] or "0") or "0")
+        step = _number(path, line, "Step", re.sub(r"^\D+", "", row["Step"] or "0") or "0")
         parts = {
             part: _number(path, line, name, row[name]) * MICRO
             for name, part in parts_by_title.items()
