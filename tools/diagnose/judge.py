@@ -56,27 +56,17 @@ class Judge:
         """Return all causes, the one that costs most first."""
         late = self._late_parts()
         excesses = [
-            late_row for part in LOCAL if part in late for late_row in self._explain(part, late)
+            excess for part in LOCAL if part in late for excess in self._explain(part, late)
         ]
-        excesses += [
-            RowCause((self._of_lost(part),), late_row, part, late_row.seconds)
-            for part in LOST
-            for late_row in late.get(part, {}).values()
-        ]
+        lost = {part: late.get(part, {}).values() for part in LOST}
+        for part, rows in lost.items():
+            excesses += [RowCause((self._of_lost(part),), row, part, row.seconds) for row in rows]
+        stopped = {row.row: row.seconds for part in ("delay", "paused") for row in lost[part]}
         causes = [
             *self._by_host(excesses),
             *self._run_wide(),
             *late_links(self.records, self.step_s, self.calm_s),
-            *late_pairs(
-                self.records,
-                self.step_s,
-                self.calm_s,
-                {
-                    row: late_row.seconds
-                    for part in ("delay", "paused")
-                    for row, late_row in late.get(part, {}).items()
-                },
-            ),
+            *late_pairs(self.records, self.step_s, self.calm_s, stopped),
         ]
         return sorted(causes, key=lambda c: (-c.lost, -c.share, c.ranks))
 
@@ -106,26 +96,20 @@ class Judge:
     def _explain(self, part: str, late: dict[str, dict[int, LateRow]]) -> list[RowCause]:
         """Return what explains the excess of each late rank of a part."""
         excesses: list[RowCause] = []
+        min_excess = LEAST * self.calm_s
         for row, late_row in list(late[part].items())[:MOST]:
-            seconds_by_kind = self._known(part, row, late_row, late)
-            explained = sum(seconds_by_kind.values())
-            min_excess = LEAST * self.calm_s
-            named = {
-                kind: s
-                for kind, s in seconds_by_kind.items()
-                if s >= min_excess and KINDS[kind].part not in LOST
-            }
-            excesses += [
-                RowCause((kind,), late_row, part, seconds) for kind, seconds in named.items()
-            ]
+            kinds = self._explained(part, row, late_row, late)
+            for kind, seconds in kinds.items():
+                if seconds >= min_excess and KINDS[kind].part not in LOST:
+                    excesses.append(RowCause((kind,), late_row, part, seconds))
+            explained = sum(kinds.values())
             left = late_row.seconds - explained
             if left >= max(min_excess, UNEXPLAINED * explained):
-                excesses.append(
-                    RowCause(self._left_over(part, row, late_row), late_row, part, left)
-                )
+                kind = self._left_over(part, row, late_row)
+                excesses.append(RowCause(kind, late_row, part, left))
         return excesses
 
-    def _known(
+    def _explained(
         self, part: str, row: int, late_row: LateRow, late: dict[str, dict[int, LateRow]]
     ) -> dict[str, float]:
         """Return the seconds of an excess that records explain, by kind."""
@@ -138,9 +122,8 @@ class Judge:
                 for name in LOST:
                     if row in late.get(name, {}):
                         lost = self._excess(name, row, span)
-                        seconds_by_kind[self._of_lost(name)] = (
-                            float(lost.mean()) if lost is not None else 0.0
-                        )
+                        kind = self._of_lost(name)
+                        seconds_by_kind[kind] = 0.0 if lost is None else float(lost.mean())
             excess, faults = self._excess(part, row, span), self._excess("faults", row, span)
             if excess is not None and faults is not None:
                 seconds_by_kind["page_cache"] = _effect(excess, faults) * float(faults.mean())
@@ -160,9 +143,8 @@ class Judge:
         for name, kind in (("rows", "expert_imbalance"), ("work", "sequence_imbalance")):
             excess = self._excess(name, row, span)
             if excess is not None:
-                seconds[kind] = self._slope(int(self.records.stage[row])).get(name, 0.0) * float(
-                    excess.mean()
-                )
+                slopes = self._slope(int(self.records.stage[row]))
+                seconds[kind] = slopes.get(name, 0.0) * float(excess.mean())
         return seconds
 
     def _slope(self, stage: int) -> dict[str, float]:
@@ -198,9 +180,8 @@ class Judge:
         causes: list[Cause] = []
         alike: dict[tuple[int, str, tuple[str, ...]], list[RowCause]] = {}
         for excess in excesses:
-            alike.setdefault(
-                (int(self.records.host[excess.late.row]), excess.part, excess.kinds), []
-            ).append(excess)
+            key = (int(self.records.host[excess.late.row]), excess.part, excess.kinds)
+            alike.setdefault(key, []).append(excess)
         for (host, _, _), members in alike.items():
             count = int((self.records.host == host).sum())
             if count > 1 and len(members) > 0.6 * count and len(self.records.hosts) > 1:

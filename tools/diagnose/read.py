@@ -102,10 +102,8 @@ def _fill(
         rows = rows[_steady(header, rows)]
         indices = rows[:, names.index("step")].astype(np.int64) - begin
         inside = (indices >= 0) & (indices < count)
-        rows, indices = (
-            rows[inside],
-            indices[inside],
-        )  # of a step that was done twice the later row counts
+        # Of a step that was done twice the later row counts.
+        rows, indices = rows[inside], indices[inside]
         present = np.zeros(count, bool)
         present[indices] = True
         common &= present

@@ -56,11 +56,15 @@ def _line(axes: Axes, steps: Array, values: Array, kind: str, width: float) -> s
     return axes.line(*_thin(steps.astype(float), values), kind, width)
 
 
-def _thin(steps: Array, values: Array, groups_limit: int = 900) -> tuple[Array, Array]:
+_GROUPS = 900
+"""Groups of values of which a line shows the smallest and the largest."""
+
+
+def _thin(steps: Array, values: Array) -> tuple[Array, Array]:
     """Return the smallest and largest value of each group, so that no spike is lost."""
-    if len(steps) <= 2 * groups_limit:
+    if len(steps) <= 2 * _GROUPS:
         return steps, values
-    groups = np.array_split(np.arange(len(steps)), groups_limit)
+    groups = np.array_split(np.arange(len(steps)), _GROUPS)
     indices: list[int] = []
     for group in groups:
         part = values[group]
@@ -97,8 +101,8 @@ def _curves(report: LossReport) -> str:
         title = f"step {spike.step}: base {spike.base:+.1%}, target {spike.target:+.1%}"
         parts.append(axes.dot(spike.step, value, kind, 5, title))
     for step in steps[~np.isfinite(target)][:1]:
-        index = f"x={axes.x(step):.1f} y=22"
-        parts.append(f"<text class=mark {index} text-anchor=middle>NaN</text>")
+        place = f"x={axes.x(step):.1f} y=22"
+        parts.append(f"<text class=mark {place} text-anchor=middle>NaN</text>")
     base = "base" + (f" (mean of {len(bases)} runs)" if len(bases) > 1 else "")
     colours = [("var(--base)", base), ("var(--target)", "target")]
     keys = html.keys(colours, "○ a spike; red: in one of the two runs only")
