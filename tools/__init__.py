@@ -1,1 +1,1 @@
-"""Tools around a training run: accuracy alignment, planning, diagnosis."""
+"""Tools around a training run: alignment of operators, loss curves, phases before a run, planning, diagnosis, sweeps."""

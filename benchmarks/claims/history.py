@@ -19,7 +19,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     r"telechat-moe dryrun\b|make cluster\b": (*GRAPH, "telechat_moe/moe"),
     r"telechat-moe (?:train|launch)\b|make cluster\b": TRAIN,
     r"telechat-moe sweep\b": (*TRAIN, *PLAN, "tools/sweep"),
-    r"telechat-moe align\b|benchmarks\.(?:align_\w+|peers)\b|tests/align\b": ("tools/align",),
+    r"telechat-moe align\b|benchmarks\.(?:align_\w+|peers)\b|tests/(?:align|loss)\b": (
+        "tools/align",
+        "tools/loss",
+        "tools/phases",
+    ),
     r"benchmarks\.(?:plan_\w+|overlap|data_balance)\b|tests/plan\b": PLAN,
     r"benchmarks\.(?:plan_memory|swap|exchange_overlap|cluster)\b": GRAPH,
     r"benchmarks\.(?:train_step|balance_pilot|data_loader|checkpoint|data_balance\.processes)\b": TRAIN,

@@ -425,7 +425,7 @@ def metrics_bytes(_: Path) -> bytes:
 
 
 def read_loss(path: Path) -> object:
-    from telechat_moe.tools.align.loss.read import read
+    from telechat_moe.tools.loss.read import read
 
     return read(path)
 

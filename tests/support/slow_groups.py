@@ -82,6 +82,8 @@ IN_CI: dict[str, Group] = {
         10,
         (
             "tests/align",
+            "tests/loss",
+            "tests/phases",
             "benchmarks/align_",
             "benchmarks/align_faults/test_layout_pairs",
             "benchmarks/peers",
@@ -137,6 +139,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tools": ("plan", "align"),
     "tools/align": ("align", "workflow", "align_faults", "align_bugs"),
     "tools/diagnose": ("launch",),
+    "tools/loss": ("align",),
+    "tools/phases": ("align",),
     "tools/plan": ("plan",),
     "tools/sweep": ("recipe",),
     "recipes": ("keys", "tour"),

@@ -61,9 +61,9 @@ def _steps(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Judge, print; return the exit code."""
-    from telechat_moe.tools.align.loss import page as loss_page
-    from telechat_moe.tools.align.loss import read as loss_read
-    from telechat_moe.tools.align.loss import verdict as loss
+    from telechat_moe.tools.loss import page as loss_page
+    from telechat_moe.tools.loss import read as loss_read
+    from telechat_moe.tools.loss import verdict as loss
 
     *bases, target = args.curves
     bases += args.base

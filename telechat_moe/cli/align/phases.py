@@ -41,8 +41,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the phases, print; return the exit code."""
-    from telechat_moe.tools.align.phases import workflow
-    from telechat_moe.tools.align.phases.page import page
+    from telechat_moe.tools.phases import workflow
+    from telechat_moe.tools.phases.page import page
 
     out = Path(args.out)
     if any(path.is_file() for path in (out, *out.parents)):

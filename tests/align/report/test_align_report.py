@@ -13,12 +13,12 @@ from planted import result, run
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.judge.bisect import bisect
-from telechat_moe.tools.align.loss import page as loss_page
-from telechat_moe.tools.align.loss import read as loss_read
-from telechat_moe.tools.align.loss import verdict as loss
-from telechat_moe.tools.align.phases.page import page as phases_page
 from telechat_moe.tools.align.report import bisect_page as page
 from telechat_moe.tools.align.report import neighbourhood as around
+from telechat_moe.tools.loss import page as loss_page
+from telechat_moe.tools.loss import read as loss_read
+from telechat_moe.tools.loss import verdict as loss
+from telechat_moe.tools.phases.page import page as phases_page
 
 pytestmark = pytest.mark.torch
 

@@ -1,6 +1,6 @@
 """Verdicts on loss curves: how often they are wrong, what they see, and what real runs get.
 
-The full counts: ``pytest -m slow tests/align/loss/test_loss.py`` (2,000 pairs of each sort, some minutes).
+The full counts: ``pytest -m slow tests/loss/test_loss.py`` (2,000 pairs of each sort, some minutes).
 """
 
 import math
@@ -12,10 +12,10 @@ import loss_pairs as pairs
 import numpy as np
 import pytest
 
-from telechat_moe.tools.align.loss import migration_standard as loss_gate
-from telechat_moe.tools.align.loss import statistics as loss_stats
-from telechat_moe.tools.align.loss.read import read
-from telechat_moe.tools.align.loss.verdict import (
+from telechat_moe.tools.loss import migration_standard as loss_gate
+from telechat_moe.tools.loss import statistics as loss_stats
+from telechat_moe.tools.loss.read import read
+from telechat_moe.tools.loss.verdict import (
     DIVERGED,
     INCONCLUSIVE,
     PASS,
@@ -24,7 +24,7 @@ from telechat_moe.tools.align.loss.verdict import (
     judge,
 )
 
-RUNS = Path(__file__).parents[2] / "fixtures" / "align_loss"
+RUNS = Path(__file__).parents[1] / "fixtures" / "align_loss"
 COUNTS = [100, pytest.param(2000, marks=pytest.mark.slow)]
 
 

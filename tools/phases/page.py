@@ -5,14 +5,14 @@ from html import escape
 from typing import Any
 
 from telechat_moe import html
-from telechat_moe.tools.align.loss import page as loss_page
-from telechat_moe.tools.align.loss.read import read
-from telechat_moe.tools.align.loss.verdict import LossSettings, judge
 from telechat_moe.tools.align.report import bisect_page
+from telechat_moe.tools.loss import page as loss_page
+from telechat_moe.tools.loss.read import read
+from telechat_moe.tools.loss.verdict import LossSettings, judge
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """Return the page of a report, as :func:`telechat_moe.tools.align.phases.workflow.run` makes it.
+    """Return the page of a report, as :func:`telechat_moe.tools.phases.workflow.run` makes it.
 
     Raises:
         BadInputError: A loss curve is no longer where the report says.

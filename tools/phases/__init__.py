@@ -1,4 +1,4 @@
 """Three checks before a production run: operators alone, one step, the loss curve.
 
-May import every other room of align. Begin with `workflow.py`.
+May import align and loss. Begin with `workflow.py`.
 """

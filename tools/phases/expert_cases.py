@@ -13,7 +13,7 @@ from telechat_moe.ops import grouped_matmul
 from telechat_moe.ops.select import backend as chosen_backend
 from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
 from telechat_moe.tools.align.operators.registry import call
-from telechat_moe.tools.align.phases.cases import (
+from telechat_moe.tools.phases.cases import (
     COLUMNS,
     ROWS,
     Draw,

@@ -147,7 +147,7 @@ def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool =
 
 def _operators(plan: PhasesPlan) -> PhaseReport:
     path = plan.out / "operators.json"
-    module = "telechat_moe.tools.align.phases.operators"
+    module = "telechat_moe.tools.phases.operators"
     _command(["-m", module, plan.recipe, str(path), *plan.overrides])
     return json.loads(path.read_text(encoding="utf-8"))
 

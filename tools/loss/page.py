@@ -8,10 +8,10 @@ import numpy as np
 from telechat_moe import html
 from telechat_moe.html import Axes, Html
 from telechat_moe.numerics import Array
-from telechat_moe.tools.align.loss import statistics as stats
-from telechat_moe.tools.align.loss.evidence import LossReport
-from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS
 from telechat_moe.tools.align.report.junit import JunitCase, suite
+from telechat_moe.tools.loss import statistics as stats
+from telechat_moe.tools.loss.evidence import LossReport
+from telechat_moe.tools.loss.verdict import DIVERGED, PASS
 
 
 def page(report: LossReport) -> str:

@@ -1,6 +1,6 @@
 """Phase one: the operators of `telechat_moe.ops` alone, over a recipe's own shapes, against the float64 formulas.
 
-    python -m telechat_moe.tools.align.phases.operators RECIPE OUT.json [KEY=VALUE ...]
+    python -m telechat_moe.tools.phases.operators RECIPE OUT.json [KEY=VALUE ...]
 
 It runs in a separate process because it needs MindSpore. Widths, head sizes and inner dimensions are the recipe's; rows
 and columns are fewer (``cases.py``), since no bound depends on them. Values are drawn in the recipe's type. Each
@@ -23,7 +23,7 @@ from telechat_moe.tools.align.judge.verdict import worst as worst_of
 from telechat_moe.tools.align.operators.approx import Approx, Array, gradients
 
 if TYPE_CHECKING:
-    from telechat_moe.tools.align.phases.cases import OperatorCase
+    from telechat_moe.tools.phases.cases import OperatorCase
 
 
 def run_case(
@@ -33,7 +33,7 @@ def run_case(
     from mindspore import Tensor, ops
 
     from telechat_moe.ops import select
-    from telechat_moe.tools.align.phases.cases import Draw, First
+    from telechat_moe.tools.phases.cases import Draw, First
 
     with select.using(backend):
         cell = First(case.build()) if case.backward else case.build()
@@ -69,8 +69,8 @@ def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
     import mindspore as ms
 
     from telechat_moe.ops import select
-    from telechat_moe.tools.align.phases import cases as phase_cases
-    from telechat_moe.tools.align.phases import expert_cases as phase_experts
+    from telechat_moe.tools.phases import cases as phase_cases
+    from telechat_moe.tools.phases import expert_cases as phase_experts
 
     ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
     config = recipe.model_config

@@ -6,7 +6,7 @@
 ``diverged`` needs a finding that noise does not explain: a NaN, a first loss or a single step beyond the noise's own
 tail, a mean difference over the run or a stretch of it. ``pass`` needs proof of the opposite: the mean difference is
 within the margin with 95 % confidence on either side, the published standard is met
-(:mod:`telechat_moe.tools.align.loss.migration_standard`), and there are enough steps. Anything else is ``inconclusive``.
+(:mod:`telechat_moe.tools.loss.migration_standard`), and there are enough steps. Anything else is ``inconclusive``.
 
 With two or more base runs, their differences from each other are noise by definition: errors and margin grow to them.
 """
@@ -17,15 +17,15 @@ import numpy as np
 
 from telechat_moe.numerics import Array
 from telechat_moe.tools.align.judge.coverage import answer
-from telechat_moe.tools.align.loss import migration_standard as gates
-from telechat_moe.tools.align.loss.evidence import (
+from telechat_moe.tools.loss import migration_standard as gates
+from telechat_moe.tools.loss.evidence import (
     CurveFinding,
     LossReport,
     LossSettings,
     examine,
     find_spikes,
 )
-from telechat_moe.tools.align.loss.read import LossCurve
+from telechat_moe.tools.loss.read import LossCurve
 
 PASS, DIVERGED, INCONCLUSIVE = "pass", "diverged", "inconclusive"
 

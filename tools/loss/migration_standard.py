@@ -10,7 +10,7 @@
 Where the guide leaves a choice open, it is made here: errors are averaged without their sign; the first base run is the
 benchmark; its fluctuation is the largest such error between two base runs, times :data:`SLACK` because two or three
 runs show it only roughly. "Around 0" has no number in the guide: the share of positive errors is reported, and
-:mod:`telechat_moe.tools.align.loss.verdict` tests it.
+:mod:`telechat_moe.tools.loss.verdict` tests it.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Find what noise does not explain in a run's losses: evidence for :mod:`telechat_moe.tools.align.loss.verdict`.
+"""Find what noise does not explain in a run's losses: evidence for :mod:`telechat_moe.tools.loss.verdict`.
 
 Three kinds of noise are distinguished:
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.numerics import Array
-from telechat_moe.tools.align.loss import migration_standard as gates
-from telechat_moe.tools.align.loss import statistics as stats
+from telechat_moe.tools.loss import migration_standard as gates
+from telechat_moe.tools.loss import statistics as stats
 
 WANDER = 0.5
 """Prior for the lasting drift between equivalent runs, as a share of the spread of their single steps' difference."""

@@ -16,12 +16,12 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 from planted import result, run
 
 from telechat_moe.tools.align.dump.msprobe_write import write
-from telechat_moe.tools.align.phases import workflow
-from telechat_moe.tools.align.phases.page import page
+from telechat_moe.tools.phases import workflow
+from telechat_moe.tools.phases.page import page
 
 pytestmark = [pytest.mark.torch, pytest.mark.mindspore]
 RECIPE = "telechat3_moe/pretrain_tiny.yaml"
-KIT = Path(__file__).parents[3] / "benchmarks" / "peers"
+KIT = Path(__file__).parents[2] / "benchmarks" / "peers"
 
 
 def curve(path, seed, shift=0.0):
@@ -142,7 +142,7 @@ import numpy as np
 from mindspore import Tensor
 from telechat_moe.ops import grouped_matmul, norm, permute
 from telechat_moe.recipe import load
-from telechat_moe.tools.align.phases import operators as phase_operators
+from telechat_moe.tools.phases import operators as phase_operators
 from telechat_moe.train.optimizer import AdamW
 norm_, swiglu, back, scalars = norm.RMSNorm, grouped_matmul.GroupedSwiGLU, permute.Unpermute, AdamW.scalars
 norm.RMSNorm = lambda width, eps: norm_(width, 3 * eps)  # another eps
@@ -299,7 +299,7 @@ def test_the_kit_on_cpu(tmp_path):
 def test_the_tiny_recipe_itself(tmp_path):
     """Captured, replayed and trained here; the same recipe's other run is the base."""
     recipe = ["runner_config.batch_size=1", "model.model_config.num_hidden_layers=2"]
-    data = Path(__file__).parents[3] / "output" / "data"
+    data = Path(__file__).parents[2] / "output" / "data"
     if not data.exists():
         pytest.skip("no data: telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml")
     report = workflow.run(workflow.PhasesPlan(RECIPE, tmp_path, recipe))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.loss.read import LossCurve, read
+from telechat_moe.tools.loss.read import LossCurve, read
 
-RUNS = Path(__file__).parents[2] / "fixtures" / "align_loss"
+RUNS = Path(__file__).parents[1] / "fixtures" / "align_loss"
 
 MINDFORMERS = """\
 2026-11-20 10:00:00,000 - mindformers[core/callback/callback.py:700] - INFO - { Epoch:[  1/  2], step:[    1/    3], \
@@ -330,8 +330,8 @@ def test_usage_and_bad_input(tmp_path: Path):
 
 
 def test_paths_are_escaped_in_pages(tmp_path: Path):
-    from telechat_moe.tools.align.loss import page as loss_page
-    from telechat_moe.tools.align.loss.verdict import judge
+    from telechat_moe.tools.loss import page as loss_page
+    from telechat_moe.tools.loss.verdict import judge
 
     base, target = pairs.make(
         np.random.default_rng(2), pairs.Kind(300, 0.02, 0.05, 0.0, False, False, 1)
@@ -344,8 +344,8 @@ def test_paths_are_escaped_in_pages(tmp_path: Path):
 @pytest.mark.parametrize("steps", [1, 2, 40, 300])
 @pytest.mark.parametrize("what", ["alike", "nan", "equal", "zero"])
 def test_every_report_has_a_page(steps: int, what: str):
-    from telechat_moe.tools.align.loss import page as loss_page
-    from telechat_moe.tools.align.loss.verdict import judge
+    from telechat_moe.tools.loss import page as loss_page
+    from telechat_moe.tools.loss.verdict import judge
 
     kind = pairs.Kind(300, 0.02, 0.05, 0.0, False, False, 2)
     bases, target = pairs.make(np.random.default_rng(3), kind)
@@ -362,7 +362,7 @@ def test_every_report_has_a_page(steps: int, what: str):
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys; from telechat_moe.tools.align.loss import page, read, verdict; "
+        "import sys; from telechat_moe.tools.loss import page, read, verdict; "
         "sys.exit(any(m in sys.modules for m in ('mindspore', 'torch', 'scipy', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,4 @@
+"""Verdicts on loss curves.
+
+May import of align the word of a verdict and the report for CI. Begin with `verdict.py`.
+"""
