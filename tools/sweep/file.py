@@ -146,33 +146,19 @@ class Sweep:
         return Problem(**place, line=self.lines[variant], found=problem, expected=expected)
 
 
-def find_sweep(name: str) -> Path:
-    """Return a sweep file: a path, or one that comes with the package.
-
-    Raises:
-        RecipeError: There is no such file.
-    """
-    root = shipped_dir()
-    shipped = {p.relative_to(root).as_posix(): p for p in sorted(root.glob("sweeps/*/*.yaml"))}
-    if name in shipped:
-        return shipped[name]
-    try:
-        if Path(name).is_file():
-            return Path(name)
-        problem = "a folder" if Path(name).is_dir() else "not found"
-    except OSError as error:  # a name that is too long, a folder that may not be read
-        problem = error.strerror or str(error)
-    expected = f"expected a sweep file, or a shipped one: {', '.join(shipped)}"
-    raise RecipeError([Problem(file=name, line=0, key="", found=problem, expected=expected)])
-
-
 def read_sweep(name: str) -> Sweep:
-    """Read a sweep file and all recipes that it asks for.
+    """Read a sweep file, a path or one that comes with the package, and all recipes that it asks for.
 
     Raises:
         RecipeError: With every problem of the file and of its recipes.
     """
-    return _SweepReader(find_sweep(name)).read()
+    return _SweepReader(_shipped().get(name, Path(name))).read()
+
+
+def _shipped() -> dict[str, Path]:
+    """Return the sweep files that come with the package, by name."""
+    root = shipped_dir()
+    return {p.relative_to(root).as_posix(): p for p in sorted(root.glob("sweeps/*/*.yaml"))}
 
 
 class _SweepReader:
@@ -229,7 +215,8 @@ class _SweepReader:
         try:
             text = self.path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            self.report(0, "", f"cannot be read: {error}", "a readable file in UTF-8")
+            expected = f"expected a file in UTF-8, or a shipped one: {', '.join(_shipped())}"
+            self.report(0, "", f"cannot be read: {error}", expected)
         self.stop_if_broken()
         root = read(text, self.report)
         if root is not None and root.kind != "map":

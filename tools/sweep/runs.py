@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from telechat_moe import processes
 from telechat_moe.checkpoint.weights import ReadWeights
 from telechat_moe.interruption import can_stop
 from telechat_moe.launch.affinity import Topology
+from telechat_moe.narrowing import is_object
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Problem, RecipeError, load
 from telechat_moe.tools.sweep.file import Sweep, SweepRun
@@ -43,8 +44,11 @@ class TrainingOutcome:
 
 def is_finished(run: SweepRun) -> bool:
     """Return whether all steps of a run are done."""
-    summary = _json(run.folder / "summary.json")
-    return summary is not None and summary.get("finished") is True
+    try:
+        summary = parse_json((run.folder / "summary.json").read_bytes())
+    except (OSError, ValueError):  # none, or torn by a kill
+        return False
+    return is_object(summary) and summary.get("finished") is True
 
 
 def check(sweep: Sweep, weights: ReadWeights | None) -> None:
@@ -186,12 +190,3 @@ def _failure(run: SweepRun, code: int) -> str:
     errors = [line for line in lines if line.startswith("error: ")]
     message = (errors or lines or ["it printed nothing"])[-1]
     return f"{processes.death(code)}: {message.removeprefix('error: ')[:300]} ({log})"
-
-
-def _json(path: Path) -> "Mapping[str, Any] | None":
-    """Return the object in a file; None if there is none."""
-    try:
-        content = parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return cast("dict[str, Any]", content) if isinstance(content, dict) else None

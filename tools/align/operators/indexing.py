@@ -193,16 +193,6 @@ def _argmax(a: Arguments) -> Any:
     return x.argmax(None if a.dim is None else int(a.dim), keepdims=bool(a.keepdim))
 
 
-@op("ArgMaxWithValue", "input dim=0 keepdim=False", exact=True)
-def _argmax_with_value(a: Arguments) -> Any:
-    dim = int(a.dim)
-    chosen = plain(a.input).argmax(dim, keepdims=True)
-    value = move(a.input, lambda v: np.take_along_axis(v, chosen, dim), True)
-    if a.keepdim:
-        return [chosen, value]
-    return [chosen.squeeze(dim), move(value, lambda v: v.squeeze(dim))]
-
-
 _CHOICES = "argsort argmax ArgMaxWithValue", "topk sort max min"
 CHOOSES = {name: i for i, names in enumerate(_CHOICES) for name in names.split()}
 """For each operator whose indices are free among equal elements, the number of the output that holds them."""

@@ -67,6 +67,11 @@ for _name, _largest in (("max", True), ("min", False)):
     )
 
 
+op("ArgMaxWithValue", "input dim=0 keepdim=False | other=None", exact=True)(
+    lambda a: _extreme(a, True)[::-1]
+)
+
+
 def _over_dims(a: Arguments, function: Callable[..., Any]) -> Any:
     x = plain(a.input)
     return function(x, a.dims(x.ndim), keepdims=bool(a.keepdim))
