@@ -156,10 +156,13 @@ def _programs(
                 formula.stores and dtype in ("bfloat16", "float16") and bool(rng.random() < 0.5)
             )
             machine = Machine(dtype, str(order), stores)
-            made = program(machine, *map(machine_input(machine), sample.arguments), **sample.named)
-            made = made if isinstance(made, list) else [made]
+            outputs = program(
+                machine, *map(machine_input(machine), sample.arguments), **sample.named
+            )
+            outputs = outputs if isinstance(outputs, list) else [outputs]
             rounded = [
-                narrow(x, dtype) if np.asarray(x).dtype.kind == "f" else np.asarray(x) for x in made
+                narrow(x, dtype) if np.asarray(x).dtype.kind == "f" else np.asarray(x)
+                for x in outputs
             ]
             yield f"program {i}, {order}{', rounded each time' if stores else ''}", rounded
 
@@ -181,8 +184,8 @@ def _judge(
     dtype: str,
 ) -> None:
     """Judge results of a case; ``dtype`` is that of those of floating point."""
-    for who, found in results:
-        for place, (x, value) in enumerate(zip(found, expected, strict=False)):
+    for who, arrays in results:
+        for place, (x, value) in enumerate(zip(arrays, expected, strict=False)):
             if value is None:
                 continue
             kind = dtype if x.dtype.kind == "f" and isinstance(value, Approx) else "int64"
@@ -198,10 +201,10 @@ def _judge(
                 _count(tally, x.reshape(value.shape), value, dtype)
 
 
-def _count(tally: Tally, found: Array, value: Approx, dtype: str) -> None:
+def _count(tally: Tally, values: Array, value: Approx, dtype: str) -> None:
     """Add errors over bounds; skip exact results, and numbers so small that they may be flushed to zero."""
     bound = value.bound(dtype)
-    error = np.abs(found.astype(np.float64) - value.value)
+    error = np.abs(values.astype(np.float64) - value.value)
     if dtype == "float64" or not error.any():
         return  # the reference is of that type itself
     least = 2.0 ** (FLOATS[dtype].low + (0 if dtype == "float16" else 24))
@@ -218,12 +221,12 @@ def _by_torch(
     torch: Any, spec: Spec, sample: Sample, dtype: str, tally: Tally
 ) -> list[tuple[str, list[Array]]]:
     try:
-        made = _flat(_run(torch, spec, *_tensors(torch, sample, dtype)))
+        outputs = _flat(_run(torch, spec, *_tensors(torch, sample, dtype)))
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = f"torch: {str(error).splitlines()[0][:80]}"
         tally.skipped[reason] = tally.skipped.get(reason, 0) + 1
         return []
-    return [("torch", [_array(torch, x) for x in made])]
+    return [("torch", [_array(torch, x) for x in outputs])]
 
 
 def _tensors(
@@ -296,8 +299,8 @@ def _backward(
     results = [x for x in formula.compute(bound) if isinstance(x, Approx)]
     pairs = zip(results, coming, strict=False)
     expected = gradients([(r, exactly(g, dtype, True)) for r, g in pairs], tensors)
-    found = [None if g is None else _array(torch, g) for g in going]
-    for i, (g, value) in enumerate(zip(found, expected, strict=True)):
+    gradients_of_inputs = [None if g is None else _array(torch, g) for g in going]
+    for i, (g, value) in enumerate(zip(gradients_of_inputs, expected, strict=True)):
         if g is not None and value is not None:
             _judge(
                 tally, f"{where}, gradient {i}", formula, bound, [value], [("torch", [g])], dtype

@@ -19,12 +19,12 @@ if importlib.util.find_spec("torch"):
 
 
 def tally(size, rounds=range(1), every=1, names=None):
-    found = {}
+    tallies = {}
     for i, (name, dtype, kind, number) in enumerate(bounds.cases(rounds, names)):
         if sum(divmod(i, len(bounds_specs.SPECS))) % every == 0:
-            one = bounds.check(name, dtype, kind, number, size, torch)
-            found.setdefault(name, bounds.Tally()).add(one)
-    return found
+            result = bounds.check(name, dtype, kind, number, size, torch)
+            tallies.setdefault(name, bounds.Tally()).add(result)
+    return tallies
 
 
 def test_every_operator_is_in_the_corpus():
@@ -41,21 +41,21 @@ def test_every_operator_is_in_the_corpus():
 @pytest.mark.torch
 def test_no_bound_is_broken():
     """Check a sample: every operator in every type (7 shares no divisor with the number of operators)."""
-    found = tally(1024, every=7)
-    assert set(found) == set(bounds_specs.SPECS)
-    assert [t.broken for t in found.values() if t.violations] == []
-    assert [(n, t.skipped) for n, t in found.items() if t.skipped] == []
-    assert sum(t.checks for t in found.values()) > 10**6
+    tallies = tally(1024, every=7)
+    assert set(tallies) == set(bounds_specs.SPECS)
+    assert [t.broken for t in tallies.values() if t.violations] == []
+    assert [(n, t.skipped) for n, t in tallies.items() if t.skipped] == []
+    assert sum(t.checks for t in tallies.values()) > 10**6
 
 
 @pytest.mark.torch
 @pytest.mark.slow
 def test_no_bound_is_broken_in_10_to_the_8_checks():
     """Check also that the median operator's bound is at most 8 times the 99.9 % quantile of observed errors."""
-    found = tally(8192)
-    assert sum(t.checks for t in found.values()) > 10**8
-    assert [t.broken for t in found.values() if t.violations] == []
-    tight = [t.tightness() for t in found.values()]
+    tallies = tally(8192)
+    assert sum(t.checks for t in tallies.values()) > 10**8
+    assert [t.broken for t in tallies.values() if t.violations] == []
+    tight = [t.tightness() for t in tallies.values()]
     assert np.median([t for t in tight if t is not None]) <= 8
 
 
@@ -71,9 +71,9 @@ def test_bounds_are_not_loose():
         "swiglu",
         "AdamW",
     )
-    for name, found in tally(1024, range(2), names=names).items():
+    for name, result in tally(1024, range(2), names=names).items():
         for dtype in bounds.DTYPES[:3]:
-            tightness = found.tightness(dtype)
+            tightness = result.tightness(dtype)
             assert 1 <= tightness <= 8, (name, dtype, tightness)
 
 
@@ -85,8 +85,8 @@ def test_a_wrong_program_breaks_its_bound(name, monkeypatch):
             lambda m, *a, p=p, w=wrong, **k: p(m, *a, **k) * m.work(w) for p in spec.programs
         ]
         monkeypatch.setitem(bounds_specs.SPECS, name, bounds.Spec(name, spec.make, tuple(programs)))
-        found = bounds.check(name, dtype, "uniform", 0, 2048)
-        assert found.violations > 0.2 * found.checks, dtype
+        result = bounds.check(name, dtype, "uniform", 0, 2048)
+        assert result.violations > 0.2 * result.checks, dtype
 
 
 @pytest.mark.parametrize("order", ORDERS)

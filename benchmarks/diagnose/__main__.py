@@ -113,10 +113,10 @@ def main() -> int:
         )
     )
     if args.speed:
-        report["speed"] = found = speed(args.ranks, args.speed)
+        report["speed"] = speeds = speed(args.ranks, args.speed)
         print(
             f"{args.ranks} ranks x {args.speed} steps: "
-            + ", ".join(f"{k} {v:.2f}" for k, v in found.items())
+            + ", ".join(f"{k} {v:.2f}" for k, v in speeds.items())
         )
     else:
         clean, planted = accuracy(args.ranks, args.runs, args.steps, args.seed)
@@ -127,17 +127,17 @@ def main() -> int:
 
 
 def _public(folder: Path) -> int:
-    found = read_all(folder)
-    for title, counts in (("read, bound by", found.bound), ("refused", found.refused)):
+    reading = read_all(folder)
+    for title, counts in (("read, bound by", reading.bound), ("refused", reading.refused)):
         print(f"{title}: {counts.total()}")
         for text, count in counts.most_common():
             print(f"{count:6d}  {text}")
     print(
-        f"trace_view.json and its table: {found.compared} pairs, at most {found.apart:.2e} of the device's time apart"
+        f"trace_view.json and its table: {reading.compared} pairs, at most {reading.apart:.2e} of the device's time apart"
     )
-    print(f"neither read nor refused: {len(found.broken)}")
-    print("\n".join(found.broken))
-    return 1 if found.broken else 0
+    print(f"neither read nor refused: {len(reading.broken)}")
+    print("\n".join(reading.broken))
+    return 1 if reading.broken else 0
 
 
 def _table(args: argparse.Namespace, clean: Score, planted: Score) -> dict[str, object]:

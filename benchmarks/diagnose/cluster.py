@@ -95,15 +95,15 @@ class Cluster:
             )
         columns["compute"] *= 0.4 * rows + 0.6 * (0.5 + 0.5 * work)
         links = {axis: np.ones(shape, np.float32) for axis in TRANSFER}
-        for one in planted:
-            self._plant(rng, one, columns, links, rows, work)
+        for cause in planted:
+            self._plant(rng, cause, columns, links, rows, work)
         columns["rows"], columns["work"] = 4096 * rows, 1e6 * work
         return self._meet(rng, columns, links)
 
     def _plant(
         self,
         rng: np.random.Generator,
-        one: Planted,
+        cause: Planted,
         columns: dict[str, Array],
         links: dict[str, Array],
         rows: Array,
@@ -111,37 +111,37 @@ class Cluster:
     ) -> None:
         """Put a cause into the times."""
         hit = np.zeros(self.steps, np.float32)
-        hit[one.onset :: one.period] = 1
-        which = list(one.ranks)
+        hit[cause.onset :: cause.period] = 1
+        which = list(cause.ranks)
         # Pulses come at their own times on each rank.
         late = (
-            np.stack([np.roll(hit, int(rng.integers(one.period))) for _ in which])
-            if one.period > 1
+            np.stack([np.roll(hit, int(rng.integers(cause.period))) for _ in which])
+            if cause.period > 1
             else hit
         )
-        late = late * (one.share * one.period * TOTAL)
+        late = late * (cause.share * cause.period * TOTAL)
         late = late * (1 + 0.1 * rng.standard_normal((len(which), self.steps), np.float32))
         late = np.broadcast_to(late, (len(which), self.steps)).astype(np.float32)
-        after = np.arange(self.steps) >= one.onset
+        after = np.arange(self.steps) >= cause.onset
         longer = late / STEP["compute"]
-        if one.kind in ("expert_imbalance", "sequence_imbalance"):
-            x, weight = (rows, 0.4) if one.kind == "expert_imbalance" else (work, 0.3)
+        if cause.kind in ("expert_imbalance", "sequence_imbalance"):
+            x, weight = (rows, 0.4) if cause.kind == "expert_imbalance" else (work, 0.3)
             x[which] += longer / weight
-        if one.kind == "frequency_drop":
+        if cause.kind == "frequency_drop":
             columns["clock"][which] /= 1 + longer
-        if KINDS[one.kind].part == "compute":
+        if KINDS[cause.kind].part == "compute":
             columns["compute"][which] *= 1 + longer
-        elif one.kind == "slow_link":
+        elif cause.kind == "slow_link":
             for axis in ("dp", "pp"):
                 links[axis][which] += late / TRANSFER[axis]
-        elif KINDS[one.kind].part in ("gc", "delay", "paused"):
-            columns[KINDS[one.kind].part][which] += late
+        elif KINDS[cause.kind].part in ("gc", "delay", "paused"):
+            columns[KINDS[cause.kind].part][which] += late
             columns["host"][which] += late
         else:
-            columns[KINDS[one.kind].part][which] += late
-        if one.kind == "page_cache":
+            columns[KINDS[cause.kind].part][which] += late
+        if cause.kind == "page_cache":
             columns["faults"][which] += rng.poisson(40, late.shape) * (late > 0)
-        if one.kind == "numa":
+        if cause.kind == "numa":
             columns["remote"][which] += 0.5 * after
 
     def _meet(
@@ -195,7 +195,7 @@ def _varied(rng: np.random.Generator, shape: tuple[int, ...], n: Noise, wider: f
 
 
 def draw(
-    rng: np.random.Generator, cluster: Cluster, causes: int, least: float = 0.03
+    rng: np.random.Generator, cluster: Cluster, causes: int, smallest: float = 0.03
 ) -> tuple[Planted, ...]:
     """Return as many causes of different kinds on different hosts."""
     kinds = rng.choice(list(KINDS), causes, replace=False)
@@ -205,7 +205,7 @@ def draw(
         first = int(host) * HOST % cluster.ranks
         rank = first + int(rng.integers(HOST))
         ranks = tuple(range(first, first + HOST)) if kind == "slow_host" else (rank,)
-        share = float(np.exp(rng.uniform(np.log(least), np.log(0.3))))
+        share = float(np.exp(rng.uniform(np.log(smallest), np.log(0.3))))
         period = int(rng.integers(5, 16)) if KINDS[kind].pulsed else 1
         onset = int(rng.integers(0, cluster.steps // 2)) if rng.random() < 0.5 else 0
         found.append(Planted(str(kind), ranks, share, onset, period))

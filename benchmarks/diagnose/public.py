@@ -35,22 +35,22 @@ class Reading:
 
 def read_all(folder: Path) -> Reading:
     """Read every file below a folder by itself."""
-    found = Reading()
+    reading = Reading()
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name.endswith(ENDS)):
         try:
             records = read_traces([path])
-            found.bound[diagnose(records).bounds[0].bound] += 1
+            reading.bound[diagnose(records).bounds[0].bound] += 1
             table = path.with_name(TABLES[0])
             if path.name == "trace_view.json" and table.exists():
-                own, given = records.columns, read_traces([table]).columns
-                busy = float((given["compute"] + given[COMM + "all"]).mean())
-                found.compared += 1
+                columns, table_columns = records.columns, read_traces([table]).columns
+                busy = float((table_columns["compute"] + table_columns[COMM + "all"]).mean())
+                reading.compared += 1
                 for name in ("compute", COMM + "all"):
-                    off = float(abs(own[name] - given[name]).max())
-                    found.apart = max(found.apart, off / busy)
+                    off = float(abs(columns[name] - table_columns[name]).max())
+                    reading.apart = max(reading.apart, off / busy)
         except BadInputError as error:
             said = str(error).replace(str(path), "").strip(" :")
-            found.refused[re.split(r"[;(]", said)[0].strip()[:80]] += 1
+            reading.refused[re.split(r"[;(]", said)[0].strip()[:80]] += 1
         except Exception as error:
-            found.broken.append(f"{path}: {error!r}")
-    return found
+            reading.broken.append(f"{path}: {error!r}")
+    return reading

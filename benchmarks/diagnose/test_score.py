@@ -44,10 +44,10 @@ def test_a_cause_named_twice_is_wrong_once():
 def test_planted_causes_have_the_stated_size():
     cluster = Cluster(4, steps=100)
     for seed in range(50):
-        one, other = draw(np.random.default_rng(seed), cluster, 2)
-        assert one.kind != other.kind
-        assert not set(one.ranks) & set(other.ranks)
-        for planted in (one, other):
+        first, other = draw(np.random.default_rng(seed), cluster, 2)
+        assert first.kind != other.kind
+        assert not set(first.ranks) & set(other.ranks)
+        for planted in (first, other):
             assert 0.03 <= planted.share <= 0.3
             assert planted.onset < 50
 
@@ -67,10 +67,10 @@ def test_traces_are_read_or_refused_and_compared_with_their_table(tmp_path: Path
     for computing, apart in ((40, 0.0), (45, 5 / 55)):
         table = f"Step,Computing,Communication(Not Overlapped),Free\n1,{computing},10,20\n"
         (tmp_path / "step_trace_time.csv").write_text(table)
-        found = read_all(tmp_path)
-        assert (found.bound.total(), found.refused.total(), found.broken) == (2, 2, [])
-        assert found.compared == 1
-        assert found.apart == pytest.approx(apart, abs=1e-6)
+        reading = read_all(tmp_path)
+        assert (reading.bound.total(), reading.refused.total(), reading.broken) == (2, 2, [])
+        assert reading.compared == 1
+        assert reading.apart == pytest.approx(apart, abs=1e-6)
 
 
 def test_a_few_runs_are_judged_right():

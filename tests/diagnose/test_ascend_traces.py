@@ -67,10 +67,10 @@ def test_parts_of_an_ascend_step_are_those_of_its_microseconds(
     (output.parent / "profiler_info_5.json").write_text("{}")
     (output / "trace_view.json").write_text(json.dumps(ascend(works, moves, reads)))
     (output / "communication.json").write_text("{}")  # not the trace
-    found = read_traces(traces_of(output.parent))
-    assert (found.ranks.tolist(), found.steps.tolist()) == ([5], [0])
+    records = read_traces(traces_of(output.parent))
+    assert (records.ranks.tolist(), records.steps.tolist()) == ([5], [0])
     for name, seconds in one_by_one(works, moves, reads).items():
-        assert found.columns[name][0, 0] == pytest.approx(seconds, rel=1e-5, abs=2e-6), name
+        assert records.columns[name][0, 0] == pytest.approx(seconds, rel=1e-5, abs=2e-6), name
 
 
 def test_a_slow_rank_of_ascend_traces_is_named(tmp_path: Path, capsys: Capture):
@@ -107,10 +107,10 @@ def test_iterations_of_msprof_are_steps_of_one_rank(tmp_path: Path, capsys: Capt
         events = msprof(iteration, 400.0, 900.0)
         (folder / f"msprof_3_0_{iteration}.json").write_text(json.dumps(events))
         (folder / f"hccl_3_0_{iteration}.json").write_text(json.dumps([named(1, "HCCL")]))
-    found = read_traces(traces_of(tmp_path))
-    assert (found.ranks.tolist(), found.steps.tolist()) == ([3], [1, 2, 10])
+    records = read_traces(traces_of(tmp_path))
+    assert (records.ranks.tolist(), records.steps.tolist()) == ([3], [1, 2, 10])
     for name, micro in {"compute": 200, "comm.all": 100, "host": 100, "data": 900}.items():
-        np.testing.assert_allclose(found.columns[name], [[micro * 1e-6] * 3], rtol=1e-6)
+        np.testing.assert_allclose(records.columns[name], [[micro * 1e-6] * 3], rtol=1e-6)
     assert main(["diagnose", str(tmp_path)]) == 4
     assert "bound by the data (69% of the latest rank's time)" in capsys.readouterr().out
 
@@ -133,9 +133,9 @@ def test_pairs_of_begin_and_end_are_events(tmp_path: Path):
     ]
     path = tmp_path / "rank0.json"
     path.write_text(json.dumps({"traceEvents": [kineto()[0], *pairs]}))
-    found = read_traces([path])
+    records = read_traces([path])
     for name, micro in {"compute": 30, "comm.all": 20, "host": 50, "data": 0}.items():
-        assert found.columns[name][0, 0] == pytest.approx(micro * 1e-6), name
+        assert records.columns[name][0, 0] == pytest.approx(micro * 1e-6), name
 
 
 @pytest.mark.parametrize("end", ["", ",", "\n", ",\n"])
@@ -204,5 +204,5 @@ def test_torch_npu_counts_what_comes_before_the_first_operator_apart(tmp_path: P
         path.write_text(
             "Step,Computing,Communication(Not Overlapped),Free,Preparing\n3,90,10,5,9\n"
         )
-        found = read_traces([path])
-        assert found.columns["host"][0, 0] == pytest.approx(host), folder
+        records = read_traces([path])
+        assert records.columns["host"][0, 0] == pytest.approx(host), folder

@@ -22,15 +22,15 @@ Capture = pytest.CaptureFixture[str]
 
 
 def events(name: str, steps: int = 2) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    trace_events: list[dict[str, Any]] = []
     for step in range(steps):
         at = 100 * step
-        found += [
+        trace_events += [
             {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": at, "dur": 100},
             {"ph": "X", "cat": "python_function", "name": name, "ts": at, "dur": 1},
             {"ph": "X", "cat": "kernel", "name": "gemm", "ts": at + 10, "dur": 50 + step},
         ]  # fmt: skip
-    return found
+    return trace_events
 
 
 PLAIN = json.dumps({"traceEvents": events("NAME")})

@@ -31,17 +31,17 @@ def slow(tmp_path: Path) -> Path:
 def test_records_come_back_as_they_were(tmp_path: Path):
     records = alike(stages=2)
     write(records, tmp_path / "run")
-    found = read_runs([tmp_path / "run"])
-    assert found.columns.keys() == records.columns.keys()
+    read = read_runs([tmp_path / "run"])
+    assert read.columns.keys() == records.columns.keys()
     for name, x in records.columns.items():
-        np.testing.assert_array_equal(found.columns[name], x, name)
+        np.testing.assert_array_equal(read.columns[name], x, name)
     for name in ("ranks", "steps", "stage", "host"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(records, name), name)
+        np.testing.assert_array_equal(getattr(read, name), getattr(records, name), name)
     for axis, numbers in records.groups.items():
-        np.testing.assert_array_equal(found.groups[axis], numbers)
-    assert list(found.hosts) == list(records.hosts)
-    assert found.inside
-    assert not found.problems
+        np.testing.assert_array_equal(read.groups[axis], numbers)
+    assert list(read.hosts) == list(records.hosts)
+    assert read.inside
+    assert not read.problems
 
 
 def test_the_answer_comes_first_then_the_table(slow: Path, capsys: Capture):
@@ -136,10 +136,10 @@ def test_the_graph_of_cpu_processes_is_split_in_computing_and_waiting(tmp_path: 
         Records(source="", ranks=two, steps=np.arange(30), columns=columns, stage=0 * two, host=0 * two, hosts=["a"]),
         tmp_path,
     )  # fmt: skip
-    found = read_runs([tmp_path])
-    np.testing.assert_allclose(found.columns["compute"].mean(1), [0.6, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(found.columns["comm.all"].mean(1), [0.4, 0.0], atol=1e-6)
-    assert not found.inside
+    records = read_runs([tmp_path])
+    np.testing.assert_allclose(records.columns["compute"].mean(1), [0.6, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(records.columns["comm.all"].mean(1), [0.4, 0.0], atol=1e-6)
+    assert not records.inside
 
 
 @pytest.mark.parametrize(

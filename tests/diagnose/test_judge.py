@@ -103,8 +103,8 @@ def test_what_records_cannot_tell_apart_is_named_together(
     records = put(kind, alike())
     for name in lacks:
         del records.columns[name]
-    (found,) = Judge(records).causes()
-    assert (set(found.kinds), found.ranks) == (kinds, (BAD,))
+    (cause,) = Judge(records).causes()
+    assert (set(cause.kinds), cause.ranks) == (kinds, (BAD,))
 
 
 def test_a_slow_link_of_one_axis_is_somewhere_in_its_group():
@@ -125,10 +125,10 @@ def test_waiting_for_a_late_rank_is_no_slow_link():
 def test_a_cause_that_begins_late_is_named_with_its_steps():
     records = alike()
     records.columns["compute"][BAD, STEPS // 2 :] += 0.08
-    (found,) = Judge(records).causes()
-    assert (found.first_step, found.last_step) == (10 + STEPS // 2, 9 + STEPS)
-    assert found.seconds == pytest.approx(0.08, rel=0.1)
-    assert found.lost == pytest.approx(0.5 * 0.08 / Judge(records).step_s, rel=0.25)
+    (cause,) = Judge(records).causes()
+    assert (cause.first_step, cause.last_step) == (10 + STEPS // 2, 9 + STEPS)
+    assert cause.seconds == pytest.approx(0.08, rel=0.1)
+    assert cause.lost == pytest.approx(0.5 * 0.08 / Judge(records).step_s, rel=0.25)
 
 
 def test_two_causes_of_one_rank_are_told_apart():
@@ -145,9 +145,9 @@ def test_a_step_of_another_stage_is_no_peer():
 def test_what_all_ranks_wait_for_is_a_cause_of_the_run():
     records = alike()
     records.columns["save"][:] += pulses(0.5)
-    (found,) = Judge(records).causes()
-    assert (found.kinds, found.scope, found.ranks) == (("checkpoint",), "run", ())
-    assert found.seconds == pytest.approx(0.0625, rel=0.01)
+    (cause,) = Judge(records).causes()
+    assert (cause.kinds, cause.scope, cause.ranks) == (("checkpoint",), "run", ())
+    assert cause.seconds == pytest.approx(0.0625, rel=0.01)
 
 
 def test_two_ranks_are_compared_with_each_other():
@@ -166,9 +166,9 @@ def test_of_two_ranks_the_one_that_is_stopped_now_and_then_is_named():
 
 
 def test_one_rank_has_no_peers_and_that_is_no_pass():
-    found = diagnose(alike(1))
-    assert found.verdict == "inconclusive"
-    assert "has one rank" in found.not_judged["ranks"]
+    diagnosis = diagnose(alike(1))
+    assert diagnosis.verdict == "inconclusive"
+    assert "has one rank" in diagnosis.not_judged["ranks"]
 
 
 @settings(deadline=None, max_examples=15)
@@ -191,9 +191,9 @@ def test_neither_numbers_of_ranks_nor_units_of_time_matter(order: list[int], sca
 def test_the_largest_part_bounds_a_step(part: str, bound: str):
     records = alike(stages=2)
     records.columns[part][:, :60] += 3
-    for found in stage_bounds(records):
-        assert found.bound == bound
-        assert found.steps[bound] == (1.0 if bound == "device" else 0.75)
+    for stage in stage_bounds(records):
+        assert stage.bound == bound
+        assert stage.steps[bound] == (1.0 if bound == "device" else 0.75)
 
 
 def test_costs_are_what_the_run_would_not_have_taken():
@@ -201,7 +201,7 @@ def test_costs_are_what_the_run_would_not_have_taken():
     records = alike()
     records.columns["compute"][BAD] += 0.30
     records.columns["compute"][11] += 0.20
-    found: dict[int, Cause] = {c.ranks[0]: c for c in Judge(records).causes()}
+    causes: dict[int, Cause] = {c.ranks[0]: c for c in Judge(records).causes()}
     step = Judge(records).step_s
-    assert found[BAD].lost == pytest.approx(0.10 / step, rel=0.03)
-    assert found[11].lost == pytest.approx(0.0, abs=0.001)
+    assert causes[BAD].lost == pytest.approx(0.10 / step, rel=0.03)
+    assert causes[11].lost == pytest.approx(0.0, abs=0.001)

@@ -42,8 +42,8 @@ def test_a_slow_port_is_named_by_its_rank(ranks: int):
     records = linked(ranks)
     slow(records, 1, seconds=0.1)
     assert named(records) == [(("slow_link",), (1,))]
-    (found,) = Judge(records).causes()
-    assert found.seconds == pytest.approx((ranks - 1) * 0.1, rel=0.1)
+    (cause,) = Judge(records).causes()
+    assert cause.seconds == pytest.approx((ranks - 1) * 0.1, rel=0.1)
     assert "no times of collectives" not in str(diagnose(records).not_judged)
 
 
@@ -103,9 +103,9 @@ def test_what_clocks_of_hosts_differ_by_cancels(
         path = timings.file_of(run, rank)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(json.dumps(about).encode() + b"\n" + rows.tobytes())
-    found = read_runs([run])
-    assert set(found.pairs) == {"exchange"}  # nothing of a pipeline was on its way
-    pairs = found.pairs["exchange"]
+    records = read_runs([run])
+    assert set(records.pairs) == {"exchange"}  # nothing of a pipeline was on its way
+    pairs = records.pairs["exchange"]
     assert sorted(map(tuple, pairs.ends.tolist())) == list(combinations(range(4), 2))
     for (a, b), seconds in zip(pairs.ends.tolist(), pairs.seconds, strict=True):
         np.testing.assert_allclose(seconds, (way[a, b] + way[b, a]) / 2, atol=2e-6)

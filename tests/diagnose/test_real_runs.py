@@ -55,10 +55,10 @@ def ranks_with(kind: str, output: Path, capsys: Capture) -> list[list[int]]:
     """Return the ranks that a kind is named for; on a busy machine others are without a core, too, and are named for that."""
     capsys.readouterr()
     code = main(["diagnose", str(output), "--json", "-"])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert code == 1, found["says"]
-    assert found["ranks"] >= 2
-    return [c["ranks"] for c in found["causes"] if c["kinds"] == [kind] and c["scope"] != "run"]
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == 1, report["says"]
+    assert report["ranks"] >= 2
+    return [c["ranks"] for c in report["causes"] if c["kinds"] == [kind] and c["scope"] != "run"]
 
 
 def stop_now_and_then(pid: int, ends: threading.Event) -> None:
@@ -88,10 +88,10 @@ def test_a_rank_that_is_stopped_now_and_then_is_named(tmp_path: Path, start, cap
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_rank_on_a_shared_core_is_named(tmp_path: Path, start, capsys: Capture):
     output = tmp_path / "run"
-    own, shared = sorted(os.sched_getaffinity(0))[:2]
+    free, shared = sorted(os.sched_getaffinity(0))[:2]
     process = start(output, **experts_over(2))
     wait_for_step(output, 2, process)
-    for number, core in ((1 - BAD, own), (BAD, shared)):
+    for number, core in ((1 - BAD, free), (BAD, shared)):
         for thread in psutil.Process(rank(output, number)).threads():
             os.sched_setaffinity(thread.id, {core})
     with subprocess.Popen([sys.executable, "-c", BUSY]) as busy:

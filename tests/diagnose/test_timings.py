@@ -113,12 +113,12 @@ def test_links_have_columns_of_their_own(tmp_path: Path):
     with StepTimer(path, ABOUT, 0, timings.Links([2, 7], lambda: next(told))) as timer:
         timer.finish(1, None)
         timer.finish(2, None)
-    found = {
+    columns = {
         f"{kind}.{peer}": column(path, f"{kind}.{peer}").tolist()
         for kind in timings.LINKS
         for peer in (2, 7)
     }
-    assert found == {
+    assert columns == {
         "pipeline.2": [1, 5],
         "exchange.2": [2, 6],
         "pipeline.7": [3, 7],

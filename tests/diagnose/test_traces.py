@@ -45,14 +45,14 @@ def one_by_one(events: list[dict[str, Any]], begin: int, end: int) -> dict[str, 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.name)
 def test_parts_of_a_public_trace_are_those_of_its_microseconds(path: Path):
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    found = traces.read_traces([path])
-    assert found.ranks.tolist() == [int(path.name[11])]
-    assert found.steps.tolist() == [551, 552]
-    for at, step in enumerate(found.steps.tolist()):
+    records = traces.read_traces([path])
+    assert records.ranks.tolist() == [int(path.name[11])]
+    assert records.steps.tolist() == [551, 552]
+    for at, step in enumerate(records.steps.tolist()):
         (mark,) = [e for e in events if e["name"] == f"ProfilerStep#{step}"]
         begin, lasts = int(mark["ts"]), int(mark["dur"])
         for name, seconds in one_by_one(events, begin, begin + lasts).items():
-            assert found.columns[name][0, at] == pytest.approx(seconds, rel=1e-5, abs=1e-7), name
+            assert records.columns[name][0, at] == pytest.approx(seconds, rel=1e-5, abs=1e-7), name
 
 
 SPANS = st.tuples(st.integers(-20, 120), st.integers(0, 40))
@@ -73,10 +73,10 @@ def test_parts_of_any_step_are_those_of_its_microseconds(
     events += [event("enumerate(DataLoader)", *span, cat="user_annotation") for span in reads]
     path = tmp_path_factory.mktemp("trace") / "rank7.json"
     path.write_text(json.dumps(events))
-    found = traces.read_traces([path])
-    assert (found.ranks.tolist(), found.steps.tolist()) == ([7], [3])
+    records = traces.read_traces([path])
+    assert (records.ranks.tolist(), records.steps.tolist()) == ([7], [3])
     for name, seconds in one_by_one(events[1:], 0, 100).items():
-        assert found.columns[name][0, 0] == pytest.approx(seconds, rel=1e-5, abs=1e-9), name
+        assert records.columns[name][0, 0] == pytest.approx(seconds, rel=1e-5, abs=1e-9), name
 
 
 def test_two_steps_are_said_to_be_too_few_to_compare_ranks(capsys: Capture):
@@ -116,10 +116,10 @@ def test_the_table_of_a_cluster_has_all_ranks(tmp_path: Path):
         )
         + "\n"
     )
-    found = traces.read_traces([path])
-    assert found.ranks.tolist() == [0, 11]
-    np.testing.assert_allclose(found.columns["compute"], [[0, 0], [1.1e-3, 1.1e-3]], rtol=1e-6)
-    np.testing.assert_allclose(found.columns["host"], 5e-6, rtol=1e-6)
+    records = traces.read_traces([path])
+    assert records.ranks.tolist() == [0, 11]
+    np.testing.assert_allclose(records.columns["compute"], [[0, 0], [1.1e-3, 1.1e-3]], rtol=1e-6)
+    np.testing.assert_allclose(records.columns["host"], 5e-6, rtol=1e-6)
 
 
 @pytest.mark.mindspore

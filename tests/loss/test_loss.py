@@ -29,8 +29,8 @@ COUNTS = [100, pytest.param(2000, marks=pytest.mark.slow)]
 
 
 def verdict(bases: list[np.ndarray], target: np.ndarray, **settings: float) -> LossReport:
-    found = [pairs.curve(base, f"base{i}.csv") for i, base in enumerate(bases, start=1)]
-    return judge(found, pairs.curve(target), LossSettings(**settings))  # type: ignore[arg-type]
+    curves = [pairs.curve(base, f"base{i}.csv") for i, base in enumerate(bases, start=1)]
+    return judge(curves, pairs.curve(target), LossSettings(**settings))  # type: ignore[arg-type]
 
 
 def limit(count: int, share: float) -> int:
@@ -43,30 +43,30 @@ def limit(count: int, share: float) -> int:
 @pytest.mark.parametrize("chaos", [False, True])
 def test_runs_alike_are_not_rejected(count: int, chaos: bool):
     rng = np.random.default_rng(11)
-    found = Counter[str]()
+    verdicts = Counter[str]()
     for _ in range(count):
         kind = pairs.draw(rng, chaos=chaos)
         report = verdict(*pairs.make(rng, kind))
-        found[report.verdict] += 1
+        verdicts[report.verdict] += 1
         assert report.verdict != PASS or kind.steps >= 1000
-    assert found[DIVERGED] <= 0.01 * count, found
-    assert found[PASS] >= 0.4 * count, found
+    assert verdicts[DIVERGED] <= 0.01 * count, verdicts
+    assert verdicts[PASS] >= 0.4 * count, verdicts
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_lasting_bias_is_found(count: int):
     rng = np.random.default_rng(12)
-    seen = 0
+    detected = 0
     for i in range(count):
         bases, target = pairs.make(rng, pairs.draw(rng, 1000))
-        seen += verdict(bases, target * (1.003 if i % 2 else 0.997)).verdict == DIVERGED
-    assert seen >= 0.95 * count
+        detected += verdict(bases, target * (1.003 if i % 2 else 0.997)).verdict == DIVERGED
+    assert detected >= 0.95 * count
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_change_is_dated(count: int):
     rng = np.random.default_rng(13)
-    near = covered = found = 0
+    near = covered = dated = 0
     for i in range(count):
         bases, target = pairs.make(rng, pairs.draw(rng, 1000))
         at = int(rng.integers(200, 800))
@@ -74,38 +74,38 @@ def test_the_change_is_dated(count: int):
         target = np.where(np.arange(1000) >= at, target * (1 + size), target)  # from step at + 1 on
         findings = [f for f in verdict(bases, target).findings if f.kind == "lasting difference"]
         if findings:
-            found += 1
+            dated += 1
             near += abs(findings[0].first - (at + 1)) <= 20
             covered += findings[0].low <= at + 1 <= findings[0].high
             assert findings[0].size * size > 0
     assert near >= 0.9 * count
-    assert covered >= 0.9 * found
+    assert covered >= 0.9 * dated
 
 
 def test_the_stated_power_is_true():
     """A bias of the size that is said to be seen with 95 % is seen at least as often, and one tenth of it hardly."""
     rng = np.random.default_rng(14)
-    seen = little = 0
+    detected = little = 0
     for _ in range(40):
         kind = pairs.Kind(1000, 0.02, 0.2, 0.5, False, False, 1)
         bases, target = pairs.make(rng, kind)
         power = verdict(bases, target).power
         assert power is not None
-        seen += verdict(bases, target * (1 + power["seen_95"])).verdict == DIVERGED
+        detected += verdict(bases, target * (1 + power["seen_95"])).verdict == DIVERGED
         little += verdict(bases, target * (1 + power["seen_95"] / 10)).verdict == DIVERGED
-    assert seen >= 35
+    assert detected >= 35
     assert little <= 3
 
 
 def test_a_late_bias_is_found():
     """0.3 % over the last 300 of 1,000 steps: hardly anything on average over the run."""
     rng = np.random.default_rng(17)
-    seen = 0
+    detected = 0
     for _ in range(30):
         bases, target = pairs.make(rng, pairs.Kind(1000, 0.02, 0.1, 0.5, False, False, 1))
         target[700:] *= 1.003
-        seen += verdict(bases, target).verdict == DIVERGED
-    assert seen >= 27
+        detected += verdict(bases, target).verdict == DIVERGED
+    assert detected >= 27
 
 
 def test_a_passing_difference_has_an_end():
@@ -217,11 +217,11 @@ def test_few_steps_are_not_judged(steps: int):
 
 def test_curves_of_other_steps_are_not_comparable():
     bases, target = quiet()
-    one, other = pairs.curve(bases[0]), pairs.curve(target)
+    base, other = pairs.curve(bases[0]), pairs.curve(target)
     moved = type(other)(
         other.path, other.kind, other.metric, other.steps + 5000, other.loss, other.norm
     )
-    report = judge([one], moved)
+    report = judge([base], moved)
     assert report.verdict == INCONCLUSIVE
     assert "common steps" in report.sentence
 
@@ -262,10 +262,10 @@ def by_hand(
 
     answers = []
     for measure, limits, slack in ((first, (0.005, 0.005), 3.0), (average, (0.01, 0.01), 1.5)):
-        own = [measure(a, b) for a, b in combinations(bases, 2)]
-        allowed = [max([lim, *(slack * o[i] for o in own)]) for i, lim in enumerate(limits)]
-        found = measure(bases[0], target)
-        answers.append(found[0] < allowed[0] or found[1] < allowed[1])
+        base_errors = [measure(a, b) for a, b in combinations(bases, 2)]
+        allowed = [max([lim, *(slack * o[i] for o in base_errors)]) for i, lim in enumerate(limits)]
+        errors = measure(bases[0], target)
+        answers.append(errors[0] < allowed[0] or errors[1] < allowed[1])
     known = [(a, b) for a, b in zip(norms, norm, strict=True) if not math.isnan(a + b)]
     watch = sum(abs(b - a) / a for a, b in known) / len(known) <= 0.1 if known else None
     verdict = "not judged" if len(target) < 1000 else "pass" if all(answers) else "fail"
@@ -274,7 +274,7 @@ def by_hand(
 
 def test_the_gate_is_the_standard():
     rng = np.random.default_rng(23)
-    seen = Counter[str]()
+    verdicts = Counter[str]()
     for _ in range(2000):
         n = int(rng.choice([999, 1000, 1001]))
         level = rng.uniform(0.3, 11)
@@ -285,13 +285,13 @@ def test_the_gate_is_the_standard():
         norms[1][rng.random(n) < 0.1] = np.nan
         if rng.random() < 0.2:
             norms[1][:] = np.nan
-        found = loss_gate.gate(runs[:-1], runs[-1], norms[:1], norms[1])
+        gate = loss_gate.gate(runs[:-1], runs[-1], norms[:1], norms[1])
         lists = [run.tolist() for run in runs]
         expected = by_hand(lists[:-1], lists[-1], norms[0].tolist(), norms[1].tolist())
-        assert (found.verdict, found.first.ok, found.average.ok, found.norm_ok) == expected
-        seen[found.verdict] += 1
-        seen["norm", found.norm_ok] += 1  # type: ignore[index]
-    assert min(seen.values()) > 50, seen
+        assert (gate.verdict, gate.first.ok, gate.average.ok, gate.norm_ok) == expected
+        verdicts[gate.verdict] += 1
+        verdicts["norm", gate.norm_ok] += 1  # type: ignore[index]
+    assert min(verdicts.values()) > 50, verdicts
 
 
 def test_the_gate_at_its_limits():
@@ -299,8 +299,8 @@ def test_the_gate_at_its_limits():
     base, none = np.full(n, 2.0), [np.full(n, np.nan)]
 
     def answer(target: np.ndarray) -> tuple[bool, bool]:
-        found = loss_gate.gate([base], target, none, none[0])
-        return found.first.ok, found.average.ok
+        gate = loss_gate.gate([base], target, none, none[0])
+        return gate.first.ok, gate.average.ok
 
     assert answer(base + 0.0099) == (True, True)  # 0.495 % and below 0.01
     assert answer(base + 0.0101) == (False, True)  # 0.505 %, 1 % not reached
@@ -411,10 +411,12 @@ def test_order_of_findings_and_single_case():
 def test_coarse_logs(digits: int):
     """Most differences are 0 and the rest one last digit: neither a reason to see nothing nor to see ghosts."""
     rng = np.random.default_rng(29)
-    found = []
+    verdicts = []
     for _ in range(20):
         bases, target = pairs.make(rng, pairs.Kind(1500, 0.02, 0.02, 0.0, False, False, 1))
         for factor in (1.0, 1.005):
-            found.append(verdict([bases[0].round(digits)], (target * factor).round(digits)).verdict)
-    assert found[0::2].count(DIVERGED) == 0
-    assert found[1::2].count(DIVERGED) == 20
+            verdicts.append(
+                verdict([bases[0].round(digits)], (target * factor).round(digits)).verdict
+            )
+    assert verdicts[0::2].count(DIVERGED) == 0
+    assert verdicts[1::2].count(DIVERGED) == 20

@@ -91,12 +91,12 @@ for sink in (True, False):
         monitor.print_output_info(params, 1 + sink, 2, 1.0, step, 10, loss, 100.0, "False", 1.0, 5, 10.0, norm,
                                   None, None, None, None)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if "Epoch:[" in line]
-    assert len(lines) == 4, done.stdout + done.stderr
+    assert process.returncode == 0, process.stderr[-2000:]
+    lines = [line for line in (process.stdout + process.stderr).splitlines() if "Epoch:[" in line]
+    assert len(lines) == 4, process.stdout + process.stderr
     curve = read(write(tmp_path, "\n".join(lines[2:] + lines[:2]) + "\n"))
     same(curve, [7, 8, 17, 18], [9.123457, math.nan] * 2, [1.25, math.nan] * 2)
 
@@ -265,12 +265,12 @@ class Page(HTMLParser):
 
 
 def test_a_divergence_from_the_command_line(tmp_path: Path):
-    done = align(
+    process = align(
         tmp_path, RUNS / "fused.csv", RUNS / "plain.csv", RUNS / "lr3.csv",
         "--html", "page.html", "--junit", "junit.xml", "--json", "report.json",
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "Diverged: before rounding errors have grown" in done.stdout
+    assert process.returncode == 1, process.stderr
+    assert "Diverged: before rounding errors have grown" in process.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["verdict"] == "diverged"
     assert {f["kind"] for f in report["findings"]} == {"early departure", "lasting difference"}
@@ -290,11 +290,11 @@ def test_a_divergence_from_the_command_line(tmp_path: Path):
 
 def test_a_pass_and_a_base_by_option(tmp_path: Path):
     bases = [RUNS / "fused.csv", RUNS / "plain.csv"]
-    done = align(
+    process = align(
         tmp_path, *bases, RUNS / "accumulated.csv", "--base", RUNS / "mixed.csv", "--json", "-"
     )
-    assert done.returncode == 0, done.stdout
-    report = json.loads(done.stdout)
+    assert process.returncode == 0, process.stdout
+    report = json.loads(process.stdout)
     assert report["verdict"] == "pass"
     assert [i["steps"] for i in report["inputs"]] == [1200] * 4
 
@@ -305,9 +305,9 @@ def test_not_judged_is_skipped_in_junit_and_exits_with_4(tmp_path: Path):
     )
     for name, loss in (("a.csv", base[0]), ("b.csv", target)):
         write(tmp_path, "\n".join(f"{i},{x:.6f}" for i, x in enumerate(loss, start=1)) + "\n", name)
-    done = align(tmp_path, "a.csv", "b.csv", "--junit", "junit.xml")
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "300 steps; a verdict needs 1,000" in done.stdout
+    process = align(tmp_path, "a.csv", "b.csv", "--junit", "junit.xml")
+    assert process.returncode == 4, process.stdout + process.stderr
+    assert "300 steps; a verdict needs 1,000" in process.stdout
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
     (verdict,) = [case for case in suite if case.get("name") == "verdict"]
     skipped = verdict.find("skipped")
@@ -320,13 +320,13 @@ def test_usage_and_bad_input(tmp_path: Path):
     assert align(tmp_path, RUNS / "fused.csv").returncode == 2
     assert align(tmp_path, RUNS / "fused.csv", RUNS / "plain.csv", "--margin", "x").returncode == 2
     path = write(tmp_path, "step,loss\n1,2\n2,oops\n", "broken.csv")
-    done = align(tmp_path, RUNS / "fused.csv", path)
-    assert done.returncode == 3
-    assert f"{path}:3: loss is 'oops'" in done.stderr
-    done = align(
+    process = align(tmp_path, RUNS / "fused.csv", path)
+    assert process.returncode == 3
+    assert f"{path}:3: loss is 'oops'" in process.stderr
+    process = align(
         tmp_path, RUNS / "fused.csv", RUNS / "plain.csv", "--html", tmp_path / "no" / "x.html"
     )
-    assert done.returncode == 2
+    assert process.returncode == 2
 
 
 def test_paths_are_escaped_in_pages(tmp_path: Path):

@@ -32,7 +32,7 @@ def curve(path, seed, shift=0.0):
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
+def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("phases")
     write(run(), folder / "golden")
     write(run(("linear", 3, result(lambda y: y * 1.01))), folder / "wrong")
@@ -42,38 +42,38 @@ def given(tmp_path_factory):
     return folder
 
 
-def verb(given, *more):
+def verb(inputs, *more):
     command = [sys.executable, "-m", "telechat_moe.cli", "align", "phases", RECIPE]
     named = (
         "--out",
-        given / "out",
+        inputs / "out",
         "--base",
-        given / "0.csv",
+        inputs / "0.csv",
         "--base",
-        given / "1.csv",
+        inputs / "1.csv",
         "--reference",
-        given / "golden",
+        inputs / "golden",
     )
     return subprocess.run([*command, *map(str, named + more)], capture_output=True, text=True)
 
 
-def plan(given, **changed):
+def plan(inputs, **changed):
     standard = {
-        "recipe": RECIPE, "out": given / "out", "reference": given / "golden", "target": given / "golden",
-        "bases": (str(given / "0.csv"), str(given / "1.csv")), "curve": str(given / "2.csv"), "show": lambda text: None,
+        "recipe": RECIPE, "out": inputs / "out", "reference": inputs / "golden", "target": inputs / "golden",
+        "bases": (str(inputs / "0.csv"), str(inputs / "1.csv")), "curve": str(inputs / "2.csv"), "show": lambda text: None,
     }  # fmt: skip
     return workflow.PhasesPlan(**(standard | changed))
 
 
 @pytest.fixture(scope="module")
-def passed(given):
-    done = verb(given, "--target", given / "golden", "--curve", given / "2.csv")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done, json.loads((given / "out" / "phases.json").read_text())
+def passed(inputs):
+    process = verb(inputs, "--target", inputs / "golden", "--curve", inputs / "2.csv")
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process, json.loads((inputs / "out" / "phases.json").read_text())
 
 
 @pytest.mark.slow
-def test_three_phases_pass(passed, given):
+def test_three_phases_pass(passed, inputs):
     _, report = passed
     assert [p["verdict"] for p in report["phases"]] == ["pass"] * 3, report["sentence"]
     operators = report["phases"][0]["operators"]
@@ -92,33 +92,33 @@ def test_three_phases_pass(passed, given):
     assert sum(o["observed_over_bound"] == 0 for o in operators) <= 1  # rows that are only moved
     assert any("Ascend" in why for why in report["phases"][0]["not_judged"])
     assert set(report["phases"][1]["reports"]) == {"alone", "bisect"}
-    shown = (given / "out" / "phases.html").read_text()
+    shown = (inputs / "out" / "phases.html").read_text()
     assert "flash attention, C++" in shown
     assert "<svg" in shown
     assert "http" not in shown
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_done_again(passed, given, monkeypatch):
+def test_what_is_done_is_not_done_again(passed, inputs, monkeypatch):
     called = []
     monkeypatch.setattr(
         workflow,
         "_command",
         lambda arguments, good=(0,), shown=False: called.append(arguments) or 0,
     )
-    report = workflow.run(plan(given))
+    report = workflow.run(plan(inputs))
     assert (report["verdict"], called) == ("pass", [])
-    kept = given / "out" / "phase3.json"
-    whole = kept.read_text()
-    kept.write_text(whole[:40])  # as after a power cut
-    workflow.run(plan(given))
+    report_file = inputs / "out" / "phase3.json"
+    content = report_file.read_text()
+    report_file.write_text(content[:40])  # as after a power cut
+    workflow.run(plan(inputs))
     assert [c[3] for c in called] == ["loss"]
-    kept.write_text(whole)
+    report_file.write_text(content)
 
 
 @pytest.mark.slow
-def test_a_wrong_step_ends_the_run(passed, given):
-    report = workflow.run(plan(given, target=given / "wrong"))
+def test_a_wrong_step_ends_the_run(passed, inputs):
+    report = workflow.run(plan(inputs, target=inputs / "wrong"))
     assert [p["verdict"] for p in report["phases"]] == ["pass", "diverged", "inconclusive"]
     assert "one step diverged" in report["phases"][2]["sentence"]
     assert (
@@ -129,10 +129,10 @@ def test_a_wrong_step_ends_the_run(passed, given):
 
 
 @pytest.mark.slow
-def test_a_wrong_curve_and_none(passed, given):
-    report = workflow.run(plan(given, curve=str(given / "high.csv")))
+def test_a_wrong_curve_and_none(passed, inputs):
+    report = workflow.run(plan(inputs, curve=str(inputs / "high.csv")))
     assert [p["verdict"] for p in report["phases"]] == ["pass", "pass", "diverged"]
-    report = workflow.run(plan(given, bases=()))
+    report = workflow.run(plan(inputs, bases=()))
     assert (report["verdict"], report["phases"][2]["verdict"]) == ("inconclusive", "inconclusive")
 
 
@@ -168,14 +168,14 @@ print(json.dumps([[o["operator"], o["face"].split(":")[0], o["shapes"].split(":"
 @pytest.mark.slow
 def test_wrong_operators_are_named():
     """Each planted fault shows at its operator and implementation, and nowhere else."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", WRONG.format(recipe=RECIPE)],
         capture_output=True,
         text=True,
         env={**os.environ, "GLOG_v": "3"},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-2000:]
+    rows = json.loads(process.stdout.splitlines()[-1])
     wrong = {tuple(row[:3]) for row in rows if row[3] == "diverged"}
     norms = {(o, f, w) for o, f, w, _ in rows if o == "rms_norm"}
     updates = {(o, f, w) for o, f, w, _ in rows if o == "adamw" and w.startswith("update")}
@@ -192,7 +192,7 @@ def test_wrong_operators_are_named():
     ]
 
 
-def test_a_run_of_another_recipe_is_not_gone_on_with(given, tmp_path, monkeypatch):
+def test_a_run_of_another_recipe_is_not_gone_on_with(inputs, tmp_path, monkeypatch):
     """Only the same recipe's training is resumed; --again starts it anew."""
     called = []
 
@@ -204,29 +204,29 @@ def test_a_run_of_another_recipe_is_not_gone_on_with(given, tmp_path, monkeypatc
 
     monkeypatch.setattr(workflow, "_command", command)
     changed = {"out": tmp_path, "curve": None, "go_on": True}
-    one = plan(given, **changed)
+    changed_plan = plan(inputs, **changed)
     for resumed in (False, True):
         with pytest.raises(workflow.BadInputError, match="stopped"):
-            workflow._curve(one)
+            workflow._curve(changed_plan)
         assert ("--resume" in called[-1]) == resumed
     with pytest.raises(workflow.BadInputError, match="of another recipe"):
-        workflow._curve(plan(given, **changed, overrides=("optimizer.weight_decay=0.2",)))
+        workflow._curve(plan(inputs, **changed, overrides=("optimizer.weight_decay=0.2",)))
     with pytest.raises(workflow.BadInputError, match="stopped"):
-        workflow._curve(plan(given, **changed, repeat=True))
+        workflow._curve(plan(inputs, **changed, repeat=True))
     assert "--resume" not in called[-1]
 
 
-def test_missing_files_are_named(given, tmp_path):
+def test_missing_files_are_named(inputs, tmp_path):
     with pytest.raises(workflow.BadInputError, match="bisect: exit code 3"):
-        workflow.run(plan(given, out=given / "out", target=tmp_path / "none"))
+        workflow.run(plan(inputs, out=inputs / "out", target=tmp_path / "none"))
 
 
 @pytest.mark.parametrize("script", ["gpu.sh", "npu.sh", "npu_msadapter.sh"])
 def test_scripts_of_the_kit_say_what_they_want(script, tmp_path):
     """And start nothing: the lines for an NPU cannot run here."""
-    done = subprocess.run(["sh", KIT / script], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"sh {script} " in done.stderr
+    process = subprocess.run(["sh", KIT / script], capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 2
+    assert f"sh {script} " in process.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -247,11 +247,11 @@ def test_the_msprobe_script_up_to_the_device(tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path), "MINDFORMERS": str(former)}
     command = ["sh", KIT / "npu.sh", "mine.yaml", "dump"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert '"dump_path": "dump"' in done.stdout
-    said = done.stdout[done.stdout.index("start") :]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert '"dump_path": "dump"' in process.stdout
+    said = process.stdout[process.stdout.index("start") :]
     assert said.index("arguments ['--config', 'mine.yaml', '--register_path'") < said.index("stop")
-    assert done.returncode == 3  # nothing was recorded: `align inspect` says so
+    assert process.returncode == 3  # nothing was recorded: `align inspect` says so
 
 
 @pytest.mark.slow
@@ -270,11 +270,11 @@ def test_the_kit_on_cpu(tmp_path):
     }
 
     def call(*command):
-        done = subprocess.run(
+        process = subprocess.run(
             list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, env=env
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
 
     call(sys.executable, "weights.py", "--out", "weights.pt")
     script = (

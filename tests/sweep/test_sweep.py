@@ -186,21 +186,21 @@ LOSSES = {
 def test_losses_are_compared_seed_by_seed(tmp_path: Path, capsys: Capture) -> None:
     path = recorded(tmp_path, LOSSES)
     assert main(["sweep", str(path), "--report", "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((tmp_path / "sweep/sweep.json").read_text())
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "sweep/sweep.json").read_text())
     table = np.array([[LOSSES[name, seed] for seed in (1, 2, 3)] for name in mini.VARIANTS])
     apart = table - table[0]
     for i, name in enumerate(mini.VARIANTS):
         loss, against = (
-            found["variants"][name]["loss"],
-            found["studies"]["all"]["against_first"][name],
+            report["variants"][name]["loss"],
+            report["studies"]["all"]["against_first"][name],
         )
         np.testing.assert_allclose([loss["mean"], loss["low"], loss["high"]], [table[i].mean(), table[i].min(), table[i].max()])  # fmt: skip
         np.testing.assert_allclose(against["each"], apart[i], atol=1e-12)
-    verdicts = {n: v["verdict"] for n, v in found["studies"]["all"]["against_first"].items()}
+    verdicts = {n: v["verdict"] for n, v in report["studies"]["all"]["against_first"].items()}
     assert verdicts["more"] == "lower"  # with every seed, though the ranges overlap
     assert verdicts["many"] == "not told apart"
-    run = found["runs"][0]
+    run = report["runs"][0]
     config = load(mini.TINY, _overrides(tmp_path, mini.row(4, 1, 32))).model_config
     assert run["tokens"] == 12 * 4 * 16
     assert run["flops"] == pytest.approx(run["tokens"] * flops_per_token(config).training)
@@ -223,9 +223,9 @@ def test_what_is_not_finished_counts_for_nothing(tmp_path: Path, capsys: Capture
     torn.write_text('{"finished": true, "ste')
     assert main(["sweep", str(path), "--report", "--json", "-"]) == 1
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert found["variants"]["more"]["loss"]["each"] == [3.05, 3.19]
-    states = {(r["variant"], r["seed"]): r["state"] for r in found["runs"]}
+    report = json.loads(out)
+    assert report["variants"]["more"]["loss"]["each"] == [3.05, 3.19]
+    states = {(r["variant"], r["seed"]): r["state"] for r in report["runs"]}
     assert states["more", 2] == "not begun"
     assert states["many", 3] == "unfinished"
     assert "2 of 9 runs are not finished" in err
@@ -237,9 +237,9 @@ def test_a_loss_that_is_not_finite_at_the_end_is_none(tmp_path: Path, capsys: Ca
         log.write(metrics.encode("step", 12, {"lm_loss": float("nan")}))
         log.write(metrics.encode("evaluation", 12, {"loss": float("inf")}))
     assert main(["sweep", str(path), "--report", "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["variants"]["more"]["loss"]["each"] == [3.05, 3.19]
-    run = next(r for r in found["runs"] if (r["variant"], r["seed"]) == ("more", 2))
+    report = json.loads(capsys.readouterr().out)
+    assert report["variants"]["more"]["loss"]["each"] == [3.05, 3.19]
+    run = next(r for r in report["runs"] if (r["variant"], r["seed"]) == ("more", 2))
     assert run["state"] == "finished"
     assert run["loss"] is run["train_loss"] is None
 
@@ -248,10 +248,15 @@ def test_the_json_s_keys_are_documented(tmp_path: Path, capsys: Capture) -> None
     larger = {"big": {**LARGE, "variants": {"few": mini.row(64, 2, 2048)}}}
     path = recorded(tmp_path, LOSSES, larger=larger)
     assert main(["sweep", str(path), "--report", "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    keys = {*found, *found["runs"][0], *found["variants"]["few"], *found["variants"]["few"]["loss"]}
-    keys |= {*found["studies"]["all"], *found["studies"]["all"]["against_first"]["few"]}
-    keys |= {*found["larger"]["big"], *found["larger"]["big"]["variants"]["few"]}
+    report = json.loads(capsys.readouterr().out)
+    keys = {
+        *report,
+        *report["runs"][0],
+        *report["variants"]["few"],
+        *report["variants"]["few"]["loss"],
+    }
+    keys |= {*report["studies"]["all"], *report["studies"]["all"]["against_first"]["few"]}
+    keys |= {*report["larger"]["big"], *report["larger"]["big"]["variants"]["few"]}
     words = set(re.findall(r"\w+", VERB.json_keys))
     assert keys <= words, keys - words
 

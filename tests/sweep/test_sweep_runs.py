@@ -41,14 +41,14 @@ def trained(data: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     plain = mini.sweep(data, variants=variants, seeds=[1])
     plain["set"].append("telechat_moe.max_skipped_steps=1")
     mini.write(data, plain)
-    done = subprocess.run([*COMMAND, str(data / "sweep.yaml"), "--jobs", "2"], capture_output=True, text=True, check=False)  # fmt: skip
-    return data / "sweep.yaml", done
+    process = subprocess.run([*COMMAND, str(data / "sweep.yaml"), "--jobs", "2"], capture_output=True, text=True, check=False)  # fmt: skip
+    return data / "sweep.yaml", process
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(trained, tmp_path: Path) -> None:
-    path, done = trained
-    assert done.returncode == 1, done.stdout + done.stderr
+    path, process = trained
+    assert process.returncode == 1, process.stdout + process.stderr
     report = json.loads((path.parent / "sweep/sweep.json").read_text())
     good, bad = report["runs"]
     assert (good["state"], bad["state"]) == ("finished", "failed")
@@ -56,16 +56,16 @@ def test_a_run_that_fails_does_not_stop_the_others(trained, tmp_path: Path) -> N
     assert "not finite" in bad["why"]
     log = Path(bad["folder"]) / "sweep.log"
     assert str(log) in bad["why"]
-    assert bad["why"] in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    assert "\x1b" not in done.stdout + done.stderr  # no terminal, no bars
+    assert bad["why"] in process.stderr
+    assert "Traceback" not in process.stdout + process.stderr
+    assert "\x1b" not in process.stdout + process.stderr  # no terminal, no bars
     assert report["studies"]["all"]["against_first"][bad["variant"]]["verdict"] == "not judged"
 
 
 @pytest.mark.slow
 def test_each_run_is_a_normal_run(trained, tmp_path: Path) -> None:
     run = read_sweep(str(trained[0])).runs[0]
-    sets = [word for one in run.overrides[:-1] for word in ("--set", one)]
+    sets = [word for override in run.overrides[:-1] for word in ("--set", override)]
     assert run.overrides[-1].startswith("output_dir=")
     alone = tmp_path / "alone"
     line = ["train", mini.TINY, "--plain", *sets, "--set", f"output_dir={alone}"]
@@ -78,8 +78,8 @@ def test_what_is_finished_is_not_trained_again_and_what_failed_is(trained) -> No
     path, _ = trained
     good, bad = (run.folder for run in read_sweep(str(path)).runs)
     before, tried = changed(good), (bad / "sweep.log").stat().st_size
-    done = subprocess.run([*COMMAND, str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    process = subprocess.run([*COMMAND, str(path)], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
     assert changed(good) == before
     assert (bad / "sweep.log").stat().st_size > tried
 
@@ -88,17 +88,17 @@ def test_what_is_finished_is_not_trained_again_and_what_failed_is(trained) -> No
 def test_a_run_of_an_earlier_version_is_the_same_recipe(trained) -> None:
     """A key that was not there then has its default."""
     path, _ = trained
-    ours = sorted((path.parent / "sweep").glob("**/recipe.json"))[0]
-    text = ours.read_text()
+    written = sorted((path.parent / "sweep").glob("**/recipe.json"))[0]
+    text = written.read_text()
     recipe = json.loads(text)
     assert recipe["telechat_moe"].pop("resume_data") == "same"
-    ours.write_text(json.dumps(recipe))
+    written.write_text(json.dumps(recipe))
     try:
         assert main(["sweep", str(path)]) == 1  # the run that fails, fails again
-        ours.write_text(text[:100])
+        written.write_text(text[:100])
         assert main(["sweep", str(path)]) == 3
     finally:
-        ours.write_text(text)
+        written.write_text(text)
 
 
 @pytest.mark.slow
@@ -108,10 +108,10 @@ def test_a_folder_of_another_recipe_is_refused(trained, capsys: pytest.CaptureFi
     other = path.with_name("other.yaml")
     other.write_text(text.replace("hidden_size=32", "hidden_size=64"))  # fmt: skip
     assert main(["sweep", str(other)]) == 3
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     line = mini.line_of(other, '"calm"')
-    assert f"other.yaml:{line}: variants.calm: " in said
-    assert "holds a run of another recipe: model.model_config.hidden_size was 32, is 64" in said
+    assert f"other.yaml:{line}: variants.calm: " in message
+    assert "holds a run of another recipe: model.model_config.hidden_size was 32, is 64" in message
     assert changed(path.parent / "sweep") == before
 
 
@@ -152,7 +152,7 @@ def test_ctrl_c_saves_the_step_and_the_sweep_goes_on(hold: Hold, data: Path, tmp
     text, _ = process.communicate()
     assert process.returncode == 130, text
     assert "interrupted; the same command goes on" in text
-    done = len(losses(folder))
-    assert 5 <= done < 12
-    assert (folder / f"checkpoints/step-{done:08d}").is_dir()
+    steps = len(losses(folder))
+    assert 5 <= steps < 12
+    assert (folder / f"checkpoints/step-{steps:08d}").is_dir()
     assert not (tmp_path / "sweep/few/seed-2/metrics.jsonl").exists()  # nothing was begun after it

@@ -77,9 +77,9 @@ def recorded(tmp_path_factory):
 
 
 def named(rank, ending):
-    found = [c for key, c in rank.calls.items() if key.endswith(f"{ending}.0.forward")]
-    assert len(found) == 1, list(rank.calls)
-    return found[0]
+    matching = [c for key, c in rank.calls.items() if key.endswith(f"{ending}.0.forward")]
+    assert len(matching) == 1, list(rank.calls)
+    return matching[0]
 
 
 def reference():
@@ -116,7 +116,7 @@ def test_the_backward_pass_is_told_by_name_and_stage(recorded):
 
 def test_every_operator_is_judged_and_right(recorded):
     _, _, rank = recorded
-    verdicts = [v for found in replay(rank) for v in found]
+    verdicts = [v for call_verdicts in replay(rank) for v in call_verdicts]
     assert len(verdicts) >= 8
     assert {v.status for v in verdicts} == {"pass"}, [v for v in verdicts if v.status != "pass"]
 
@@ -163,7 +163,7 @@ class Attention(nn.Cell):
 
 def judged(rank):
     """Return the verdicts on attention."""
-    return [x for found in replay(rank) for x in found if "FlashAttention" in x.key]
+    return [x for call_verdicts in replay(rank) for x in call_verdicts if "FlashAttention" in x.key]
 
 
 @pytest.mark.parametrize("scores", [1e-4, 3.0])
@@ -206,17 +206,19 @@ def test_fingerprints_are_those_of_the_values(tmp_path, dtype):
         for n in ("values", "prints", "statistics")
     )
     expected = fingerprint.of(full.load())
-    found = fingerprint.Fingerprint.from_bytes(prints.fingerprint)
-    assert (found.checksum, found.special) == (
+    print_of_values = fingerprint.Fingerprint.from_bytes(prints.fingerprint)
+    assert (print_of_values.checksum, print_of_values.special) == (
         expected.checksum,
         expected.special,
     )
     scale = np.abs(expected.buckets).max()
-    np.testing.assert_allclose(found.buckets, expected.buckets, rtol=0, atol=1e-12 * scale)
-    assert found.squares == pytest.approx(expected.squares, rel=1e-12)
-    given = value_files.stats(full.load())
+    np.testing.assert_allclose(
+        print_of_values.buckets, expected.buckets, rtol=0, atol=1e-12 * scale
+    )
+    assert print_of_values.squares == pytest.approx(expected.squares, rel=1e-12)
+    statistics = value_files.stats(full.load())
     for name in ("max", "min", "mean", "norm"):
-        a, b = getattr(numbers.stats, name), getattr(given, name)
+        a, b = getattr(numbers.stats, name), getattr(statistics, name)
         assert (a is None) == (b is None), name
         assert a is None or a == pytest.approx(b, rel=1e-6, nan_ok=True), name
 
@@ -225,8 +227,8 @@ def test_filters(tmp_path):
     capture(Step(), Tensor(X), out=tmp_path / "a", only=["*.MatMul"])
     names = {c.name.split(".")[-1] for c in msprobe.read(tmp_path / "a").ranks[0, 0].calls.values()}
     assert names == {"MatMul"}
-    for name, wanted in {"c": {"layers": [0]}, "d": {"only": ["*.layers.0.weight.*"]}}.items():
-        capture(Step(), Tensor(X), out=tmp_path / name, **wanted)
+    for name, options in {"c": {"layers": [0]}, "d": {"only": ["*.layers.0.weight.*"]}}.items():
+        capture(Step(), Tensor(X), out=tmp_path / name, **options)
         calls = msprobe.read(tmp_path / name).ranks[0, 0].calls
         assert "Optimizer.layers.0.weight.ApplyMomentum.0.forward" in calls
     capture(Step(), Tensor(X), out=tmp_path / "b", layers=[3])
@@ -260,22 +262,24 @@ def test_the_branch_that_did_not_run_is_not_recorded(tmp_path):
     rank = msprobe.read(tmp_path / "dump").ranks[0, 0]
     assert sum("Assign" in key for key in rank.calls) == 1
     assert all(t.read is not None for call in rank.calls.values() for _, t in call.tensors())
-    found = [v.status for found in replay(rank) for v in found if "StridedSliceGrad" in v.key]
-    assert found == ["pass"]
+    statuses = [
+        v.status for statuses in replay(rank) for v in statuses if "StridedSliceGrad" in v.key
+    ]
+    assert statuses == ["pass"]
 
 
 def test_uses_of_a_tensor_share_its_file(recorded):
     _, _, rank = recorded
-    made = named(rank, ".SumExt").inputs[0]
-    assert any(t.path == made.path for _, t in named(rank, ".SiLU").made())
+    record = named(rank, ".SumExt").inputs[0]
+    assert any(t.path == record.path for _, t in named(rank, ".SiLU").made())
 
 
 def test_a_recipe_in_one_process(tmp_path, data):
     """The router counts each token once for each of its experts."""
     _, name, _, *sets = mini_recipe.arguments(data, tmp_path / "run")
     recipe = load(name, sets[1::2], use="train")
-    wanted = Filter(frozenset({1}), ("*.router.AssignAdd*",))
-    dump = capture_recipe(recipe, tmp_path / "dump", range(1, 2), selection=wanted)
+    selection = Filter(frozenset({1}), ("*.router.AssignAdd*",))
+    dump = capture_recipe(recipe, tmp_path / "dump", range(1, 2), selection=selection)
     assert list(dump.ranks) == [(1, 0)]
     (counts,) = msprobe.read(tmp_path / "dump").ranks[1, 0].calls.values()
     config = recipe.model_config
@@ -289,18 +293,18 @@ def test_the_updates_of_a_layer_are_those_of_a_whole_capture(tmp_path, data):
     _, name, _, *sets = mini_recipe.arguments(data, tmp_path / "run")
     recipe = load(name, sets[1::2], use="train")
 
-    def updates(out, wanted):
-        capture_recipe(recipe, tmp_path / out, range(1), selection=wanted)
+    def updates(out, selection):
+        capture_recipe(recipe, tmp_path / out, range(1), selection=selection)
         calls = msprobe.read(tmp_path / out).ranks[0, 0].calls
         return {key: call for key, call in calls.items() if key.startswith("Optimizer.")}
 
-    whole, layer = updates("whole", Filter()), updates("layer", Filter(frozenset({1})))
+    everything, layer = updates("whole", Filter()), updates("layer", Filter(frozenset({1})))
     names = [w.name for w in weights_of(recipe.model_config) if w.name.startswith("layers.1.")]
     weights = {name for name in names if not name.endswith("expert_bias")}  # it has no gradient
     assert {key.split(".AdamWeightDecay")[0] for key in layer} == {
         f"Optimizer.{w}" for w in weights
     }
     for key, call in layer.items():
-        pairs = zip(call.tensors(), whole[key].tensors(), strict=True)
+        pairs = zip(call.tensors(), everything[key].tensors(), strict=True)
         assert all(a == b and x.load().tobytes() == y.load().tobytes() for (a, x), (b, y) in pairs)
     assert main(["align", str(tmp_path / "layer")]) == 0

@@ -20,9 +20,9 @@ def golden():
 
 def test_recording_changes_nothing():
     plain = script.train(script.Net())
-    kept = []
-    script.recorded(lambda: kept.append(script.train(script.Net())))
-    for a, b in zip(plain.parameters(), kept[0].parameters(), strict=True):
+    losses = []
+    script.recorded(lambda: losses.append(script.train(script.Net())))
+    for a, b in zip(plain.parameters(), losses[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -76,12 +76,12 @@ class Kernel(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunction():
-            made = func(*args, **(kwargs or {}))
+            outputs = func(*args, **(kwargs or {}))
             if func.name() == f"aten::{self.name}":
                 self.left -= 1
                 if self.left == -1:
-                    made = self.change(made, args)
-        return made
+                    outputs = self.change(outputs, args)
+        return outputs
 
 
 def lost_carry(when, step, net):
@@ -159,8 +159,8 @@ def test_a_bias_left_out_is_named(monkeypatch):
 
 
 def test_a_clipping_that_forgets_weights_is_named(golden, monkeypatch):
-    whole = torch.nn.utils.clip_grad_norm_
-    some = lambda weights, most: whole(list(weights)[:3], most)  # noqa: E731
+    clip = torch.nn.utils.clip_grad_norm_
+    some = lambda weights, most: clip(list(weights)[:3], most)  # noqa: E731
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", some)
     first = bisect(golden, script.recorded(lambda: script.train(script.Net()))).findings[0]
     assert first.verdict.key == "Torch._foreach_norm.0.forward"

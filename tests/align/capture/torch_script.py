@@ -42,11 +42,11 @@ class Net(torch.nn.Module):
         rows = x.reshape(-1, 16)
         weights, chosen = self.gate(rows).sigmoid().topk(2, -1)
         weights /= weights.sum(-1, keepdim=True)
-        made = torch.zeros_like(rows)
+        combined = torch.zeros_like(rows)
         for e, expert in enumerate(self.experts):
             token, place = torch.where(chosen == e)
-            made.index_add_(0, token, F.silu(expert(rows[token])) * weights[token, place, None])
-        return made.view_as(x)
+            combined.index_add_(0, token, F.silu(expert(rows[token])) * weights[token, place, None])
+        return combined.view_as(x)
 
     def block(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x)

@@ -43,17 +43,17 @@ def run(root, values, framework):
 
 
 def hugging_face():
-    found = {}
+    weights = {}
     for pair in names.pairs(CONFIG):
         stack = OURS[pair.ours] if pair.stacked else [OURS[pair.ours]]
         for name, value in zip(pair.hf, stack, strict=True):
-            found[name] = value.T if pair.stacked else value
-    return found
+            weights[name] = value.T if pair.stacked else value
+    return weights
 
 
 def megatron():
     """Megatron-Core's names and layouts, with Transformer Engine: gate and up one after another, norms fused."""
-    found = {
+    weights = {
         "embedding.word_embeddings.weight": OURS["embedding.weight"],
         "decoder.final_layernorm.weight": OURS["norm.weight"],
         "output_layer.weight": OURS["head.weight"],
@@ -74,22 +74,30 @@ def megatron():
         "moe.shared.down.weight": "mlp.shared_experts.linear_fc2.weight",
     }
     for i in range(2):
-        own = {
+        layer_weights = {
             k.removeprefix(f"layers.{i}."): v
             for k, v in OURS.items()
             if k.startswith(f"layers.{i}.")
         }
         layer = f"decoder.layers.{i}"
-        found |= {f"{layer}.{there}": own[here] for here, there in same.items() if here in own}
+        weights |= {
+            f"{layer}.{there}": layer_weights[here]
+            for here, there in same.items()
+            if here in layer_weights
+        }
         for here, there in (("ffn", "mlp"), ("moe.shared", "mlp.shared_experts")):
-            if f"{here}.gate.weight" in own:
-                both = own[f"{here}.gate.weight"], own[f"{here}.up.weight"]
-                found[f"{layer}.{there}.linear_fc1.weight"] = np.concatenate(both)
-        for e in range(4 if "moe.experts.gate" in own else 0):
-            both = np.concatenate([own["moe.experts.gate"][e].T, own["moe.experts.up"][e].T])
-            found[f"{layer}.mlp.experts.linear_fc1.weight{e}"] = both
-            found[f"{layer}.mlp.experts.linear_fc2.weight{e}"] = own["moe.experts.down"][e].T
-    return found
+            if f"{here}.gate.weight" in layer_weights:
+                both = layer_weights[f"{here}.gate.weight"], layer_weights[f"{here}.up.weight"]
+                weights[f"{layer}.{there}.linear_fc1.weight"] = np.concatenate(both)
+        for e in range(4 if "moe.experts.gate" in layer_weights else 0):
+            both = np.concatenate(
+                [layer_weights["moe.experts.gate"][e].T, layer_weights["moe.experts.up"][e].T]
+            )
+            weights[f"{layer}.mlp.experts.linear_fc1.weight{e}"] = both
+            weights[f"{layer}.mlp.experts.linear_fc2.weight{e}"] = layer_weights[
+                "moe.experts.down"
+            ][e].T
+    return weights
 
 
 def mindformers():
@@ -98,8 +106,8 @@ def mindformers():
 
 def nameless():
     """Hugging Face's weights under names that say nothing, some transposed, in another order."""
-    given = sorted(hugging_face().items(), key=lambda item: item[0][::-1])
-    known = [(n, v) for n, v in given if "norm" not in n and "bias" not in n]
+    weights = sorted(hugging_face().items(), key=lambda item: item[0][::-1])
+    known = [(n, v) for n, v in weights if "norm" not in n and "bias" not in n]
     turned = ("experts", "o_proj", "q_a")
     return {f"p{i}": v.T if any(t in n for t in turned) else v for i, (n, v) in enumerate(known)}
 
@@ -114,11 +122,11 @@ def test_every_weight_is_found_with_its_gradient(other, reverse, tmp_path):
     mapped = {name.split()[1] for k in links for name in (k.reference if reverse else k.target)}
     nothing = {n for n in OURS if "norm" in n or "bias" in n} if other is nameless else {BIAS}
     assert mapped >= {n for n in OURS if n not in nothing}
-    for name, one, two in linked(reference.at(0), target.at(0), links):
-        assert one.values is not None, (name, one.problem)
+    for name, point, two in linked(reference.at(0), target.at(0), links):
+        assert point.values is not None, (name, point.problem)
         assert two.values is not None, (name, two.problem)
-        assert one.values.shape == two.values.shape, name
-        np.testing.assert_array_equal(one.values, two.values, name)
+        assert point.values.shape == two.values.shape, name
+        np.testing.assert_array_equal(point.values, two.values, name)
 
 
 def test_names_win_so_that_a_wrong_order_is_found(tmp_path):
@@ -129,8 +137,8 @@ def test_names_win_so_that_a_wrong_order_is_found(tmp_path):
     links = tensor_map(reference, target)
     differ = {
         name
-        for name, one, other in linked(reference.at(0), target.at(0), links)
-        if not np.array_equal(one.values, other.values)
+        for name, point, other in linked(reference.at(0), target.at(0), links)
+        if not np.array_equal(point.values, other.values)
     }
     assert differ == {f"{what} of layers.1.moe.experts.up{when}" for what, when in (
         ("gradient", ""), ("weight", " before"), ("weight", " after"))}  # fmt: skip
@@ -140,9 +148,9 @@ def with_modules(root, framework, outputs):
     """A dump of a run whose named modules made tensors."""
     dump = run(root, OURS if framework == "mindspore" else megatron(), framework)
     for key, values in outputs.items():
-        made = [record(value) for value in values]
+        records = [record(value) for value in values]
         name = key.removesuffix(".0").removesuffix(".forward")
-        dump.ranks[0, 0].calls[key] = Call(key, "module", name, 0, Phase.FORWARD, [], {}, made)
+        dump.ranks[0, 0].calls[key] = Call(key, "module", name, 0, Phase.FORWARD, [], {}, records)
     return dump
 
 
@@ -175,24 +183,24 @@ def test_tokens_may_be_sequence_first_and_choices_a_mask(reverse, tmp_path):
     ][:: -1 if reverse else 1]
     (tmp_path / "map.json").write_text(as_json(tensor_map(*runs)))
     links = read_map(tmp_path / "map.json")
-    seen = {name: (a, b) for name, a, b in linked(runs[0].at(0), runs[1].at(0), links)}
-    wanted = {
+    points = {name: (a, b) for name, a, b in linked(runs[0].at(0), runs[1].at(0), links)}
+    names = {
         "module embedding",
         "layer 1",
         "experts chosen by the router of layer 1",
         "weights chosen by the router of layer 1",
     }
-    assert wanted <= seen.keys()
-    for name in wanted:
-        one, other = (p.values for p in seen[name])
-        np.testing.assert_array_equal(one.reshape(other.shape), other, name)
+    assert names <= points.keys()
+    for name in names:
+        first, other = (p.values for p in points[name])
+        np.testing.assert_array_equal(first.reshape(other.shape), other, name)
 
 
 def test_weights_of_one_name_and_other_shapes_differ(tmp_path):
     few = {k: v[:2] if k == "layers.1.moe.router.weight" else v for k, v in OURS.items()}
     runs = run(tmp_path, few, "pytorch"), run(tmp_path, OURS, "mindspore")
-    found = across(*runs).findings[0]
-    assert (found.family, found.evidence.split(";")[0]) == (
+    finding = across(*runs).findings[0]
+    assert (finding.family, finding.evidence.split(";")[0]) == (
         "settings differ",
         "[4, 128], in the reference [2, 128]",
     )
@@ -201,8 +209,8 @@ def test_weights_of_one_name_and_other_shapes_differ(tmp_path):
 def test_experts_without_tokens_are_no_difference(tmp_path):
     """In torch they have no gradient, so the optimizer makes no update of them, and the dump lacks their names."""
     some = {k: v for k, v in hugging_face().items() if ".experts.3." not in k}
-    found = across(run(tmp_path, some, "pytorch"), run(tmp_path, OURS, "mindspore"))
-    assert not [f for f in found.findings if f.family == "settings differ"]
+    report = across(run(tmp_path, some, "pytorch"), run(tmp_path, OURS, "mindspore"))
+    assert not [f for f in report.findings if f.family == "settings differ"]
 
 
 def test_values_are_found_if_nearly_equal(tmp_path):
@@ -211,8 +219,8 @@ def test_values_are_found_if_nearly_equal(tmp_path):
         for k, v in nameless().items()
     }
     links = tensor_map(run(tmp_path, near, "pytorch"), run(tmp_path, OURS, "mindspore"))
-    found = {name.split()[1] for k in links for name in k.target}
-    assert found == {n for n in OURS if "norm" not in n and "bias" not in n}
+    names = {name.split()[1] for k in links for name in k.target}
+    assert names == {n for n in OURS if "norm" not in n and "bias" not in n}
 
 
 def test_other_models_are_refused(tmp_path):
@@ -237,8 +245,8 @@ def test_fused_query_key_and_value_in_groups(tmp_path):
     for reference, target in (runs, runs[::-1]):
         links = tensor_map(reference, target)
         assert len(links) == 3
-        for name, one, other in linked(reference.at(0), target.at(0), links):
-            np.testing.assert_array_equal(one.values, other.values, name)
+        for name, point, other in linked(reference.at(0), target.at(0), links):
+            np.testing.assert_array_equal(point.values, other.values, name)
 
 
 def test_dumps_without_an_optimizer_have_the_weights_of_their_modules(tmp_path):
@@ -254,14 +262,14 @@ def test_dumps_without_an_optimizer_have_the_weights_of_their_modules(tmp_path):
             )  # fmt: skip
             x = DRAW.standard_normal((5, value.shape[-1])).astype(np.float32)
             key = f"Functional.linear.{i}.forward"
-            given = [record(x), record(value)]
+            inputs = [record(x), record(value)]
             calls[key] = Call(
-                key, "api", "Functional.linear", i, Phase.FORWARD, given, {}, [record(x @ value.T)]
+                key, "api", "Functional.linear", i, Phase.FORWARD, inputs, {}, [record(x @ value.T)]
             )  # fmt: skip
         return Dump(tmp_path, {(0, 0): RankDump(0, 0, framework, "tensor", "mix", calls)})
 
-    wanted = {"model.layers.0.self_attn.o_proj.weight", "lm_head.weight"}
-    theirs = {k: v for k, v in hugging_face().items() if k in wanted}
+    names = {"model.layers.0.self_attn.o_proj.weight", "lm_head.weight"}
+    theirs = {k: v for k, v in hugging_face().items() if k in names}
     ours = {k: OURS[k] for k in ("head.weight", "layers.0.attention.out.weight")}
     reference, target = modules(theirs, "pytorch", "Module"), modules(ours, "mindspore", "Cell")
     links = tensor_map(reference, target)
@@ -270,7 +278,7 @@ def test_dumps_without_an_optimizer_have_the_weights_of_their_modules(tmp_path):
         for name in ours
         for what, when in (("input", ""), ("output", ""), ("weight", " before"))
     }
-    points = {name: one for name, one, _ in linked(reference.at(0), target.at(0), links)}
+    points = {name: point for name, point, _ in linked(reference.at(0), target.at(0), links)}
     np.testing.assert_array_equal(
         points["weight of head.weight before"].values, OURS["head.weight"]
     )

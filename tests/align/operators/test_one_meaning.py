@@ -25,17 +25,17 @@ def normal(*shape):
     return RANDOM.standard_normal(shape).astype(np.float32).astype(np.float64)
 
 
-def formula(name, *given, **named):
+def formula(name, *arguments, **named):
     """Return the results of a formula as float64 or integer arrays."""
-    found = find(f"Primitive.x.{name}")
-    assert found is not None, name
-    given = [Approx(x) if x.dtype.kind == "f" else x for x in given]
-    results = found.compute(found.bind(given, named))
+    operator = find(f"Primitive.x.{name}")
+    assert operator is not None, name
+    arguments = [Approx(x) if x.dtype.kind == "f" else x for x in arguments]
+    results = operator.compute(operator.bind(arguments, named))
     return [r.value if isinstance(r, Approx) else np.asarray(r) for r in results]
 
 
-def same(got, wanted):
-    np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+def same(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_matmul():
@@ -47,11 +47,11 @@ def test_grouped_matmul():
     x, w, up = normal(TOKENS, WIDTH), normal(EXPERTS, WIDTH, 5), normal(EXPERTS, WIDTH, 5)
     sizes = np.array([5, 0, 4, 3])
     expert = np.repeat(np.arange(EXPERTS), sizes)
-    gate, wide = (grouped_matmul_reference(x, each, expert) for each in (w, up))
+    gate, wide = (grouped_matmul_reference(x, weight, expert) for weight in (w, up))
     same(formula("TelechatGroupedMatmul", x, w, sizes)[0], gate)
     got = formula("TelechatGroupedSwiGLU", x, w, up, sizes)
-    for one, wanted in zip(got, (swiglu_reference(gate, wide), gate, wide), strict=True):
-        same(one, wanted)
+    for result, expected in zip(got, (swiglu_reference(gate, wide), gate, wide), strict=True):
+        same(result, expected)
 
 
 def test_attention():
@@ -59,12 +59,12 @@ def test_attention():
     q, k, v = normal(B, S, N, 4), normal(B, S, N, 4), normal(B, S, N, 5)
     start = np.array([[0, 0, 2, 2, 2, 5], [0, 0, 0, 0, 4, 4]])
     key, query = np.arange(S), np.arange(S)[:, None]
-    seen = (key <= query) & (key >= start[:, None, :, None])
+    visible = (key <= query) & (key >= start[:, None, :, None])
     heads_first = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
-    wanted = attention_reference(*heads_first, seen, 0.5).transpose(0, 2, 1, 3)
-    same(formula("TelechatFlashAttention", q, k, v, start, scale=0.5)[0], wanted)
+    expected = attention_reference(*heads_first, visible, 0.5).transpose(0, 2, 1, 3)
+    same(formula("TelechatFlashAttention", q, k, v, start, scale=0.5)[0], expected)
     late = formula("TelechatFlashAttention", q[:, 4:], k, v, start[:, 4:], scale=0.5, first=4)[0]
-    same(late, wanted[:, 4:])
+    same(late, expected[:, 4:])
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -82,8 +82,8 @@ def test_routing(groups, softmax):
     rule = Rule(experts=EXPERTS, softmax=softmax, **settings)
     logits, bias = normal(TOKENS, EXPERTS), normal(EXPERTS)
     got = formula("TelechatRouting", logits, bias, softmax=softmax, **settings)
-    for one, wanted in zip(got, routing_reference(rule, logits, bias), strict=False):
-        same(one, wanted)
+    for result, expected in zip(got, routing_reference(rule, logits, bias), strict=False):
+        same(result, expected)
     assert got[4].sum() == TOKENS * rule.top_k
 
 

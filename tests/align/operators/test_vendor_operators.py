@@ -263,36 +263,36 @@ def run(name: str, dtype: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_right_kernels_pass(name, dtype):
-    found = run(name, dtype)
-    verdicts = [v for each in replay(rank_dump(found)) for v in each]
+    recorded = run(name, dtype)
+    verdicts = [v for call_verdicts in replay(rank_dump(recorded)) for v in call_verdicts]
     assert [v for v in verdicts if v.status != "pass"] == []
-    assert {v.key for v in verdicts} == set(found)
+    assert {v.key for v in verdicts} == set(recorded)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_wrong_element_is_found(name):
     for key in run(name, torch.float32):
-        found = run(name, torch.float32)
-        call = found[key]
+        recorded = run(name, torch.float32)
+        call = recorded[key]
         value = np.array(call.outputs[0].load())
         place = np.unravel_index(np.argmax(np.abs(value)), value.shape)
         value[place] *= 1.001
         wrong = dataclasses.replace(call.outputs[0], read=lambda w=value: w)
-        found[key] = dataclasses.replace(call, outputs=[wrong, *call.outputs[1:]])
-        verdicts = [v for each in replay(rank_dump(found)) for v in each]
+        recorded[key] = dataclasses.replace(call, outputs=[wrong, *call.outputs[1:]])
+        verdicts = [v for call_verdicts in replay(rank_dump(recorded)) for v in call_verdicts]
         assert any(v.status == "diverged" and v.key == key for v in verdicts), key
 
 
 def test_an_expert_that_is_not_among_the_best_is_found():
     for name in ("NPU.npu_moe_gating_top_k sigmoid", "NPU.npu_moe_gating_top_k_softmax"):
-        found = run(name, torch.float32)
-        (key,) = [k for k, c in found.items() if c.phase is Phase.FORWARD]
-        index = np.array(found[key].outputs[1].load())
+        recorded = run(name, torch.float32)
+        (key,) = [k for k, c in recorded.items() if c.phase is Phase.FORWARD]
+        index = np.array(recorded[key].outputs[1].load())
         index[3, 0] = next(e for e in range(32) if e not in index[3])
-        wrong = dataclasses.replace(found[key].outputs[1], read=lambda w=index: w)
-        outputs = [found[key].outputs[0], wrong, *found[key].outputs[2:]]
-        found = {key: dataclasses.replace(found[key], outputs=outputs)}
-        (verdicts,) = replay(rank_dump(found))
+        wrong = dataclasses.replace(recorded[key].outputs[1], read=lambda w=index: w)
+        outputs = [recorded[key].outputs[0], wrong, *recorded[key].outputs[2:]]
+        recorded = {key: dataclasses.replace(recorded[key], outputs=outputs)}
+        (verdicts,) = replay(rank_dump(recorded))
         assert [v.status for v in verdicts][1] == "diverged"
 
 
@@ -303,19 +303,19 @@ def test_what_is_not_defined_is_not_judged():
         *CASES[name][1:-1],
         {"scale": 0.25, "keep_prob": 0.9},
     )
-    found = calls("NPU.npu_fusion_attention", *CASES["dropout"][:-1], **CASES.pop("dropout")[-1])
-    verdicts = [v for each in replay(rank_dump(found)) for v in each]
+    recorded = calls("NPU.npu_fusion_attention", *CASES["dropout"][:-1], **CASES.pop("dropout")[-1])
+    verdicts = [v for call_verdicts in replay(rank_dump(recorded)) for v in call_verdicts]
     assert {v.status for v in verdicts} == {"not judged"}
     assert "dropout" in verdicts[0].reason
 
 
-def without(found, *names):
+def without(recorded, *names):
     """Return calls whose record lacks settings, as msprobe's of MindSpore's primitives."""
     return {
         key: dataclasses.replace(
             call, kwargs={k: v for k, v in call.kwargs.items() if k not in names}
         )
-        for key, call in found.items()
+        for key, call in recorded.items()
     }
 
 
@@ -346,8 +346,8 @@ LACKING = {
 @pytest.mark.parametrize("name", LACKING)
 def test_settings_that_the_dump_lacks_are_inferred(name):
     operator, function, args, kwargs = LACKING[name]
-    found = without(calls(operator, function, *args, **kwargs), *kwargs)
-    verdicts = [v for each in replay(rank_dump(found)) for v in each]
+    recorded = without(calls(operator, function, *args, **kwargs), *kwargs)
+    verdicts = [v for call_verdicts in replay(rank_dump(recorded)) for v in call_verdicts]
     assert {v.status for v in verdicts} == {"pass"}
     for setting in (f"{k} {v}" for k, v in kwargs.items()):
         assert all(setting in v.reason.split("inferred: ")[1] for v in verdicts), verdicts
@@ -355,12 +355,12 @@ def test_settings_that_the_dump_lacks_are_inferred(name):
 
 def test_a_setting_of_the_target_that_differs_from_the_reference_is_found():
     small = 0.01 * x(8, 64, grad=False)
-    one, other = (
+    first, other = (
         without(calls("Primitive.norm.RmsNorm", rms, small, torch.ones(64), eps=eps), "eps")
         for eps in (1e-6, 1e-5)
     )
-    (key,) = one
-    (verdict,) = replay_call(other[key], other[key], one[key])
+    (key,) = first
+    (verdict,) = replay_call(other[key], other[key], first[key])
     assert verdict.status == "diverged"
     odd = without(calls("Primitive.norm.RmsNorm", rms, small, torch.ones(64), eps=3e-5), "eps")
     (verdict,) = replay_call(odd[key], odd[key])
