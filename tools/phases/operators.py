@@ -69,28 +69,22 @@ def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
     import mindspore as ms
 
     from telechat_moe.ops import select
-    from telechat_moe.tools.phases import cases as phase_cases
-    from telechat_moe.tools.phases import expert_cases as phase_experts
+    from telechat_moe.tools.phases.cases import cases
 
     ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
     config = recipe.model_config
     rng = np.random.default_rng(seed)
-    tokens = recipe.runner_config.batch_size * config.seq_length
-    cases = [
-        *phase_cases.cases(config, tokens, rng),
-        *phase_experts.cases(config, tokens, rng),
-        *phase_experts.update_cases(recipe, rng),
-    ]
+    recipe_cases = cases(recipe, rng)
     rows: list[dict[str, Any]] = []
-    for case in cases:
+    for case in recipe_cases:
         for backend in case.backends or select.OPERATORS[case.operator]:
             if backend != "ascend":
-                name_of_backend = f"{backend}: {select.OPERATORS[case.operator][backend]}"
+                implementation = f"{backend}: {select.OPERATORS[case.operator][backend]}"
                 verdicts = run_case(case, backend, config.compute_dtype, rng)
                 rows.append(
-                    _row(case, name_of_backend, case.dtype or config.compute_dtype, verdicts)
+                    _row(case, implementation, case.dtype or config.compute_dtype, verdicts)
                 )
-    operators = {case.operator for case in cases}
+    operators = {case.operator for case in recipe_cases}
     unknown = {f"{name}: the recipe has none" for name in set(select.OPERATORS) - operators}
     unknown |= {
         f"{name}: {backends['ascend']} runs on Ascend only"
