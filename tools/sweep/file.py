@@ -27,7 +27,7 @@ SEEDS = ("seed", "train_dataset.data_loader.config.seed")
 RUN_KEYS = {**dict.fromkeys(SEEDS, "seeds"), "output_dir": "output_dir"}
 """Keys that a sweep sets for each run, and the key of the sweep file that says how."""
 OLD_KEYS = ("keys", "axes")
-"""Keys of sweep files of version 0.1, in which variants were the rows of a table or combinations of axes."""
+"""Keys of earlier sweep files, in which variants were the rows of a table or combinations of axes."""
 
 Overrides = Sequence[str]
 """Overrides ``KEY=VALUE`` of a recipe, of which the last of a key counts."""
@@ -226,7 +226,7 @@ class _SweepReader:
         self.root = root
         for entry in root.entries:
             if entry.key in OLD_KEYS:
-                problem = "a table or axes, which version 0.1 had"
+                problem = "a table or axes, which earlier sweep files had"
                 expected = "without it, each variant as a list of overrides, NAME: [KEY=VALUE, ...]"
                 self.report(entry.line, entry.key, problem, expected)
         self.stop_if_broken()

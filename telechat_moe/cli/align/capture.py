@@ -24,7 +24,6 @@ OUT is a tree that msprobe reads, too.
 """
 EXAMPLES = """\
 telechat-moe align capture mine.yaml --out tp2 --steps 0-1 --set parallel_config.model_parallel=2
-telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint
 telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1
 """
 
