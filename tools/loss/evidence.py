@@ -87,7 +87,7 @@ class LossReport:
     reasons: list[str] = field(default_factory=list[str])
     # What noise does not explain, the earliest first
     findings: list[CurveFinding] = field(default_factory=list[CurveFinding])
-    gate: gates.Gate | None = None  # the published standard's answer; None if no step can be report
+    gate: gates.Gate | None = None  # the published standard's answer; None if no step can be judged
     # Mean difference, its error, interval and test; None where noise could not be estimated
     bias: dict[str, float] | None = None
     power: dict[str, float] | None = None  # what difference the test would have found

@@ -97,12 +97,12 @@ def _model_cases(config: Any, tokens: int, rng: np.random.Generator) -> list[Ope
     return operators
 
 
-def fewer(rows: int, width: int) -> int:
+def _fewer(rows: int, width: int) -> int:
     """Return as many rows of a width as :data:`ELEMENTS` allows, but at least 16."""
     return min(rows, max(16, ELEMENTS // width))
 
 
-def rounded(compute: str) -> str:
+def _rounded(compute: str) -> str:
     """Return the type of intermediate results in a fused operator of several products."""
     return "bfloat16" if compute == "bfloat16" else "float32"
 
@@ -111,17 +111,17 @@ def _linear(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     compute = getattr(ms, config.compute_dtype)
     products: list[OperatorCase] = []
     for inner, outer in sorted(_products(config)):
-        columns = fewer(min(outer, COLUMNS), inner)
-        inputs = [x(fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
+        columns = _fewer(min(outer, COLUMNS), inner)
+        inputs = [x(_fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
         build = partial(matmul.matmul, compute)
-        formula = named("Primitive.TelechatMatmul")
+        formula = _named("Primitive.TelechatMatmul")
         products.append(OperatorCase("matmul", f"{inner} to {outer}", build, inputs, formula))
     return products
 
 
 def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, eps, classes = config.hidden_size, config.rms_norm_eps, config.vocab_size
-    labelled = fewer(rows, classes)
+    labelled = _fewer(rows, classes)
     labels = np.arange(labelled, dtype=np.int64) * 7919 % classes
     logits = x(labelled, classes)
     constants, formula = [labels, np.ones(labelled, np.float32)], partial(_loss, labels)
@@ -130,13 +130,13 @@ def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
         OperatorCase("cross_entropy", f"{classes} classes", build, [logits], formula, constants),
     ]
     for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):
-        inputs = [x(fewer(rows, width), width)]
-        formula = named("rms_norm", (width,), np.ones(width), eps)
+        inputs = [x(_fewer(rows, width), width)]
+        formula = _named("rms_norm", (width,), np.ones(width), eps)
         build = partial(norm.RMSNorm, width, eps)
         pointwise.append(OperatorCase("rms_norm", f"width {width}", build, inputs, formula))
     dense = config.intermediate_size
     for width in sorted({dense, config.moe_intermediate_size or dense}):
-        inputs = [x(fewer(rows, width), width) for _ in range(2)]
+        inputs = [x(_fewer(rows, width), width) for _ in range(2)]
         pointwise.append(OperatorCase("swiglu", f"width {width}", swiglu.SwiGLU, inputs, _swiglu))
     return pointwise
 
@@ -148,7 +148,7 @@ def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     cos, sin = (t[None, :rows, None] for t in tables)
     pairs = bool(config.rope_interleave)
     sizes, build = f"width {wide}, theta {config.rope_theta}", partial(rope.Rope, wide, pairs)
-    formula = named("Primitive.TelechatRope", cos, sin, interleaved=pairs)
+    formula = _named("Primitive.TelechatRope", cos, sin, interleaved=pairs)
     return OperatorCase("rope", sizes, build, [x(1, rows, heads, wide)], formula, [cos, sin])
 
 
@@ -157,7 +157,7 @@ def _attending(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     heads = min(config.num_attention_heads, _HEADS)
     inputs = [x(1, rows, heads, query), x(1, rows, heads, query), x(1, rows, heads, value)]
     build = partial(_Attention, heads, scale, getattr(ms, config.compute_dtype))
-    stored = {"fused": rounded(config.compute_dtype), "plain": "float32"}
+    stored = {"fused": _rounded(config.compute_dtype), "plain": "float32"}
     sizes, formula = f"{heads} heads of {query} and {value}", partial(_attention, scale)
     return [
         OperatorCase("attention", sizes, build, inputs, formula, backends=[backend], stored=kind)
@@ -181,7 +181,7 @@ def _products(config: Any) -> set[tuple[int, int]]:
     return pairs
 
 
-def named(name: str, *constants: Any, plain: str = "", **settings: Any) -> Callable[..., Approx]:
+def _named(name: str, *constants: Any, plain: str = "", **settings: Any) -> Callable[..., Approx]:
     """Return a case's formula: that of the registry, with constants after the inputs; of plain backends maybe another."""
 
     def formula(backend: str, *inputs: Approx) -> Approx:
@@ -191,8 +191,8 @@ def named(name: str, *constants: Any, plain: str = "", **settings: Any) -> Calla
     return formula
 
 
-_sigmoid = named("sigmoid", plain="Primitive.Sigmoid")
-_softmax = named("softmax", -1, plain="Primitive.Softmax")
+_sigmoid = _named("sigmoid", plain="Primitive.Sigmoid")
+_softmax = _named("softmax", -1, plain="Primitive.Softmax")
 
 
 def _swiglu(backend: str, gate: Approx, up: Approx) -> Approx:
@@ -273,7 +273,7 @@ def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) 
     return np.argsort(-scores, 1)[:, :per_token].astype(np.int32)
 
 
-def pairs_within_capacity(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
+def _pairs_within_capacity(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
     """Return the pairs that an expert has capacity for: those of the highest weight, or the first."""
     flat = index.reshape(-1)
     order = np.argsort(-weight.reshape(-1), kind="stable") if by_weight else np.arange(flat.size)
@@ -293,7 +293,7 @@ def _dispatched(config: Any, rows: int, x: Draw, capacity: bool) -> OperatorCase
     if capacity:
         policy, build = config.moe_token_drop_policy, partial(build_dispatch, config)
         limit = int(np.ceil(config.moe_expert_capacity_factor * index.size / experts))
-        factors *= pairs_within_capacity(index, weight, limit, policy == "probs")
+        factors *= _pairs_within_capacity(index, weight, limit, policy == "probs")
         description = f"there and back, capacity {limit} of {policy}"
 
     def formula(backend: str, a: Approx, w: Approx) -> Approx:
@@ -356,7 +356,7 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, wide = config.hidden_size, config.moe_intermediate_size
     compute = getattr(ms, config.compute_dtype)
     experts = min(config.n_routed_experts, _EXPERTS)
-    rows = fewer(rows, max(hidden, wide))
+    rows = _fewer(rows, max(hidden, wide))
     sizes = _uneven(rows, experts)
     blocks: Array = np.repeat(np.arange(experts, dtype=np.int32), -(-sizes // _BLOCK))
     products: list[OperatorCase] = []
@@ -368,7 +368,7 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
         fused = partial(grouped_matmul.FusedGroupedMatmul, compute)
         inputs = [x(rows, inner), weight]
         adding = [*inputs, coming, x(*weight.shape)]
-        formula = named("Primitive.TelechatGroupedMatmul", sizes)
+        formula = _named("Primitive.TelechatGroupedMatmul", sizes)
         products += [
             OperatorCase("grouped_matmul", sizes_text, fused, inputs, formula, [sizes], ["fused"]),
             OperatorCase("grouped_matmul", f"{sizes_text}, added to the main gradient", into, adding, partial(_added, sizes),
@@ -376,8 +376,8 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
             OperatorCase("grouped_matmul", sizes_text, grouped_matmul.GroupedMatmul,
                  [x(blocks.size, _BLOCK, inner), weight], partial(_block_products, blocks), [blocks], ["plain"]),
         ]  # fmt: skip
-    columns, stored = _columns(hidden, wide, experts), rounded(config.compute_dtype)
-    formula = named("Primitive.TelechatGroupedSwiGLU", sizes)
+    columns, stored = _columns(hidden, wide, experts), _rounded(config.compute_dtype)
+    formula = _named("Primitive.TelechatGroupedSwiGLU", sizes)
     gates = [x(experts, hidden, columns, scale=hidden**-0.5) for _ in range(2)]
     both = partial(grouped_matmul.GroupedSwiGLU, compute)
     sizes_text = f"{hidden} to {wide} with SwiGLU, {experts} experts"
@@ -389,7 +389,7 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
 
 
 def _columns(inner: int, outer: int, experts: int) -> int:
-    return fewer(min(outer, COLUMNS // experts), inner * experts)
+    return _fewer(min(outer, COLUMNS // experts), inner * experts)
 
 
 def _uneven(rows: int, experts: int) -> Array:

@@ -300,9 +300,9 @@ def _pow(a: Arguments) -> Any:
     return floating(a.input) * 1.0 if n == 1 else floating(a.input) ** n
 
 
-def _kept(x: Any) -> Any:
+def _unchanged(x: Any) -> Any:
     return x if isinstance(x, Approx) else plain(x)
 
 
-primitive("TensorMove Identity StopGradient", "input", exact=True)(lambda a: _kept(a.input))
-primitive("Assign", "input value", exact=True)(lambda a: _kept(a.value))
+primitive("TensorMove Identity StopGradient", "input", exact=True)(lambda a: _unchanged(a.input))
+primitive("Assign", "input value", exact=True)(lambda a: _unchanged(a.value))
