@@ -128,10 +128,8 @@ def capture_recipe(
         else:
             recordings = _single(recipe, taps, steps, values, selection)
         readers = {
-            (step, rank): Reader(
-                plan, taps / f"step{step}" / f"rank{rank}", values, layouts_of_rank, groups
-            )
-            for (step, rank), (plan, layouts_of_rank, groups) in recordings.items()
+            (step, rank): Reader(plan, taps / f"step{step}" / f"rank{rank}", values, shards, groups)
+            for (step, rank), (plan, shards, groups) in recordings.items()
         }
         return _write(Path(out), readers, values)
 

@@ -62,6 +62,10 @@ def _flat(values: list[Argument]) -> list[Any]:
     return values[0] if len(values) and isinstance(values[0], list) else values
 
 
+def _first(values: Argument) -> Tensor | None:
+    return next(iter(tensors(values)), None)
+
+
 def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) -> TensorLayout:
     maps = entry["tensor_map"]
     if len(maps) != len(tensor.shape):
@@ -77,7 +81,7 @@ def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) ->
 
 def _from_inputs(node: TappedOperator, by_tensor: dict[int, TensorLayout]) -> None:
     """Set the layout of the result of an operator whose inputs have layouts."""
-    output = next(iter(tensors(node.outputs)), None)
+    output = _first(node.outputs)
     if output is None or id(output) in by_tensor or node.writes:
         return
     sources = [t for t in tensors(node.inputs) if id(t) in by_tensor]
@@ -108,21 +112,15 @@ def _from_weights(node: TappedOperator, cuts: Any, by_tensor: dict[int, TensorLa
             with suppress(LayoutError):
                 by_tensor[id(tensor)] = weight(cuts, tensor.parameter)[0]
     if node.weight:
-        source, output = (
-            next(iter(tensors(values)), None) for values in (node.inputs, node.outputs)
-        )
+        source, output = _first(node.inputs), _first(node.outputs)
         with suppress(LayoutError):
             if output is not None:
                 by_tensor[id(output)] = weight(cuts, node.weight)[0]
             if source is not None:
                 by_tensor[id(source)] = weight(cuts, node.weight, reduce="sum")[0]
     if node.kind in UPDATES:
-        weight_tensor = next(iter(tensors(node.inputs[0])), None)
-        grad = next(iter(tensors(node.inputs[UPDATES[node.kind].index("grad")])), None)
-        if (
-            weight_tensor is not None
-            and grad is not None
-            and id(weight_tensor) in by_tensor
-            and grad.shape == weight_tensor.shape
-        ):
-            by_tensor[id(grad)] = by_tensor[id(weight_tensor)]
+        updated = _first(node.inputs[0])
+        grad = _first(node.inputs[UPDATES[node.kind].index("grad")])
+        layout = by_tensor.get(id(updated))
+        if updated and grad and layout and grad.shape == updated.shape:
+            by_tensor[id(grad)] = layout
