@@ -1,6 +1,6 @@
 """Compare the compiled graph of MindFormers' own TeleChat3-MoE class with ours: parameters and operators.
 
-Both are compiled for Ascend on this machine, from the same recipe, and nothing is run. docs/upstream.md has the tables of
+Both are compiled for Ascend on this machine, from the same recipe, and nothing is run. benchmarks/upstream/README.md has the tables of
 one device and what they mean.
 """
 

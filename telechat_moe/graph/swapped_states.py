@@ -1,4 +1,4 @@
-"""Keep AdamW's moments out of a rank's memory between the updates, as ``optimizer.swap`` says; see ``docs/swap.md``.
+"""Keep AdamW's moments out of a rank's memory between the updates, as ``optimizer.swap`` says; see ``docs/plan_memory.md``.
 
 They are no parameters of the graph any more, but wait in the pool of :mod:`telechat_moe.graph.swapping`, whose operators bring
 those of a group of weights in ahead of the update and take them out behind it. At group ``i`` of the function that updates:

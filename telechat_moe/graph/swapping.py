@@ -1,4 +1,4 @@
-"""Move activations out of a rank's memory and back on CPU processes, as `swap_config` says; see ``docs/swap.md``.
+"""Move activations out of a rank's memory and back on CPU processes, as `swap_config` says; see ``docs/plan_memory.md``.
 
 MindSpore's front end has a ``MoveTo`` to the host's memory in the forward pass and one back in the backward pass. Here each
 becomes two operators of the native library (``ops/csrc/swap.cc``), a start and a wait, and threads copy in between:
