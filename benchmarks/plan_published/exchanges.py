@@ -29,13 +29,14 @@ HANDED_ON = 0.905
 EP16 against EP8."""
 
 
-def kernel_s(routing: Routing, members: int, device: Device, c: Constants) -> float:
+def kernel_s(routing: Routing, members: int, device: Device) -> float:
     """Return the seconds of DeepEP's kernel for each byte of a device's tokens.
 
     A token goes once to each node and there once to each device; links and ports are busy at once.
 
     The planner's own `alltoall_zero_redundancy` takes its two hops one after the other, as a graph of MindSpore does.
     """
+    c = device.constants
     inside = min(members, device.node_devices)
     nodes = members // inside
     # All that a device receives over its links, from its node or handed on; one of `inside` comes from itself.
@@ -77,8 +78,8 @@ class Row:
 
     def predicted(self, c: Constants) -> float:
         """Return the logical GB/s by the cost model."""
-        device = load_device(self.device)
-        seconds = kernel_s(self.routing, self.nodes * NODE, device, c)
+        device = replace(load_device(self.device), constants=c)
+        seconds = kernel_s(self.routing, self.nodes * NODE, device)
         return self.counted / seconds / 1e9
 
 

@@ -65,7 +65,9 @@ class Problem:
         """Return predicted seconds of each row."""
         out = np.zeros(len(self.rows))
         for device, x, index in self.variants:
-            out[index] = evaluate_columns(x, device, constants, steps_only=True).step_s
+            out[index] = evaluate_columns(
+                x, replace(device, constants=constants), steps_only=True
+            ).step_s
         return out
 
     def without(self, keep: NDArray[np.bool_]) -> "Problem":

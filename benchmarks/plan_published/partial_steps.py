@@ -109,9 +109,7 @@ def _all_reduce(table: str, line: int, row: Mapping[str, Any]) -> PartialStep:
         device = load_device(name or "a100")
     except BadInputError:
         return replace(part, reason=f"device without a description: {name}")
-    found = all_reduce(
-        np.array([size]), np.array([float(gpus)]), np.array([1.0]), device, device.constants
-    )
+    found = all_reduce(np.array([size]), np.array([float(gpus)]), np.array([1.0]), device)
     return replace(part, predicted=float(found[0]))
 
 

@@ -153,9 +153,9 @@ def _bridge(row: Fields, table: str, line: int) -> MeasuredStep:
     compute = "fp4" if "FP4" in precision else "bf16" if precision.startswith("BF16") else "fp8"
     layout = _megatron(row, architecture, gpus, micro, batch, compute)
     # scripts/performance of the same repository: HybridEP, gradients reduced in 2 bytes
-    layout = layout.but(hierarchical=True, permute_bytes=8, gradient_bytes=2)
+    layout = layout.with_changes(hierarchical=True, permute_bytes=8, gradient_bytes=2)
     if precision == "MXFP8" and "B" in device and _version(row["container"]) >= _fused_from(model):
-        layout = layout.but(graphs=True, fused_experts=True, ep_overlap=True)
+        layout = layout.with_changes(graphs=True, fused_experts=True, ep_overlap=True)
     return replace(start, architecture=architecture, layout=layout)
 
 

@@ -252,7 +252,9 @@ def test_synthetic_measurements_give_their_constants_back():
     truth = Constants(matmul_share=0.61, layer_host_s=4e-4, memory_share=0.7, **measured)
     rows = list(read_table(TABLES / "vtrain_a100_single.csv"))[::30]
     predicted = evaluate(
-        [r.architecture for r in rows], [r.layout for r in rows], device, truth
+        [r.architecture for r in rows],
+        [r.layout for r in rows],
+        replace(device, constants=truth),
     ).step_s
     rows = [replace(r, step_s=float(t)) for r, t in zip(rows, predicted, strict=True)]
     problem = Problem(rows, device)

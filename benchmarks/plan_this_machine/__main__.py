@@ -1,11 +1,9 @@
 """Our own training step, predicted and measured.
 
-    python -m benchmarks.plan_this_machine [--calibration FILE] [--layouts] [--rounds 7] [--json FILE]
+    python -m benchmarks.plan_this_machine [--calibration FILE] [--rounds 7] [--json FILE]
 
 Measures the seven steps that `telechat-moe plan calibrate` fits (or takes the description given) and, in turn with them, 13
-recipes that the fit does not see, one process and one thread each, and prints how far the prediction is off. --layouts measures
-layouts of two processes as well, through `run-sharded`, against a second calibration with plain operators; it needs
-the recipe's data (`telechat-moe data build --recipe telechat3_moe/pretrain_19m.yaml`).
+recipes that the fit does not see, one process and one thread each, and prints how far the prediction is off.
 
 A time is processor seconds of a step in one process: on an idle machine with one thread those that pass. On a busy one they
 are longer, because caches and memory are shared; so all recipes take a step in every round, in one process, and medians
@@ -17,27 +15,17 @@ count. Takes five minutes on an idle machine, and about 6 GiB.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
 import platform
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
-from telechat_moe.processes import processor_seconds
 from telechat_moe.tools.plan.cost import cpu_step
-from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.this_machine import (
     CALIBRATION,
-    RECIPE,
     StepCase,
     as_job,
-    calibrate,
     medians,
     of_case,
     run_measurement,
@@ -60,104 +48,6 @@ CASES = (
     variant("12 small layers", layers=12, hidden=128, ffn=512, seq=128, batch=2, moe=80, mtp=0),
 )
 
-PARALLEL = ("use_parallel=True", "parallel.parallel_mode=1", "parallel.full_batch=True")
-
-
-def two(name: str, *layout: str, **changes: int) -> StepCase:
-    """Return a case of two processes."""
-    one = variant(name, **changes)
-    return StepCase(name, (*one.overrides, *PARALLEL, *(f"parallel_config.{x}" for x in layout)))
-
-
-TP2 = ("model_parallel=2", "use_seq_parallel=True")
-EP2 = ("data_parallel=2", "expert_parallel=2")
-LAYOUTS = (
-    two("dp2", "data_parallel=2", layers=3, mtp=0),
-    two("tp2", *TP2, layers=3, mtp=0),
-    two("ep2", *EP2, layers=3, mtp=0),
-)
-SMALL_LAYOUTS = (
-    two("small dp2", "data_parallel=2", layers=2, mtp=0, seq=256),
-    two("small tp2", *TP2, layers=2, mtp=0, seq=256),
-    two("small ep2", *EP2, layers=2, mtp=0, seq=256),
-)
-"""What each layout's factor is measured on."""
-
-
-def measured_layout(case: StepCase, steps: int = 9) -> float:
-    """Return the median processor time of a step in the busier of two processes of `run-sharded`."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            "telechat-moe",
-            "run-sharded",
-            case.recipe,
-            "--processes",
-            "2",
-            "--steps",
-            str(steps),
-        ]
-        for override in (*case.overrides, f"output_dir={folder}/run"):
-            command += ["--set", override]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
-        log = Path(folder, "log")
-        with (
-            log.open("w") as said,
-            subprocess.Popen(
-                command, stdout=said, stderr=subprocess.STDOUT, env=environment
-            ) as process,
-        ):
-            marks = _watch(process, Path(folder, "run"))
-        if process.returncode:
-            raise SystemExit(f"{case.name}: run-sharded failed:\n{log.read_text()[-2000:]}")
-    pairs = itertools.pairwise(marks[2:])
-    return statistics.median(max(after[p] - before[p] for p in before) for before, after in pairs)
-
-
-def _watch(process: subprocess.Popen[Any], run: Path) -> list[dict[int, float]]:
-    """Return the processor seconds of each worker at the end of each step."""
-    marks: list[dict[int, float]] = []
-    seen = 0
-    while process.poll() is None:
-        time.sleep(0.02)
-        for file in run.glob(".job/**/steps.jsonl"):
-            lines = file.read_text().count("\n")
-            if lines > seen:
-                seen = lines
-                marks.append(_workers(str(run)))
-    return [m for m in marks if len(m) == 2]
-
-
-def _workers(run: str) -> dict[int, float]:
-    import psutil
-
-    found: dict[int, float] = {}
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        line, given = (process.info[name] or () for name in ("cmdline", "environ"))
-        if any(run in word for word in line) and dict(given).get("MS_ROLE") == "MS_WORKER":
-            found[process.pid] = processor_seconds(process.pid)
-    return found
-
-
-def layouts(device: Device) -> list[tuple[str, float, float]]:
-    """Return name, measured and predicted seconds of layouts of two processes.
-
-    What the terms do not count (concatenations, slices and copies around each exchange) is one factor for each layout,
-    measured on a small model and used for a larger one.
-
-    Args:
-        device: Of `calibrate` with plain operators.
-    """
-    start, bandwidth = device.constants.collective_host_s, device.intra_bandwidth
-
-    def counted(case: StepCase) -> float:
-        return cpu_step.predict(*of_case(case, "plain"), device.step, start, bandwidth)
-
-    rows: list[tuple[str, float, float]] = []
-    for small, large in zip(SMALL_LAYOUTS, LAYOUTS, strict=True):
-        factor = measured_layout(small) / counted(small)
-        rows.append((large.name, measured_layout(large), factor * counted(large)))
-    return rows
-
 
 def main() -> None:
     """Measure, predict, print."""
@@ -165,10 +55,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calibration", metavar="FILE", help="device description of this machine")
-    parser.add_argument("--plain-calibration", metavar="FILE", help="the same with plain operators")
-    parser.add_argument(
-        "--layouts", action="store_true", help="measure layouts of two processes, too"
-    )
     parser.add_argument("--rounds", type=int, default=7, help="steps of each recipe")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
     args = parser.parse_args()
@@ -181,10 +67,6 @@ def main() -> None:
     else:
         own = cpu_step.fit([of_case(c) for c in fitted], [times[c.name] for c in fitted])
     rows = [(c.name, times[c.name], cpu_step.predict(*of_case(c), own)) for c in CASES]
-    if args.layouts:
-        plain = args.plain_calibration
-        device = load_device(plain) if plain else calibrate(RECIPE, operators="plain").device
-        rows += layouts(device)
     errors = [p / m - 1 for _, m, p in rows]
     print(f"{'step':24s}{'measured':>12s}{'predicted':>12s}{'error':>10s}")
     for (name, m, p), error in zip(rows, errors, strict=True):

@@ -22,10 +22,10 @@ def placements(layers: int, layout: Layout) -> Iterator[Layout]:
         if layout.ends != "last" and chunks[-1]:
             continue
         if layout.recompute not in ("full", "swap"):
-            yield layout.but(chunks=chunks)
+            yield layout.with_changes(chunks=chunks)
             continue
         for recomputed in product(*(range(n + 1) for n in chunks)):
-            yield layout.but(chunks=chunks, recompute_layers=recomputed)
+            yield layout.with_changes(chunks=chunks, recompute_layers=recomputed)
 
 
 def everything(a: Architecture, space: Space, device: Device) -> tuple[np.ndarray, float]:

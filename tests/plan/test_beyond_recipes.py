@@ -131,11 +131,11 @@ def test_certificate_is_checked() -> None:
 def test_swap_by_hand() -> None:
     """A layer's wait is what copies take beyond its passes; none of it stays but two layers' activations."""
     a, base = _small(8)
-    plain = base.but(
+    plain = base.with_changes(
         dp=1, tp=2, pp=2, vpp=1, ep=2, micro_batches=4, chunks=(4, 4), schedule="1f1b", recompute="none",
         recompute_layers=None, sequence_parallel=False, cp=1, zero=0,
     )  # fmt: skip
-    swapped = plain.but(recompute="swap", recompute_layers=(3, 0))
+    swapped = plain.with_changes(recompute="swap", recompute_layers=(3, 0))
     for host in (1e9, 4e9, 1e12):
         device = _device(64.0, host)
         times, wait = chunk_times(a, swapped, device)
@@ -143,7 +143,7 @@ def test_swap_by_hand() -> None:
         np.testing.assert_allclose(times.dx - wait, alone.dx, rtol=1e-12)
         assert wait[1] == 0
         # two MoE layers and the dense one of the first chunk
-        one = [chunk_times(a, plain.but(chunks=(n, 8 - n)), device)[0] for n in (0, 1, 2)]
+        one = [chunk_times(a, plain.with_changes(chunks=(n, 8 - n)), device)[0] for n in (0, 1, 2)]
         expected = 0.0
         for count, small, large in ((1, one[0], one[1]), (2, one[1], one[2])):
             f, b, kept = (
@@ -168,18 +168,19 @@ def test_swap_by_hand() -> None:
 
 def test_mtp_before_the_heads() -> None:
     a, base = _small(8)
-    last = base.but(
+    last = base.with_changes(
         dp=1, tp=2, pp=4, vpp=1, ep=2, micro_batches=8, chunks=(3, 3, 2, 0), schedule="1f1b",
         recompute="none", recompute_layers=None, cp=1, zero=0,
     )  # fmt: skip
-    before = last.but(ends="mtp-before")
+    before = last.with_changes(ends="mtp-before")
     device = _device(64.0)
     one, two = simulate_step(a, last, device), simulate_step(a, before, device)
     moved = one.times.forward - two.times.forward
     np.testing.assert_allclose(moved[:2], 0)
     assert moved[3] > 0 > moved[2]
     layer = (
-        chunk_times(a, last.but(chunks=(3, 2, 2, 1)), device)[0].forward[3] - one.times.forward[3]
+        chunk_times(a, last.with_changes(chunks=(3, 2, 2, 1)), device)[0].forward[3]
+        - one.times.forward[3]
     )
     assert moved[3] == pytest.approx(layer, rel=0.06)  # and a projection; host and device overlap
     assert two.times.forward.sum() > one.times.forward.sum()  # a tensor more is sent
@@ -193,11 +194,13 @@ def test_sharded_gradients_and_parameters_by_hand() -> None:
     a, base = _small(4)
     device = _device(64.0)
     device = replace(device, constants=replace(device.constants, exposed=1.0))
-    x = base.but(
+    x = base.with_changes(
         dp=8, tp=1, pp=1, vpp=1, ep=1, cp=1, micro_batches=4, chunks=None, recompute="none", sequence_parallel=False,
         recompute_layers=None, opt_shards=0,
     )  # fmt: skip
-    one, two, three = (evaluate(a, [x.but(zero=z, fsdp=z == 3)], device) for z in (1, 2, 3))
+    one, two, three = (
+        evaluate(a, [x.with_changes(zero=z, fsdp=z == 3)], device) for z in (1, 2, 3)
+    )
     count = a.parameters
     for table, gradients, parameters in ((one, 1, 1), (two, 8, 1), (three, 8, 8)):
         held = table.memory
@@ -215,7 +218,7 @@ def test_sharded_gradients_and_parameters_by_hand() -> None:
 
 def test_what_cannot_be_said_is_refused() -> None:
     a, base = _small(8)
-    layout = base.but(
+    layout = base.with_changes(
         dp=1, tp=2, pp=2, vpp=1, ep=2, cp=1, micro_batches=4, chunks=(8, 0), schedule="1f1b"
     )
     for changed, word in (
@@ -224,7 +227,7 @@ def test_what_cannot_be_said_is_refused() -> None:
         ({"zero": 2}, "gradients"),
         ({"schedule": "zb-v", "vpp": 2, "chunks": (2, 2, 2, 2)}, "zb-v"),
     ):
-        x = layout.but(**changed)
+        x = layout.with_changes(**changed)
         with pytest.raises(BadInputError, match=f"cannot .*{word}"):
             settings(x, 8)
         with pytest.raises(BadInputError, match=f"cannot .*{word}"):
@@ -232,6 +235,8 @@ def test_what_cannot_be_said_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"cannot .*zb-v"):
         layout_string(a, x)
     with pytest.raises(BadInputError, match="no layers in the last chunk"):
-        layout.but(ends="mtp-before", chunks=(7, 1))
+        layout.with_changes(ends="mtp-before", chunks=(7, 1))
     with pytest.raises(BadInputError, match="host_bandwidth is missing"):
-        simulate_step(a, layout.but(recompute="swap", recompute_layers=None), _device(64.0, 0.0))
+        simulate_step(
+            a, layout.with_changes(recompute="swap", recompute_layers=None), _device(64.0, 0.0)
+        )

@@ -40,7 +40,7 @@ def _random(rng: random.Random) -> tuple[Architecture, Layout]:
     a = replace(
         Architecture.from_recipe(recipe), layers=("dense",) * dense + ("moe",) * (total - dense)
     )
-    layout = Layout.from_recipe(recipe).but(
+    layout = Layout.from_recipe(recipe).with_changes(
         dp=4, tp=1, cp=1, pp=pp, vpp=vpp, ep=1, etp=1, micro_batches=8, chunks=tuple(chunks), ends=ends,
         schedule="interleaved" if vpp > 1 else "1f1b", recompute="none", recompute_layers=None,
     )  # fmt: skip
@@ -88,14 +88,14 @@ def test_mindspeed_builds_the_same_model() -> None:
 
 def test_experts_of_cut_and_whole_groups() -> None:
     a, layout = _random(random.Random(5))
-    both = layout.but(
+    both = layout.with_changes(
         tp=2, ep=4, dp=4, pp=1, vpp=1, chunks=(len(a.layers),), ends="last", schedule="1f1b"
     )
     words = mindspeed_arguments(a, both)
     assert "--moe-tp-extend-ep" in words
     assert _value(words, "--expert-model-parallel-size") == "2"
-    cut = mindspeed_arguments(a, both.but(ep=4, etp=2))
+    cut = mindspeed_arguments(a, both.with_changes(ep=4, etp=2))
     assert _value(cut, "--expert-tensor-parallel-size") == "2"
     assert _value(cut, "--expert-model-parallel-size") == "4"
     with pytest.raises(Exception, match="all 4 tensor-parallel ranks or none"):
-        mindspeed_arguments(a, both.but(tp=4, ep=2))
+        mindspeed_arguments(a, both.with_changes(tp=4, ep=2))

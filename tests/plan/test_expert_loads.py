@@ -54,7 +54,7 @@ def test_lasting_loads_cost_time_that_moves_win_back(step, tmp_path: Path):
     assert equal.step_s == pytest.approx(step.step_s)
     assert before.imbalance == pytest.approx(by_hand(load_NLE))
     slower = simulate_step(
-        step.architecture, step.layout.but(imbalance=before.imbalance), step.device
+        step.architecture, step.layout.with_changes(imbalance=before.imbalance), step.device
     )
     assert before.step_s == slower.step_s > equal.step_s
     assert 1 < after.imbalance < 1 + 0.2 * (before.imbalance - 1)

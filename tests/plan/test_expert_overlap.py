@@ -29,7 +29,7 @@ def pangu():
     recipe = load("pangu_ultra_moe/pretrain_718b.yaml", [])
     architecture = replace(Architecture.from_recipe(recipe), seq=8192)
     assert (architecture.hidden, architecture.experts, architecture.top_k) == (7680, 256, 8)
-    layout = Layout.from_recipe(recipe).but(micro_batch=1)
+    layout = Layout.from_recipe(recipe).with_changes(micro_batch=1)
     assert (layout.tp, layout.ep) == (8, 32)
     return architecture, layout, load_device("ascend-910b")
 
@@ -51,12 +51,17 @@ def test_pieces_add_up_to_the_layer(pangu):
     architecture, layout, device = pangu
     p = layer_times(architecture, layout, device)
     x = columns([(architecture, layout)])
-    one = layer(x, rates(x, device, device.constants), True)
+    one = layer(x, rates(x, device), True)
     assert p.attention + p.shared + p.experts + 2 * p.exchange == pytest.approx(
         float(one.forward.device[0])
     )
     back = p.attention_dx + p.shared_dx + p.experts_dx + p.attention_dw + p.shared_dw + p.experts_dw
-    both = one.backward.device[0] + one.again.device[0] - one.again.expert[0] - one.again.tensor[0]
+    both = (
+        one.backward.device[0]
+        + one.recompute.device[0]
+        - one.recompute.expert[0]
+        - one.recompute.tensor[0]
+    )
     assert back + 2 * p.exchange == pytest.approx(float(both))
 
 
@@ -130,7 +135,7 @@ def test_never_faster_than_either_stream(values, layers):
 def test_no_all_to_all_is_refused(pangu):
     architecture, layout, device = pangu
     with pytest.raises(BadInputError, match="ep of 2 or more"):
-        hidden(architecture, layout.but(ep=1), device)
+        hidden(architecture, layout.with_changes(ep=1), device)
 
 
 @settings(max_examples=60, deadline=None)

@@ -54,7 +54,7 @@ def every(step: Step) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Step]:
     layers = range(len(step.architecture.layers))
     for ways in itertools.product("krs", repeat=len(layers)):
         again, away = (tuple(i for i in layers if ways[i] == word) for word in "rs")
-        layout = step.layout.but(
+        layout = step.layout.with_changes(
             recompute="full", recompute_layers=None, recomputed=again, swapped=away
         )
         found[again, away] = simulate_step(step.architecture, layout, step.device)
@@ -96,16 +96,16 @@ def test_the_choice_is_the_fastest_of_all(
 def test_what_swapping_a_layer_does() -> None:
     """Bytes and waits by the formulas of docs/plan_model.md, from layouts that differ by one layer."""
     step = base(STAGES)
-    kept = step.layout.but(recompute="none", recompute_layers=None)
+    kept = step.layout.with_changes(recompute="none", recompute_layers=None)
     for gigabytes_per_s in (0.5, 3.0, 1000.0):
         device = replace(DEVICE, host_bandwidth=gigabytes_per_s * 1e9)
         plain, _ = chunk_times(step.architecture, kept, device)
         fewer, _ = chunk_times(
             replace(step.architecture, layers=step.architecture.layers[:-1]),
-            kept.but(chunks=(3, 1)),
+            kept.with_changes(chunks=(3, 1)),
             device,
         )
-        away, wait = chunk_times(step.architecture, kept.but(swapped=(4,)), device)
+        away, wait = chunk_times(step.architecture, kept.with_changes(swapped=(4,)), device)
         layer, forward, backward = (
             x[1] - y[1]
             for x, y in (
@@ -127,7 +127,8 @@ def test_what_swapping_a_layer_does() -> None:
         if copy < backward / BACKWARD_OPERATORS[1]:
             assert ahead == 1
     one, both = (
-        simulate_step(step.architecture, kept.but(swapped=x), DEVICE) for x in ((4,), (3, 4))
+        simulate_step(step.architecture, kept.with_changes(swapped=x), DEVICE)
+        for x in ((4,), (3, 4))
     )
     # the last stage has one micro-batch in flight; what is being copied stays on the device, for two layers
     assert one.host_bytes.tolist() == pytest.approx([0.0, moved])

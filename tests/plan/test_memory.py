@@ -1,5 +1,6 @@
 """Memory: parameters against exact counts, activations against Korthikanti et al. 2022, in-flight micro-batches."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,9 @@ from benchmarks.plan_memory.small import RECIPE, SETTINGS
 from benchmarks.plan_published.models import published
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
+from telechat_moe.recipe.weights import weights
+from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.device import load_device
@@ -22,7 +26,6 @@ from telechat_moe.tools.plan.cost.memory import (
 )
 from telechat_moe.tools.plan.cost.simulate_step import simulate_step
 from telechat_moe.tools.plan.cost.step import evaluate
-from telechat_moe.tools.plan.cost.weights import stage_elements
 
 A100 = load_device("a100")
 
@@ -43,7 +46,7 @@ def test_activations_of_a_gpt_layer(tp):
     """Korthikanti et al. 2022: s b h (34 + 5 a s / h), dropout masks (3 s b h) and GeLU's input kept (8) among the 34."""
     h, a, s, b = 12288, 96, 2048, 1
     gpt = Architecture(hidden=h, layers=("dense",) * 2, heads=a, seq=s, vocab=51200, gated=False)
-    layout = Layout(tp=tp, sequence_parallel=tp > 1, micro_batch=b).but(flash=False)
+    layout = Layout(tp=tp, sequence_parallel=tp > 1, micro_batch=b).with_changes(flash=False)
     dense, _, entry = layer_activations(columns([(gpt, layout)]))
     published_bytes = s * b * h * (34 + 5 * a * s / h) / tp
     masks = (
@@ -102,14 +105,24 @@ def test_our_own_step_by_its_tensors(change):
     """Many configurations at once, against stage by stage, pass by pass, which compiled graphs confirm."""
     recipe = load("telechat3_moe/pretrain_105b_a4b_4k.yaml")
     a, base = Architecture.from_recipe(recipe), Layout.from_recipe(recipe)
-    x = base.but(zero=0, recompute="none", recompute_layers=None, chunks=None).but(**change)
-    x = x.but(schedule="interleaved" if x.vpp > 1 else "1f1b")
+    x = base.with_changes(
+        zero=0, recompute="none", recompute_layers=None, chunks=None
+    ).with_changes(**change)
+    x = x.with_changes(schedule="interleaved" if x.vpp > 1 else "1f1b")
     table = columns([(a, x)])
     found = memory(table)
     alive = (found.activations + found.buffers)[0] - WORKSPACE
     assert alive == pytest.approx(activations(a, x), rel=0.06)
     dense, experts = local_parameters(table)
-    assert (dense + experts)[0] == pytest.approx(stage_elements(a, x), rel=1e-4)
+    sp, named = x.sequence_parallel and x.tp > 1, {w.name: w for w in weights(recipe.model_config)}
+    mesh = Mesh(dp=x.dp, cp=x.cp, tp=x.tp, pp=x.pp, ep=x.ep, sp=sp, expert_tp=x.etp > 1)
+    counts = x.chunk_layers(len(a.layers))
+    stages = [chunk % x.pp for chunk, count in enumerate(counts) for _ in range(count)]
+    shards, elements = WeightShards(mesh, named, stages, x.pp - 1), [0] * x.pp
+    for name, weight in named.items():
+        parts = math.prod(mesh.size(axes) for axes in shards.axes(name))
+        elements[shards.stage(name)] += weight.trained * math.prod(weight.shape) // parts
+    assert (dense + experts)[0] == pytest.approx(elements, rel=1e-4)
 
 
 def test_policies_that_choose_operator_by_operator():
@@ -130,7 +143,8 @@ def test_products_inputs_in_float8_are_half_as_large():
     a = published("llama3 8b", seq=8192)
     assert a is not None
     wide, narrow = (
-        layer_activations(columns([(a, Layout().but(input_bytes=size))]))[0][0] for size in (2, 1)
+        layer_activations(columns([(a, Layout().with_changes(input_bytes=size))]))[0][0]
+        for size in (2, 1)
     )
     assert wide - narrow == a.seq * (2 * a.hidden + a.ffn)
 
@@ -139,14 +153,18 @@ def test_what_fsdp_keeps_from_the_first_micro_batch_to_the_last():
     """2 bytes of every parameter and 4 of its gradient besides the shards; the last stage's outputs."""
     a = published("llama3 8b", seq=8192)
     assert a is not None
-    x = Layout(dp=8, pp=2, zero=2, micro_batches=4, parameter_bytes=4, optimizer_bytes=8).but(
-        gathered=True
+    x = Layout(
+        dp=8, pp=2, zero=2, micro_batches=4, parameter_bytes=4, optimizer_bytes=8
+    ).with_changes(gathered=True)
+    kept, shards = (
+        memory(columns([(a, one)])) for one in (x, x.with_changes(gathered=False, zero=3))
     )
-    kept, shards = (memory(columns([(a, one)])) for one in (x, x.but(gathered=False, zero=3)))
     dense = local_parameters(columns([(a, x)]))[0]
     assert (kept.parameters - shards.parameters) == pytest.approx(2 * dense)
     assert kept.gradients == pytest.approx(4 * dense)
-    ahead = (memory(columns([(a, x.but(gathered=on))])).buffers[0, 1] for on in (True, False))
+    ahead = (
+        memory(columns([(a, x.with_changes(gathered=on))])).buffers[0, 1] for on in (True, False)
+    )
     assert next(ahead) - next(ahead) == 3 * 2 * a.seq * a.vocab
 
 
@@ -155,7 +173,7 @@ def test_swapped_moments_are_not_on_the_device_and_take_the_link():
     a = Architecture(hidden=4096, layers=("dense",) * 8, heads=32, ffn=16384, seq=2048, vocab=32000)
     device = load_device("ascend-910b")
     kept = Layout(dp=8, zero=1)
-    away = kept.but(optimizer_bytes=4, host_bytes=8)
+    away = kept.with_changes(optimizer_bytes=4, host_bytes=8)
     x, y = columns([(a, kept)]), columns([(a, away)])
     count = a.parameters / 8
     freed = memory(x).optimizer[0, 0] - memory(y).optimizer[0, 0]
@@ -211,7 +229,7 @@ def test_activations_are_those_of_compiled_graphs(change, recomputed, compiled):
     a = Architecture.from_recipe(load(RECIPE, SETTINGS))
     given = {"chunks": (6,), "micro_batches": 1, "recompute": "full", "residual_bytes": 4} | change
     x = Layout(**given, recompute_layers=recomputed, own_graph=True)
-    x = x.but(schedule="interleaved" if x.vpp > 1 else "1f1b")
+    x = x.with_changes(schedule="interleaved" if x.vpp > 1 else "1f1b")
     assert activations(a, x) == pytest.approx(compiled, rel=0.023)
     step = simulate_step(a, x, load_device("ascend-910b"))
     held = step.table.memory

@@ -58,7 +58,7 @@ def test_as_few_layers_as_fit_is_the_least_of_all_counts() -> None:
     assert layout.pp == 2
     peaks = {
         counts: simulate_step(
-            model, layout.but(recompute="full", recompute_layers=counts), DEVICE
+            model, layout.with_changes(recompute="full", recompute_layers=counts), DEVICE
         ).peak_bytes
         for counts in itertools.product(range(4), repeat=2)
     }
@@ -76,14 +76,14 @@ def test_the_load_factor_is_the_largest_that_fits() -> None:
     kept = ["recompute_config.recompute=False"]
     base = answer(NAME, kept, DEVICE, 0.0)
     most = simulate_step(
-        base.step.architecture, base.step.layout.but(imbalance=4.0), DEVICE
+        base.step.architecture, base.step.layout.with_changes(imbalance=4.0), DEVICE
     ).peak_bytes.max()
     room = int((base.step.peak_bytes.max() + most) / 2)
     factor = answer(NAME, kept, DEVICE, 0.0, room).largest_factor
     assert factor is not None
     assert 1 < factor < 4
     for value, fits in ((factor, True), (factor + 0.01, False)):
-        layout = base.step.layout.but(imbalance=value)
+        layout = base.step.layout.with_changes(imbalance=value)
         peak = simulate_step(base.step.architecture, layout, DEVICE).peak_bytes.max()
         assert (peak <= room) == fits
     assert answer(NAME, kept, DEVICE, 0.0, int(most) + 1).largest_factor == 4

@@ -36,7 +36,7 @@ def test_a_row_is_the_recipe_or_the_dimensions_that_it_gives(table: Path) -> Non
     assert same.layout == Layout.from_recipe(recipe)
     assert same.architecture == Architecture.from_model(recipe.model_config, RECIPE)
     assert (same.step_s, same.memory_bytes) == (40.0, 50 * 2**30)
-    assert changed.layout == Layout.from_recipe(recipe).but(dp=16, recompute="full")
+    assert changed.layout == Layout.from_recipe(recipe).with_changes(dp=16, recompute="full")
     assert changed.device == "ascend-910b"
     assert llama.layout == Layout(dp=8, micro_batches=2, recompute="full")
     assert llama.architecture == Architecture(

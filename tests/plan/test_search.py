@@ -199,7 +199,7 @@ def test_recipe_is_accepted_and_says_the_same() -> None:
 
 def test_layout_string_and_mindspeed() -> None:
     a, base = _small(8)
-    layout = base.but(
+    layout = base.with_changes(
         dp=1, tp=2, pp=2, vpp=2, ep=2, micro_batches=4, chunks=(1, 2, 2, 3), schedule="interleaved"
     )
     assert layout_string(a, layout) == "Et|(tt|)*2tttmL"
@@ -224,5 +224,5 @@ def test_space_keeps_the_rules_of_recipes() -> None:
         if chunks and first < 0:
             continue
         if row[NAMES.index("policy")] == POLICIES.index("full") and chunks:
-            layout = layout.but(recompute_layers=chunks)
-        loads(write_recipe(LARGE, [], layout.but(chunks=chunks), "test"))
+            layout = layout.with_changes(recompute_layers=chunks)
+        loads(write_recipe(LARGE, [], layout.with_changes(chunks=chunks), "test"))

@@ -46,7 +46,7 @@ def test_bubble_by_cause(device):
     b = simulate_step(model(), same, device).bubble
     assert b.recompute == pytest.approx(0, abs=1e-12)
     assert b.imbalance > 0  # the head
-    one = same.but(recompute_layers=(0, 4, 0, 0))
+    one = same.with_changes(recompute_layers=(0, 4, 0, 0))
     assert simulate_step(model(), one, device).bubble.recompute > 0.01
 
 
@@ -79,9 +79,9 @@ def test_chunks_add_up_to_stages(layout, device):
         assert step.times.forward[chunks].sum() == pytest.approx(stages.forward[0, s])
         back = (step.times.dx + step.times.dw)[chunks].sum()
         assert back == pytest.approx(stages.backward[0, s])
-        assert step.again_s[chunks].sum() == pytest.approx(stages.again[0, s])
+        assert step.recompute_s[chunks].sum() == pytest.approx(stages.recompute[0, s])
     assert (step.times.dw > 0).all()
-    assert (step.times.dx > step.again_s).all()
+    assert (step.times.dx > step.recompute_s).all()
 
 
 def test_better_schedules_are_shorter(device):

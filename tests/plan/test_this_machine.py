@@ -54,29 +54,29 @@ TRUE = {
 
 def test_fit_finds_what_made_the_times():
     """Times made with known constants are predicted again, also of steps that were not fitted."""
-    truth = replace(Constants(), **TRUE)
+    truth = replace(DEVICE, constants=replace(Constants(), **TRUE))
     pairs = [of_case(c) for c in CALIBRATION]
-    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], DEVICE, truth).step_s
+    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], truth).step_s
     found = fit(pairs, seconds, DEVICE)
+    device = replace(DEVICE, constants=found)
     others = [of_case(variant("a", layers=6)), of_case(variant("b", batch=1, layers=3, seq=256))]
     for some in (pairs, others):
         models, layouts = [a for a, _ in some], [x for _, x in some]
-        expected = evaluate(models, layouts, DEVICE, truth).step_s
-        np.testing.assert_allclose(
-            evaluate(models, layouts, DEVICE, found).step_s, expected, rtol=0.02
-        )
+        expected = evaluate(models, layouts, truth).step_s
+        np.testing.assert_allclose(evaluate(models, layouts, device).step_s, expected, rtol=0.02)
     untouched = set(vars(Constants())) - set(FITTED)
     assert all(getattr(found, name) == getattr(Constants(), name) for name in untouched)
 
 
 def test_noise_does_not_carry_the_fit_away():
-    truth = replace(Constants(), **TRUE)
+    truth = replace(DEVICE, constants=replace(Constants(), **TRUE))
     pairs = [of_case(c) for c in CALIBRATION]
-    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], DEVICE, truth).step_s
+    seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], truth).step_s
     noisy = seconds * np.random.default_rng(0).uniform(1.0, 1.05, len(seconds))
     a, layout = of_case(StepCase("whole", ()))
-    expected = evaluate(a, [layout], DEVICE, truth).step_s
-    found = evaluate(a, [layout], DEVICE, fit(pairs, noisy, DEVICE)).step_s
+    expected = evaluate(a, [layout], truth).step_s
+    device = replace(DEVICE, constants=fit(pairs, noisy, DEVICE))
+    found = evaluate(a, [layout], device).step_s
     np.testing.assert_allclose(found, expected, rtol=0.10)
 
 
@@ -106,41 +106,13 @@ MOE = Architecture(
     ("layout", "experts", "rows"),
     [
         (Layout(micro_batch=2), 4, 10),  # 20 tokens, two of four experts each
-        (Layout(micro_batch=2).but(fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
-        (Layout(micro_batch=2, dp=2), 4, 20),  # all tokens of the device for each expert
-        (Layout(micro_batch=2, dp=2, ep=2), 2, 40),  # of both devices, for half of the experts
-        (Layout(micro_batch=2, tp=2, sequence_parallel=True), 4, 10),
+        (Layout(micro_batch=2).with_changes(fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
     ],
 )
 def test_experts_compute_on_padding(layout, experts, rows):
     """The same step with experts twice as wide costs twice the experts' products more."""
     one, two = (cpu_step.terms(replace(MOE, moe_ffn=w), layout)[0] for w in (3, 6))
     assert two - one == pytest.approx(3 * 2 * experts * rows * 3 * 4 * 3)
-
-
-def test_tensor_parallelism_halves_products_but_those_of_whole_weights():
-    one, two = (
-        cpu_step.terms(MOE, Layout(micro_batch=2, tp=tp, sequence_parallel=tp > 1).but(fused=False))
-        for tp in (1, 2)
-    )
-    blocks, buffers = 8 * ((40 + 4 * 7) // 8), 4 * 10
-    experts = 3 * 2 * 3 * 4 * 3
-    assert two[0] - buffers * experts == pytest.approx((one[0] - blocks * experts) / 2)
-    assert two[2] == one[2] / 2
-
-
-def test_all_reduces_of_two_processes():
-    """By hand: gradients, and buffers of the experts four times; nothing in one process."""
-    assert cpu_step.all_reduces(MOE, Layout()) == (0, 0)
-    layout = Layout(micro_batch=2, compute="fp32")
-    _, data = cpu_step.all_reduces(MOE, layout.but(dp=2))
-    calls, expert = cpu_step.all_reduces(MOE, layout.but(dp=2, ep=2))
-    buffer = 4 * (4 * 20) * 4 * 2  # bytes x (experts x tokens) x hidden x both devices
-    weights = 4 * 4 * 3 * 4 * 3  # gradients of experts, which have no copy under ep 2
-    sizes = 4 * 4  # how many rows go where
-    assert expert - data == 4 * buffer - weights + sizes
-    assert data == pytest.approx(4 * MOE.parameters, rel=0.05)
-    assert calls > 4
 
 
 def test_cpu_step_fit_finds_what_made_the_times():

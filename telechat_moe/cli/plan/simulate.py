@@ -1,7 +1,6 @@
 """`telechat-moe plan simulate`: one step of a recipe on a device, in full."""
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 from telechat_moe.cli.arguments import add_device, add_documents
@@ -26,20 +25,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of the recipe's: zb-h1, zb-v, dualpipev, overlap ...",
     )
     add_documents(parser)
-    add(
-        "--jitter",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="deviation of an operation's time on a device, over its mean, as 0.02",
-    )
-    add(
-        "--spread",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="deviation of devices' speed, which lasts, as 0.01",
-    )
     add(
         "--expert-loads",
         metavar="FILE",
@@ -75,20 +60,12 @@ def run(args: argparse.Namespace) -> int:
     write_text("--html ", args.html, lambda: timeline.page(report.timeline(step)))
     write_text("--trace ", args.trace, lambda: timeline.chrome_trace(report.timeline(step)))
     figures = report.report(step)
-    varied: Any = None
-    if args.jitter or args.spread:
-        from telechat_moe.tools.plan.cost import jitter
-
-        varied = jitter.vary(step, args.jitter, args.spread)
-        figures["varied"] = asdict(varied) | {"step_s": varied.step_s}
     loads: Any = _loads(args, step, figures)
     code = 0 if figures["fits"] else 1
     if write_json(args.json, figures):
         return code
     for note in report.notes(step):
         print(note)
-    if varied:
-        print(varied.told())
     if packed:
         print(packed.told(args.documents))
     for table in report.tables(step) + loads:

@@ -228,36 +228,6 @@ class Architecture:
             seq=seq or c.seq_length,
         )
 
-    def to_model(self) -> ModelConfig:
-        """Return the model section of this architecture, whose weights are those of `recipe.weights`.
-
-        Raises:
-            BadInputError: No recipe has such a model: it is not MLA, or a dense layer follows a MoE layer.
-        """
-        dense = self.dense_layers
-        if not self.mla or "moe" in self.layers[:dense]:
-            raise BadInputError(f"model {self.name or '?'}: no recipe has such layers")
-        return ModelConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=len(self.layers),
-            first_k_dense_replace=dense,
-            num_attention_heads=self.heads,
-            q_lora_rank=self.q_lora_rank or None,
-            qk_layernorm=True,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope,
-            qk_rope_head_dim=self.qk_rope,
-            v_head_dim=self.value_dim,
-            intermediate_size=self.ffn,
-            n_routed_experts=self.experts,
-            moe_intermediate_size=self.moe_ffn,
-            n_shared_experts=bool(self.shared_width),
-            moe_shared_expert_intermediate_size=self.shared_width or None,
-            num_nextn_predict_layers=self.mtp,
-            vocab_size=self.vocab,
-            tie_word_embeddings=self.tied,
-        )
-
     @classmethod
     def from_recipe(cls, recipe: Recipe, pair_share: float = 0.0) -> "Architecture":
         """Return the architecture of a recipe's model; attention counts only the pairs within documents."""

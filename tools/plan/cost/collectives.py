@@ -7,11 +7,12 @@ Symbols: n members, g of them on a node, b bytes on each member (the full buffer
 import numpy as np
 
 from telechat_moe.tools.plan.cost.columns import Array
-from telechat_moe.tools.plan.cost.device import Constants, Device
+from telechat_moe.tools.plan.cost.device import Device
 
 
-def bus(inside: Array, nodes: Array, device: Device, c: Constants) -> Array:
+def bus(inside: Array, nodes: Array, device: Device) -> Array:
     """Return the bandwidth of a ring, bytes/s: the slower of the links inside and the ports that the group has."""
+    c = device.constants
     fast = device.intra_bandwidth * c.intra_share
     ports = np.minimum(inside * device.inter_bandwidth * c.inter_share, fast)
     return np.where(nodes > 1, ports, fast)
@@ -23,8 +24,9 @@ def spread(members: Array, stride: Array, device: Device) -> tuple[Array, Array]
     return inside, np.ceil(members / inside)
 
 
-def latency(members: Array, nodes: Array, c: Constants) -> Array:
+def latency(members: Array, nodes: Array, device: Device) -> Array:
     """Return the time before data flows: half a start per step of the ring in a node, hops as a tree between nodes."""
+    c = device.constants
     hops = np.ceil(np.log2(np.maximum(nodes, 1)))
     inside = np.ceil(members / nodes)
     start = c.collective_host_s * (1 + inside) / 2
@@ -36,7 +38,6 @@ def all_gather(
     members: Array,
     stride: Array,
     device: Device,
-    c: Constants,
     calls: Array | float = 1.0,
 ) -> Array:
     """Return the time of all-gathers or reduce-scatters of ``size`` bytes in total.
@@ -45,12 +46,12 @@ def all_gather(
     """
     inside, nodes = spread(members, stride, device)
     moved = size * (members - 1) / members
-    return moved / bus(inside, nodes, device, c) + calls * latency(members, nodes, c)
+    return moved / bus(inside, nodes, device) + calls * latency(members, nodes, device)
 
 
-def all_reduce(size: Array, members: Array, stride: Array, device: Device, c: Constants) -> Array:
+def all_reduce(size: Array, members: Array, stride: Array, device: Device) -> Array:
     """Return the time of an all-reduce: a reduce-scatter and an all-gather in one call."""
-    return all_gather(2 * size, members, stride, device, c, 2.0)
+    return all_gather(2 * size, members, stride, device, 2.0)
 
 
 def all_to_all(
@@ -58,7 +59,6 @@ def all_to_all(
     members: Array,
     stride: Array,
     device: Device,
-    c: Constants,
     copies: Array | float = 0.0,
 ) -> Array:
     """Return the time of an all-to-all, ``size`` bytes leaving each member.
@@ -67,6 +67,7 @@ def all_to_all(
     token are in ``size``: hierarchical, one goes to each node that has a destination and is handed on there; uniform
     destinations hit (n - 1) (1 - (1 - 1/n)^copies) of the other nodes.
     """
+    c = device.constants
     inside, nodes = spread(members, stride, device)
     once = copies > 0
     hit = (nodes - 1) * (1 - (1 - 1 / nodes) ** copies) / np.maximum(copies, 1)
@@ -74,11 +75,12 @@ def all_to_all(
     staying = (inside - 1) / np.where(once, inside, members)
     within = size * staying / (device.intra_bandwidth * c.intra_share)
     outside = size * leaving / (device.inter_bandwidth * c.inter_share)
-    return np.maximum(within, outside) + latency(members, nodes, c)
+    return np.maximum(within, outside) + latency(members, nodes, device)
 
 
-def point_to_point(size: Array, outside: Array, device: Device, c: Constants) -> Array:
+def point_to_point(size: Array, outside: Array, device: Device) -> Array:
     """Return the time to send ``size`` bytes to a neighbour, on another node where ``outside`` is 1."""
+    c = device.constants
     fast = device.intra_bandwidth * c.intra_share
     slow = device.inter_bandwidth * c.inter_share
     start = c.collective_host_s + outside * c.inter_latency_s

@@ -23,7 +23,7 @@ _LAYOUT = (
     "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "host_bytes", "residual_bytes", "own_graph", "skips", "imbalance",
     "devices",
 )  # fmt: skip
-STAGE_COLUMNS = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
+STAGE_COLUMNS = ("stage_dense", "stage_moe", "stage_dense_recomputed", "stage_moe_recomputed")
 """Layers of each stage, [n, P]: dense and MoE, and those of them that are recomputed."""
 
 PARTLY = {
@@ -123,7 +123,9 @@ _DERIVED: dict[str, Callable[[Layout], float]] = {
     "exchange": lambda x: get_args(Exchange).index(x.exchange),
     "mtp_stage": lambda x: stage_of_chunk(x)[-1 - (x.ends != "last")],
     # recipes that count recomputed layers leave MTP out; it is never swapped
-    "mtp_again": lambda x: x.recompute_layers is x.recomputed is None and x.recompute != "swap",
+    "mtp_recomputed": lambda x: (
+        x.recompute_layers is x.recomputed is None and x.recompute != "swap"
+    ),
 }
 """Columns that follow from other fields of a layout."""
 

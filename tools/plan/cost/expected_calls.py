@@ -9,7 +9,7 @@ collectives, so that the two can be compared. Where the graph does more than is 
 * A backward pass sums the balance losses' gradient over the stage once, however many routers it has.
 * Where MTP's layers are recomputed, the head's inputs are gathered once more, too.
 
-Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes (`width`) in products, 4 in norms, router, losses.
+Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes (`WIDTH`) in products, 4 in norms, router, losses.
 """
 
 import math
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from telechat_moe.recipe.weights import Weight
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import stage_of_chunk
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.weights import cuts_of, shard_shape
 
 
 class Call(NamedTuple):
@@ -40,6 +40,9 @@ class Call(NamedTuple):
     """Bytes of the larger of input and output; for AlltoAllV, those of evenly spread tokens."""
 
 
+WIDTH = 2
+"""Bytes of an element in products."""
+
 REVERSE = {"AllGather": "ReduceScatter", "ReduceScatter": "AllGather"}
 
 
@@ -52,7 +55,7 @@ class _Once(NamedTuple):
     back: bool = True
     """Whether it has a counterpart in the backward pass."""
 
-    again: bool = True
+    recomputed: bool = True
     """Whether recomputing a layer needs its result."""
 
     by: str = "recompute"
@@ -65,14 +68,11 @@ class Calls:
     Args:
         a: The model: MLA, gated feed-forwards, balance loss by sequence, no z-loss.
         x: Its layout; experts reached by AlltoAllV.
-        threshold: Bytes from which weights share their optimizer's states among copies; None: they do not.
-        width: Bytes of an element in products.
+        shards: Shards of its weights.
     """
 
-    def __init__(self, a: Architecture, x: Layout, threshold: int | None, width: int = 2) -> None:
-        self.a, self.x, self.threshold, self.width = a, x, threshold, width
-        self.cuts = cuts_of(a, x)
-        self.mesh = self.cuts.mesh
+    def __init__(self, a: Architecture, x: Layout, shards: WeightShards) -> None:
+        self.a, self.x, self.shards, self.mesh = a, x, shards, shards.mesh
         self.whole = x.micro_batch * a.seq
         self.token = self.whole // x.cp
         self.pairs = self.token // (1 if x.etp > 1 else x.tp) * a.top_k
@@ -84,9 +84,8 @@ class Calls:
         self._passes(stage)
         self._batch(stage)
         self._boundaries(stage)
-        for name, weight in self.cuts.weights.items():
-            if self.cuts.stage(name) == stage:
-                self._weight(weight)
+        for weight in self._trained(stage):
+            self._weight(weight)
         everyone = tuple(range(self.mesh.devices))
         routers = self.a.moe_layers + self.a.mtp * (self.a.layers[-1] == "moe")
         for size in (1, 3, max(1, routers) * max(1, self.a.experts)):
@@ -98,13 +97,22 @@ class Calls:
 
         Accumulators are as large as weights. Without them a gradient is summed at once, and its device's share stays.
         """
-        found, one = 0, self.x.micro_batches == 1
-        for name, weight in self.cuts.weights.items():
-            if self.cuts.stage(name) == self.mesh.stage(rank):
-                copies = len(self._copies(weight, rank))
-                share = copies if one and self._shared(weight, copies) else 1
-                found += math.prod(shard_shape(self.cuts, weight)) // share
-        return found
+        elements = 0
+        for weight in self._trained(self.mesh.stage(rank)):
+            copies = len(self._copies(weight, rank))
+            shared = self.x.micro_batches == 1 and self._shared(weight, copies)
+            elements += math.prod(self._shape(weight)) // (copies if shared else 1)
+        return elements
+
+    def _trained(self, stage: int) -> list[Weight]:
+        """Return the trained weights of a stage."""
+        weights = self.shards.weights.values()
+        return [w for w in weights if w.trained and self.shards.stage(w.name) == stage]
+
+    def _shape(self, weight: Weight) -> tuple[int, ...]:
+        """Return the shape of a weight's shard on one device, without sharding of the optimizer."""
+        axes = self.shards.axes(weight.name)
+        return tuple(n // self.mesh.size(cut) for n, cut in zip(weight.shape, axes, strict=True))
 
     def _put(self, phase: str, kind: str, ranks: Sequence[int], size: int, times: int = 1) -> None:
         if len(ranks) > 1 and times:
@@ -123,8 +131,8 @@ class Calls:
             if chunk == 0:
                 for _ in range(1 + a.mtp):
                     self._run(self._sum_tp(4), False)
-            for kind, again in layers:
-                self._run(self._block(kind), full and again)
+            for kind, recomputed in layers:
+                self._run(self._block(kind), full and recomputed)
             if chunk == last:
                 # with MTP's layers the head's inputs are gathered again, in a pipeline the first one, too: MindSpore does
                 # so, nothing asks for it
@@ -135,12 +143,12 @@ class Calls:
                 ranks = self.mesh.group(self.rank, self.mesh.axes("dp", "cp", "tp"))
                 self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
 
-    def _run(self, once: Sequence[_Once], again: bool) -> None:
+    def _run(self, once: Sequence[_Once], recomputed: bool) -> None:
         for call in once:
             ranks = self.mesh.group(self.rank, call.axes)
             times = self.x.micro_batches
             self._put("forward", call.kind, ranks, call.bytes, times)
-            if again and call.again:
+            if recomputed and call.recomputed:
                 self._put(call.by, call.kind, ranks, call.bytes, times)
             if call.back:
                 kind = REVERSE.get(call.kind, call.kind)
@@ -150,33 +158,33 @@ class Calls:
         """Return the gather of rows that sequence parallelism divides."""
         return [_Once("AllGather", self.mesh.axes("tp"), size)] if self.mesh.sp else []
 
-    def _sum_tp(self, element: int | None = None, again: bool = False) -> list[_Once]:
+    def _sum_tp(self, element: int | None = None, recomputed: bool = False) -> list[_Once]:
         """Return the sum over tp of `[T, H]`."""
         kind = "ReduceScatter" if self.mesh.sp else "AllReduce"
-        size = (element or self.width) * self.token * self.a.hidden
-        return [_Once(kind, self.mesh.axes("tp"), size, again=again)]
+        size = (element or WIDTH) * self.token * self.a.hidden
+        return [_Once(kind, self.mesh.axes("tp"), size, recomputed=recomputed)]
 
     def _block(self, kind: str) -> list[_Once]:
         a, mesh = self.a, self.mesh
         calls: list[_Once] = []
         if a.q_lora_rank:
-            calls += self._gather_tp(self.width * self.token * a.q_lora_rank)
+            calls += self._gather_tp(WIDTH * self.token * a.q_lora_rank)
         else:
-            calls += self._gather_tp(self.width * self.token * a.hidden)
+            calls += self._gather_tp(WIDTH * self.token * a.hidden)
         for width in (a.kv_lora_rank, a.qk_rope):
-            size = self.width * self.whole * width
+            size = WIDTH * self.whole * width
             # MindSpore gathers a latent over both at once where other rows stay divided over dp.
             if mesh.sp and mesh.cp > 1 and mesh.dp > 1 and width == a.kv_lora_rank:
                 calls.append(_Once("AllGather", mesh.axes("cp", "tp"), size))
                 continue
-            calls += self._gather_tp(self.width * self.token * width)
+            calls += self._gather_tp(WIDTH * self.token * width)
             # The rotary key comes from a function on slices, whose gather MindSpore repeats among backward operators,
             # unmarked, in a network that micro-batches share.
             shared = self.x.micro_batches > 1
             by = "backward" if width == a.qk_rope and shared else "recompute"
             calls.append(_Once("AllGather", mesh.axes("cp"), size, by=by))
-        calls += self._sum_tp(again=True)
-        rows = self._gather_tp(self.width * self.token * a.hidden)
+        calls += self._sum_tp(recomputed=True)
+        rows = self._gather_tp(WIDTH * self.token * a.hidden)
         if kind == "dense":
             return calls + rows + self._sum_tp()
         if a.shared_width and not mesh.sp:
@@ -188,30 +196,30 @@ class Calls:
         calls: list[_Once] = []
         tp, ep = mesh.axes("tp"), mesh.axes("ep")
         if mesh.expert_tp:
-            calls += self._gather_tp(self.width * self.token * a.hidden)
+            calls += self._gather_tp(WIDTH * self.token * a.hidden)
             size = 4 * self.token * a.top_k
             calls += [_Once("AllGather", tp, size, back=False), _Once("AllGather", tp, size)]
         if self.x.ep > 1:
             calls.append(_Once("AlltoAll", ep, 4 * a.experts, back=False))
-            calls += [_Once("AlltoAllV", ep, self.width * self.pairs * a.hidden)] * 2
+            calls += [_Once("AlltoAllV", ep, WIDTH * self.pairs * a.hidden)] * 2
         if mesh.expert_tp:
             calls += self._sum_tp()
         elif not mesh.sp:
-            calls.append(_Once("AllGather", tp, self.width * self.token * a.hidden, again=False))
+            calls.append(_Once("AllGather", tp, WIDTH * self.token * a.hidden, recomputed=False))
         return calls
 
     def _balance(self) -> list[_Once]:
         mesh, size = self.mesh, 4 * self.x.micro_batch * self.a.experts
         within, stage = mesh.axes("cp", "tp"), mesh.axes("dp", "cp", "tp")
-        counts = _Once("AllReduce", within, size, back=False, again=False)
-        return [counts, _Once("AllReduce", stage, 4, back=False, again=False)]
+        counts = _Once("AllReduce", within, size, back=False, recomputed=False)
+        return [counts, _Once("AllReduce", stage, 4, back=False, recomputed=False)]
 
     def _loss(self) -> list[_Once]:
         """Return the collectives of head and cross-entropy: maximum, sum, the label's logit; sum and number of tokens."""
         mesh, tp = self.mesh, self.mesh.axes("tp")
         tokens = mesh.axes("dp", "cp")
         part = 4 * self.token
-        calls = self._gather_tp(self.width * self.token * self.a.hidden)
+        calls = self._gather_tp(WIDTH * self.token * self.a.hidden)
         for axes, size, back in (
             (tp, part, False),
             (tp, part, True),
@@ -219,7 +227,7 @@ class Calls:
             (tokens, 4, True),
             (tokens, 4, False),
         ):
-            calls.append(_Once("AllReduce", axes, size, back, again=False))
+            calls.append(_Once("AllReduce", axes, size, back, recomputed=False))
         return calls
 
     def _batch(self, stage: int) -> None:
@@ -248,7 +256,7 @@ class Calls:
             at += count
             sizes = [x.residual_bytes * rows, *([4] if "moe" in a.layers[:at] else [])]
             borders += [(place[chunk], place[chunk + 1], size) for size in sizes]
-        borders += [(place[0], place[-1], self.width * rows)] * a.mtp
+        borders += [(place[0], place[-1], WIDTH * rows)] * a.mtp
         for here, there, size in borders:
             if here == there or stage not in (here, there):
                 continue
@@ -260,7 +268,7 @@ class Calls:
 
     def _weight(self, weight: Weight) -> None:
         """Add the sum of a gradient over the copies of its weight, and the gather of a weight that they share."""
-        ranks, shape = self._copies(weight, self.rank), shard_shape(self.cuts, weight)
+        ranks, shape = self._copies(weight, self.rank), self._shape(weight)
         elements = math.prod(shape)
         if not self._shared(weight, len(ranks)):
             self._put("backward", "AllReduce", ranks, 4 * elements)
@@ -275,11 +283,11 @@ class Calls:
 
     def _copies(self, weight: Weight, rank: int) -> list[int]:
         """Return the devices that hold a copy of a weight's shard."""
-        cut = {axis for axes in self.cuts.axes(weight.name) for axis in axes}
+        cut = {axis for axes in self.shards.axes(weight.name) for axis in axes}
         return self.mesh.group(rank, [axis for axis in self.mesh.sizes if axis not in cut])
 
     def _shared(self, weight: Weight, copies: int) -> bool:
         """Tell whether a weight's copies share the optimizer's states."""
-        shape = shard_shape(self.cuts, weight)
-        large = self.threshold is not None and 4 * math.prod(shape) >= self.threshold
+        shape = self._shape(weight)
+        large = self.shards.threshold is not None and 4 * math.prod(shape) >= self.shards.threshold
         return large and shape[0] % copies == 0

@@ -13,7 +13,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.experts import dispatcher
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
-from telechat_moe.sharding.recipe import shard_threshold
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
 from telechat_moe.tools.plan.cost.layout import MODULES, Layout
@@ -48,7 +48,7 @@ def predict(recipe: Recipe, rank: int) -> ExpectedRank:
     """
     refuse(recipe)
     a, x = Architecture.from_recipe(recipe), Layout.from_recipe(recipe)
-    calls = Calls(a, x, shard_threshold(recipe))
+    calls = Calls(a, x, WeightShards.of(recipe))
     stage = calls.mesh.stage(rank)
     return ExpectedRank(
         elements=calls.gradients(rank),

@@ -19,7 +19,7 @@ import numpy as np
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_to_all, latency
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
-from telechat_moe.tools.plan.cost.device import Constants, Device
+from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Exchange, Layout
 
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
@@ -75,7 +75,7 @@ def spans(members: Array, device: Device) -> Array:
     return np.where((members > node) & (members % node == 0), members // node, 1.0)
 
 
-def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device, c: Constants) -> Array:
+def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device) -> Array:
     """Return the seconds of one dispatch or one combine among ``ep x etp`` neighbouring devices.
 
     Where these are not several whole nodes, rows go straight whatever the kind.
@@ -85,16 +85,18 @@ def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device, c: Const
     """
     members, one = x.ep * x.etp, np.ones_like(x.ep)
     nodes, pairs = spans(members, device), size * x.top_k
-    direct = all_to_all(pairs, members, one, device, c)
+    direct = all_to_all(pairs, members, one, device)
     if kind == "alltoall":
         return direct
     node = one * device.node_devices
-    within = all_to_all(pairs, node, one, device, c)
+    within = all_to_all(pairs, node, one, device)
     if kind == "alltoall_deredundency":
-        across = all_gather(size * nodes, nodes, node, device, c)
+        across = all_gather(size * nodes, nodes, node, device)
     else:
         leaving = size * reached(x, nodes) * (1 - 1 / nodes)
-        across = leaving / (device.inter_bandwidth * c.inter_share) + latency(nodes, nodes, c)
+        across = leaving / (device.inter_bandwidth * device.constants.inter_share) + latency(
+            nodes, nodes, device
+        )
     return np.where(nodes > 1, within + across, direct)
 
 
@@ -109,9 +111,8 @@ def choices(architecture: Architecture, layout: Layout, device: Device) -> dict[
     x = columns([(architecture, layout)])
     by_node = layout.etp == 1 and spans(x.ep, device)[0] > 1
     size = 2 * x.micro_batch * x.seq / x.cp / x.tp * x.hidden * x.imbalance
-    c = device.constants
     times: dict[Exchange, float] = {
-        kind: float(exchange_s(kind, x, size, device, c)[0])
+        kind: float(exchange_s(kind, x, size, device)[0])
         for kind in (EXCHANGES if by_node else EXCHANGES[:1])
     }
     return dict(sorted(times.items(), key=lambda item: item[1]))

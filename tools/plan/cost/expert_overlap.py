@@ -116,10 +116,10 @@ def layer_times(architecture: Architecture, layout: Layout, device: Device) -> L
     bare = replace(
         alone, top_k=1, moe_ffn=1
     )  # next to no routed experts: what is left is attention
-    x = columns([(m, layout.but(ep_overlap=False)) for m in (a, alone, bare)])
-    one = layer(x, rates(x, device, device.constants), True)
+    x = columns([(m, layout.with_changes(ep_overlap=False)) for m in (a, alone, bare)])
+    one = layer(x, rates(x, device), True)
 
-    f, b, repeated = one.forward, one.backward, one.again
+    f, b, repeated = one.forward, one.backward, one.recompute
     dw_s = b.matmul / 2
     dx_s = (
         dw_s + b.attention + b.memory + b.tensor
@@ -225,7 +225,9 @@ def hidden(
     """
     whole = layer_times(architecture, layout, device)
     if layout.micro_batch > 1:
-        half = layer_times(architecture, layout.but(micro_batch=layout.micro_batch // 2), device)
+        half = layer_times(
+            architecture, layout.with_changes(micro_batch=layout.micro_batch // 2), device
+        )
     else:  # half the tokens; attention's core still sees all keys, so the first half costs a little less than this
         half = layer_times(replace(architecture, seq=architecture.seq // 2), layout, device)
         half = replace(

@@ -50,11 +50,11 @@ def hardware_flops(a: Architecture, x: Layout) -> float:
     share = share if x.recomputed is None else len(x.recomputed) / layers
     body = flops.products - 2 * (1 + a.mtp) * a.vocab * a.hidden
     attention = 2.0 * a.attention_weights * (layers + a.mtp)
-    again = 0.0
+    recompute = 0.0
     if "full" in words:
-        again = body + flops.attention
+        recompute = body + flops.attention
         if "early_stop" in words:
-            again -= (body - attention) / a.matrices
+            recompute -= (body - attention) / a.matrices
     else:
         shares = (
             ({"selective", "core_attention", "attention", "save_qkv"}, flops.attention),
@@ -63,8 +63,8 @@ def hardware_flops(a: Architecture, x: Layout) -> float:
             ({"save_half"}, 0.5 * body),
             ({"save_qkv"}, 0.67 * (body - attention) + 0.45 * attention),
         )
-        again = sum(flop for names, flop in shares if words & names)
-    return flops.training + share * again
+        recompute = sum(flop for names, flop in shares if words & names)
+    return flops.training + share * recompute
 
 
 CONVENTIONS = ("model", "full_attention", "six_n", "hardware")

@@ -31,7 +31,7 @@ def exchange_s(row: dict[str, Any], device: Device) -> float:
     size, members, stride = (
         np.array([float(x)]) for x in (row["bytes"], len(ranks), ranks[1] - ranks[0])
     )
-    return float(all_to_all(size, members, stride, device, device.constants)[0])
+    return float(all_to_all(size, members, stride, device)[0])
 
 
 def hide(pairs: list[dict[str, Any]], device: Device) -> None:

@@ -240,7 +240,7 @@ class Layout:
         parts += [f"swap{len(self.swapped)}"] if self.swapped else []
         return " ".join(parts)
 
-    def but(self, **changes: object) -> "Layout":
+    def with_changes(self, **changes: object) -> "Layout":
         """Return a copy with some fields of the layout or of its stack changed."""
         own = {name: changes.pop(name) for name in STACK if name in changes}
         if own:

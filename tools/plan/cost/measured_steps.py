@@ -160,7 +160,7 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
         architecture = Architecture.from_model(
             recipe.model_config, values["recipe"], seq=values["seq"]
         )
-        return architecture, Layout.from_recipe(recipe).but(**given)
+        return architecture, Layout.from_recipe(recipe).with_changes(**given)
     lacks = [n for n in ("hidden", "layers", "heads", "vocab", "seq") if values[n] is None]
     if lacks:
         raise BadInputError(f"a recipe, or {', '.join(lacks)}")

@@ -172,10 +172,10 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
     kept_moe = np.where(full > 0, moe_entry, one_moe) * (1 - swapped)
     whole_dense, whole_moe = (_column(a, x) for a in whole_layers(x))
     per_micro = (
-        x.stage_dense_again * kept
-        + x.stage_moe_again * kept_moe
-        + (x.stage_dense - x.stage_dense_again) * whole_dense
-        + (x.stage_moe - x.stage_moe_again) * whole_moe
+        x.stage_dense_recomputed * kept
+        + x.stage_moe_recomputed * kept_moe
+        + (x.stage_dense - x.stage_dense_recomputed) * whole_dense
+        + (x.stage_moe - x.stage_moe_recomputed) * whole_moe
     )
     activations = per_micro * in_flight(x)
     if np.any(x.own_graph):
@@ -215,7 +215,7 @@ def late_peak(x: Columns) -> Array:
         return np.zeros(len(x))
     s = saved(x)
     dense_late, moe_late = (
-        np.where(x.re_full > 0, late.again, late.kept) for late in (s.dense_late, s.moe_late)
+        np.where(x.re_full > 0, late.recomputed, late.kept) for late in (s.dense_late, s.moe_late)
     )
     dense, moe = x.stage_dense.sum(axis=1), x.stage_moe.sum(axis=1)
     block = np.where(x.mtp_moe > 0, moe_late, dense_late)
@@ -236,21 +236,23 @@ def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -
     """
     # two swapped layers are in memory: one in use and one being copied
     full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
-    again: Array = np.where(x.stage_moe_again > 0, moe[0], dense[0])
-    again = again * np.where(swapped, 2.0 * (x.stage_dense_again + x.stage_moe_again > 0), full)
+    recompute: Array = np.where(x.stage_moe_recomputed > 0, moe[0], dense[0])
+    recompute = recompute * np.where(
+        swapped, 2.0 * (x.stage_dense_recomputed + x.stage_moe_recomputed > 0), full
+    )
     if not np.any(x.own_graph):
-        return again
+        return recompute
     s = saved(x)
     one_dense, one_moe = _column(s.dense_working, x), _column(s.moe_working, x)
     has_moe = _column(x.moe_layers, x) > 0
     mine = np.where(has_moe, np.maximum(one_dense, one_moe), one_dense)
     for layers, working, (kept, entry) in (
-        (x.stage_dense_again, one_dense, dense),
-        (x.stage_moe_again, one_moe, moe),
+        (x.stage_dense_recomputed, one_dense, dense),
+        (x.stage_moe_recomputed, one_moe, moe),
     ):
         besides = np.where(swapped, 2 * kept, kept - entry)
         mine = np.maximum(mine, np.where((layers > 0) & (full | swapped), working + besides, 0.0))
-    return np.where(x.own_graph[:, None] > 0, mine, again)
+    return np.where(x.own_graph[:, None] > 0, mine, recompute)
 
 
 def _end(x: Columns, moe: Array, dense: Array) -> Array:
@@ -267,7 +269,7 @@ def _end(x: Columns, moe: Array, dense: Array) -> Array:
         return logits
     s = saved(x)
     layer = np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
-    marked = (x.re_full > 0) & (x.mtp_again > 0)
+    marked = (x.re_full > 0) & (x.mtp_recomputed > 0)
     needs = np.where(x.mtp_moe > 0, s.moe_working, s.dense_working)
     needs = needs + np.where(marked, layer - s.entry, 0.0)
     mtp = x.mtp * np.where(x.mtp_apart > 0, s.entry, 3 * s.entry + np.where(marked, s.entry, layer))

@@ -85,10 +85,9 @@ class Pass:
 
 @dataclass
 class Rates:
-    """Device and constants as the operators need them."""
+    """Device as the operators need it."""
 
     device: Device
-    c: Constants
     peak: Array
     """FLOP/s of attention and of the head."""
 
@@ -98,9 +97,15 @@ class Rates:
     stream: float
     """Bytes/s of elementwise operators."""
 
+    @property
+    def constants(self) -> Constants:
+        """The device's fitted constants."""
+        return self.device.constants
 
-def rates(x: Columns, device: Device, c: Constants) -> Rates:
+
+def rates(x: Columns, device: Device) -> Rates:
     """Return the rates of a device for each configuration's type."""
+    c = device.constants
     wide = device.peak_flops.get("bf16", device.peak_flops.get("fp16", 0.0))
     peak: Array = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
     eight = device.peak_flops.get("fp8", wide) * c.fp8_share
@@ -108,13 +113,13 @@ def rates(x: Columns, device: Device, c: Constants) -> Rates:
     eager: Array = np.where(x.fused > 0, 1.0, c.eager_share)
     linear: Array = np.where(x.fp4 > 0, four, np.where(x.fp8 > 0, eight, peak))
     stream = device.memory_bandwidth * c.memory_share
-    return Rates(device, c, peak * eager, linear * eager, stream)
+    return Rates(device, peak * eager, linear * eager, stream)
 
 
 def product(m: Array, n: Array, k: Array, r: Rates, peak: Array) -> Array:
     """Return the time of a product [m, k] x [k, n]: that of its FLOPs at the size's efficiency, or of its traffic."""
-    half = r.c.matmul_half
-    share = r.c.matmul_share / ((1 + half / m) * (1 + half / n) * (1 + half / k))
+    half = r.constants.matmul_half
+    share = r.constants.matmul_share / ((1 + half / m) * (1 + half / n) * (1 + half / k))
     flops = 2 * m * n * k / (peak * share)
     return np.maximum(flops, 2 * (m * k + k * n + m * n) / r.stream)
 
@@ -148,9 +153,9 @@ def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]
     pairs = t * x.seq * x.heads / tp
     flops = 2 * pairs * (x.head_dim + x.value_dim)
     kernels = np.where(x.fused_attention > 0, 1.0, EARLY_ATTENTION)
-    flash = flops * causal_share(x) / (r.peak * r.c.attention_share * kernels)
+    flash = flops * causal_share(x) / (r.peak * r.constants.attention_share * kernels)
     heads = np.maximum(x.head_dim, 1)
-    plain = flops / (r.peak * r.c.matmul_share / (1 + r.c.matmul_half / heads))
+    plain = flops / (r.peak * r.constants.matmul_share / (1 + r.constants.matmul_half / heads))
     plain = np.maximum(plain, 4 * pairs / r.stream)
     # a causal softmax reads half of the scores and writes all; dropout reads, writes, and writes a mask
     softmax = np.where(x.fused > 0, 8.0, 14.0) * pairs / r.stream
@@ -226,10 +231,10 @@ def tensor_forward(x: Columns, r: Rates) -> Array:
     """Return the time of a layer's tensor-parallel collectives, forward."""
     t, one = tokens(x), np.ones_like(x.tp)
     size = 2 * t * x.hidden
-    reduce = all_reduce(size, x.tp, one, r.device, r.c)
-    gather = 2 * all_gather(size, x.tp, one, r.device, r.c)
+    reduce = all_reduce(size, x.tp, one, r.device)
+    gather = 2 * all_gather(size, x.tp, one, r.device)
     once: Array = np.where(x.sequence_parallel > 0, gather, reduce)
-    shown: Array = np.where(x.tp_overlap > 0, r.c.tensor_exposed, 1.0)
+    shown: Array = np.where(x.tp_overlap > 0, r.constants.tensor_exposed, 1.0)
     return 2 * once * shown * (x.tp > 1)
 
 
@@ -243,11 +248,13 @@ def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
     t, overlapped = tokens(x), x.cp_overlap > 0
     heads = np.where((x.mla > 0) | ~overlapped, x.heads, x.kv_heads)
     whole = t * x.cp * heads * (x.head_dim + x.value_dim) / x.tp
-    ring = all_gather(2 * whole, x.cp, x.tp, r.device, r.c)
-    gradients = all_gather(4 * whole, x.cp, x.tp, r.device, r.c)
+    ring = all_gather(2 * whole, x.cp, x.tp, r.device)
+    gradients = all_gather(4 * whole, x.cp, x.tp, r.device)
     merges = MERGE_BYTES * (x.cp - 1) * t * x.heads * x.value_dim / x.tp / r.stream
-    forward: Array = np.where(overlapped, ring * r.c.exposed, ring + merges)
-    backward: Array = np.where(overlapped, 2 * ring * r.c.exposed, ring + gradients + merges)
+    forward: Array = np.where(overlapped, ring * r.constants.exposed, ring + merges)
+    backward: Array = np.where(
+        overlapped, 2 * ring * r.constants.exposed, ring + gradients + merges
+    )
     return forward * (x.cp > 1), backward * (x.cp > 1)
 
 
@@ -257,12 +264,12 @@ def expert_forward(x: Columns, r: Rates) -> Array:
     size = 2 * rows * x.hidden
     members = x.ep * x.etp
     copies = x.top_k * x.hierarchical
-    once: Array = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c, copies)
+    once: Array = all_to_all(size, members, np.ones_like(x.ep), r.device, copies)
     for i in range(1, len(EXCHANGES)):
         if np.any(x.exchange == i):
-            by_node = exchange_s(EXCHANGES[i], x, size / x.top_k, r.device, r.c)
+            by_node = exchange_s(EXCHANGES[i], x, size / x.top_k, r.device)
             once = np.where(x.exchange == i, by_node, once)
-    shown: Array = np.where(x.ep_overlap > 0, r.c.exposed, 1.0)
+    shown: Array = np.where(x.ep_overlap > 0, r.constants.exposed, 1.0)
     return 2 * once * shown * (members > 1)
 
 
@@ -271,7 +278,7 @@ def head_forward(x: Columns, r: Rates) -> Pass:
     t, n = tokens(x), x.vocab / x.tp
     zero = np.zeros_like(t * x.tp)
     memory = np.where(x.fused_loss > 0, 14.0, 34.0) * t * n / r.stream
-    host = 2 * r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
+    host = 2 * r.constants.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
     return Pass(product(t, n, x.hidden, r, r.peak), zero, memory, zero, zero, zero + host, zero)
 
 
@@ -280,9 +287,9 @@ def embedding_forward(x: Columns, r: Rates) -> Pass:
     t = tokens(x)
     zero = np.zeros_like(t * x.tp)
     tensor = np.where(
-        x.tp > 1, all_reduce(2 * t * x.hidden, x.tp, np.ones_like(x.tp), r.device, r.c), 0.0
+        x.tp > 1, all_reduce(2 * t * x.hidden, x.tp, np.ones_like(x.tp), r.device), 0.0
     )
-    host = r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
+    host = r.constants.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
     return Pass(zero, zero, 8 * t * x.hidden / r.stream + zero, tensor, zero, zero + host, zero)
 
 
@@ -292,7 +299,7 @@ class Layer:
 
     forward: Pass
     backward: Pass
-    again: Pass
+    recompute: Pass
 
 
 def swap_wait(kept: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
@@ -305,7 +312,7 @@ def swap_wait(kept: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
         raise BadInputError(
             f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
         )
-    copy = kept / (r.device.host_bandwidth * r.c.intra_share)
+    copy = kept / (r.device.host_bandwidth * r.constants.intra_share)
     waits: list[Array] = [np.maximum(copy - one.time, 0.0) for one in (forward, backward)]
     return waits[0] + waits[1]
 
@@ -322,9 +329,11 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
     tensor_back, tensor = tensor + around_back, tensor + around
     expert = zero + (expert_forward(x, r) if moe else 0.0)
     kernels = 2.0 if moe else 1.0
-    meet = 2 * r.c.collective_host_s * x.tp * (x.tp > 1)  # the slowest of tp hosts, twice a layer
-    host = zero + (r.c.layer_host_s * kernels + meet) * np.where(x.graphs > 0, 0.0, 1.0)
-    wait = ROUTING * r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0) * moe
+    meet = (
+        2 * r.constants.collective_host_s * x.tp * (x.tp > 1)
+    )  # the slowest of tp hosts, twice a layer
+    host = zero + (r.constants.layer_host_s * kernels + meet) * np.where(x.graphs > 0, 0.0, 1.0)
+    wait = ROUTING * r.constants.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0) * moe
     forward = Pass(
         zero + a_matmul + f_matmul,
         zero + core,
@@ -345,7 +354,7 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
     )
     # where recomputation stops once all inputs are there again, the last product is not repeated
     again_mlp = x.re_mlp - x.re_early / x.matrices
-    again = Pass(
+    recompute = Pass(
         zero + a_matmul * x.re_attention + f_matmul * again_mlp,
         zero + core * x.re_core,
         zero + a_memory * x.re_attention + f_memory * x.re_activation + norm * x.re_norm,
@@ -355,7 +364,7 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
         wait * x.re_full,
     )
     if np.any(x.re_swap > 0):
-        again.memory = again.memory + x.re_swap * swap_wait(
+        recompute.memory = recompute.memory + x.re_swap * swap_wait(
             whole_layers(x)[moe], r, forward, backward
         )
-    return Layer(forward, backward, again)
+    return Layer(forward, backward, recompute)

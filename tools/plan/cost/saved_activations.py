@@ -39,7 +39,7 @@ class Late(NamedTuple):
     """Bytes of a layer that stay until the gradients of weights are computed; see the module."""
 
     kept: Array
-    again: Array
+    recomputed: Array
     """The same of a recomputed layer."""
 
 
@@ -223,7 +223,7 @@ def _ends(x: Columns, r: _Rows) -> dict[str, Array]:
 WHOLE: Final = ("gpipe", "1f1b", "interleaved")
 """Schedules whose backward passes compute dX and dW together; in the others dW reads what the chunk kept."""
 
-KEPT, AGAIN, SWAPPED, AWAY = range(4)
+KEPT, RECOMPUTED, SWAPPED, AWAY = range(4)
 """What becomes of a layer's activations: kept; computed again; moved to the host's memory as far as MindSpore moves them;
 all of them moved, with two layers' on the device while the stage's backward pass runs."""
 
@@ -262,11 +262,15 @@ class ChunkActivations:
         layout, kinds = self.layout, self.architecture.layers
         numbers = iter(range(len(kinds)))
         marked = (
-            AGAIN if "full" in layout.recompute else AWAY if "swap" in layout.recompute else KEPT
+            RECOMPUTED
+            if "full" in layout.recompute
+            else AWAY
+            if "swap" in layout.recompute
+            else KEPT
         )
         found: list[tuple[Array, Array]] = []
         for chunk, layers in enumerate(layout.chunk_kinds(kinds)):
-            ways = [marked if again else KEPT for _, again in layers]
+            ways = [marked if recomputed else KEPT for _, recomputed in layers]
             swapped = [next(numbers) in layout.swapped for _ in layers]
             ways = [SWAPPED if away else way for way, away in zip(ways, swapped, strict=True)]
             found.append(self.of(chunk, [kind for kind, _ in layers], ways))
@@ -281,7 +285,7 @@ class ChunkActivations:
         Args:
             chunk: Its number in the model.
             kinds: Kinds of its decoder layers.
-            ways: For each of them `KEPT`, `AGAIN`, `SWAPPED` or `AWAY`: a number, or an array of any shape that all share;
+            ways: For each of them `KEPT`, `RECOMPUTED`, `SWAPPED` or `AWAY`: a number, or an array of any shape that all share;
                 the results have this shape.
         """
         items = self._begin(chunk)
@@ -300,14 +304,14 @@ class ChunkActivations:
     def _layer(self, kind: str, way: NDArray[np.int64]) -> _Item:
         kept, working, least = self.kinds[kind]
         late = self.saved.moe_late if kind == "moe" else self.saved.dense_late
-        whole, again = float(late.kept[0]), float(late.again[0])
+        whole, recomputed = float(late.kept[0]), float(late.recomputed[0])
         # the gradient of MTP's embeddings comes first: of one graph it stays
         working += self.architecture.mtp * self.entry * self.one
         moved = kept * (1 - FREED[kind == "moe"])
         return _Item(
             np.choose(way, (kept, least, moved, 0.0)),
             working + np.choose(way, (0.0, kept - least, 0.0, 2 * kept)),
-            np.choose(way, (whole, again, whole, whole)),
+            np.choose(way, (whole, recomputed, whole, whole)),
         )
 
     def _begin(self, chunk: int) -> list[_Item]:
@@ -332,9 +336,9 @@ class ChunkActivations:
     def _block(self) -> _Item:
         """Return MTP's layer: recipes that count or name recomputed layers leave it out."""
         x = self.layout
-        again = "full" in x.recompute and x.recompute_layers is x.recomputed is None
+        recomputed = "full" in x.recompute and x.recompute_layers is x.recomputed is None
         return self._layer(
-            self.architecture.layers[-1], np.asarray(AGAIN if again else KEPT, np.int64)
+            self.architecture.layers[-1], np.asarray(RECOMPUTED if recomputed else KEPT, np.int64)
         )
 
     def _losses(self, mtp: bool) -> list[_Item]:

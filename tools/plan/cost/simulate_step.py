@@ -66,7 +66,7 @@ class Step:
     program: Program
     times: Times
     """Seconds and bytes of each chunk."""
-    again_s: Array
+    recompute_s: Array
     """Seconds of each chunk's recomputation, included in its backward."""
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
@@ -81,7 +81,7 @@ class Step:
     @cached_property
     def bubble(self) -> Bubble:
         """The idle share by cause, which takes three more simulations."""
-        return _bubble(self.program, self.times, self.again_s, self.result.bubble)
+        return _bubble(self.program, self.times, self.recompute_s, self.result.bubble)
 
     @property
     def step_s(self) -> float:
@@ -158,7 +158,7 @@ def swap_of(architecture: Architecture, layout: Layout, device: Device) -> Swap:
         BadInputError: The device's description has no link to its host.
     """
     x = columns([(architecture, layout)])
-    r = rates(x, device, device.constants)
+    r = rates(x, device)
     full = "full" in layout.recompute.split("+")
     kept = whole_layers(x) if full else layer_activations(x)[:2]
     shares = (MOVED, FREED) if layout.own_graph else ((1.0, 1.0), (1.0, 1.0))
@@ -196,7 +196,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     The weight gradient (dW) is half of the backward products; all else of the backward is dX.
     """
     count = layout.pp * layout.vpp
-    flat = layout.but(
+    flat = layout.with_changes(
         pp=count,
         vpp=1,
         schedule="1f1b",
@@ -205,24 +205,24 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         ep_overlap=layout.stack.ep_overlap and layout.schedule not in PAIRED,
     )
     x = columns([(architecture, flat)])
-    r = rates(x, device, device.constants)
+    r = rates(x, device)
     stages = stage_times(x, r)
     dense = layer(x, r, False)
     moe = layer(x, r, True) if architecture.moe_layers else None
     weights = _weight_gradients(x, r, dense, moe)
     backward = stages.backward[0]
-    weights = np.minimum(weights, backward - stages.again[0])
+    weights = np.minimum(weights, backward - stages.recompute[0])
     exposed = x.stage_moe[0] * (moe.forward.expert[0] if moe else 0.0)
     held, working = _activations(architecture, layout, x)
     paired = layout.schedule in PAIRED
-    once = float(np.max(send(x, device, device.constants)))
-    again = stages.again[0]
+    once = float(np.max(send(x, device)))
+    recompute = stages.recompute[0]
     if layout.swapped:
         one, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
         wait = np.array(one.wait_s) @ count_2C
         if not layout.own_graph:
             held = held - np.array(one.freed) @ count_2C
-        backward, again = backward + wait, again + wait
+        backward, recompute = backward + wait, recompute + wait
     times = Times(
         stages.forward[0],
         backward - weights,
@@ -233,7 +233,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         activation=held,
         working=working,
     )
-    return times, again
+    return times, recompute
 
 
 def _activations(architecture: Architecture, layout: Layout, flat: Columns) -> tuple[Array, Array]:
@@ -269,7 +269,7 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
         BadInputError: The schedule does not exist for this layout.
     """
     program = make_program(layout)
-    times, again = chunk_times(architecture, layout, device)
+    times, recompute = chunk_times(architecture, layout, device)
     result = simulate(program, times)
     table = evaluate(architecture, [layout], device)
     held = table.memory
@@ -288,7 +288,7 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
         device,
         program,
         times,
-        again,
+        recompute,
         layout.chunk_layers(len(architecture.layers)),
         result,
         table,
@@ -297,17 +297,17 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
     )
 
 
-def _bubble(program: Program, times: Times, again: Array, total: float) -> Bubble:
+def _bubble(program: Program, times: Times, recompute: Array, total: float) -> Bubble:
     """Divide the bubble by cause: simulate equal chunks, then unequal ones, then unequal recomputation, then sends."""
 
     def mean(values: Array) -> Array:
         return np.full_like(values, values.mean())
 
-    alone = times.dx - again
+    alone = times.dx - recompute
     forward, dx, dw = (mean(a) for a in (times.forward, times.dx, times.dw))
     ahead, back = mean(times.forward_exposed), mean(times.backward_exposed)
     equal = Times(forward, dx, dw, forward_exposed=ahead, backward_exposed=back)
     ideal = simulate(program, equal).bubble
-    uneven = simulate(program, replace(times, dx=alone + again.mean(), comm=0.0)).bubble
+    uneven = simulate(program, replace(times, dx=alone + recompute.mean(), comm=0.0)).bubble
     recomputed = simulate(program, replace(times, comm=0.0)).bubble
     return Bubble(total, ideal, uneven - ideal, recomputed - uneven, total - recomputed)

@@ -14,7 +14,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, point_to_point
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
-from telechat_moe.tools.plan.cost.device import Constants, Device
+from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import Memory, local_parameters, memory
 from telechat_moe.tools.plan.cost.roofline import (
@@ -38,7 +38,7 @@ class Stages:
 
     forward: Array
     backward: Array
-    again: Array
+    recompute: Array
     """Recomputation, included in `backward`."""
 
     parts: dict[str, Array]
@@ -59,9 +59,6 @@ class Table:
     bubble: Array
     """Idle share of the pipeline's makespan over all stages."""
 
-    bubble_ideal_s: Array
-    bubble_imbalance_s: Array
-    recompute_s: Array
     parts: dict[str, Array]
     """Seconds of the slowest stage over the step, by kind of operator."""
 
@@ -81,30 +78,30 @@ def _mtp(x: Columns, r: Rates, block: Layer, head: Pass) -> tuple[Pass, Pass, Pa
     extra.matmul = extra.matmul + product(t, x.hidden / x.tp, 2 * x.hidden, r, r.linear)
     ahead, back = block.forward + extra, block.backward + extra * 2.0
     if np.any(x.mtp_apart > 0):
-        once = send(x, r.device, r.c) * x.mtp_apart
+        once = send(x, r.device) * x.mtp_apart
         ahead.tensor, back.tensor = ahead.tensor + once, back.tensor + once
-    return ahead, back, block.again
+    return ahead, back, block.recompute
 
 
-def send(x: Columns, device: Device, c: Constants) -> Array:
+def send(x: Columns, device: Device) -> Array:
     """Return the seconds from the end of a chunk until the next chunk, on another stage, has its output."""
     outside = (x.dp * x.cp * x.tp >= device.node_devices).astype(float)
     rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
-    return point_to_point(2 * rows * x.hidden, outside, device, c)
+    return point_to_point(2 * rows * x.hidden, outside, device)
 
 
 def stage_times(x: Columns, r: Rates) -> Stages:
     """Return the time of each stage for one micro-batch."""
-    kinds = [(layer(x, r, False), x.stage_dense, x.stage_dense_again)]
+    kinds = [(layer(x, r, False), x.stage_dense, x.stage_dense_recomputed)]
     if np.any(x.experts > 0):
-        kinds.append((layer(x, r, True), x.stage_moe, x.stage_moe_again))
+        kinds.append((layer(x, r, True), x.stage_moe, x.stage_moe_recomputed))
     head, embedding = head_forward(x, r), embedding_forward(x, r)
     rows = len(x)
-    forward, backward, again = (np.zeros_like(x.stage_dense) for _ in range(3))
+    forward, backward, recompute = (np.zeros_like(x.stage_dense) for _ in range(3))
     for one, here, more in kinds:
         forward += here * one.forward.time[:, None]
         backward += here * one.backward.time[:, None]
-        again += more * one.again.time[:, None]
+        recompute += more * one.recompute.time[:, None]
     ends: list[tuple[Index, Pass, Pass, Pass | None]] = [
         (np.zeros(rows, dtype=int), embedding, embedding * 1.0, None),
         (x.last_stage.astype(int), head, head * 2.0, None),
@@ -112,7 +109,12 @@ def stage_times(x: Columns, r: Rates) -> Stages:
     if np.any(x.mtp > 0):
         ahead, back, once_more = _mtp(x, r, kinds[-1][0], head)
         ends.append(
-            (x.mtp_stage.astype(int), ahead * x.mtp, back * x.mtp, once_more * x.mtp * x.mtp_again)
+            (
+                x.mtp_stage.astype(int),
+                ahead * x.mtp,
+                back * x.mtp,
+                once_more * x.mtp * x.mtp_recomputed,
+            )
         )
         if np.any(x.mtp_apart > 0):
             apart = head * (x.mtp * x.mtp_apart)
@@ -122,10 +124,10 @@ def stage_times(x: Columns, r: Rates) -> Stages:
         forward[index, stage] += ahead.time
         backward[index, stage] += back.time
         if more is not None:
-            again[index, stage] += more.time
-    backward = backward + again
+            recompute[index, stage] += more.time
+    backward = backward + recompute
     slowest: Index = (forward + backward).argmax(axis=1)
-    return Stages(forward, backward, again, _parts(slowest, kinds, ends))
+    return Stages(forward, backward, recompute, _parts(slowest, kinds, ends))
 
 
 def _parts(
@@ -147,7 +149,7 @@ def _parts(
     for one, here, more in kinds:
         add(one.forward, here[index, slowest])
         add(one.backward, here[index, slowest])
-        add(one.again, more[index, slowest], "recompute")
+        add(one.recompute, more[index, slowest], "recompute")
     for stage, ahead, back, more in ends:
         here = (stage == slowest).astype(float)
         add(ahead, here)
@@ -157,8 +159,8 @@ def _parts(
     return parts
 
 
-def pipeline(x: Columns, s: Stages) -> tuple[Array, Array, Array]:
-    """Return makespan, ideal bubble and imbalance, seconds.
+def pipeline(x: Columns, s: Stages) -> Array:
+    """Return the makespan in seconds.
 
     Closed forms: m times the slowest stage, and a start-up that the schedule shortens: the sum of the other
     stages' times for one micro-batch, divided by V when interleaved. `schedules.simulate` is exact; this is its
@@ -176,33 +178,32 @@ def pipeline(x: Columns, s: Stages) -> tuple[Array, Array, Array]:
     )
     ideal = (x.pp - 1) * mean * share
     imbalance = x.micro_batches * (slow - mean) + (others - (x.pp - 1) * mean) * share
-    return x.micro_batches * mean + ideal + imbalance, ideal, imbalance
+    return x.micro_batches * mean + ideal + imbalance
 
 
-def neighbours(x: Columns, device: Device, c: Constants) -> Array:
+def neighbours(x: Columns, device: Device) -> Array:
     """Return the time of sending activations between stages that is not hidden in a step."""
     stage = x.dp * x.cp * x.tp
     outside = (stage >= device.node_devices).astype(float)
     whole = 2 * tokens(x) * x.hidden  # each tensor-parallel rank sends its share
-    once = point_to_point(whole / x.tp, outside, device, c)
-    gather = all_gather(whole, x.tp, np.ones_like(x.tp), device, c)
+    once = point_to_point(whole / x.tp, outside, device)
+    gather = all_gather(whole, x.tp, np.ones_like(x.tp), device)
     once = once + np.where((x.tp > 1) & (x.sequence_parallel == 0), gather, 0.0)
-    shown = np.where(x.vpp > 1, c.exposed, 1.0)  # interleaved schedules send ahead
+    shown = np.where(x.vpp > 1, device.constants.exposed, 1.0)  # interleaved schedules send ahead
     steady = 2 * x.micro_batches * x.vpp * once * shown
     start = 2 * (x.pp - 1) * once
     return np.where(x.pp > 1, steady + start, 0.0)
 
 
-def data_parallel(
-    x: Columns, device: Device, c: Constants, s: Stages, dense: Array, experts: Array
-) -> Array:
+def data_parallel(x: Columns, device: Device, s: Stages, dense: Array, experts: Array) -> Array:
     """Return the time of gradient reduction and parameter gathering that is not hidden in a step; see `reduction`."""
-    total, repeated = reduction(x, device, c, dense, experts)
+    exposed = device.constants.exposed
+    total, repeated = reduction(x, device, dense, experts)
     last = s.backward.max(axis=1)
-    hidden = np.maximum(total - last, c.exposed * total)
+    hidden = np.maximum(total - last, exposed * total)
     step = np.where(x.overlap > 0, hidden, total)
     compute = (s.forward * hides_forward(x)[:, None] + s.backward).max(axis=1)
-    each = np.maximum(repeated, compute) + c.exposed * np.minimum(repeated, compute) - compute
+    each = np.maximum(repeated, compute) + exposed * np.minimum(repeated, compute) - compute
     return np.where((x.zero >= 2) & (x.dp * x.cp > 1), each * x.micro_batches, step)
 
 
@@ -211,9 +212,7 @@ def hides_forward(x: Columns) -> Array:
     return 1.0 - x.own_graph * (x.zero == 2)
 
 
-def reduction(
-    x: Columns, device: Device, c: Constants, dense: Array, experts: Array
-) -> tuple[Array, Array]:
+def reduction(x: Columns, device: Device, dense: Array, experts: Array) -> tuple[Array, Array]:
     """Return the time to reduce gradients and gather parameters, hidden or not.
 
     `dense` are the parameters of the largest stage that all data-parallel copies hold, `experts` those of its experts.
@@ -231,15 +230,14 @@ def reduction(
         shards = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, members), members)
         # ZeRO-3 goes layer by layer
         calls = np.where(x.zero == 3, np.ceil((x.dense_layers + x.moe_layers) / x.pp), 1.0)
-        scatter = all_gather(size, shards, stride, device, c, calls)
-        gather = all_gather(parameters, shards, stride, device, c, calls)
+        scatter = all_gather(size, shards, stride, device, calls)
+        gather = all_gather(parameters, shards, stride, device, calls)
         # what is sharded over some of the copies is reduced over the others
         between = all_reduce(
             size / np.where(x.zero > 0, shards, 1.0),
             np.where(x.zero > 0, members / shards, members),
             np.where(x.zero > 0, stride * shards, stride),
             device,
-            c,
         )
         total = (
             total
@@ -252,7 +250,7 @@ def reduction(
     return total, repeated
 
 
-def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Array) -> Array:
+def update(x: Columns, device: Device, dense: Array, experts: Array) -> Array:
     """Return the time of the update: gradients, master copies and moments read, the latter written.
 
     Moments of the host come beside it in sixteenths, and leave: the slower of both, with the first that comes and the last
@@ -267,29 +265,26 @@ def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Arra
     # gradients are read for the norm and for the update, 2-byte ones first copied to 4 bytes
     gradients = np.where(x.gradient_bytes < 4, 14.0, 8.0)
     traffic = gradients + 2 * (x.optimizer_bytes + x.host_bytes) + x.parameter_bytes
-    seconds = count * traffic / (device.memory_bandwidth * c.memory_share)
+    seconds = count * traffic / (device.memory_bandwidth * device.constants.memory_share)
     if not np.any(x.host_bytes):
         return seconds
     if not device.host_bandwidth:
         raise BadInputError(
             f"device {device.name}: host_bandwidth is missing, so optimizer.swap has no cost; add it, or optimizer.swap False"
         )
-    copy = count * x.host_bytes / (device.host_bandwidth * c.intra_share)
+    copy = count * x.host_bytes / (device.host_bandwidth * device.constants.intra_share)
     return np.where(x.host_bytes > 0, np.maximum(seconds, copy) + copy / 8, seconds)
 
 
-def evaluate_columns(
-    x: Columns, device: Device, constants: Constants | None = None, *, steps_only: bool = False
-) -> Table:
+def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) -> Table:
     """Predict steps from arrays; see `evaluate`. With `steps_only` the memory is all zeros."""
-    c = constants or device.constants
-    s = stage_times(x, rates(x, device, c))
-    makespan, ideal, imbalance = pipeline(x, s)
-    sends = neighbours(x, device, c)
+    s = stage_times(x, rates(x, device))
+    makespan = pipeline(x, s)
+    sends = neighbours(x, device)
     dense, experts = (count.max(axis=1) for count in local_parameters(x))
-    data = data_parallel(x, device, c, s, dense, experts)
-    optimizer = update(x, device, c, dense, experts)
-    host = np.full_like(makespan, c.step_host_s)
+    data = data_parallel(x, device, s, dense, experts)
+    optimizer = update(x, device, dense, experts)
+    host = np.full_like(makespan, device.constants.step_host_s)
     used = (s.forward + s.backward).sum(axis=1) * x.micro_batches
     whole = makespan + sends
     parts = {name: seconds * x.micro_batches for name, seconds in s.parts.items()}
@@ -302,9 +297,6 @@ def evaluate_columns(
         optimizer_s=optimizer,
         host_s=host,
         bubble=1 - used / (whole * x.pp),
-        bubble_ideal_s=ideal,
-        bubble_imbalance_s=imbalance,
-        recompute_s=s.again.max(axis=1) * x.micro_batches,
         parts=parts,
         stages=s,
         memory=held,
@@ -316,13 +308,12 @@ def evaluate(
     architecture: Architecture | Sequence[Architecture],
     layouts: Sequence[Layout],
     device: Device,
-    constants: Constants | None = None,
 ) -> Table:
     """Predict time and memory of steps, one entry a layout.
 
-    The architecture is that of all, or one for each layout; `constants` replace those of the device while fitting.
+    The architecture is that of all, or one for each layout.
     """
     if isinstance(architecture, Architecture):
         architecture = [architecture] * len(layouts)
     pairs = list(zip(architecture, layouts, strict=True))
-    return evaluate_columns(columns(pairs), device, constants)
+    return evaluate_columns(columns(pairs), device)

@@ -199,7 +199,7 @@ def of_case(case: StepCase, operators: str = "fused") -> tuple[Architecture, Lay
     recipe = load(case.recipe, list(case.overrides))
     layout = Layout.from_recipe(recipe)
     if operators == "plain":
-        layout = layout.but(flash=False, fused=False, fused_loss=False)
+        layout = layout.with_changes(flash=False, fused=False, fused_loss=False)
     return Architecture.from_recipe(recipe), layout
 
 
@@ -221,7 +221,7 @@ def fit(
         return replace(device.constants, **values)
 
     def error(x: Array) -> Array:
-        predicted = evaluate(architectures, layouts, device, constants(x)).step_s
+        predicted = evaluate(architectures, layouts, replace(device, constants=constants(x))).step_s
         return np.concatenate([np.log(predicted) - measured, PULL * (x - start)])
 
     span = np.log(30.0)

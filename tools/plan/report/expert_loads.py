@@ -152,8 +152,8 @@ def _rule(step: Step, steps: int, mean: float, layers: int) -> MoveRule:
     An expert moves with its weights and its device's share of the optimizer. Moves go between nodes if the group does.
     """
     a, layout, device = step.architecture, step.layout, step.device
-    slower = simulate_step(a, layout.but(imbalance=PROBE), device).step_s
-    faster = simulate_step(a, layout.but(imbalance=1.0), device).step_s
+    slower = simulate_step(a, layout.with_changes(imbalance=PROBE), device).step_s
+    faster = simulate_step(a, layout.with_changes(imbalance=1.0), device).step_s
     state = layout.optimizer_bytes / (layout.expert_copies if layout.zero else 1)
     c = device.constants
     within = layout.ep * layout.etp <= device.node_devices
@@ -174,7 +174,9 @@ def _placed(
 ) -> Placed:
     """Return the step at the mean of these imbalances."""
     imbalance = float(np.mean(imbalances))
-    one = simulate_step(step.architecture, step.layout.but(imbalance=imbalance), step.device)
+    one = simulate_step(
+        step.architecture, step.layout.with_changes(imbalance=imbalance), step.device
+    )
     return Placed(name, imbalance, one.step_s, float(one.peak_bytes.max()), moved, move_s)
 
 

@@ -127,7 +127,7 @@ def _limit(recipe: Recipe, device: Device) -> tuple[float, str]:
 
 
 def _with_factor(step: Step, factor: float) -> Step:
-    return simulate_step(step.architecture, step.layout.but(imbalance=factor), step.device)
+    return simulate_step(step.architecture, step.layout.with_changes(imbalance=factor), step.device)
 
 
 def _largest_factor(recipe: Recipe, step: Step, top: float) -> float | None:
@@ -167,13 +167,15 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
     now = step.layout
     yield from _activations(step, top, host)
     if now.zero == 0 and now.dp * now.cp > 1:
-        yield "shard the optimizer", now.but(zero=1)
+        yield "shard the optimizer", now.with_changes(zero=1)
     if now.micro_batch % 2 == 0:
-        half = now.but(micro_batch=now.micro_batch // 2, micro_batches=now.micro_batches * 2)
+        half = now.with_changes(
+            micro_batch=now.micro_batch // 2, micro_batches=now.micro_batches * 2
+        )
         yield "half the micro-batch", half
     ep = now.ep * 2
     while step.architecture.moe_layers and now.dp * now.cp * now.tp % (ep * now.etp) == 0:
-        yield f"experts over {ep} devices", now.but(ep=ep)
+        yield f"experts over {ep} devices", now.with_changes(ep=ep)
         ep *= 2
     if now.dp % 2:
         return
@@ -183,7 +185,7 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
         if degree == "pp":
             changes.update(chunks=None, recompute_layers=None)
         try:
-            layout = now.but(**changes)
+            layout = now.with_changes(**changes)
         except BadInputError:
             continue
         yield f"{what} parallelism {changes[degree]}, data parallelism {fewer['dp']}", layout
@@ -191,14 +193,14 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
 
 def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
     """Yield what could be kept, recomputed or swapped."""
-    now = step.layout.but(recomputed=None, swapped=(), prefetch=1)
+    now = step.layout.with_changes(recomputed=None, swapped=(), prefetch=1)
     if now.recompute != "none" or now != step.layout:
-        yield "recompute nothing", now.but(recompute="none", recompute_layers=None)
+        yield "recompute nothing", now.with_changes(recompute="none", recompute_layers=None)
     if now.recompute != "norm+activation":
-        modules = now.but(recompute="norm+activation", recompute_layers=None)
+        modules = now.with_changes(recompute="norm+activation", recompute_layers=None)
         yield "recompute norms and activations only", modules
     if now.recompute != "full" or now.recompute_layers is not None or now != step.layout:
-        yield "recompute all layers", now.but(recompute="full", recompute_layers=None)
+        yield "recompute all layers", now.with_changes(recompute="full", recompute_layers=None)
     if (fewest := _fewest_layers(replace(step, layout=now), top)) is not None:
         yield "recompute as few layers as fit", fewest
     mixed = choose(step, top, host) if step.device.host_bandwidth else None
@@ -212,7 +214,7 @@ def _fewest_layers(step: Step, top: float) -> Layout | None:
     counts, held = [0] * len(layers), step.program.chunks_of_stage
 
     def full() -> Step:
-        layout = now.but(recompute="full", recompute_layers=tuple(counts))
+        layout = now.with_changes(recompute="full", recompute_layers=tuple(counts))
         return simulate_step(step.architecture, layout, step.device)
 
     for _ in range(max(layers) * now.vpp):
@@ -226,7 +228,7 @@ def _fewest_layers(step: Step, top: float) -> Layout | None:
             counts[min(free, key=counts.__getitem__)] += 1
     if not any(counts) or tuple(counts) == layers or tuple(counts) == now.recompute_layers:
         return None
-    return now.but(recompute="full", recompute_layers=tuple(counts))
+    return now.with_changes(recompute="full", recompute_layers=tuple(counts))
 
 
 def _legal(
@@ -242,7 +244,7 @@ def _legal(
         """Return the layout's settings; a schedule that they lack is the same in all variants."""
         named = ("1f1b", "interleaved", "gpipe")
         plain = layout.schedule if layout.schedule in named else named[layout.vpp > 1]
-        return settings(layout.but(schedule=plain), source.model_config.num_hidden_layers)
+        return settings(layout.with_changes(schedule=plain), source.model_config.num_hidden_layers)
 
     given = said(Layout.from_recipe(source))
     columns = source.train_dataset.construct_args_key or source.train_dataset.input_columns or []

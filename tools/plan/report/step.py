@@ -51,7 +51,7 @@ def of_recipe(
         known = get_args(Schedule)
         if schedule not in known:
             raise UsageError(f"--schedule {schedule}: there are {', '.join(known)}")
-        layout = layout.but(schedule=schedule)
+        layout = layout.with_changes(schedule=schedule)
     return simulate_step(Architecture.from_recipe(recipe, pair_share), layout, load_device(device))
 
 
@@ -190,7 +190,7 @@ def stages(step: Step) -> Table:
     rows: list[list[str]] = []
     limit, t = step.device.memory_bytes - step.device.reserved_bytes, step.times
     for one, chunks in zip(per_stage(step), step.program.chunks_of_stage, strict=True):
-        times = (float(a[list(chunks)].sum()) for a in (t.forward, t.dx + t.dw, step.again_s))
+        times = (float(a[list(chunks)].sum()) for a in (t.forward, t.dx + t.dw, step.recompute_s))
         over = one["peak_bytes"] - limit
         rows.append(
             [

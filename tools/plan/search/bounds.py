@@ -157,7 +157,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Cost
     probe[0, :, [DENSE, DENSE_RECOMPUTED]] = probe[1, :, [MOE, MOE_RECOMPUTED]] = 1
     probe[2, :, DENSE_RECOMPUTED] = probe[3, :, MOE_RECOMPUTED] = 1
     seen = with_stages(x, **dict(zip(STAGE_COLUMNS, probe, strict=True)))
-    r = rates(seen, device, device.constants)
+    r = rates(seen, device)
     s = stage_times(seen, r)
     held = memory(seen, with_late=False)
     states = held.parameters + held.gradients + held.optimizer
@@ -182,7 +182,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Cost
         first=np.column_stack([s.forward[:, PLAIN], s.backward[:, PLAIN], zero]),
         before=np.column_stack([s.forward[:, BEFORE], s.backward[:, BEFORE], zero]),
         last=np.column_stack([s.forward[:, END], s.backward[:, END] - head, head]),
-        send=np.broadcast_to(send(x, device, device.constants), (n,)) * (x.pp > 1),
+        send=np.broadcast_to(send(x, device), (n,)) * (x.pp > 1),
         states=states[:, [DENSE, MOE]],
         kept=kept,
         entry=entry,
@@ -220,9 +220,9 @@ def _after(x: Columns, device: Device, often: NDArray[Any]) -> tuple[Array, Arra
     """Return the seconds to reduce no parameter, [n], and to reduce and to update one of each kind, [n, 2] each."""
     few, many = np.zeros(len(x)), np.full(len(x), 1e9)
     pairs = ((few, few), (many, few), (few, many))
-    each = [reduction(x, device, device.constants, *pair) for pair in pairs]
+    each = [reduction(x, device, *pair) for pair in pairs]
     start, *more = (np.where(often, f[1] * x.micro_batches, f[0]) for f in each)
-    updates = [update(x, device, device.constants, *pair) for pair in pairs[1:]]
+    updates = [update(x, device, *pair) for pair in pairs[1:]]
     return start, np.column_stack([(m - start) / 1e9 for m in more]), np.column_stack(updates) / 1e9
 
 

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.roofline import layer, rates
-from telechat_moe.tools.plan.cost.saved_activations import AGAIN, KEPT, SWAPPED, ChunkActivations
+from telechat_moe.tools.plan.cost.saved_activations import (
+    KEPT,
+    RECOMPUTED,
+    SWAPPED,
+    ChunkActivations,
+)
 from telechat_moe.tools.plan.cost.simulate_step import Step, Swap, simulate_step, swap_of
 from telechat_moe.tools.plan.schedules.simulate import memory
 
@@ -37,7 +42,7 @@ def choose(step: Step, top: float, host: float = np.inf) -> Layout | None:
         BadInputError: The device's description has no link to its host.
     """
     a, counts = step.architecture, step.layers
-    kept = step.layout.but(
+    kept = step.layout.with_changes(
         recompute="full", recompute_layers=None, recomputed=(), swapped=(), prefetch=1
     )
     base, swap = simulate_step(a, kept, step.device), swap_of(a, kept, step.device)
@@ -64,7 +69,7 @@ def choose(step: Step, top: float, host: float = np.inf) -> Layout | None:
                 first, more = of_chunk[0, kind], of_chunk[1, kind]
                 recomputed += layers[:first]
                 swapped += layers[first : first + more]
-    return kept.but(
+    return kept.with_changes(
         recomputed=tuple(sorted(recomputed)),
         swapped=tuple(sorted(swapped)),
         prefetch=swap.prefetch if swapped else 1,
@@ -83,9 +88,9 @@ class _Costs:
         self.base, self.swap, self.of_kind = base, swap, of_kind
         a, device, chunks = base.architecture, base.device, len(of_kind)
         x = columns([(a, base.layout)])
-        r = rates(x, device, device.constants)
+        r = rates(x, device)
         kinds, none = (False, True) if a.moe_layers else (False,), [0.0] * (not a.moe_layers)
-        self.again_s = [float(layer(x, r, kind).again.time[0]) for kind in kinds] + none
+        self.recompute_s = [float(layer(x, r, kind).recompute.time[0]) for kind in kinds] + none
         self.kept, self.kinds = ChunkActivations(a, base.layout), a.layers
         # of each operation of each stage: micro-batches of each chunk that it finds, and whose backward pass it is
         zero, each = np.zeros(chunks), np.eye(chunks)
@@ -98,7 +103,7 @@ class _Costs:
 
     def of(self, stage: int, chunks: tuple[int, ...], n: Array) -> tuple[Array, Array, Array]:
         """Return seconds added to a stage, its peak, and its bytes in the host's memory, of each choice."""
-        cost = n.sum(axis=1) @ np.array([self.again_s, self.swap.wait_s]).T
+        cost = n.sum(axis=1) @ np.array([self.recompute_s, self.swap.wait_s]).T
         away_NC = n[:, :, 1] @ np.array(self.swap.moved)
         bytes_NC2 = np.stack([self._chunk(c, n[:, i]) for i, c in enumerate(chunks)], axis=1)
         found = [self.flight[c][stage] for c in chunks] + [self.back[c][stage] for c in chunks]
@@ -116,8 +121,12 @@ class _Costs:
         for number in numbers:
             kind = int(self.kinds[number] == "moe")
             at = self.of_kind[chunk][kind].index(number)
-            again, away = once[:, kind], once[:, 2 + kind]
-            ways.append(np.where(at < again, AGAIN, np.where(at < again + away, SWAPPED, KEPT)))
+            recomputed, away = once[:, kind], once[:, 2 + kind]
+            ways.append(
+                np.where(
+                    at < recomputed, RECOMPUTED, np.where(at < recomputed + away, SWAPPED, KEPT)
+                )
+            )
         found = self.kept.of(chunk, [self.kinds[i] for i in numbers], ways)
         found = np.broadcast_arrays(*found, once[:, 0])[:2]
         return np.stack(found, axis=-1)[which.ravel()]

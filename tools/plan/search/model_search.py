@@ -229,7 +229,7 @@ def _layouts(s: Choices, a: Architecture) -> list[Layout]:
         room = s.device.memory_bytes - s.device.reserved_bytes
         plan = search(a, space, usable(s.device, room * share), top=s.layouts, limit_s=60.0)
         for c in plan.best[: s.layouts]:
-            found[c.layout.but(chunks=None, recompute_layers=None)] = None
+            found[c.layout.with_changes(chunks=None, recompute_layers=None)] = None
     return list(found)
 
 

@@ -52,7 +52,7 @@ def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int
     ways = choices(plan.architecture, layout, plan.device)
     node = plan.device.node_devices
     if len(ways) > 1:
-        layout = layout.but(exchange=next(iter(ways)))
+        layout = layout.with_changes(exchange=next(iter(ways)))
         comment += (
             "\nDispatch of tokens to experts: "
             + ", ".join(f"{kind} {seconds * 1e3:.3g} ms" for kind, seconds in ways.items())

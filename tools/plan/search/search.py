@@ -372,7 +372,7 @@ class _Search:
         layout = layout_of(self.found.rows[row], self.found.space)
         problem = self._placements(row).p
         recomputed = placed.recomputed if problem.choice else None
-        layout = layout.but(chunks=placed.layers, recompute_layers=recomputed)
+        layout = layout.with_changes(chunks=placed.layers, recompute_layers=recomputed)
         step = simulate_step(self.found.architecture, layout, self.found.device)
         if abs(step.step_s / placed.seconds - 1) > AGREE:
             raise CheckFailedError(

@@ -195,7 +195,7 @@ def _pipelines(a: Architecture, space: Space, pp: int) -> Iterator[tuple[int, in
 def layout_of(row: NDArray[Any], space: Space) -> Layout:
     """Return the layout of a configuration whose layers are not yet placed."""
     v = dict(zip(NAMES, (int(x) for x in row), strict=True))
-    return space.base.but(
+    return space.base.with_changes(
         **{name: v[name] for name in NAMES[:9]},
         sequence_parallel=bool(v["sp"]),
         zero=v["zero"],
@@ -212,9 +212,9 @@ def layout_of(row: NDArray[Any], space: Space) -> Layout:
 def space_columns(a: Architecture, rows: NDArray[Any], space: Space) -> Columns:
     """Return the arrays of configurations with one number of stages, before placement: no stage has a layer."""
     kinds = product(range(len(POLICIES)), range(len(SCHEDULES)), range(len(ENDS)))
-    base = space.base.but(pp=2, vpp=2, chunks=None)
+    base = space.base.with_changes(pp=2, vpp=2, chunks=None)
     layouts = [
-        base.but(
+        base.with_changes(
             recompute=POLICIES[policy],
             recompute_layers=(0,) * 4 if policy in CHOSEN else None,
             schedule=SCHEDULES[schedule],
