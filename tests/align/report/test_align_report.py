@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from planted import result, run
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.judge.bisect import bisect
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.loss import page as loss_page
 from telechat_moe.tools.align.loss import read as loss_read
 from telechat_moe.tools.align.loss import verdict as loss
