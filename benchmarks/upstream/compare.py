@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.parameter_layout import LayoutEntry
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_dryrun import compile_mindformers
 from telechat_moe.interop.upstream_names import Shape
@@ -141,9 +142,9 @@ def parameters(graph: RankGraph) -> dict[str, Shape]:
     return {name: _whole(graph.layouts.get(name), own[name]) for name in trained}
 
 
-def _whole(layout: Sequence[Any] | None, own: Shape) -> Shape:
+def _whole(layout: LayoutEntry | None, own: Shape) -> Shape:
     """Return the shape before splitting from MindSpore's layout entry, a parameter's own where it has none."""
-    return tuple(layout[6]) if layout and len(layout) > 6 and layout[6] else own
+    return tuple(layout.shape) if layout and layout.shape else own
 
 
 # Of MTP's input: MindFormers reads it on the last stage, where its embedding is a second copy; ours on the first.

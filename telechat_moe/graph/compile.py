@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from telechat_moe.graph.parameter_layout import LayoutEntry
 from telechat_moe.graph.simulated_device import SimulatedDevice, library
 from telechat_moe.processes import in_children
 
@@ -25,7 +26,7 @@ class RankGraph:
     Attributes:
         mindir: Serialised MindIR, forward, backward and optimizer.
         groups: Communication groups by name, global ranks.
-        layouts: Parameter name to MindSpore's layout entry (device matrix, tensor map, slice ...).
+        layouts: Parameter name to how MindSpore has split it.
         build_seconds: Time to build the cells.
         compile_seconds: Time in MindSpore's front end.
         peak_memory: Peak resident memory of the compiling process, bytes.
@@ -35,7 +36,7 @@ class RankGraph:
     devices: int
     mindir: bytes = field(repr=False)
     groups: Mapping[str, list[int]] = field(repr=False)
-    layouts: Mapping[str, list[Any]] = field(repr=False)
+    layouts: Mapping[str, LayoutEntry] = field(repr=False)
     build_seconds: float
     compile_seconds: float
     peak_memory: int
@@ -131,7 +132,7 @@ def _compile(
         devices=device.size,
         mindir=mindir,
         groups=device.groups(),
-        layouts={name: list(entry) for name, entry in layouts.items()},
+        layouts={name: LayoutEntry.of(entry) for name, entry in layouts.items()},
         build_seconds=ready - began,
         compile_seconds=done - ready,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -12,6 +12,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
+from telechat_moe.graph.parameter_layout import LayoutEntry, shard_of
 from telechat_moe.graph.reorder import Pair, Pass, in_order
 from telechat_moe.graph.rewrite import for_cpu
 from telechat_moe.graph.swapping import PooledTensor, State, Swapped, open_pool
@@ -110,7 +111,10 @@ class Job:
     def read(folder: Path) -> "Job":
         """Read what :meth:`write` wrote."""
         known = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
-        ranks = [RankGraph(mindir=b"", **entry) for entry in known.pop("ranks")]
+        ranks: list[RankGraph] = []
+        for graph in known.pop("ranks"):
+            layouts = {name: LayoutEntry(*entry) for name, entry in graph.pop("layouts").items()}
+            ranks.append(RankGraph(mindir=b"", layouts=layouts, **graph))
         swapped = [
             row and Swapped._make([*row[:-1], [State(*state) for state in row[-1]]])
             for row in known.pop("swapped")
@@ -228,61 +232,3 @@ class RankProgram:
             if name in self.parameters:  # MindSpore drops what a graph does not read
                 ops.assign(self.parameters[name], value)
         return self.cell(*batch)
-
-
-def shard_slices(shape: Sequence[int], graph: RankGraph, name: str) -> tuple[slice, ...] | None:
-    """Return the slices of a whole tensor that are a rank's shard; None: the rank holds all of it."""
-    entry = graph.layouts.get(name)
-    if entry is None:
-        return None
-    matrix, shard_group = entry[0], entry[5]
-    coordinates = np.unravel_index(graph.rank % int(np.prod(matrix)), matrix)
-    per_dimension = _by_dimension(shape, entry)
-    slices = []
-    for length, axes in zip(shape, per_dimension, strict=True):
-        start = 0
-        for axis in axes:
-            i = len(matrix) - 1 - axis
-            length //= matrix[i]
-            start += int(coordinates[i]) * length
-        slices.append([start, start + length])
-    if shard_group:
-        members = graph.groups[shard_group]
-        rows = (slices[0][1] - slices[0][0]) // len(members)
-        start = slices[0][0] + members.index(graph.rank) * rows
-        slices[0] = [start, start + rows]
-    return tuple(slice(a, b) for a, b in slices)
-
-
-def _by_dimension(shape: Sequence[int], entry: Sequence[Any]) -> list[list[int]]:
-    """Return the axes that split each dimension, numbered from the right of the device matrix.
-
-    MindSpore gives a dimension that several axes split as several entries of the tensor map.
-    """
-    matrix, tensor_map = entry[0], entry[1]
-    if all(not isinstance(x, list | tuple) for x in tensor_map) and len(tensor_map) == len(shape):
-        return [[x] if x != -1 else [] for x in tensor_map]
-    if len(tensor_map) == len(shape):
-        nested = [x if isinstance(x, list | tuple) else [x] for x in tensor_map]
-        return [[a for a in axes if a != -1] for axes in nested]
-    parts, view = list(tensor_map), list(entry[7])
-    result: list[list[int]] = []
-    position = 0
-    for length in shape:
-        axes, extent = [], 1
-        while position < len(parts):
-            axis = parts[position]
-            factor = view[position] * (matrix[len(matrix) - 1 - axis] if axis != -1 else 1)
-            if extent == length and factor != 1:
-                break
-            extent *= factor
-            axes += [axis] if axis != -1 else []
-            position += 1
-        result.append(axes)
-    return result
-
-
-def shard_of(whole: np.ndarray, graph: RankGraph, name: str) -> np.ndarray:
-    """Return a rank's shard of a whole tensor."""
-    where = shard_slices(whole.shape, graph, name)
-    return whole if where is None else np.ascontiguousarray(whole[where])
