@@ -124,7 +124,7 @@ def _compile(
     device.to_ascend()
     _set_compiler_context(context, switches)
     phase, _ = executor.compile(built.step, *built.inputs, phase="export.mindir")
-    done = time.perf_counter()
+    finished = time.perf_counter()
     mindir = executor._get_func_graph_proto(built.step, phase, "mind_ir")
     layouts = built.step.parameter_layout_dict or {}
     return RankGraph(
@@ -134,6 +134,6 @@ def _compile(
         groups=device.groups(),
         layouts={name: LayoutEntry.of(entry) for name, entry in layouts.items()},
         build_seconds=ready - began,
-        compile_seconds=done - ready,
+        compile_seconds=finished - ready,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

@@ -94,32 +94,32 @@ class Job:
         pairs = {(a, b) for a, b, *_ in sent} | {(b, a) for a, b, *_ in sent}
         peers = [sorted(b for a, b in pairs if a == graph.rank) for graph in graphs]
         ranks = [{k: v for k, v in vars(graph).items() if k != "mindir"} for graph in light]
-        known = {"ranks": ranks, "groups": groups, "peers": peers, "rewritten": counts}
-        known |= {"operators": operators, "swapped": swapped}
-        (folder / "ranks.json").write_text(json.dumps(known), encoding="utf-8")
+        content = {"ranks": ranks, "groups": groups, "peers": peers, "rewritten": counts}
+        content |= {"operators": operators, "swapped": swapped}
+        (folder / "ranks.json").write_text(json.dumps(content), encoding="utf-8")
         return Job(folder, light, groups, peers, counts, operators, swapped)
 
     def with_copies(self, prefix: str, keep: Callable[[str], bool]) -> "Job":
         """Return the job with a tensor ``prefix.NAME`` beside each that is kept, in the same shards; no graph has it."""
         ranks = []
         for graph in self.ranks:
-            more = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
-            ranks.append(replace(graph, layouts={**graph.layouts, **more}))
+            copies = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
+            ranks.append(replace(graph, layouts={**graph.layouts, **copies}))
         return replace(self, ranks=ranks)
 
     @staticmethod
     def read(folder: Path) -> "Job":
         """Read what :meth:`write` wrote."""
-        known = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
         ranks: list[RankGraph] = []
-        for graph in known.pop("ranks"):
+        for graph in content.pop("ranks"):
             layouts = {name: LayoutEntry(*entry) for name, entry in graph.pop("layouts").items()}
             ranks.append(RankGraph(mindir=b"", layouts=layouts, **graph))
         swapped = [
             row and Swapped._make([*row[:-1], [State(*state) for state in row[-1]]])
-            for row in known.pop("swapped")
+            for row in content.pop("swapped")
         ]
-        return Job(folder, ranks, **known, swapped=swapped)
+        return Job(folder, ranks, **content, swapped=swapped)
 
 
 class RankProgram:
@@ -135,18 +135,18 @@ class RankProgram:
     """
 
     def __init__(
-        self, job: Job, rank: int, made: set[str] | None = None, swap_folder: str | None = None
+        self, job: Job, rank: int, created: set[str] | None = None, swap_folder: str | None = None
     ) -> None:
         import mindspore as ms
         from mindspore import nn
         from mindspore.communication import create_group
 
         self.job, self.rank, self.graph = job, rank, job.ranks[rank]
-        made = set() if made is None else made
+        created = set() if created is None else created
         for name, ranks in sorted(job.groups.items()):
-            if name not in made and rank in ranks:
+            if name not in created and rank in ranks:
                 create_group(name, ranks)
-            made.add(name)
+            created.add(name)
         link(rank, job.peers)
         self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
         named = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
@@ -191,10 +191,10 @@ class RankProgram:
         from mindspore import Tensor
 
         for name, parameter in self.parameters.items():
-            given = other.parameters.get(name)
-            if given is not parameter:  # without one it is a gradient sum, zero between steps
-                empty = given is None
-                value = np.zeros(parameter.shape, np.float32) if empty else given.asnumpy().copy()
+            source = other.parameters.get(name)
+            if source is not parameter:  # without one it is a gradient sum, zero between steps
+                empty = source is None
+                value = np.zeros(parameter.shape, np.float32) if empty else source.asnumpy().copy()
                 parameter.set_data(Tensor(value))
 
     def set_limits(self, norm: float, loss: float) -> None:
