@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.compile import LayoutEntry, RankGraph
 from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
-from telechat_moe.graph.parameter_layout import LayoutEntry, shard_of
+from telechat_moe.graph.parameter_layout import shard_of
 from telechat_moe.graph.reorder import Pair, Pass, in_order
 from telechat_moe.graph.rewrite import for_cpu
 from telechat_moe.graph.swapping import PooledTensor, State, Swapped, open_pool
