@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from telechat_moe.graph.compile import RankGraph
-from telechat_moe.graph.parameter_layout import LayoutEntry
+from telechat_moe.graph.compile import LayoutEntry, RankGraph
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_dryrun import compile_mindformers
 from telechat_moe.interop.upstream_names import Shape

@@ -161,7 +161,8 @@ def test_compiled_parameters_lie_where_the_executor_cuts_them(seed) -> None:
     """Layouts as the compiler gives them, against the code that cuts weights for CPU ranks."""
     from types import SimpleNamespace
 
-    from telechat_moe.graph.parameter_layout import LayoutEntry, shard_slices
+    from telechat_moe.graph.compile import LayoutEntry
+    from telechat_moe.graph.parameter_layout import shard_slices
 
     rng = np.random.default_rng(seed)
     matrix = [int(n) for n in rng.integers(1, 4, 3)]
