@@ -72,7 +72,7 @@ def start_values(recipe: Recipe, program: Any) -> dict[str, np.ndarray]:
     values = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
     for name, p in program.parameters.items():
         entry = program.graph.layouts.get(name)
-        values.setdefault(name, np.zeros(p.shape if entry is None else entry[6], np.float32))
+        values.setdefault(name, np.zeros(p.shape if entry is None else entry.shape, np.float32))
     return values
 
 

@@ -1,4 +1,4 @@
-"""Test that every benchmark has a page of one screen and a command, and stays out of the package."""
+"""Test that every benchmark has a page and a command, and stays out of the package."""
 
 from pathlib import Path
 
@@ -14,9 +14,8 @@ ROOMS = [
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_benchmark_says_what_it_measures_and_how_to_run_it(name: str) -> None:
     page = (HERE / name / "README.md").read_text(encoding="utf-8")
-    assert len(page.splitlines()) <= 40
     assert f"python -m benchmarks.{name}" in page
-    for word in ("**Measures**", "**Against**", "**Prints**", "**Quoted in**"):
+    for word in ("**Measures**", "**Against**", "**Prints**"):
         assert word in page
     assert (HERE / name / "__main__.py").is_file()
     assert (HERE / name / "__init__.py").read_text(encoding="utf-8").startswith('"""')

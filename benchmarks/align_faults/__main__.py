@@ -16,7 +16,7 @@ Small mixture-of-experts models are trained on up to 16 logical ranks, in NumPy 
 wrong, and `align bisect` is asked for the first wrong call, its phase, its ranks and the kind of fault; its reproducer
 must fail again. An oracle that knows the fault says, with a bound of its own, whether it can be seen at all. Right
 pairs differ in type, order of sums and fusion; in many of them tokens take other experts. msprobe 26.2.0's rules and
-allclose are asked about the same dumps. Classes and layouts: docs/align_faultbench.md.
+allclose are asked about the same dumps. Classes and layouts: benchmarks/align_faults/README.md.
 
 example:
   python -m benchmarks.align_faults

@@ -26,10 +26,10 @@ from benchmarks.align_faults.faults import CLASSES
 from benchmarks.align_faults.oracle import seen_on
 from benchmarks.align_faults.score import Base, plant, run, sites_of
 from telechat_moe.cli.output import show_table
+from telechat_moe.tools.align.across_layouts import across
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord
 from telechat_moe.tools.align.dump.value_files import stats
-from telechat_moe.tools.align.judge.across_layouts import across
-from telechat_moe.tools.align.judge.bisect import bisect
 from telechat_moe.tools.align.judge.outcome import Outcome
 
 LAYOUTS = ["one", "dp2", "tp2"]

@@ -33,9 +33,9 @@ from telechat_moe.data import write_indexed
 from telechat_moe.numerics import is_float
 from telechat_moe.recipe import load
 from telechat_moe.recipe.weights import weights
+from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.dump import summary
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord
-from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.judge.pins import chose_otherwise
 

@@ -21,9 +21,10 @@ from benchmarks.align_faults.layouts import LAYOUTS, RankLayout
 from benchmarks.align_faults.model import Model
 from benchmarks.align_faults.oracle import seen_on
 from benchmarks.align_faults.weights import Shape
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Dump
 from telechat_moe.tools.align.judge import reproduce
-from telechat_moe.tools.align.judge.bisect import Known, bisect
+from telechat_moe.tools.align.judge.comparison import Known
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome
 
 

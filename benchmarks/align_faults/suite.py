@@ -31,9 +31,10 @@ from benchmarks.align_faults.score import (
     try_fault,
 )
 from telechat_moe.errors import UsageError
+from telechat_moe.tools.align.across_layouts import across
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Dump
-from telechat_moe.tools.align.judge.across_layouts import across
-from telechat_moe.tools.align.judge.bisect import Known, bisect
+from telechat_moe.tools.align.judge.comparison import Known
 from telechat_moe.tools.align.judge.pins import chose_otherwise
 
 BARS = {"detected": 1.0, "exact": 0.99, "family": 0.95, "reproducer": 1.0, "observable": 0.95}

@@ -16,7 +16,8 @@ from benchmarks.align_faults.real import Lie, RealStep, lying
 from benchmarks.align_faults.real_faults import GIVEN, LIES
 from benchmarks.align_faults.score import refires
 from telechat_moe.recipe import load
-from telechat_moe.tools.align.judge.bisect import Known, bisect
+from telechat_moe.tools.align.bisect import bisect
+from telechat_moe.tools.align.judge.comparison import Known
 
 FEW = ("experts exchanged", "scale of attention", "gradient's sign")
 

@@ -3,7 +3,7 @@
     python -m benchmarks.claims                 the quick ones: a quarter of an hour
     python -m benchmarks.claims --changed       those whose code or words of a page changed since their commit
     python -m benchmarks.claims ID...           these, also slow ones
-    python -m benchmarks.claims --page          write docs/verification.md
+    python -m benchmarks.claims --page          write benchmarks/claims/verification.md
     python -m benchmarks.claims --uncovered     list figures of the pages that no claim covers
 
 Exit codes: 0 ok, 1 a number differs or a quote is gone, 2 usage.
@@ -34,10 +34,10 @@ from benchmarks.claims.read import (
     uncovered,
 )
 
-PAGE = ROOT / "docs" / "verification.md"
+PAGE = Path(__file__).with_name("verification.md")
 HEAD = """# What was verified, and how
 
-One row a claim of README and these pages, written by `python -m benchmarks.claims --page` from `benchmarks/claims/claims.yaml`.
+One row a claim of README, docs and the READMEs of benchmarks, written by `python -m benchmarks.claims --page` from `benchmarks/claims/claims.yaml`.
 `make claims` runs the quick commands again (marked *) and compares what they print with what the pages print; CI does so where code or words changed.
 
 * **verified**: the command was run on this machine (any: the numbers do not depend on it) with the code of this commit, and gave what the page says.
@@ -79,15 +79,20 @@ def run(claim: Claim) -> bool:
     return good
 
 
+def _title(page: str) -> str:
+    """Return what a page is called in a list: its name, or that of its benchmark."""
+    path = Path(page)
+    return path.parent.name if path.name == "README.md" and path.parent.name else path.stem
+
+
 def page(found: list[Claim]) -> str:
-    """Return docs/verification.md."""
+    """Return benchmarks/claims/verification.md."""
     rows = ["| claim | status | command | machine, commit, date |", "|---|---|---|---|"]
     for claim in found:
         when = ", ".join(x for x in (claim.machine, claim.commit, claim.date) if x)
         shown = f"`{claim.command}`{' *' if claim.quick else ''}" if claim.command else "none"
         places = ", ".join(
-            "README" if p == "README.md" else f"[{Path(p).stem}]({Path(p).name})"
-            for p in dict.fromkeys(q.page for q in claim.quotes)
+            f"[{_title(p)}](../../{p})" for p in dict.fromkeys(q.page for q in claim.quotes)
         )
         what = f"`{claim.id}`: {claim.claim}{'. ' + claim.note if claim.note else ''}{' (' + places + ')' if places else ''}"
         rows.append(f"| {what} | {claim.status} | {shown} | {when} |".replace("{file}", "FILE"))
@@ -145,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="run no more than fits into this time"
     )
-    parser.add_argument("--page", action="store_true", help="write docs/verification.md")
+    parser.add_argument(
+        "--page", action="store_true", help="write benchmarks/claims/verification.md"
+    )
     parser.add_argument(
         "--uncovered", action="store_true", help="list figures that no claim covers"
     )

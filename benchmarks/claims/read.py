@@ -54,7 +54,7 @@ class Quote:
 
 @dataclass(frozen=True)
 class Claim:
-    """One card of docs/verification.md; the keys are explained at the head of claims.yaml."""
+    """One card of benchmarks/claims/verification.md; the keys are explained at the head of claims.yaml."""
 
     id: str
     claim: str
@@ -193,10 +193,6 @@ def uncovered(page: str, found: list[Claim], constants: list[str] | None) -> lis
 
 
 def pages() -> list[str]:
-    """Return README and the pages of docs whose figures are written by hand."""
-    return [
-        "README.md",
-        *sorted(
-            f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md") if p.name != "verification.md"
-        ),
-    ]
+    """Return README, the pages of docs and the READMEs of benchmarks, whose figures are written by hand."""
+    below = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/README.md")]
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in below)]

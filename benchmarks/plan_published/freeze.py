@@ -30,7 +30,7 @@ def write(device: str, rows: list[MeasuredStep], out: Path | None = None) -> Pat
         f"{table} {n}" for table, n in sorted(Counter(r.table for r in rows).items())
     )
     lines = [
-        f"# Fitted to {len(rows)} published steps ({counts}); see docs/plan_accuracy.md.",
+        f"# Fitted to {len(rows)} published steps ({counts}); see benchmarks/plan_published/README.md.",
         "constants:",
     ]
     for name, value in asdict(constants).items():

@@ -205,7 +205,7 @@ def read_table(file: str | Path) -> list[MeasuredStep]:
             return [_row(row, parse, path.stem, line) for line, row in enumerate(rows, start=2)]
     raise BadInputError(
         f"{path}: columns {', '.join(sorted(columns))[:200]} fit no known table; see the formats in "
-        "docs/plan_accuracy.md"
+        "benchmarks/plan_published/README.md"
     )
 
 

@@ -1,6 +1,6 @@
 """Compare the compiled graph of MindFormers' own TeleChat3-MoE class with ours: parameters and operators.
 
-Both are compiled for Ascend on this machine, from the same recipe, and nothing is run. docs/upstream.md has the tables of
+Both are compiled for Ascend on this machine, from the same recipe, and nothing is run. benchmarks/upstream/README.md has the tables of
 one device and what they mean.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.compile import LayoutEntry, RankGraph
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_dryrun import compile_mindformers
 from telechat_moe.interop.upstream_names import Shape
@@ -141,9 +141,9 @@ def parameters(graph: RankGraph) -> dict[str, Shape]:
     return {name: _whole(graph.layouts.get(name), own[name]) for name in trained}
 
 
-def _whole(layout: Sequence[Any] | None, own: Shape) -> Shape:
+def _whole(layout: LayoutEntry | None, own: Shape) -> Shape:
     """Return the shape before splitting from MindSpore's layout entry, a parameter's own where it has none."""
-    return tuple(layout[6]) if layout and len(layout) > 6 and layout[6] else own
+    return tuple(layout.shape) if layout and layout.shape else own
 
 
 # Of MTP's input: MindFormers reads it on the last stage, where its embedding is a second copy; ours on the first.

@@ -16,7 +16,8 @@ import numpy as np
 
 from telechat_moe.checkpoint.joint_save import TensorShard, replicas_differ
 from telechat_moe.checkpoint.manifest import Region, slices
-from telechat_moe.graph.execute import Job, shard_slices
+from telechat_moe.graph.execute import Job
+from telechat_moe.graph.parameter_layout import shard_slices
 from telechat_moe.processes import Control
 from telechat_moe.sharding.shards import group_of
 
@@ -28,7 +29,7 @@ def region(job: Job, rank: int, name: str) -> Region | None:
     entry = job.ranks[rank].layouts.get(name)
     if entry is None:
         return None
-    where = shard_slices(entry[6], job.ranks[rank], name)
+    where = shard_slices(entry.shape, job.ranks[rank], name)
     assert where is not None
     return tuple((s.start, s.stop) for s in where)
 
@@ -46,7 +47,7 @@ class ShardOwners:
                 here = region(job, rank, name) if keep(name) else None
                 if here is not None:
                     held[name] = here
-                    self.shapes[name] = tuple(int(n) for n in entry[6])
+                    self.shapes[name] = tuple(int(n) for n in entry.shape)
                     self.holders.setdefault((name, here), []).append(rank)
             self.regions.append(held)
         self.owner = balance({piece: (_size(piece[1]), r) for piece, r in self.holders.items()})

@@ -55,12 +55,12 @@ def kept(made_from: Any, graphs: int, say: Callable[[str], object]) -> Generator
     global _asked
     hindered = "this process has compiled a step before" if _asked else _hindered()
     _asked = True
-    scratch, file, taken = None, Path(), dict[str, bytes]()
+    scratch, file, restored = None, Path(), dict[str, bytes]()
     try:
         if not hindered:
             file = _folder() / f"{key(made_from, graphs)}.graphs"
             scratch = TemporaryDirectory(prefix="telechat-moe-", ignore_cleanup_errors=True)
-            taken = _take(file, Path(scratch.name), say)
+            restored = _take(file, Path(scratch.name), say)
     except (OSError, BadInputError, RuntimeError) as error:  # RuntimeError: this user has no home
         hindered = str(error)
         if scratch is not None:
@@ -70,7 +70,7 @@ def kept(made_from: Any, graphs: int, say: Callable[[str], object]) -> Generator
         say(f"{COMPILING}; it is not kept: {hindered}")
         yield
         return
-    say("the graph of a step is kept from an earlier start" if taken else COMPILING)
+    say("the graph of a step is kept from an earlier start" if restored else COMPILING)
     with scratch as folder:
         ms.set_context(enable_compile_cache=True, compile_cache_path=folder)
         try:
@@ -78,7 +78,7 @@ def kept(made_from: Any, graphs: int, say: Callable[[str], object]) -> Generator
         finally:
             ms.set_context(enable_compile_cache=False)
         try:
-            _keep(file, Path(folder), taken, graphs)
+            _keep(file, Path(folder), restored, graphs)
         except (OSError, BadInputError) as error:
             say(f"the graph of a step is not kept for later starts: {error}")
 
@@ -88,10 +88,10 @@ def key(made_from: Any, graphs: int) -> str:
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)}
     versions = [sys.version, ms.__version__, np.__version__, _processor()]
     cores = len(os.sched_getaffinity(0))
-    found = hashlib.sha256(json.dumps([made_from, graphs, settings, versions, cores]).encode())
+    digest = hashlib.sha256(json.dumps([made_from, graphs, settings, versions, cores]).encode())
     for file in sorted(set(_code())):
-        found.update(f"{file}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()[:32]
+        digest.update(f"{file}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:32]
 
 
 def _hindered() -> str:
@@ -154,18 +154,18 @@ def _take(file: Path, scratch: Path, say: Callable[[str], object]) -> dict[str, 
     return _files(scratch)
 
 
-def _keep(file: Path, scratch: Path, taken: Mapping[str, bytes], graphs: int) -> None:
+def _keep(file: Path, scratch: Path, restored: Mapping[str, bytes], graphs: int) -> None:
     """Keep what MindSpore has written, and the last files used beside it."""
-    made = _files(scratch)
-    if made != taken:
-        complete = sum(name.endswith(".mindir") for name in made) == graphs
-        if not complete or not all(_is_whole(name, data) for name, data in made.items()):
+    files = _files(scratch)
+    if files != restored:
+        complete = sum(name.endswith(".mindir") for name in files) == graphs
+        if not complete or not all(_is_whole(name, data) for name, data in files.items()):
             raise BadInputError(
                 f"MindSpore could not write it to {scratch.parent}; is there space?"
             )
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, data in made.items():
+            for name, data in files.items():
                 archive.writestr(name, data)
         data = packed.getvalue()
         write_atomic(file, hashlib.sha256(data).hexdigest().encode() + data)
@@ -187,5 +187,5 @@ def _is_whole(name: str, data: bytes) -> bool:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}

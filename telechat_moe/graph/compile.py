@@ -18,6 +18,53 @@ class Built(NamedTuple):
     inputs: tuple[Any, ...]
 
 
+class LayoutEntry(NamedTuple):
+    """What is read of an entry of MindSpore's ``parameter_layout_dict``.
+
+    Attributes:
+        device_matrix: Sizes of the axes of a stage's devices.
+        tensor_map: Axis that splits each dimension, numbered from the right, or a list of them; -1: none. A dimension
+            that several axes split may be several dimensions here and in ``shard_view``.
+        shard_group: Group among which the sharded optimizer splits the first dimension; empty: it does not.
+        shape: Shape of the whole tensor; may be empty.
+        shard_view: Shape of the shard.
+    """
+
+    device_matrix: list[int]
+    tensor_map: list[Any]
+    shard_group: str
+    shape: list[int]
+    shard_view: list[int]
+
+    @staticmethod
+    def of(entry: Sequence[Any]) -> "LayoutEntry":
+        """Return the parts of MindSpore's entry by name."""
+        return LayoutEntry(*entry[:2], *entry[5:8])
+
+    def axes_by_dimension(self, shape: Sequence[int]) -> list[list[int]]:
+        """Return the axes that split each dimension of a tensor, numbered from the right of the device matrix."""
+        if len(self.tensor_map) == len(shape):
+            nested = [
+                axes if isinstance(axes, list | tuple) else [axes] for axes in self.tensor_map
+            ]
+            return [[axis for axis in axes if axis != -1] for axes in nested]
+        dimensions: list[list[int]] = []
+        position = 0
+        for length in shape:
+            axes, extent = [], 1
+            while position < len(self.tensor_map):
+                axis = self.tensor_map[position]
+                split = self.device_matrix[-1 - axis] if axis != -1 else 1
+                factor = self.shard_view[position] * split
+                if extent == length and factor != 1:
+                    break
+                extent *= factor
+                axes += [axis] if axis != -1 else []
+                position += 1
+            dimensions.append(axes)
+        return dimensions
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankGraph:
     """The compiled graph of one rank.
@@ -25,7 +72,7 @@ class RankGraph:
     Attributes:
         mindir: Serialised MindIR, forward, backward and optimizer.
         groups: Communication groups by name, global ranks.
-        layouts: Parameter name to MindSpore's layout entry (device matrix, tensor map, slice ...).
+        layouts: Parameter name to how MindSpore has split it.
         build_seconds: Time to build the cells.
         compile_seconds: Time in MindSpore's front end.
         peak_memory: Peak resident memory of the compiling process, bytes.
@@ -35,7 +82,7 @@ class RankGraph:
     devices: int
     mindir: bytes = field(repr=False)
     groups: Mapping[str, list[int]] = field(repr=False)
-    layouts: Mapping[str, list[Any]] = field(repr=False)
+    layouts: Mapping[str, LayoutEntry] = field(repr=False)
     build_seconds: float
     compile_seconds: float
     peak_memory: int
@@ -123,7 +170,7 @@ def _compile(
     device.to_ascend()
     _set_compiler_context(context, switches)
     phase, _ = executor.compile(built.step, *built.inputs, phase="export.mindir")
-    done = time.perf_counter()
+    finished = time.perf_counter()
     mindir = executor._get_func_graph_proto(built.step, phase, "mind_ir")
     layouts = built.step.parameter_layout_dict or {}
     return RankGraph(
@@ -131,8 +178,8 @@ def _compile(
         devices=device.size,
         mindir=mindir,
         groups=device.groups(),
-        layouts={name: list(entry) for name, entry in layouts.items()},
+        layouts={name: LayoutEntry.of(entry) for name, entry in layouts.items()},
         build_seconds=ready - began,
-        compile_seconds=done - ready,
+        compile_seconds=finished - ready,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

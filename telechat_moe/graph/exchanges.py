@@ -28,14 +28,16 @@ def split(model: Model) -> dict[str, str]:
         if name not in EXCHANGES:
             fresh.node.add().CopyFrom(node)
             continue
-        given = {key: operation.attribute(key) for key in ATTRIBUTES}
-        given["tag"] -= _NEXT_TAG * (len(waits) + 1)
-        start = editor.custom(f"{name}Start", str(native.path()), **given)
+        attributes = {key: operation.attribute(key) for key in ATTRIBUTES}
+        attributes["tag"] -= _NEXT_TAG * (len(waits) + 1)
+        start = editor.custom(f"{name}Start", str(native.path()), **attributes)
         token = editor.node(start, node.input, [1], FLOAT32, node.domain)
         several = operation.attribute("multi_output")
         waiting = fresh.node.add()
         waiting.CopyFrom(node)
-        waiting.op_type = editor.custom(f"{name}Wait", str(native.path()), several=several, **given)
+        waiting.op_type = editor.custom(
+            f"{name}Wait", str(native.path()), several=several, **attributes
+        )
         waiting.input.append(token)
         waits[token] = node.name
     del main.node[:]

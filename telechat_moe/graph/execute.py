@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.compile import LayoutEntry, RankGraph
 from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
+from telechat_moe.graph.parameter_layout import shard_of
 from telechat_moe.graph.reorder import Pair, Pass, in_order
 from telechat_moe.graph.rewrite import for_cpu
 from telechat_moe.graph.swapping import PooledTensor, State, Swapped, open_pool
@@ -93,29 +94,32 @@ class Job:
         pairs = {(a, b) for a, b, *_ in sent} | {(b, a) for a, b, *_ in sent}
         peers = [sorted(b for a, b in pairs if a == graph.rank) for graph in graphs]
         ranks = [{k: v for k, v in vars(graph).items() if k != "mindir"} for graph in light]
-        known = {"ranks": ranks, "groups": groups, "peers": peers, "rewritten": counts}
-        known |= {"operators": operators, "swapped": swapped}
-        (folder / "ranks.json").write_text(json.dumps(known), encoding="utf-8")
+        content = {"ranks": ranks, "groups": groups, "peers": peers, "rewritten": counts}
+        content |= {"operators": operators, "swapped": swapped}
+        (folder / "ranks.json").write_text(json.dumps(content), encoding="utf-8")
         return Job(folder, light, groups, peers, counts, operators, swapped)
 
     def with_copies(self, prefix: str, keep: Callable[[str], bool]) -> "Job":
         """Return the job with a tensor ``prefix.NAME`` beside each that is kept, in the same shards; no graph has it."""
         ranks = []
         for graph in self.ranks:
-            more = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
-            ranks.append(replace(graph, layouts={**graph.layouts, **more}))
+            copies = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
+            ranks.append(replace(graph, layouts={**graph.layouts, **copies}))
         return replace(self, ranks=ranks)
 
     @staticmethod
     def read(folder: Path) -> "Job":
         """Read what :meth:`write` wrote."""
-        known = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
-        ranks = [RankGraph(mindir=b"", **entry) for entry in known.pop("ranks")]
+        content = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
+        ranks: list[RankGraph] = []
+        for graph in content.pop("ranks"):
+            layouts = {name: LayoutEntry(*entry) for name, entry in graph.pop("layouts").items()}
+            ranks.append(RankGraph(mindir=b"", layouts=layouts, **graph))
         swapped = [
             row and Swapped._make([*row[:-1], [State(*state) for state in row[-1]]])
-            for row in known.pop("swapped")
+            for row in content.pop("swapped")
         ]
-        return Job(folder, ranks, **known, swapped=swapped)
+        return Job(folder, ranks, **content, swapped=swapped)
 
 
 class RankProgram:
@@ -131,18 +135,18 @@ class RankProgram:
     """
 
     def __init__(
-        self, job: Job, rank: int, made: set[str] | None = None, swap_folder: str | None = None
+        self, job: Job, rank: int, created: set[str] | None = None, swap_folder: str | None = None
     ) -> None:
         import mindspore as ms
         from mindspore import nn
         from mindspore.communication import create_group
 
         self.job, self.rank, self.graph = job, rank, job.ranks[rank]
-        made = set() if made is None else made
+        created = set() if created is None else created
         for name, ranks in sorted(job.groups.items()):
-            if name not in made and rank in ranks:
+            if name not in created and rank in ranks:
                 create_group(name, ranks)
-            made.add(name)
+            created.add(name)
         link(rank, job.peers)
         self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
         named = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
@@ -187,10 +191,10 @@ class RankProgram:
         from mindspore import Tensor
 
         for name, parameter in self.parameters.items():
-            given = other.parameters.get(name)
-            if given is not parameter:  # without one it is a gradient sum, zero between steps
-                empty = given is None
-                value = np.zeros(parameter.shape, np.float32) if empty else given.asnumpy().copy()
+            source = other.parameters.get(name)
+            if source is not parameter:  # without one it is a gradient sum, zero between steps
+                empty = source is None
+                value = np.zeros(parameter.shape, np.float32) if empty else source.asnumpy().copy()
                 parameter.set_data(Tensor(value))
 
     def set_limits(self, norm: float, loss: float) -> None:
@@ -228,61 +232,3 @@ class RankProgram:
             if name in self.parameters:  # MindSpore drops what a graph does not read
                 ops.assign(self.parameters[name], value)
         return self.cell(*batch)
-
-
-def shard_slices(shape: Sequence[int], graph: RankGraph, name: str) -> tuple[slice, ...] | None:
-    """Return the slices of a whole tensor that are a rank's shard; None: the rank holds all of it."""
-    entry = graph.layouts.get(name)
-    if entry is None:
-        return None
-    matrix, shard_group = entry[0], entry[5]
-    coordinates = np.unravel_index(graph.rank % int(np.prod(matrix)), matrix)
-    per_dimension = _by_dimension(shape, entry)
-    slices = []
-    for length, axes in zip(shape, per_dimension, strict=True):
-        start = 0
-        for axis in axes:
-            i = len(matrix) - 1 - axis
-            length //= matrix[i]
-            start += int(coordinates[i]) * length
-        slices.append([start, start + length])
-    if shard_group:
-        members = graph.groups[shard_group]
-        rows = (slices[0][1] - slices[0][0]) // len(members)
-        start = slices[0][0] + members.index(graph.rank) * rows
-        slices[0] = [start, start + rows]
-    return tuple(slice(a, b) for a, b in slices)
-
-
-def _by_dimension(shape: Sequence[int], entry: Sequence[Any]) -> list[list[int]]:
-    """Return the axes that split each dimension, numbered from the right of the device matrix.
-
-    MindSpore gives a dimension that several axes split as several entries of the tensor map.
-    """
-    matrix, tensor_map = entry[0], entry[1]
-    if all(not isinstance(x, list | tuple) for x in tensor_map) and len(tensor_map) == len(shape):
-        return [[x] if x != -1 else [] for x in tensor_map]
-    if len(tensor_map) == len(shape):
-        nested = [x if isinstance(x, list | tuple) else [x] for x in tensor_map]
-        return [[a for a in axes if a != -1] for axes in nested]
-    parts, view = list(tensor_map), list(entry[7])
-    result: list[list[int]] = []
-    position = 0
-    for length in shape:
-        axes, extent = [], 1
-        while position < len(parts):
-            axis = parts[position]
-            factor = view[position] * (matrix[len(matrix) - 1 - axis] if axis != -1 else 1)
-            if extent == length and factor != 1:
-                break
-            extent *= factor
-            axes += [axis] if axis != -1 else []
-            position += 1
-        result.append(axes)
-    return result
-
-
-def shard_of(whole: np.ndarray, graph: RankGraph, name: str) -> np.ndarray:
-    """Return a rank's shard of a whole tensor."""
-    where = shard_slices(whole.shape, graph, name)
-    return whole if where is None else np.ascontiguousarray(whole[where])

@@ -48,19 +48,19 @@ def host_syncs(mindir: bytes) -> list[GraphSync]:
     model = Model(mindir)
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
     times = call_counts(model, functions)
-    found: Counter[tuple[str, str, str, str, bool]] = Counter()
+    counts: Counter[tuple[str, str, str, str, bool]] = Counter()
     unknown = 0
     for name, function in functions.items():
         for node in function.nodes.values() if times[name] else ():
             if not node.kind or node.kind in STRUCTURE or node.kind == "Constant":
                 continue
             unknown += times[name] * any(d < 0 for dims, _ in node.shapes for d in dims)
-            for why, waits in _reasons(model, function, node):
+            for reason, waits in _reasons(model, function, node):
                 phase = function.phases[node.name]
-                found[node.kind, module_of(node.scope), phase, why, waits] += times[name]
+                counts[node.kind, module_of(node.scope), phase, reason, waits] += times[name]
     syncs = [
-        GraphSync(kind, module, phase, count, why, waits)
-        for (kind, module, phase, why, waits), count in found.items()
+        GraphSync(kind, module, phase, count, reason, waits)
+        for (kind, module, phase, reason, waits), count in counts.items()
     ]
     if unknown:
         syncs.append(GraphSync("dynamic shapes", "all", "all", unknown, _UNKNOWN, False))
@@ -77,9 +77,9 @@ def _reasons(model: Model, function: Graph, node: GraphNode) -> Iterator[tuple[s
     if node.kind in _BY_VALUE:
         yield _SIZED, True
     if node.kind == "MoveTo":
-        given = [_constant(function, name) for name in node.inputs[1:]]
-        if "CPU" in given:
-            waits = True in given
+        arguments = [_constant(function, name) for name in node.inputs[1:]]
+        if "CPU" in arguments:
+            waits = True in arguments
             yield "copies to the host" + (", which waits" if waits else ""), waits
 
 

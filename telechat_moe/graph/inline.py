@@ -58,9 +58,9 @@ def inline_calls(model: Model) -> Mapping[str, str]:
     del main.node[:]
     main.node.extend(inliner.fresh.node)
     called = {name for node in main.node for name in node.input}
-    kept = [function for function in model.proto.functions if function.name in called]
+    functions_left = [function for function in model.proto.functions if function.name in called]
     del model.proto.functions[:]
-    model.proto.functions.extend(kept)
+    model.proto.functions.extend(functions_left)
     return inliner.call_of
 
 
@@ -111,8 +111,8 @@ class _Inliner:
         self.call = ""
         self.call_of: dict[str, str] = {}
 
-    def run(self, graph: Any, known: dict[str, _Value]) -> _Value:
-        """Add the nodes of a graph whose inputs are ``known``; return its output."""
+    def run(self, graph: Any, values: dict[str, _Value]) -> _Value:
+        """Add the nodes of a graph whose inputs are ``values``; return its output."""
         mark = f"@{self.calls}" if graph is not self.model.proto.graph else ""
         self.calls += 1
         chosen = {
@@ -124,33 +124,33 @@ class _Inliner:
         for node in graph.node:
             primitive = self.model.primitive(node)
             kind = "" if primitive is None else primitive.op_type
-            inputs = [self._value(name, known) for name in node.input]
+            inputs = [self._value(name, values) for name in node.input]
             if _is_call(self.model, node):
-                callee = self._value(node.op_type.removeprefix("REF::"), known)
+                callee = self._value(node.op_type.removeprefix("REF::"), values)
                 if isinstance(callee, _Closure):
                     outer, self.call = self.call, self.call or node.name
-                    known[node.name] = self._call(callee, inputs)
+                    values[node.name] = self._call(callee, inputs)
                     self.call = outer
                     continue
             elif kind == "Partial" and node.name not in chosen:
-                function, *given = inputs
+                function, *arguments = inputs
                 if not isinstance(function, _Closure):
                     raise BadInputError(
                         f"{node.name}: a Partial of {function!r}, which is no function"
                     )
-                known[node.name] = _Closure(function.function, (*function.given, *given))
+                values[node.name] = _Closure(function.function, (*function.given, *arguments))
                 continue
             elif kind == "MakeTuple" and not all(isinstance(value, str) for value in inputs):
-                known[node.name] = tuple(inputs)
+                values[node.name] = tuple(inputs)
                 continue
             elif kind == "TupleGetItem" and isinstance(inputs[0], tuple):
-                known[node.name] = inputs[0][self._index(node.input[1])]
+                values[node.name] = inputs[0][self._index(node.input[1])]
                 continue
             elif kind == "Depend" and not isinstance(inputs[0], str):
-                known[node.name] = inputs[0]
+                values[node.name] = inputs[0]
                 continue
-            known[node.name] = self._add(node, inputs, mark if node.op_type != "Constant" else "")
-        return self._value(graph.output[0].name, known)
+            values[node.name] = self._add(node, inputs, mark if node.op_type != "Constant" else "")
+        return self._value(graph.output[0].name, values)
 
     def _call(self, closure: _Closure, inputs: Sequence[_Value]) -> _Value:
         function = self.functions[closure.function]
@@ -159,12 +159,12 @@ class _Inliner:
             raise BadInputError(
                 f"{function.name} is called with {len(values)} of its {len(function.input)} inputs"
             )
-        names = [given.name for given in function.input]
+        names = [parameter.name for parameter in function.input]
         return self.run(function, dict(zip(names, values, strict=False)))
 
-    def _value(self, name: str, known: dict[str, _Value]) -> _Value:
-        if name in known:
-            return known[name]
+    def _value(self, name: str, values: dict[str, _Value]) -> _Value:
+        if name in values:
+            return values[name]
         return _Closure(name) if name in self.functions else name
 
     def _index(self, name: str) -> int:

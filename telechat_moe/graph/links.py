@@ -33,16 +33,16 @@ def link(rank: int, peers: Sequence[Sequence[int]]) -> None:
     """
     if not any(peers):
         return
-    wanted = [peer for peer in peers[rank] if peer not in _linked]
+    unlinked = [peer for peer in peers[rank] if peer not in _linked]
     with socket.create_server((_own_address(), 0)) as server:
         server.settimeout(PATIENCE_S)
         addresses, secret = _exchange(rank, len(peers), server)
         hello = _HELLO.pack(secret, rank)
-        for peer in (p for p in wanted if p < rank):
+        for peer in (p for p in unlinked if p < rank):
             end = socket.create_connection(addresses[peer], PATIENCE_S)
             end.sendall(hello)
             _keep(peer, end)
-        missing = {peer for peer in wanted if peer > rank}
+        missing = {peer for peer in unlinked if peer > rank}
         while missing:
             try:
                 end, _ = server.accept()
@@ -50,8 +50,8 @@ def link(rank: int, peers: Sequence[Sequence[int]]) -> None:
                 raise TelechatMoeError(
                     f"rank {rank}: rank {min(missing)} did not connect within {PATIENCE_S:.0f} s"
                 ) from None
-            said, peer = _HELLO.unpack(_read(end, _HELLO.size))
-            if secrets.compare_digest(said, secret) and peer in missing:
+            token, peer = _HELLO.unpack(_read(end, _HELLO.size))
+            if secrets.compare_digest(token, secret) and peer in missing:
                 missing.remove(peer)
                 _keep(peer, end)
             else:
@@ -96,12 +96,12 @@ def _read(end: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         try:
-            more = end.recv(count - len(data))
+            chunk = end.recv(count - len(data))
         except OSError:
-            more = b""
-        if not more:
+            chunk = b""
+        if not chunk:
             return bytes(count)
-        data += more
+        data += chunk
     return data
 
 

@@ -124,11 +124,11 @@ class _Walk:
         # Gradients are summed in parameters, too.
         self.parameters = {p.name: Tensor(weights="accu_grads." not in p.name) for p in parameters}
 
-    def run(self, function: Graph, given: Sequence[Any], call: int) -> Any:
+    def run(self, function: Graph, arguments: Sequence[Any], call: int) -> Any:
         """Walk through a function; return its result."""
         values: dict[str, Any] = {
             **self.parameters,
-            **dict(zip(function.given, given, strict=True)),
+            **dict(zip(function.given, arguments, strict=True)),
         }
         for node in function.nodes.values():
             values[node.name] = self._value(function, node, values, call)
@@ -178,7 +178,7 @@ class _Walk:
         host = _to_host(function, node)
         data = [t for t in read if t.node is None or t.node.kind != "Constant"]
         weights = bool(data) and all(t.weights for t in data)
-        made = [
+        outputs = [
             Tensor(self.size_of(shape), phase, node, shape, weights, now, now, call=call, host=host)
             for shape in node.shapes
         ]
@@ -187,9 +187,9 @@ class _Walk:
             early = find_value(function.model.primitive(node.proto).attribute, "backward_prefetch")
             key = module_of(node.scope), source.kind, early or 0, node.shapes[0][0]
             times, size = self.moved.get(key, (0, 0))
-            self.moved[key] = times + 1, size + made[0].size
-        self.tensors += made
-        return made[0] if len(made) == 1 else tuple(made)
+            self.moved[key] = times + 1, size + outputs[0].size
+        self.tensors += outputs
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _call(self, function: Graph, node: GraphNode, values: Mapping[str, Any]) -> Any:
         target = self._read(node.proto.op_type[5:], values)
@@ -198,10 +198,10 @@ class _Walk:
         self.calls += 1
         number = self.calls
         callee = self.functions[target.name]
-        given = [*target.values, *(self._read(name, values) for name in node.inputs)]
+        arguments = [*target.values, *(self._read(name, values) for name in node.inputs)]
         # An input that only orders effects is the last and may be left out.
-        given = (given + [None] * len(callee.given))[: len(callee.given)]
-        result = self.run(callee, given, number)
+        arguments = (arguments + [None] * len(callee.given))[: len(callee.given)]
+        result = self.run(callee, arguments, number)
         if callee.part == "forward":
             self.ends[number] = len(self.phases)
         return result
@@ -214,7 +214,7 @@ class _Walk:
             if tensor.phase in PASSES and not (tensor.phase == "backward" and tensor.gradient):
                 born[tensor.born].append(tensor)
                 dead[tensor.dies].append(tensor)
-        now = copies = peak = most_copies = at = host = most_host = 0
+        now = copies = peak = most_copies = peak_position = host = most_host = 0
         turn = None
         for place, phase in enumerate(self.phases):
             if phase in ("recompute", "backward") and turn is None:
@@ -223,25 +223,25 @@ class _Walk:
                 now, copies = _add(now, copies, tensor, 1)
                 host += tensor.size * tensor.host
             if phase in PASSES and now > peak:
-                peak, at = now, place
+                peak, peak_position = now, place
             most_copies, most_host = max(most_copies, copies), max(most_host, host)
             for tensor in dead[place]:
                 now, copies = _add(now, copies, tensor, -1)
                 host -= tensor.size * tensor.host
-        counted = [t for same in born.values() for t in same if not t.weights and not t.host]
-        here: Counter[tuple[str, str, str, tuple[int, ...]]] = Counter()
-        kept: Counter[int] = Counter()
+        counted = [t for tensors in born.values() for t in tensors if not t.weights and not t.host]
+        at_peak: Counter[tuple[str, str, str, tuple[int, ...]]] = Counter()
+        left_behind: Counter[int] = Counter()
         for tensor in counted:
-            if tensor.born <= at <= tensor.dies:
+            if tensor.born <= peak_position <= tensor.dies:
                 module = module_of(tensor.node.scope) if tensor.node else ""
                 kind = tensor.node.kind if tensor.node else ""
-                here[tensor.phase, module, kind, tensor.shape[0]] += tensor.size
+                at_peak[tensor.phase, module, kind, tensor.shape[0]] += tensor.size
             if tensor.call in self.ends and tensor.dies >= self.ends[tensor.call]:
-                kept[tensor.call] += tensor.size
+                left_behind[tensor.call] += tensor.size
         return Alive(
             peak=peak,
-            tensors=dict(here.most_common()),
-            kept=max(kept.values(), default=turn or 0),
+            tensors=dict(at_peak.most_common()),
+            kept=max(left_behind.values(), default=turn or 0),
             copies=most_copies,
             host=most_host,
             moved=self.moved,

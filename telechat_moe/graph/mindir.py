@@ -152,17 +152,17 @@ def find_value(attributes: Iterable[Any], name: str) -> Any:
 
 def output_shapes(node: Any) -> list[tuple[tuple[int, ...], int]]:
     """Return ``(shape, element type)`` of each output of a node."""
-    found: list[tuple[tuple[int, ...], int]] = []
+    shapes: list[tuple[tuple[int, ...], int]] = []
 
     def walk(attribute: Any) -> None:
-        found.extend((tuple(t.dims), t.data_type) for t in attribute.tensors)
+        shapes.extend((tuple(t.dims), t.data_type) for t in attribute.tensors)
         for item in attribute.values:
             walk(item)
 
     for attribute in node.attribute:
         if attribute.name == "shape":
             walk(attribute)
-    return found
+    return shapes
 
 
 class Editor:
@@ -178,10 +178,10 @@ class Editor:
     def __init__(self, model: Model, nodes: Any) -> None:
         self.model, self.nodes = model, nodes
 
-    def name(self, what: str) -> str:
+    def name(self, kind: str) -> str:
         """Return a name that is not taken."""
         Editor._count += 1
-        return f"telechat_{what}_{Editor._count}"
+        return f"telechat_{kind}_{Editor._count}"
 
     def _add(self, name: str, kind: str, inputs: Sequence[str] = (), scope: str = "") -> Any:
         node = self.nodes.add()
@@ -250,8 +250,8 @@ class Editor:
         **attributes: int | Sequence[int],
     ) -> str:
         """Add a primitive of an operator of a native library; ``writes``: with a side effect, ``several``: outputs."""
-        where = f"{library}:{name}"
-        names = {"func_name": where, "uniq_name": f"Custom__{where}", "reg_op_name": name}
+        function = f"{library}:{name}"
+        names = {"func_name": function, "uniq_name": f"Custom__{function}", "reg_op_name": name}
         reference = self.primitive(
             "Custom", None, (), func_type="aot", imply_path="", **names, **attributes
         )

@@ -88,12 +88,12 @@ class Graph:
                 node, kind, data_inputs(kind, node.input), output_shapes(node)
             )
         self.result = proto.output[0].name if proto.output else ""
-        self.given = tuple(given.name for given in proto.input)
+        self.given = tuple(entry.name for entry in proto.input)
         self.shapes: dict[str, list[Shape]] = {n: node.shapes for n, node in self.nodes.items()}
         for parameter in proto.parameter:
             self.shapes[parameter.name] = [(tuple(parameter.dims), parameter.data_type)]
-        for given in proto.input:
-            self.shapes[given.name] = [(tuple(t.dims), t.data_type) for t in given.tensor]
+        for entry in proto.input:
+            self.shapes[entry.name] = [(tuple(t.dims), t.data_type) for t in entry.tensor]
 
     @property
     def part(self) -> str | None:
@@ -109,20 +109,20 @@ class Graph:
     @cached_property
     def calls(self) -> dict[str, GraphNode]:
         """Calls of a shared network by name, with the forward call that each belongs to (its own of a forward)."""
-        found: dict[str, GraphNode] = {}
+        calls: dict[str, GraphNode] = {}
         for name, node in self.nodes.items():
             if (
                 not node.kind
                 and "▸" in node.proto.op_type
                 and node.proto.op_type[5:] not in self.nodes
             ):
-                found[name] = node
+                calls[name] = node
         for name, node in self.nodes.items():
-            if not node.kind and name not in found:
+            if not node.kind and name not in calls:
                 forward, _ = root_of(self, node.proto.op_type[5:])
-                if forward in found:
-                    found[name] = found[forward]
-        return found
+                if forward in calls:
+                    calls[name] = calls[forward]
+        return calls
 
     @cached_property
     def phases(self) -> dict[str, str]:
@@ -145,7 +145,7 @@ class Graph:
             if fixed[name] in ("forward", "backward", "recompute") or name in to_network:
                 to_network.update(node.inputs)
         return {
-            name: found
+            name: phase
             or (
                 "optimizer"
                 if name not in to_network
@@ -153,7 +153,7 @@ class Graph:
                 if name in from_gradients
                 else "forward"
             )
-            for name, found in fixed.items()
+            for name, phase in fixed.items()
         }
 
 

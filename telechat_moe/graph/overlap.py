@@ -98,7 +98,7 @@ def pairs(
                 ends.setdefault(index, {})[mark] = name
     before = _ancestors(main)
     place = {name: i for i, name in enumerate(main.nodes)}
-    found: Counter[tuple[str, str, bool]] = Counter()
+    counts: Counter[tuple[str, str, bool]] = Counter()
     for end in ends.values():
         if len(end) < 2:
             continue
@@ -106,10 +106,10 @@ def pairs(
         free = not (before[f] >> place[b] & 1 or before[b] >> place[f] & 1)
         names = [_function(main, functions, end[mark]) for mark in (FORWARD, BACKWARD)]
         if names[0] is not None and names[1] is not None:
-            found[names[0], names[1], free] += 1
+            counts[names[0], names[1], free] += 1
     return [
         _pair(functions, (f, b), (times, free), kinds, size)
-        for (f, b, free), times in found.items()
+        for (f, b, free), times in counts.items()
     ]
 
 
@@ -189,18 +189,18 @@ def work_of(graph: Graph, node: GraphNode, size: Callable[[Shape], int]) -> Work
     A product of [m, k] and [k, n] has 2 m k n FLOPs, twice the root of the product of the three sizes; with groups,
     divided by the root of their number. Attention counts the causal half.
     """
-    given = [s for i in node.inputs for s in graph.shapes.get(i, [])[:1] if s[0]]
-    made = [s for s in node.shapes if s[0]]
-    moved = float(sum(map(size, (*given, *made))))
+    inputs = [s for i in node.inputs for s in graph.shapes.get(i, [])[:1] if s[0]]
+    outputs = [s for s in node.shapes if s[0]]
+    moved = float(sum(map(size, (*inputs, *outputs))))
     flops = 0.0
     if any(word in node.kind for word in _MATRICES):
-        tensors = sorted((s for s in (*given, *made) if len(s[0]) >= 2), key=size)[-3:]
+        tensors = sorted((s for s in (*inputs, *outputs) if len(s[0]) >= 2), key=size)[-3:]
         if len(tensors) == 3:
             groups = max((s[0][0] for s in tensors if len(s[0]) > 2), default=1)
             flops = 2 * math.sqrt(math.prod(_elements(s, size) for s in tensors) / max(groups, 1))
-    elif node.kind in _ATTENTION and given:
-        rows = max(given[0][0][:-1], default=0)
-        heads = (_elements(given[0], size), _elements(given[2], size) if len(given) > 2 else 0)
+    elif node.kind in _ATTENTION and inputs:
+        rows = max(inputs[0][0][:-1], default=0)
+        heads = (_elements(inputs[0], size), _elements(inputs[2], size) if len(inputs) > 2 else 0)
         flops = _ATTENTION[node.kind] * rows * sum(heads)
     return Work(1, flops, 0.0 if flops else moved)
 
@@ -209,7 +209,7 @@ def _elements(shape: Shape, size: Callable[[Shape], int]) -> float:
     return size(shape) / ITEM_BYTES.get(shape[1], 4)
 
 
-def plain(found: Sequence[Pair], described: Mapping[str, Any]) -> list[dict[str, Any]]:
+def plain(marked_pairs: Sequence[Pair], described: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return pairs as plain data.
 
     Args:
@@ -236,5 +236,5 @@ def plain(found: Sequence[Pair], described: Mapping[str, Any]) -> list[dict[str,
             "backward": [work._asdict() for work in pair.backward],
             "exchanges": [row(x) for x in pair.exchanges],
         }
-        for pair in found
+        for pair in marked_pairs
     ]

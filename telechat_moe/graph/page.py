@@ -33,12 +33,12 @@ def page(result: dict[str, Any], difference: dict[str, Any] | None = None) -> st
     """
     body = [_head(result)]
     if difference is not None:
-        said = [
+        models = [
             f"{place}: {escape(d['model'])}'s model, {escape(d['layout'])} on {d['devices']} devices"
             for place, d in ((1, difference["one"]), (2, difference["two"]))
         ]
         body.append(
-            f"<h2>Against {escape(difference['two']['recipe'])}</h2><p>{'; '.join(said)}.</p>"
+            f"<h2>Against {escape(difference['two']['recipe'])}</h2><p>{'; '.join(models)}.</p>"
         )
         body += [_table(table) for table in difference_tables(difference)]
     if any(stage["order"] for stage in result["stages"]):
@@ -64,10 +64,10 @@ def _head(result: dict[str, Any]) -> str:
     ]
     check = result["check"]
     if check is not None:
-        said = check_text(check)
+        sentence = check_text(check)
         kind = "good" if check["same"] else "bad"
         detail = "".join(f"<br>{escape(text)}" for text in check["differences"])
-        lines.append(f"<p class={kind}>{escape(said[0].upper() + said[1:])}.{detail}</p>")
+        lines.append(f"<p class={kind}>{escape(sentence[0].upper() + sentence[1:])}.{detail}</p>")
     wrong = [*result["unmatched_transfers"], *filter(None, [overlap_text(result)])]
     lines += [html.tag("p", text, "bad") for text in wrong]
     return "".join(lines)
@@ -83,37 +83,37 @@ def _stage(stage: dict[str, Any]) -> str:
     derived = f"; ranks {ranges_text(others)} derived by substituting groups" if others else ""
     parts = [f"<h2>Stage {stage['stage']}, rank {stage['rank']}{derived}</h2>"]
     groups = by_group(stage)
-    most = max((s["sent"] for s in groups.values()), default=0) or 1
+    largest = max((s["sent"] for s in groups.values()), default=0) or 1
     rows: list[list[object]] = []
     for key, s in groups.items():
         certain = "" if s["certain"] == s["bytes"] else size_text(s["certain"])
         sizes = (size_text(s["bytes"]), certain, size_text(s["sent"]))
-        rows.append([*key, s["count"], *sizes, html.bar(s["sent"] / most)])
+        rows.append([*key, s["count"], *sizes, html.bar(s["sent"] / largest)])
     head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "certain "]
     head += ["sent ", "sent, of the most"]
     parts += ["<h3>Collectives a step</h3>", html.table(head, rows)]
-    found = module_rows(stage)
+    module_table = module_rows(stage)
     head = ["module", "collective", "group", "calls ", "bytes ", "sent "]
-    if found:
-        parts.append(_table(("Forward collectives by module", head, found)))
-    title, (head, found) = "All-to-alls of passes that overlap", overlap_table(stage)
-    if found:
-        parts.append(_table((title, head, found)))
+    if module_table:
+        parts.append(_table(("Forward collectives by module", head, module_table)))
+    title, (head, module_table) = "All-to-alls of passes that overlap", overlap_table(stage)
+    if module_table:
+        parts.append(_table((title, head, module_table)))
         parts += [_pair(number, pair) for number, pair in enumerate(stage["overlap"])]
     kinds = sorted(stage["operators"].items(), key=lambda item: -sum(item[1].values()))
     rows = [[kind, *(counts[p] or "" for p in PHASES)] for kind, counts in kinds]
-    again = stage["recomputation"]
-    said = (
-        f"<p>{again['operators']} forward operators run again in the backward pass, {again['collectives']} of them "
-        f"collectives that send {size_text(again['sent'])}.</p>"
-        if again["operators"]
+    recomputation = stage["recomputation"]
+    summary = (
+        f"<p>{recomputation['operators']} forward operators run again in the backward pass, {recomputation['collectives']} of them "
+        f"collectives that send {size_text(recomputation['sent'])}.</p>"
+        if recomputation["operators"]
         else "<p>No forward operator runs again.</p>"
     )
     if swaps := swap_text(stage):
-        said += f"<p>{swaps}.</p>"
+        summary += f"<p>{swaps}.</p>"
     table = html.table(["operator", *(f"{p} " for p in PHASES)], rows)
     count = sum(sum(c.values()) for c in stage["operators"].values())
-    parts.append(f"<h3>Operators a step: {count}</h3>{said}")
+    parts.append(f"<h3>Operators a step: {count}</h3>{summary}")
     parts.append(html.details("by kind", table))
     return "".join(parts)
 
@@ -129,29 +129,29 @@ def _pair(number: int, pair: dict[str, Any]) -> str:
     for s in slots:
         scale = (WIDTH - left - 8) / length
         x, w = left + s["start"] * scale, (s["end"] - s["start"]) * scale
-        said = f"{s['pass']}{s['part']}"
-        text = f"<text x={x + w / 2:g} y={lanes[s['lane']] + 15} class=inside>{said}</text>"
+        label = f"{s['pass']}{s['part']}"
+        text = f"<text x={x + w / 2:g} y={lanes[s['lane']] + 15} class=inside>{label}</text>"
         us = (s["end"] - s["start"]) * 1e6
         drawn.append(
-            f"<g><title>{s['lane']} {said}: {us:,.0f} us</title><rect x={x:g} y={lanes[s['lane']]} "
+            f"<g><title>{s['lane']} {label}: {us:,.0f} us</title><rect x={x:g} y={lanes[s['lane']]} "
             f"width={max(w - 1, 0.5):g} height={LANE - 5} rx=2 fill='var(--{s['pass']})' />"
-            f"{text if w > 8 * len(said) else ''}</g>"
+            f"{text if w > 8 * len(label) else ''}</g>"
         )
-    what = f"pair {number}, {pair['times']} times a step, {length * 1e6:,.0f} us"
+    caption = f"pair {number}, {pair['times']} times a step, {length * 1e6:,.0f} us"
     keys = html.keys(
         [("var(--F)", "forward"), ("var(--B)", "backward of another micro-batch")],
-        f"{what}; the number of a part is how many exchanges it needs",
+        f"{caption}; the number of a part is how many exchanges it needs",
     )
-    return keys + html.svg(WIDTH, 2 * LANE + 6, drawn, what)
+    return keys + html.svg(WIDTH, 2 * LANE + 6, drawn, caption)
 
 
 def _memory(result: dict[str, Any]) -> str:
-    most = max(s["memory"]["total"] for s in result["stages"]) or 1
+    largest = max(s["memory"]["total"] for s in result["stages"]) or 1
     bars: list[list[object]] = []
     for stage in result["stages"]:
         memory = stage["memory"]
         shares = "".join(
-            f"<i style='width:{100 * memory[name] / most:.2f}%;background:var(--m{i})' "
+            f"<i style='width:{100 * memory[name] / largest:.2f}%;background:var(--m{i})' "
             f"title='{name}: {size_text(memory[name])}'></i>"
             for i, name in enumerate(MEMORY)
         )
@@ -187,13 +187,13 @@ def _timeline(result: dict[str, Any]) -> str:
             x, w = left + slot.start * unit, (slot.end - slot.start) * unit
             chunk = f".{slot.event.chunk}" if slot.event.chunk else ""
             part = f":{slot.event.part}" if slot.event.part else ""
-            said = f"{slot.event.micro}{chunk}{part}"
-            text = f"<text x={x + w / 2:g} y={top + 15} class=inside>{said}</text>"
+            label = f"{slot.event.micro}{chunk}{part}"
+            text = f"<text x={x + w / 2:g} y={top + 15} class=inside>{label}</text>"
             fade = " fill-opacity=.6" if slot.event.chunk else ""
             drawn.append(
                 f"<g><title>{escape(str(slot.event))}</title><rect x={x:g} y={top} width={w - 1:g} height={LANE - 5} "
                 f"rx=2 fill='var(--{slot.event.kind})'{fade} />"
-                f"{text if w > 7 * len(said) else ''}</g>"
+                f"{text if w > 7 * len(label) else ''}</g>"
             )
     orders_text = "".join(
         f"<p class=mono><b>stage {s['stage']}</b> {escape(s['order_text'])}</p>"

@@ -295,8 +295,8 @@ class _Links:
 
     def of(self, node: GraphNode) -> GraphNode | None:
         """Return the forward collective that a backward one is the derivative of."""
-        found = self.forward.get(node.mark("forward_unique_id") or "")
-        return found[1] if found else None
+        link = self.forward.get(node.mark("forward_unique_id") or "")
+        return link[1] if link else None
 
 
 class _Site:
@@ -389,9 +389,9 @@ class _Site:
                 return _parameter_module(self.node.mark("mirror_user_id"))
             origin = linked
         primitive = self.function.model.primitive(origin.proto)
-        own = find_value(primitive.attribute, "module")
-        if own:
-            return str(own)
+        attribute = find_value(primitive.attribute, "module")
+        if attribute:
+            return str(attribute)
         if "parallel_optimizer" in primitive.instance_name:
             return _parameter_module(origin.mark("mirror_user_id"))
         if self.function.phases.get(origin.name) == "optimizer":
@@ -404,8 +404,8 @@ class _Site:
         source = self.node.inputs[0] if self.node.inputs else ""
         if self.node.kind == "AlltoAllV":
             into = [s for s in self.function.shapes.get(source, []) if s[0]]
-            given = size_of(into[0]) if into else None
-            certain = max(out or 0, given or 0)
+            input_bytes = size_of(into[0]) if into else None
+            certain = max(out or 0, input_bytes or 0)
             element = self.node.shapes[0][1] if self.node.shapes else 0
             if not certain:
                 return self._even_elements() * ITEM_BYTES.get(element, 4), 0
@@ -445,15 +445,15 @@ class Step(NamedTuple):
 def sequence(graph: RankGraph) -> list[Step]:
     """Return the operations of a rank in order, collectives with the global ranks of their groups."""
     model = Model(graph.mindir)
-    found = []
+    steps = []
     for operation in model.operations():
         ranks: list[int] = []
         if operation.kind in COLLECTIVES:
             ranks = list(graph.groups.get(operation.attribute("group"), ()))
             if operation.kind in PEER:
                 ranks = sorted((graph.rank, ranks[operation.attribute(PEER[operation.kind])]))
-        found.append(Step(operation.kind, tuple(operation.shapes()), tuple(ranks)))
-    return found
+        steps.append(Step(operation.kind, tuple(operation.shapes()), tuple(ranks)))
+    return steps
 
 
 def differences(graph: RankGraph, other: RankGraph, devices: Devices) -> list[str]:
@@ -467,15 +467,15 @@ def differences(graph: RankGraph, other: RankGraph, devices: Devices) -> list[st
         for step in sequence(graph)
     ]
     compiled = [step._replace(ranks=tuple(sorted(step.ranks))) for step in sequence(other)]
-    found = []
+    lines = []
     if len(derived) != len(compiled):
-        found.append(f"{len(derived)} operations derived, {len(compiled)} compiled")
+        lines.append(f"{len(derived)} operations derived, {len(compiled)} compiled")
     for place, (a, b) in enumerate(zip(derived, compiled, strict=False)):
         if a != b:
-            found.append(f"operation {place}: derived {_said(a)}, compiled {_said(b)}")
-        if len(found) == 5:
+            lines.append(f"operation {place}: derived {_said(a)}, compiled {_said(b)}")
+        if len(lines) == 5:
             break
-    return found
+    return lines
 
 
 def _said(step: Step) -> str:

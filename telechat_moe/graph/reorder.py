@@ -71,8 +71,8 @@ def impose(model: Model, passes: Mapping[str, Event], order: Sequence[Pass | Pai
     _Orderer(model, {**passes, **of_starts}, waits).run(order)
 
 
-def _show(one: Pass) -> str:
-    return f"{one[0]}(chunk {one[1]} of the stage, micro-batch {one[2]})"
+def _show(step: Pass) -> str:
+    return f"{step[0]}(chunk {step[1]} of the stage, micro-batch {step[2]})"
 
 
 class _Orderer:
@@ -100,35 +100,35 @@ class _Orderer:
         for name in reversed(self.nodes):
             if name in needed or name in self.passes or self.kinds[name] in ("Send", "Receive"):
                 needed.update(self.nodes[name].input)
-        same: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for name, node in list(self.nodes.items()):
-            node.input[:] = [same.get(i, i) for i in node.input]
+            node.input[:] = [aliases.get(i, i) for i in node.input]
             ordering = self.kinds[name] == "Depend" and name in needed and name not in self.passes
             if ordering:
-                same[name] = node.input[0]
+                aliases[name] = node.input[0]
             elif (
                 self.kinds[name] == "TupleGetItem" and self.kinds.get(node.input[0]) == "MakeTuple"
             ):
                 item = find_value(self.nodes[node.input[1]].attribute, "value")
-                same[name] = self.nodes[node.input[0]].input[item]
+                aliases[name] = self.nodes[node.input[0]].input[item]
             else:
                 continue
             del self.nodes[name]
         out = self.main.output[0]
-        out.name = same.get(out.name, out.name)
+        out.name = aliases.get(out.name, out.name)
 
     def _sums(self) -> dict[str, list[str]]:
         """Return the additions to each weight's gradient, in MindSpore's order."""
-        found: dict[str, list[str]] = defaultdict(list)
+        additions: dict[str, list[str]] = defaultdict(list)
         for name in self.passes:
             if self.kinds[name] in WRITES and SUMS in self.nodes[name].input[0]:
-                found[self.nodes[name].input[0]].append(name)
-        return found
+                additions[self.nodes[name].input[0]].append(name)
+        return additions
 
     def _classify(self) -> dict[str, Pass]:
         """Return the pass of each node that belongs to one; additions to gradients are no part of any."""
         feeds: dict[str, set[str]] = defaultdict(set)  # the weights behind a node, or a message
-        found: dict[str, Pass] = {}
+        passes: dict[str, Pass] = {}
         additions = {name for names in self.sums.values() for name in names}
         for name in reversed(self.nodes):
             node, kind = self.nodes[name], self.kinds[name]
@@ -137,17 +137,17 @@ class _Orderer:
                 continue
             event = self.passes.get(name)
             if kind in ("Send", "Receive"):
-                found[name] = self._of_message(node)
-            if kind == "Send" and found[name][0] == "D":
+                passes[name] = self._of_message(node)
+            if kind == "Send" and passes[name][0] == "D":
                 feeds[name] = {"a message", "another"}
             for source in data_inputs(kind, node.input):
                 if feeds[name]:
                     feeds[source] |= feeds[name]
             if event is not None and event.kind == "F":
-                found[name] = ("F", event.chunk, event.micro)
+                passes[name] = ("F", event.chunk, event.micro)
             elif event is not None and feeds[name]:
-                found[name] = ("D" if len(feeds[name]) > 1 else "W", event.chunk, event.micro)
-        return found
+                passes[name] = ("D" if len(feeds[name]) > 1 else "W", event.chunk, event.micro)
+        return passes
 
     def _of_message(self, node: Any) -> Pass:
         operation = Operation("", node, self.model.primitive(node))
@@ -159,17 +159,17 @@ class _Orderer:
         return ("D" if backward else "F", chunk, micro)
 
     def run(self, order: Sequence[Pass | Pair]) -> None:
-        done: set[Pass] = set()
+        ordered: set[Pass] = set()
         for step in order:
             for sides in self._sides(step):
-                for one in (one for side in sides for one in side):
-                    if one in done:
-                        raise BadInputError(f"the schedule has {_show(one)} twice")
-                    done.add(one)
-                    if one[0] == "F" and one not in self.members:
-                        raise BadInputError(f"the graph has no {_show(one)}")
+                for pass_ in (pass_ for side in sides for pass_ in side):
+                    if pass_ in ordered:
+                        raise BadInputError(f"the schedule has {_show(pass_)} twice")
+                    ordered.add(pass_)
+                    if pass_[0] == "F" and pass_ not in self.members:
+                        raise BadInputError(f"the graph has no {_show(pass_)}")
                 self._add_passes(sides)
-        missing = min(self.members.keys() - done, default=None)
+        missing = min(self.members.keys() - ordered, default=None)
         if missing is not None:
             raise BadInputError(f"the schedule lacks {_show(missing)}")
         self._add(self.nodes, ())
@@ -179,14 +179,17 @@ class _Orderer:
     def _sides(self, step: Pass | Pair) -> list[list[Side]]:
         """Return what runs one after the other; each is one or two sides, passes that take turns at exchanges."""
         if len(step) == 5:
-            kind, chunk, micro, *back = step
+            kind, chunk, micro, *backward = step
             letters = "D" if kind == "FD" else "DW"
             return [
-                [(("F", chunk, micro),), tuple((letter, back[0], back[1]) for letter in letters)]
+                [
+                    (("F", chunk, micro),),
+                    tuple((letter, backward[0], backward[1]) for letter in letters),
+                ]
             ]
         kind, chunk, micro = step
-        whole = tuple((letter, chunk, micro) for letter in ("DW" if kind == "B" else kind))
-        return [[whole]] if self.waits else [[(one,)] for one in whole]
+        passes = tuple((letter, chunk, micro) for letter in ("DW" if kind == "B" else kind))
+        return [[passes]] if self.waits else [[(pass_,)] for pass_ in passes]
 
     def _add_passes(self, sides: Sequence[Side]) -> None:
         """Add passes that take turns: each up to the start of an exchange, then what need not wait for it."""
@@ -194,12 +197,12 @@ class _Orderer:
             for side, turn in zip(sides, turns, strict=True):
                 for names in turn or ():
                     self._add(names, side)
-        if any(one[0] == "W" for side in sides for one in side):
+        if any(pass_[0] == "W" for side in sides for pass_ in side):
             self._add_sums()
 
     def _turns(self, side: Side) -> list[tuple[list[str], list[str]]]:
         """Return for each exchange of a side, and behind the last, its start, and what needs none but those before it."""
-        members = [name for one in side for name in self.members.get(one, ())]
+        members = [name for pass_ in side for name in self.members.get(pass_, ())]
         starts = [name for name in members if name in self.waits]
         number = {self.waits[name]: i + 1 for i, name in enumerate(starts)}
         need: dict[str, int] = {}  # the last exchange behind a node, from 1
@@ -209,7 +212,7 @@ class _Orderer:
         for name in members:
             if name not in self.waits:
                 free[need[name]].append(name)
-        return [(starts[i : i + 1], rest) for i, rest in enumerate(free)]
+        return [(starts[i : i + 1], independent) for i, independent in enumerate(free)]
 
     def _add_sums(self) -> None:
         """Add to the gradients what is there by now."""
@@ -283,11 +286,11 @@ class _Orderer:
         added.attribute[0].CopyFrom(self._shape(source))
         return name
 
-    def _make_token(self, fresh: Sequence[str], one: Pass) -> str:
+    def _make_token(self, fresh: Sequence[str], pass_: Pass) -> str:
         used = {source for name in fresh for source in self.nodes[name].input}
         light = ("", "Load", "UpdateState")
         ends = [name for name in fresh if name not in used and self.kinds[name] not in light]
-        scope = "/".join(map(str, ("pass", *one)))
+        scope = "/".join(map(str, ("pass", *pass_)))
         waits = self.editor.pack([*ends, *([self.token] if self.token else [])], (), FLOAT32, scope)
         zero = self.editor.zeros([1], FLOAT32)
         depend = self.editor.primitive("Depend", side_effect_propagate=1)

@@ -124,25 +124,25 @@ def _stage(
     }
 
 
-def _grouped(found: Iterable[Collective]) -> list[tuple[Collective, list[Collective]]]:
+def _grouped(collectives: Iterable[Collective]) -> list[tuple[Collective, list[Collective]]]:
     rows: dict[tuple[object, ...], list[Collective]] = {}
-    for c in found:
+    for c in collectives:
         # by bytes, too: two tensors of one shape may have two types
         key = (c.phase, c.purpose, c.kind, c.group, c.ranks, c.module, c.shape, c.bytes)
         rows.setdefault(key, []).append(c)
-    return [(same[0], same) for same in rows.values()]
+    return [(members[0], members) for members in rows.values()]
 
 
-def _row(c: Collective, same: Sequence[Collective]) -> dict[str, Any]:
+def _row(c: Collective, members: Sequence[Collective]) -> dict[str, Any]:
     return {
         **{name: getattr(c, name) for name in ("phase", "purpose", "kind", "group", "module")},
         "ranks": list(c.ranks),
         "size": len(c.ranks),
         "shape": list(c.shape),
-        "count": sum(s.times for s in same),
-        "bytes": sum(s.bytes * s.times for s in same),
-        "sent": sum(s.sent * s.times for s in same),
-        "certain": sum(s.floor * s.times for s in same),
+        "count": sum(s.times for s in members),
+        "bytes": sum(s.bytes * s.times for s in members),
+        "sent": sum(s.sent * s.times for s in members),
+        "certain": sum(s.floor * s.times for s in members),
     }
 
 
@@ -225,22 +225,22 @@ def check_derived(
         Whether they are the same.
     """
     source = next(g for g in graphs if mesh.stage(g.rank) == mesh.stage(other.rank))
-    found = differences(source, other, mesh)
+    lines = differences(source, other, mesh)
     result["check"] = {
         "rank": other.rank,
         "derived_from": source.rank,
-        "same": not found,
-        "differences": found,
+        "same": not lines,
+        "differences": lines,
         "compared": "operations in order, output shapes and types, groups; not constants",
     }
-    return not found
+    return not lines
 
 
 def check_text(check: Mapping[str, Any]) -> str:
     """Say in a sentence what :func:`check_derived` found."""
-    said = "equal" if check["same"] else "NOT equal"
+    verdict = "equal" if check["same"] else "NOT equal"
     return (
-        f"rank {check['rank']} compiled too: {said} to what was derived from rank {check['derived_from']} "
+        f"rank {check['rank']} compiled too: {verdict} to what was derived from rank {check['derived_from']} "
         f"({check['compared']})"
     )
 
@@ -289,21 +289,21 @@ def _any_layer(module: str) -> str:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """Return the tables of a report for a terminal: title, headers, rows."""
-    found: list[Table] = []
+    report_tables: list[Table] = []
     for stage in result["stages"]:
         name = f"stage {stage['stage']}, rank {stage['rank']}"
         head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "sent "]
-        found.append((f"{name}: collectives a step", head, _cells(by_group(stage))))
+        report_tables.append((f"{name}: collectives a step", head, _cells(by_group(stage))))
         rows = [row[:-1] for row in module_rows(stage)]
         head = ["module", "collective", "group", "calls ", "bytes "]
-        found.append((f"{name}: forward collectives by module", head, rows))
-        found.append((f"{name}: operators a step", *_operators(stage)))
+        report_tables.append((f"{name}: forward collectives by module", head, rows))
+        report_tables.append((f"{name}: operators a step", *_operators(stage)))
         rows = [
             [a["phase"], a["module"], a["kind"], str(a["shape"]), size_text(a["bytes"])]
             for a in stage["alive_at_peak"][:12]
         ]
         head = ["phase", "module", "operator", "shape", "bytes "]
-        found.append((f"{name}: largest activations at the peak", head, rows))
+        report_tables.append((f"{name}: largest activations at the peak", head, rows))
         rows = [
             [
                 r["module"],
@@ -316,8 +316,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
             for r in stage["swapping"]["by_module"]
         ]
         head = ["module", "operator", "shape", "tensors ", "bytes ", "prefetch "]
-        found.append((f"{name}: to the host's memory in a step", head, rows))
-        found.append((f"{name}: all-to-alls of passes that overlap", *overlap_table(stage)))
+        report_tables.append((f"{name}: to the host's memory in a step", head, rows))
+        report_tables.append((f"{name}: all-to-alls of passes that overlap", *overlap_table(stage)))
         rows = [
             [
                 s["kind"],
@@ -330,30 +330,30 @@ def tables(result: dict[str, Any]) -> list[Table]:
             for s in stage["host_syncs"]
         ]
         head = ["operator", "module", "phase", "times ", "host waits", "why"]
-        found.append((f"{name}: operators that reach the host", head, rows))
-    found.append(("memory of a device", *_memory_table(result)))
-    return [table for table in found if table[2]]
+        report_tables.append((f"{name}: operators that reach the host", head, rows))
+    report_tables.append(("memory of a device", *_memory_table(result)))
+    return [table for table in report_tables if table[2]]
 
 
 def overlap_text(result: Mapping[str, Any]) -> str:
     """Say that ``pp_1f1b_overlap`` overlaps nothing in the stages that were compiled; empty: it does, or is not there."""
-    found = any(pair["exchanges"] for stage in result["stages"] for pair in stage["overlap"])
-    if found or not result["overlapped"]:
+    overlaps = any(pair["exchanges"] for stage in result["stages"] for pair in stage["overlap"])
+    if overlaps or not result["overlapped"]:
         return ""
     return f"pp_1f1b_overlap names {', '.join(result['overlapped'])}, of which no pair of passes here has one"
 
 
 def swap_text(stage: Mapping[str, Any]) -> str:
     """Say what a stage swaps in a step; empty: nothing."""
-    found, said = stage["swapping"], list[str]()
-    if found["tensors"]:
-        said.append(
-            f"{found['tensors']} activations of {size_text(found['bytes'])} go to the host's memory and back in a step, at most "
-            f"{size_text(found['host'])} are there at once"
+    swapping, sentences = stage["swapping"], list[str]()
+    if swapping["tensors"]:
+        sentences.append(
+            f"{swapping['tensors']} activations of {size_text(swapping['bytes'])} go to the host's memory and back in a step, at most "
+            f"{size_text(swapping['host'])} are there at once"
         )
-    if found["states"]:
-        said.append(f"the moments, {size_text(found['states'])}, are in the host's memory")
-    return "; ".join(said)
+    if swapping["states"]:
+        sentences.append(f"the moments, {size_text(swapping['states'])}, are in the host's memory")
+    return "; ".join(sentences)
 
 
 def overlap_table(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -380,10 +380,10 @@ def overlap_table(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _operators(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     counts = sorted(stage["operators"].items(), key=lambda item: -sum(item[1].values()))
     rows = [[kind, *(str(c[p] or "") for p in PHASES)] for kind, c in counts[:12]]
-    rest = counts[12:]
-    if rest:
-        sums = [sum(c[p] for _, c in rest) for p in PHASES]
-        rows.append([f"{len(rest)} other kinds", *(str(s or "") for s in sums)])
+    others = counts[12:]
+    if others:
+        sums = [sum(c[p] for _, c in others) for p in PHASES]
+        rows.append([f"{len(others)} other kinds", *(str(s or "") for s in sums)])
     return ["operator", *(f"{phase} " for phase in PHASES)], rows
 
 
@@ -395,14 +395,14 @@ def _memory_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["stage", *(f"{name} " for name in MEMORY), "sum "], rows
 
 
-def difference(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+def difference(first: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     """Return two reports side by side, stage by stage where both have them."""
-    shared = zip(one["stages"], two["stages"], strict=False)
+    shared = zip(first["stages"], two["stages"], strict=False)
     names = ("recipe", "model", "layout", "devices")
     return {
-        "one": {name: one[name] for name in names},
+        "one": {name: first[name] for name in names},
         "two": {name: two[name] for name in names},
-        "stages_compared": min(len(one["stages"]), len(two["stages"])),
+        "stages_compared": min(len(first["stages"]), len(two["stages"])),
         "stages": [_stage_difference(a, b) for a, b in shared],
     }
 
@@ -442,7 +442,7 @@ def _stage_difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 def difference_tables(result: dict[str, Any]) -> list[Table]:
     """Return the tables of :func:`difference`."""
-    found: list[Table] = []
+    report_tables: list[Table] = []
     for stage in result["stages"]:
         name = "stage {} and {}".format(*stage["stages"])
         rows = [
@@ -456,25 +456,31 @@ def difference_tables(result: dict[str, Any]) -> list[Table]:
             for r in stage["groups"]
         ]
         head = ["group", "collective", "calls 1 ", "calls 2 ", "bytes 1 ", "bytes 2 ", "sent 1 "]
-        found.append((f"{name}: each group, all phases", [*head, "sent 2 ", "change "], rows))
+        report_tables.append(
+            (f"{name}: each group, all phases", [*head, "sent 2 ", "change "], rows)
+        )
         rows = []
         for r in stage["collectives"]:
             calls, sent = r["count"], r["sent"]
             sizes = [size_text(sent[0]), size_text(sent[1]), _change(*sent)]
             rows.append([r["phase"], r["purpose"], r["kind"], r["group"], *map(str, calls), *sizes])
         head = ["phase", "purpose", "collective", "group", "calls 1 ", "calls 2 "]
-        found.append((f"{name}: collectives", [*head, "sent 1 ", "sent 2 ", "change "], rows))
+        report_tables.append(
+            (f"{name}: collectives", [*head, "sent 1 ", "sent 2 ", "change "], rows)
+        )
         rows = [
             [kind, str(x), str(y), f"{y - x:+d}"] for kind, (x, y) in stage["operators"].items()
         ]
-        found.append((f"{name}: operators that differ", ["operator", "1 ", "2 ", "change "], rows))
+        report_tables.append(
+            (f"{name}: operators that differ", ["operator", "1 ", "2 ", "change "], rows)
+        )
         rows = [
             [n.replace("_", " "), size_text(x), size_text(y), _change(x, y)]
             for n, (x, y) in stage["memory"].items()
             if n != "micro_batches_in_flight"
         ]
-        found.append((f"{name}: memory of a device", ["", "1 ", "2 ", "change "], rows))
-    return [table for table in found if table[2]]
+        report_tables.append((f"{name}: memory of a device", ["", "1 ", "2 ", "change "], rows))
+    return [table for table in report_tables if table[2]]
 
 
 def _change(a: float, b: float) -> str:

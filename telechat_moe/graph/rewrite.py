@@ -77,27 +77,29 @@ class _Site:
         """The number by which the two ends of a Send and its Receive know each other."""
         return self.operation.attribute("sr_tag")
 
-    def all_reduce(self, x: str, shape: Sequence[int], name: str | None = None, **more: Any) -> str:
+    def all_reduce(
+        self, x: str, shape: Sequence[int], name: str | None = None, **attributes: Any
+    ) -> str:
         kind = self.editor.primitive(
-            "AllReduce", self.operation.primitive, KEEP, op="sum", index=0, fusion=0, **more
+            "AllReduce", self.operation.primitive, KEEP, op="sum", index=0, fusion=0, **attributes
         )
         if self.element in FLOATS:
             return self.editor.node(kind, [x], shape, self.element, self.scope, name)
         # CPU adds floats only: exact for integers below 2^24, which ids, positions and masks are.
         cast = self.editor.primitive("Cast")
-        there, back = (self.editor.constant(TYPE_ID[e]) for e in (FLOAT32, self.element))
-        x = self.editor.node(cast, [x, there], shape, FLOAT32, self.scope)
+        to_float, to_element = (self.editor.constant(TYPE_ID[e]) for e in (FLOAT32, self.element))
+        x = self.editor.node(cast, [x, to_float], shape, FLOAT32, self.scope)
         total = self.editor.node(kind, [x], shape, FLOAT32, self.scope)
-        return self.editor.node(cast, [total, back], shape, self.element, self.scope, name)
+        return self.editor.node(cast, [total, to_element], shape, self.element, self.scope, name)
 
     def gather(self, x: str, shape: Sequence[int], name: str | None = None) -> str:
         """Concatenate the shards of all ranks along dimension 0."""
         zero = self.make("ZerosLike", [x], shape)
         parts = [zero] * self.me + [x] + [zero] * (self.size - 1 - self.me)
-        whole = [shape[0] * self.size, *shape[1:]]
+        gathered_shape = [shape[0] * self.size, *shape[1:]]
         packed = self.editor.pack(parts, shape, self.element, self.scope)
-        joined = self.make("Concat", [packed, self.editor.constant(0)], whole)
-        return self.all_reduce(joined, whole, name)
+        joined = self.make("Concat", [packed, self.editor.constant(0)], gathered_shape)
+        return self.all_reduce(joined, gathered_shape, name)
 
     def make(
         self, kind: str, inputs: Sequence[str], shape: Sequence[int], name: str | None = None
@@ -119,10 +121,10 @@ def _all_gather(site: _Site) -> None:
 
 
 def _reduce_scatter(site: _Site) -> None:
-    rows, rest = site.shape[0], site.shape[1:]
-    total = site.all_reduce(site.source, [rows * site.size, *rest])
-    begin = [site.me * rows] + [0] * len(rest)
-    site.slice(total, begin, [begin[0] + rows, *rest], site.name)
+    rows, trailing = site.shape[0], site.shape[1:]
+    total = site.all_reduce(site.source, [rows * site.size, *trailing])
+    begin = [site.me * rows] + [0] * len(trailing)
+    site.slice(total, begin, [begin[0] + rows, *trailing], site.name)
 
 
 def _extreme(site: _Site) -> None:
@@ -132,12 +134,12 @@ def _extreme(site: _Site) -> None:
     x = site.source
     if not site.shape:
         x = site.make("Reshape", [x, site.editor.constant([1])], [1])
-    whole = site.gather(x, shape)
+    gathered = site.gather(x, shape)
     rows = shape[0]
-    result = site.slice(whole, [0] * len(shape), shape)
+    result = site.slice(gathered, [0] * len(shape), shape)
     for part in range(1, site.size):
         begin = [part * rows] + [0] * (len(shape) - 1)
-        other = site.slice(whole, begin, [begin[0] + rows, *shape[1:]])
+        other = site.slice(gathered, begin, [begin[0] + rows, *shape[1:]])
         last = part == site.size - 1
         result = site.make(kind, [result, other], shape, site.name if last and site.shape else None)
     if not site.shape:
@@ -146,13 +148,13 @@ def _extreme(site: _Site) -> None:
 
 def _all_to_all(site: _Site) -> None:
     split, concat = site.operation.attribute("split_dim"), site.operation.attribute("concat_dim")
-    own = list(site.shape)
-    own[split] *= site.size
-    own[concat] //= site.size
-    whole = site.gather(site.source, own)
-    stacked = [site.size, *own]
-    parts = site.make("Reshape", [whole, site.editor.constant(stacked)], stacked)
-    width = own[split] // site.size
+    input_shape = list(site.shape)
+    input_shape[split] *= site.size
+    input_shape[concat] //= site.size
+    gathered = site.gather(site.source, input_shape)
+    stacked = [site.size, *input_shape]
+    parts = site.make("Reshape", [gathered, site.editor.constant(stacked)], stacked)
+    width = input_shape[split] // site.size
     begin, end = [0] * len(stacked), list(stacked)
     begin[split + 1], end[split + 1] = site.me * width, (site.me + 1) * width
     cut = site.slice(parts, begin, end)
@@ -223,8 +225,8 @@ def for_cpu(
             if operation.kind == "Custom":
                 if operation.attribute("reg_op_name") in (*EXCHANGES, *WAITS):
                     peers = _exchange(operation, editor, before)
-                    for found in messages.values():
-                        found |= peers
+                    for addresses in messages.values():
+                        addresses |= peers
                     before = node.name
                     counts["AlltoAllV"] = counts.get("AlltoAllV", 0) + 1
                 fresh.node.add().CopyFrom(chained)
@@ -265,15 +267,15 @@ def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[M
     name = operation.attribute("reg_op_name")
     (shape, element), *_ = operation.shapes()
     if name in WAITS:  # it waits with its token; a start waits for nothing
-        place, given, element = -1, [1], FLOAT32
+        place, input_shape, element = -1, [1], FLOAT32
     else:
         rows, times = shape[0], operation.attribute("times")
         rows = rows // times if name == "MoeDispatch" else rows * times
-        place, given = 0, [rows, *shape[1:]]
+        place, input_shape = 0, [rows, *shape[1:]]
     if before is not None:
         depend = editor.primitive("Depend", side_effect_propagate=1)
         inputs = [operation.node.input[place], before]
-        chained = editor.node(depend, inputs, given, element, operation.scope)
+        chained = editor.node(depend, inputs, input_shape, element, operation.scope)
         operation.node.input[place] = chained
     others = [rank for i, rank in enumerate(ranks) if i != member]
     return {(rank, operation.attribute("tag"), ()) for rank in others}

@@ -88,11 +88,11 @@ def _of_batch(graph: Graph, node: GraphNode) -> bool:
 
 
 def _spread(graph: Graph, seeds: Mapping[str, int]) -> dict[str, int]:
-    found: dict[str, frozenset[int]] = {}
+    micros_of: dict[str, frozenset[int]] = {}
     for name, node in graph.nodes.items():
-        micros = frozenset[int]().union(*(found[i] for i in node.inputs if i in found))
-        found[name] = frozenset([seeds[name]]) if name in seeds else micros
-    return {name: next(iter(micros)) for name, micros in found.items() if len(micros) == 1}
+        micros = frozenset[int]().union(*(micros_of[i] for i in node.inputs if i in micros_of))
+        micros_of[name] = frozenset([seeds[name]]) if name in seeds else micros
+    return {name: next(iter(micros)) for name, micros in micros_of.items() if len(micros) == 1}
 
 
 def _users(graph: Graph, source: str, micro: Mapping[str, int]) -> set[int]:
@@ -122,19 +122,19 @@ def events(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
         pass_ = _pass(graph, node)
         if pass_ and node.kind in PRODUCTS and name in micro:
             places[pass_, micro[name], node.mark("chunk") or 0].append(place)
-    for (kind, number, chunk), found in places.items():
-        order.append((sorted(found)[len(found) // 2], Event(kind, number, chunk)))
+    for (kind, number, chunk), positions in places.items():
+        order.append((sorted(positions)[len(positions) // 2], Event(kind, number, chunk)))
     return [event for _, event in sorted(order, key=lambda item: item[0])]
 
 
 def _of_calls(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
-    found = []
+    order = []
     for name in graph.nodes:
         if name in transfers:
-            found.append(transfers[name])
+            order.append(transfers[name])
         elif name in graph.calls:
-            found.append(pass_of(graph, name))
-    return found
+            order.append(pass_of(graph, name))
+    return order
 
 
 def pass_of(graph: Graph, name: str) -> Event:
@@ -161,14 +161,14 @@ def _pass(graph: Graph, node: GraphNode) -> str | None:
 def in_flight(order: Sequence[Event]) -> int:
     """Return how many micro-batches have been through forward, in part at least, and not through backward, at most."""
     alive: set[tuple[int, int, int]] = set()
-    most = 0
+    peak = 0
     for event in order:
         if event.kind == "F":
             alive.add((event.micro, event.chunk, event.part))
         elif event.kind == "B":
             alive.discard((event.micro, event.chunk, event.part))
-        most = max(most, len({(micro, chunk) for micro, chunk, _ in alive}))
-    return most
+        peak = max(peak, len({(micro, chunk) for micro, chunk, _ in alive}))
+    return peak
 
 
 def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
@@ -182,23 +182,23 @@ def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
     """
     problems: dict[tuple[int, str, int], list[str]] = defaultdict(list)
     for rank, order in orders.items():
-        here = Counter((e.kind, e.peer, e.micro, e.bytes) for e in order)
-        for (kind, peer, micro, size), times in here.items():
+        counts = Counter((e.kind, e.peer, e.micro, e.bytes) for e in order)
+        for (kind, peer, micro, size), times in counts.items():
             if peer is None or peer not in orders:
                 continue
             other = ("r" if kind[0] == "s" else "s") + kind[1:]
-            there = sum(
+            peer_times = sum(
                 (e.kind, e.peer, e.micro, e.bytes) == (other, rank, micro, size)
                 for e in orders[peer]
             )
-            if there != times:
-                what = "receives" if other[0] == "r" else "sends"
+            if peer_times != times:
+                verb = "receives" if other[0] == "r" else "sends"
                 problems[rank, kind, peer].append(
-                    f"rank {rank}: {times} x {kind}{micro}>{peer} ({size} bytes); rank {peer} {what} that {there} times"
+                    f"rank {rank}: {times} x {kind}{micro}>{peer} ({size} bytes); rank {peer} {verb} that {peer_times} times"
                 )
     return [
-        same[0] + (f"; {len(same) - 1} more like it" if len(same) > 1 else "")
-        for same in problems.values()
+        lines[0] + (f"; {len(lines) - 1} more like it" if len(lines) > 1 else "")
+        for lines in problems.values()
     ]
 
 

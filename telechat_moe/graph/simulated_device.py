@@ -34,9 +34,9 @@ def library() -> Path:
         BadInputError: NumPy 2, no compiler, no headers of MindSpore, or the compiler failed.
     """
     require_bfloat16()
-    package, found = _mindspore(), version("mindspore")
+    package, installed = _mindspore(), version("mindspore")
     text = SOURCE.read_bytes()
-    key = hashlib.sha256(text + found.encode() + str(package).encode()).hexdigest()[:16]
+    key = hashlib.sha256(text + installed.encode() + str(package).encode()).hexdigest()[:16]
     cache = user_cache()
     target = cache / f"simulated_device-{key}.so"
     if target.exists():
@@ -51,7 +51,7 @@ def library() -> Path:
     if not (base / "ccsrc").is_dir():
         raise BadInputError(
             f"the dry run needs MindSpore's C++ headers, which its wheel puts into {base}; found "
-            f"mindspore {found} without them, expected {TESTED} as published"
+            f"mindspore {installed} without them, expected {TESTED} as published"
         )
     parts = ["", "core", "core/include", "core/mindrt/include", "core/mindrt"]
     parts += ["ccsrc", "ccsrc/include", "ops/include"]
@@ -68,11 +68,11 @@ def library() -> Path:
     command += ["-l:libmindspore_core.so", "-l:libmindspore_common.so", f"-Wl,-rpath,{lib}"]
     with unfinished(partial):
         # In a session of its own, where Ctrl-C does not reach it before this process.
-        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
-        if done.returncode:
+        process = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+        if process.returncode:
             raise BadInputError(
-                f"the dry run could not compile {SOURCE.name} against mindspore {found} (made for {TESTED}):\n"
-                + done.stderr[-1500:]
+                f"the dry run could not compile {SOURCE.name} against mindspore {installed} (made for {TESTED}):\n"
+                + process.stderr[-1500:]
             )
         partial.replace(target)
     return target

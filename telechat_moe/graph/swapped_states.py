@@ -1,4 +1,4 @@
-"""Keep AdamW's moments out of a rank's memory between the updates, as ``optimizer.swap`` says; see ``docs/swap.md``.
+"""Keep AdamW's moments out of a rank's memory between the updates, as ``optimizer.swap`` says; see ``docs/plan_memory.md``.
 
 They are no parameters of the graph any more, but wait in the pool of :mod:`telechat_moe.graph.swapping`, whose operators bring
 those of a group of weights in ahead of the update and take them out behind it. At group ``i`` of the function that updates:
@@ -48,37 +48,39 @@ def swap_states(model: Model, swapped: Swapped | None) -> Swapped | None:
 
 def groups_of(sizes: Sequence[int]) -> list[range]:
     """Return which of consecutive updates make a group: as many as reach a sixteenth of all bytes."""
-    share, groups, begin, held = sum(sizes) / GROUPS, list[range](), 0, 0
+    share, groups, begin, total = sum(sizes) / GROUPS, list[range](), 0, 0
     for index, size in enumerate(sizes):
-        held += size
-        if held >= share or index == len(sizes) - 1:
+        total += size
+        if total >= share or index == len(sizes) - 1:
             groups.append(range(begin, index + 1))
-            begin, held = index + 1, 0
+            begin, total = index + 1, 0
     return groups
 
 
 def _without_parameters(
-    model: Model, function: Any, updates: Sequence[GraphNode], at: int
+    model: Model, function: Any, updates: Sequence[GraphNode], offset: int
 ) -> list[State]:
     """Take the moments from the parameters of a graph and of its function that updates; return their places in the pool."""
     main = model.proto.graph
     parameters = {p.name: p for p in main.parameter}
-    given = [x.name for x in function.input]
-    wanted = [name for update in updates for name in update.proto.input[MOMENTS]]
-    names = {name: name for name in wanted}
+    inputs = [x.name for x in function.input]
+    moments = [name for update in updates for name in update.proto.input[MOMENTS]]
+    names = {name: name for name in moments}
     for node in main.node:
         if node.input[:1] == [function.name]:  # what calls it is made by a Partial
-            names |= dict(zip(given, node.input[1:], strict=False))
-            kept = [x for x, name in zip(node.input[1:], given, strict=False) if name not in wanted]
-            more = node.input[1 + len(given) :]
-            node.input[1:] = [*kept, *more]
+            names |= dict(zip(inputs, node.input[1:], strict=False))
+            arguments = [
+                x for x, name in zip(node.input[1:], inputs, strict=False) if name not in moments
+            ]
+            extra = node.input[1 + len(inputs) :]
+            node.input[1:] = [*arguments, *extra]
     states = []
-    for name in wanted:
+    for name in moments:
         parameter = parameters.pop(names[name])
-        states.append(State(parameter.name.split(":")[-1], at, list(parameter.dims)))
-        at += room(states[-1].nbytes)
+        states.append(State(parameter.name.split(":")[-1], offset, list(parameter.dims)))
+        offset += room(states[-1].nbytes)
     for owner, field, left in (
-        (function, "input", [x for x in function.input if x.name not in wanted]),
+        (function, "input", [x for x in function.input if x.name not in moments]),
         (main, "parameter", list(parameters.values())),
     ):
         owner.ClearField(field)
@@ -148,17 +150,19 @@ class _Rewriter:
             self.tokens[i] = self._add("SwapOutWait", i, [self.values[i], self.tokens[i]])
 
     def _add(self, kind: str, index: int, inputs: Sequence[str]) -> str:
-        state, shape, more = self.states[index], [1], dict[str, Sequence[int]]()
+        state, shape, extents = self.states[index], [1], dict[str, Sequence[int]]()
         if kind == "SwapBack":
-            shape = more["extents"] = list(state.shape)
-        given = {"number": self.first + index, "at": state.at, **more}
-        made = self.editor.custom(kind, self.library, writes=False, several=False, **given)
-        return self.editor.node(made, inputs, shape, FLOAT32, self.scope)
+            shape = extents["extents"] = list(state.shape)
+        attributes = {"number": self.first + index, "at": state.at, **extents}
+        primitive = self.editor.custom(
+            kind, self.library, writes=False, several=False, **attributes
+        )
+        return self.editor.node(primitive, inputs, shape, FLOAT32, self.scope)
 
     def _depend(self, value: str, behind: str, index: int | None = None) -> str:
-        made = self.editor.primitive("Depend", side_effect_propagate=1)
+        primitive = self.editor.primitive("Depend", side_effect_propagate=1)
         shape = () if index is None else self.states[index].shape
-        return self.editor.node(made, [value, behind], shape, FLOAT32, self.scope)
+        return self.editor.node(primitive, [value, behind], shape, FLOAT32, self.scope)
 
 
 def _states_of(groups: Sequence[range]) -> list[int]:

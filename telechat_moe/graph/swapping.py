@@ -1,4 +1,4 @@
-"""Move activations out of a rank's memory and back on CPU processes, as `swap_config` says; see ``docs/swap.md``.
+"""Move activations out of a rank's memory and back on CPU processes, as `swap_config` says; see ``docs/plan_memory.md``.
 
 MindSpore's front end has a ``MoveTo`` to the host's memory in the forward pass and one back in the backward pass. Here each
 becomes two operators of the native library (``ops/csrc/swap.cc``), a start and a wait, and threads copy in between:
@@ -161,7 +161,7 @@ def open_pool(size: int, folder: str | None) -> mmap.mmap:
     Raises:
         BadInputError: There is no room, or no such folder.
     """
-    where = "memory" if folder is None else f"telechat_moe.swap.pool_folder {folder}"
+    place = "memory" if folder is None else f"telechat_moe.swap.pool_folder {folder}"
     try:
         if folder is None:
             pool = os.memfd_create("telechat-swap")
@@ -170,14 +170,14 @@ def open_pool(size: int, folder: str | None) -> mmap.mmap:
                 pool = os.dup(file.fileno())
     except OSError as error:
         raise BadInputError(
-            f"{where}: {error.strerror}; name a folder that can be written"
+            f"{place}: {error.strerror}; name a folder that can be written"
         ) from error
     try:
         os.posix_fallocate(pool, 0, max(size, 1))
     except OSError as error:
         os.close(pool)
         raise BadInputError(
-            f"{where}: no room for {size_text(size)} of swapped tensors ({error.strerror}); "
+            f"{place}: no room for {size_text(size)} of swapped tensors ({error.strerror}); "
             "swap less, or set telechat_moe.swap.pool_folder to one with room"
         ) from error
     native.load().telechat_swap_pool(pool)
@@ -191,17 +191,17 @@ def in_pool(tensors: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
         tensors: Bytes of each, and the first and the last operator between which it is there.
     """
     places: list[int] = []
-    there: list[tuple[int, int, int]] = []  # begin, end, and the last operator
+    occupied: list[tuple[int, int, int]] = []  # begin, end, and the last operator
     end = 0
     for size, first, last in tensors:
-        there = sorted(row for row in there if row[2] >= first)
+        occupied = sorted(row for row in occupied if row[2] >= first)
         place, need = 0, room(size)
-        for begin, stop, _ in there:
+        for begin, stop, _ in occupied:
             if place + need <= begin:
                 break
             place = max(place, stop)
         places.append(place)
-        there.append((place, place + need, last))
+        occupied.append((place, place + need, last))
         end = max(end, place + need)
     return places, end
 
@@ -220,22 +220,26 @@ def _moves(graph: Graph) -> Iterator[_Move]:
             reads[root].append(count)
         count += _computes(node.kind)
     out = {name: node for name, node in graph.nodes.items() if _place(graph, name) == "CPU"}
-    back = {
+    returning = {
         node.inputs[0]: node
         for name, node in graph.nodes.items()
         if _place(graph, name) == "Ascend"
     }
     for name, node in out.items():
-        returns = back.get(name)
+        returns = returning.get(name)
         if returns is None:
             continue
         primitive = graph.model.primitive(node.proto)
         early = find_value(primitive.attribute, "backward_prefetch") or 1
         source = node.inputs[0]
-        left, there = before[name], before[returns.name]
-        readers = [i + 1 for root in roots.get(source, (source,)) for i in reads[root] if i < there]
-        gone = min(max(left + early, *readers, left), there)
-        yield _Move(node.proto, source, returns.proto, left, gone, max(there - early, gone), there)
+        left, needed = before[name], before[returns.name]
+        readers = [
+            i + 1 for root in roots.get(source, (source,)) for i in reads[root] if i < needed
+        ]
+        gone = min(max(left + early, *readers, left), needed)
+        yield _Move(
+            node.proto, source, returns.proto, left, gone, max(needed - early, gone), needed
+        )
 
 
 def _place(graph: Graph, name: str) -> str | None:
@@ -266,15 +270,15 @@ def _rewrite(model: Model, graph: Graph, moves: Sequence[_Move], places: Sequenc
         between[move.asked].append(("SwapBack", number))
 
     def add(kind: str, number: int, inputs: Sequence[str]) -> None:
-        node, more = moves[number].out, dict[str, Sequence[int]]()
+        node, extents = moves[number].out, dict[str, Sequence[int]]()
         shape, element = (1,), FLOAT32
         if kind == "SwapBack":
             (shape, element), *_ = output_shapes(node)
-            more["extents"] = shape
-        made = editor.custom(
-            kind, library, writes=False, several=False, number=number, at=places[number], **more
+            extents["extents"] = shape
+        primitive = editor.custom(
+            kind, library, writes=False, several=False, number=number, at=places[number], **extents
         )
-        tokens[number] = editor.node(made, inputs, shape, element, node.domain)
+        tokens[number] = editor.node(primitive, inputs, shape, element, node.domain)
 
     def add_what_is_due(count: int) -> None:
         for kind, number in between.pop(count, ()):
@@ -322,13 +326,13 @@ def in_turn(model: Model, function: Any) -> None:
         if not kind:  # a call
             waits = []
         elif _computes(kind):
-            own = [
+            tensor_inputs = [
                 i
                 for i in range(kind in WRITES, len(node.input))
                 if _is_tensor(graph, node.input[i])
             ]
             # All inputs: MindSpore makes several kernels of some operators, each with inputs of its own.
-            for i in own:
+            for i in tensor_inputs:
                 source = node.input[i]
                 for before in waits:
                     if before != source:
@@ -337,7 +341,7 @@ def in_turn(model: Model, function: Any) -> None:
                             depend, [added.input[i], before], (), FLOAT32, node.domain
                         )
                         fresh.node[-1].attribute[0].CopyFrom(shapes[source])
-            waits = [node.name] if own else [*waits, node.name]
+            waits = [node.name] if tensor_inputs else [*waits, node.name]
         fresh.node.add().CopyFrom(added)
     del function.node[:]
     function.node.extend(fresh.node)

@@ -87,7 +87,7 @@ Wanted = Callable[[TappedOperator], bool]
 def tapped(
     mindir: bytes,
     library: str,
-    wanted: Wanted = lambda node: True,
+    selects: Wanted = lambda node: True,
     states: bool = True,
     planned: bytes | None = None,
 ) -> tuple[bytes, TapPlan]:
@@ -96,12 +96,12 @@ def tapped(
     Args:
         mindir: Serialised graph.
         library: Path of the library that has the operator ``Tap``.
-        wanted: Selects operators; it is called with an operator without its outputs.
+        selects: Selects operators; it is called with an operator without its outputs.
         states: Record an optimizer's states before their update, too, not only after it.
         planned: The graph in another order, in which the plan has and numbers the main graph's operators.
     """
     model = Model(mindir)
-    tapper = _Tapper(model, library, wanted, states)
+    tapper = _Tapper(model, library, selects, states)
     if planned is not None:
         tapper.numbers = _numbers(Model(planned))
     main = model.proto.graph
@@ -111,32 +111,32 @@ def tapped(
         named = sorted(zip(tapper.names, tapper.plan.nodes, strict=True), key=lambda x: place[x[0]])
         tapper.plan.nodes[:] = [node for _, node in named]
     tapper.called = True
-    done = {main.name}
+    run = {main.name}
     while tapper.waiting:
-        name, given = tapper.waiting.popitem()
+        name, arguments = tapper.waiting.popitem()
         function = next((f for f in model.proto.functions if f.name == name), None)
-        if function is not None and name not in done:
-            done.add(name)
-            tapper.run(function, given)
+        if function is not None and name not in run:
+            run.add(name)
+            tapper.run(function, arguments)
     return model.proto.SerializeToString(), tapper.plan
 
 
 def _numbers(model: Model) -> dict[str, int]:
     """Return the number of each operator of the main graph among those of its cell, kind and direction."""
-    counts, found = Counter[Any](), dict[str, int]()
+    counts, numbers = Counter[Any](), dict[str, int]()
     for node in model.proto.graph.node:
         primitive = model.primitive(node)
         if primitive is not None and primitive.op_type not in _PASS | _CALLS:
             path, _, backward = cell_of(node.domain)
             place = (path, kind_of(primitive), backward)
-            found[node.name] = counts[place]
+            numbers[node.name] = counts[place]
             counts[place] += 1
-    return found
+    return numbers
 
 
 class _Tapper:
-    def __init__(self, model: Model, library: str, wanted: Wanted, states: bool) -> None:
-        self.model, self.library, self.wanted, self.states = model, library, wanted, states
+    def __init__(self, model: Model, library: str, selects: Wanted, states: bool) -> None:
+        self.model, self.library, self.wanted, self.states = model, library, selects, states
         self.plan = TapPlan()
         self.variables: dict[str, _Variable] = {}
         self.waiting: dict[str, list[_Named] | None] = {}
@@ -157,7 +157,7 @@ class _Tapper:
 
     # ------------------------------------------------------------------ one graph
 
-    def run(self, graph: Any, given: list[_Named] | None) -> None:
+    def run(self, graph: Any, arguments: list[_Named] | None) -> None:
         """Tap a graph."""
         self.graph = graph
         self.env: dict[str, Any] = {}
@@ -172,8 +172,12 @@ class _Tapper:
         for i, entry in enumerate(graph.input):
             if entry.name in self.env:
                 continue
-            known = given[i].value if given is not None and single and i < len(given) else None
-            self.env[entry.name] = known if known is not None else self._input(entry)
+            argument = (
+                arguments[i].value
+                if arguments is not None and single and i < len(arguments)
+                else None
+            )
+            self.env[entry.name] = argument if argument is not None else self._input(entry)
         for node in list(graph.node):
             self._node(node)
         self._close()
@@ -231,9 +235,9 @@ class _Tapper:
         elif kind in ("MakeTuple", "MakeList"):
             self.env[name] = [_Named(i, v) for i, v in zip(node.input, values, strict=True)]
         elif kind in ("TupleGetItem", "ListGetItem"):
-            whole, place = values[0], values[1]
-            if isinstance(whole, list) and isinstance(place, Number):
-                self.env[name] = whole[place.value].value
+            packed, place = values[0], values[1]
+            if isinstance(packed, list) and isinstance(place, Number):
+                self.env[name] = packed[place.value].value
             else:
                 self.env[name] = self._of_shapes(node)
         elif kind == "Load" and isinstance(values[0], _Variable):
@@ -244,17 +248,17 @@ class _Tapper:
     def _calling(self, kind: str, node: Any, name: str, values: list[Any]) -> None:
         functions = {f.name for f in self.model.proto.functions}
         if kind == "Partial":
-            given = [_Named(i, v) for i, v in zip(node.input[1:], values[1:], strict=True)]
+            arguments = [_Named(i, v) for i, v in zip(node.input[1:], values[1:], strict=True)]
             self.env[name] = Number(None)
-            self.waiting.setdefault(node.input[0], given)
+            self.waiting.setdefault(node.input[0], arguments)
             return
         for i in node.input:
             if i in functions:
                 self.waiting.setdefault(i, None)
         callee = node.op_type.removeprefix("REF::")
         if kind == "call" and callee in functions:
-            given = [_Named(i, v) for i, v in zip(node.input, values, strict=True)]
-            self.waiting.setdefault(callee, given)
+            arguments = [_Named(i, v) for i, v in zip(node.input, values, strict=True)]
+            self.waiting.setdefault(callee, arguments)
         self.env[name] = self._of_shapes(node) if kind == "call" else Number(None)
 
     def _of_shapes(self, node: Any) -> Any:
@@ -285,28 +289,28 @@ class _Tapper:
     # ------------------------------------------------------------------ operators
 
     def _operator(self, node: Any, primitive: Any, name: str, values: list[Any]) -> None:
-        self.env[name] = made = self._of_shapes(node)
+        self.env[name] = result = self._of_shapes(node)
         inputs = [_plain(v) for v in values if not isinstance(v, _Monad)]
         path, classes, backward = cell_of(node.domain)
         kind = kind_of(primitive)
         place = (path, kind, backward)
         attributes = {a.name: a for a in primitive.attribute}
         effect = "side_effect_mem" in attributes and bool(value_of(attributes["side_effect_mem"]))
-        known = {n: scalar_of(a) for n, a in attributes.items() if n not in _NOISE}
-        most = _WRITES.get(kind, len(values))
+        settings = {n: scalar_of(a) for n, a in attributes.items() if n not in _NOISE}
+        writable = _WRITES.get(kind, len(values))
         writes = tuple(
-            i for i, v in enumerate(values[:most]) if effect and isinstance(v, _Variable)
+            i for i, v in enumerate(values[:writable]) if effect and isinstance(v, _Variable)
         )
         shown = TappedOperator(
-            path, classes, kind, backward, self.numbers.get(name, self.counts[place]), inputs, [], known,
+            path, classes, kind, backward, self.numbers.get(name, self.counts[place]), inputs, [], settings,
             self.graph.name, writes, weight_of(node), layouts_of(attributes),
         )  # fmt: skip
         self.counts[place] += 1
         weights = weights_of(shown)
         chosen = [i for i in range(weights) if self.wanted(update_of(shown, [i]))]
-        wanted = bool(chosen) if weights else self.wanted(shown)
+        selected = bool(chosen) if weights else self.wanted(shown)
         left_out = {i for i in range(4 * weights) if i % weights not in chosen}
-        if wanted:
+        if selected:
             skipped = {*left_out, *(() if self.states else states_of(kind, writes))}
             for place, (i, value) in enumerate(zip(node.input, values, strict=True)):
                 if place not in skipped:
@@ -318,7 +322,7 @@ class _Tapper:
             variable = values[i]
             old = variable.tensor
             variable.tensor = Tensor(old.shape, old.dtype, parameter=old.parameter)
-        if not wanted:
+        if not selected:
             return
         if writes:  # later operators, and taps, see the new values
             self._update(name)
@@ -327,24 +331,24 @@ class _Tapper:
                 self._see(node.input[i], values[i])
             outputs = [values[i].tensor for i in written]
         else:
-            outputs = self._made(name, made)
+            outputs = self._made(name, result)
         shown = update_of(shown, chosen) if weights else shown
         self.plan.nodes.append(replace(shown, outputs=outputs))
         self.names.append(name)
 
-    def _made(self, name: str, made: Any) -> list[Argument]:
-        if isinstance(made, Tensor):
-            self._see(name, made)
-            return [made]
-        found: list[Argument] = []
-        for i, item in enumerate(made if isinstance(made, list) else []):
+    def _made(self, name: str, result: Any) -> list[Argument]:
+        if isinstance(result, Tensor):
+            self._see(name, result)
+            return [result]
+        outputs: list[Argument] = []
+        for i, item in enumerate(result if isinstance(result, list) else []):
             get = self.editor.primitive("TupleGetItem")
             number = self.editor.constant(i)
             kind = next(k for k, v in TYPES.items() if v == item.value.dtype)
             part = self.editor.node(get, [name, number], item.value.shape, kind, "tap")
             self._see(part, item.value)
-            found.append(item.value)
-        return found
+            outputs.append(item.value)
+        return outputs
 
     def _see(self, name: str, value: Any) -> None:
         """Tap a value unless it is tapped already."""
@@ -380,15 +384,15 @@ class _Tapper:
         """Add an UpdateState behind a node."""
         if not self.update_state:
             self.update_state = self.editor.primitive("UpdateState")
-        given = [self.monad or self._new_monad(), name]
-        made = self._added("updated", self.update_state, given)
-        made.attribute.add(name="shape", type=pb.AttributeProto.UMONAD)
-        self.monad = made.name
+        inputs = [self.monad or self._new_monad(), name]
+        node = self._added("updated", self.update_state, inputs)
+        node.attribute.add(name="shape", type=pb.AttributeProto.UMONAD)
+        self.monad = node.name
 
     def _new_monad(self) -> str:
-        made = self._added("monad", "Constant", [])
-        made.attribute.add(name="value", type=pb.AttributeProto.UMONAD)
-        return made.name
+        node = self._added("monad", "Constant", [])
+        node.attribute.add(name="value", type=pb.AttributeProto.UMONAD)
+        return node.name
 
     def _close(self) -> None:
         """Make the graph's result wait for its taps."""
@@ -397,15 +401,15 @@ class _Tapper:
         result = self.graph.output[0]
         source = next((n for n in self.fresh.node if result.name in n.output), None)
         depend = self.editor.primitive("Depend", side_effect_propagate=1)
-        made = self._added("result", depend, [result.name, self.monad or self._new_monad()])
+        node = self._added("result", depend, [result.name, self.monad or self._new_monad()])
         for attribute in source.attribute if source is not None else ():
             if attribute.name == "shape":
-                made.attribute.add().CopyFrom(attribute)
-        result.name = made.name
+                node.attribute.add().CopyFrom(attribute)
+        result.name = node.name
 
-    def _added(self, what: str, kind: str, inputs: Sequence[str]) -> Any:
+    def _added(self, prefix: str, kind: str, inputs: Sequence[str]) -> Any:
         """Add a node with one output of its own name."""
-        name = self.editor.name(what)
+        name = self.editor.name(prefix)
         return self.fresh.node.add(
             name=name, op_type=kind, input=inputs, output=[name], domain="tap"
         )
@@ -446,9 +450,9 @@ class Tapped:
         mindir = executor._get_func_graph_proto(self.net, phase, "mind_ir")
         content, self.plan = tapped(mindir, str(native.path()), self.wanted, self.states)
         self.cell = nn.GraphCell(load(content))
-        own = {p.name: p for p in self.net.get_parameters()}
+        parameters = {p.name: p for p in self.net.get_parameters()}
         named = [(p, p.name.split(":")[-1]) for p in self.cell.get_parameters()]
-        self.weights = [(p, own[name]) for p, name in named if name in own]
+        self.weights = [(p, parameters[name]) for p, name in named if name in parameters]
         self.started = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -456,8 +460,8 @@ class Tapped:
         if self.cell is None:
             self.compile(*inputs)
         assert self.cell is not None
-        for parameter, own in self.weights:
-            value = ms.Tensor(own.asnumpy())
+        for parameter, original in self.weights:
+            value = ms.Tensor(original.asnumpy())
             # After the first run a graph's branches keep using a parameter's old memory.
             if self.started:
                 ms.ops.assign(parameter, value)
@@ -465,8 +469,8 @@ class Tapped:
                 parameter.set_data(value)
         result = self.cell(*inputs)
         self.started = True
-        for parameter, own in self.weights:
-            ms.ops.assign(own, ms.Tensor(parameter.asnumpy()))
+        for parameter, original in self.weights:
+            ms.ops.assign(original, ms.Tensor(parameter.asnumpy()))
         return result
 
 

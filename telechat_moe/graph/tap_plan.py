@@ -104,16 +104,16 @@ def weight_of(node: Any) -> str:
     """Return the weight whose gradient a node reduces."""
     if "MirrorOperator" not in node.domain:
         return ""
-    found = (a for a in node.primal_attr if a.name == "mirror_user_id")
-    return next((str(value_of(a)) for a in found), "")
+    marks = (a for a in node.primal_attr if a.name == "mirror_user_id")
+    return next((str(value_of(a)) for a in marks), "")
 
 
 def layouts_of(attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return the layouts of inputs and outputs that the parallel compiler has recorded."""
-    found: list[list[Any]] = [
+    layouts: list[list[Any]] = [
         scalar_of(attributes[n]) if n in attributes else [] for n in ("in_layout", "out_layout")
     ]
-    return found[0], found[1]
+    return layouts[0], layouts[1]
 
 
 def kind_of(primitive: Any) -> str:

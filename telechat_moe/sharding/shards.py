@@ -1,6 +1,6 @@
 """Find the shard of each tensor of a checkpoint that a rank holds, from the recipe alone; nothing is compiled.
 
-What MindSpore says of a compiled rank is :func:`telechat_moe.graph.execute.shard_slices`; tests hold the two equal.
+What MindSpore says of a compiled rank is :func:`telechat_moe.graph.parameter_layout.shard_slices`; tests hold the two equal.
 """
 
 import math

@@ -102,7 +102,7 @@ class AdamW(nn.Cell):
 
 
 class SwappedAdamW(AdamW):
-    """AdamW whose moments wait in a pool between updates (docs/swap.md), to the last bit the same.
+    """AdamW whose moments wait in a pool between updates (docs/plan_memory.md), to the last bit the same.
 
     Groups of weights are updated in turn, as in :mod:`telechat_moe.graph.swapped_states`: at group ``i`` the moments of
     group ``i + 1`` begin to come, once those of group ``i - 2`` have gone.

@@ -8,7 +8,8 @@ import pytest
 from benchmarks.align_faults.engine import Planted, Site
 from benchmarks.align_faults.layouts import LAYOUTS
 from benchmarks.align_faults.score import Base, run, sites_of
-from telechat_moe.tools.align.judge.bisect import Known, bisect
+from telechat_moe.tools.align.bisect import bisect
+from telechat_moe.tools.align.judge.comparison import Known
 
 PHASES = ("forward", "backward", "reduction", "optimizer")
 # Shares of a norm, from outside and behind the first backward call: it might be a gradient of an operator not dumped.

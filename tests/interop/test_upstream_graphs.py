@@ -18,7 +18,7 @@ pytestmark = [
         importlib.util.find_spec("mindformers") is None, reason="mindformers is not installed"
     ),
 ]
-DOCS = Path(__file__).parents[2] / "docs" / "upstream_tables.md"
+DOCS = Path(__file__).parents[2] / "benchmarks" / "upstream" / "tables.md"
 
 
 def counts(found, part):

@@ -1,4 +1,4 @@
-"""The accuracy that docs/plan_accuracy.md states is what the benchmark computes."""
+"""The accuracy that benchmarks/plan_published/README.md states is what the benchmark computes."""
 
 import json
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_errors_of_the_accuracy_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "plan_accuracy.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "plan_published" / "README.md").read_text(encoding="utf-8")
     out = tmp_path / "score.json"
     assert score_published(["--json", str(out)]) == 0
     found = json.loads(out.read_text())["overall"]

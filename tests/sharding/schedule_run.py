@@ -246,7 +246,7 @@ def _start(name: str, program) -> np.ndarray:
     shape = tuple(program.parameters[name].shape)
     entry = program.graph.layouts.get(name)
     if entry is not None:
-        shape = tuple(entry[6])
+        shape = tuple(entry.shape)
     if name.startswith(("momentum", "accu_grads")) or name.endswith(("bias", "load", "dropped")):
         return np.zeros(shape, np.float32)
     drawn = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.1, shape)

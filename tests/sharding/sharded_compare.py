@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import sharded_run as run
 
-from telechat_moe.graph.execute import Job, shard_slices
+from telechat_moe.graph.execute import Job
+from telechat_moe.graph.parameter_layout import shard_slices
 
 TIMEOUT = 7200
 LOSSES, NORM, LOADS, APPLIED = range(4)

@@ -48,8 +48,6 @@ SHORT: dict[str, dict[str, str]] = {
 
 QUICK: dict[str, str] = {
     "python -m benchmarks.ops --quick": " --only cross-entropy --threads 1",
-    "python -m benchmarks.align_faults": " --faults 4 --clean 2 --jobs 1 --no-history",
-    "python -m benchmarks.align_bounds --checks 1e8": " --checks 1e5",
 }
 """What is appended to a benchmark's command so that it takes seconds; of an option that is there twice the last one counts."""
 
@@ -57,7 +55,6 @@ NOT_RUN: dict[str, str] = {
     "make ": ".ci/run begins with the README's, and runs the others after them",
     "msrun --worker_num=256": "256 NPUs",
     "run_mindformer.py": "continues the line above",
-    "python3.11 -m venv ../cross": "installs a second solver; tests/plan/test_cross.py runs where it is installed",
     "telechat-moe align gpu_dump npu_dump": "dumps of the reader's own",
     "telechat-moe align golden npu_dump": "dumps of the reader's own",
     "telechat-moe align fp32_dump bf16_dump": "dumps of the reader's own",

@@ -124,8 +124,9 @@ def _standard(args: argparse.Namespace) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
+    from telechat_moe.tools.align import across_layouts, bisect
     from telechat_moe.tools.align.dump import summary
-    from telechat_moe.tools.align.judge import across_layouts, bisect, pairing, reproduce
+    from telechat_moe.tools.align.judge import pairing, reproduce
     from telechat_moe.tools.align.judge.collectives import with_groups
     from telechat_moe.tools.align.judge.standard import Standard
     from telechat_moe.tools.align.maps.links import read_map

@@ -34,7 +34,7 @@ class Optimizer:
     """Learning rate without a schedule; `lr_schedule` replaces it."""
 
     swap: bool = False
-    """Keep the moments in the host's memory; on CPU processes out of the memory of their graphs ([swap.md](swap.md))."""
+    """Keep the moments in the host's memory; on CPU processes out of the memory of their graphs ([plan_memory.md](plan_memory.md))."""
 
 
 _LR_TYPES = Literal[

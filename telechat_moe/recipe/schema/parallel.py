@@ -13,7 +13,7 @@ class AscendConfig:
 
     parallel_speed_up_json_path: Text | None = None
     """JSON file with MindSpore's switches for communication overlap, found in the recipe's folder, else in the working
-    folder, where MindFormers looks. `dryrun` compiles with it ([overlap.md](overlap.md))."""
+    folder, where MindFormers looks. `dryrun` compiles with it ([performance.md](performance.md))."""
 
 
 @section
@@ -182,7 +182,7 @@ class OpSwap:
 
 @section
 class SwapConfig:
-    """`swap_config`: activations that wait in the host's memory between forward and backward pass ([swap.md](swap.md))."""
+    """`swap_config`: activations that wait in the host's memory between forward and backward pass ([plan_memory.md](plan_memory.md))."""
 
     swap: bool = False
     """Turn it on. Without `layer_swap` and `op_swap`: the operands and results of every layer's attention core."""

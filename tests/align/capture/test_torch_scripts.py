@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 import torch_script as script
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Phase
-from telechat_moe.tools.align.judge.bisect import bisect
 
 pytestmark = pytest.mark.torch
 

@@ -161,7 +161,8 @@ def test_compiled_parameters_lie_where_the_executor_cuts_them(seed) -> None:
     """Layouts as the compiler gives them, against the code that cuts weights for CPU ranks."""
     from types import SimpleNamespace
 
-    from telechat_moe.graph.execute import shard_slices
+    from telechat_moe.graph.compile import LayoutEntry
+    from telechat_moe.graph.parameter_layout import shard_slices
 
     rng = np.random.default_rng(seed)
     matrix = [int(n) for n in rng.integers(1, 4, 3)]
@@ -188,7 +189,9 @@ def test_compiled_parameters_lie_where_the_executor_cuts_them(seed) -> None:
     for r in range(count):
         key = tuple(int(coordinates[r][2 - a]) for a in used)
         entry = (matrix, tensor_map, [], 0, True, "opt" if share else "", None, view)
-        graph = SimpleNamespace(layouts={"w": entry}, rank=r, groups={"opt": group[key]})
+        graph = SimpleNamespace(
+            layouts={"w": LayoutEntry.of(entry)}, rank=r, groups={"opt": group[key]}
+        )
         parts.append(Shard(r, x[shard_slices(x.shape, graph, "w")]))
     layout = of_parameter(entry, x.shape, range(count), copies if share else 1)
     assert merge(parts, layout).values.tobytes() == x.tobytes()

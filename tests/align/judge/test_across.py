@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -15,7 +16,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorLayout,
     TensorRecord,
 )
-from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.collectives import terms_of
 from telechat_moe.tools.align.judge.pairing import differ_in_layout
 from telechat_moe.tools.align.maps.links import Link, read_map

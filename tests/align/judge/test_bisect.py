@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 
 from planted import first, result, run, second, setting, train
 
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Dump
-from telechat_moe.tools.align.judge.bisect import bisect
 
 pytestmark = pytest.mark.torch
 

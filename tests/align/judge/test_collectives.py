@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from telechat_moe.numerics import round_to
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
-from telechat_moe.tools.align.judge.bisect import bisect
 
 RANKS = 4
 GROUPS = ([0, 1], [2, 3])

@@ -9,9 +9,9 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.coverage import Coverage, advice, answer
 from telechat_moe.tools.align.maps.links import Link
 from telechat_moe.tools.align.report import bisect_page
@@ -106,7 +106,7 @@ def test_a_run_that_cannot_be_recomputed_is_inconclusive_everywhere(tmp_path, ca
 
 def test_wrong_in_both_runs_is_not_judged():
     """`bisect` cannot tell which run is right where both exceed the bound alike."""
-    from telechat_moe.tools.align.judge.bisect import bisect
+    from telechat_moe.tools.align.bisect import bisect
 
     outcome = bisect(*[dump(forward("Functional.relu", [X], np.maximum(X, 0) + 1))] * 2)
     assert outcome.verdict == "inconclusive"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
-from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.propagate import Followed, Sizes, agreed
 from telechat_moe.tools.align.operators.approx import Approx
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -16,7 +17,6 @@ from telechat_moe.tools.align.dump.records import (
     Stats,
     TensorRecord,
 )
-from telechat_moe.tools.align.judge.bisect import bisect
 
 TOKENS, WIDTH, LAYERS = 64, 32, 4
 

@@ -8,8 +8,8 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump import msprobe
-from telechat_moe.tools.align.judge.bisect import bisect
 
 KEY = "Torch.matmul.0.forward"
 

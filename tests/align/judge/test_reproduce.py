@@ -9,9 +9,9 @@ import pytest
 from benchmarks.align_faults.faults import CLASSES
 from benchmarks.align_faults.score import plant, run
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump import msprobe
 from telechat_moe.tools.align.judge import reproduce
-from telechat_moe.tools.align.judge.bisect import bisect
 
 # class of fault, layout, what is wrong
 CASES = [

@@ -15,6 +15,8 @@ from test_across import GRADIENT, four, one
 
 from telechat_moe.cli import main
 from telechat_moe.ops import fingerprint
+from telechat_moe.tools.align.across_layouts import across
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.compare.profiles import NAMES, read
 from telechat_moe.tools.align.compare.tensors import CHUNK
 from telechat_moe.tools.align.dump import msprobe_write, value_files
@@ -27,8 +29,6 @@ from telechat_moe.tools.align.dump.records import (
     Stats,
     TensorRecord,
 )
-from telechat_moe.tools.align.judge.across_layouts import across
-from telechat_moe.tools.align.judge.bisect import bisect
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.maps.links import Link
 

@@ -7,8 +7,8 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.interop import names, upstream_names
 from telechat_moe.recipe import load
 from telechat_moe.recipe.weights import weights
+from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.maps.links import linked, read_map
 from telechat_moe.tools.align.maps.tensor_map import as_json, tensor_map
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from planted import result, run
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.judge.bisect import bisect
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.report import bisect_page as page
 from telechat_moe.tools.align.report import neighbourhood as around
 from telechat_moe.tools.loss import page as loss_page

@@ -7,7 +7,7 @@ Values stay on disk until :meth:`TensorRecord.load`.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -161,6 +161,32 @@ class Call:
     def made(self) -> Sequence[tuple[str, TensorRecord]]:
         """Return the tensors that it makes."""
         return [(place, t) for place, t in self._places if place.startswith("output")]
+
+    def leaves(self) -> list[tuple[str, Value]]:
+        """Return the arguments that are no lists or mappings, and those inside of these, with their places."""
+        arguments: list[tuple[str, Value]] = []
+        self.changed(lambda place, value: arguments.append((place, value)))
+        return arguments
+
+    def changed(self, change: Callable[[str, Value], Value], results: bool = False) -> "Call":
+        """Return the call with each argument, and each one inside of a list or mapping, replaced; with ``results`` these, too.
+
+        ``change`` takes the place of a value, such as ``input.0.1``, and the value.
+        """
+
+        def walk(place: str, value: Value) -> Value:
+            if isinstance(value, list):
+                return [walk(f"{place}.{i}", v) for i, v in enumerate(value)]
+            if isinstance(value, dict):
+                return {k: walk(f"{place}.{k}", v) for k, v in value.items()}
+            return change(place, value)
+
+        inputs = [walk(f"input.{i}", v) for i, v in enumerate(self.inputs)]
+        kwargs = {k: walk(f"input.{k}", v) for k, v in self.kwargs.items()}
+        outputs = [walk(f"output.{i}", v) for i, v in enumerate(self.outputs)]
+        return replace(
+            self, inputs=inputs, kwargs=kwargs, outputs=outputs if results else self.outputs
+        )
 
     @property
     def source(self) -> str | None:

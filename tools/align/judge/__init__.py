@@ -1,4 +1,4 @@
-"""Verdicts about calls: isolated replay, data flow, standards, kinds of faults.
+"""Verdicts on calls and tensors: the evidence (replay, data flow, collectives, the other run), its order and coverage.
 
-May import dump, operators, compare and, in `across_layouts.py`, maps. Begin with `bisect.py`.
+May import compare, dump, maps and operators, never explain. Begin with `comparison.py`.
 """

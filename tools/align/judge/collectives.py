@@ -267,9 +267,11 @@ def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[R
     else:
         try:
             bound = {rank: bind(kind, calls[rank]) for rank in meeting.senders}
-            bound[ranks[0]]["op"] = _operation({} if kind == MESSAGE else _bind(kind, given))
+            bound[ranks[0]]["op"] = _operation(
+                {} if kind == MESSAGE else arguments_by_name(kind, given)
+            )
             for own in bound.values():
-                own["input"] = _loaded(own["input"])
+                own["input"] = loaded(own["input"])
             expected = meeting.received(bound)
         except (LookupError, ValueError, TypeError) as error:
             why = f"arguments do not fit {given.name}: {error}"
@@ -299,13 +301,13 @@ def bind(kind: str, call: Call) -> dict[str, Any]:
     Raises:
         LookupError: Its input is not in the dump.
     """
-    found = {"input": _first(call, False)} if kind == MESSAGE else _bind(kind, call)
+    found = {"input": _first(call, False)} if kind == MESSAGE else arguments_by_name(kind, call)
     if not isinstance(found.get("input"), TensorRecord):
         raise LookupError("its input was not dumped")
     return {**found, "op": _operation(found)}
 
 
-def _bind(kind: str, call: Call) -> dict[str, Any]:
+def arguments_by_name(kind: str, call: Call) -> dict[str, Any]:
     """Return the arguments by name; for tensors, their records."""
     names = KINDS[kind][1]
     tensors = [v for v in call.inputs if isinstance(v, TensorRecord | list)]
@@ -324,7 +326,8 @@ def _operation(arguments: Mapping[str, Any]) -> str:
     return "mean" if op == "reduceop.avg" else op.rsplit(".", 1)[-1]
 
 
-def _loaded(record: Any) -> Approx | Array:
+def loaded(record: Any) -> Approx | Array:
+    """Return what a rank sent, with its errors of rounding; LookupError: it was not dumped."""
     if not isinstance(record, TensorRecord):
         raise LookupError("its input was not dumped")
     values = record.load()
@@ -338,107 +341,6 @@ def flat(value: Value) -> Iterator[TensorRecord]:
     elif isinstance(value, list):
         for item in value:
             yield from flat(item)
-
-
-def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str] | None:
-    """Return what a wrong exchange did instead: no reduction, another group, a doubled term, another order.
-
-    The weight of each rank's contribution is found by least squares; those that explain the whole tensor answer.
-    """
-    values = list(flat(received.call.outputs))
-    if len(values) != 1 or values[0].read is None or not is_float(values[0].dtype):
-        return None
-    x, dtype = values[0].load().astype(np.float64), values[0].dtype
-    rank, (kind, group, *_) = received.rank, received.meeting
-    for other, own in zip(group, received.expected, strict=False):
-        if other != rank and isinstance(own, Approx) and own.shape == x.shape:
-            right = received.expected[group.index(rank)]
-            same = isinstance(right, Approx) and np.array_equal(own.value, right.value)
-            if not same and np.all(np.abs(x - own.value) <= own.bound(dtype)):
-                return "wrong order", f"rank {rank} has what rank {other} should have"
-    if "reduce" not in kind or not np.any(x):
-        return None
-    parts = _parts(received, dumps, x)
-    return _weighed(x, parts, received, dtype) or _other_reduction(x, parts, group, dtype)
-
-
-def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
-    """Return what each rank contributed to this rank's tensor."""
-    found: dict[int, Array] = {}
-    kind, group, keys, _ = received.meeting
-    for rank, dump in dumps.items():
-        call = dump.calls.get(keys.get(rank) or received.call.key)
-        try:
-            if call is None or kind_of(call) != kind:
-                continue
-            part = _loaded(_bind(kind, call)["input"])
-        except (LookupError, TypeError):
-            continue
-        value = part.value if isinstance(part, Approx) else part.astype(np.float64)
-        if kind != "allreduce" and len(value) == len(x) * len(group):
-            at = group.index(received.rank)
-            value = value[at * len(x) : (at + 1) * len(x)]
-        if value.shape == x.shape:
-            found[rank] = value
-    return found
-
-
-def _weighed(
-    x: Array, parts: dict[int, Array], received: Received, dtype: str
-) -> tuple[str, str] | None:
-    group, rank = received.meeting.group, received.rank
-    ranks = [*(r for r in group if r in parts), *sorted(r for r in parts if r not in group)]
-    if rank not in parts or not np.all(np.isfinite(x)):
-        return None
-    for these in (ranks[: len(group)], ranks):
-        columns = np.stack([parts[r].reshape(-1) for r in these], 1)
-        size = np.linalg.norm(columns, axis=0)
-        size[size == 0] = 1.0
-        if not np.all(np.isfinite(size)):
-            return None
-        share = cast("Array", np.linalg.lstsq(columns / size, x.reshape(-1), rcond=None)[0])
-        weight = share / size
-        n = len(group)
-        weight = np.array([_simple(w, n) for w in weight.tolist()])
-        exact = Approx(columns, dtype, dtype) * weight
-        total = exact.sum(1).reshape(*x.shape)
-        if np.all(np.abs(x - total.value) <= 2 * total.bound(dtype)):
-            named = {r: w for r, w in zip(these, weight.tolist(), strict=True) if w}
-            return _said(named, group, rank)
-    return None
-
-
-def _simple(weight: float, n: int) -> float:
-    """Return the nearest whole number or multiple of 1/n."""
-    whole, part = float(np.rint(weight)), float(np.rint(weight * n)) / n
-    return whole if abs(weight - whole) <= abs(weight - part) + 1e-3 else part
-
-
-def _said(weights: dict[int, float], group: list[int], rank: int) -> tuple[str, str] | None:
-    kinds, ranks = set(weights.values()), sorted(weights)
-    if weights == {rank: 1.0}:
-        return "missing reduction", f"rank {rank} kept its own values"
-    if kinds == {1.0}:
-        return "wrong group", f"summed over ranks {ranks}, not {group}"
-    if len(kinds) != 1 or ranks != sorted(group):
-        return ("wrong reduction", f"ranks count {weights}") if weights else None
-    times = kinds.pop()
-    if times == len(group):
-        return "doubled reduction", f"summed over ranks {group} {len(group)} times"
-    if abs(times * len(group) - 1) < 1e-9:
-        return "scale", "the mean over the group, not the sum"
-    return "scale", f"{times:g} times the sum over ranks {group}"
-
-
-def _other_reduction(
-    x: Array, parts: dict[int, Array], group: list[int], dtype: str
-) -> tuple[str, str] | None:
-    values = [parts[r] for r in group if r in parts]
-    for name, function in (("max", np.maximum), ("min", np.minimum), ("product", np.multiply)):
-        y = Approx(function.reduce(values), dtype)
-        if len(values) == len(group) > 1 and np.all(np.abs(x - y.value) <= 2 * y.bound(dtype)):
-            return "wrong reduction", f"the {name} over the group, not the sum"
-    return None
 
 
 def with_groups(dump: Dump) -> Dump:

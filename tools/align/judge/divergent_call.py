@@ -17,7 +17,7 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 
 
 @dataclass(frozen=True)
-class Wrong:
+class DivergentCall:
     """A divergent call."""
 
     verdict: Verdict  # what is wrong

@@ -8,11 +8,13 @@ from telechat_moe.tools.align.dump.records import Call, Phase
 from telechat_moe.tools.align.judge.collectives import Exchange
 from telechat_moe.tools.align.judge.context import layer_of
 from telechat_moe.tools.align.judge.coverage import Coverage
-from telechat_moe.tools.align.judge.divergent_call import Wrong
+from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.operators.approx import Array
 
 Seen = tuple[int, int, str, str, float]
+Explanation = tuple[str, str]
+"""The kind of a fault, see ``explain/``, and the evidence for it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Finding:
     # What the runs have at the worst element, by side; only of the first finding
     values: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
     # What is known around the call, for the first one of a rank; a reproducer is made from it
-    about: Wrong | Exchange | None = field(default=None, repr=False, compare=False)
+    about: DivergentCall | Exchange | None = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as plain JSON types."""

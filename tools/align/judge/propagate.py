@@ -22,7 +22,6 @@ from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import bind, is_exchange, is_send, meetings
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, content_of, significant
-from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
@@ -209,7 +208,7 @@ class Followed:
         given, stores = self._fed(dump.rank, forward), back or formula.stores
         forward = self._sizes[dump.rank].resized(forward)
         known = {p: _leaf(given[p], self._finer(t.dtype), stores) for p, t in forward.given()}
-        arguments, tensors = arguments_of(changed(forward, self._rounding), formula, back, known)
+        arguments, tensors = arguments_of(forward.changed(self._rounding), formula, back, known)
         if not back:
             arguments.made = [t for _, t in call.made()]
             results = list(formula.compute(arguments))

@@ -26,11 +26,10 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.judge.bisect import bisect
 from telechat_moe.tools.align.judge.collectives import Exchange
-from telechat_moe.tools.align.judge.divergent_call import Wrong
+from telechat_moe.tools.align.judge.comparison import compare
+from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.edges import origin
-from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.outcome import Finding
 from telechat_moe.tools.align.judge.pairing import split
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
@@ -97,7 +96,7 @@ def check(folder: Path) -> Verdict:
         BadInputError: A dump is missing or broken.
     """
     target = msprobe.read(folder / "target")
-    outcome = bisect(msprobe.read(folder / "reference"), target)
+    outcome = compare(msprobe.read(folder / "reference"), target)
     if outcome.findings:
         return outcome.findings[0].verdict
     calls = [c for rank in target.ranks.values() for c in rank.calls.values()]
@@ -118,7 +117,9 @@ def _dump(root: Path, calls: list[_Place]) -> Dump:
     return Dump(root, {at: RankDump(*at, "", "", "", own) for at, own in found.items()})
 
 
-def _involved(finding: Finding, about: Wrong | Exchange) -> tuple[str, list[_Place], list[_Place]]:
+def _involved(
+    finding: Finding, about: DivergentCall | Exchange
+) -> tuple[str, list[_Place], list[_Place]]:
     """Return what is wrong in words, and the calls of the reference and of the target that show it."""
     said = finding.verdict.reason
     if isinstance(about, Exchange):
@@ -141,7 +142,7 @@ def _involved(finding: Finding, about: Wrong | Exchange) -> tuple[str, list[_Pla
         return said, [*_placed(theirs, about)], [*_placed(kept[1], about)]
     if all(key in calls for calls in runs):  # it takes other tensors than in the reference
         mine = dict(runs[1][key].tensors())
-        given = changed(runs[0][key], lambda at, value: mine.get(at, value))
+        given = runs[0][key].changed(lambda at, value: mine.get(at, value))
         theirs = replace(given, outputs=_bare(given).outputs)
         return said, [*_placed({key: theirs}, about)], [*_placed({key: runs[1][key]}, about)]
     near = _near(key, *runs)
@@ -149,7 +150,7 @@ def _involved(finding: Finding, about: Wrong | Exchange) -> tuple[str, list[_Pla
     return said, [*_placed(theirs, about)], [*_placed(ours, about)]
 
 
-def _relation(about: Wrong, step: int) -> tuple[str, list[_Place]]:
+def _relation(about: DivergentCall, step: int) -> tuple[str, list[_Place]]:
     """Return what a wrong input should be, in words, and calls that make it of that.
 
     A sum is an all-reduce with a rank for each term: both may be computed in any order, in the tensors' own type.
@@ -172,7 +173,7 @@ def _relation(about: Wrong, step: int) -> tuple[str, list[_Place]]:
     return f"{place[1]} of {place[0]} must be {said}; {name} makes it of that", found
 
 
-def _placed(calls: Mapping[str, Call], about: Wrong) -> Iterator[_Place]:
+def _placed(calls: Mapping[str, Call], about: DivergentCall) -> Iterator[_Place]:
     """Yield calls of a rank with their own steps and keys."""
     dump = about.target.dump
     for name, call in calls.items():
@@ -203,4 +204,4 @@ def _copied(call: Call, read: Callable[[TensorRecord], Callable[[], Array] | Non
         grad = value.requires_grad
         return TensorRecord(value.dtype, value.shape, requires_grad=grad, read=read(value))
 
-    return replace(changed(call, copied, results=True), parameters={})
+    return replace(call.changed(copied, results=True), parameters={})

@@ -16,7 +16,6 @@ from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of, meetings
 from telechat_moe.tools.align.judge.data_flow import backward_key
-from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.other_run import BEYOND
 from telechat_moe.tools.align.judge.pins import choice_of, chose_otherwise
 from telechat_moe.tools.align.judge.propagate import can_follow
@@ -80,7 +79,7 @@ def _without_counts(call: Call, cut: Call) -> Call:
     if max(given, default=1.0) < _NEAR:
         return cut
     own = {place: t for place, t in call.tensors() if not is_float(t.dtype)}
-    return changed(cut, lambda place, value: own.get(place, value), results=True)
+    return cut.changed(lambda place, value: own.get(place, value), results=True)
 
 
 def is_own(reference: Call | None, target: Call | None) -> bool:
@@ -174,7 +173,7 @@ def _cut(
             options = [v for v in (values, _golden(x, more, [])) if v is not None]
             values = _most_alike(x, options)
         found[place] = replace(record, dtype=own[0].dtype, read=lambda values=values: values)
-    return changed(call, lambda place, value: found.get(place, value), results=True)
+    return call.changed(lambda place, value: found.get(place, value), results=True)
 
 
 def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | None:

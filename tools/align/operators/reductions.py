@@ -1,8 +1,6 @@
 """Operators that reduce dimensions, and norms."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -148,22 +146,7 @@ def softmax(x: Approx, dim: int) -> Approx:
 
 def softmax_gradient(y: Approx, g: Approx, total: Approx) -> Approx:
     """Return the gradient of a softmax from its result, the incoming gradient and each row's sum of ``g y``."""
-    return _BACKWARD.get()(y, g, total)
-
-
-@contextmanager
-def wrong_softmax(
-    backward: Callable[[Approx, Approx, Approx], Approx],
-) -> Generator[None, None, None]:
-    """Differentiate softmax by another rule, a hypothesis for what a program does; see :func:`softmax_gradient`."""
-    token = _BACKWARD.set(backward)
-    yield
-    _BACKWARD.reset(token)
-
-
-_BACKWARD: ContextVar[Callable[[Approx, Approx, Approx], Approx]] = ContextVar(
-    "softmax backward", default=lambda y, g, total: y * (g - total)
-)
+    return y * (g - total)
 
 
 def log_softmax(x: Approx, dim: int) -> Approx:

@@ -26,7 +26,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 
 MOVED: Final = (1.0, 0.73)
 """Bytes that MindSpore 2.9 moves to the host's memory of a dense and of a MoE layer, over those that it keeps without swapping;
-from the compiled graph of the 105B recipe's first stage (docs/swap.md)."""
+from the compiled graph of the 105B recipe's first stage (docs/plan_memory.md)."""
 
 FREED: Final = (0.99, 0.57)
 """Bytes that are no longer kept on the device, over the same: of operators with several results some are moved and kept."""

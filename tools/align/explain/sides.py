@@ -13,7 +13,6 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, walk
-from telechat_moe.tools.align.judge.fault_arguments import leaves
 from telechat_moe.tools.align.judge.points import Point, weight_of
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import worst
@@ -192,7 +191,7 @@ def differing(reference: Sequence[Call], target: Sequence[Call]) -> str:
 def _numbers(call: Call) -> Iterator[tuple[float, str]]:
     """Yield the numbers among the arguments of a call, with words for them."""
     operator = call.name.rsplit(".", 1)[-1]
-    plain = {place.removeprefix("input."): _plain(value) for place, value in leaves(call)}
+    plain = {place.removeprefix("input."): _plain(value) for place, value in call.leaves()}
     if call.phase is Phase.OPTIMIZER:
         yield from _rule({name: value for name, value in plain.items() if value is not None})
         return

@@ -19,9 +19,11 @@ import numpy as np
 
 from telechat_moe.files import Progress
 from telechat_moe.numerics import FLOATS, is_float
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
-from telechat_moe.tools.align.judge.bisect import Known, bisect
+from telechat_moe.tools.align.explain.sides import Sides
 from telechat_moe.tools.align.judge.collectives import with_groups
+from telechat_moe.tools.align.judge.comparison import Known
 from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
 from telechat_moe.tools.align.judge.distance import (
     VAGUE,
@@ -29,15 +31,13 @@ from telechat_moe.tools.align.judge.distance import (
     relative_distance,
     rows_scaled,
 )
-from telechat_moe.tools.align.judge.fault_arguments import Answer
-from telechat_moe.tools.align.judge.outcome import Finding, Outcome
+from telechat_moe.tools.align.judge.outcome import Explanation, Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import named_differently, narrowest_of
 from telechat_moe.tools.align.judge.pins import Believed, Held, chose_otherwise, narrowest, set_part
 from telechat_moe.tools.align.judge.points import STATES, Point, at_worst, by_weight
 from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import in_shards
-from telechat_moe.tools.align.judge.sides import Sides
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
@@ -71,7 +71,7 @@ _FIRST_ORDER = 0.04  # distances from which on a derivation to first order is no
 
 _ROWS = "scale of rows"
 _OTHERWISE = "the programs compute it differently: all that is computed from it agrees"
-_UNKNOWN: Answer = ("unknown", "")
+_UNKNOWN: Explanation = ("unknown", "")
 _LATE = "the steps before, in which runs part by rounding, are not in the dumps"
 
 
@@ -326,7 +326,7 @@ class _Points:
         order = list(owner.calls).index(other.key) if owner is not None else 0
 
         def finding(
-            status: Status, said: str, off: float = math.inf, kind: Answer = _UNKNOWN
+            status: Status, said: str, off: float = math.inf, kind: Explanation = _UNKNOWN
         ) -> Finding:
             size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
             verdict = Verdict(other.key, other.place, status, off, said, elements=size)
@@ -348,7 +348,7 @@ class _Points:
 
     def _by_distance(
         self, name: str, one: Point, other: Point, ranks: Sequence[RankDump], x: Array, y: Array
-    ) -> tuple[Status, str, float, Answer]:
+    ) -> tuple[Status, str, float, Explanation]:
         """Return what a point comes to by how far the whole tensors x of the target and y are apart."""
         state, _, when = name.rpartition(" ")
         self.exact = self.believed is not None and when == "before" and state in self.last

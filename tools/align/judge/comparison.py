@@ -14,7 +14,6 @@ from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import (
     Exchange,
-    explain,
     is_exchange,
     judged_collectives,
     kind_of,
@@ -22,10 +21,8 @@ from telechat_moe.tools.align.judge.collectives import (
 from telechat_moe.tools.align.judge.context import layer_of, phase_of, values_at
 from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
-from telechat_moe.tools.align.judge.divergent_call import Wrong
+from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
-from telechat_moe.tools.align.judge.fault_arguments import changed
-from telechat_moe.tools.align.judge.fault_kind import family_of, of_received, residual
 from telechat_moe.tools.align.judge.fused_calls import Replaced
 from telechat_moe.tools.align.judge.other_run import OtherRun
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome, Seen
@@ -54,7 +51,7 @@ class Known:
         return self.flows[run]
 
 
-def bisect(
+def compare(
     reference: Dump,
     target: Dump,
     known: Known | None = None,
@@ -106,8 +103,7 @@ def bisect(
         findings[0] = replace(f, values=values)
     findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
     verdict, reason = answer(bool(findings), run.coverage)
-    counts = +run.judged, +run.unknown  # those that are left
-    return Outcome(verdict, findings, *counts, reason, run.seen, run.coverage)
+    return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
 
 
 def _quiet(what: str, done: int, total: int | None) -> None:
@@ -170,9 +166,13 @@ class _Comparison:
             right |= replaced.new | replaced.lost
         made += _missing(reference, target, ours, begins, right)
         made.sort(key=lambda f: (f.step, f.order))
-        if made and made[0].call is not None:
-            known = {"phase": phase_of(made[0].call, theirs), "layer": layer_of(made[0].call, ours)}
-            made[0] = replace(_with_family(made[0], theirs, ours, others), **known)
+        if made and (call := made[0].call) is not None:
+            made[0] = replace(
+                made[0],
+                phase=phase_of(call, theirs),
+                layer=layer_of(call, ours),
+                about=_divergent_call(made[0].verdict, call, theirs, ours, others),
+            )
         return [_in_step(f) for f in made]
 
     def _replayed(
@@ -194,8 +194,6 @@ class _Comparison:
                 if not verdicts:
                     self.coverage.add(call, verdicts)
                     continue
-                self.judged.subtract(v.status for v in verdicts)  # they are counted below
-                self.unknown.subtract(v.reason for v in verdicts)
             else:
                 verdicts = self._verdicts(call, reference, target)
             judged = other.judged(call, verdicts)
@@ -252,8 +250,8 @@ class _Comparison:
         forward, settings = (run.calls.get(call.forward_key) for run in (target, reference))
         if not self.remembers:
             return replay_call(call, forward, settings)
-        bare = settings and changed(
-            settings, lambda _, v: None if isinstance(v, TensorRecord) else v
+        bare = settings and settings.changed(
+            lambda _, v: None if isinstance(v, TensorRecord) else v
         )
         given = [bare.inputs, [*bare.kwargs.items()]] if bare else None
         mark = content_of(call.name, call.phase, call, forward is not call and forward, given)
@@ -262,12 +260,15 @@ class _Comparison:
         return [replace(v, key=call.key) for v in self.known.verdicts[mark]]
 
     def _count(self, verdict: Verdict, target: RankDump) -> None:
-        """Count a verdict on a collective or an input."""
-        self.judged[verdict.status] += 1
+        """Count a verdict on a collective or an input; an open one of a collective once the other run has judged it, too."""
         if verdict.status == "not judged":
-            self.unknown[verdict.reason] += 1
             step, key = split(verdict.key, target.step)
             self.open.setdefault((step, target.rank, key), []).append(verdict)
+            call = target.calls.get(verdict.key)
+            if call is not None and is_exchange(call) and not call.only_numbers:
+                return
+            self.unknown[verdict.reason] += 1
+        self.judged[verdict.status] += 1
 
     def of_collectives(
         self, believed: Mapping[int, RankDump], ours: Mapping[int, RankDump]
@@ -279,10 +280,9 @@ class _Comparison:
             self._count(verdict, ours[rank])
             if verdict.status == "diverged":
                 order = list(ours[rank].calls).index(verdict.key)
-                family = explain(received, ours) or of_received(received, ours)
                 about = Exchange(received, ours, believed)
                 where = ours[rank].step, rank, order
-                found.append(Finding(*where, verdict, received.call, *family, about=about))
+                found.append(Finding(*where, verdict, received.call, about=about))
         return found
 
     def with_phase(self, f: Finding, joined: bool) -> Finding:
@@ -405,19 +405,12 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
     return False
 
 
-def _with_family(finding: Finding, theirs: DataFlow, ours: DataFlow, others: Ranks) -> Finding:
-    if finding.call is None:
-        return finding
-    count = 1
-    if finding.call.phase is not Phase.BACKWARD and len(finding.call.outputs) > 1:
-        settings = theirs.dump.calls.get(finding.call.key)
-        verdicts = replay_call(finding.call, finding.call, settings)
-        count = sum(v.status == "diverged" for v in verdicts)
-    wrong = Wrong(finding.verdict, finding.call, theirs, ours, others, count)
-    finding = replace(finding, about=wrong)
-    if finding.family != "unknown":
-        return finding
-    family, evidence = family_of(wrong)
-    if finding.verdict.basis == "other run" and not evidence:
-        evidence = "no formula says what it should be"
-    return replace(finding, family=family, evidence=evidence, residual=residual(wrong))
+def _divergent_call(
+    verdict: Verdict, call: Call, theirs: DataFlow, ours: DataFlow, others: Ranks
+) -> DivergentCall:
+    """Return a divergent call with its surroundings."""
+    wrong_outputs = 1
+    if call.phase is not Phase.BACKWARD and len(call.outputs) > 1:
+        verdicts = replay_call(call, call, theirs.dump.calls.get(call.key))
+        wrong_outputs = sum(v.status == "diverged" for v in verdicts)
+    return DivergentCall(verdict, call, theirs, ours, others, wrong_outputs)

@@ -1,21 +1,18 @@
 """Find other arguments that would make a wrong result right: another setting, tensor, order, mask or operator."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.explain.differences import close
+from telechat_moe.tools.align.judge.divergent_call import DivergentCall
+from telechat_moe.tools.align.judge.outcome import Explanation
 from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.reductions import wrong_softmax
-
-if TYPE_CHECKING:
-    from telechat_moe.tools.align.judge.divergent_call import Wrong
-
-Answer = tuple[str, str]
 
 _MOST_OTHERS = 256
 _MOST_LEFT = 0.1
@@ -28,70 +25,30 @@ _OPERATORS = ("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "square", "sqrt"
 _STEPS = 12
 
 
-def close(x: Array, value: Array, bound: Array) -> bool:
-    """Return whether every element is within its bound; infinities and NaN must be equal."""
-    with np.errstate(invalid="ignore"):
-        good = (np.abs(x - value) <= bound) | (x == value) | (np.isnan(x) & np.isnan(value))
-    return bool(good.all())
-
-
-def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
+def other_arguments(x: Array, divergent: DivergentCall) -> Explanation | None:
     """Return the arguments with which a wrong output would be right; None: none were found."""
-    given = finding.believed
-    if given is None or finding.number is None:
+    given = divergent.believed
+    if given is None or divergent.number is None:
         return None
     best, answer = np.inf, None
-    for changed, family, said in _variants(given, finding):
-        left = _left(x, finding, changed)
+    for changed, family, said in _variants(given, divergent):
+        left = _left(x, divergent, changed)
         if left is not None and left < best:
             best, answer = left / _CLEARLY, (family, said)
         if best == 0:
             break
-    return answer or _solved(x, finding, given)
+    return answer or _solved(x, divergent, given)
 
 
-def other_mask(x: Array, finding: "Wrong") -> Answer | None:
-    """Return the mask with which a wrong output would be right; None: none was found."""
-    given = finding.believed
-    if given is None or finding.number is None:
-        return None
-    for place, value in leaves(given):
-        if isinstance(value, TensorRecord) and value.dtype == "bool" and value.read is not None:
-            for mask, family, said in _masks(value.load()):
-                if _left(x, finding, _with(given, {place: _holding(value, mask)})) is not None:
-                    return family, f"{_name(place)} {said}"
-    return None
-
-
-def wrong_backward(x: Array, finding: "Wrong") -> Answer | None:
-    """Return which wrong derivative of a softmax explains a gradient; None: none does."""
-    right = finding.wanted() if "output" in finding.verdict.place else None
-    for said, backward in _SOFTMAX.items() if right is not None else ():
-        with wrong_softmax(backward), np.errstate(all="ignore"):
-            expected = finding.expected()
-        if _unexplained(x, expected, finding.dtype, right[0] if right else None) is not None:
-            own = "softmax" in finding.call.name.lower() and "sum" in said
-            return "missing row sum" if own else "wrong softmax backward", said
-    return None
-
-
-_SOFTMAX: dict[str, Callable[[Approx, Approx, Approx], Approx]] = {
-    "the row's sum is not subtracted": lambda y, g, total: y * g,
-    "the row's sum is added": lambda y, g, total: y * (g + total),
-    "only the Jacobian's diagonal is used": lambda y, g, total: y * (1 - y) * g,
-    "the result's factor is left out": lambda y, g, total: g - total,
-}
-
-
-def _left(x: Array, finding: "Wrong", changed: Call) -> float | None:
+def _left(x: Array, divergent: DivergentCall, changed: Call) -> float | None:
     """Return the share of the error that other arguments leave; None: they do not explain all of the call's outputs."""
     with np.errstate(all="ignore"):
-        expected = finding.expected(changed)
-        right = finding.wanted()
-    left = _unexplained(x, expected, finding.dtype, right[0] if right else None)
-    if left is None or finding.call.phase is Phase.BACKWARD or len(finding.call.outputs) < 2:
+        expected = divergent.expected(changed)
+        right = divergent.wanted()
+    left = _unexplained(x, expected, divergent.dtype, right[0] if right else None)
+    if left is None or divergent.call.phase is Phase.BACKWARD or len(divergent.call.outputs) < 2:
         return left
-    for record, value in zip(finding.call.outputs, finding.all_expected(changed), strict=False):
+    for record, value in zip(divergent.call.outputs, divergent.all_expected(changed), strict=False):
         if not isinstance(record, TensorRecord) or record.read is None:
             continue
         if _unexplained(record.load(), value, record.dtype, None) is None:
@@ -130,34 +87,8 @@ def _unexplained(
     return left / error if error and left <= _MOST_LEFT * error else None
 
 
-def leaves(call: Call) -> list[tuple[str, Value]]:
-    """Return the arguments of a call that are no lists or mappings, and those inside of these, with their places."""
-    found: list[tuple[str, Value]] = []
-    changed(call, lambda place, value: found.append((place, value)))
-    return found
-
-
-def changed(call: Call, change: Callable[[str, Value], Value], results: bool = False) -> Call:
-    """Return a call with each argument, and each one inside of a list or mapping, replaced; with ``results`` these, too.
-
-    ``change`` takes the place of a value, such as ``input.0.1``, and the value.
-    """
-
-    def walk(place: str, value: Value) -> Value:
-        if isinstance(value, list):
-            return [walk(f"{place}.{i}", v) for i, v in enumerate(value)]
-        if isinstance(value, dict):
-            return {k: walk(f"{place}.{k}", v) for k, v in value.items()}
-        return change(place, value)
-
-    inputs = [walk(f"input.{i}", v) for i, v in enumerate(call.inputs)]
-    kwargs = {k: walk(f"input.{k}", v) for k, v in call.kwargs.items()}
-    made = [walk(f"output.{i}", v) for i, v in enumerate(call.outputs)] if results else call.outputs
-    return replace(call, inputs=inputs, kwargs=kwargs, outputs=made)
-
-
 def _with(call: Call, changes: Mapping[str, Value]) -> Call:
-    return changed(call, lambda place, value: changes.get(place, value))
+    return call.changed(lambda place, value: changes.get(place, value))
 
 
 def _name(place: str) -> str:
@@ -165,9 +96,9 @@ def _name(place: str) -> str:
     return f"argument {name}" if name[0].isdigit() else name
 
 
-def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
+def _variants(call: Call, divergent: DivergentCall) -> Iterator[tuple[Call, str, str]]:
     """Yield calls with other arguments, each with its kind of fault and a description."""
-    arguments = leaves(call)
+    arguments = call.leaves()
     tensors = [
         (place, v)
         for place, v in arguments
@@ -190,8 +121,8 @@ def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
         for name in _OPERATORS:
             yield replace(call, name=f"Torch.{name}"), "wrong operator", f"it is {name}"
     for place, value in tensors:
-        for name, other in _others(value, finding):
-            kind = finding.kind(place, name)
+        for name, other in _others(value, divergent):
+            kind = divergent.kind(place, name)
             yield _with(call, {place: other}), kind, f"{_name(place)} is {name}"
 
 
@@ -282,10 +213,10 @@ def _shifted(x: Array, shift: int, axis: int) -> Array:
     return x.take(index, axis)
 
 
-def _others(record: TensorRecord, finding: "Wrong") -> Iterator[tuple[str, TensorRecord]]:
+def _others(record: TensorRecord, divergent: DivergentCall) -> Iterator[tuple[str, TensorRecord]]:
     """Yield other tensors of the same shape and type."""
     seen = {record.load().tobytes()}
-    for name, tensor in finding.tensors():
+    for name, tensor in divergent.tensors():
         if len(seen) > _MOST_OTHERS:
             return
         if tensor.shape == record.shape and tensor.dtype == record.dtype:
@@ -299,26 +230,28 @@ def _holding(record: TensorRecord, values: Array) -> TensorRecord:
     return replace(record, shape=values.shape, read=lambda: values)
 
 
-def _solved(x: Array, finding: "Wrong", call: Call) -> Answer | None:
+def _solved(x: Array, divergent: DivergentCall, call: Call) -> Explanation | None:
     """Find the number with which the result would be right, by Gauss-Newton from a coarse grid.
 
     A free number explains nothing in a result of a few elements: there is always one that fits.
     """
     if x.size < _FEW:
         return None
-    for place, value in leaves(call):
+    for place, value in call.leaves():
         number = value.value if isinstance(value, Scalar) else None
         if isinstance(number, float) and np.isfinite(number):
-            right = _number(x, finding, call, place, number)
+            right = _number(x, divergent, call, place, number)
             if right is not None:
                 return "wrong setting", f"{_name(place)} {right:.6g}, not {number:g}"
     return None
 
 
-def _number(x: Array, finding: "Wrong", call: Call, place: str, number: float) -> float | None:
+def _number(
+    x: Array, divergent: DivergentCall, call: Call, place: str, number: float
+) -> float | None:
     def at(v: float) -> Array | None:
         with np.errstate(all="ignore"):
-            found = finding.expected(_with(call, {place: Scalar("", v)}))
+            found = divergent.expected(_with(call, {place: Scalar("", v)}))
         if not isinstance(found, Approx) or found.value.size != x.size:
             return None
         return found.value.reshape(x.shape)
@@ -340,4 +273,4 @@ def _number(x: Array, finding: "Wrong", call: Call, place: str, number: float) -
         v += float((slope * (x - here)).sum()) / square
         if not np.isfinite(v):
             return None
-    return None if _left(x, finding, _with(call, {place: Scalar("", v)})) is None else v
+    return None if _left(x, divergent, _with(call, {place: Scalar("", v)})) is None else v
