@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 
 from telechat_moe import html
-from telechat_moe.html import Axes, Html
+from telechat_moe.html import ChartAxes, Html
 from telechat_moe.numerics import Array
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 from telechat_moe.tools.loss import statistics as stats
@@ -42,17 +42,17 @@ def body(report: LossReport) -> str:
     return "".join([*parts, *(html.tag("p", f"{note}.", "soft") for note in report.notes)])
 
 
-def _axes(steps: Array, low: float, high: float, height: int = 300) -> Axes:
+def _axes(steps: Array, low: float, high: float, height: int = 300) -> ChartAxes:
     """Return the axes of a chart over the steps; an empty range is widened a little."""
     if not high > low:
         low, high = low - 1e-6, high + 1e-6
     first = float(steps[0])
-    return Axes(
+    return ChartAxes(
         (first, max(float(steps[-1]), first + 1)), (low, high), height=height + 20, bottom=44
     )
 
 
-def _line(axes: Axes, steps: Array, values: Array, kind: str, width: float) -> str:
+def _line(axes: ChartAxes, steps: Array, values: Array, kind: str, width: float) -> str:
     return axes.line(*_thin(steps.astype(float), values), kind, width)
 
 
@@ -179,7 +179,7 @@ def _log(values: Array) -> Array:
     return np.log10(np.maximum(np.abs(values), 1e-8))
 
 
-def _marks(report: LossReport, axes: Axes) -> list[str]:
+def _marks(report: LossReport, axes: ChartAxes) -> list[str]:
     parts: list[str] = []
     shown = [f for f in report.findings if f.kind not in ("not finite", "early departure")]
     for finding in shown[:6]:

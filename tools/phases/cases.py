@@ -167,7 +167,7 @@ def _attending(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
 
 def _routing(config: Any, rows: int, x: Draw) -> OperatorCase:
     count, scale = config.n_routed_experts, config.routed_scaling_factor or 1.0
-    rule = routing.Rule(count, config.num_experts_per_tok, scale=scale)
+    rule = routing.RoutingRule(count, config.num_experts_per_tok, scale=scale)
     build, inputs, bias = partial(routing.routing, rule), [x(rows, count)], np.zeros(count, "f4")
     return OperatorCase("routing", f"{count} experts", build, inputs, _sigmoid, [bias])
 
