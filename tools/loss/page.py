@@ -252,7 +252,7 @@ def _spikes(report: LossReport) -> str:
     for s in report.spikes:
         curves = "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only")
         rows.append([s.step, f"{s.base:+.1%}", f"{s.target:+.1%}", curves])
-    return html.table(["step ", "base ", "target ", "in"], rows, most=40)
+    return html.table(["step ", "base ", "target ", "in"], rows, limit=40)
 
 
 def _inputs(report: LossReport) -> str:
