@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate.recipes_page import sections
+from telechat_moe.cli import main
 from telechat_moe.recipe import RecipeError, load, shipped_names
 from telechat_moe.recipe.written import WRITTEN_KEYS, check_written_paths, written_paths
 
@@ -99,4 +100,7 @@ def test_links_in_a_circle_are_refused_in_words(
     assert main([verb, "telechat3_moe/pretrain_tiny.yaml", "--set", "output_dir=loop"]) in (1, 3)
     assert "loop" in "".join(capsys.readouterr())
     code = main(["ls", "--json", "loop"])
-    assert (code, capsys.readouterr().err) == (2, "error: --json loop: cannot be written: links in a circle\n")
+    assert (code, capsys.readouterr().err) == (
+        2,
+        "error: --json loop: cannot be written: links in a circle\n",
+    )
