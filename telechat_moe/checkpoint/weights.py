@@ -29,7 +29,7 @@ from telechat_moe.tensor_files import (
     read_entries,
 )
 
-# Zero between steps, or of an analysis (`train.observe`).
+# Zero between steps, or of an analysis (`analysis.observe`).
 TRANSIENT = ("expert_load", "dropped", "main_grad", "observed")
 MODEL_CONFIG = "model_config.json"
 """The recipe's model section, beside weights that ``convert`` wrote."""

@@ -12,7 +12,7 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
-    from telechat_moe.moe.report import ExpertReport
+    from telechat_moe.analysis.report import ExpertReport
 
 NOTES = """\
 Loads over time come from OUTPUT_DIR/metrics.jsonl, where a run records them every telechat_moe.moe.load_interval steps.
@@ -67,8 +67,8 @@ def run_experts(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: expected 1 or more")
     texts = _texts(args.text)
-    from telechat_moe.moe.page import experts_page
-    from telechat_moe.train.experts import analyse
+    from telechat_moe.analysis.experts import analyse
+    from telechat_moe.analysis.page import experts_page
 
     run = Path(args.output_dir)
     report = analyse(

@@ -20,12 +20,12 @@ import numpy as np
 
 from telechat_moe.data.blend import Blend, Samples
 from telechat_moe.data.dataset import Dataset
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.data.epochs import Epochs
 from telechat_moe.data.mixture import MixedDataset, Passes
 from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
 from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
-from telechat_moe.data.whole import WholeDataset
 from telechat_moe.files import Progress
 from telechat_moe.narrowing import is_object
 from telechat_moe.reading import MALFORMED, parse_json

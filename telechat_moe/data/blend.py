@@ -15,11 +15,11 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_settings
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import Allocate, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
-from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import Progress
 
@@ -197,7 +197,7 @@ def open_blend(
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
         conversations: The files are of conversations, which stay whole.
-        window: Documents stay whole, packed by :class:`telechat_moe.data.whole.BestFit`; None: text is cut.
+        window: Documents stay whole, packed by :class:`telechat_moe.data.document_packing.BestFit`; None: text is cut.
         progress: See :class:`GptDataset`.
 
     Raises:

@@ -305,9 +305,7 @@ def record_steps(
             with watch.of(len(found)) if watch is not None else nullcontext():
                 result = loop.compute_step()
             values = (result.loss, *result.losses, result.norm)
-            found.append(
-                {"step": trainer.progress.step, **dict(zip(MEASURED, values, strict=True))}
-            )
+            found.append({"step": trainer.state.step, **dict(zip(MEASURED, values, strict=True))})
             if path is not None:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found[-1]) + "\n")

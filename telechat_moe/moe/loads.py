@@ -1,16 +1,42 @@
-"""Record the load of every expert during a run: summed over the steps between two records.
+"""Record the load of every expert during a run, summed over the steps between two records, and say how uneven it is.
 
 Shapes: L MoE layers, E experts.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.moe.analysis import Array, dead_experts, entropy
 from telechat_moe.moe.forecast import check_loads
+
+Array = np.ndarray[Any, np.dtype[Any]]
+DEAD, HOT = 0.01, 2.0
+"""An expert is dead below this share of the mean load of its layer, and hot above that multiple."""
+
+
+def dead_experts(load_E: Array) -> list[int]:
+    """Return the experts with less than :data:`DEAD` of the mean load."""
+    return np.flatnonzero(load_E < DEAD * np.mean(load_E)).tolist()
+
+
+def hot_experts(load_E: Array) -> list[int]:
+    """Return the experts with more than :data:`HOT` times the mean load."""
+    return np.flatnonzero(load_E > HOT * np.mean(load_E)).tolist()
+
+
+def entropy(weight: Array) -> Array:
+    """Return the entropy of non-negative weights along the last axis as a share of that of equal ones, 0 to 1.
+
+    1: all are equal; 0: one has everything. NaN where all are 0.
+    """
+    total = weight.sum(-1, keepdims=True, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = weight / total
+        terms = np.where(p > 0, -p * np.log(p), p)
+    return terms.sum(-1) / math.log(weight.shape[-1])
 
 
 class LoadRecorder:

@@ -19,9 +19,9 @@ from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.shards import EMA
-from telechat_moe.train import optimizer, state
+from telechat_moe.train import optimizer, parameters
 from telechat_moe.train.optimizer import WeightAverage
-from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
+from telechat_moe.train.step import Evaluate, StepOutput, TrainStep, update_rules
 
 Batch = tuple[Tensor, ...]
 Columns = Iterator[dict[str, Any]]
@@ -138,21 +138,23 @@ class OneProcess(Engine):
         self.model, self.operators = build_model(recipe)
         self.micro_batches = recipe.micro_batches
         self.limits = (float("inf"), float("inf"))
-        wrapper, config = recipe.runner_wrapper, recipe.model_config
+        max_grad_norm, bias_rate = update_rules(recipe)
         with backends(recipe):
             self.model.set_train()
             self.optimizer = optimizer.from_recipe(recipe, self.model.trainable_params(), swap=True)
             self.train_step = TrainStep(
                 self.model,
                 self.optimizer,
-                wrapper.max_grad_norm if wrapper.use_clip_grad else None,
+                max_grad_norm,
                 self.micro_batches,
-                config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0,
-                config,
+                bias_rate,
+                recipe.model_config,
             )
         self.train_step.set_train()
         ema = recipe.telechat_moe.ema
-        self.average = WeightAverage(state.kept(self.model), ema.decay) if ema else None
+        self.average = (
+            WeightAverage(parameters.saved_weights(self.model), ema.decay) if ema else None
+        )
         self.evaluate_cell = Evaluate(self.model)
 
     def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
@@ -197,16 +199,16 @@ class OneProcess(Engine):
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`Engine.parameters`."""
         average = {} if self.average is None else {EMA: self.average.averages}
-        return state.parameters(self.model, self.optimizer) | average
+        return parameters.parameters(self.model, self.optimizer) | average
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """See :meth:`Engine.put`."""
         groups = self.parameters()
         if self.average is None or EMA in saved.tensors:
-            state.put(groups, saved.tensors, saved.path, in_place)
+            parameters.put(groups, saved.tensors, saved.path, in_place)
             return ""
         del groups[EMA]
-        state.put(groups, saved.tensors, saved.path, in_place)
+        parameters.put(groups, saved.tensors, saved.path, in_place)
         self.average.begin()
         return self.average.begins(saved.path)
 

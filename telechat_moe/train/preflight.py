@@ -454,7 +454,7 @@ class _Look:
         key = f"{DATA}.config"
         if self.at(key, lambda: [loader.load_state(state["data"], choice == "new")]) is None:
             return
-        if not start.here and not steps_left(recipe, loader, consumed.samples):
+        if not start.continues_run and not steps_left(recipe, loader, consumed.samples):
             found = f"{path} has done {step} steps, and the samples of the recipe give no other"
             self.say(
                 start.key, found, "more samples in train_dataset.data_loader.sizes, or more epochs"

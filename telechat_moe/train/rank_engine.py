@@ -25,7 +25,7 @@ from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, group_of, weight_of
-from telechat_moe.train import optimizer, state
+from telechat_moe.train import optimizer, parameters
 from telechat_moe.train.engine import Batch, Columns, build_model, tensors
 from telechat_moe.train.expert_moves import MovingExperts
 from telechat_moe.train.optimizer import WeightAverage
@@ -142,11 +142,11 @@ class RankEngine:
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Put the tensors of a checkpoint into the model; with ``in_place`` also into the graph."""
-        state.put({"model": state.kept(self.model)}, saved.tensors, saved.path)
+        parameters.put({"model": parameters.saved_weights(self.model)}, saved.tensors, saved.path)
         wanted = [f"{m}.{p.name}" for m in MOMENTS for p in self.model.trainable_params()]
         averages, notes = saved.tensors.get(EMA, {}), list[str]()
         if averages and self.average is not None:
-            wanted += [f"{EMA}.{name}" for name in state.kept(self.model)]
+            wanted += [f"{EMA}.{name}" for name in parameters.saved_weights(self.model)]
         elif self.average is not None:
             notes = [WeightAverage.begins(saved.path)]
         self.given = {**saved.tensors.get("optimizer", {}), **averages}

@@ -28,7 +28,7 @@ class Start:
         key: Setting that decided.
         path: Weights or checkpoint; None: none.
         newest: ``path`` was found as the newest of its folder; if it turns out to be broken, the one before is used.
-        here: ``path`` is of the run in `output_dir`, which goes on.
+        continues_run: ``path`` is of the run in `output_dir`, which goes on.
         note: What is not read because of that; empty: nothing.
     """
 
@@ -36,7 +36,7 @@ class Start:
     key: str = ""
     path: Path | None = None
     newest: bool = False
-    here: bool = False
+    continues_run: bool = False
     note: str = ""
 
     def load(self, warn: Any = None) -> checkpoint.Checkpoint:
@@ -74,7 +74,7 @@ def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
         note = "load_checkpoint and resume_training are not read: " if unread else ""
         note += f"the run in {recipe.output_dir} goes on" if unread else ""
         key = "output_dir" if resume else "resume_training"
-        return Start("resume", key, held, newest=True, here=True, note=note)
+        return Start("resume", key, held, newest=True, continues_run=True, note=note)
     start = _asked(recipe, root)
     if overwrite and start.kind == "resume" and _is_in(start.path, root):
         found = f"{start.path} is of the run that --overwrite removes"
@@ -84,7 +84,7 @@ def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
             f"{root} holds checkpoints of an earlier run (newest {held.name}); continue from them with --resume, "
             "train from the start with --overwrite, or write elsewhere, as with --set output_dir=output/mine"
         )
-    return Start("resume", start.key, held, start.newest, here=True) if held else start
+    return Start("resume", start.key, held, start.newest, continues_run=True) if held else start
 
 
 def _asked(recipe: Recipe, root: Path) -> Start:

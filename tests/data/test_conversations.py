@@ -22,9 +22,9 @@ from telechat_moe.data import Loader, SampleOptions, build, open_blend, write_in
 from telechat_moe.data.build import _Job
 from telechat_moe.data.chat_template import ChatTemplate
 from telechat_moe.data.conversations import ChatFormat, bare, conversation_text, read_template
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.tokenizer import EOD_TOKEN, Tokenizer, load_tokenizer, train_tokenizer
-from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.train.preflight import examine

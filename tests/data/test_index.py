@@ -26,7 +26,7 @@ from telechat_moe.data import (
     whole,
     write_indexed,
 )
-from telechat_moe.data.whole import WholeDataset
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.errors import BadInputError, TelechatMoeError
 
 S = 16

@@ -63,7 +63,7 @@ def happens(place: Path, start: Start) -> str:
         return "its weights, step 0"
     assert start.path is not None
     assert start.path.name == "step-00000002"
-    assert start.here == start.path.is_relative_to(place / "mine")
+    assert start.continues_run == start.path.is_relative_to(place / "mine")
     return "that run goes on" if start.here else "step, optimizer and data go on from it"
 
 

@@ -12,17 +12,16 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from telechat_moe.analysis.statistics import margins
 from telechat_moe.checkpoint.weights import own_weights
 from telechat_moe.model.block import Block
 from telechat_moe.model.router import Router
-from telechat_moe.moe.analysis import entropy, margins
+from telechat_moe.moe.loads import Array, entropy
 from telechat_moe.ops.routing import ranked
 from telechat_moe.recipe import Recipe
-from telechat_moe.train import state
+from telechat_moe.train import parameters
 from telechat_moe.train.engine import build_model, tensors
 from telechat_moe.train.step import Evaluate
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def _kept(shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
@@ -140,7 +139,7 @@ class Observer:
             BadInputError: It is broken, or of another model.
         """
         weights = own_weights(path, self.config)
-        state.load_weights(self.model, weights, path, in_place=True)
+        parameters.load_weights(self.model, weights, path, in_place=True)
 
     def run(self, batches: Sequence[Mapping[str, Array]], tokens: int) -> Observation:
         """Compute some batches, of which so many tokens count."""

@@ -10,16 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.moe.analysis import (
-    ALPHA,
-    Array,
-    Pairs,
-    Specialisation,
-    dead_experts,
-    entropy,
-    hot_experts,
-    overload,
-)
+from telechat_moe.analysis.statistics import ALPHA, Pairs, Specialisation, overload
+from telechat_moe.moe.loads import Array, dead_experts, entropy, hot_experts
 
 PAIRS = 8
 """Pairs of experts of a layer that are listed."""
@@ -144,19 +136,22 @@ class ExpertReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers but the matrices of pairs, which are only drawn, as plain data; NaN is None."""
-        known = ("run", "layers", "experts", "top_k", "tokens", "text", "domains")
-        found: dict[str, Any] = {"verdict": self.verdict}
-        found |= {name: getattr(self, name) for name in known}
-        found["load"] = self._load()
-        found["checkpoints"] = [_plain(vars(state)) for state in self.checkpoints]
-        found["specialisation"] = self._specialisation()
-        found["coactivation"] = _pairs(self.layers, self.together, True)
-        found["succession"] = _pairs(self.neighbours, self.following, False)
-        found["favourites"] = {
-            layer: [[vars(token) for token in tokens] for tokens in experts]
-            for layer, experts in zip(self.layers, self.favourites, strict=False)
+        keys = ("run", "layers", "experts", "top_k", "tokens", "text", "domains")
+        return {
+            "verdict": self.verdict,
+            **{name: getattr(self, name) for name in keys},
+            "load": self._load(),
+            "checkpoints": [_plain(vars(state)) for state in self.checkpoints],
+            "specialisation": self._specialisation(),
+            "coactivation": _pairs(self.layers, self.together, True),
+            "succession": _pairs(self.neighbours, self.following, False),
+            "favourites": {
+                layer: [[vars(token) for token in tokens] for tokens in experts]
+                for layer, experts in zip(self.layers, self.favourites, strict=False)
+            },
+            "problems": self.problems,
+            "not_judged": self.not_judged,
         }
-        return found | {"problems": self.problems, "not_judged": self.not_judged}
 
     def _load(self) -> dict[str, Any] | None:
         if self.load is None:
@@ -202,13 +197,13 @@ def _pairs(names: Sequence[str], pairs: Sequence[Pairs], symmetric: bool) -> lis
     return [
         {
             "layer": name,
-            "strength": _plain(found.strength),
+            "strength": _plain(matrices.strength),
             "pairs": [
                 _plain(dict(zip(keys, pair, strict=True)))
-                for pair in found.strongest(PAIRS, symmetric)
+                for pair in matrices.strongest(PAIRS, symmetric)
             ],
         }
-        for name, found in zip(names, pairs, strict=False)
+        for name, matrices in zip(names, pairs, strict=False)
     ]
 
 
@@ -217,9 +212,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if np.isfinite(value) else None
     return value

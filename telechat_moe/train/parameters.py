@@ -14,7 +14,7 @@ from telechat_moe.tensor_files import DTYPES, Output
 from telechat_moe.train.optimizer import AdamW
 
 
-def kept(model: nn.Cell) -> dict[str, Parameter]:
+def saved_weights(model: nn.Cell) -> dict[str, Parameter]:
     """Return the parameters of a model that a checkpoint holds, by name."""
     return {p.name: p for p in model.get_parameters() if not is_transient(p.name)}
 
@@ -22,7 +22,7 @@ def kept(model: nn.Cell) -> dict[str, Parameter]:
 def parameters(model: nn.Cell, optimizer: AdamW) -> dict[str, dict[str, Parameter]]:
     """Return all parameters that a checkpoint holds, by group and name."""
     moments = [*optimizer.moment1, *optimizer.moment2]
-    return {"model": kept(model), "optimizer": {p.name: p for p in moments}}
+    return {"model": saved_weights(model), "optimizer": {p.name: p for p in moments}}
 
 
 def put(
@@ -86,7 +86,7 @@ def load_weights(
         BadInputError: Tensors are missing, unknown or of another shape.
     """
     arrays = {w.name: _widen(w.dtype, w.shape, np.concatenate([*w.chunks()])) for w in weights}
-    put({"weights": kept(model)}, {"weights": arrays}, source, in_place)
+    put({"weights": saved_weights(model)}, {"weights": arrays}, source, in_place)
 
 
 def _widen(dtype: str, shape: Sequence[int], data: np.ndarray) -> np.ndarray:

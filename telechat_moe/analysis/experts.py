@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from telechat_moe.analysis import statistics
+from telechat_moe.analysis.report import ExpertReport, Favourite, LoadHistory, RouterState
 from telechat_moe.checkpoint import folder
 from telechat_moe.data import IndexedDataset, Tokenizer, load_tokenizer
 from telechat_moe.data.conversations import bare
@@ -17,16 +19,13 @@ from telechat_moe.data.corpus import open_corpus
 from telechat_moe.data.recipe import options_of, valid_prefixes
 from telechat_moe.data.sample import collate
 from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.moe import analysis
-from telechat_moe.moe.analysis import Array
-from telechat_moe.moe.loads import loads_per_step
-from telechat_moe.moe.report import ExpertReport, Favourite, LoadHistory, RouterState
+from telechat_moe.moe.loads import Array, loads_per_step
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import metrics
 from telechat_moe.train.preflight import tokenizer_path
 
 if TYPE_CHECKING:
-    from telechat_moe.train.observe import Observation
+    from telechat_moe.analysis.observe import Observation
 
 DOCUMENTS = 8
 """Documents that are compared where the text has one source."""
@@ -231,7 +230,7 @@ def _routers(
     say: Say,
 ) -> None:
     """Watch the routers of some checkpoints on a text, and judge the last."""
-    from telechat_moe.train.observe import Observer
+    from telechat_moe.analysis.observe import Observer
 
     S, options = recipe.model_config.seq_length, options_of(recipe)
     window_UX = np.concatenate([*text.windows.values()])
@@ -269,28 +268,28 @@ def _judge(report: ExpertReport, index_LTK: Array, domain_U: Array, permutations
     E = report.experts
     layers = list(index_LTK)
     if report.top_k > 1:
-        report.together = [analysis.coactivation(index_TK, E) for index_TK in layers]
+        report.together = [statistics.coactivation(index_TK, E) for index_TK in layers]
     else:
         report.not_judged["co-activation"] = "each token has one expert"
     report.following = [
-        analysis.succession(one_TK, two_TK, E) for one_TK, two_TK in pairwise(layers)
+        statistics.succession(one_TK, two_TK, E) for one_TK, two_TK in pairwise(layers)
     ]
     if not report.following:
         report.not_judged["succession"] = "the model has one layer with experts"
     if len(report.domains) < 2:
         report.not_judged["specialisation"] = ONE_SOURCE
         return
-    least = max(1 / analysis.arrangements(domain_U), 1 / (1 + permutations))
-    if least >= analysis.ALPHA:
+    least = max(1 / statistics.arrangements(domain_U), 1 / (1 + permutations))
+    if least >= statistics.ALPHA:
         report.not_judged["specialisation"] = (
             f"{len(domain_U)} sequences of {len(report.domains)} domains and {permutations} permutations cannot reach a "
-            f"level of {analysis.ALPHA}; more text or permutations can"
+            f"level of {statistics.ALPHA}; more text or permutations can"
         )
         return
     counts_ULE = np.stack(
-        [analysis.chosen_counts(index_TK, len(domain_U), E) for index_TK in layers], 1
+        [statistics.chosen_counts(index_TK, len(domain_U), E) for index_TK in layers], 1
     )
-    report.specialisation = analysis.specialisation(counts_ULE, domain_U, permutations)
+    report.specialisation = statistics.specialisation(counts_ULE, domain_U, permutations)
 
 
 def _favourites(report: ExpertReport, recipe: Recipe, index_LTK: Array, token_T: Array) -> None:
@@ -303,7 +302,7 @@ def _favourites(report: ExpertReport, recipe: Recipe, index_LTK: Array, token_T:
     report.favourites = [
         [
             [Favourite(tokenizer.decode([token]), times, ratio) for token, times, ratio in tokens]
-            for tokens in analysis.favourites(token_T, index_TK, report.experts)
+            for tokens in statistics.favourites(token_T, index_TK, report.experts)
         ]
         for index_TK in index_LTK
     ]
@@ -315,11 +314,11 @@ def _state(
     """Return what the routers of a checkpoint do, in numbers."""
     load_LE = np.stack([np.bincount(i.ravel(), minlength=experts) for i in seen.index_LTK])
     pairs = zip(before.index_LTK, seen.index_LTK, strict=True) if before is not None else ()
-    changes = [analysis.flips(one_TK, two_TK) for one_TK, two_TK in pairs]
+    changes = [statistics.flips(one_TK, two_TK) for one_TK, two_TK in pairs]
     share_LT = seen.routed_LT / (seen.routed_LT + seen.shared_LT)
     return RouterState(
         step=step,
-        overload=analysis.overload(load_LE).tolist(),
+        overload=statistics.overload(load_LE).tolist(),
         entropy=seen.entropy_LT.mean(1).tolist(),
         margin=_known(np.median(seen.margin_LT, 1)),
         margin_low=_known(np.quantile(seen.margin_LT, 0.1, axis=1)),
