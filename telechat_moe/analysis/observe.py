@@ -100,11 +100,11 @@ class Observer:
     """
 
     def __init__(self, recipe: Recipe, rows: int) -> None:
-        own = recipe.telechat_moe
+        settings = recipe.telechat_moe
         operators = replace(
-            own.operators, fuse_plain=False
+            settings.operators, fuse_plain=False
         )  # fused regions have no primitives to replace
-        recipe = replace(recipe, telechat_moe=replace(own, operators=operators))
+        recipe = replace(recipe, telechat_moe=replace(settings, operators=operators))
         self.config = recipe.model_config
         self.model, _ = build_model(recipe)
         blocks: list[Block] = [*self.model.layers]
@@ -143,12 +143,12 @@ class Observer:
 
     def run(self, batches: Sequence[Mapping[str, Array]], tokens: int) -> Observation:
         """Compute some batches, of which so many tokens count."""
-        found: list[list[Array]] = [[] for _ in range(6)]
+        kinds: list[list[Array]] = [[] for _ in range(6)]
         for columns in batches:
             self.evaluate(*tensors(columns)).asnumpy()  # waits until all is computed
-            for arrays, array in zip(found, self._layers(), strict=True):
+            for arrays, array in zip(kinds, self._layers(), strict=True):
                 arrays.append(array)
-        return Observation(*(np.concatenate(arrays, 1)[:, :tokens] for arrays in found))
+        return Observation(*(np.concatenate(arrays, 1)[:, :tokens] for arrays in kinds))
 
     def _layers(self) -> tuple[Array, ...]:
         """Return what the last batch left in the parameters, all layers of each kind stacked."""

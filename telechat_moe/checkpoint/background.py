@@ -52,14 +52,14 @@ class Saver:
         """See :meth:`Snapshot.follow`."""
         self.snapshot.follow(sources)
 
-    def save(self, what: str, write: Callable[[Groups], object]) -> None:
-        """Copy the parameters and let ``write`` store the copies, in the thread; ``what`` is its name for messages.
+    def save(self, name: str, write: Callable[[Groups], object]) -> None:
+        """Copy the parameters and let ``write`` store the copies, in the thread; ``name`` is its name for messages.
 
         Raises:
             CheckpointError: An earlier save failed (see ``max_failed``); without ``background`` also this one.
         """
         if self.busy:
-            self.say(f"{what} waits: the one before is still being written")
+            self.say(f"{name} waits: the one before is still being written")
         self.wait()
         self._start()
         self.snapshot.take()
@@ -81,13 +81,13 @@ class Saver:
             CheckpointError: It failed, and so did more than ``max_failed`` in a row.
             TelechatMoeError: What is to be saved is wrong.
         """
-        given, self._given = self._given, False
-        if given:
+        pending, self._given = self._given, False
+        if pending:
             self._done.wait()
         if last and self._alive:
             self._todo.put(None)
             self._alive = False
-        if not given:
+        if not pending:
             return
         failure, self._failure = self._failure, None
         if failure is None:

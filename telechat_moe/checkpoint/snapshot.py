@@ -31,7 +31,7 @@ class Snapshot:
     """Copies of parameters, by group and name, whose shapes and data types do not change."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
-        self.names = [(group, name) for group, found in sources.items() for name in found]
+        self.names = [(group, name) for group, parameters in sources.items() for name in parameters]
         self.follow(sources)
         self.views = [source.asnumpy() for source in self.sources]
         self.addresses = np.array([view.ctypes.data for view in self.views], np.uint64)

@@ -438,23 +438,23 @@ class Conversation:
         end = self.write(number + 1)
         stop = self._common(end, text)
         tokens, places_N2 = self.tokenizer.encode_rendered(end[stop:])
-        rest = [
+        visible = [
             end[stop:][begin:close].strip()
             for token, (begin, close) in zip(tokens.tolist(), places_N2.tolist(), strict=True)
             if token not in self.tokenizer.special
         ]
         # Some templates end the last message with one token more.
-        return Span(start, stop) if not any(rest) and stop >= start else None
+        return Span(start, stop) if not any(visible) and stop >= start else None
 
     def _common(self, text: str, other: str) -> int:
         """Return how many characters of a text, in whole tokens, begin another."""
         if other.startswith(text):
             return len(text)
-        (one, places_N2), (two, _) = map(self.tokenizer.encode_rendered, (text, other))
-        count = min(len(one), len(two))
-        differing = np.flatnonzero(one[:count] != two[:count])
-        same = int(differing[0]) if differing.size else count
-        return int(places_N2[same - 1, 1]) if same else 0
+        (tokens, places_N2), (other_tokens, _) = map(self.tokenizer.encode_rendered, (text, other))
+        count = min(len(tokens), len(other_tokens))
+        differing = np.flatnonzero(tokens[:count] != other_tokens[:count])
+        common = int(differing[0]) if differing.size else count
+        return int(places_N2[common - 1, 1]) if common else 0
 
     def _tokens(self, text: str, spans: list[Span], *, marked: bool = False) -> Learned:
         """Return the tokens of a document and which are learned, the ends of its learned messages among them."""
@@ -511,16 +511,16 @@ class Conversation:
                     raise self._lost(number, f"leaves out its {name!r}; remove it")
         for name, value in self.variables.items():
             if isinstance(value, (list, dict)):
-                rest = {key: other for key, other in self.variables.items() if key != name}
-                if self._try(self.messages, rest) == self.text:
+                others = {key: other for key, other in self.variables.items() if key != name}
+                if self._try(self.messages, others) == self.text:
                     raise BadInputError(
                         f"{self.name}: the chat template leaves out its {name!r}; remove it, or name it in "
                         "telechat_moe.conversations.ignore_fields"
                     )
 
-    def _lost(self, number: int, what: str) -> BadInputError:
+    def _lost(self, number: int, fault: str) -> BadInputError:
         return BadInputError(
-            f"{self.name}: {self._who(number)}: the chat template {what}, or use another template"
+            f"{self.name}: {self._who(number)}: the chat template {fault}, or use another template"
         )
 
     def _with(self, number: int, count: int | None = None, **fields: Any) -> str | None:

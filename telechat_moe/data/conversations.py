@@ -64,14 +64,14 @@ def bare(stored: NDArray[Any]) -> NDArray[Any]:
 
 
 def conversation_text(
-    where: str, line: dict[str, Any], key: str, ignored: dict[str, int] | None = None
+    location: str, line: dict[str, Any], key: str, ignored: dict[str, int] | None = None
 ) -> str:
     """Return a conversation as one line of JSON: its messages, and in an object the other fields that its line has.
 
     Fields without a value (null, "", [], {}) are left out, and texts that are given in parts joined.
 
     Args:
-        where: File and line, for messages.
+        location: File and line, for messages.
         line: The line.
         key: Its field with the messages.
         ignored: Fields that are left out, with how often they occurred, which is counted.
@@ -82,24 +82,24 @@ def conversation_text(
     value = line.get(key)
     if not isinstance(value, list) or not value:
         raise BadInputError(
-            f"{where}: messages are {_kind(value)}; expected a list with at least one message"
+            f"{location}: messages are {_kind(value)}; expected a list with at least one message"
         )
     messages: list[Message] = []
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise BadInputError(
-                f"{where}: message {number} is {_kind(message)}; expected an object"
+                f"{location}: message {number} is {_kind(message)}; expected an object"
             )
         fields = _filled(message, ignored)
-        rest = fields.keys() - {"role", "content", *FLAGS}
-        content = _content(f"{where}: message {number}", message.get("content"))
+        further = fields.keys() - {"role", "content", *FLAGS}
+        content = _content(f"{location}: message {number}", message.get("content"))
         for name, text in (("role", message.get("role")), ("content", content)):
-            if not isinstance(text, str) and not (name == "content" and text is None and rest):
+            if not isinstance(text, str) and not (name == "content" and text is None and further):
                 hint = "; ShareGPT's from and value are role and content here" * (
                     "value" in message
                 )
                 raise BadInputError(
-                    f"{where}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
+                    f"{location}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
                     f"{', '.join(map(repr, message)) or 'none'}); expected text{hint}"
                 )
         extra = {name: fields[name] for name in fields.keys() - {"role", "content"}}
@@ -112,7 +112,7 @@ def conversation_text(
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise BadInputError(
-            f"{where}: a message has half a surrogate pair, which is no character"
+            f"{location}: a message has half a surrogate pair, which is no character"
         ) from None
     return text
 
@@ -125,7 +125,7 @@ def _filled(fields: dict[str, Any], ignored: dict[str, int] | None) -> dict[str,
     return {k: v for k, v in fields.items() if k not in ignored and v not in _EMPTY}
 
 
-def _content(where: str, content: object) -> object:
+def _content(location: str, content: object) -> object:
     """Return the content of a message, the texts of its parts joined.
 
     Raises:
@@ -139,7 +139,7 @@ def _content(where: str, content: object) -> object:
         if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
             kind = repr(fields.get("type")) if fields else _kind(part)
             raise BadInputError(
-                f"{where}: has a part of type {kind}; expected parts of type 'text'"
+                f"{location}: has a part of type {kind}; expected parts of type 'text'"
             )
         texts.append(fields["text"])
     return "".join(texts)
@@ -168,10 +168,10 @@ def _parsed(text: str) -> tuple[list[Message], dict[str, Any]]:
 
 def docstring_conversations(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and messages for each function of a Python source: its first line, and how its docstring begins."""
-    for found in _FUNCTION.finditer(source):
-        answer = " ".join(found[2].split())
-        messages = [{"role": "user", "content": found[1]}, {"role": "assistant", "content": answer}]
-        line = source.count("\n", 0, found.start(1)) + 1
+    for match in _FUNCTION.finditer(source):
+        answer = " ".join(match[2].split())
+        messages = [{"role": "user", "content": match[1]}, {"role": "assistant", "content": answer}]
+        line = source.count("\n", 0, match.start(1)) + 1
         yield line, conversation_text("", {"messages": messages}, "messages")
 
 
@@ -209,8 +209,8 @@ class ChatFormat:
         """Return what decides the tokens, JSON values."""
         how: dict[str, Any] = {"loss_roles": list(self.loss_roles), "message": self.message}
         if self.template is not None:
-            what = json.dumps([self.template.source, self.template.special], sort_keys=True)
-            how["message"] = f"chat template {hashlib.sha256(what.encode()).hexdigest()}"
+            text = json.dumps([self.template.source, self.template.special], sort_keys=True)
+            how["message"] = f"chat template {hashlib.sha256(text.encode()).hexdigest()}"
             if self.template.settings:
                 how["variables"] = self.template.settings
         if self.ignored:
@@ -279,8 +279,8 @@ class ChatFormat:
 
     def _variables(self, others: dict[str, Any]) -> dict[str, Any]:
         """Return the variables of a template that the other fields of a line set."""
-        more = others.get(KWARGS)
-        fields = {**others, **more} if isinstance(more, dict) else others
+        kwargs = others.get(KWARGS)
+        fields = {**others, **kwargs} if isinstance(kwargs, dict) else others
         names = self.template.variables if self.template is not None else frozenset[str]()
         return {name: value for name, value in fields.items() if name in names}
 
@@ -386,9 +386,9 @@ class FieldCheck:
             for (name, role), (count, first) in sorted(unread.items())
         ]
         ignored = sorted({*self.chat.ignored, *(name.split(".")[0] for name, _ in unread)})
-        what = "chat template" if self.chat.message is None else "pattern of a message"
+        reader = "chat template" if self.chat.message is None else "pattern of a message"
         raise BadInputError(
-            f"{corpus}: fields that the {what} does not read and that would be lost: {', '.join(listed)}; take another "
+            f"{corpus}: fields that the {reader} does not read and that would be lost: {', '.join(listed)}; take another "
             f"template, remove them, or say that they do not matter: telechat_moe.conversations.ignore_fields: "
             f"[{', '.join(ignored)}]"
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.reading import read_object
 
 EOD_TOKEN = "<|eod|>"
@@ -125,11 +125,11 @@ class Tokenizer:
     def _split(self, text: str, size: int) -> Iterator[str]:
         start = 0
         while self._byte_level and len(text) - start > size:
-            found = _SAFE_BREAK.search(text, start + size)
-            if found is None:
+            match = _SAFE_BREAK.search(text, start + size)
+            if match is None:
                 break
-            yield text[start : found.start()]
-            start = found.start()
+            yield text[start : match.start()]
+            start = match.start()
         yield text[start:]
 
     def decode(self, tokens: Iterable[int], *, skip_special: bool = False) -> str:
@@ -146,16 +146,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE; the same texts give the same tokenizer.
 
     Args:
-        vocab_size: Tokens wanted, the end of document (id 0) and 256 bytes included. A short text
-            may give fewer.
-
-    Raises:
-        UsageError: If ``vocab_size`` is below 257.
+        vocab_size: Tokens to learn, :data:`BASE_VOCAB` or more: the end of document (id 0) and 256 bytes are included. A
+            short text may give fewer.
     """
-    if vocab_size < BASE_VOCAB:
-        raise UsageError(
-            f"vocab_size is {vocab_size}; a byte-level tokenizer needs {BASE_VOCAB} or more"
-        )
     library = _library()
     backend = library.Tokenizer(library.models.BPE())
     byte_level = library.pre_tokenizers.ByteLevel

@@ -39,19 +39,19 @@ class Placement:
     devices: int
 
     def __post_init__(self) -> None:
-        given = np.asarray(self.slots)
-        if given.ndim != 2 or not given.size or given.dtype.kind not in "iu":
+        array = np.asarray(self.slots)
+        if array.ndim != 2 or not array.size or array.dtype.kind not in "iu":
             raise BadInputError(
-                f"placement: the map has shape {given.shape} and type {given.dtype}, expected integers [layers, experts]"
+                f"placement: the map has shape {array.shape} and type {array.dtype}, expected integers [layers, experts]"
             )
-        experts = given.shape[1]
+        experts = array.shape[1]
         if self.devices < 1 or experts % self.devices:
             raise BadInputError(
                 f"placement: {experts} experts cannot be shared evenly by {self.devices} devices"
             )
-        for layer, row in enumerate(given):
+        for layer, row in enumerate(array):
             _check_permutation(layer, row)
-        slot_LE = given.astype(np.int32)
+        slot_LE = array.astype(np.int32)
         slot_LE.setflags(write=False)
         object.__setattr__(self, "slots", slot_LE)
 
@@ -107,11 +107,11 @@ def moves(old: Placement, new: Placement) -> list[Move]:
             f"cannot become one of {new.slots.shape[0]}, {new.slots.shape[1]} and {new.devices}"
         )
     layers, experts = np.nonzero(old.slots != new.slots)
-    found = []
+    differing = []
     for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True):
         a, b = int(old.slots[layer, expert]), int(new.slots[layer, expert])
-        found.append(Move(layer, expert, a // old.capacity, b // old.capacity, a, b))
-    return found
+        differing.append(Move(layer, expert, a // old.capacity, b // old.capacity, a, b))
+    return differing
 
 
 def settle(device_LE: NDArray[np.integer[Any]], current: Placement) -> Placement:

@@ -142,14 +142,14 @@ def choose(
         goal_L = bound_L * (1 + TOLERANCE)
         greedy_A = device_loads(load_LE[rows_A], greedy_AE, devices).max(axis=1)
         goal_L[rows_A] = np.minimum(goal_L[rows_A], greedy_A)
-    near, left_A = Groups(load_LE, home_LE, devices), rows_A
-    while len(left_A := near.swap(left_A, goal_L)):
-        best.offer(left_A, near.owners(left_A))
-    stuck_A = near.busiest_L[rows_A] > goal_L[rows_A]
+    swapped, left_A = Groups(load_LE, home_LE, devices), rows_A
+    while len(left_A := swapped.swap(left_A, goal_L)):
+        best.offer(left_A, swapped.owners(left_A))
+    stuck_A = swapped.busiest_L[rows_A] > goal_L[rows_A]
     rows_A = rows_A[stuck_A]
     afresh = Groups(load_LE[rows_A], greedy_AE[stuck_A], devices)
     afresh.descend(goal_L[rows_A])
-    near_AE = near.owners(rows_A)
+    near_AE = swapped.owners(rows_A)
     afresh_AE = match(afresh.owners(), home_LE[rows_A], devices)
     lost_A = best.offer(rows_A, afresh_AE)
     owner_AE = np.where((lost_A < best.lost(rows_A, near_AE))[:, None], afresh_AE, near_AE)
@@ -190,8 +190,11 @@ def _shuffle(
             return
         better = groups.shuffle(left, min(best.devices, 3 + rounds % 2), random)
         failed_A[left] = np.where(better, 0, failed_A[left] + 1)
-        at = left[better]
-        best.offer(rows_A[at], match(groups.owners(at), best.home_LE[rows_A[at]], best.devices))
+        improved = left[better]
+        best.offer(
+            rows_A[improved],
+            match(groups.owners(improved), best.home_LE[rows_A[improved]], best.devices),
+        )
         budget, rounds = budget - len(left), rounds + 1
 
 

@@ -55,30 +55,30 @@ class Groups:
         sum_AD = self.sum_LD[rows_A]
         top_A = sum_AD.max(axis=1)
         rows_A, sum_AD, top_A = (x[top_A > target_L[rows_A]] for x in (rows_A, sum_AD, top_A))
-        each = np.arange(len(rows_A))
+        index_A = np.arange(len(rows_A))
         capacity = self.member_LDC.shape[2]
         from_A = sum_AD.argmax(axis=1)
         load_ADC = self._load_LDC[rows_A]
         # The larger of both sums after a swap is their mean plus how far what moves is from half their difference.
         wish_AD = (top_A[:, None] - sum_AD) / 2
         far = (
-            load_ADC[each, from_A][:, None, :, None]
+            load_ADC[index_A, from_A][:, None, :, None]
             - (load_ADC + wish_AD[:, :, None])[:, :, None, :]
         )
         np.abs(far, out=far)
         far += (sum_AD + wish_AD)[:, :, None, None]
         flat = far.reshape(len(rows_A), far.size // max(len(rows_A), 1))
         best_A = flat.argmin(axis=1) if len(rows_A) else from_A
-        better_A = flat[each, best_A] < top_A * (1 - EXACT)
+        better_A = flat[index_A, best_A] < top_A * (1 - EXACT)
         to_A, pair_A = np.divmod(best_A, capacity * capacity)
         i_A, j_A = np.divmod(pair_A, capacity)
         rows_A, from_A, to_A, i_A, j_A = (x[better_A] for x in (rows_A, from_A, to_A, i_A, j_A))
-        given, taken = self._load_LDC[rows_A, from_A, i_A], self._load_LDC[rows_A, to_A, j_A]
-        self.sum_LD[rows_A, from_A] += taken - given
-        self.sum_LD[rows_A, to_A] += given - taken
-        for held in (self._load_LDC, self.member_LDC):
-            a, b = held[rows_A, from_A, i_A], held[rows_A, to_A, j_A]
-            held[rows_A, from_A, i_A], held[rows_A, to_A, j_A] = b, a
+        out_A, in_A = self._load_LDC[rows_A, from_A, i_A], self._load_LDC[rows_A, to_A, j_A]
+        self.sum_LD[rows_A, from_A] += in_A - out_A
+        self.sum_LD[rows_A, to_A] += out_A - in_A
+        for table in (self._load_LDC, self.member_LDC):
+            a, b = table[rows_A, from_A, i_A], table[rows_A, to_A, j_A]
+            table[rows_A, from_A, i_A], table[rows_A, to_A, j_A] = b, a
         return rows_A
 
     def descend(self, target_L: Array) -> None:
@@ -95,10 +95,10 @@ class Groups:
         Returns, for each of these layers, whether the best of the tries relieved the busiest device, and was taken.
         """
         layers, (_, devices, capacity) = len(rows_A), self.member_LDC.shape
-        each = np.arange(layers)
+        index_A = np.arange(layers)
         top_A, from_A = self.busiest_L[rows_A], self.sum_LD[rows_A].argmax(axis=1)
         key_ATD = random.random((layers, TRIES, devices))
-        key_ATD[each, :, from_A] = -1.0
+        key_ATD[index_A, :, from_A] = -1.0
         device_ATK = np.argsort(key_ATD, axis=2)[:, :, :count]
         dealt = random.permuted(
             self.member_LDC[rows_A[:, None, None], device_ATK].reshape(layers * TRIES, -1), axis=1
@@ -108,14 +108,14 @@ class Groups:
         tries = Groups(load, owner, count)
         tries.descend(np.zeros(len(dealt)))
         best_A = tries.busiest_L.reshape(layers, TRIES).argmin(axis=1)
-        picked_A = each * TRIES + best_A
+        picked_A = index_A * TRIES + best_A
         better_A = tries.busiest_L[picked_A] < top_A * (1 - EXACT)
-        at = (rows_A[better_A, None], device_ATK[each, best_A][better_A])
+        target = (rows_A[better_A, None], device_ATK[index_A, best_A][better_A])
         picked_A = picked_A[better_A]
-        self.sum_LD[at] = tries.sum_LD[picked_A]
-        self._load_LDC[at] = tries._load_LDC[picked_A]
+        self.sum_LD[target] = tries.sum_LD[picked_A]
+        self._load_LDC[target] = tries._load_LDC[picked_A]
         order = tries.member_LDC[picked_A]
-        self.member_LDC[at] = np.take_along_axis(
+        self.member_LDC[target] = np.take_along_axis(
             dealt[picked_A], order.reshape(-1, count * capacity), axis=1
         ).reshape(order.shape)
         return better_A

@@ -1,10 +1,12 @@
 """Engines compute the steps of a run: one process here, a rank's graph in :mod:`telechat_moe.train.rank_engine`."""
 
 import ctypes
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -27,7 +29,7 @@ Batch = tuple[Tensor, ...]
 Columns = Iterator[dict[str, Any]]
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """What computes the steps of a run and holds its weights.
 
     Attributes:
@@ -36,6 +38,9 @@ class Engine(Protocol):
         evaluate_cell: Next-token loss of the model on a batch.
         peers: Processes that this one exchanges messages with.
         say: Called with lines for the user.
+        micro_batches: Micro-batches of a step.
+        average: The average of the weights; None: the recipe keeps none.
+        limits: Gradient norm and loss that the graph compares with now.
     """
 
     model: CausalLM
@@ -43,15 +48,19 @@ class Engine(Protocol):
     evaluate_cell: Evaluate
     peers: Sequence[int] = ()
     say: Callable[[str], object] = staticmethod(lambda text: None)
+    micro_batches: int
+    average: WeightAverage | None = None
+    limits: tuple[float, float] = (math.inf, math.inf)
 
+    @abstractmethod
     def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
         """Return the batches of the next step, as :meth:`update` takes them.
 
         Args:
             micro_batches: How many there are in this step; None: as many as the recipe says.
         """
-        ...
 
+    @abstractmethod
     def update(
         self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
     ) -> StepOutput:
@@ -62,31 +71,30 @@ class Engine(Protocol):
             number: Number of the update, from 1.
             limits: Gradient norm and loss must be below these for the update to be applied.
         """
-        ...
 
+    @abstractmethod
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """Return what a checkpoint holds (of this rank), by group and name."""
-        ...
 
+    @abstractmethod
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Put the tensors of a checkpoint in; after the first step ``in_place``. Return a note for the user, or nothing."""
-        ...
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027
         """Begin training with the weights that are in the model, before the first step."""
 
-    def collect_weights(self) -> None:
+    def collect_weights(self) -> None:  # noqa: B027
         """Put the current weights into the model of rank 0; all ranks call it."""
 
+    @abstractmethod
     def writer(
-        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
+        self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
     ) -> Callable[[Groups], object]:
         """Return a function that writes a copy of :meth:`parameters` as the checkpoint of a step."""
-        ...
 
+    @abstractmethod
     def culprit(self, output: StepOutput) -> str:
         """Name the tensor from which NaN or Inf came into a step."""
-        ...
 
     def rows(self, load_LE: np.ndarray) -> float | None:
         """Return how many of a step's tokens went to the experts of this process, all layers; None: not known."""
@@ -101,12 +109,12 @@ def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
 
 def backends(recipe: Recipe) -> AbstractContextManager[None]:
     """Return a context in which cells are built with the operators that the recipe chooses."""
-    own, target = recipe.telechat_moe, recipe.context.device_target
-    each = own.operators.backends()
-    if recipe.devices > 1 and own.moe_capacity_tokens is not None:
+    settings, target = recipe.telechat_moe, recipe.context.device_target
+    by_operator = settings.operators.backends()
+    if recipe.devices > 1 and settings.moe_capacity_tokens is not None:
         # As in the graphs of the processes: fused experts give one capacity to all tokens.
-        each |= {"permute": "plain", "grouped_matmul": "plain"}
-    return select.using(own.operators.default, each, target, own.operators.host)
+        by_operator |= {"permute": "plain", "grouped_matmul": "plain"}
+    return select.using(settings.operators.default, by_operator, target, settings.operators.host)
 
 
 def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
@@ -115,12 +123,12 @@ def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
     ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
     ms.set_context(max_call_depth=context.max_call_depth)
     ms.set_seed(recipe.seed)
-    own = recipe.telechat_moe
+    settings = recipe.telechat_moe
     with backends(recipe):
-        sizes = own.moe_block_rows, own.moe_capacity_tokens
+        sizes = settings.moe_block_rows, settings.moe_capacity_tokens
         model = CausalLM(recipe.model_config, *sizes, sources=len(sources_of(recipe)))
         operators = select.summary()
-        if fused := fuse_cells(model) if own.operators.fuse_plain else []:
+        if fused := fuse_cells(model) if settings.operators.fuse_plain else []:
             regions = sum(region.program is not None for region in fused)
             operators += f"; the fuser replaced {regions} regions"
     return model, operators
@@ -137,7 +145,6 @@ class OneProcess(Engine):
         self.recipe, self.keep_graph, self.compiled_now = recipe, keep_graph, True
         self.model, self.operators = build_model(recipe)
         self.micro_batches = recipe.micro_batches
-        self.limits = (float("inf"), float("inf"))
         max_grad_norm, bias_rate = update_rules(recipe)
         with backends(recipe):
             self.model.set_train()
@@ -171,12 +178,12 @@ class OneProcess(Engine):
         self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
         scalars = self.optimizer.scalars(number, rate)
-        with self._kept(batches):
+        with self._cached(batches):
             if self.train_step.accumulate is not None:
                 for batch in batches[:-1]:
                     self.train_step.accumulate(*batch)
-            found = self.train_step(*scalars, *batches[-1])
-        output = StepOutput.fetch(*found)
+            outputs = self.train_step(*scalars, *batches[-1])
+        output = StepOutput.fetch(*outputs)
         if self.compiled_now and self.recipe.optimizer.swap:
             _give_back_memory()
         self.compiled_now = False
@@ -184,7 +191,7 @@ class OneProcess(Engine):
             self.average.update(number)
         return output
 
-    def _kept(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+    def _cached(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
         """Return a context in which the graphs of a step are taken from an earlier start, or kept for later ones."""
         if not self.keep_graph:
             return nullcontext()
@@ -204,19 +211,20 @@ class OneProcess(Engine):
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """See :meth:`Engine.put`."""
         groups = self.parameters()
-        if self.average is None or EMA in saved.tensors:
-            parameters.put(groups, saved.tensors, saved.path, in_place)
-            return ""
-        del groups[EMA]
+        average = self.average if EMA not in saved.tensors else None
+        if average is not None:
+            del groups[EMA]
         parameters.put(groups, saved.tensors, saved.path, in_place)
-        self.average.begin()
-        return self.average.begins(saved.path)
+        if average is None:
+            return ""
+        average.begin()
+        return average.absence_note(saved.path)
 
     def writer(
-        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
+        self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
     ) -> Callable[[Groups], object]:
         """See :meth:`Engine.writer`."""
-        return lambda groups: checkpoints.save(root, step, groups, given, keep_last=keep_last)
+        return lambda groups: checkpoints.save(root, step, groups, state, keep_last=keep_last)
 
     def culprit(self, output: StepOutput) -> str:
         """See :meth:`Engine.culprit`.
@@ -229,8 +237,8 @@ class OneProcess(Engine):
         if broken:
             return f"the weight {broken[0]} is not finite" + _more(broken)
         assert square_sums is not None
-        found = zip(params, square_sums.asnumpy(), strict=True)
-        bad = [p.name for p, x in found if not np.isfinite(x)]
+        sums = zip(params, square_sums.asnumpy(), strict=True)
+        bad = [p.name for p, x in sums if not np.isfinite(x)]
         if not bad:
             return "the loss is not finite although all gradients are"
         if len(bad) == len(params):

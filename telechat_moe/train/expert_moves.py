@@ -70,8 +70,8 @@ class MovingExperts:
             for layer, name in enumerate(routers)
             for weight in ("gate", "up", "down")
         }
-        held = {self.layer(name) for name in sharing.regions[ranks.rank]}
-        self.slots = {slots_name(x): i for i, x in enumerate(routers) if i in held}
+        layers = {self.layer(name) for name in sharing.regions[ranks.rank]}
+        self.slots = {slots_name(x): i for i, x in enumerate(routers) if i in layers}
         experts, devices = config.n_routed_experts, recipe.parallel_config.expert_parallel
         self.current = Placement.identity(len(routers), experts, devices)
         pairs = recipe.global_batch * config.seq_length * config.num_experts_per_tok
@@ -91,15 +91,15 @@ class MovingExperts:
         """Return the MoE layer of a weight of experts, or of a moment or average of one; None: it is another."""
         return self.layers.get(weight_of(name))
 
-    def in_slots(self, name: str, whole: np.ndarray) -> np.ndarray:
+    def in_slots(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Return a whole tensor in the order of slots."""
         layer = self.layer(name)
-        return whole if layer is None else whole[self.current.experts[layer]]
+        return tensor if layer is None else tensor[self.current.experts[layer]]
 
-    def in_order(self, name: str, whole: np.ndarray) -> np.ndarray:
+    def in_order(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Return a whole tensor, given in the order of slots, in that of experts."""
         layer = self.layer(name)
-        return whole if layer is None else whole[self.current.slots[layer]]
+        return tensor if layer is None else tensor[self.current.slots[layer]]
 
     def rows(self, name: str, region: Region) -> tuple[int, ...]:
         """Return the experts that a region of slots holds; empty: those of the same numbers, as everywhere in the layer."""
@@ -132,11 +132,11 @@ class MovingExperts:
         if state is None:
             return ""
         try:
-            found = Placement(np.asarray(state["slots"]), state["devices"])
-            moves(self.current, found)  # of as many layers, experts and devices
+            placement = Placement(np.asarray(state["slots"]), state["devices"])
+            moves(self.current, placement)  # of as many layers, experts and devices
             for load_LE in state["window"]:
                 self.window.add(np.asarray(load_LE))
-            self.current, self.steps = found, int(state["steps"])
+            self.current, self.steps = placement, int(state["steps"])
         except (BadInputError, KeyError, TypeError, ValueError) as error:
             self.window.clear()
             return f"the experts begin in their own slots, because the checkpoint has another map ({error})"
@@ -166,12 +166,12 @@ class MovingExperts:
         position = f"deciding on experts ({self.steps})"
         chosen = loads(self.ranks.agree(position, choose))
         new = Placement(np.asarray(chosen), self.current.devices)
-        found = moves(self.current, new)
-        if not found:
+        changes = moves(self.current, new)
+        if not changes:
             return []
         if problem := self.move(new):
             return [{"refused": problem}]
-        return _records(found, proposal[0], self.rule.expert_bytes) if proposal else []
+        return _records(changes, proposal[0], self.rule.expert_bytes) if proposal else []
 
     def move(self, new: Placement) -> str:
         """Bring experts to their new slots; all ranks do, or none. Return why none did, empty: all did."""
@@ -221,7 +221,7 @@ class MovingExperts:
 
     def _receive(self, place: Path, new: Placement) -> dict[str, np.ndarray]:
         """Return this rank's tensors with the rows that come from other ranks, and its own ones in their new slots."""
-        found: dict[str, np.ndarray] = {}
+        tensors: dict[str, np.ndarray] = {}
         files: dict[int, Any] = {}
         try:
             for name, layer, region in self._changed(new):
@@ -229,29 +229,29 @@ class MovingExperts:
                 now = self.program.parameters[name].asnumpy()
                 value = now.copy()
                 source = self.current.slots[layer, new.experts[layer, begin:end]]
-                here = (source >= begin) & (source < end)
-                value[here] = now[source[here] - begin]
+                local = (source >= begin) & (source < end)
+                value[local] = now[source[local] - begin]
                 for other, sender in self.senders[name]:
-                    wanted = (source >= other[0][0]) & (source < other[0][1])
-                    if other == region or other[1:] != region[1:] or not wanted.any():
+                    incoming = (source >= other[0][0]) & (source < other[0][1])
+                    if other == region or other[1:] != region[1:] or not incoming.any():
                         continue
                     if sender not in files:
                         path = place / f"rank_{sender}.npz"
                         files[sender] = np.load(path, allow_pickle=False)
                     sent = self._leaving(layer, other, new)
-                    value[wanted] = files[sender][name][np.searchsorted(sent, source[wanted])]
-                found[name] = value
+                    value[incoming] = files[sender][name][np.searchsorted(sent, source[incoming])]
+                tensors[name] = value
         finally:
             for file in files.values():
                 file.close()
-        return found
+        return tensors
 
 
-def _records(found: list[Move], proposal: Proposal, expert_bytes: float) -> list[dict[str, Any]]:
+def _records(changes: list[Move], proposal: Proposal, expert_bytes: float) -> list[dict[str, Any]]:
     """Return what was moved in each layer; `bytes` counts what goes to another device."""
     records: list[dict[str, Any]] = []
-    for layer in sorted({move.layer for move in found}):
-        travels = [m for m in found if m.layer == layer and m.source_device != m.target_device]
+    for layer in sorted({move.layer for move in changes}):
+        travels = [m for m in changes if m.layer == layer and m.source_device != m.target_device]
         records.append(
             {
                 "layer": layer,

@@ -148,9 +148,9 @@ def of_recipe(recipe: Recipe) -> Guard:
 
 def max_in_a_row(recipe: Recipe) -> tuple[int, str]:
     """Return how many steps in a row may be skipped before training stops, and which key says so."""
-    own, monitor = recipe.telechat_moe.max_skipped_steps, recipe.monitor_config
+    limit, monitor = recipe.telechat_moe.max_skipped_steps, recipe.monitor_config
     if recipe.use_skip_data_by_global_norm and monitor is not None:
         spikes = monitor.global_norm_spike_count_threshold - 1  # MindFormers stops at this one
-        if spikes < own:
+        if spikes < limit:
             return spikes, "monitor_config.global_norm_spike_count_threshold - 1"
-    return own, "telechat_moe.max_skipped_steps"
+    return limit, "telechat_moe.max_skipped_steps"

@@ -152,7 +152,7 @@ class MetricsFile:
 
     def _keep(self, last_step: int) -> list[bytes]:
         """Rewrite the file without the lines after a step; return these."""
-        kept: list[bytes] = []
+        lines: list[bytes] = []
         undone: list[bytes] = []
         self.skipped = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
@@ -164,8 +164,8 @@ class MetricsFile:
                 undone.append(line)
             else:
                 self.skipped += bool(record.get("skipped"))
-                kept.append(line if line.endswith(b"\n") else line + b"\n")
-        write_atomic(self.path, b"".join(kept))
+                lines.append(line if line.endswith(b"\n") else line + b"\n")
+        write_atomic(self.path, b"".join(lines))
         return undone
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:

@@ -44,12 +44,12 @@ def put(
         BadInputError: Tensors are missing, unknown, or of another shape or data type; lists all.
     """
     problems: list[str] = []
-    for group, found in groups.items():
-        problems += _differences(group, found, arrays.get(group, {}))
+    for group, cells in groups.items():
+        problems += _differences(group, cells, arrays.get(group, {}))
     if problems:
         raise BadInputError(f"{source} does not fit the model:\n  " + "\n  ".join(problems))
-    for group, found in groups.items():
-        for name, parameter in found.items():
+    for group, cells in groups.items():
+        for name, parameter in cells.items():
             value = Tensor(arrays[group][name])
             if in_place and not isinstance(parameter, PooledTensor):
                 ops.assign(parameter, value)
@@ -60,16 +60,16 @@ def put(
 def _differences(
     group: str, parameters: Mapping[str, Parameter], saved: Mapping[str, np.ndarray]
 ) -> list[str]:
-    found = [f"{group}: {name} is missing" for name in parameters.keys() - saved.keys()]
-    found += [f"{group}: {name} is unknown" for name in saved.keys() - parameters.keys()]
+    problems = [f"{group}: {name} is missing" for name in parameters.keys() - saved.keys()]
+    problems += [f"{group}: {name} is unknown" for name in saved.keys() - parameters.keys()]
     for name in parameters.keys() & saved.keys():
         now, was = parameters[name].asnumpy(), saved[name]
         if now.shape != was.shape or now.dtype != was.dtype:
-            found.append(
+            problems.append(
                 f"{group}: {name} is {was.dtype}{list(was.shape)}, "
                 f"the model has {now.dtype}{list(now.shape)}"
             )
-    return sorted(found)
+    return sorted(problems)
 
 
 def load_weights(

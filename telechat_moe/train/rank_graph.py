@@ -38,10 +38,10 @@ def placed_model(
     Raises:
         BadInputError: The layout does not fit the model.
     """
-    mesh, stages, own = mesh_of(recipe), stages_of(recipe), recipe.telechat_moe
+    mesh, stages, settings = mesh_of(recipe), stages_of(recipe), recipe.telechat_moe
     if shared_graph is None:
         shared_graph = recipe.micro_batches > 1 and _shares_graph(recipe, target, stages)
-    sizes = own.moe_block_rows, own.moe_capacity_tokens
+    sizes = settings.moe_block_rows, settings.moe_capacity_tokens
     # On Ascend other loaders serve the data, which mark no sources.
     sources = len(sources_of(recipe)) if target == "CPU" else 1
     model = CausalLM(recipe.model_config, *sizes, sources=sources)
@@ -55,10 +55,10 @@ def placed_model(
         # Stubs change the numbers of the messages, by which processes match them.
         shared_graph and target == "Ascend",
         hop_between_nodes(recipe.model_config)[0],
-        balance_group=own.moe.balance_group,
-        movable=own.moe.placement is not None,
+        balance_group=settings.moe.balance_group,
+        movable=settings.moe.placement is not None,
         parts=recipe.parallel_config.seq_split_num,
-        flash=target == "CPU" and own.operators.attention == "fused",
+        flash=target == "CPU" and settings.operators.attention == "fused",
     )
     routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
     placement = place(model, mesh, rank, options)
@@ -66,7 +66,7 @@ def placed_model(
         model,
         recomputed_layers(recipe, stages),
         recipe.recompute_config.recompute is True,
-        set(own.sharding.recompute),
+        set(settings.sharding.recompute),
         recipe.recompute_config.mp_comm_recompute,
     )
     swap(model, swapped(recipe))

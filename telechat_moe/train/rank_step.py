@@ -150,8 +150,8 @@ class RankStep(UpdateStep):
         self.weights = optimizer.params
         model, placement, config = placed.model, placed.placement, recipe.model_config
         self._set_network(recipe, placed)
-        here = [(i, r) for i, r in enumerate(placed.routers) if placement.is_here(r.weight)]
-        self.set_routers(here)
+        routers = [(i, r) for i, r in enumerate(placed.routers) if placement.is_here(r.weight)]
+        self.set_routers(routers)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.terms = LossTerms(weights_parameter(config), recipe.micro_batches)
         # Square sums over all devices count each shard once.
@@ -167,7 +167,7 @@ class RankStep(UpdateStep):
         self.sum_keep, self.sum_all = ops.ReduceSum(), ops.ReduceSum()
         self.sum_squares, self.sum_losses, self.sum_loads = (ops.AllReduce() for _ in range(3))
         self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
-        self._set_counters(recipe, placed, [row for row, _ in here])
+        self._set_counters(recipe, placed, [row for row, _ in routers])
         token_shards = placement.mesh.dp * placement.mesh.cp  # devices with different tokens
         self._set_sources(model.sources, loss_share * token_shards)
         self._set_movable(_movable(recipe, placed, self.weights))

@@ -53,8 +53,8 @@ def cosine(
             return end
         if step < warmup_steps:
             return rise(step)
-        done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-        return end + (peak - end) * max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * done)))
+        share = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        return end + (peak - end) * max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * share)))
 
     return at
 
@@ -91,8 +91,8 @@ def warmup_stable_decay(
     def at(step: float) -> float:
         if step < decay_start:
             return rise(step)
-        done = (step - decay_start) / max(1, total_steps - decay_start)
-        return peak + (end - peak) * (1 - left(min(1.0, done)))
+        share = (step - decay_start) / max(1, total_steps - decay_start)
+        return peak + (end - peak) * (1 - left(min(1.0, share)))
 
     return at
 

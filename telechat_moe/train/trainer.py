@@ -74,8 +74,13 @@ class Trainer:
         self.keep_graph = keep_graph
         self.overwrite = overwrite and self.ranks.leads
         self.output = Path(recipe.output_dir)
-        given = {"resume": resume, "overwrite": overwrite, "weights": weights}
-        ready = preflight.require(recipe, shared=self.ranks.share_batches(), **given)
+        ready = preflight.require(
+            recipe,
+            resume=resume,
+            overwrite=overwrite,
+            weights=weights,
+            shared=self.ranks.share_batches(),
+        )
         self.start, self.loader = ready.start, ready.loader
         self.engine = self._engine(job)
         rules = guard.of_recipe(recipe)
@@ -100,8 +105,8 @@ class Trainer:
         if self.start.kind == "resume":
             self.state.resume(self.start)
         elif path is not None:
-            found = weights(path, self.recipe.model_config, notes=notes)
-            parameters.load_weights(self.engine.model, found, path)
+            tensors = weights(path, self.recipe.model_config, notes=notes)
+            parameters.load_weights(self.engine.model, tensors, path)
             notes.append(f"weights from {path}")
             notes += preflight.end_tokens(self.recipe, path)
         else:
@@ -129,14 +134,14 @@ class Trainer:
 
         A run whose steps are all done is left as it is.
         """
-        done, step = self.output / "summary.json", self.state.step
-        if self.start.continues_run and not self.state.steps_left and done.exists():
+        file, step = self.output / "summary.json", self.state.step
+        if self.start.continues_run and not self.state.steps_left and file.exists():
             left = f"{self.state.unread}; " if self.state.unread else ""
             sys.stderr.write(
                 f"all {step} steps are done (checkpoint of step {step}); {left}"
                 "train from the start with --overwrite\n"
             )
-            summary = Summary(**json.loads(done.read_text(encoding="utf-8")))
+            summary = Summary(**json.loads(file.read_text(encoding="utf-8")))
         else:
             with folder.only_run(self.output) if self.ranks.leads else nullcontext():
                 summary = self._run()
@@ -177,8 +182,8 @@ class Trainer:
                 if not self.ranks.interrupted:
                     self._sample(monitor)
         except RuntimeError as error:
-            if said := reason(error):
-                raise BadInputError(f"step {self.state.step + 1}: {said}") from error
+            if cause := reason(error):
+                raise BadInputError(f"step {self.state.step + 1}: {cause}") from error
             raise
         finally:
             monitor.close()

@@ -28,7 +28,8 @@ from telechat_moe.recipe.uses import unread
 from telechat_moe.sharding.cells.dispatch import PaddedDispatch
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.train.expert_moves import MovingExperts
-from telechat_moe.train.rank_graph import build_step, compile_recipe, places_of_rows
+from telechat_moe.train.rank_graph import build_step, compile_recipe
+from telechat_moe.train.rank_step import places_of_rows
 from telechat_moe.train.ranks import Ranks
 
 LAYERS, EXPERTS = 2, 8
