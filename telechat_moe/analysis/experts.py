@@ -19,7 +19,8 @@ from telechat_moe.data.corpus import open_corpus
 from telechat_moe.data.recipe import options_of, valid_prefixes
 from telechat_moe.data.sample import collate
 from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.moe.loads import Array, loads_per_step
+from telechat_moe.moe.loads import loads_per_step
+from telechat_moe.numerics import Array
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import metrics
 from telechat_moe.train.preflight import tokenizer_path
@@ -40,7 +41,7 @@ SECTIONS = ("routers", "flips", "specialisation", "co-activation", "succession",
 Say = Callable[[str], None]
 
 
-class Text(NamedTuple):
+class ObservedText(NamedTuple):
     """A text to watch routers on.
 
     Attributes:
@@ -142,7 +143,7 @@ def _spread(paths: Sequence[Path], limit: int) -> list[Path]:
 
 def _text(
     recipe: Recipe, texts: Mapping[str, Sequence[str]], sequences: int, not_judged: dict[str, str]
-) -> Text | None:
+) -> ObservedText | None:
     """Return the text to watch routers on; None, and why, if the run's validation data are not there."""
     options = options_of(recipe)
     width = recipe.model_config.seq_length + options.add_extra_token_to_sequence
@@ -153,14 +154,14 @@ def _text(
             name: _windows(_encoded(paths, tokenizer, 4 * count * width), width, count, name)
             for name, paths in texts.items()
         }
-        return Text("texts given with --text", windows)
+        return ObservedText("texts given with --text", windows)
     try:
         prefixes = valid_prefixes(recipe)
         sources = {prefix: IndexedDataset(prefix) for prefix in prefixes}
         if len(sources) > 1:
             count = max(LEAST, sequences // len(sources))
             windows = {p: _windows([s.tokens], width, count, p) for p, s in sources.items()}
-            return Text("the validation data, a domain for each of their sources", windows)
+            return ObservedText("the validation data, a domain for each of their sources", windows)
         (prefix, source), *_ = sources.items()
         return _documents(recipe, prefix, source, width, sequences)
     except TelechatMoeError as error:
@@ -170,17 +171,17 @@ def _text(
 
 def _documents(
     recipe: Recipe, prefix: str, source: IndexedDataset, width: int, sequences: int
-) -> Text:
+) -> ObservedText:
     """Return the longest documents of a source as domains; the whole source if there are not two long ones."""
     lengths = source.sequence_lengths
     longest = np.argsort(-lengths, kind="stable")[:DOCUMENTS]
     longest = np.sort(longest[lengths[longest] >= LEAST * width]).tolist()
     if len(longest) < 2:
         windows = {prefix: _windows([source.tokens], width, sequences, prefix)}
-        return Text(f"{prefix}, one source", windows)
+        return ObservedText(f"{prefix}, one source", windows)
     path, count = tokenizer_path(recipe), max(LEAST, sequences // len(longest))
     tokenizer = load_tokenizer(path) if path.is_file() else None
-    return Text(
+    return ObservedText(
         f"{prefix}, a domain for each of its {len(longest)} longest documents",
         {
             _name(i, source[i], tokenizer): _windows([source[i]], width, count, prefix)
@@ -227,7 +228,7 @@ def _routers(
     report: ExpertReport,
     recipe: Recipe,
     paths: Sequence[Path],
-    text: Text,
+    text: ObservedText,
     permutations: int,
     say: Say,
 ) -> None:

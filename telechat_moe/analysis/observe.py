@@ -16,7 +16,8 @@ from telechat_moe.analysis.statistics import margins
 from telechat_moe.checkpoint.weights import own_weights
 from telechat_moe.model.block import Block
 from telechat_moe.model.router import Router
-from telechat_moe.moe.loads import Array, entropy
+from telechat_moe.moe.loads import entropy
+from telechat_moe.numerics import Array
 from telechat_moe.ops.routing import ranked
 from telechat_moe.recipe import Recipe
 from telechat_moe.train import parameters

@@ -27,7 +27,8 @@ from telechat_moe.html import (
     ticks,
     verdict,
 )
-from telechat_moe.moe.loads import DEAD, HOT, Array, dead_experts, entropy, hot_experts
+from telechat_moe.moe.loads import DEAD, HOT, dead_experts, entropy, hot_experts
+from telechat_moe.numerics import Array
 
 _BELOW, _ABOVE = (63, 127, 196), (217, 130, 59)
 _MOST_LABELS = 16

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.analysis.statistics import ALPHA, Pairs, Specialisation, overload
-from telechat_moe.moe.loads import Array, dead_experts, entropy, hot_experts
+from telechat_moe.analysis.statistics import ALPHA, ExpertPairs, Specialisation, overload
+from telechat_moe.moe.loads import dead_experts, entropy, hot_experts
+from telechat_moe.numerics import Array
 
 PAIRS = 8
 """Pairs of experts of a layer that are listed."""
@@ -99,8 +100,8 @@ class ExpertReport:
     domains: dict[str, int] = field(default_factory=dict[str, int])
     checkpoints: list[RouterState] = field(default_factory=list[RouterState])
     specialisation: Specialisation | None = None
-    together: list[Pairs] = field(default_factory=list[Pairs])
-    following: list[Pairs] = field(default_factory=list[Pairs])
+    together: list[ExpertPairs] = field(default_factory=list[ExpertPairs])
+    following: list[ExpertPairs] = field(default_factory=list[ExpertPairs])
     favourites: list[list[list[Favourite]]] = field(default_factory=list[list[list[Favourite]]])
     problems: list[str] = field(default_factory=list[str])
     not_judged: dict[str, str] = field(default_factory=dict[str, str])
@@ -192,7 +193,9 @@ class ExpertReport:
         )
 
 
-def _pairs(names: Sequence[str], pairs: Sequence[Pairs], symmetric: bool) -> list[dict[str, Any]]:
+def _pairs(
+    names: Sequence[str], pairs: Sequence[ExpertPairs], symmetric: bool
+) -> list[dict[str, Any]]:
     keys = ("one", "other", "share", "over_chance")
     return [
         {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telechat_moe.moe.loads import Array
+from telechat_moe.numerics import Array
 
 ALPHA = 0.05
 """Level of significance."""
@@ -67,7 +67,7 @@ def flips(before_TK: Array, after_TK: Array) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class ExpertPairs:
     """How often two experts serve the same token.
 
     Attributes:
@@ -95,13 +95,13 @@ class Pairs:
         return pairs
 
 
-def _pairs(share_EE: Array, chance_EE: Array) -> Pairs:
+def _pairs(share_EE: Array, chance_EE: Array) -> ExpertPairs:
     total = share_EE.sum()
     apart = np.abs(share_EE - chance_EE).sum() / (2 * total) if total else math.nan
-    return Pairs(share_EE, chance_EE, float(apart))
+    return ExpertPairs(share_EE, chance_EE, float(apart))
 
 
-def coactivation(index_TK: Array, experts: int) -> Pairs:
+def coactivation(index_TK: Array, experts: int) -> ExpertPairs:
     """Return which experts of a layer serve the same tokens; needs K > 1.
 
     Chance is a pair's product of loads, scaled so that all pairs together are as many as there are.
@@ -115,7 +115,7 @@ def coactivation(index_TK: Array, experts: int) -> Pairs:
     return _pairs(share_EE, chance_EE * (share_EE.sum() / max(chance_EE.sum(), 1e-300)))
 
 
-def succession(index_TK: Array, next_TK: Array, experts: int) -> Pairs:
+def succession(index_TK: Array, next_TK: Array, experts: int) -> ExpertPairs:
     """Return which experts of a layer and of the next one serve the same tokens."""
     one_TE, two_TE = chosen(index_TK, experts), chosen(next_TK, experts)
     share_EE = (one_TE.T @ two_TE).astype(np.float64) / len(index_TK)

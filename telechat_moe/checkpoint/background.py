@@ -10,7 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 
 from telechat_moe.checkpoint.folder import CheckpointError
-from telechat_moe.checkpoint.snapshot import Groups, Snapshot, Source
+from telechat_moe.checkpoint.snapshot import ArrayGroups, Snapshot, Source
 
 _LOWEST = 19  # nice value
 _LAST_SAVE_S = 60.0
@@ -37,7 +37,7 @@ class Saver:
         self.snapshot = Snapshot(sources)
         self.background, self.max_failed, self.say = background, max_failed, say
         self.failed = 0
-        self._todo: SimpleQueue[Callable[[Groups], object] | None] = SimpleQueue()
+        self._todo: SimpleQueue[Callable[[ArrayGroups], object] | None] = SimpleQueue()
         self._done = threading.Event()
         self._given = self._alive = False
         self._failure: BaseException | None = None
@@ -52,7 +52,7 @@ class Saver:
         """See :meth:`Snapshot.follow`."""
         self.snapshot.follow(sources)
 
-    def save(self, name: str, write: Callable[[Groups], object]) -> None:
+    def save(self, name: str, write: Callable[[ArrayGroups], object]) -> None:
         """Copy the parameters and let ``write`` store the copies, in the thread; ``name`` is its name for messages.
 
         Raises:

@@ -151,7 +151,7 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
     """Return the options given, else the recipe's, else the defaults."""
     from telechat_moe.data.conversations import format_of
 
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "out": DEFAULT_OUT,
         "corpus": [],
         "vocab_size": DEFAULT_VOCAB,
@@ -161,7 +161,7 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
     }
     if recipe is not None:
         corpus = recipe.telechat_moe.corpus
-        found |= {
+        settings |= {
             "corpus": corpus.paths,
             "vocab_size": recipe.model_config.vocab_size,
             "tokenizer": corpus.tokenizer,
@@ -169,9 +169,9 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
             "seed": recipe.seed,
             "out": args.out or _recipe_folder(recipe),
         }
-    found |= {key: getattr(args, key) for key in found if getattr(args, key) is not None}
-    chat = format_of(recipe, found["tokenizer"]) if recipe is not None else None
-    return found | {"conversations": chat}
+    settings |= {key: getattr(args, key) for key in settings if getattr(args, key) is not None}
+    chat = format_of(recipe, settings["tokenizer"]) if recipe is not None else None
+    return settings | {"conversations": chat}
 
 
 def _recipe_folder(recipe: Recipe) -> str:
@@ -232,10 +232,10 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
         lines.append(f"  skipped    {len(result.skipped)} file(s) that are not text")
     if long := manifest.get("too_long"):
         some = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in long[:3])
-        more = f", ... (all in {result.out / 'manifest.json'})" if len(long) > 3 else ""
-        most = manifest["inputs"]["conversations"]["seq_length"]
+        ellipsis = f", ... (all in {result.out / 'manifest.json'})" if len(long) > 3 else ""
+        limit = manifest["inputs"]["conversations"]["seq_length"]
         lines.append(
-            f"  too long   {len(long):,} of more than {most:,} tokens left out: {some}{more}"
+            f"  too long   {len(long):,} of more than {limit:,} tokens left out: {some}{ellipsis}"
         )
     lines += [f"  note       {note}" for note in manifest.get("notes", ())]
     return "\n".join(lines)
@@ -280,11 +280,11 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer_for(prefix: Path, given: str | None) -> Tokenizer | None:
+def _tokenizer_for(prefix: Path, path: str | None) -> Tokenizer | None:
     from telechat_moe.data import load_tokenizer
 
-    if given is not None:
-        return load_tokenizer(given)
+    if path is not None:
+        return load_tokenizer(path)
     beside = prefix.with_name("tokenizer.json")
     return load_tokenizer(beside) if beside.is_file() else None
 
@@ -334,11 +334,11 @@ def _example(
     if not 0 <= number < len(dataset):
         raise UsageError(f"--document is {number}; {dataset.prefix} has {len(dataset):,}, from 0")
     stored = dataset[number]
-    tokens, parts, done = bare(stored), list[dict[str, Any]](), ""
+    tokens, parts, shown = bare(stored), list[dict[str, Any]](), ""
     for end in [*(np.flatnonzero(np.diff(stored >= 0)) + 1).tolist(), len(stored)]:
         text = tokenizer.decode(tokens[:end])  # a part alone may be written otherwise
-        parts.append({"learned": bool(stored[end - 1] >= 0), "text": text[len(done) :]})
-        done = text
+        parts.append({"learned": bool(stored[end - 1] >= 0), "text": text[len(shown) :]})
+        shown = text
     return {"document": number, "tokens": len(stored), "parts": parts}
 
 

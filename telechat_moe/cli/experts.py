@@ -49,12 +49,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _texts(given: list[str]) -> dict[str, list[str]]:
+def _texts(arguments: list[str]) -> dict[str, list[str]]:
     texts: dict[str, list[str]] = {}
-    for one in given:
-        name, equals, path = one.partition("=")
+    for argument in arguments:
+        name, equals, path = argument.partition("=")
         if not (name and equals and path):
-            raise UsageError(f"--text {one}: expected NAME=PATH, such as code=/usr/lib/python3.11")
+            raise UsageError(f"--text {argument}: expected NAME=PATH, such as code=/usr/lib/python3.11")
         texts.setdefault(name, []).append(path)
     if len(texts) == 1:
         raise UsageError("--text names one domain; give another NAME=PATH to compare it with")
@@ -93,7 +93,7 @@ def run_experts(args: argparse.Namespace) -> int:
 
 def _show(report: ExpertReport) -> None:
     load, last = report.load, report.checkpoints[-1] if report.checkpoints else None
-    found = report.specialisation
+    specialisation = report.specialisation
     columns: dict[str, list[str]] = {"layer": report.layers}
     if load is not None:
         columns["overload "] = [f"{x:.2f}" for x in load.overloads()[-1]]
@@ -103,12 +103,12 @@ def _show(report: ExpertReport) -> None:
         columns["routed share "] = [_text(x) for x in last.routed_share]
     if last is not None and last.flipped is not None:
         columns["flipped "] = [f"{x:.1%}" for x in last.flipped]
-    if found is not None:
-        columns["bits of domain "] = [f"{x:.3f}" for x in found.information_L]
-        columns["adjusted p "] = [f"{x:.3g}" for x in found.adjusted_p_L]
+    if specialisation is not None:
+        columns["bits of domain "] = [f"{x:.3f}" for x in specialisation.information_L]
+        columns["adjusted p "] = [f"{x:.3g}" for x in specialisation.adjusted_p_L]
     show_table(list(columns), list(zip(*columns.values(), strict=True)))
-    for name, why in report.not_judged.items():
-        print(f"not judged: {name}: {why}")
+    for name, reason in report.not_judged.items():
+        print(f"not judged: {name}: {reason}")
 
 
 def _text(number: float | None) -> str:

@@ -25,7 +25,14 @@ from telechat_moe.data.epochs import Epochs
 from telechat_moe.data.mixture import MixedDataset, Passes
 from telechat_moe.data.recipe import open_recipe
 from telechat_moe.data.sample_log import FILE, content
-from telechat_moe.data.timeline import Audit, DataSpan, Entry, Start, Timeline, read_lines
+from telechat_moe.data.timeline import (
+    Audit,
+    DataSpan,
+    LoggedStart,
+    StepTimeline,
+    TimelineEntry,
+    read_lines,
+)
 from telechat_moe.files import Progress
 from telechat_moe.narrowing import is_object
 from telechat_moe.reading import MALFORMED, parse_json
@@ -52,7 +59,7 @@ def audit(
     report = Audit(str(output), "")
     dataset = open_recipe(recipe)
     size = min(recipe.epoch_samples, len(dataset))
-    timeline = Timeline(report, {dataset.fingerprint(): size})
+    timeline = StepTimeline(report, {dataset.fingerprint(): size})
     for line, event in read_lines(output / FILE, report):
         if event["event"] != "start" and not report.starts:
             report.problems.append(f"line {line}: a {event['event']} before the first start")
@@ -94,7 +101,7 @@ def audit(
 
 
 def _describe(
-    report: Audit, timeline: Timeline, steps: list[Entry], samples_per_epoch: int
+    report: Audit, timeline: StepTimeline, steps: list[TimelineEntry], samples_per_epoch: int
 ) -> None:
     report.steps = len(steps)
     report.samples = sum(e.count for e in steps)
@@ -110,7 +117,7 @@ def _describe(
             span.first_step, span.last_step = span.first_step or entry.step or 0, entry.step or 0
 
 
-def _each_once(report: Audit, entries: list[Entry], size: int) -> None:
+def _each_once(report: Audit, entries: list[TimelineEntry], size: int) -> None:
     """Count how often each sample of each epoch was seen or left out by a rollback."""
     if not size or not entries:
         return
@@ -131,7 +138,7 @@ def _each_once(report: Audit, entries: list[Entry], size: int) -> None:
                 )
 
 
-def _spans_of(report: Audit, steps: list[Entry], dataset: Dataset) -> list[DataSpan]:
+def _spans_of(report: Audit, steps: list[TimelineEntry], dataset: Dataset) -> list[DataSpan]:
     """Return the spans whose data are those of the recipe; of several mixtures the first steps tell."""
     spans = [span for span in report.data if span.dataset == dataset.fingerprint()]
     if report.data and not spans:
@@ -149,7 +156,7 @@ def _spans_of(report: Audit, steps: list[Entry], dataset: Dataset) -> list[DataS
     ]
 
 
-def _compare_end(report: Audit, timeline: Timeline, recipe: Any, output: Path) -> None:
+def _compare_end(report: Audit, timeline: StepTimeline, recipe: Any, output: Path) -> None:
     """Check that no sample comes after the epochs of the recipe, and none is missing in a run that is finished."""
     span, place = report.data[timeline.span], timeline.end
     if span.earlier_samples is None:
@@ -180,12 +187,12 @@ def _compare_end(report: Audit, timeline: Timeline, recipe: Any, output: Path) -
         )
 
 
-def _logged(start: Start, sample: int) -> list[Any]:
+def _logged(start: LoggedStart, sample: int) -> list[Any]:
     """Return the mixture that the log gives a process before a sample; see ``MixedDataset.past``."""
     return [segment for segment in start.mixture or [] if segment[0] < sample]
 
 
-def _compare_schedules(report: Audit, steps: list[Entry], dataset: MixedDataset) -> None:
+def _compare_schedules(report: Audit, steps: list[TimelineEntry], dataset: MixedDataset) -> None:
     """Check that every process mixed its steps by the schedule that the recipe has now."""
     ends = {e.start: e.end for e in steps}
     for number, end in ends.items():
@@ -196,7 +203,9 @@ def _compare_schedules(report: Audit, steps: list[Entry], dataset: MixedDataset)
             )
 
 
-def _count_segments(report: Audit, dataset: MixedDataset, steps: list[Entry] | None) -> None:
+def _count_segments(
+    report: Audit, dataset: MixedDataset, steps: list[TimelineEntry] | None
+) -> None:
     """Count the samples of each segment and source, planned and seen, and check that each source goes on without a gap.
 
     ``steps`` None: the plan alone.
@@ -222,7 +231,7 @@ def _count_segments(report: Audit, dataset: MixedDataset, steps: list[Entry] | N
         report.mixture.append({"from_sample": start, "to_sample": end, "sources": rows})
 
 
-def _compare_sources(report: Audit, steps: list[Entry], dataset: Blend[Any]) -> None:
+def _compare_sources(report: Audit, steps: list[TimelineEntry], dataset: Blend[Any]) -> None:
     """Compare the samples of each source that the log says with those of the plan."""
     for entry in steps:
         if entry.sources is None:
@@ -236,7 +245,7 @@ def _compare_sources(report: Audit, steps: list[Entry], dataset: Blend[Any]) -> 
 
 
 def _compare_contents(
-    report: Audit, steps: list[Entry], dataset: Dataset, progress: Progress | None
+    report: Audit, steps: list[TimelineEntry], dataset: Dataset, progress: Progress | None
 ) -> None:
     size = report.samples_per_epoch
     for number, entry in enumerate(steps, 1):
@@ -251,7 +260,7 @@ def _compare_contents(
             progress("reading samples", number, len(steps))
 
 
-def _compare_checkpoints(report: Audit, timeline: Timeline, output: Path) -> None:
+def _compare_checkpoints(report: Audit, timeline: StepTimeline, output: Path) -> None:
     """Check that every checkpoint continues at the sample at which its step ended, according to the log."""
     after: dict[int, int] = {}
     step = 0
@@ -281,7 +290,7 @@ def _compare_checkpoints(report: Audit, timeline: Timeline, output: Path) -> Non
             )
 
 
-def _compare_metrics(report: Audit, steps: list[Entry], output: Path) -> None:
+def _compare_metrics(report: Audit, steps: list[TimelineEntry], output: Path) -> None:
     """Check that metrics.jsonl has the same steps, and marks the same ones as skipped."""
     path = output / "metrics.jsonl"
     if not path.exists():

@@ -34,7 +34,7 @@ from telechat_moe.data.indexed import (
     write_index,
     write_indexed,
 )
-from telechat_moe.data.scan import Scan, hash64, learn_from, scan_corpus
+from telechat_moe.data.scan import CorpusScan, hash64, learn_from, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import (
@@ -134,7 +134,7 @@ def build(
         return job.run(job.tokenizer(tokenizer, vocab_size))
 
 
-def _scan(corpus: Corpus, chat: ChatFormat | None, progress: Progress | None) -> Scan:
+def _scan(corpus: Corpus, chat: ChatFormat | None, progress: Progress | None) -> CorpusScan:
     """Read the corpus once; refuse fields of conversations that nothing reads, or that are to be ignored and are not there."""
     fields = FieldCheck(chat) if chat is not None else None
     scan = scan_corpus(corpus, progress, fields.look if fields else None)
@@ -161,7 +161,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
-def _named_valid(scan: Scan, corpus: Corpus) -> dict[str, int]:
+def _named_valid(scan: CorpusScan, corpus: Corpus) -> dict[str, int]:
     """Return how many documents are of files of validation data, if there are any; log how many of them are repeated."""
     if scan.named_valid is None:
         return {}
@@ -181,7 +181,7 @@ class _Job:
         self,
         out: Path,
         corpus: Corpus,
-        scan: Scan,
+        scan: CorpusScan,
         inputs: dict[str, Any],
         progress: Progress | None,
         chat: ChatFormat | None = None,

@@ -26,7 +26,7 @@ from telechat_moe.errors import BadInputError, TelechatMoeError
 if TYPE_CHECKING:
     from telechat_moe.data.tokenizer import Tokenizer
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 LEARNED, ENDLESS, APPENDED = "learned messages", "learned messages without end", "ends appended"
 PARTLY = "learned messages of which a part is not marked"
 SPLIT, PARTS = "conversations written as several documents", "documents of these"
@@ -117,7 +117,7 @@ class ChatTemplate:
         return _MARKER.search(self.source) is not None
 
     def render(
-        self, messages: Sequence[Message], variables: dict[str, Any], prompt: bool = False
+        self, messages: Sequence[ChatMessage], variables: dict[str, Any], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of messages and where what it marks as written by the model is in it.
 
@@ -166,7 +166,7 @@ def _renderer() -> Callable[..., Any]:
 class _Reads(dict[str, Any]):
     """A message that notes which of its fields are read."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: ChatMessage) -> None:
         super().__init__(message)
         self.read: set[str] = set()
 
@@ -202,7 +202,7 @@ class _Arguments(dict[str, Any]):
         raise TypeError("arguments of a tool call are an object, not text")
 
 
-def _with_arguments(messages: Sequence[Message], as_text: bool) -> list[Message]:
+def _with_arguments(messages: Sequence[ChatMessage], as_text: bool) -> list[ChatMessage]:
     """Return messages with the arguments of tool calls as JSON text or as objects; files have them as either."""
 
     def convert(value: object) -> object:
@@ -228,7 +228,7 @@ def _with_arguments(messages: Sequence[Message], as_text: bool) -> list[Message]
 
 
 def fields_read(
-    template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]
+    template: ChatTemplate, messages: Sequence[ChatMessage], variables: dict[str, Any]
 ) -> set[tuple[str, str]] | None:
     """Return the fields of messages that a template reads, with the roles; None: it cannot write them."""
     for as_text in (False, True):
@@ -278,7 +278,7 @@ class Conversation:
         template: ChatTemplate,
         tokenizer: Tokenizer,
         name: str,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         variables: dict[str, Any],
         learned: Sequence[int],
         counts: Counter[str],
@@ -531,7 +531,7 @@ class Conversation:
         return self._try(messages, self.variables)
 
     def _try(
-        self, messages: Sequence[Message], variables: dict[str, Any], prompt: bool = False
+        self, messages: Sequence[ChatMessage], variables: dict[str, Any], prompt: bool = False
     ) -> str | None:
         try:
             return self.template.render(messages, variables, prompt)[0]

@@ -32,9 +32,9 @@ from telechat_moe.data.chat_template import (
     PROMPT,
     SPLIT,
     TODAY,
+    ChatMessage,
     ChatTemplate,
     Conversation,
-    Message,
     fields_read,
 )
 from telechat_moe.data.tokenizer import special_tokens
@@ -84,7 +84,7 @@ def conversation_text(
         raise BadInputError(
             f"{location}: messages are {_kind(value)}; expected a list with at least one message"
         )
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise BadInputError(
@@ -149,7 +149,7 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"a JSON {type(value).__name__}"
 
 
-def _parsed(text: str) -> tuple[list[Message], dict[str, Any]]:
+def _parsed(text: str) -> tuple[list[ChatMessage], dict[str, Any]]:
     """Return messages and other fields of what :func:`conversation_text` wrote.
 
     Tools may be JSON in a text, as tables have them.
@@ -175,7 +175,7 @@ def docstring_conversations(source: str) -> Iterator[tuple[int, str]]:
         yield line, conversation_text("", {"messages": messages}, "messages")
 
 
-class Document(NamedTuple):
+class TokenDocument(NamedTuple):
     """What is stored of a conversation, or of a part of it.
 
     Attributes:
@@ -223,7 +223,7 @@ class ChatFormat:
         names: Sequence[str],
         texts: Sequence[str],
         counts: Counter[str] | None = None,
-    ) -> list[Document]:
+    ) -> list[TokenDocument]:
         """Return the documents of conversations: one of each, or several where a template writes it differently as it grows.
 
         Args:
@@ -239,7 +239,7 @@ class ChatFormat:
         learned = [self._learned(name, m) for name, (m, _) in zip(names, parsed, strict=True)]
         if self.template is None:
             return self._by_pattern(tokenizer, [messages for messages, _ in parsed], learned)
-        documents: list[Document] = []
+        documents: list[TokenDocument] = []
         for source, (name, (messages, others)) in enumerate(zip(names, parsed, strict=True)):
             variables = self._variables(others)
             talk = Conversation(
@@ -252,12 +252,12 @@ class ChatFormat:
                 counts,
             )
             documents += [
-                Document(source, np.where(mask, tokens, ~tokens).astype(STORED))
+                TokenDocument(source, np.where(mask, tokens, ~tokens).astype(STORED))
                 for tokens, mask in talk.documents()
             ]
         return documents
 
-    def _learned(self, name: str, messages: list[Message]) -> list[int]:
+    def _learned(self, name: str, messages: list[ChatMessage]) -> list[int]:
         """Return the numbers of the messages that are learned.
 
         Raises:
@@ -285,8 +285,8 @@ class ChatFormat:
         return {name: value for name, value in fields.items() if name in names}
 
     def _by_pattern(
-        self, tokenizer: Tokenizer, conversations: list[list[Message]], learned: list[list[int]]
-    ) -> list[Document]:
+        self, tokenizer: Tokenizer, conversations: list[list[ChatMessage]], learned: list[list[int]]
+    ) -> list[TokenDocument]:
         """Write each message after the other, with the end of document after the learned ones."""
         assert self.message is not None
         before, after = self.message.split(CONTENT)
@@ -296,7 +296,7 @@ class ChatFormat:
                 [m["content"] + after for messages in conversations for m in messages]
             )
         )
-        documents: list[Document] = []
+        documents: list[TokenDocument] = []
         for source, messages in enumerate(conversations):
             parts: list[np.ndarray] = []
             for number, message in enumerate(messages):
@@ -305,11 +305,11 @@ class ChatFormat:
                     ~markers(message["role"]),
                     body if number in learned[source] else ~body[:-1],
                 ]
-            documents.append(Document(source, np.concatenate(parts).astype(STORED)))
+            documents.append(TokenDocument(source, np.concatenate(parts).astype(STORED)))
         return documents
 
 
-def flag(name: str, number: int, message: Message) -> bool | None:
+def flag(name: str, number: int, message: ChatMessage) -> bool | None:
     """Return whether a message says that it is learned; None: it does not say.
 
     Raises:
@@ -328,7 +328,7 @@ def flag(name: str, number: int, message: Message) -> bool | None:
     return learned.pop() if learned else None
 
 
-def _unflagged(messages: list[Message]) -> list[Message]:
+def _unflagged(messages: list[ChatMessage]) -> list[ChatMessage]:
     return [{k: v for k, v in message.items() if k not in FLAGS} for message in messages]
 
 

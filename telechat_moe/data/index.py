@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Allocate, Indices, build_indices, sizes_of
+from telechat_moe.data.pack import Allocate, SampleIndices, build_indices, sizes_of
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import Progress, json_bytes, locked, new_folder, sync_file, write_atomic
 from telechat_moe.reading import parse_json
@@ -30,7 +30,7 @@ ON_DISK = 1 << 26
 _ABOUT = "index.json"
 _BUILDING = ".building"
 
-Arrays = dict[str, np.ndarray]
+IndexArrays = dict[str, np.ndarray]
 
 
 def open_indices(
@@ -39,7 +39,7 @@ def open_indices(
     *,
     progress: Progress | None = None,
     **settings: Any,
-) -> Indices:
+) -> SampleIndices:
     """Return the indices of a dataset; see :func:`open_arrays`.
 
     Args:
@@ -53,7 +53,7 @@ def open_indices(
     some = {name: value for name, value in settings.items() if name != "seed"}
     sizes = sizes_of(source.tokens_in(first, end), end - first, **some)
 
-    def build(allocate: Allocate | None) -> Arrays:
+    def build(allocate: Allocate | None) -> IndexArrays:
         say = None if allocate is None else progress
         arrays = build_indices(
             source.sequence_lengths, documents, **settings, allocate=allocate, progress=say
@@ -62,16 +62,16 @@ def open_indices(
 
     key = [list(documents), settings]
     arrays = open_arrays(source, key, sizes.entries, build, f"{sizes.samples:,} samples")
-    return Indices(**arrays, epochs=sizes.epochs)
+    return SampleIndices(**arrays, epochs=sizes.epochs)
 
 
 def open_arrays(
     source: IndexedDataset,
     key: list[Any],
     entries: int,
-    build: Callable[[Allocate | None], Arrays],
+    build: Callable[[Allocate | None], IndexArrays],
     description: str,
-) -> Arrays:
+) -> IndexArrays:
     """Return an index: a small one is built in memory, others opened, and built where they are missing.
 
     Args:
@@ -120,7 +120,7 @@ def _allocate_in(folder: Path) -> Allocate:
     return allocate
 
 
-def _finish(folder: Path, arrays: Arrays) -> None:
+def _finish(folder: Path, arrays: IndexArrays) -> None:
     """Bring the arrays to the disk, then say what they are."""
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
@@ -135,7 +135,7 @@ def _finish(folder: Path, arrays: Arrays) -> None:
     write_atomic(folder / _ABOUT, json_bytes({"bytes": sizes}))
 
 
-def _read(folder: Path) -> Arrays | None:
+def _read(folder: Path) -> IndexArrays | None:
     """Open an index; None: it is not there, or not whole."""
     try:
         sizes = parse_json((folder / _ABOUT).read_bytes())["bytes"]

@@ -23,7 +23,7 @@ from telechat_moe.data.sample import SampleOptions
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import Progress
 
-Schedule = Sequence[tuple[int, Sequence[float]]]
+MixtureSchedule = Sequence[tuple[int, Sequence[float]]]
 """First sample and weights of each segment; the weights have any positive scale, and 0 is none of a source."""
 _OPEN_PASSES = 2
 
@@ -95,7 +95,7 @@ class MixedDataset(Blend[Passes]):
     def __init__(
         self,
         sources: Sequence[Passes],
-        schedule: Schedule,
+        schedule: MixtureSchedule,
         size: int,
         progress: Progress | None = None,
     ) -> None:
@@ -135,7 +135,7 @@ class MixedDataset(Blend[Passes]):
 
 def open_mixture(
     prefixes: Sequence[str],
-    schedule: Schedule,
+    schedule: MixtureSchedule,
     *,
     seq_length: int,
     size: int,

@@ -27,7 +27,7 @@ FINAL_EPOCH_THRESHOLD = 0.80
 
 
 @dataclass(frozen=True)
-class Indices:
+class SampleIndices:
     """The three indices.
 
     Attributes:
@@ -44,7 +44,7 @@ class Indices:
     epochs: int
 
 
-class Sizes(NamedTuple):
+class IndexSizes(NamedTuple):
     """How large the indices are.
 
     Attributes:
@@ -72,7 +72,7 @@ def sizes_of(
     seq_length: int,
     num_samples: int | None,
     extra_token: bool = True,
-) -> Sizes:
+) -> IndexSizes:
     """Return how large the indices of so many tokens in so many documents are; see :func:`build_indices`.
 
     Raises:
@@ -94,7 +94,7 @@ def sizes_of(
         samples_per_epoch = (tokens - extra) // seq_length
         if num_samples - full < int(FINAL_EPOCH_THRESHOLD * samples_per_epoch):
             together = full
-    return Sizes(documents, epochs, samples, together)
+    return IndexSizes(documents, epochs, samples, together)
 
 
 def build_indices(
@@ -107,7 +107,7 @@ def build_indices(
     extra_token: bool = True,
     allocate: Allocate | None = None,
     progress: Progress | None = None,
-) -> Indices:
+) -> SampleIndices:
     """Build the indices of a dataset, a bounded part of them at a time.
 
     Args:
@@ -152,7 +152,7 @@ def build_indices(
         _count_up(part, begin)
         say("shuffling samples", 0, None)
         generator.shuffle(part)
-    return Indices(row, samples, shuffle, sizes.epochs)
+    return SampleIndices(row, samples, shuffle, sizes.epochs)
 
 
 def _count_up(out: np.ndarray, first: int) -> None:

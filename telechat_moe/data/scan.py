@@ -31,7 +31,7 @@ _LONG_WORD = re.compile(
 
 
 @dataclass(frozen=True)
-class Scan:
+class CorpusScan:
     """The result of the first reading of a corpus.
 
     Attributes:
@@ -84,7 +84,7 @@ class Scan:
 
 def scan_corpus(
     corpus: Corpus, progress: Progress | None, look: Callable[[str, str], None] | None = None
-) -> Scan:
+) -> CorpusScan:
     """Read the corpus once and hash every document; ``look`` gets name and text of each."""
     corpus_digest = hashlib.sha256()
     hashes, sizes, valid = bytearray(), bytearray(), bytearray()
@@ -107,7 +107,7 @@ def scan_corpus(
         raise BadInputError(
             f"{corpus.label}: no document of them is for {side}; check --corpus and --valid"
         )
-    return Scan(
+    return CorpusScan(
         corpus_digest.hexdigest(),
         np.frombuffer(hashes, dtype="<u8"),
         np.frombuffer(sizes, dtype="<i8"),

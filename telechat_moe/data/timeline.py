@@ -15,7 +15,7 @@ _MANY = 100
 
 
 @dataclass
-class Start:
+class LoggedStart:
     """A process of the run, from its line ``start`` on.
 
     Attributes:
@@ -90,7 +90,7 @@ class Audit:
     to_come: int = 0
     undone: int = 0
     skipped: int = 0
-    starts: list[Start] = field(default_factory=list[Start])
+    starts: list[LoggedStart] = field(default_factory=list[LoggedStart])
     data: list[DataSpan] = field(default_factory=list[DataSpan])
     rollbacks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     mixture: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -98,7 +98,7 @@ class Audit:
 
 
 @dataclass
-class Entry:
+class TimelineEntry:
     """A step that counts, or samples that a rollback left out.
 
     Attributes:
@@ -140,7 +140,7 @@ class Entry:
         return self.step is not None and self.step > 0
 
 
-class Timeline:
+class StepTimeline:
     """The steps that count at a moment, and how they came about.
 
     Args:
@@ -150,7 +150,7 @@ class Timeline:
     def __init__(self, audit: Audit, sizes: Mapping[str, int]) -> None:
         self.audit, self.problems, self.sizes = audit, audit.problems, sizes
         self.logged = self.epochs = Epochs(1, 1)  # as a start says, and as they are
-        self.entries: list[Entry] = []
+        self.entries: list[TimelineEntry] = []
         self.span = 0
         self.before = 0  # last step of the run that this one continues
 
@@ -170,7 +170,9 @@ class Timeline:
 
     def start(self, line: int, event: dict[str, Any]) -> None:
         """Take note of a process that begins at a checkpoint, which undoes later steps."""
-        begun = Start(line, int(event["step"]), str(event["layout"]), mixture=event.get("mixture"))
+        begun = LoggedStart(
+            line, int(event["step"]), str(event["layout"]), mixture=event.get("mixture")
+        )
         self.audit.starts.append(begun)
         step, rollbacks = int(event["step"]), list(event["rollbacks"])
         self._count_epochs(line, event)
@@ -178,7 +180,7 @@ class Timeline:
         if event.get("continues") and not self.entries:
             self.before = step
             if not event.get("new_data"):
-                self.entries.append(Entry(0, place, -1))
+                self.entries.append(TimelineEntry(0, place, -1))
         self._undo(
             lambda e: self._rollbacks() > len(rollbacks) if e.step is None else e.step > step
         )
@@ -228,7 +230,7 @@ class Timeline:
         to_step, (first, end) = int(event["to_step"]), map(self._place_of, event["left_out"])
         self._undo(lambda e: e.step is not None and e.step > to_step)
         self._place(f"line {line}, a rollback to step {to_step},", first)
-        self.entries.append(Entry(first, end, None, span=self.span))
+        self.entries.append(TimelineEntry(first, end, None, span=self.span))
 
     def step(self, line: int, event: dict[str, Any]) -> None:
         """Take note of a step that was done."""
@@ -252,7 +254,7 @@ class Timeline:
         first = parts[0][0] if parts else first
         begin = self.end if first == self.epochs.begin(self.end) else first
         self._place(f"step {step} (line {line})", first)
-        entry = Entry(first, parts[-1][1] if parts else first, step, parts, begin)
+        entry = TimelineEntry(first, parts[-1][1] if parts else first, step, parts, begin)
         entry.content, entry.applied = str(event["content"]), bool(event["applied"])
         entry.start, entry.span = len(self.audit.starts) - 1, self.span
         entry.sources = event.get("sources")
@@ -272,14 +274,14 @@ class Timeline:
             )
             self.problems.append(f"{subject} begins at sample {first}, {self.end} is next: {how}")
             if not self.entries or self.entries[-1].end != first:
-                self.entries.append(Entry(first, first, -1, span=self.span))
+                self.entries.append(TimelineEntry(first, first, -1, span=self.span))
 
-    def _undo(self, is_undone: Callable[[Entry], bool]) -> None:
+    def _undo(self, is_undone: Callable[[TimelineEntry], bool]) -> None:
         """Remove the last entries for which ``is_undone`` holds."""
         while self.entries and is_undone(self.entries[-1]):
             self.audit.undone += self.entries.pop().is_step
 
-    def steps(self) -> list[Entry]:
+    def steps(self) -> list[TimelineEntry]:
         """Return the steps that count."""
         return [e for e in self.entries if e.is_step]
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.moe.forecast import check_loads
+from telechat_moe.numerics import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 DEAD, HOT = 0.01, 2.0
 """An expert is dead below this share of the mean load of its layer, and hot above that multiple."""
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 
 
-class Move(NamedTuple):
+class ExpertMove(NamedTuple):
     """One expert of one MoE layer that goes from a slot to another."""
 
     layer: int
@@ -24,7 +24,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class ExpertPlacement:
     """The slot of each logical expert in each MoE layer.
 
     Attributes:
@@ -56,7 +56,7 @@ class Placement:
         object.__setattr__(self, "slots", slot_LE)
 
     @classmethod
-    def identity(cls, layers: int, experts: int, devices: int) -> "Placement":
+    def identity(cls, layers: int, experts: int, devices: int) -> "ExpertPlacement":
         """Return the map with which a run starts: expert `e` in slot `e`."""
         return cls(np.tile(np.arange(experts, dtype=np.int32), (layers, 1)), devices)
 
@@ -95,7 +95,7 @@ def _check_permutation(layer: int, slot_E: NDArray[np.integer[Any]]) -> None:
         )
 
 
-def moves(old: Placement, new: Placement) -> list[Move]:
+def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[ExpertMove]:
     """Return the experts whose slot differs, ordered by layer and expert.
 
     Raises:
@@ -110,11 +110,11 @@ def moves(old: Placement, new: Placement) -> list[Move]:
     differing = []
     for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True):
         a, b = int(old.slots[layer, expert]), int(new.slots[layer, expert])
-        differing.append(Move(layer, expert, a // old.capacity, b // old.capacity, a, b))
+        differing.append(ExpertMove(layer, expert, a // old.capacity, b // old.capacity, a, b))
     return differing
 
 
-def settle(device_LE: NDArray[np.integer[Any]], current: Placement) -> Placement:
+def settle(device_LE: NDArray[np.integer[Any]], current: ExpertPlacement) -> ExpertPlacement:
     """Return the map that has each expert on the given device and keeps the slot of every expert that stays.
 
     Experts that arrive take the free slots of their device in ascending order.
@@ -136,4 +136,4 @@ def settle(device_LE: NDArray[np.integer[Any]], current: Placement) -> Placement
         going = np.flatnonzero(device_LE[layer] != here_LE[layer])
         free = np.sort(current.slots[layer, going])  # ascending, so grouped by device
         slot_LE[layer, going[np.argsort(device_LE[layer, going], kind="stable")]] = free
-    return Placement(slot_LE, current.devices)
+    return ExpertPlacement(slot_LE, current.devices)

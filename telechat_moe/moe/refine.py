@@ -6,7 +6,7 @@ Shapes: L MoE layers, E experts, D devices, C = E / D experts of a device; A lay
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.moe.assign import Array, Integers
+from telechat_moe.moe.assign import Integers, LoadArray
 
 EXACT = 1e-12
 """Smaller relative improvements are rounding."""
@@ -15,7 +15,7 @@ TRIES = 48
 """Shuffles of a few devices that are tried at once."""
 
 
-class Groups:
+class DeviceGroups:
     """The experts of each device, in several layers at once, and what each device has to do.
 
     Attributes:
@@ -23,7 +23,7 @@ class Groups:
         sum_LD: `[L, D]`, the load of each device.
     """
 
-    def __init__(self, load_LE: Array, owner_LE: Integers, devices: int) -> None:
+    def __init__(self, load_LE: LoadArray, owner_LE: Integers, devices: int) -> None:
         """Group the experts by their device; each device has equally many."""
         layers, experts = load_LE.shape
         shape = (layers, devices, experts // devices)
@@ -34,7 +34,7 @@ class Groups:
         self.sum_LD = self._load_LDC.sum(axis=2)
 
     @property
-    def busiest_L(self) -> Array:  # noqa: N802
+    def busiest_L(self) -> LoadArray:  # noqa: N802
         """The load of the busiest device, `[L]`."""
         return self.sum_LD.max(axis=1)
 
@@ -47,7 +47,7 @@ class Groups:
         np.put_along_axis(owner_AE, member_ADC.reshape(owner_AE.shape), device_E[None], axis=1)
         return owner_AE
 
-    def swap(self, rows_A: NDArray[np.int64], target_L: Array) -> NDArray[np.int64]:
+    def swap(self, rows_A: NDArray[np.int64], target_L: LoadArray) -> NDArray[np.int64]:
         """Swap, in each of these layers, the two experts that leave the busiest device and its partner with the least.
 
         Returns the layers that were changed; those at their target, and those that no swap improves, are not.
@@ -81,7 +81,7 @@ class Groups:
             table[rows_A, from_A, i_A], table[rows_A, to_A, j_A] = b, a
         return rows_A
 
-    def descend(self, target_L: Array) -> None:
+    def descend(self, target_L: LoadArray) -> None:
         """Swap until each layer is at its target or no swap improves it."""
         rows_A = np.arange(len(self.sum_LD))
         while len(rows_A):
@@ -105,7 +105,7 @@ class Groups:
         )
         load = np.take_along_axis(np.repeat(self._load_LE[rows_A], TRIES, axis=0), dealt, axis=1)
         owner = np.broadcast_to(np.repeat(np.arange(count), capacity), dealt.shape)
-        tries = Groups(load, owner, count)
+        tries = DeviceGroups(load, owner, count)
         tries.descend(np.zeros(len(dealt)))
         best_A = tries.busiest_L.reshape(layers, TRIES).argmin(axis=1)
         picked_A = index_A * TRIES + best_A

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.checkpoint.snapshot import ArrayGroups
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.graph import cache
 from telechat_moe.model import CausalLM
@@ -25,8 +25,8 @@ from telechat_moe.train import optimizer, parameters
 from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.step import Evaluate, StepOutput, TrainStep, update_rules
 
-Batch = tuple[Tensor, ...]
-Columns = Iterator[dict[str, Any]]
+TensorBatch = tuple[Tensor, ...]
+HostBatches = Iterator[dict[str, Any]]
 
 
 class Engine(ABC):
@@ -53,7 +53,7 @@ class Engine(ABC):
     limits: tuple[float, float] = (math.inf, math.inf)
 
     @abstractmethod
-    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
+    def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
         """Return the batches of the next step, as :meth:`update` takes them.
 
         Args:
@@ -62,7 +62,7 @@ class Engine(ABC):
 
     @abstractmethod
     def update(
-        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
     ) -> StepOutput:
         """Run a step.
 
@@ -89,7 +89,7 @@ class Engine(ABC):
     @abstractmethod
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[Groups], object]:
+    ) -> Callable[[ArrayGroups], object]:
         """Return a function that writes a copy of :meth:`parameters` as the checkpoint of a step."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Engine(ABC):
         return float(load_LE.sum())
 
 
-def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
+def tensors(columns: Mapping[str, np.ndarray]) -> TensorBatch:
     """Return the columns of a batch in the order of the model's arguments."""
     names = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask")
     return tuple(Tensor(columns[name]) for name in names if name in columns)
@@ -164,12 +164,12 @@ class OneProcess(Engine):
         )
         self.evaluate_cell = Evaluate(self.model)
 
-    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
+    def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
         """Return the micro-batches of the next step."""
         return [tensors(next(columns)) for _ in range(micro_batches or self.micro_batches)]
 
     def update(
-        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
     ) -> StepOutput:
         """See :meth:`Engine.update`."""
         if limits != self.limits:
@@ -191,7 +191,7 @@ class OneProcess(Engine):
             self.average.update(number)
         return output
 
-    def _cached(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+    def _cached(self, batches: Sequence[TensorBatch]) -> AbstractContextManager[None]:
         """Return a context in which the graphs of a step are taken from an earlier start, or kept for later ones."""
         if not self.keep_graph:
             return nullcontext()
@@ -222,7 +222,7 @@ class OneProcess(Engine):
 
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[Groups], object]:
+    ) -> Callable[[ArrayGroups], object]:
         """See :meth:`Engine.writer`."""
         return lambda groups: checkpoints.save(root, step, groups, state, keep_last=keep_last)
 

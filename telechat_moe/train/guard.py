@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spike:
+class SkippedStep:
     """A step whose update was not applied.
 
     Attributes:
@@ -94,7 +94,7 @@ class Guard:
         loss = _limit(self.losses, rules.loss_factor, rules.sigma)
         return Limits(_fp32(min(norm, self.fixed_norm)), _fp32(loss))
 
-    def judge(self, step: int, loss: float, norm: float, applied: bool) -> Spike | None:
+    def judge(self, step: int, loss: float, norm: float, applied: bool) -> SkippedStep | None:
         """Take note of a step that was done; return what was wrong if it was not applied."""
         if applied:
             self.losses.append(loss)
@@ -104,12 +104,14 @@ class Guard:
         size = len(self.losses)
         finite = math.isfinite(loss + norm) and (norm >= limits.norm or loss >= limits.loss)
         if not finite:  # or its sums overflow in fp32
-            return Spike(step, "not finite", loss, norm, None, None, size)
+            return SkippedStep(step, "not finite", loss, norm, None, None, size)
         if norm >= limits.norm:
             fixed = limits.norm == _fp32(self.fixed_norm)
             median = None if fixed else statistics.median(self.norms)
-            return Spike(step, "gradient norm", loss, norm, limits.norm, median, size)
-        return Spike(step, "loss", loss, norm, limits.loss, statistics.median(self.losses), size)
+            return SkippedStep(step, "gradient norm", loss, norm, limits.norm, median, size)
+        return SkippedStep(
+            step, "loss", loss, norm, limits.loss, statistics.median(self.losses), size
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the window, as JSON values."""

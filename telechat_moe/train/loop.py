@@ -16,10 +16,10 @@ from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
 from telechat_moe.train.evaluate import validation_loss
-from telechat_moe.train.guard import Spike, max_in_a_row
+from telechat_moe.train.guard import SkippedStep, max_in_a_row
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.run_state import RunState
-from telechat_moe.train.schedule import Schedule
+from telechat_moe.train.schedule import RateSchedule
 from telechat_moe.train.step import StepOutput
 
 
@@ -93,7 +93,7 @@ class Loop:
     def __init__(
         self,
         state: RunState,
-        schedule: Schedule,
+        schedule: RateSchedule,
         monitor: Monitor,
         timer: StepTimer | None = None,
     ) -> None:
@@ -201,7 +201,7 @@ class Loop:
             self.saved_step = self.state.step
             self.monitor.saved(self.saved_step, self.stalls_ms[-1])
 
-    def roll_back(self, spike: Spike) -> bool:
+    def roll_back(self, spike: SkippedStep) -> bool:
         """Go back before a spike; False if there is no checkpoint to go back to."""
         record = self.state.roll_back(spike)
         if record is None:
@@ -247,7 +247,7 @@ class Loop:
         state.applied_samples += applied * samples
         return StepResult(ids, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
 
-    def train_step(self) -> Spike | None:
+    def train_step(self) -> SkippedStep | None:
         """Run one step and report it; return what was wrong if its update was left out."""
         state, loader, before = self.state, self.state.loader, self.state.samples
         first = loader.epochs.begin(loader.next_sample)
@@ -302,7 +302,7 @@ class Loop:
             self.monitor.expert_loads(self.state.step, record)
         self.loads.seconds += time.perf_counter() - began
 
-    def _count(self, spike: Spike | None, output: StepOutput) -> None:
+    def _count(self, spike: SkippedStep | None, output: StepOutput) -> None:
         """Count skipped steps; stop after too many in a row."""
         state = self.state
         if spike is None:

@@ -37,7 +37,7 @@ from telechat_moe.recipe.swap import require_pool
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
-from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
+from telechat_moe.train.start import RunStart, exists, folder_of, misfits, start_of
 from telechat_moe.units import size_text
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Ready:
         loader: The training data, at the first sample.
     """
 
-    start: Start
+    start: RunStart
     loader: Batches
 
 
@@ -432,7 +432,7 @@ class Preflight:
             path = corpus.tokenizer
             self.attempt("telechat_moe.corpus.tokenizer", lambda: load_tokenizer(path))
 
-    def _start(self, start: Start, loader: Batches | None, weights: ReadWeights) -> None:
+    def _start(self, start: RunStart, loader: Batches | None, weights: ReadWeights) -> None:
         """Check that what the run starts with fits the recipe and its data."""
         recipe, path, choice = self.recipe, start.path, self.recipe.telechat_moe.resume_data
         if start.kind != "resume" and choice == "new":

@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
 from telechat_moe.checkpoint.rank_shards import ShardExchange, ShardOwners, grouped
-from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.checkpoint.snapshot import ArrayGroups
 from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.data.sample import put_together
 from telechat_moe.errors import BadInputError
@@ -26,7 +26,7 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, group_of, weight_of
 from telechat_moe.train import optimizer, parameters
-from telechat_moe.train.engine import Batch, Columns, Engine, build_model, tensors
+from telechat_moe.train.engine import Engine, HostBatches, TensorBatch, build_model, tensors
 from telechat_moe.train.expert_moves import MovingExperts
 from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.ranks import Ranks
@@ -106,7 +106,7 @@ class RankEngine(Engine):
         """Return whether a parameter of the graph is a weight that is averaged."""
         return group_of(name) == "model" and self._is_saved(name)
 
-    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
+    def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
         count, rows = micro_batches or self.micro_batches, self.micro_rows
         # One after another: what other processes share is overwritten.
@@ -114,7 +114,7 @@ class RankEngine(Engine):
         return [tensors(put_together(count * rows, parts))]
 
     def update(
-        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
     ) -> StepOutput:
         """See :meth:`telechat_moe.train.engine.Engine.update`."""
         scalars = self.optimizer.scalars(number, rate)
@@ -187,7 +187,7 @@ class RankEngine(Engine):
 
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[Groups], object]:
+    ) -> Callable[[ArrayGroups], object]:
         """Return a function that writes this rank's share of a copy; ranks wait for each other only in its thread."""
         self.saves += 1
         save, about = f"{self.control.read('nonce')}-{self.saves}", {"layout": self.layout}
@@ -204,7 +204,7 @@ class RankEngine(Engine):
         def shard(name: str, data: np.ndarray) -> TensorShard:
             return replace(self.sharing.shard(self.rank, name, data), rows=rows.get(name, ()))
 
-        def write(groups: Groups) -> None:
+        def write(groups: ArrayGroups) -> None:
             pieces = {
                 group: {name: shard(name, data) for name, data in arrays.items()}
                 for group, arrays in groups.items()

@@ -19,10 +19,10 @@ from telechat_moe.recipe.schema.optimizer import LrSchedule
 from telechat_moe.sharding.shards import EMA
 from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
 from telechat_moe.train.engine import Engine
-from telechat_moe.train.guard import Guard, Spike
+from telechat_moe.train.guard import Guard, SkippedStep
 from telechat_moe.train.ranks import Ranks
 from telechat_moe.train.schedule import from_recipe, of_section, total_steps
-from telechat_moe.train.start import STATE_VERSION, Start, folder_of, misfits
+from telechat_moe.train.start import STATE_VERSION, RunStart, folder_of, misfits
 
 _COUNTERS = ("updates", "skipped", "skipped_in_a_row", "samples", "applied_samples")
 
@@ -91,7 +91,7 @@ class RunState:
             "seed": self.recipe.seed,
         }
 
-    def resume(self, start: Start) -> None:
+    def resume(self, start: RunStart) -> None:
         """Continue from the checkpoint of a start.
 
         Raises:
@@ -186,7 +186,7 @@ class RunState:
         keep_last = section.keep_checkpoint_max if section else None
         return self.engine.writer(self.root, self.step, self.to_json(), keep_last)
 
-    def roll_back(self, spike: Spike) -> dict[str, Any] | None:
+    def roll_back(self, spike: SkippedStep) -> dict[str, Any] | None:
         """Go back to the newest good checkpoint before a spike and leave out the data from there to the spike.
 
         Returns what was done, for the logs; None if there is no checkpoint to go back to.

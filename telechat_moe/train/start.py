@@ -19,7 +19,7 @@ LAYOUT_KEYS = ("batch_size", "offset", "pp_interleave_num")
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """How a run begins.
 
     Attributes:
@@ -55,7 +55,7 @@ def folder_of(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / "checkpoints"
 
 
-def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> Start:
+def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> RunStart:
     """Return how a run begins; nothing is read but the names of files, their sizes and ``checkpoint.json``.
 
     Args:
@@ -74,7 +74,7 @@ def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
         note = "load_checkpoint and resume_training are not read: " if unread else ""
         note += f"the run in {recipe.output_dir} goes on" if unread else ""
         key = "output_dir" if resume else "resume_training"
-        return Start("resume", key, newest, newest=True, continues_run=True, note=note)
+        return RunStart("resume", key, newest, newest=True, continues_run=True, note=note)
     start = _start_of_recipe(recipe, root)
     if overwrite and start.kind == "resume" and _is_in(start.path, root):
         finding = f"{start.path} is of the run that --overwrite removes"
@@ -84,17 +84,19 @@ def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
             f"{root} holds checkpoints of an earlier run (newest {newest.name}); continue from them with --resume, "
             "train from the start with --overwrite, or write elsewhere, as with --set output_dir=output/mine"
         )
-    return Start("resume", start.key, newest, start.newest, continues_run=True) if newest else start
+    return (
+        RunStart("resume", start.key, newest, start.newest, continues_run=True) if newest else start
+    )
 
 
-def _start_of_recipe(recipe: Recipe, root: Path) -> Start:
+def _start_of_recipe(recipe: Recipe, root: Path) -> RunStart:
     """Return how a run begins by the settings of the recipe alone."""
     named, source = recipe.resume_training, recipe.load_checkpoint
     if not source and not named:
         model = Path(recipe.pretrained_model_dir)  # as MindFormers does
         if recipe.pretrained_model_dir and exists(model) and list(model.glob("*.safetensors")):
-            return Start("weights", "pretrained_model_dir", model)
-        return Start("random")
+            return RunStart("weights", "pretrained_model_dir", model)
+        return RunStart("random")
     key = "resume_training" if isinstance(named, str) or not source else "load_checkpoint"
 
     def refuse(finding: str, expected: str, suggestion: str = "") -> RecipeError:
@@ -112,12 +114,12 @@ def _start_of_recipe(recipe: Recipe, root: Path) -> Start:
         raise refuse(f"{path} is the folder of a run", "its checkpoints", str(path / "checkpoints"))
     chosen = newest or path
     if not named:
-        return Start("weights", key, chosen)
+        return RunStart("weights", key, chosen)
     if not (chosen / manifest.FILE).is_file():
         finding = f"{path} with resume_training {named}: it holds no {manifest.FILE}, so no step and no optimizer state"
         expected = "a checkpoint of a run of this package, or resume_training: False to start from weights alone"
         raise refuse(finding, expected)
-    return Start("resume", key, chosen, newest=newest is not None)
+    return RunStart("resume", key, chosen, newest=newest is not None)
 
 
 def _named(recipe: Recipe, name: str, root: Path) -> Path:
