@@ -126,7 +126,9 @@ def run_average(args: argparse.Namespace) -> int:
         )
     if not write_json(args.json, vars(averaged)):
         terms = " + ".join(f"{s['share']:.4g} {s['path']}" for s in averaged.sources)
-        print(f"{averaged.path}: {averaged.tensors} tensors, {size_text(averaged.total_bytes)}: {terms}")
+        print(
+            f"{averaged.path}: {averaged.tensors} tensors, {size_text(averaged.total_bytes)}: {terms}"
+        )
     return 0
 
 
