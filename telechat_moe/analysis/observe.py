@@ -62,11 +62,11 @@ class ObservedAdd(nn.Cell):
         )
 
     def norm(self, x_TH: Tensor) -> Tensor:
-        """Return the norm of each row."""
+        """Return the norm of each row, float32 ``[T]``."""
         return self.root(self.sum(self.square(self.to_float(x_TH, ms.float32)), 1))
 
     def construct(self, a_TH: Tensor, b_TH: Tensor) -> Tensor:
-        """Return the sum."""
+        """Return the sum ``[T, H]`` and keep the norms of both terms."""
         self.keep(self.norms, self.stack((self.norm(a_TH), self.norm(b_TH))))
         return self.add(a_TH, b_TH)
 

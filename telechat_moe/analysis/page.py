@@ -36,7 +36,7 @@ _DARKEST = 4.0  # the ratio with the full colour
 
 
 def experts_page(report: ExpertReport) -> str:
-    """Return the page of a run."""
+    """Return the page of a run as HTML that needs no other file."""
     sections = (_summary, _load, _routers, _specialisation, _pairs, _favourites)
     return page(f"What the experts of {report.run} learn", [draw(report) for draw in sections])
 

@@ -119,7 +119,7 @@ class ExpertReport:
         return "pass" if self.load is not None else "not judged"
 
     def says(self) -> str:
-        """Say the verdict in a sentence."""
+        """Return the verdict as a part of a sentence for the user."""
         if self.load is None:
             return "dead experts are not judged"
         return "an expert is dead" if self.problems else "no expert is dead at the end"

@@ -45,7 +45,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight."""
+        """Whether a save was begun and is not yet written."""
         return self._given and not self._done.is_set()
 
     def follow(self, sources: Mapping[str, Mapping[str, Source]]) -> None:

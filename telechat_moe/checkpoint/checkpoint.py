@@ -128,7 +128,7 @@ def save(
 def plan(
     tensors: Mapping[str, Mapping[str, Array]], shard_bytes: int = SHARD_BYTES, suffix: str = ""
 ) -> list[tuple[str, TensorFile]]:
-    """Return the files of each group; their names begin with the group's and the suffix.
+    """Return the files of each group, of about ``shard_bytes`` each; their names begin with the group's and the suffix.
 
     Raises:
         BadInputError: A group or tensor cannot be stored.
@@ -139,28 +139,16 @@ def plan(
             raise BadInputError(f"group name {group!r} must be lower-case letters, digits and '_'")
         for name in tensors[group]:
             manifest.check_text(name, f"name of a tensor of {group!r}")
+        # Names, dtypes and shapes decide, not the order of ``tensors``; a tensor is never split.
+        outputs = (output_of(name, array) for name, array in sorted(tensors[group].items()))
         try:
-            group_tensor_files = group_files(group + suffix, tensors[group], shard_bytes)
+            parts = split(outputs, shard_bytes)
         except BadInputError as error:
             raise BadInputError(f"group {group!r}: {error}") from error
-        planned += [(group, file) for file in group_tensor_files]
+        for number, part in enumerate(parts, start=1):
+            name = f"{group}{suffix}-{number:05d}-of-{len(parts):05d}.safetensors"
+            planned.append((group, TensorFile(name, part)))
     return planned
-
-
-def group_files(prefix: str, tensors: Mapping[str, Array], limit: int) -> list[TensorFile]:
-    """Distribute the tensors of a group over files of about ``limit`` bytes.
-
-    The outcome depends on names, dtypes and shapes only, not on the order of ``tensors``. A tensor is never split; one
-    that is larger than ``limit`` gets its own file.
-
-    Raises:
-        BadInputError: A tensor cannot be stored.
-    """
-    parts = split((output_of(name, array) for name, array in sorted(tensors.items())), limit)
-    return [
-        TensorFile(f"{prefix}-{number:05d}-of-{len(parts):05d}.safetensors", outputs)
-        for number, outputs in enumerate(parts, start=1)
-    ]
 
 
 def _write(
@@ -172,7 +160,7 @@ def _write(
         hidden.mkdir()
         try:
             content["files"] = write_files(hidden, [file for _, file in planned])
-            write_manifest(hidden, content)
+            files.write_new(hidden / manifest.FILE, [files.seal(content)])
             folder.publish(hidden, path)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -184,11 +172,6 @@ def write_files(hidden: Path, planned: list[TensorFile]) -> files.Known:
     """Write tensor files in a few threads; return ``bytes`` and ``sha256`` of each by name."""
     sums = _parallel(lambda file: file.write(hidden / file.name), planned)
     return dict(zip((file.name for file in planned), sums, strict=True))
-
-
-def write_manifest(hidden: Path, content: dict[str, Any], name: str = manifest.FILE) -> None:
-    """Write a sealed JSON file and wait until it is on the disk."""
-    files.write_new(hidden / name, [files.seal(content)])
 
 
 def _parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from telechat_moe.checkpoint import checkpoint, folder, manifest
 from telechat_moe.checkpoint.folder import CheckpointError
 from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.errors import CheckFailedError
-from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.files import UNSEALED, seal, unseal, write_new
 from telechat_moe.interruption import unfinished
 from telechat_moe.processes import Control
 from telechat_moe.tensor_files import Array, TensorFile, dtype_name
@@ -152,7 +152,7 @@ class JointSave:
             },
         }
         unseen = f".{_part(self.rank)}"
-        checkpoint.write_manifest(self.hidden, content, unseen)
+        write_new(self.hidden / unseen, [seal(content)])
         (self.hidden / unseen).rename(self.hidden / _part(self.rank))
 
     def _plan_part(
@@ -223,7 +223,7 @@ class JointSave:
         content = manifest.describe(self.step, state, files, _tensors(parts, self.root), about)
         for rank in range(self.ranks):
             (self.hidden / _part(rank)).unlink()
-        checkpoint.write_manifest(self.hidden, content)
+        write_new(self.hidden / manifest.FILE, [seal(content)])
         path = folder.checkpoint_path(self.root, self.step)
         folder.publish(self.hidden, path)
         return path

@@ -265,12 +265,12 @@ def run_show(args: argparse.Namespace) -> int:
 
     if args.tokens < 0:
         raise UsageError(f"--tokens is {args.tokens}; expected 0 or more")
-    given = Path(args.prefix)
-    prefixes = [given.with_suffix("")] if given.suffix in (".bin", ".idx") else [given]
-    if given.is_dir():
-        prefixes = [path.with_suffix("") for path in sorted(given.glob("*.idx"))]
+    root = Path(args.prefix)
+    prefixes = [root.with_suffix("")] if root.suffix in (".bin", ".idx") else [root]
+    if root.is_dir():
+        prefixes = [path.with_suffix("") for path in sorted(root.glob("*.idx"))]
         if not prefixes:
-            raise BadInputError(f"{given}: no .idx file in this folder; build a dataset first")
+            raise BadInputError(f"{root}: no .idx file in this folder; build a dataset first")
     reports: list[dict[str, Any]] = []
     for prefix in prefixes:
         tokenizer = _tokenizer_for(prefix, args.tokenizer)

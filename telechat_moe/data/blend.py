@@ -248,6 +248,6 @@ def first_of(source: IndexedDataset, share: float | None) -> tuple[int, int] | N
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return weights that sum to 1."""
+    """Return weights of any positive scale as shares that sum to 1."""
     array = np.array(weights, dtype=np.float64)
     return (array / array.sum()).tolist()

@@ -1,4 +1,4 @@
-"""Conversations as documents of tokens that say which of them are learned.
+"""Tokenised conversations with a loss mask.
 
 A conversation is a list of messages ``{"role": ..., "content": ...}``, and what its line has beside them. A format writes it:
 the chat template of the tokenizer, or one pattern for all messages. A field that nothing reads is refused. In the token file
@@ -394,42 +394,35 @@ class FieldCheck:
         )
 
 
+_NOTES = {
+    ENDLESS: "{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
+    "there: the chat template writes none, or leaves it out of what it marks; let it write {eos} after an answer",
+    PARTLY: "{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
+    "does not write where it marks what the model writes; it may drop the reasoning of earlier answers",
+    END: "{count:,} of {learned:,} learned messages end with {name}, where generation does not stop by default: "
+    "it is neither eos_token in tokenizer_config.json nor in eos_token_id of generation_config.json; name it there",
+    APPENDED: "{count:,} documents got {eos} at their end, because the chat template ends the last answer with no token",
+    SPLIT: "{count:,} conversations became {parts:,} documents, because the chat template writes "
+    "earlier messages differently once more follow; each answer is learned once, after what the model would read",
+    PROMPT: "{count:,} of {learned:,} learned messages do not begin with {name}, with which the chat template lets "
+    "the model begin; the model does not learn to go on from there",
+}
+"""What a user should know of each count, in this order; the keys of `END` and `PROMPT` are followed by a name."""
+
+
 def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
-    """Say what a user should know of how conversations were written, from what was counted."""
-    learned, eos, told = counts[LEARNED], tokenizer.name(tokenizer.eos), list[str]()
-    if count := counts[ENDLESS]:
-        told.append(
-            f"{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
-            "there: the chat template writes none, or leaves it out of what it marks; let it write "
-            f"{eos} after an answer"
-        )
-    if count := counts[PARTLY]:
-        told.append(
-            f"{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
-            "does not write where it marks what the model writes; it may drop the reasoning of earlier answers"
-        )
+    """Return what a user should know of how conversations were written, from what was counted."""
     stops = {END + tokenizer.name(token) for token in tokenizer.stops if tokenizer.name(token)}
-    for key in sorted(k for k in counts if k.startswith(END) and k not in stops):
-        told.append(
-            f"{counts[key]:,} of {learned:,} learned messages end with {key.removeprefix(END)}, where generation does not stop by default: "
-            "it is neither eos_token in tokenizer_config.json nor in eos_token_id of generation_config.json; name it there"
-        )
-    if count := counts[APPENDED]:
-        told.append(
-            f"{count:,} documents got {eos} at their end, because the chat template ends the last answer "
-            "with no token"
-        )
-    if count := counts[SPLIT]:
-        told.append(
-            f"{count:,} conversations became {counts[PARTS]:,} documents, because the chat template writes "
-            "earlier messages differently once more follow; each answer is learned once, after what the model would read"
-        )
-    for key in sorted(k for k in counts if k.startswith(PROMPT)):
-        told.append(
-            f"{counts[key]:,} of {learned:,} learned messages do not begin with {key.removeprefix(PROMPT)}, with which the chat template lets "
-            "the model begin; the model does not learn to go on from there"
-        )
-    return told
+    numbers = {"learned": counts[LEARNED], "parts": counts[PARTS]}
+    eos, lines = tokenizer.name(tokenizer.eos), list[str]()
+    for kind, text in _NOTES.items():
+        named = kind in (END, PROMPT)
+        keys = sorted(k for k in counts if k.startswith(kind)) if named else [kind]
+        for key in keys:
+            if counts[key] and key not in stops:
+                name = key.removeprefix(kind)
+                lines.append(text.format(count=counts[key], eos=eos, name=name, **numbers))
+    return lines
 
 
 def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:

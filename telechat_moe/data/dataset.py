@@ -213,5 +213,5 @@ def check_range(samples: np.ndarray, count: int) -> None:
 
 
 def hash_settings(value: dict[str, Any]) -> str:
-    """Return a hash of JSON values."""
+    """Return the SHA-256 of JSON values; the order of their keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

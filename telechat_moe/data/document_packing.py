@@ -1,4 +1,4 @@
-"""Samples of whole documents, one after another, each seen by itself only.
+"""Pack whole documents into samples; a document sees only itself.
 
 Documents are shuffled anew for each epoch. Each is put into a sample that it fits into; what is left of a sample is padding.
 A token has a loss where the next one belongs to the same document and, in a conversation, is learned.

@@ -28,7 +28,7 @@ class Epochs:
     end: float = math.inf
 
     def begin(self, place: int) -> int:
-        """Return where the unit begins that comes next: here, or with the next epoch if too few samples are left."""
+        """Return the place at which the next unit begins: this one, or the next epoch if too few samples are left."""
         left = self.size - place % self.size
         return place + left if left < self.unit else place
 

@@ -56,12 +56,12 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return PREFIX.bin."""
+    """Return the path of the tokens, PREFIX.bin."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return PREFIX.idx."""
+    """Return the path of the index, PREFIX.idx."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -280,7 +280,7 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
+        """Number of documents, each of one sequence or more."""
         return len(self.document_indices) - 1
 
     @property
@@ -291,7 +291,7 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of all documents."""
         return len(self.tokens)
 
     def fingerprint(self) -> str:

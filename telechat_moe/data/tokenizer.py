@@ -119,7 +119,7 @@ class Tokenizer:
         return _library().Tokenizer.from_str(json.dumps(state))
 
     def name(self, token: int) -> str:
-        """Return the name of a token."""
+        """Return the text by which the vocabulary names a token id."""
         return self._backend.id_to_token(int(token))
 
     def _split(self, text: str, size: int) -> Iterator[str]:

@@ -40,7 +40,7 @@ def entropy(weight: Array) -> Array:
 
 
 class LoadRecorder:
-    """Sums loads; every ``interval`` steps, and at the last one, they become a record.
+    """Sum the loads of steps into a record for every ``interval`` steps and for the last step.
 
     Args:
         interval: Steps between two records; 0: none.

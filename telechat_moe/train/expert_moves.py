@@ -124,7 +124,7 @@ class MovingExperts:
         return {"slots": slots, "devices": devices, "window": window, "steps": self.steps}
 
     def load_state(self, state: Mapping[str, Any] | None) -> str:
-        """Take map and loads from a checkpoint; its tensors fit any map. Return what could not be taken, empty: nothing."""
+        """Restore map and loads from a checkpoint, whose tensors fit any map; return a note if its map does not fit."""
         now = self.current
         self.current = ExpertPlacement.identity(*now.slots.shape, now.devices)
         self.window.clear()
@@ -145,7 +145,7 @@ class MovingExperts:
     # -------------------------------------------------------------------- between two steps
 
     def after_step(self, load_LE: NDArray[np.number]) -> list[dict[str, Any]]:
-        """Take the loads of a step; every so often decide, and move experts. Return what was done, for the log.
+        """Add the loads of a step to the window; every `every` steps decide and move experts. Return records for the log.
 
         Args:
             load_LE: (token, expert) pairs of each expert of each MoE layer, over all devices. All ranks have the same.
@@ -174,7 +174,7 @@ class MovingExperts:
         return _records(changes, proposal[0], self.rule.expert_bytes) if proposal else []
 
     def move(self, new: ExpertPlacement) -> str:
-        """Bring experts to their new slots; all ranks do, or none. Return why none did, empty: all did."""
+        """Move experts to their new slots, on all ranks or on none; return the reason if none moved, else an empty text."""
         self.count += 1
         place, position = self.folder / f"{self.count}", f"moving experts ({self.count})"
         values: dict[str, np.ndarray] = {}
@@ -209,7 +209,7 @@ class MovingExperts:
         return begin + np.flatnonzero((slot < begin) | (slot >= end))
 
     def _send(self, place: Path, new: ExpertPlacement) -> None:
-        """Write the rows that leave this rank, of which others have no copy that they write."""
+        """Write the outgoing rows that this rank owns."""
         rows: dict[str, np.ndarray] = {}
         for name, layer, region in self._changed(new):
             leaving = self._leaving(layer, region, new)
@@ -220,7 +220,7 @@ class MovingExperts:
             np.savez(file, **rows)  # pyright: ignore[reportArgumentType]
 
     def _receive(self, place: Path, new: ExpertPlacement) -> dict[str, np.ndarray]:
-        """Return this rank's tensors with the rows that come from other ranks, and its own ones in their new slots."""
+        """Return this rank's tensors with incoming rows and its remaining rows in their new slots."""
         tensors: dict[str, np.ndarray] = {}
         files: dict[int, Any] = {}
         try:

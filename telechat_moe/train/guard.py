@@ -53,7 +53,7 @@ class SkippedStep:
     window: int
 
     def describe(self) -> str:
-        """Say what was wrong."""
+        """Return what was wrong, for the user: the value, its limit, and the median that gave it."""
         if self.limit is None:
             return f"loss {self.loss:.4g}, gradient norm {self.norm:.4g}: not finite"
         value = self.norm if self.reason == "gradient norm" else self.loss
@@ -114,7 +114,7 @@ class Guard:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the window, as JSON values."""
+        """Return losses and gradient norms of the window, as JSON values."""
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class StepResult(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Total loss."""
+        """Total loss, nats: next-token, MTP and auxiliary terms."""
         lm, mtp, aux = self.losses
         return lm + mtp + aux
 
@@ -322,7 +322,7 @@ class Loop:
             )
 
     def summary(self) -> Summary:
-        """Return the result of the run."""
+        """Return the result of the run, as far as it got."""
         state, root = self.state, self.state.root
         steady = self.step_seconds[1:] or self.step_seconds
         speeds = self.tokens_per_second[1:] or self.tokens_per_second

@@ -50,7 +50,7 @@ ROLLED_BACK = "metrics.rolled_back.jsonl"
 
 
 def encode(event: str, step: int, values: Mapping[str, Any]) -> bytes:
-    """Return one line of metrics.jsonl."""
+    """Return one line of metrics.jsonl, with its line feed."""
     record: dict[str, Any] = {"event": event, "step": step}
     not_finite: dict[str, str] = {}
     for key, value in values.items():
@@ -169,7 +169,7 @@ class MetricsFile:
         return undone
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one record."""
+        """Append one record; it is in the file when this returns."""
         line = encode(event, step, values)
         try:
             written = self._file.write(line)

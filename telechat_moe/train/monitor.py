@@ -140,7 +140,15 @@ class Monitor:
             values["tokens_by_source"] = {name: tokens for name, (_, tokens) in by_source.items()}
         self._skipped += bool(skipped)
         self._metrics.write("step", step, values)
-        self._write_scalars(step, values)
+        events = {
+            f"train/{key}": value
+            for key, value in values.items()
+            if isinstance(value, (int, float)) and key != "tokens"
+        }
+        layers = enumerate(values.get("expert_load_by_layer", ()))
+        events |= {f"expert_load/moe_layer_{layer}": value for layer, value in layers}
+        losses = values.get("loss_by_source", {}).items()
+        self._write_scalars(step, events | {f"train_loss/{name}": loss for name, loss in losses})
         self._steps_seen += 1
         if self._steps_seen == 2:
             self._recent.clear()  # the first step includes compiling the graph
@@ -152,16 +160,11 @@ class Monitor:
         elif first or last or step % LOG_EVERY == 0:
             self.message(self._plain_line())
 
-    def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._tensorboard is None:
-            return
-        for key, value in values.items():
-            if isinstance(value, (int, float)) and key != "tokens":
-                self._tensorboard.add_scalar(f"train/{key}", value, step)
-        for layer, value in enumerate(values.get("expert_load_by_layer", ())):
-            self._tensorboard.add_scalar(f"expert_load/moe_layer_{layer}", value, step)
-        for name, value in values.get("loss_by_source", {}).items():
-            self._tensorboard.add_scalar(f"train_loss/{name}", value, step)
+    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write TensorBoard events, where there are any."""
+        if self._tensorboard is not None:
+            for key, value in values.items():
+                self._tensorboard.add_scalar(key, value, step)
 
     def evaluation(
         self, step: int, loss: float, by_source: Mapping[str, float] | None = None
@@ -171,10 +174,8 @@ class Monitor:
         self._last_validation = loss
         sources = {"loss_by_source": losses} if losses else {}
         self._metrics.write("evaluation", step, {"loss": loss, **sources})
-        if self._tensorboard is not None:
-            self._tensorboard.add_scalar("validation/loss", loss, step)
-            for name, value in losses.items():
-                self._tensorboard.add_scalar(f"validation_loss/{name}", value, step)
+        by_name = {f"validation_loss/{name}": value for name, value in losses.items()}
+        self._write_scalars(step, {"validation/loss": loss, **by_name})
         if self._live is not None:
             self._draw(force=True)
         else:
@@ -184,9 +185,7 @@ class Monitor:
     def expert_loads(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the loads of all experts since the record before, as :class:`LoadRecorder` returned them."""
         self._metrics.write("expert_loads", step, record)
-        if self._tensorboard is not None:
-            for key, value in scalars(record).items():
-                self._tensorboard.add_scalar(key, value, step)
+        self._write_scalars(step, scalars(record))
 
     def saved(self, step: int, stall_ms: float) -> None:
         """Record how long training was paused for the checkpoint of a step, milliseconds."""

@@ -189,7 +189,7 @@ class _SwappedGroup(nn.Cell):
         self.back, self.back_wait, self.out, self.out_wait = map(tuple, copies.values())
 
     def come(self, ready: Tensor) -> tuple[Tensor, ...]:
-        """Let the moments begin to come."""
+        """Start to copy the moments from the pool once ``ready`` is computed; return them."""
         moments = ()
         for i in range(len(self.back)):
             moments += (self.back[i](ready),)
@@ -201,7 +201,7 @@ class _SwappedGroup(nn.Cell):
         gradients: tuple[Tensor, ...],
         scalars: tuple[Tensor, ...],
     ) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Update when the moments are there, and let these leave; return them with their tokens."""
+        """Update the weights once the moments have come, and start to copy the moments back; return them with their tokens."""
         first, second = (), ()
         for i in range(len(self.params)):
             m, v = moments[2 * i], moments[2 * i + 1]
@@ -215,7 +215,7 @@ class _SwappedGroup(nn.Cell):
         return pairs
 
     def go(self, moments: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
-        """Return a token of when the moments have gone."""
+        """Copy the moments to the pool; return a token that is ready when they are there."""
         token = self.out_wait[0](*moments[0])
         for i in range(1, len(self.out_wait)):
             token = ops.depend(token, self.out_wait[i](*moments[i]))
@@ -243,7 +243,7 @@ class WeightAverage:
         }
 
     def update(self, number: int) -> None:
-        """Take the weights after an update, whose number counts from 1."""
+        """Average in the weights after an update, whose number counts from 1."""
         if number == 1:
             self.begin()
             return
@@ -259,7 +259,7 @@ class WeightAverage:
         return f"{source.name} holds no average of the weights; it begins with its weights"
 
     def begin(self) -> None:
-        """Begin with the present weights."""
+        """Set the average to the present weights."""
         for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
             average.asnumpy()[...] = weight.asnumpy()
 

@@ -60,7 +60,7 @@ _DEVICE_FILES = {"Ascend": "davinci[0-9]*", "GPU": "nvidia[0-9]*"}
 
 @dataclass(frozen=True)
 class Ready:
-    """What was found ready.
+    """The start and the training data of a run that passed all checks.
 
     Attributes:
         start: How the run begins.
@@ -281,7 +281,7 @@ class Preflight:
         return None
 
     def add(self, key: str, finding: str, expected: str) -> None:
-        """Add a problem."""
+        """Add the problem of a key: what was found, and what was expected."""
         self.problems.append(self.recipe.problem(key, finding, expected))
 
     def _data(self) -> Batches | None:

@@ -10,7 +10,7 @@ from telechat_moe.processes import Control
 
 
 class Ranks:
-    """Say where in the run this process is, meet the others, and agree with them on what to do.
+    """Report where in the run this process is, meet the other processes, and agree with them.
 
     Args:
         control: Control folder of the run; None: this process is the only one, and nobody supervises it.
