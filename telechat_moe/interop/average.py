@@ -16,7 +16,7 @@ from telechat_moe.files import Progress
 from telechat_moe.interop.writing import Destination
 from telechat_moe.numerics import widen
 from telechat_moe.sharding.shards import EMA
-from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
+from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, TensorEntry, TensorOutput
 
 SHARD_BYTES = 5_000_000_000
 _SHOWN = 4
@@ -70,7 +70,7 @@ def average(
         _compare(sources[0], found[0], source, entries)
     shares = [w / sum(given) for w in given]
     outputs = [
-        Output(name, "F32", entry.shape, lambda n=name: _mean([e[n] for e in found], shares))
+        TensorOutput(name, "F32", entry.shape, lambda n=name: _mean([e[n] for e in found], shares))
         for name, entry in found[0].items()
     ]
     about = [_about(*x, ema) for x in zip(sources, shares, strict=True)]
@@ -83,7 +83,7 @@ def average(
     return Average(str(out), about, files, len(outputs), sum(o.nbytes for o in outputs))
 
 
-def _open(source: Path, ema: bool) -> dict[str, Entry]:
+def _open(source: Path, ema: bool) -> dict[str, TensorEntry]:
     """Return the weights of a source by name; of a checkpoint every checksum is compared."""
     if ema and not (source / manifest.FILE).is_file():
         raise BadInputError(
@@ -104,7 +104,9 @@ def _open(source: Path, ema: bool) -> dict[str, Entry]:
     return entries
 
 
-def _compare(first: Path, wanted: dict[str, Entry], source: Path, found: dict[str, Entry]) -> None:
+def _compare(
+    first: Path, wanted: dict[str, TensorEntry], source: Path, found: dict[str, TensorEntry]
+) -> None:
     problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
     problems += [f"{name} is unknown" for name in found.keys() - wanted.keys()]
     problems += [
@@ -131,7 +133,7 @@ def _about(source: Path, share: float, ema: bool) -> dict[str, Any]:
     return said
 
 
-def _mean(entries: Sequence[Entry], shares: Sequence[float]) -> Iterator[Bytes]:
+def _mean(entries: Sequence[TensorEntry], shares: Sequence[float]) -> Iterator[Bytes]:
     """Yield the bytes of a weighted mean, one tensor in memory at a time."""
     total = np.zeros(entries[0].shape, np.float64)
     for entry, share in zip(entries, shares, strict=True):
@@ -139,7 +141,7 @@ def _mean(entries: Sequence[Entry], shares: Sequence[float]) -> Iterator[Bytes]:
     yield total.astype("<f4").reshape(-1).view(np.uint8)
 
 
-def _values(entry: Entry) -> np.ndarray:
+def _values(entry: TensorEntry) -> np.ndarray:
     data = entry.read()
     if entry.dtype == "BF16":
         array = widen(data.view(np.uint16), "bfloat16")

@@ -42,7 +42,7 @@ from telechat_moe.units import size_text
 LOGS = "log"
 RESOLVED = "recipe.yaml"
 Orders = Mapping[int, Sequence[tuple[str, int, int] | tuple[str, int, int, int, int]]]
-"""For each rank the order of its passes (:data:`telechat_moe.graph.reorder.Pass`) and pairs of them."""
+"""For each rank the order of its passes (:data:`telechat_moe.graph.reorder.PassKey`) and pairs of them."""
 _NOT_IN_GRAPH = (
     *("callbacks", "load_checkpoint", "lr_schedule", "output_dir", "resume_training", "seed"),
     *("telechat_moe", "train_dataset", "train_dataset_task"),

@@ -19,9 +19,9 @@ from telechat_moe.model.block import MoE
 from telechat_moe.model.router import Router
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.experts import drops
-from telechat_moe.sharding.apply import Placement
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.cells.parts import SequenceParts
+from telechat_moe.sharding.placement import ModelPlacement
 from telechat_moe.sharding.recipe import shard_threshold
 from telechat_moe.sharding.shards import Region, WeightShards
 from telechat_moe.train.optimizer import AdamW
@@ -119,7 +119,7 @@ class PlacedModel(NamedTuple):
 
     model: CausalLM
     routers: list[Router]
-    placement: Placement
+    placement: ModelPlacement
     has_loss: bool
     shared_graph: bool
 
