@@ -36,7 +36,7 @@ MODEL_CONFIG = "model_config.json"
 
 NO_SETTINGS = "no config.json beside the weights; names and shapes are compared, not what they do not show (rope_theta, eps, routing)"
 _SHOWN = 4
-Report = Callable[[str], None]
+ProblemHandler = Callable[[str], None]
 _GLANCE_BYTES = 256 << 20
 _SCANNED = 1 << 17
 _PARTS = {
@@ -151,7 +151,7 @@ def finite(
     entry: TensorEntry,
     pieces: Iterable[Bytes] | None = None,
     begin: int = 0,
-    report: Report = refuse,
+    report: ProblemHandler = refuse,
 ) -> Iterator[Bytes]:
     """Yield the bytes of a tensor; after the last, report how many of its values are NaN or infinite, if any.
 

@@ -24,7 +24,7 @@ class ExpertMove(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpertPlacement:
+class SlotMap:
     """The slot of each logical expert in each MoE layer.
 
     Attributes:
@@ -56,7 +56,7 @@ class ExpertPlacement:
         object.__setattr__(self, "slots", slot_LE)
 
     @classmethod
-    def identity(cls, layers: int, experts: int, devices: int) -> "ExpertPlacement":
+    def identity(cls, layers: int, experts: int, devices: int) -> "SlotMap":
         """Return the map with which a run starts: expert `e` in slot `e`."""
         return cls(np.tile(np.arange(experts, dtype=np.int32), (layers, 1)), devices)
 
@@ -95,7 +95,7 @@ def _check_permutation(layer: int, slot_E: NDArray[np.integer[Any]]) -> None:
         )
 
 
-def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[ExpertMove]:
+def moves(old: SlotMap, new: SlotMap) -> list[ExpertMove]:
     """Return the experts whose slot differs, ordered by layer and expert.
 
     Raises:
@@ -114,7 +114,7 @@ def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[ExpertMove]:
     return differing
 
 
-def settle(device_LE: NDArray[np.integer[Any]], current: ExpertPlacement) -> ExpertPlacement:
+def settle(device_LE: NDArray[np.integer[Any]], current: SlotMap) -> SlotMap:
     """Return the map that has each expert on the given device and keeps the slot of every expert that stays.
 
     Experts that arrive take the free slots of their device in ascending order.
@@ -136,4 +136,4 @@ def settle(device_LE: NDArray[np.integer[Any]], current: ExpertPlacement) -> Exp
         going = np.flatnonzero(device_LE[layer] != here_LE[layer])
         free = np.sort(current.slots[layer, going])  # ascending, so grouped by device
         slot_LE[layer, going[np.argsort(device_LE[layer, going], kind="stable")]] = free
-    return ExpertPlacement(slot_LE, current.devices)
+    return SlotMap(slot_LE, current.devices)

@@ -21,7 +21,7 @@ from telechat_moe.moe.assign import (
     match,
 )
 from telechat_moe.moe.forecast import check_loads, forecast
-from telechat_moe.moe.placement import ExpertPlacement, settle
+from telechat_moe.moe.placement import SlotMap, settle
 from telechat_moe.moe.refine import EXACT, DeviceGroups
 
 TOLERANCE = 0.005
@@ -77,14 +77,14 @@ class Proposal:
         cost_s: Seconds that the move takes, counted as if layers moved one after another.
     """
 
-    placement: ExpertPlacement
+    placement: SlotMap
     before: LoadArray
     after: LoadArray
     gain_s: LoadArray
     cost_s: LoadArray
 
 
-def plan(loads_NLE: NDArray[np.number[Any]], current: ExpertPlacement, rule: MoveRule) -> Proposal:
+def plan(loads_NLE: NDArray[np.number[Any]], current: SlotMap, rule: MoveRule) -> Proposal:
     """Return where experts should be for the next steps, given the loads of the last ones.
 
     A layer moves only where the gain is more than the cost, and an expert that stays on its device keeps its slot.

@@ -20,14 +20,14 @@ from telechat_moe.checkpoint.rank_shards import ShardOwners
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import RankProgram
 from telechat_moe.moe.forecast import LoadWindow
-from telechat_moe.moe.placement import ExpertMove, ExpertPlacement, moves
+from telechat_moe.moe.placement import ExpertMove, SlotMap, moves
 from telechat_moe.moe.planner import MoveRule, Proposal, plan
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.dispatch import slots_name
 from telechat_moe.sharding.shards import weight_of
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
-Planner = Callable[[NDArray[np.float64], ExpertPlacement, MoveRule], Proposal]
+Planner = Callable[[NDArray[np.float64], SlotMap, MoveRule], Proposal]
 
 
 def rule_of(recipe: Recipe) -> MoveRule:
@@ -59,7 +59,7 @@ class MovingExperts:
         routers: Sequence[str],
         program: RankProgram,
         sharing: ShardOwners,
-        ranks: Ranks,
+        ranks: RankCoordinator,
         folder: Path,
     ) -> None:
         rules, config = recipe.telechat_moe.moe.placement, recipe.model_config
@@ -73,7 +73,7 @@ class MovingExperts:
         layers = {self.layer(name) for name in sharing.regions[ranks.rank]}
         self.slots = {slots_name(x): i for i, x in enumerate(routers) if i in layers}
         experts, devices = config.n_routed_experts, recipe.parallel_config.expert_parallel
-        self.current = ExpertPlacement.identity(len(routers), experts, devices)
+        self.current = SlotMap.identity(len(routers), experts, devices)
         pairs = recipe.global_batch * config.seq_length * config.num_experts_per_tok
         self.window, self.every, self.steps = LoadWindow(rules.window, pairs), rules.every, 0
         self.rule = rule_of(recipe)
@@ -126,13 +126,13 @@ class MovingExperts:
     def load_state(self, state: Mapping[str, Any] | None) -> str:
         """Restore map and loads from a checkpoint, whose tensors fit any map; return a note if its map does not fit."""
         now = self.current
-        self.current = ExpertPlacement.identity(*now.slots.shape, now.devices)
+        self.current = SlotMap.identity(*now.slots.shape, now.devices)
         self.window.clear()
         self.steps = 0
         if state is None:
             return ""
         try:
-            placement = ExpertPlacement(np.asarray(state["slots"]), state["devices"])
+            placement = SlotMap(np.asarray(state["slots"]), state["devices"])
             moves(self.current, placement)  # of as many layers, experts and devices
             for load_LE in state["window"]:
                 self.window.add(np.asarray(load_LE))
@@ -165,7 +165,7 @@ class MovingExperts:
 
         position = f"deciding on experts ({self.steps})"
         chosen = loads(self.ranks.agree(position, choose))
-        new = ExpertPlacement(np.asarray(chosen), self.current.devices)
+        new = SlotMap(np.asarray(chosen), self.current.devices)
         changes = moves(self.current, new)
         if not changes:
             return []
@@ -173,7 +173,7 @@ class MovingExperts:
             return [{"refused": problem}]
         return _records(changes, proposal[0], self.rule.expert_bytes) if proposal else []
 
-    def move(self, new: ExpertPlacement) -> str:
+    def move(self, new: SlotMap) -> str:
         """Move experts to their new slots, on all ranks or on none; return the reason if none moved, else an empty text."""
         self.count += 1
         place, position = self.folder / f"{self.count}", f"moving experts ({self.count})"
@@ -195,20 +195,20 @@ class MovingExperts:
             self.program.put(name, value)
         return ""
 
-    def _changed(self, new: ExpertPlacement) -> Iterator[tuple[str, int, Region]]:
+    def _changed(self, new: SlotMap) -> Iterator[tuple[str, int, Region]]:
         """Yield the tensors of this rank some of whose rows change, with their layer and this rank's region."""
         for name, region in sorted(self.sharing.regions[self.ranks.rank].items()):
             layer = self.layer(name)
             if layer is not None and (new.slots[layer] != self.current.slots[layer]).any():
                 yield name, layer, region
 
-    def _leaving(self, layer: int, region: Region, new: ExpertPlacement) -> NDArray[np.intp]:
+    def _leaving(self, layer: int, region: Region, new: SlotMap) -> NDArray[np.intp]:
         """Return the slots of a region whose experts go elsewhere."""
         begin, end = region[0]
         slot = new.slots[layer, self.current.experts[layer, begin:end]]
         return begin + np.flatnonzero((slot < begin) | (slot >= end))
 
-    def _send(self, place: Path, new: ExpertPlacement) -> None:
+    def _send(self, place: Path, new: SlotMap) -> None:
         """Write the outgoing rows that this rank owns."""
         rows: dict[str, np.ndarray] = {}
         for name, layer, region in self._changed(new):
@@ -219,7 +219,7 @@ class MovingExperts:
         with (place / f"rank_{self.ranks.rank}.npz").open("wb") as file:
             np.savez(file, **rows)  # pyright: ignore[reportArgumentType]
 
-    def _receive(self, place: Path, new: ExpertPlacement) -> dict[str, np.ndarray]:
+    def _receive(self, place: Path, new: SlotMap) -> dict[str, np.ndarray]:
         """Return this rank's tensors with incoming rows and its remaining rows in their new slots."""
         tensors: dict[str, np.ndarray] = {}
         files: dict[int, Any] = {}

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.train import metrics
 
-Curve = NDArray[np.float64]
+StepSeries = NDArray[np.float64]
 
 # Okabe and Ito's palette: told apart with any kind of colour vision
 _BLUE, _VERMILION, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
@@ -45,7 +45,7 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def smooth(values: Curve) -> Curve:
+def smooth(values: StepSeries) -> StepSeries:
     """Return the mean over a centred window of 4% of the values (at least 5); a line at both ends.
 
     NaN is replaced by what its neighbours suggest.
@@ -62,7 +62,7 @@ def smooth(values: Curve) -> Curve:
     return np.concatenate([head, middle, tail])
 
 
-def _column(records: list[dict[str, Any]], key: str) -> Curve:
+def _column(records: list[dict[str, Any]], key: str) -> StepSeries:
     return np.array([np.nan if r.get(key) is None else r[key] for r in records], np.float64)
 
 
@@ -107,7 +107,7 @@ def _picture(target: str | Path, ratio: float) -> Iterator[tuple[Axes, Axes]]:
             raise TelechatMoeError(f"cannot write the picture {target}: {error}") from error
 
 
-def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> Curve:
+def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> StepSeries:
     """Return how far a run's total losses are from those of the first one, step by step.
 
     Raises:
@@ -120,7 +120,7 @@ def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) 
     return np.abs(a - b) / np.abs(b)
 
 
-def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Curve]:
+def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, StepSeries]:
     """Draw the losses of several runs over each other; return the relative errors of each but the first.
 
     Args:

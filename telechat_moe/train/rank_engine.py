@@ -29,7 +29,7 @@ from telechat_moe.train import optimizer, parameters
 from telechat_moe.train.engine import Engine, HostBatches, TensorBatch, build_model, tensors
 from telechat_moe.train.expert_moves import MovingExperts
 from telechat_moe.train.optimizer import WeightAverage
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.step import Evaluate, StepOutput
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights
 
@@ -43,7 +43,7 @@ class RankEngine(Engine):
     MindSpore's communication is initialised.
     """
 
-    def __init__(self, recipe: Recipe, job: Path, ranks: Ranks) -> None:
+    def __init__(self, recipe: Recipe, job: Path, ranks: RankCoordinator) -> None:
         assert ranks.control is not None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
         self.micro_batches, self.mesh = recipe.micro_batches, mesh_of(recipe)

@@ -9,7 +9,7 @@ from telechat_moe.data.shared import Publisher, Subscriber
 from telechat_moe.processes import Control
 
 
-class Ranks:
+class RankCoordinator:
     """Report where in the run this process is, meet the other processes, and agree with them.
 
     Args:

@@ -20,7 +20,7 @@ from telechat_moe.sharding.shards import EMA
 from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
 from telechat_moe.train.engine import Engine
 from telechat_moe.train.guard import Guard, SkippedStep
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.schedule import from_recipe, of_section, total_steps
 from telechat_moe.train.start import STATE_VERSION, RunStart, folder_of, misfits
 
@@ -50,7 +50,7 @@ class RunState:
     """
 
     def __init__(
-        self, recipe: Recipe, engine: Engine, loader: Batches, guard: Guard, ranks: Ranks
+        self, recipe: Recipe, engine: Engine, loader: Batches, guard: Guard, ranks: RankCoordinator
     ) -> None:
         self.recipe, self.engine, self.loader = recipe, engine, loader
         self.guard, self.ranks = guard, ranks

@@ -31,7 +31,7 @@ from telechat_moe.train import guard, parameters, preflight, schedule
 from telechat_moe.train.engine import Engine, OneProcess
 from telechat_moe.train.loop import Loop, Summary
 from telechat_moe.train.monitor import Monitor, SilentMonitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.run_state import RunState
 from telechat_moe.train.sample import sample_text
 
@@ -60,7 +60,7 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
         plain: bool = False,
-        ranks: Ranks | None = None,
+        ranks: RankCoordinator | None = None,
         job: Path | None = None,
         keep_graph: bool = False,
         weights: ReadWeights = own_weights,
@@ -70,7 +70,7 @@ class Trainer:
                 f"{recipe.source}: the recipe is laid out for {recipe.devices} devices, a Trainer is "
                 "one process; `telechat-moe train` starts one for each device"
             )
-        self.recipe, self.plain, self.ranks = recipe, plain, ranks or Ranks()
+        self.recipe, self.plain, self.ranks = recipe, plain, ranks or RankCoordinator()
         self.keep_graph = keep_graph
         self.overwrite = overwrite and self.ranks.leads
         self.output = Path(recipe.output_dir)

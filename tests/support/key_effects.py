@@ -40,7 +40,7 @@ from telechat_moe.train import (
 from telechat_moe.train.engine import OneProcess, tensors
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.start import start_of
 from telechat_moe.train.step import StepOutput
 
@@ -148,7 +148,9 @@ def run(recipe: Recipe) -> list[Any]:
     engine: Any = Recorder(recipe, said)
     try:
         with preflight.open_loader(recipe) as loader:
-            state = run_state.RunState(recipe, engine, loader, guard.of_recipe(recipe), Ranks())
+            state = run_state.RunState(
+                recipe, engine, loader, guard.of_recipe(recipe), RankCoordinator()
+            )
             said.append(repr(start_of(recipe)))
             said.append(("data", build_settings(recipe)))
             Loop(state, schedule.from_recipe(recipe), Watching(said)).run()

@@ -22,7 +22,7 @@ from telechat_moe.train import guard, preflight, run_state, schedule
 from telechat_moe.train.engine import tensors
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.trainer import Trainer
 
 EPOCHS = 2
@@ -68,7 +68,9 @@ def logged(recipe: Recipe) -> list[dict]:
         key_effects.patch(patch)
         key_effects.FakeSaver.said = []
         engine = Reader(recipe, [])
-        state = run_state.RunState(recipe, engine, loader, guard.of_recipe(recipe), Ranks())
+        state = run_state.RunState(
+            recipe, engine, loader, guard.of_recipe(recipe), RankCoordinator()
+        )
         with Monitor(output, recipe.train_steps, 1, stream=io.StringIO(), tensorboard=False) as m:
             Loop(state, schedule.from_recipe(recipe), m).run()
     said = map(json.loads, (output / "samples.jsonl").read_text().splitlines())

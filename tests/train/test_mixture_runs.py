@@ -25,7 +25,7 @@ from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import guard, preflight, run_state, schedule
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 FIRST = "{from_sample: 0, weights: [3, 1]}"
 SECOND = "{from_sample: 10, weights: [0, 1]}"  # within a step
@@ -129,7 +129,9 @@ def run(monkeypatch: pytest.MonkeyPatch):
         key_effects.FakeSaver.said = said = list[Any]()
         with preflight.open_loader(recipe) as loader:
             engine: Any = Engine(recipe, said)
-            run = run_state.RunState(recipe, engine, loader, guard.of_recipe(recipe), Ranks())
+            run = run_state.RunState(
+                recipe, engine, loader, guard.of_recipe(recipe), RankCoordinator()
+            )
             if state is not None:
                 loader.load_state(state)
                 run.step = run.updates = state["next_sample"] // 4

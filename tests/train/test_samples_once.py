@@ -30,7 +30,7 @@ from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import guard, preflight, run_state, schedule
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 PEAK, WARMUP, EVERY = 3e-3, 2, 3
 MIXTURE = "[{from_sample: 0, weights: [3, 1]}, {from_sample: 5, weights: [0, 1]}]"
@@ -174,7 +174,9 @@ def rate(applied: int, leg: Leg, first: Leg, size: int) -> float:
 class Engine(key_effects.Recorder):
     """Computes nothing, and saves one number; keeps the token ids of every step."""
 
-    def __init__(self, recipe: Recipe, leg: Leg, ranks: Ranks, seen: list[np.ndarray]) -> None:
+    def __init__(
+        self, recipe: Recipe, leg: Leg, ranks: RankCoordinator, seen: list[np.ndarray]
+    ) -> None:
         super().__init__(recipe, [])
         self.leg, self.ranks, self.seen, self.updates = leg, ranks, seen, 0
 
@@ -264,7 +266,7 @@ def recipe_of(base: Recipe, leg: Leg, size: int, output: Path) -> Recipe:
 
 def train(recipe: Recipe, leg: Leg, resume: bool) -> list[np.ndarray]:
     """Train in one process; return the token ids of all its steps."""
-    seen, ranks = list[np.ndarray](), Ranks()
+    seen, ranks = list[np.ndarray](), RankCoordinator()
     ready = preflight.require(recipe, resume=resume)
     with ready.loader as loader:
         engine: Any = Engine(recipe, leg, ranks, seen)
