@@ -259,12 +259,13 @@ class _Job:
 
     def _train(self, vocab_size: int) -> Tokenizer:
         learn = self.scan.learned_from(self.valid)
+        total = int(learn.sum())
 
         def texts() -> Iterator[str]:
             documents = (d for i, d in enumerate(self.corpus.documents()) if learn[i])
             for count, document in enumerate(documents, 1):
                 yield from learn_from(document.text)
-                self.progress("learning the tokenizer", count, int(learn.sum()))
+                self.progress("learning the tokenizer", count, total)
 
         return train_tokenizer(texts(), vocab_size)
 
