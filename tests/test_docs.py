@@ -38,4 +38,6 @@ def test_files_of_the_ideas_exist() -> None:
     named = re.findall(r"`([\w/*.]+(?:\.\w+|/))`", table)
     assert len(named) > 60
     folders = [ROOT, ROOT / "telechat_moe"]
-    assert [path for path in named if not any(list(f.glob(path.rstrip("/"))) for f in folders)] == []
+    assert [
+        path for path in named if not any(list(f.glob(path.rstrip("/"))) for f in folders)
+    ] == []

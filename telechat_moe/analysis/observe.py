@@ -134,7 +134,7 @@ class Observer:
         self.evaluate.set_train(False)
 
     def load(self, path: Path) -> None:
-        """Take the weights of a checkpoint.
+        """Load the weights of a checkpoint into the model.
 
         Raises:
             BadInputError: It is broken, or of another model.
@@ -143,7 +143,7 @@ class Observer:
         parameters.load_weights(self.model, weights, path, in_place=True)
 
     def run(self, batches: Sequence[Mapping[str, Array]], tokens: int) -> Observation:
-        """Compute some batches, of which so many tokens count."""
+        """Compute batches and return what the routers did on their first ``tokens`` tokens."""
         kinds: list[list[Array]] = [[] for _ in range(6)]
         for columns in batches:
             self.evaluate(*tensors(columns)).asnumpy()  # waits until all is computed

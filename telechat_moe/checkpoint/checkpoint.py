@@ -189,7 +189,7 @@ def space(sizes: list[int]) -> int:
 
 
 def refuse_full(root: Path, needed: int) -> None:
-    """Raise what a full disk would, before anything is written."""
+    """Raise the OSError of a full disk before anything is written, if fewer bytes than needed are free."""
     if shutil.disk_usage(root).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
 

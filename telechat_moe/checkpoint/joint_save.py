@@ -57,7 +57,7 @@ class TensorShard:
     rows: tuple[int, ...] = ()
 
     def pieces(self) -> list[tuple[Array, Region]]:
-        """Return what is written of it: all at once, or each row."""
+        """Return the arrays to write with their regions: the whole shard, or each of its rows."""
         if not self.rows:
             return [(self.data, self.region)]
         columns = self.region[1:]

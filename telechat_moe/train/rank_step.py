@@ -36,7 +36,7 @@ def _scalar(name: str, value: float = 0.0) -> Parameter:
 
 
 class LossVector(nn.Cell):
-    """What a model returns in one tensor: losses ``[3]``, of one that gives sums over tokens one for each depth; sums by source."""
+    """Put what a model returns into one tensor: its losses, ``[3]`` or one for each depth, then its sums by source."""
 
     def __init__(self, model: nn.Cell) -> None:
         super().__init__(auto_prefix=False)

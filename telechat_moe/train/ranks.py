@@ -43,7 +43,7 @@ class RankCoordinator:
         self.barrier(f"met-{self._meetings}")
 
     def share_batches(self) -> Publisher | Subscriber | None:
-        """Agree who reads the training data: of the processes of this host, which all train on the same batches, the first.
+        """Let the first process of each host read the training data for the others, which train on the same batches.
 
         All processes call this together, once. None: this one reads for itself only.
         """
@@ -73,7 +73,7 @@ class RankCoordinator:
         return self.control.read(file) or ""
 
     def problem(self, position: str, work: Callable[[], object]) -> str:
-        """Work on every process; return on all of them why the first one could not, empty if all could.
+        """Work on every process; return on all of them the reason of the first failure, or an empty text.
 
         Only what the outside world does is a problem (``OSError``, a damaged file); a mistake ends the run.
         """

@@ -156,7 +156,7 @@ def _newest(root: Path) -> Path | None:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is something at a path; one that no file can have (too long) is not there."""
+    """Return whether a path exists; one that is too long for a file does not."""
     try:
         return path.exists()
     except OSError:

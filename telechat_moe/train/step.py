@@ -155,7 +155,7 @@ def _main_grad(parameter: Parameter) -> Parameter:
 
 
 def update_rules(recipe: Recipe) -> tuple[float | None, float]:
-    """Return to what a recipe clips the gradient norm, None: not, and the rate of the expert bias; see :class:`UpdateStep`."""
+    """Return ``max_grad_norm`` and ``bias_rate`` of a recipe, as :class:`UpdateStep` takes them."""
     wrapper, config = recipe.runner_wrapper, recipe.model_config
     rate = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
     return wrapper.max_grad_norm if wrapper.use_clip_grad else None, rate
@@ -274,12 +274,12 @@ class TrainStep(UpdateStep):
         self.zero = Tensor([0.0], ms.float32)
 
     def set_limits(self, norm: float, loss: float) -> None:
-        """Let the next steps be applied only where gradient norm and total loss are below these."""
+        """Set the limits below which gradient norm and total loss must be for the next updates to be applied."""
         ops.assign(self.norm_limit, Tensor(norm, ms.float32))
         ops.assign(self.loss_limit, Tensor(loss, ms.float32))
 
     def set_micro_batches(self, count: int) -> None:
-        """Take so many micro-batches in the next steps, at most as many as the step was built for."""
+        """Set the micro-batches of the next steps, at most as many as the step was built for."""
         if count != self.micro_batches:
             self.micro_batches = count
             ops.assign(self.share, Tensor(1.0 / count, ms.float32))
