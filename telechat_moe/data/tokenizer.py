@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.reading import read_object
 
 EOD_TOKEN = "<|eod|>"
@@ -148,7 +148,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Args:
         vocab_size: Tokens to learn, :data:`BASE_VOCAB` or more: the end of document (id 0) and 256 bytes are included. A
             short text may give fewer.
+
+    Raises:
+        UsageError: ``vocab_size`` is below :data:`BASE_VOCAB`.
     """
+    if vocab_size < BASE_VOCAB:
+        raise UsageError(
+            f"vocab_size is {vocab_size}; a byte-level tokenizer needs {BASE_VOCAB} or more"
+        )
     library = _library()
     backend = library.Tokenizer(library.models.BPE())
     byte_level = library.pre_tokenizers.ByteLevel
