@@ -91,6 +91,19 @@ def test_a_command_can_be_pasted(claim):
                 assert (ROOT / word).exists(), word
 
 
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("benchmarks/*/README.md")), ids=lambda p: p.parent.name
+)
+def test_commands_of_a_readme_are_understood(page: Path):
+    for block in re.findall(r"(?ms)^```sh\n(.*?)^```", page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            for program, *arguments in programs(line.partition("  #")[0]):
+                if program == "telechat-moe":
+                    build_parser().parse_args(arguments)
+                elif [program, *arguments[:1]] == ["python", "-m"]:
+                    assert find_spec(arguments[1]) is not None, line
+
+
 def test_an_edited_page_breaks_its_claim():
     quote = Quote("README.md", "search 35,629 layouts", ("35,629",), ("x",))
     changed = Claim("x", "x", "unverified", "x", (quote,))

@@ -184,7 +184,7 @@ class _SwappedGroup(nn.Cell):
             state = optimizer.states[number]
             for name, operators in copies.items():
                 shape = {"extents": list(state.shape)} if name == "SwapBack" else {}
-                attributes = {"number": number, "at": state.at, **shape}
+                attributes = {"number": number, "at": state.offset, **shape}
                 operators.append(custom_op(name, lambda x, *_: x, **attributes))
         self.back, self.back_wait, self.out, self.out_wait = map(tuple, copies.values())
 
