@@ -42,7 +42,6 @@ OPERATORS: dict[str, dict[str, str]] = {
     "rms_norm": {"fused": "DVM program", "plain": "elementary", "ascend": "RmsNorm"},
     "rope": {"fused": "C++", "plain": "elementary"},
     "routing": {"fused": "C++", "plain": "elementary"},
-    "softmax": {"fused": "DVM program", "plain": "Softmax"},
     "swiglu": {"fused": "DVM program", "plain": "elementary", "ascend": "Swiglu"},
 }
 

@@ -12,7 +12,7 @@ from telechat_moe.recipe.schema.own import Operators
 
 def test_recipe_names_every_operator():
     fields = {f.name for f in dataclasses.fields(Operators)} - {"default", "fuse_plain", "host"}
-    assert fields == set(select.OPERATORS) - {"softmax"}  # no training step uses one alone
+    assert fields == set(select.OPERATORS)
 
 
 def test_every_operator_can_be_plain():

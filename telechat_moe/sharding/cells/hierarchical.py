@@ -71,7 +71,7 @@ class SendTokens(nn.Cell):
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(auto_prefix=False)
-        group, self.spec = spec.across, spec
+        group = spec.across
         self.experts = spec.config.n_routed_experts // group.size
         self.needs, self.own = (
             NodesOfTokens(group.size, self.experts),
@@ -214,7 +214,7 @@ class SortedNodeDispatch(NodeDispatch):
         self.sort, self.own_pairs, self.less = SortExt(), NonZero(), ops.Less()
         self.to_float, self.to_int, self.pick = ops.Cast(), ops.Cast(), IndexSelect()
         self.token, self.permute, self.pick_weight = ops.FloorDiv(), IndexSelect(), IndexSelect()
-        self.one_hot, self.count, self.cut = ops.OneHot(), ops.ReduceSum(), ops.Slice()
+        self.one_hot, self.count = ops.OneHot(), ops.ReduceSum()
         self.on, self.off = Tensor(1, ms.float32), Tensor(0, ms.float32)
         self.weigh, self.to_rows, self.add = ops.Mul(), ops.Cast(), IndexAddExt()
         self.rows = SortedRows(spec, self.experts)
