@@ -240,6 +240,19 @@ class Editor:
         _add_tensor(attribute, shape, element)
         return name
 
+    def depend(
+        self,
+        value: str,
+        behind: str,
+        shape: Sequence[int],
+        element: int,
+        scope: str,
+        name: str | None = None,
+    ) -> str:
+        """Add a node that gives ``value`` once ``behind`` is there."""
+        kind = self.primitive("Depend", side_effect_propagate=1)
+        return self.node(kind, [value, behind], shape, element, scope, name)
+
     def custom(
         self,
         name: str,

@@ -160,9 +160,8 @@ class _Rewriter:
         return self.editor.node(primitive, inputs, shape, FLOAT32, self.scope)
 
     def _depend(self, value: str, behind: str, index: int | None = None) -> str:
-        primitive = self.editor.primitive("Depend", side_effect_propagate=1)
         shape = () if index is None else self.states[index].shape
-        return self.editor.node(primitive, [value, behind], shape, FLOAT32, self.scope)
+        return self.editor.depend(value, behind, shape, FLOAT32, self.scope)
 
 
 def _states_of(groups: Sequence[range]) -> list[int]:
