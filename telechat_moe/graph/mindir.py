@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Name of the primitive."""
+        """Return the name of the primitive."""
         return self.primitive.op_type
 
     @property
@@ -199,7 +199,7 @@ class Editor:
         return node.name
 
     def zeros(self, shape: Sequence[int], kind: int) -> str:
-        """Add a tensor of zeros."""
+        """Add a constant tensor of zeros of an element type; return its name."""
         node = self._add(self.name("zeros"), "Constant")
         attribute = node.attribute.add()
         attribute.name = "value"

@@ -103,7 +103,7 @@ class _Rewriter:
         self.tokens: dict[int, str] = {}  # of copies under way
 
     def rewrite(self, proto: Any, updates: Sequence[GraphNode]) -> None:
-        """Rewrite the function."""
+        """Put starts and waits around the updates of a function, group by group."""
         nodes, fresh = list(proto.node), type(proto)()
         self.editor, self.scope = Editor(self.model, fresh.node), updates[0].proto.domain
         sizes = [sum(s.nbytes for s in self.states[2 * i : 2 * i + 2]) for i in range(len(updates))]

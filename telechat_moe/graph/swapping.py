@@ -54,7 +54,7 @@ class State(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Return its size in bytes."""
         return size_of((tuple(self.shape), FLOAT32)) or 0
 
 
@@ -89,7 +89,7 @@ class PooledTensor:
         )
 
     def set_data(self, value: Any) -> None:
-        """Take the values of a tensor."""
+        """Copy the values of a tensor into the pool."""
         self.memory[...] = value.asnumpy()
 
     def asnumpy(self) -> np.ndarray:
@@ -97,7 +97,7 @@ class PooledTensor:
         return self.memory
 
     def data_ptr(self) -> int:
-        """Return where they are."""
+        """Return the address of its first value."""
         return self.memory.ctypes.data
 
 
