@@ -34,8 +34,8 @@ def problem(stages: int, chunks: int, micro_batches: int, layers: int) -> Proble
         micro_batches=micro_batches,
         chunks=chunks,
         layers=(
-            Layers(count=3, times=(3 * MS, 6 * MS, 0), states=0, kept=kept),
-            Layers(count=layers - 3, times=(10 * MS, 20 * MS, 0), states=0, kept=kept),
+            Layers(count=3, times=(3 * MS, 6 * MS, 0), states=0, activations=kept),
+            Layers(count=layers - 3, times=(10 * MS, 20 * MS, 0), states=0, activations=kept),
         ),
         first=(MS, MS, 0),
         last=(17 * MS, 33 * MS, 0),

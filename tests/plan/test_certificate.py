@@ -21,9 +21,9 @@ from telechat_moe.tools.plan.check_certificate import check, main
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.search.certify import Writer, certificate
+from telechat_moe.tools.plan.search.certify import CertificateWriter, certificate
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
+from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, StepTail
 from telechat_moe.tools.plan.search.search import SearchResult, search, usable
 from telechat_moe.tools.plan.search.space import Space
 
@@ -255,7 +255,7 @@ def written(rng: random.Random) -> Any:
         pool = PathPool()
         answer = PlacementSearch(p, pool).solve(math.inf, nodes=4000)
         if answer.best and answer.bound >= answer.best.seconds * (1 - 1e-7):
-            write = Writer({(p.schedule, p.stages, p.micro_batches, p.chunks): pool})
+            write = CertificateWriter({(p.schedule, p.stages, p.micro_batches, p.chunks): pool})
             write.add(0, "instance", p, answer.tree)
             return json.loads(json.dumps(write.certificate(answer.bound, 0, p, answer.best)))
 
@@ -270,7 +270,7 @@ def read(found: Any) -> Problem:
     shapes |= {"weight": (2, 2), "fixed": (2, p * v), "memory": p, "buffer": p, "weights": (2, p)}
     shapes |= {"reduce": 2, "update": 2, "highest": p * v, "hides": 2}
     c |= {name: np.broadcast_to(c[name], shape).tolist() for name, shape in shapes.items()}
-    names = {"kept": "full", "entry": "entry", "weights": "weight"}
+    names = {"activations": "full", "inputs": "entry", "weights": "weight"}
     layers = tuple(
         Layers(
             count=int(count),
@@ -295,11 +295,13 @@ def read(found: Any) -> Problem:
         choice=bool(c["choice"]),
         weights=(tuple(c["weights"][0]), tuple(c["weights"][1])),
         **{name: tuple(c[name]) for name in ("memory", "buffer")},
-        most=tuple(map(math.floor, c["highest"])),
-        **{name: np.array(c[name]).item() for name in ("send", "held")},  # or a list of one
-        rest=Rest(
+        limits=tuple(map(math.floor, c["highest"])),
+        send=np.array(c["send"]).item(),  # or a list of one
+        working=np.array(c["held"]).item(),
+        tail=StepTail(
             **{name: c[name] for name in ("base", "start", "exposed")},
-            **{name: tuple(c[name]) for name in ("reduce", "update", "hides")},
+            **{name: tuple(c[name]) for name in ("reduce", "update")},
+            overlap_weights=tuple(c["hides"]),
         ),
     )
 

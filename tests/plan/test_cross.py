@@ -9,7 +9,7 @@ import pytest
 from test_placement import random_problem
 
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Problem, Rest
+from telechat_moe.tools.plan.search.placement_problem import Problem, StepTail
 from telechat_moe.tools.plan.search.planner import find
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
@@ -18,7 +18,7 @@ LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 def plain(p: Problem) -> Problem:
     """Return a problem as the programs can say it: working sets need further integers, a hidden rest is not convex."""
     layers = tuple(replace(g, working=0) for g in p.layers)
-    return replace(p, layers=layers, held=0, rest=Rest())
+    return replace(p, layers=layers, working=0, tail=StepTail())
 
 
 def _agree(solver, number: int, seed: int, rel: float) -> int:

@@ -15,7 +15,7 @@ from telechat_moe.tools.plan.cost.simulate_step import make_program
 from telechat_moe.tools.plan.schedules.program import Kind, Times
 from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
+from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, StepTail
 
 MS = 10**9
 """Picoseconds."""
@@ -48,8 +48,8 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
             count=count,
             times=(rng.randint(1, 9) * MS, rng.randint(1, 12) * MS, w * MS),
             states=rng.randint(0, 4),
-            kept=kept,
-            entry=tuple(rng.randint(0, k) for k in kept),
+            activations=kept,
+            inputs=tuple(rng.randint(0, k) for k in kept),
             recompute_time=rng.randint(0, 9) * MS,
             working=rng.randint(0, 4),
             weights=(rng.randint(0, 5), rng.randint(0, 5)),
@@ -81,19 +81,19 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
         memory=tuple(rng.randint(6, 60) for _ in range(stages)),
         buffer=bytes_of_stages(4),
         choice=rng.random() < 0.4,
-        held=rng.randint(0, 2),
+        working=rng.randint(0, 2),
         weights=(bytes_of_stages(6), bytes_of_stages(6)),
-        most=tuple(rng.randint(c in range(1, number - 1), 3) for c in range(number))
+        limits=tuple(rng.randint(c in range(1, number - 1), 3) for c in range(number))
         if rng.random() < 0.2
         else (),
-        rest=Rest(
+        tail=StepTail(
             base=rng.random() * 1e-2,
             start=rng.random() * 1e-2,
             reduce=reduce,
             update=(rng.random() * 1e-3, rng.random() * 1e-3),
             exposed=share,
-            late=late,
-            hides=hides,
+            overlap_limit=late,
+            overlap_weights=hides,
         ),
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def placements(p: Problem) -> Iterator[Placement]:
     number, total = p.stages * p.chunks, sum(g.count for g in p.layers)
 
     def divided(left: int, chunk: int) -> Iterator[tuple[int, ...]]:
-        most = min(left, p.most[chunk]) if p.most else left
+        most = min(left, p.limits[chunk]) if p.limits else left
         if chunk == number - 1:
             yield from [(left,)] * (most == left)
             return
@@ -137,9 +137,9 @@ def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> 
                 times[c][kind] += layer.times[kind]
             times[c][1] += layer.recompute_time * (i < recomputed_here)
             held[stage] += (
-                layer.states + (layer.entry if i < recomputed_here else layer.kept)[stage]
+                layer.states + (layer.inputs if i < recomputed_here else layer.activations)[stage]
             )
-            work[stage] = max(work[stage], p.held, layer.working * (i < recomputed_here))
+            work[stage] = max(work[stage], p.working, layer.working * (i < recomputed_here))
             for w in range(2):
                 weights[w][stage] += layer.weights[w]
         at += n
@@ -152,10 +152,10 @@ def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> 
     makespan = simulate(program, Times(f, b, w, comm=p.send)).makespan * 1e-12
     back = [0.0] * p.stages
     for c in range(number):
-        hidden = p.rest.hides[0] * f[c] + p.rest.hides[1] * (b[c] + w[c])
+        hidden = p.tail.overlap_weights[0] * f[c] + p.tail.overlap_weights[1] * (b[c] + w[c])
         back[program.stage(c)] += hidden * 1e-12
     largest = [max(w) for w in weights]
-    r = p.rest
+    r = p.tail
     whole = r.start + sum(x * y for x, y in zip(r.reduce, largest, strict=True))
     shown = max(whole - max(back), r.exposed * whole)
     return makespan + shown + sum(x * y for x, y in zip(r.update, largest, strict=True)) + r.base
@@ -203,12 +203,12 @@ def steps_of(p: Problem) -> dict[Placement, float | None]:
     both.append((counts - first, recomputed - both[0][1]))
     took = np.zeros((3, len(ways), number))
     held, weights = np.zeros((2, len(ways), p.stages)), np.array(p.weights)[:, None]
-    held, work = held[0], np.where(counts @ on > 0, p.held, 0)
+    held, work = held[0], np.where(counts @ on > 0, p.working, 0)
     for layer, (own, recomputed_here) in zip(p.layers, both, strict=False):
         took += np.array(layer.times)[:, None, None] * own
         took[1] += layer.recompute_time * recomputed_here
-        held = held + (own - recomputed_here) @ on * (layer.states + np.array(layer.kept))
-        held = held + recomputed_here @ on * (layer.states + np.array(layer.entry))
+        held = held + (own - recomputed_here) @ on * (layer.states + np.array(layer.activations))
+        held = held + recomputed_here @ on * (layer.states + np.array(layer.inputs))
         work = np.where(recomputed_here @ on > 0, np.maximum(work, layer.working), work)
         weights = weights + np.array(layer.weights)[:, None, None] * (own @ on)
     took[:, :, 0] += np.array(p.first)[:, None]
@@ -220,8 +220,8 @@ def steps_of(p: Problem) -> dict[Placement, float | None]:
         for i, sent in before:
             begin = np.maximum(begin, end[i] + p.send * sent)
         end.append(begin + lasts[kind][:, chunk])
-    largest, r = weights.max(axis=2), p.rest
-    hidden = r.hides[0] * took[0] + r.hides[1] * (took[1] + took[2])
+    largest, r = weights.max(axis=2), p.tail
+    hidden = r.overlap_weights[0] * took[0] + r.overlap_weights[1] * (took[1] + took[2])
     back = (hidden @ on).max(axis=1) * 1e-12
     whole = r.start + np.array(r.reduce) @ largest
     shown = np.maximum(whole - back, r.exposed * whole)
@@ -270,17 +270,17 @@ def relaxed(p: Problem, rng: random.Random) -> Iterator[Problem]:
 
     yield replace(p, memory=tuple(m + rng.randint(0, 9) for m in p.memory))
     yield replace(p, buffer=less(p.buffer))
-    yield replace(p, most=tuple(most + rng.randint(0, 1) for most in p.most))
+    yield replace(p, limits=tuple(most + rng.randint(0, 1) for most in p.limits))
     yield replace(p, send=rng.randint(0, p.send))
     yield replace(p, choice=True)
     yield replace(p, weights=(less(p.weights[0]), less(p.weights[1])))
-    yield replace(p, rest=replace(p.rest, base=p.rest.base / 2, update=(0.0, p.rest.update[1])))
-    yield replace(p, rest=replace(p.rest, start=p.rest.start / 2, reduce=(0.0, p.rest.reduce[1])))
+    yield replace(p, tail=replace(p.tail, base=p.tail.base / 2, update=(0.0, p.tail.update[1])))
+    yield replace(p, tail=replace(p.tail, start=p.tail.start / 2, reduce=(0.0, p.tail.reduce[1])))
     for g, layers in enumerate(p.layers):
-        kept = less(layers.kept)
-        entry = tuple(min(a, b) for a, b in zip(less(layers.entry), kept, strict=True))
+        kept = less(layers.activations)
+        entry = tuple(min(a, b) for a, b in zip(less(layers.inputs), kept, strict=True))
         changes = [{"kept": kept, "entry": entry}, {"states": 0}]
-        if p.rest.exposed == 1:
+        if p.tail.exposed == 1:
             changes += [{"times": less(layers.times)}, {"recompute_time": 0}]
         for change in changes:
             new = replace(layers, **change)

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     with bars() as move:
 
-        def done(_: float, solved: int) -> None:
+        def progress(solved: int) -> None:
             move("layouts solved", solved, None)
 
         plan: Any = planner.find(
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             args.documents,
             top=args.top,
             limit_s=args.limit,
-            done=done,
+            progress=progress,
         )
     data: Any = report.summary(plan, args.top)
     if not write_json(args.json, data):

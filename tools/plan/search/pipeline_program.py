@@ -40,15 +40,15 @@ class PipelineProgram:
             self.route[stages:] = self.route[:stages][::-1]
         self.operations = sum(map(len, self.orders))
         lengths = np.array([len(o) for o in self.orders], dtype=np.int32)
-        self.at = load().telechat_pipeline_new(
+        self.handle = load().telechat_pipeline_new(
             stages,
             self.chunks,
             micro_batches,
             *map(address, (self.route, lengths, np.concatenate(self.orders))),
         )
-        if not self.at:
+        if not self.handle:
             raise BadInputError(f"schedule {schedule}: its operations wait for each other")
-        weakref.finalize(self, load().telechat_pipeline_delete, self.at)
+        weakref.finalize(self, load().telechat_pipeline_delete, self.handle)
 
 
 @lru_cache(maxsize=256)
@@ -68,8 +68,8 @@ def _listed(schedule: str, stages: int, micro_batches: int, chunks: int) -> list
     number = {Kind.F: 0, Kind.B: 1, Kind.D: 1, Kind.W: 2}
     return [
         np.array(
-            [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in own],
+            [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in ops],
             dtype=np.int32,
         )
-        for own in make_program(layout).ops
+        for ops in make_program(layout).ops
     ]
