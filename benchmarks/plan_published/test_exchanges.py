@@ -21,7 +21,7 @@ from telechat_moe.tools.plan.cost.expert_exchange import Routing, hit
 )
 def test_destinations_are_those_of_drawn_tokens(routing: Routing, parts: int) -> None:
     rng, tokens = np.random.default_rng(0), 20000
-    kept = rng.random((tokens, routing.groups)).argsort(1) < routing.kept
+    kept = rng.random((tokens, routing.groups)).argsort(1) < routing.kept_groups
     score = rng.random((tokens, routing.experts))
     score[~np.repeat(kept, routing.experts // routing.groups, 1)] = -1
     chosen = np.argsort(-score, 1)[:, : routing.top_k] // (routing.experts // parts)

@@ -175,10 +175,10 @@ class Layout:
                 f"layout: {self.ends} needs two stages at least, and no layers in the last chunk"
             )
         for name in ("chunks", "recompute_layers"):
-            given = getattr(self, name)
-            if given is not None and len(given) != self.pp * self.vpp:
+            counts = getattr(self, name)
+            if counts is not None and len(counts) != self.pp * self.vpp:
                 raise BadInputError(
-                    f"layout: {name} has {len(given)} numbers, expected pp x vpp = {self.pp * self.vpp}"
+                    f"layout: {name} has {len(counts)} numbers, expected pp x vpp = {self.pp * self.vpp}"
                 )
 
     @property
@@ -222,8 +222,8 @@ class Layout:
             return [[(layers[i], i in named) for i in chunk] for chunk in numbers]
         marked = self.recompute_layers or counts
         return [
-            [(kind, i < most) for i, kind in enumerate(layers[end - count : end])]
-            for count, end, most in zip(counts, accumulate(counts), marked, strict=True)
+            [(kind, i < marked_layers) for i, kind in enumerate(layers[end - count : end])]
+            for count, end, marked_layers in zip(counts, accumulate(counts), marked, strict=True)
         ]
 
     def short(self) -> str:
@@ -242,22 +242,22 @@ class Layout:
 
     def with_changes(self, **changes: object) -> "Layout":
         """Return a copy with some fields of the layout or of its stack changed."""
-        own = {name: changes.pop(name) for name in STACK if name in changes}
-        if own:
-            changes["stack"] = replace(self.stack, **own)  # type: ignore[arg-type]
+        stack = {name: changes.pop(name) for name in STACK if name in changes}
+        if stack:
+            changes["stack"] = replace(self.stack, **stack)  # type: ignore[arg-type]
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Layout":
         """Return the layout that a recipe describes."""
-        c, run, here = recipe.model_config, recipe.runner_config, recipe.use_parallel
+        c, run, parallel = recipe.model_config, recipe.runner_config, recipe.use_parallel
         data = recipe.train_dataset.data_loader.config
-        p = recipe.parallel_config if here else ParallelConfig()
+        p = recipe.parallel_config if parallel else ParallelConfig()
         pipeline = recipe.parallel.pipeline_config
         pp = p.pipeline_stage
         interleaved = bool(pipeline and pipeline.pipeline_interleave and c.pp_interleave_num > 1)
-        vpp = c.pp_interleave_num if interleaved and here else 1
-        zero = 1 if recipe.parallel.enable_parallel_optimizer and here else 0
+        vpp = c.pp_interleave_num if interleaved and parallel else 1
+        zero = 1 if recipe.parallel.enable_parallel_optimizer and parallel else 0
         detail = recipe.parallel.parallel_optimizer_config
         if zero and detail and detail.optimizer_level:
             zero = {"level1": 1, "level2": 2, "level3": 3}[detail.optimizer_level]
@@ -329,11 +329,11 @@ def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] |
 def _recompute(recipe: Recipe, chunks: int) -> tuple[str, tuple[int, ...] | None]:
     """Return the policy and, where a recipe lists layers, how many of each global chunk."""
     section = recipe.recompute_config
-    whole = section.recompute
-    asked = recipe.telechat_moe.sharding.recompute
-    modules = [word for word, name in MODULES.items() if name in asked]
-    if whole:
-        flat = _flat(whole) if isinstance(whole, list) else []
+    layers = section.recompute
+    module_names = recipe.telechat_moe.sharding.recompute
+    modules = [word for word, name in MODULES.items() if name in module_names]
+    if layers:
+        flat = _flat(layers) if isinstance(layers, list) else []
         counts = len(flat) == chunks and not recipe.swap_config.swap  # else they name layers
         return "full", tuple(flat) if counts else None
     if modules:

@@ -152,7 +152,7 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
         BadInputError: It describes no model, or a layout that cannot be.
     """
     dimensions = {name: values[name] for name in DIMENSIONS if values[name] is not None}
-    given = {name: values[name] for name in LAYOUT if values[name] is not None}
+    degrees = {name: values[name] for name in LAYOUT if values[name] is not None}
     if values["recipe"]:
         if dimensions:
             raise BadInputError(f"one model (a recipe and {', '.join(dimensions)} are given)")
@@ -160,10 +160,10 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
         architecture = Architecture.from_model(
             recipe.model_config, values["recipe"], seq=values["seq"]
         )
-        return architecture, Layout.from_recipe(recipe).with_changes(**given)
+        return architecture, Layout.from_recipe(recipe).with_changes(**degrees)
     lacks = [n for n in ("hidden", "layers", "heads", "vocab", "seq") if values[n] is None]
     if lacks:
         raise BadInputError(f"a recipe, or {', '.join(lacks)}")
     dimensions["layers"] = ("dense",) * dimensions["layers"]
     name, seq = values["model"] or "", values["seq"]
-    return Architecture(name=name, seq=seq, **dimensions), Layout(**given)
+    return Architecture(name=name, seq=seq, **dimensions), Layout(**degrees)

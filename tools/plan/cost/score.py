@@ -131,16 +131,16 @@ def score(rows: Sequence[MeasuredStep], default: str) -> list[Scored]:
         architectures = [rows[i].architecture for i in index]
         layouts = [rows[i].layout for i in index]
         table = evaluate(architectures, layouts, device)  # type: ignore[arg-type]
-        for at, i in enumerate(index):
-            row, peak, used = rows[i], table.memory.peak[at], None
+        for entry, i in enumerate(index):
+            row, peak, used = rows[i], table.memory.peak[entry], None
             stage = int(peak.argmax()) if row.memory_stage is None else row.memory_stage
             if (a := row.architecture) and (x := row.layout) and row.step_s:
                 used = utilisation(a, x, row.step_s, device.peak("bf16"))["model"]
             out[i] = Scored(
                 row=row,
-                step_s=float(table.step_s[at]) if row.step_s else None,
+                step_s=float(table.step_s[entry]) if row.step_s else None,
                 memory_bytes=float(peak[stage]) if row.memory_bytes else None,
-                fits=bool(table.fits[at]),
+                fits=bool(table.fits[entry]),
                 mfu=used,
             )
     return out
@@ -164,12 +164,12 @@ def report(scored: Sequence[Scored], tables: Sequence[str]) -> dict[str, Any]:
     """Return the whole result as plain data."""
     summary: dict[str, Any] = {}
     for name in tables:
-        mine = [s for s in scored if s.row.table == name]
+        of_table = [s for s in scored if s.row.table == name]
         summary[name] = {
-            **statistics([s.error for s in mine if s.error is not None]),
-            "memory": statistics([s.memory_error for s in mine if s.memory_error is not None]),
-            "rejected": sum(bool(s.row.reason) for s in mine),
-            "of": len(mine),
+            **statistics([s.error for s in of_table if s.error is not None]),
+            "memory": statistics([s.memory_error for s in of_table if s.memory_error is not None]),
+            "rejected": sum(bool(s.row.reason) for s in of_table),
+            "of": len(of_table),
         }
     fits = [s.fits for s in scored if s.fits is not None]
     return {
