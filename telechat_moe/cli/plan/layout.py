@@ -128,8 +128,8 @@ def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
         for note in notes:
             print(note)
         print()
-        for name, said in report.placement(data["layouts"][0]):
-            print(f"{name}: {said}")
+        for name, value in report.placement(data["layouts"][0]):
+            print(f"{name}: {value}")
 
 
 def _writable(file: str | None) -> None:

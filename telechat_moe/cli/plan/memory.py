@@ -47,16 +47,16 @@ def run(args: argparse.Namespace) -> int:
     room = args.memory and parse_size("--memory", args.memory)
     host = parse_size("--host-memory", args.host_memory) if args.host_memory else float("inf")
     device = load_device(args.device)
-    found: Any = memory.answer(
+    forecast: Any = memory.answer(
         args.recipe, args.overrides, device, margin, room, args.expert_loads, host
     )
-    code = 0 if found.fits(found.step) else 1
-    if write_json(args.json, memory.report(found)):
+    code = 0 if forecast.fits(forecast.step) else 1
+    if write_json(args.json, memory.report(forecast)):
         return code
-    for line in (memory.sentence(found), *memory.routing(found), memory.next_thing(found)):
+    for line in (memory.sentence(forecast), *memory.routing(forecast), memory.next_thing(forecast)):
         if line:
             print(line)
-    for table in memory.tables(found):
+    for table in memory.tables(forecast):
         print(f"\n{table.title}\n")
         show_table(table.headers, table.rows)
     return code

@@ -86,9 +86,9 @@ def _loads(args: argparse.Namespace, step: Any, figures: dict[str, Any]) -> list
         return []
     from telechat_moe.tools.plan.report import expert_loads
 
-    found = expert_loads.judge(step, args.expert_loads, args.expert_copies)
-    figures["expert_loads"] = expert_loads.data(found)
-    return [expert_loads.table(found)]
+    placements = expert_loads.judge(step, args.expert_loads, args.expert_copies)
+    figures["expert_loads"] = expert_loads.data(placements)
+    return [expert_loads.table(placements)]
 
 
 VERB = Verb(

@@ -178,8 +178,12 @@ def _parsed(file: Path, changed: int) -> Device:
     }  # both MISSING: required
     wrong = [key for key in raw if key not in is_required]
     if wrong:
-        raise BadInputError(f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(is_required))}")
-    lacks = [name for name, required in is_required.items() if required and name not in {"name", *raw}]
+        raise BadInputError(
+            f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(is_required))}"
+        )
+    lacks = [
+        name for name, required in is_required.items() if required and name not in {"name", *raw}
+    ]
     if lacks:
         raise BadInputError(f"{file}: missing {', '.join(lacks)}")
     raw.setdefault("name", file.stem)

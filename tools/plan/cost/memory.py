@@ -90,7 +90,9 @@ def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
         return _common(x)
     s, own_graph = saved(x), x.own_graph > 0
     pairs = zip((s.dense, s.moe, s.entry), _common(x), strict=True)
-    dense, moe, entry = (np.where(own_graph, package_bytes, other) for package_bytes, other in pairs)
+    dense, moe, entry = (
+        np.where(own_graph, package_bytes, other) for package_bytes, other in pairs
+    )
     return dense, moe, entry
 
 

@@ -120,9 +120,9 @@ def _limit(recipe: Recipe, device: Device) -> tuple[float, str]:
     """Return the bytes of a device that the step may use, and what says so."""
     room = device.memory_bytes - device.reserved_bytes
     told: str | None = getattr(recipe.context, "max_device_memory", None)  # a key of the table
-    own = float(told.removesuffix("GB")) * GIB if told else room
-    if own < room:
-        return own, f"context.max_device_memory {told}"
+    limit = float(told.removesuffix("GB")) * GIB if told else room
+    if limit < room:
+        return limit, f"context.max_device_memory {told}"
     return room, f"{device.name}, of which the runtime has {gib_text(device.reserved_bytes)}"
 
 
@@ -132,15 +132,15 @@ def _with_factor(step: Step, factor: float) -> Step:
 
 def _largest_factor(recipe: Recipe, step: Step, top: float) -> float | None:
     """Return the largest load factor at which all stages have at most `top` bytes, by bisection."""
-    c, most = recipe.model_config, float(step.layout.ep)
+    c, highest = recipe.model_config, float(step.layout.ep)
     dropless = not (c.moe_token_drop_policy and c.moe_expert_capacity_factor)
-    if most == 1 or not step.architecture.moe_layers or not dropless:
+    if highest == 1 or not step.architecture.moe_layers or not dropless:
         return None
-    low, high = 1.0, most
+    low, high = 1.0, highest
     if step.peak_bytes.max() > top:
         return None
-    if _with_factor(step, most).peak_bytes.max() <= top:
-        return most
+    if _with_factor(step, highest).peak_bytes.max() <= top:
+        return highest
     while high - low > 0.005:
         middle = (low + high) / 2
         if _with_factor(step, middle).peak_bytes.max() <= top:
@@ -180,7 +180,7 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
     if now.dp % 2:
         return
     fewer = {"dp": now.dp // 2, "micro_batches": now.micro_batches * 2}
-    for what, degree in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
+    for kind, degree in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
         changes: dict[str, Any] = {**fewer, degree: getattr(now, degree) * 2}
         if degree == "pp":
             changes.update(chunks=None, recompute_layers=None)
@@ -188,7 +188,7 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
             layout = now.with_changes(**changes)
         except BadInputError:
             continue
-        yield f"{what} parallelism {changes[degree]}, data parallelism {fewer['dp']}", layout
+        yield f"{kind} parallelism {changes[degree]}, data parallelism {fewer['dp']}", layout
 
 
 def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
@@ -211,7 +211,7 @@ def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Lay
 def _fewest_layers(step: Step, top: float) -> Layout | None:
     """Return the layout that recomputes whole layers where a stage needs it, as few as fit; None: that is all or none."""
     now, layers = step.layout, step.layers
-    counts, held = [0] * len(layers), step.program.chunks_of_stage
+    counts, chunks_of_stage = [0] * len(layers), step.program.chunks_of_stage
 
     def full() -> Step:
         layout = now.with_changes(recompute="full", recompute_layers=tuple(counts))
@@ -222,7 +222,7 @@ def _fewest_layers(step: Step, top: float) -> Layout | None:
         if not over:
             break
         for stage in over:
-            free = [c for c in held[stage] if counts[c] < layers[c]]
+            free = [c for c in chunks_of_stage[stage] if counts[c] < layers[c]]
             if not free:
                 return None
             counts[min(free, key=counts.__getitem__)] += 1
@@ -246,14 +246,14 @@ def _legal(
         plain = layout.schedule if layout.schedule in named else named[layout.vpp > 1]
         return settings(layout.with_changes(schedule=plain), source.model_config.num_hidden_layers)
 
-    given = said(Layout.from_recipe(source))
+    current = said(Layout.from_recipe(source))
     columns = source.train_dataset.construct_args_key or source.train_dataset.input_columns or []
-    for what, layout in variants:
+    for change, layout in variants:
         try:
-            wanted = said(layout)
-            changed = {key: value for key, value in wanted.items() if value != given.get(key)}
+            target = said(layout)
+            changed = {key: value for key, value in target.items() if value != current.get(key)}
             off = {"swap_config.swap": False, "swap_config.layer_swap": "null"}
-            changed |= {key: off[key] for key in given.keys() - wanted.keys()}
+            changed |= {key: off[key] for key in current.keys() - target.keys()}
             if "parallel_config.data_parallel" in changed:
                 changed["parallel.dataset_strategy"] = [[layout.dp, 1]] * len(columns)
             sets = tuple(f"{key}={value}".replace(" ", "") for key, value in changed.items())
@@ -261,7 +261,7 @@ def _legal(
         except TelechatMoeError:  # the model or the recipe's other settings do not allow it
             continue
         if sets:
-            yield Change(what, sets, step)
+            yield Change(change, sets, step)
 
 
 def sentence(a: Answer) -> str:
@@ -310,28 +310,28 @@ def tables(a: Answer) -> list[Table]:
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
     stages = [
         [
-            str(one["stage"]),
-            "+".join(map(str, one["layers"])),
-            *(gib_text(one[f"{part}_bytes"]) for part in parts),
-            f"{one['peak_bytes'] * (1 + a.margin) / a.limit_bytes * 100:.1f} %",
+            str(stage["stage"]),
+            "+".join(map(str, stage["layers"])),
+            *(gib_text(stage[f"{part}_bytes"]) for part in parts),
+            f"{stage['peak_bytes'] * (1 + a.margin) / a.limit_bytes * 100:.1f} %",
         ]
-        for one in per_stage(a.step)
+        for stage in per_stage(a.step)
     ]
     heads = ["stage ", "layers", *(f"{p} " for p in parts), "with margin, of the limit "]
-    found = [Table("Stages", heads, stages)]
+    printed = [Table("Stages", heads, stages)]
     if a.recorded:
         rows = [
             [f"{p} %", f"{factor:.3f}", gib_text(peak * (1 + a.margin)), _fits(peak * (1 + a.margin) <= a.limit_bytes)]
             for p, factor, peak in a.recorded
         ]  # fmt: skip
         title = "Recorded loads: fullest device over the mean, over the records of a run"
-        found.append(Table(title, ("percentile ", "factor ", "with margin ", "fits"), rows))
+        printed.append(Table(title, ("percentile ", "factor ", "with margin ", "fits"), rows))
     changes = [
         [_name(c), gib_text(a.needs(c.step)), _fits(a.fits(c.step)), seconds_text(c.step.step_s), " ".join(c.overrides)]
         for c in a.changes
     ]  # fmt: skip
     heads = ["change", "with margin ", "fits", "step ", "settings"]
-    return [*found, Table("One change at a time, same devices and sequences", heads, changes)]
+    return [*printed, Table("One change at a time, same devices and sequences", heads, changes)]
 
 
 def _name(change: Change) -> str:

@@ -81,15 +81,15 @@ def find(
 
 def _factors(chunks: int, scale: Mapping[int, float] | None) -> NDArray[np.float64]:
     """Return the factor of every chunk's times and activations, [chunks]."""
-    found = np.ones(chunks)
+    factors = np.ones(chunks)
     for chunk, value in (scale or {}).items():
         if not 0 <= chunk < chunks or not value >= 0:
             raise BadInputError(
                 f"schedule: chunk {chunk} times {value}; expected a chunk from 0 to {chunks - 1} "
                 "and a factor that is not negative"
             )
-        found[chunk] = value
-    return found
+        factors[chunk] = value
+    return factors
 
 
 def _chunk_times(
@@ -121,8 +121,8 @@ def _chunk_times(
 def rows(s: Synthesis) -> list[list[str]]:
     """Return the table: our schedule, then the published ones from shortest to longest."""
     p = s.program.stages
-    ours = "ours" if s.source == "synthesised" else f"ours = {s.source}"
-    result = [_row(ours, s.program.chunks // p, s.result, p, "yes")]
+    name = "ours" if s.source == "synthesised" else f"ours = {s.source}"
+    result = [_row(name, s.program.chunks // p, s.result, p, "yes")]
     for k in sorted(s.table, key=lambda k: k.result.makespan):
         fits = "yes" if k.fits else "no"
         if k.copies > 1:
@@ -151,7 +151,7 @@ def ideal_bubble(s: Synthesis) -> float:
 def summary(s: Synthesis, memory: float) -> list[str]:
     """Return what to print below the table; `memory` is what was allowed, 1F1B's = 1."""
     p = s.program.stages
-    peak, least = s.result.peak.max() / p, s.result.peak.min() / p
+    peak, lowest = s.result.peak.max() / p, s.result.peak.min() / p
     chunks = s.program.chunks // p
     zigzag = s.program.routes[0] == PLACEMENTS["v"](p, chunks)
     placement = "zigzag (v)" if zigzag else "round-robin (loop)"
@@ -161,7 +161,7 @@ def summary(s: Synthesis, memory: float) -> list[str]:
         f"bubble {s.result.bubble:.2%} of the makespan, start-up included; makespan {s.result.makespan:.6g}",
         f"proven lower bound {s.bound.makespan:.6g} ({s.bound.reason}): bubble at least {ideal_bubble(s):.2%}",
         f"gap {s.gap:.2%} of the makespan" + (", proven optimal" if s.gap < 1e-9 else ""),
-        f"memory {least:.3f} to {peak:.3f} of 1F1B's, allowed {memory:.3f}",
+        f"memory {lowest:.3f} to {peak:.3f} of 1F1B's, allowed {memory:.3f}",
         f"placement: {placement}; found by {s.source}, {s.tries:,} schedules tried",
         "deadlock: none, every operation ran in the simulation",
     ]
@@ -212,7 +212,7 @@ def html(s: Synthesis, memory: float) -> str:
     memory_curves = activations(s.result, [0.0] * p.stages, s.result.makespan)
     table = Table("Schedules on the same times", HEADERS, rows(s))
     names = [f"stage {i}" for i in range(p.stages)]
-    said = ["; ".join(summary(s, memory)[:4]) + "."]
+    notes = ["; ".join(summary(s, memory)[:4]) + "."]
     return page(
         Timeline(
             title,
@@ -220,7 +220,7 @@ def html(s: Synthesis, memory: float) -> str:
             operations(s.result),
             memory=memory_curves,
             tables=[table],
-            notes=said,
+            notes=notes,
             units=False,
         )
     )

@@ -102,10 +102,15 @@ def _label(op: Op) -> str:
 def activations(result: Result, fixed: Sequence[float], end: float) -> list[Curve]:
     """Return the memory of each stage: what is fixed and the activations that are held, until `end`."""
     curves: list[Curve] = []
-    for s, (start, own) in enumerate(zip(result.start, fixed, strict=True)):
+    for s, (start, fixed_bytes) in enumerate(zip(result.start, fixed, strict=True)):
         t = [0.0, *map(float, start), float(result.end[s][-1]), end]
-        held = [own, *(own + float(v) for v in result.memory[s]), own, own]
-        curves.append(Curve(s, t, held))
+        bytes_ = [
+            fixed_bytes,
+            *(fixed_bytes + float(v) for v in result.memory[s]),
+            fixed_bytes,
+            fixed_bytes,
+        ]
+        curves.append(Curve(s, t, bytes_))
     return curves
 
 

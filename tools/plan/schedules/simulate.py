@@ -67,14 +67,14 @@ def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     result: list[NDArray[Any]] = []
     for ops in program.ops:
         during = np.empty(len(ops))
-        held = 0.0
+        activations = 0.0
         for i, op in enumerate(ops):
             parts = op.parts()
-            held += sum(float(times.activation[c]) for k, c, _ in parts if k is Kind.F)
-            during[i] = held + sum(
+            activations += sum(float(times.activation[c]) for k, c, _ in parts if k is Kind.F)
+            during[i] = activations + sum(
                 float(times.working[c]) for k, c, _ in parts if k in (Kind.D, Kind.B)
             )
-            held -= sum(freed[k] * float(times.activation[c]) for k, c, _ in parts)
+            activations -= sum(freed[k] * float(times.activation[c]) for k, c, _ in parts)
         result.append(during)
     return tuple(result)
 
@@ -94,7 +94,7 @@ def simulate(program: Program, times: Times) -> Result:
     makespan = max((e[-1] for e in end if len(e)), default=0.0)
     busy = np.array([sum(d) for d in lasting])
     idle = 1.0 - busy / makespan if makespan else np.zeros(program.stages)
-    held = memory(program, times)
+    activations = memory(program, times)
     return Result(
         program,
         tuple(np.array(s) for s in start),
@@ -102,8 +102,8 @@ def simulate(program: Program, times: Times) -> Result:
         makespan,
         idle,
         float(idle.mean()),
-        held,
-        np.array([h.max(initial=0.0) for h in held]),
+        activations,
+        np.array([h.max(initial=0.0) for h in activations]),
     )
 
 
@@ -113,18 +113,18 @@ Key = tuple[str, int, int]
 
 def needs(op: Op, chunks: int) -> list[Key]:
     """Return the results that an operation needs before it starts."""
-    found: list[Key] = []
+    results: list[Key] = []
     for kind, chunk, micro in op.parts():
         if kind is Kind.F:
             if chunk:
-                found.append(("F", chunk - 1, micro))
+                results.append(("F", chunk - 1, micro))
         elif kind is Kind.W:
-            found.append(("D", chunk, micro))
+            results.append(("D", chunk, micro))
         else:
-            found.append(("F", chunk, micro))
+            results.append(("F", chunk, micro))
             if chunk < chunks - 1:
-                found.append(("D", chunk + 1, micro))
-    return found
+                results.append(("D", chunk + 1, micro))
+    return results
 
 
 def makes(op: Op) -> list[Key]:
@@ -144,7 +144,7 @@ def longest_paths(
     Raises:
         BadInputError: The program cannot finish.
     """
-    done: dict[Key, tuple[float, int]] = {}  # when, and on which stage
+    finished: dict[Key, tuple[float, int]] = {}  # when, and on which stage
     waiting: dict[Key, list[int]] = {}
     clock = [0.0] * program.stages
     start: list[list[float]] = [[] for _ in clock]
@@ -158,35 +158,35 @@ def longest_paths(
             op = ops[i]
             begin = clock[s]
             for key in needs(op, chunks):
-                known = done.get(key)
-                if known is None:
+                maker = finished.get(key)
+                if maker is None:
                     waiting.setdefault(key, []).append(s)
                     break
-                begin = max(begin, known[0] if known[1] == s else known[0] + comm)
+                begin = max(begin, maker[0] if maker[1] == s else maker[0] + comm)
             else:
                 clock[s] = finish = begin + lasting[s][i]
                 start[s].append(begin)
                 end[s].append(finish)
                 for key in makes(op):
-                    done[key] = (finish, s)
+                    finished[key] = (finish, s)
                     todo += waiting.pop(key, ())
                 continue
             break
     stuck = [s for s in range(program.stages) if len(end[s]) < len(program.ops[s])]
     if stuck:
-        raise BadInputError(_deadlock(program, stuck, [len(e) for e in end], done))
+        raise BadInputError(_deadlock(program, stuck, [len(e) for e in end], finished))
     return start, end
 
 
 def _deadlock(
-    program: Program, stuck: list[int], at: list[int], done: dict[Key, tuple[float, int]]
+    program: Program, stuck: list[int], position: list[int], finished: dict[Key, tuple[float, int]]
 ) -> str:
     lines: list[str] = []
     for s in stuck[:8]:
-        op = program.ops[s][at[s]]
-        missing = next(k for k in needs(op, program.chunks) if k not in done)
+        op = program.ops[s][position[s]]
+        missing = next(k for k in needs(op, program.chunks) if k not in finished)
         lines.append(
-            f"  stage {s} is stopped at its operation {at[s]}, {op}, and waits for "
+            f"  stage {s} is stopped at its operation {position[s]}, {op}, and waits for "
             f"{missing[0]}(chunk {missing[1]}, micro-batch {missing[2]})"
         )
     return f"program {program.name} cannot finish (deadlock):\n" + "\n".join(lines)

@@ -176,7 +176,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Cost
     recomputed = s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]]
     layer_dw, head_dw = _weight_gradients(x, probe, r, s.backward)
     activations, inputs, idle = _activations(x, choice)
-    least, zero = _least_memory(x)[:, None], np.zeros(len(x))
+    least_bytes, zero = _least_memory(x)[:, None], np.zeros(len(x))
     return Costs(
         layers=LayerCosts(
             times=np.stack(
@@ -190,7 +190,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Cost
             weights=weights[:, [DENSE, MOE]],
         ),
         stages=StageCosts(
-            memory=np.where(least > room, least, idle),
+            memory=np.where(least_bytes > room, least_bytes, idle),
             logits=buffers[:, END] - buffers[:, PLAIN],
             working=buffers[:, DENSE] - buffers[:, PLAIN],
             last=x.last_stage.astype(int),

@@ -41,9 +41,9 @@ class CertificateWriter:
 
     def add(self, row: int, name: str, p: Problem, tree: ProofTree) -> None:
         """Add a configuration and why none of its placements is faster."""
-        why, costs = self._tree(p, tree), self._costs(p)
+        proof, costs = self._tree(p, tree), self._costs(p)
         self.columns = list(costs)
-        self.rows.append([row, name, list(costs.values()), why])
+        self.rows.append([row, name, list(costs.values()), proof])
 
     def certificate(
         self, bound_s: float, row: int, p: Problem, placed: LayerPlacement
@@ -132,7 +132,10 @@ class CertificateWriter:
             "time": [(g.times[0], g.times[1] + g.times[2]) for g in layers],
             "again": [g.recompute_time * p.choice for g in layers],
             "full": [g.states + np.array(g.activations) for g in layers],
-            "entry": [g.states + np.array(kept) for g, kept in zip(layers, inputs, strict=True)],
+            "entry": [
+                g.states + np.array(activations)
+                for g, activations in zip(layers, inputs, strict=True)
+            ],
             "working": [g.working for g in layers],
             "weight": [g.weights for g in layers],
             "fixed": [p.fixed[0], p.fixed[1] + p.fixed[2]],

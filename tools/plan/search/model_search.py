@@ -121,17 +121,19 @@ def read_space(file: str) -> Choices:
     )
 
 
-def _mapping(file: str, name: str, given: Any, known: tuple[str, ...]) -> dict[str, Any]:
+def _mapping(file: str, name: str, section: Any, keys: tuple[str, ...]) -> dict[str, Any]:
     """Return a mapping whose keys are all known; `name` is empty for the whole file."""
-    if not isinstance(given, dict):
-        what = f"{name} is {given!r}, expected" if name else "expected"
-        raise BadInputError(f"{file}: {what} a mapping with {', '.join(known)}")
-    found: dict[str, Any] = {str(key): value for key, value in cast(dict[Any, Any], given).items()}
-    for key in found:
-        if key not in known:
-            at = f"{name}.{key}" if name else key
-            raise BadInputError(f"{file}: {at} is unknown; there are {', '.join(known)}")
-    return found
+    if not isinstance(section, dict):
+        problem = f"{name} is {section!r}, expected" if name else "expected"
+        raise BadInputError(f"{file}: {problem} a mapping with {', '.join(keys)}")
+    mapping: dict[str, Any] = {
+        str(key): value for key, value in cast(dict[Any, Any], section).items()
+    }
+    for key in mapping:
+        if key not in keys:
+            place = f"{name}.{key}" if name else key
+            raise BadInputError(f"{file}: {place} is unknown; there are {', '.join(keys)}")
+    return mapping
 
 
 def _numbers(file: str, key: str, value: Any) -> list[int]:
@@ -202,8 +204,8 @@ def search_models(s: Choices) -> Result:
     refused = Counter[str]()
     allowed: list[Architecture] = []
     for a in architectures(s):
-        if why := refusal(s, a):
-            refused[why] += 1
+        if reason := refusal(s, a):
+            refused[reason] += 1
         else:
             allowed.append(a)
     number = len(allowed) + refused.total()
@@ -213,10 +215,10 @@ def search_models(s: Choices) -> Result:
         scored += _score(s, allowed[start : start + BATCH], layouts, refused)
     scored.sort(key=lambda c: -c.tokens_per_s)
     front: list[Scored] = []
-    most = -1
+    largest = -1
     for c in scored:
-        if c.architecture.parameters > most:
-            most = c.architecture.parameters
+        if c.architecture.parameters > largest:
+            largest = c.architecture.parameters
             front.append(c)
     return Result(scored, front, refused, number)
 
@@ -224,13 +226,13 @@ def search_models(s: Choices) -> Result:
 def _layouts(s: Choices, a: Architecture) -> list[Layout]:
     """Return the degrees of the best layouts of one architecture; layers are spread evenly."""
     space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, most_vpp=2)
-    found: dict[Layout, None] = {}
+    layouts: dict[Layout, None] = {}
     for share in (1.0, 0.7, 0.5):  # with less memory, too: larger models need it
         room = s.device.memory_bytes - s.device.reserved_bytes
         plan = search(a, space, usable(s.device, room * share), top=s.layouts, limit_s=60.0)
         for c in plan.best[: s.layouts]:
-            found[c.layout.with_changes(chunks=None, recompute_layers=None)] = None
-    return list(found)
+            layouts[c.layout.with_changes(chunks=None, recompute_layers=None)] = None
+    return list(layouts)
 
 
 def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored | None]:
@@ -242,7 +244,7 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
         One plan for each architecture; None: no layout was found in its time.
     """
     until = time.perf_counter() + limit_s
-    found: list[Scored | None] = []
+    plans: list[Scored | None] = []
     for i, c in enumerate(some):
         degrees = range(1, Space.most_tp + 1)
         fixed = {
@@ -253,18 +255,18 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
         share = max(until - time.perf_counter(), 0.0) / (len(some) - i)
         plan = search(c.architecture, space, s.device, top=1, limit_s=share)
         tokens = s.global_batch * s.base.seq / s.devices
-        found += [
+        plans += [
             Scored(
                 c.architecture,
-                one.layout,
-                one.step_s,
-                tokens / one.step_s,
-                one.simulated_bytes,
+                candidate.layout,
+                candidate.step_s,
+                tokens / candidate.step_s,
+                candidate.simulated_bytes,
                 plan.gap,
             )
-            for one in plan.best[:1]
+            for candidate in plan.best[:1]
         ] or [None]
-    return found
+    return plans
 
 
 def _score(
