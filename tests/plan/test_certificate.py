@@ -23,7 +23,7 @@ from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.certify import CertificateWriter, certificate
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, StepTail
+from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem, StepTail
 from telechat_moe.tools.plan.search.search import SearchResult, search, usable
 from telechat_moe.tools.plan.search.space import Space
 
@@ -260,7 +260,7 @@ def written(rng: random.Random) -> Any:
             return json.loads(json.dumps(write.certificate(answer.bound, 0, p, answer.best)))
 
 
-def read(found: Any) -> Problem:
+def read(found: Any) -> PlacementProblem:
     """Return the problem that a certificate states; a single number stands for all of a list."""
     row, c = found["configurations"][0][2], {}
     for i, name in enumerate(found["columns"]):
@@ -272,7 +272,7 @@ def read(found: Any) -> Problem:
     c |= {name: np.broadcast_to(c[name], shape).tolist() for name, shape in shapes.items()}
     names = {"activations": "full", "inputs": "entry", "weights": "weight"}
     layers = tuple(
-        Layers(
+        LayerGroup(
             count=int(count),
             times=(*c["time"][k], 0),
             states=0,
@@ -284,7 +284,7 @@ def read(found: Any) -> Problem:
         if count
     )
     (f, *_, last_f), (b, *_, last_b) = c["fixed"] if p * v > 1 else np.pad(c["fixed"], (0, 1))[:2]
-    return Problem(
+    return PlacementProblem(
         schedule="1f1b" if v == 1 else "interleaved",
         stages=p,
         micro_batches=m,

@@ -12,7 +12,12 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.saved_activations import BACKWARD_OPERATORS, FREED, MOVED
-from telechat_moe.tools.plan.cost.simulate_step import Step, chunk_times, simulate_step, swap_of
+from telechat_moe.tools.plan.cost.simulate_step import (
+    SimulatedStep,
+    chunk_times,
+    simulate_step,
+    swap_of,
+)
 from telechat_moe.tools.plan.report.memory import answer
 from telechat_moe.tools.plan.search import layer_memory
 from telechat_moe.tools.plan.search.layer_memory import choose
@@ -43,14 +48,14 @@ CHUNKS = {
 }
 
 
-def base(changes: dict[str, object], device: Device = DEVICE) -> Step:
+def base(changes: dict[str, object], device: Device = DEVICE) -> SimulatedStep:
     recipe = load(NAME, [f"{key}={value}" for key, value in changes.items()], use="plan")
     return simulate_step(Architecture.from_recipe(recipe), Layout.from_recipe(recipe), device)
 
 
-def every(step: Step) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Step]:
+def every(step: SimulatedStep) -> dict[tuple[tuple[int, ...], tuple[int, ...]], SimulatedStep]:
     """Return the step of every choice for every layer, without the planner's search."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], Step] = {}
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], SimulatedStep] = {}
     layers = range(len(step.architecture.layers))
     for ways in itertools.product("krs", repeat=len(layers)):
         again, away = (tuple(i for i in layers if ways[i] == word) for word in "rs")

@@ -12,16 +12,16 @@ import pytest
 
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
-from telechat_moe.tools.plan.schedules.program import Kind, Times
+from telechat_moe.tools.plan.schedules.program import OpKind, Times
 from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, StepTail
+from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem, StepTail
 
 MS = 10**9
 """Picoseconds."""
 
 
-def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
+def random_problem(rng: random.Random, hidden: bool = True) -> PlacementProblem:
     """Return a small instance; without `hidden` no reduction hides behind the backward pass."""
     schedule, stages, micro_batches, chunks = rng.choice(
         [
@@ -41,10 +41,10 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
     def bytes_of_stages(most: int) -> tuple[int, ...]:
         return tuple(rng.randint(0, most) for _ in range(stages))
 
-    def layers(count: int) -> Layers:
+    def layers(count: int) -> LayerGroup:
         kept = bytes_of_stages(8)
         w = rng.randint(0, 4) if schedule == "zb-v" else 0
-        return Layers(
+        return LayerGroup(
             count=count,
             times=(rng.randint(1, 9) * MS, rng.randint(1, 12) * MS, w * MS),
             states=rng.randint(0, 4),
@@ -69,7 +69,7 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
     if hidden and rng.random() < 0.3:  # as ZeRO 2 and 3
         often = micro_batches * (1 - share)
         hides, late = (often, often), (often, 0.0)
-    return Problem(
+    return PlacementProblem(
         schedule=schedule,
         stages=stages,
         micro_batches=micro_batches,
@@ -101,7 +101,7 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
 Placement = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def placements(p: Problem) -> Iterator[Placement]:
+def placements(p: PlacementProblem) -> Iterator[Placement]:
     """Yield the layers of every chunk, and how many of them are recomputed."""
     number, total = p.stages * p.chunks, sum(g.count for g in p.layers)
 
@@ -119,7 +119,9 @@ def placements(p: Problem) -> Iterator[Placement]:
             yield counts, recomputed
 
 
-def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> float | None:
+def scored(
+    p: PlacementProblem, counts: tuple[int, ...], recomputed: tuple[int, ...]
+) -> float | None:
     """Return the step of a placement by the definitions alone; None: it does not fit."""
     number, layout = p.stages * p.chunks, Layout(
         pp=p.stages, vpp=p.chunks, micro_batches=p.micro_batches, schedule=p.schedule  # type: ignore[arg-type]
@@ -164,7 +166,7 @@ def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> 
 @lru_cache
 def waits(
     schedule: str, stages: int, micro_batches: int, chunks: int
-) -> list[tuple[Kind, int, int, list[tuple[int, bool]]]]:
+) -> list[tuple[OpKind, int, int, list[tuple[int, bool]]]]:
     """Return the operations of a schedule: kind, chunk, stage, and which they wait for, with whether it is on another stage.
 
     Each after those.
@@ -187,7 +189,7 @@ def waits(
     return found
 
 
-def steps_of(p: Problem) -> dict[Placement, float | None]:
+def steps_of(p: PlacementProblem) -> dict[Placement, float | None]:
     """Return the step of every placement, `scored` for all at once; None: it does not fit."""
     ways, number = list(placements(p)), p.stages * p.chunks
     if not ways:
@@ -213,7 +215,7 @@ def steps_of(p: Problem) -> dict[Placement, float | None]:
         weights = weights + np.array(layer.weights)[:, None, None] * (own @ on)
     took[:, :, 0] += np.array(p.first)[:, None]
     took[:, :, -1] += np.array(p.last)[:, None]
-    lasts = {Kind.F: took[0], Kind.B: took[1] + took[2], Kind.D: took[1], Kind.W: took[2]}
+    lasts = {OpKind.F: took[0], OpKind.B: took[1] + took[2], OpKind.D: took[1], OpKind.W: took[2]}
     end: list[np.ndarray] = []
     for kind, chunk, _, before in ops:
         begin = np.zeros(len(ways))
@@ -230,7 +232,7 @@ def steps_of(p: Problem) -> dict[Placement, float | None]:
     return {way: float(s) if ok else None for way, s, ok in zip(ways, step, fits, strict=True)}
 
 
-def agree(p: Problem, rng: random.Random) -> bool:
+def agree(p: PlacementProblem, rng: random.Random) -> bool:
     """Compare one instance with brute force; return whether it was closed."""
     found = PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000)
     all_steps = steps_of(p)
@@ -259,7 +261,7 @@ def test_brute_force_agrees() -> None:
     assert closed > 150
 
 
-def relaxed(p: Problem, rng: random.Random) -> Iterator[Problem]:
+def relaxed(p: PlacementProblem, rng: random.Random) -> Iterator[PlacementProblem]:
     """Yield what can only be faster: more memory, less to keep, to compute, to send, to reduce; recomputation allowed.
 
     Not a backward pass that hides reduction: where it is shorter, more of it shows.

@@ -11,7 +11,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.report.schedule import find, ideal_bubble
 from telechat_moe.tools.plan.schedules.bounds import Rules, lower_bound
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.program import Kind, Program, Times, v_route
+from telechat_moe.tools.plan.schedules.program import OpKind, Program, Times, v_route
 from telechat_moe.tools.plan.schedules.published import GENERATORS, allowed, generate, merge
 from telechat_moe.tools.plan.schedules.simulate import simulate
 from telechat_moe.tools.plan.schedules.synthesise import synthesise
@@ -78,7 +78,7 @@ def compare(seed):
     assert (again.peak <= memory * (1 + 1e-9)).all()
     kinds = {op.kind for ops in s.program.ops for op in ops}
     if not rules.split:
-        assert not kinds & {Kind.D, Kind.W, Kind.FD}
+        assert not kinds & {OpKind.D, OpKind.W, OpKind.FD}
     assert again.makespan >= s.bound.makespan * (1 - 1e-9)
     published = [k.result.makespan for k in s.table if k.fits and k.copies == 1]
     if published:
@@ -100,7 +100,9 @@ def test_the_table_has_every_published_schedule_that_fits():
                 program = generate(name, stages, micro_batches, chunks)
             except BadInputError:
                 continue
-            split = any(op.kind in (Kind.D, Kind.W, Kind.FD) for ops in program.ops for op in ops)
+            split = any(
+                op.kind in (OpKind.D, OpKind.W, OpKind.FD) for ops in program.ops for op in ops
+            )
             result = simulate(program, merge(filled, stages * chunks))
             fits = (result.peak <= memory * (1 + 1e-9)).all() and (rules.split or not split)
             assert ((program.name, chunks) in found) == fits, (seed, name, chunks)
@@ -241,7 +243,7 @@ def test_pairs_hide_communication_and_respect_memory():
     alone = synthesise(times, 4, 16, effort=QUICK)
     pairs = synthesise(times, 4, 16, rules=Rules(pairs=True), effort=QUICK)
     assert pairs.result.makespan < alone.result.makespan
-    assert any(op.kind is Kind.FD for ops in pairs.program.ops for op in ops)
+    assert any(op.kind is OpKind.FD for ops in pairs.program.ops for op in ops)
 
 
 def test_a_fused_backward_is_used_where_it_is_shorter():
@@ -253,7 +255,7 @@ def test_a_fused_backward_is_used_where_it_is_shorter():
     assert s.source == "synthesised"
     # stage 1 ends at 4 + 1 + 4 in any order; on stage 0 nothing waits for the last D
     assert s.result.makespan == 9
-    assert any(op.kind is Kind.B for ops in s.program.ops for op in ops)
+    assert any(op.kind is OpKind.B for ops in s.program.ops for op in ops)
 
 
 def test_the_verb_prints_bubble_bound_gap_and_writes_program_and_page(capsys, tmp_path):

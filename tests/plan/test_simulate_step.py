@@ -14,7 +14,13 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program, simulate_step
 from telechat_moe.tools.plan.cost.step import evaluate
 from telechat_moe.tools.plan.report import step as step_report
-from telechat_moe.tools.plan.report.timeline import Box, Curve, Timeline, chrome_trace, page
+from telechat_moe.tools.plan.report.timeline import (
+    MemoryCurve,
+    StepTimeline,
+    TimelineBox,
+    chrome_trace,
+    page,
+)
 
 PANGU = "pangu_ultra_moe/pretrain_718b.yaml"
 TELECHAT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
@@ -213,8 +219,11 @@ def test_errors_say_what_to_do(options, code, said, capsys):
 
 def test_text_cannot_leave_the_page():
     evil = "</script><b>"
-    shown = Timeline(
-        evil, [evil], [Box(0, 0.0, 1.0, "F", evil, evil)], memory=[Curve(0, [0.0], [1.0])]
+    shown = StepTimeline(
+        evil,
+        [evil],
+        [TimelineBox(0, 0.0, 1.0, "F", evil, evil)],
+        memory=[MemoryCurve(0, [0.0], [1.0])],
     )
     text = page(shown)
     assert evil not in text

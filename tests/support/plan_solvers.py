@@ -19,7 +19,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.search.placement import PS, PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem
+from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Program:
 class _Rows:
     """The rows ``a x <= b`` of a structure; x = [n, r, q, ends of operations, makespan, U_0, U_1, rest]."""
 
-    def __init__(self, p: Problem, structure: tuple[int, ...]) -> None:
+    def __init__(self, p: PlacementProblem, structure: tuple[int, ...]) -> None:
         self.p, self.route, n = p, p.pipeline.route, p.number
         self.few = few = np.array(structure)
         self.bulk = p.layers[p.bulk]
@@ -72,7 +72,7 @@ class _Rows:
         self.rows: list[np.ndarray] = []
         self.right: list[float] = []
         # layers that stand, the column of those that do not, the column of recomputed ones
-        self.kinds: list[tuple[Layers, np.ndarray, int, int]] = [(self.bulk, 0 * few, 0, n)]
+        self.kinds: list[tuple[LayerGroup, np.ndarray, int, int]] = [(self.bulk, 0 * few, 0, n)]
         if len(p.layers) > 1:
             self.kinds.append((p.layers[1 - p.bulk], few, -1, 2 * n))
 
@@ -133,7 +133,7 @@ class _Rows:
         self.add(step, -(p.tail.base + p.tail.start) / PS)
 
 
-def _program(p: Problem, structure: tuple[int, ...]) -> _Program:
+def _program(p: PlacementProblem, structure: tuple[int, ...]) -> _Program:
     """Return the program of a structure."""
     if p.tail.exposed < 1.0:
         raise BadInputError(
@@ -150,7 +150,7 @@ def _program(p: Problem, structure: tuple[int, ...]) -> _Program:
     return _Program(cost, np.array(made.rows), np.array(made.right), low, high, 3 * n)
 
 
-def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
+def highs(p: PlacementProblem, limit_s: float = 30.0) -> Crossed:
     """Solve with HiGHS as scipy brings it, in floats.
 
     Raises:
@@ -183,7 +183,7 @@ def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
     return Crossed(best, float(bound), proven, time.perf_counter() - began)
 
 
-def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
+def cp_sat(p: PlacementProblem, limit_s: float = 30.0) -> Crossed:
     """Solve with OR-Tools' CP-SAT, 2 threads; all coefficients must be whole, as in problems without a rest.
 
     Raises:

@@ -24,7 +24,7 @@ from telechat_moe.tools.plan.cost.columns import stage_of_chunk
 from telechat_moe.tools.plan.cost.layout import Layout
 
 
-class Call(NamedTuple):
+class ExpectedCall(NamedTuple):
     """A collective of a step."""
 
     phase: str
@@ -77,10 +77,10 @@ class Calls:
         self.token = self.whole // x.cp
         self.pairs = self.token // (1 if x.etp > 1 else x.tp) * a.top_k
 
-    def of(self, rank: int) -> Counter[Call]:
+    def of(self, rank: int) -> Counter[ExpectedCall]:
         """Return the calls of a step of a device."""
         stage = self.mesh.stage(rank)
-        self.rank, self.calls = rank, Counter[Call]()
+        self.rank, self.calls = rank, Counter[ExpectedCall]()
         self._passes(stage)
         self._batch(stage)
         self._boundaries(stage)
@@ -116,7 +116,7 @@ class Calls:
 
     def _put(self, phase: str, kind: str, ranks: Sequence[int], size: int, times: int = 1) -> None:
         if len(ranks) > 1 and times:
-            self.calls[Call(phase, kind, tuple(ranks), size)] += times
+            self.calls[ExpectedCall(phase, kind, tuple(ranks), size)] += times
 
     def _passes(self, stage: int) -> None:
         """Add the collectives of all micro-batches' forward and backward passes."""

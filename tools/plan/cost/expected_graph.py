@@ -15,7 +15,7 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
+from telechat_moe.tools.plan.cost.expected_calls import Calls, ExpectedCall
 from telechat_moe.tools.plan.cost.layout import MODULES, Layout
 from telechat_moe.tools.plan.cost.saved_activations import ChunkActivations
 from telechat_moe.tools.plan.cost.simulate_step import make_program
@@ -33,7 +33,7 @@ class ExpectedRank:
     elements: int
     """Trained parameters whose gradients the device holds: of one graph with shared optimizer's states, its share."""
 
-    calls: Counter[Call]
+    calls: Counter[ExpectedCall]
     """Collectives of a step."""
 
     activations: int
@@ -138,10 +138,10 @@ def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
     return stages
 
 
-def calls_of(stage: dict[str, Any]) -> Counter[Call]:
+def calls_of(stage: dict[str, Any]) -> Counter[ExpectedCall]:
     """Return the collectives of a stage of a dry run's report, as its first device has them."""
-    calls: Counter[Call] = Counter()
+    calls: Counter[ExpectedCall] = Counter()
     for row in stage["collectives"]:
         size = row["bytes"] // row["count"]
-        calls[Call(row["phase"], row["kind"], tuple(row["ranks"]), size)] += row["count"]
+        calls[ExpectedCall(row["phase"], row["kind"], tuple(row["ranks"]), size)] += row["count"]
     return calls

@@ -20,12 +20,12 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_to_all, latency
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
 from telechat_moe.tools.plan.cost.device import Device
-from telechat_moe.tools.plan.cost.layout import Exchange, Layout
+from telechat_moe.tools.plan.cost.layout import Layout, TokenExchange
 
-EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+EXCHANGES: tuple[TokenExchange, ...] = get_args(TokenExchange)
 
 
-class Routing(NamedTuple):
+class ExpertRouting(NamedTuple):
     """How tokens choose experts: K of E, and with `groups` only from `kept_groups` of them (contiguous, equal)."""
 
     experts: int
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
     kept_groups: int = 1
 
 
-def hit(routing: Routing, parts: int) -> float:
+def hit(routing: ExpertRouting, parts: int) -> float:
     """Return how many of equal contiguous parts of the experts (nodes, devices) a token goes to, expected.
 
     It is ``parts`` times the probability that one part has one of its K experts.
@@ -66,7 +66,7 @@ def reached(x: Columns, nodes: Array) -> Array:
 
 @lru_cache(4096)
 def _hit(experts: int, top_k: int, groups: int, kept_groups: int, nodes: int) -> float:
-    return hit(Routing(experts, top_k, groups, kept_groups), nodes) if experts else 0.0
+    return hit(ExpertRouting(experts, top_k, groups, kept_groups), nodes) if experts else 0.0
 
 
 def spans(members: Array, device: Device) -> Array:
@@ -75,7 +75,7 @@ def spans(members: Array, device: Device) -> Array:
     return np.where((members > node) & (members % node == 0), members // node, 1.0)
 
 
-def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device) -> Array:
+def exchange_s(kind: TokenExchange, x: Columns, size: Array, device: Device) -> Array:
     """Return the seconds of one dispatch or one combine among ``ep x etp`` neighbouring devices.
 
     Where these are not several whole nodes, rows go straight whatever the kind.
@@ -100,7 +100,9 @@ def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device) -> Array
     return np.where(nodes > 1, within + across, direct)
 
 
-def choices(architecture: Architecture, layout: Layout, device: Device) -> dict[Exchange, float]:
+def choices(
+    architecture: Architecture, layout: Layout, device: Device
+) -> dict[TokenExchange, float]:
     """Return the seconds of one dispatch by each way that the layout allows, the fastest first.
 
     Empty without experts on several devices; within a node, or where the group is not several whole nodes, or where devices
@@ -111,7 +113,7 @@ def choices(architecture: Architecture, layout: Layout, device: Device) -> dict[
     x = columns([(architecture, layout)])
     by_node = layout.etp == 1 and spans(x.ep, device)[0] > 1
     size = 2 * x.micro_batch * x.seq / x.cp / x.tp * x.hidden * x.imbalance
-    times: dict[Exchange, float] = {
+    times: dict[TokenExchange, float] = {
         kind: float(exchange_s(kind, x, size, device)[0])
         for kind in (EXCHANGES if by_node else EXCHANGES[:1])
     }

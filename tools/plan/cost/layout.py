@@ -10,12 +10,12 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.parallel import ParallelConfig
 from telechat_moe.recipe.swap import swapped
 
-Schedule = Literal[
+ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
 ]
 Compute = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 Ends = Literal["last", "mtp-before"]
-Exchange = Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy"]
+TokenExchange = Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy"]
 """How tokens reach their experts: values of `moe_token_dispatcher_type`; see `expert_exchange`."""
 MODULES = {"norm": "norms", "activation": "swiglu"}
 """Words of `Layout.recompute`, and the names that recipes use for these modules."""
@@ -125,7 +125,7 @@ class Layout:
     prefetch: int = 1
     """How many operators before its reader the way back of a swapped activation begins."""
 
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     chunks: tuple[int, ...] | None = None
     """Decoder layers of each global chunk, in the model's order (`pp x vpp` numbers); None: as even as possible, with
     one more in the first chunks. The embedding is in the first chunk, MTP and the head are in the last."""
@@ -151,7 +151,7 @@ class Layout:
     own_graph: bool = False
     """Whether the step is this package's, whose graph keeps what `saved` lists; else it keeps what frameworks share."""
 
-    exchange: Exchange = "alltoall"
+    exchange: TokenExchange = "alltoall"
     """How tokens reach experts on other devices; other than direct where `ep` is several whole nodes."""
 
     skips: bool = True
@@ -295,16 +295,16 @@ class Layout:
             optimizer_bytes=(0 if width == 4 else 4) + 8 * (not recipe.optimizer.swap),
             host_bytes=8 * recipe.optimizer.swap,
             residual_bytes=4 if c.fp32_residual_connection else 2,
-            exchange=cast("Exchange", kind)
-            if (kind := c.moe_token_dispatcher_type) in get_args(Exchange)
+            exchange=cast("TokenExchange", kind)
+            if (kind := c.moe_token_dispatcher_type) in get_args(TokenExchange)
             else "alltoall",
             skips=not (data and data.create_attention_mask),
             own_graph=True,
         )
 
 
-def _schedule(word: str, vpp: int) -> Schedule:
-    named: dict[str, Schedule] = {"gpipe": "gpipe", "zero_bubble_v": "zb-v"}
+def _schedule(word: str, vpp: int) -> ScheduleName:
+    named: dict[str, ScheduleName] = {"gpipe": "gpipe", "zero_bubble_v": "zb-v"}
     return named.get(word, "interleaved" if vpp > 1 else "1f1b")
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import Layout, Schedule
+from telechat_moe.tools.plan.cost.layout import Layout, ScheduleName
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 from telechat_moe.units import GIB
 
@@ -71,7 +71,7 @@ COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "micro_batches": (_count, "micro-batches of a step on one data-parallel copy"),
     "sequence_parallel": (_yes, "true or false; empty: the recipe's, or false"),
     "recompute": (_one_of("none", "selective", "full"), "none, selective or full; empty: the recipe's, or none"),
-    "schedule": (_one_of(*get_args(Schedule)), "pipeline schedule; empty: the recipe's, or 1f1b"),
+    "schedule": (_one_of(*get_args(ScheduleName)), "pipeline schedule; empty: the recipe's, or 1f1b"),
     "device": (str, "description of the device, a name or a file; empty: --device"),
     "step_s": (_positive, "measured seconds of a step"),
     "memory_gib": (_positive, "measured peak memory of a device, GiB (2^30 bytes)"),

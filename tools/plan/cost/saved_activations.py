@@ -35,7 +35,7 @@ BACKWARD_OPERATORS: Final = (130, 195)
 """Operators of the backward pass of a dense and a MoE layer, in the same graph, to about five."""
 
 
-class Late(NamedTuple):
+class LateBytes(NamedTuple):
     """Bytes of a layer that stay until the gradients of weights are computed; see the module."""
 
     plain: Array
@@ -44,7 +44,7 @@ class Late(NamedTuple):
 
 
 @dataclass
-class Saved:
+class SavedActivations:
     """Bytes of one micro-batch."""
 
     dense: Array
@@ -61,10 +61,10 @@ class Saved:
     """The most bytes that a layer's backward pass needs in addition, at its beginning or in its attention."""
 
     moe_working: Array
-    dense_late: Late
+    dense_late: LateBytes
     """Bytes that a layer leaves behind for the gradients of its weights."""
 
-    moe_late: Late
+    moe_late: LateBytes
     loss: Array
     """Bytes that one cross-entropy keeps, with its head's input."""
 
@@ -142,7 +142,7 @@ def _attention(x: Columns, r: _Rows, norm: Array) -> _Attention:
     return _Attention(attention, query + keys, out, late)
 
 
-def saved(x: Columns) -> Saved:
+def saved(x: Columns) -> SavedActivations:
     """Return the bytes of layers and ends.
 
     Args:
@@ -187,7 +187,7 @@ def saved(x: Columns) -> Saved:
     moe_weights = residual - gone - r.pairs * np.where(exchanged, 4, 2) * h + weights
     # or attention's, when what the feed-forward kept is gone
     core = attention.operands + np.where(one_graph, attention.out + 2 * r.token * h, 0)
-    return Saved(
+    return SavedActivations(
         dense=common + dense,
         moe=common + moe,
         entry=residual,
@@ -197,10 +197,12 @@ def saved(x: Columns) -> Saved:
             np.maximum(moe_first, np.where(one_graph, 0, moe_weights)),
             core - moe + one_graph * moe_late,
         ),
-        dense_late=Late(
+        dense_late=LateBytes(
             *(one_graph * (attention.late + dense_late + n * dense_act) for n in (0, 1))
         ),
-        moe_late=Late(*(one_graph * (attention.late + moe_late + n * shared_act) for n in (0, 1))),
+        moe_late=LateBytes(
+            *(one_graph * (attention.late + moe_late + n * shared_act) for n in (0, 1))
+        ),
         **_ends(x, r),
     )
 

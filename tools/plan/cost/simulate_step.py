@@ -31,11 +31,11 @@ from telechat_moe.tools.plan.cost.saved_activations import (
     MOVED,
     ChunkActivations,
 )
-from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
+from telechat_moe.tools.plan.cost.step import StepTable, evaluate, send, stage_times
 from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b
 from telechat_moe.tools.plan.schedules.program import Program, Times
 from telechat_moe.tools.plan.schedules.published import GENERATORS
-from telechat_moe.tools.plan.schedules.simulate import Result, memory, simulate
+from telechat_moe.tools.plan.schedules.simulate import Simulation, memory, simulate
 
 PAIRED = ("overlap", "dualpipe", "dualpipev")
 """Schedules that hide experts' all-to-all in pairs of a forward and a backward."""
@@ -57,7 +57,7 @@ class Bubble:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """One simulated step."""
 
     architecture: Architecture
@@ -70,8 +70,8 @@ class Step:
     """Seconds of each chunk's recomputation, included in its backward."""
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
-    result: Result
-    table: Table
+    result: Simulation
+    table: StepTable
     """The closed forms of the same layout, as one entry: data parallelism, optimizer, host, breakdown."""
     fixed_bytes: Array
     """Bytes of parameters, gradients, optimizer and constant buffers of each stage; of other frameworks all buffers."""
@@ -136,7 +136,7 @@ def make_program(layout: Layout) -> Program:
 
 
 @dataclass(frozen=True)
-class Swap:
+class SwapCost:
     """What swapping a layer does, of a dense and of a MoE layer."""
 
     moved: tuple[float, float]
@@ -153,7 +153,7 @@ class Swap:
     at most a whole layer."""
 
 
-def swap_of(architecture: Architecture, layout: Layout, device: Device) -> Swap:
+def swap_of(architecture: Architecture, layout: Layout, device: Device) -> SwapCost:
     """Return what swapping does to a layer of each kind; our graph keeps some of its activations on the device.
 
     Raises:
@@ -179,7 +179,7 @@ def swap_of(architecture: Architecture, layout: Layout, device: Device) -> Swap:
         copy = moved[-1] / (device.host_bandwidth * device.constants.intra_share)
         operator = float(block.backward.time[0]) / BACKWARD_OPERATORS[moe]
         ahead = max(ahead, min(int(np.ceil(copy / operator)), BACKWARD_OPERATORS[moe]))
-    return Swap((moved[0], moved[1]), (freed[0], freed[1]), (wait[0], wait[1]), ahead)
+    return SwapCost((moved[0], moved[1]), (freed[0], freed[1]), (wait[0], wait[1]), ahead)
 
 
 def _swapped(architecture: Architecture, layout: Layout) -> Array:
@@ -264,7 +264,7 @@ def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> 
     return weights
 
 
-def simulate_step(architecture: Architecture, layout: Layout, device: Device) -> Step:
+def simulate_step(architecture: Architecture, layout: Layout, device: Device) -> SimulatedStep:
     """Simulate one step.
 
     Raises:
@@ -286,7 +286,7 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
         for stage, chunks in enumerate(program.chunks_of_stage):
             swapped_kinds = count_2C[:, list(chunks)].sum(axis=1) > 0
             fixed[stage] += 2 * np.max(np.array(swap.moved) * swapped_kinds)
-    return Step(
+    return SimulatedStep(
         architecture,
         layout,
         device,

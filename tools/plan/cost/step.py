@@ -33,7 +33,7 @@ Index = NDArray[np.int64]
 
 
 @dataclass
-class Stages:
+class StageTimes:
     """Seconds of each stage for one micro-batch, [n, P]; zero where a configuration has fewer stages."""
 
     forward: Array
@@ -46,7 +46,7 @@ class Stages:
 
 
 @dataclass
-class Table:
+class StepTable:
     """What `evaluate` returns: one entry a configuration."""
 
     step_s: Array
@@ -62,7 +62,7 @@ class Table:
     parts: dict[str, Array]
     """Seconds of the slowest stage over the step, by kind of operator."""
 
-    stages: Stages
+    stages: StageTimes
     memory: Memory
     fits: Array
     """1 where every stage's peak is below the device's memory."""
@@ -90,7 +90,7 @@ def send(x: Columns, device: Device) -> Array:
     return point_to_point(2 * rows * x.hidden, outside, device)
 
 
-def stage_times(x: Columns, r: Rates) -> Stages:
+def stage_times(x: Columns, r: Rates) -> StageTimes:
     """Return the time of each stage for one micro-batch."""
     kinds = [(layer(x, r, False), x.stage_dense, x.stage_dense_recomputed)]
     if np.any(x.experts > 0):
@@ -127,7 +127,7 @@ def stage_times(x: Columns, r: Rates) -> Stages:
             recompute[index, stage] += recomputed.time
     backward = backward + recompute
     slowest: Index = (forward + backward).argmax(axis=1)
-    return Stages(forward, backward, recompute, _parts(slowest, kinds, ends))
+    return StageTimes(forward, backward, recompute, _parts(slowest, kinds, ends))
 
 
 def _parts(
@@ -159,7 +159,7 @@ def _parts(
     return parts
 
 
-def pipeline(x: Columns, s: Stages) -> Array:
+def pipeline(x: Columns, s: StageTimes) -> Array:
     """Return the makespan in seconds.
 
     Closed forms: m times the slowest stage, and a start-up that the schedule shortens: the sum of the other
@@ -195,7 +195,7 @@ def neighbours(x: Columns, device: Device) -> Array:
     return np.where(x.pp > 1, steady + start, 0.0)
 
 
-def data_parallel(x: Columns, device: Device, s: Stages, dense: Array, experts: Array) -> Array:
+def data_parallel(x: Columns, device: Device, s: StageTimes, dense: Array, experts: Array) -> Array:
     """Return the time of gradient reduction and parameter gathering that is not hidden in a step; see `reduction`."""
     exposed = device.constants.exposed
     total, repeated = reduction(x, device, dense, experts)
@@ -276,7 +276,7 @@ def update(x: Columns, device: Device, dense: Array, experts: Array) -> Array:
     return np.where(x.host_bytes > 0, np.maximum(seconds, copy) + copy / 8, seconds)
 
 
-def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) -> Table:
+def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) -> StepTable:
     """Predict steps from arrays; see `evaluate`. With `steps_only` the memory is all zeros."""
     s = stage_times(x, rates(x, device))
     makespan = pipeline(x, s)
@@ -290,7 +290,7 @@ def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) ->
     parts = {name: seconds * x.micro_batches for name, seconds in s.parts.items()}
     parts["neighbours"] = sends
     footprint = Memory(*[np.zeros_like(s.forward)] * 7) if steps_only else memory(x)
-    return Table(
+    return StepTable(
         step_s=pipeline_s + data + optimizer + host,
         pipeline_s=pipeline_s,
         data_s=data,
@@ -310,7 +310,7 @@ def evaluate(
     architecture: Architecture | Sequence[Architecture],
     layouts: Sequence[Layout],
     device: Device,
-) -> Table:
+) -> StepTable:
     """Predict time and memory of steps, one entry a layout.
 
     The architecture is that of all, or one for each layout.

@@ -17,7 +17,7 @@ from telechat_moe.moe.loads import summed_loads
 from telechat_moe.moe.placement import SlotMap
 from telechat_moe.moe.planner import MoveRule, copied, plan
 from telechat_moe.reading import parse_json
-from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
+from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.timeline import Table
 from telechat_moe.units import gib_text, seconds_text
 
@@ -29,7 +29,7 @@ PROBE = 1.5
 
 
 @dataclass(frozen=True)
-class Placed:
+class ExpertPlacementStep:
     """A step with one way to place experts."""
 
     name: str
@@ -80,7 +80,7 @@ def read(path: str, layers: int, experts: int) -> tuple[NDArray[np.float64], int
     return np.stack(loads), steps
 
 
-def read_for(step: Step, path: str) -> tuple[NDArray[np.float64], int]:
+def read_for(step: SimulatedStep, path: str) -> tuple[NDArray[np.float64], int]:
     """Return what `read` does, for the model and the layout of a step.
 
     Raises:
@@ -98,7 +98,7 @@ def read_for(step: Step, path: str) -> tuple[NDArray[np.float64], int]:
     return read(path, a.moe_layers + (a.mtp if a.layers[-1] == "moe" else 0), a.experts)
 
 
-def judge(step: Step, path: str, spare: int = 0) -> list[Placed]:
+def judge(step: SimulatedStep, path: str, spare: int = 0) -> list[ExpertPlacementStep]:
     """Return the step with equal loads, with the recorded loads in the recipe's order, and with experts moved where it pays.
 
     Each placement is planned from the records before the one that judges it. With `spare` slots of each device for copies of
@@ -148,7 +148,7 @@ def _imbalance(
     return float((load_LD.max(axis=1) / load_LD.mean(axis=1)).mean())
 
 
-def _rule(step: Step, steps: int, mean: float, layers: int) -> MoveRule:
+def _rule(step: SimulatedStep, steps: int, mean: float, layers: int) -> MoveRule:
     """Return what balance is worth in this step, all layers alike, and what moves cost on this device.
 
     An expert moves with its weights and its device's share of the optimizer. Moves go between nodes if the group does.
@@ -168,23 +168,23 @@ def _rule(step: Step, steps: int, mean: float, layers: int) -> MoveRule:
 
 
 def _placed(
-    step: Step,
+    step: SimulatedStep,
     name: str,
     imbalances: list[float],
     moved: float | None = None,
     move_s: float | None = None,
-) -> Placed:
+) -> ExpertPlacementStep:
     """Return the step at the mean of these imbalances."""
     imbalance = float(np.mean(imbalances))
     simulated = simulate_step(
         step.architecture, step.layout.with_changes(imbalance=imbalance), step.device
     )
-    return Placed(
+    return ExpertPlacementStep(
         name, imbalance, simulated.step_s, float(simulated.peak_bytes.max()), moved, move_s
     )
 
 
-def table(placements: list[Placed]) -> Table:
+def table(placements: list[ExpertPlacementStep]) -> Table:
     """Return what the command prints."""
     rows = [
         [
@@ -202,6 +202,6 @@ def table(placements: list[Placed]) -> Table:
     return Table("Expert loads", heads, rows)
 
 
-def data(placements: list[Placed]) -> list[dict[str, Any]]:
+def data(placements: list[ExpertPlacementStep]) -> list[dict[str, Any]]:
     """Return the table as plain data."""
     return [asdict(p) for p in placements]

@@ -13,7 +13,7 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.expert_exchange import choices
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
-from telechat_moe.tools.plan.search.search import Candidate, SearchResult
+from telechat_moe.tools.plan.search.search import PlacedLayout, SearchResult
 from telechat_moe.tools.plan.search.space import describe
 from telechat_moe.units import GIB, gib_text, seconds_text
 
@@ -21,7 +21,7 @@ EXACT = 1e-6
 """Relative difference below which steps and bounds count as equal, because times are rounded to ps."""
 
 
-def distinct(plan: SearchResult) -> list[Candidate]:
+def distinct(plan: SearchResult) -> list[PlacedLayout]:
     """Return the layouts found; those that may recompute layers but recompute none are left out if others remain."""
     candidates = [
         c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
@@ -172,7 +172,7 @@ def summary(plan: SearchResult, top: int) -> dict[str, Any]:
     }
 
 
-def _layout(plan: SearchResult, c: Candidate) -> dict[str, Any]:
+def _layout(plan: SearchResult, c: PlacedLayout) -> dict[str, Any]:
     def said(make: Callable[[Architecture, Layout], Any]) -> Any:
         try:
             return make(plan.architecture, c.layout)
@@ -197,7 +197,7 @@ def _layout(plan: SearchResult, c: Candidate) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, order=True)
-class Point:
+class FrontPoint:
     """A layout in memory and time."""
 
     peak_bytes: float
@@ -212,10 +212,10 @@ class Point:
         return "proven" if self.gap <= EXACT else f"within {self.gap:.2%}"
 
 
-def front_points(plans: list[SearchResult]) -> list[Point]:
+def front_points(plans: list[SearchResult]) -> list[FrontPoint]:
     """Return the best layouts under falling memory limits, and others as certain, without dominated ones."""
     candidates = [(i, p, c) for p in plans for i, c in enumerate(distinct(p))]
-    points: list[Point] = []
+    points: list[FrontPoint] = []
     worst = 0.0
     for number, plan, c in sorted(candidates, key=lambda entry: entry[0] > 0):
         # a bound with more memory also holds with less
@@ -223,8 +223,8 @@ def front_points(plans: list[SearchResult]) -> list[Point]:
         gap = max(c.step_s / bound - 1, 0.0)
         worst = max(worst, gap) if number == 0 else worst
         if gap <= worst:
-            points.append(Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row]), gap))
-    front: list[Point] = []
+            points.append(FrontPoint(c.peak_bytes, c.step_s, describe(plan.rows[c.row]), gap))
+    front: list[FrontPoint] = []
     best = math.inf
     for point in sorted(points):
         if point.step_s < best:
@@ -252,7 +252,7 @@ def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) ->
     shown = lines[:2000]
     title = f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
     reasons = f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all"
-    others = [Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
+    others = [FrontPoint(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
     drawn = html.front_chart(
         list(map(_on_chart, points)),
         list(map(_on_chart, others)),
@@ -287,7 +287,7 @@ def _fastest(layout: dict[str, Any]) -> str:
     return "<h2>The fastest layout</h2>" + html.facts(rows)
 
 
-def _on_chart(point: Point) -> tuple[float, float, str]:
+def _on_chart(point: FrontPoint) -> tuple[float, float, str]:
     sure = "" if math.isnan(point.gap) else f", {point.sure}"
     gib = point.peak_bytes / GIB
     return gib, point.step_s, f"{point.layout}: {point.step_s:.4f} s, {gib:.1f} GiB{sure}"

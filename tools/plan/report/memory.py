@@ -14,7 +14,7 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
+from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.expert_loads import read_for
 from telechat_moe.tools.plan.report.step import per_stage
 from telechat_moe.tools.plan.report.timeline import Table
@@ -34,14 +34,14 @@ class Change:
 
     name: str
     overrides: tuple[str, ...]
-    step: Step
+    step: SimulatedStep
 
 
 @dataclass(frozen=True)
-class Answer:
+class MemoryForecast:
     """What `plan memory` says of a recipe."""
 
-    step: Step
+    step: SimulatedStep
     limit_bytes: float
     """What the step may use of a device: `--memory`, `context.max_device_memory`, or the device without what it reserves."""
 
@@ -60,11 +60,11 @@ class Answer:
     changes: tuple[Change, ...]
     """Those that recipes can say, fastest first; those that do not fit come last."""
 
-    def needs(self, step: Step) -> float:
+    def needs(self, step: SimulatedStep) -> float:
         """Return the bytes that the fullest stage needs, with the margin."""
         return float(step.peak_bytes.max()) * (1 + self.margin)
 
-    def fits(self, step: Step) -> bool:
+    def fits(self, step: SimulatedStep) -> bool:
         """Return whether all stages fit, with the margin."""
         return self.needs(step) <= self.limit_bytes
 
@@ -85,7 +85,7 @@ def answer(
     memory: int | None = None,
     expert_loads: str | None = None,
     host: float = np.inf,
-) -> Answer:
+) -> MemoryForecast:
     """Predict the memory of a recipe's step and of the steps with one thing changed.
 
     Args:
@@ -109,10 +109,10 @@ def answer(
     changes.sort(key=lambda c: (c.step.peak_bytes.max() > top, c.step.step_s))
     recorded = _recorded(step, expert_loads) if expert_loads else ()
     factor = _largest_factor(recipe, step, top)
-    return Answer(step, limit, source, margin, factor, recorded, host, tuple(changes))
+    return MemoryForecast(step, limit, source, margin, factor, recorded, host, tuple(changes))
 
 
-def _step(recipe: Recipe, device: Device) -> Step:
+def _step(recipe: Recipe, device: Device) -> SimulatedStep:
     return simulate_step(Architecture.from_recipe(recipe), Layout.from_recipe(recipe), device)
 
 
@@ -126,11 +126,11 @@ def _limit(recipe: Recipe, device: Device) -> tuple[float, str]:
     return room, f"{device.name}, of which the runtime has {gib_text(device.reserved_bytes)}"
 
 
-def _with_factor(step: Step, factor: float) -> Step:
+def _with_factor(step: SimulatedStep, factor: float) -> SimulatedStep:
     return simulate_step(step.architecture, step.layout.with_changes(imbalance=factor), step.device)
 
 
-def _largest_factor(recipe: Recipe, step: Step, top: float) -> float | None:
+def _largest_factor(recipe: Recipe, step: SimulatedStep, top: float) -> float | None:
     """Return the largest load factor at which all stages have at most `top` bytes, by bisection."""
     c, highest = recipe.model_config, float(step.layout.ep)
     dropless = not (c.moe_token_drop_policy and c.moe_expert_capacity_factor)
@@ -150,7 +150,7 @@ def _largest_factor(recipe: Recipe, step: Step, top: float) -> float | None:
     return low
 
 
-def _recorded(step: Step, path: str) -> tuple[tuple[int, float, float], ...]:
+def _recorded(step: SimulatedStep, path: str) -> tuple[tuple[int, float, float], ...]:
     """Return percentiles of the load factors of a run's records: what the fullest device has of all MoE layers, over the mean."""
     load_NLE, _ = read_for(step, path)
     devices = step.layout.ep
@@ -162,7 +162,7 @@ def _recorded(step: Step, path: str) -> tuple[tuple[int, float, float], ...]:
     return tuple(zip(PERCENTILES, factors, peaks, strict=True))
 
 
-def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
+def _variants(step: SimulatedStep, top: float, host: float) -> Iterator[tuple[str, Layout]]:
     """Yield what could be changed, with the layout that it gives; not all are legal."""
     now = step.layout
     yield from _activations(step, top, host)
@@ -191,7 +191,7 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
         yield f"{kind} parallelism {changes[degree]}, data parallelism {fewer['dp']}", layout
 
 
-def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
+def _activations(step: SimulatedStep, top: float, host: float) -> Iterator[tuple[str, Layout]]:
     """Yield what could be kept, recomputed or swapped."""
     now = step.layout.with_changes(recomputed=None, swapped=(), prefetch=1)
     if now.recompute != "none" or now != step.layout:
@@ -208,12 +208,12 @@ def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Lay
         yield "keep, recompute or swap each layer", mixed
 
 
-def _fewest_layers(step: Step, top: float) -> Layout | None:
+def _fewest_layers(step: SimulatedStep, top: float) -> Layout | None:
     """Return the layout that recomputes whole layers where a stage needs it, as few as fit; None: that is all or none."""
     now, layers = step.layout, step.layers
     counts, chunks_of_stage = [0] * len(layers), step.program.chunks_of_stage
 
-    def full() -> Step:
+    def full() -> SimulatedStep:
         layout = now.with_changes(recompute="full", recompute_layers=tuple(counts))
         return simulate_step(step.architecture, layout, step.device)
 
@@ -264,7 +264,7 @@ def _legal(
             yield Change(change, sets, step)
 
 
-def sentence(a: Answer) -> str:
+def sentence(a: MemoryForecast) -> str:
     """Return the answer in a sentence."""
     peak_P = a.step.peak_bytes
     stage = int(peak_P.argmax())
@@ -276,7 +276,7 @@ def sentence(a: Answer) -> str:
     )
 
 
-def next_thing(a: Answer) -> str:
+def next_thing(a: MemoryForecast) -> str:
     """Return what to change first, with the settings; empty where the recipe fits and no change is faster."""
     if a.first is None and a.fits(a.step):
         return ""
@@ -292,7 +292,7 @@ def next_thing(a: Answer) -> str:
     )
 
 
-def routing(a: Answer) -> list[str]:
+def routing(a: MemoryForecast) -> list[str]:
     """Return what imbalance of the experts' load still fits."""
     ep = a.step.layout.ep
     if a.largest_factor is None:
@@ -305,7 +305,7 @@ def routing(a: Answer) -> list[str]:
     ]
 
 
-def tables(a: Answer) -> list[Table]:
+def tables(a: MemoryForecast) -> list[Table]:
     """Return what the command prints: stages, recorded loads, changes."""
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
     stages = [
@@ -344,7 +344,7 @@ def _fits(fits: bool) -> str:
     return "yes" if fits else "no"
 
 
-def report(a: Answer) -> dict[str, Any]:
+def report(a: MemoryForecast) -> dict[str, Any]:
     """Return the answer as plain data."""
     return {
         "model": a.step.architecture.name,

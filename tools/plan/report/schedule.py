@@ -8,11 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.report.timeline import Table, Timeline, activations, operations, page
+from telechat_moe.tools.plan.report.timeline import (
+    StepTimeline,
+    Table,
+    activations,
+    operations,
+    page,
+)
 from telechat_moe.tools.plan.schedules.bounds import Rules
 from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import Times
-from telechat_moe.tools.plan.schedules.simulate import Result
+from telechat_moe.tools.plan.schedules.simulate import Simulation
 from telechat_moe.tools.plan.schedules.synthesise import EFFORT, PLACEMENTS, Synthesis, synthesise
 
 HEADERS = ["schedule", "chunks a stage ", "bubble ", "makespan ", "memory (1F1B = 1) ", "fits"]
@@ -131,7 +137,7 @@ def rows(s: Synthesis) -> list[list[str]]:
     return result
 
 
-def _row(name: str, chunks: int, result: Result, stages: int, fits: str) -> list[str]:
+def _row(name: str, chunks: int, result: Simulation, stages: int, fits: str) -> list[str]:
     return [
         name,
         str(chunks),
@@ -214,7 +220,7 @@ def html(s: Synthesis, memory: float) -> str:
     names = [f"stage {i}" for i in range(p.stages)]
     notes = ["; ".join(summary(s, memory)[:4]) + "."]
     return page(
-        Timeline(
+        StepTimeline(
             title,
             names,
             operations(s.result),

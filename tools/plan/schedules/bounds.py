@@ -35,7 +35,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Bound:
+class MakespanBound:
     """A proven lower bound of the makespan."""
 
     makespan: float
@@ -95,13 +95,15 @@ def lower_bound(
     micro_batches: int,
     memory: NDArray[Any],
     rules: Rules,
-) -> Bound:
+) -> MakespanBound:
     """Return the largest of the bounds that the module describes.
 
     Times are filled in (`Times.full`); `memory` is the most activations of each stage.
     """
     ways = _ways(times, route, rules)
-    best = Bound(float(ways.head_b[0] + ways.dx[0] + ways.tail_b[0]), "path of one micro-batch")
+    best = MakespanBound(
+        float(ways.head_b[0] + ways.dx[0] + ways.tail_b[0]), "path of one micro-batch"
+    )
     kept_share = times.kept_for_w if rules.split else 0.0
     # from the start of F to the end of D, and of W
     stay = ways.head_b + ways.dx - ways.head_f + kept_share * ways.weight
@@ -122,7 +124,7 @@ def lower_bound(
         ]
         for value, reason in candidates:
             if value > best.makespan:
-                best = Bound(value, f"{reason} of stage {s}")
+                best = MakespanBound(value, f"{reason} of stage {s}")
     return best
 
 

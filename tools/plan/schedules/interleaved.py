@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, loop_route
+from telechat_moe.tools.plan.schedules.program import Op, OpKind, Program, loop_route
 
 
 def gpipe(stages: int, micro_batches: int) -> Program:
@@ -50,7 +50,7 @@ def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True)
         BadInputError: m is not a multiple of P.
     """
     _need_rounds(stages, micro_batches)
-    name, pair = ("1f1b-overlap", Kind.FD) if split else ("1f1b-overlap-full", Kind.FB)
+    name, pair = ("1f1b-overlap", OpKind.FD) if split else ("1f1b-overlap-full", OpKind.FB)
     ahead = [n + 1 for n in interleaved_warm_up(stages, chunks)]
     plain = _in_turn(name, stages, micro_batches, chunks, ahead)
     ops: list[tuple[Op, ...]] = []
@@ -63,9 +63,9 @@ def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True)
         new = list(stage_ops[:first])
         for f, b in zip(steady[::2], steady[1::2], strict=True):
             new.append(Op(pair, f.chunk, f.micro, b.chunk, b.micro))
-            new += [b._replace(kind=Kind.W)] * split
+            new += [b._replace(kind=OpKind.W)] * split
         for b in last:
-            new += [b._replace(kind=Kind.D), b._replace(kind=Kind.W)] if split else [b]
+            new += [b._replace(kind=OpKind.D), b._replace(kind=OpKind.W)] if split else [b]
         ops.append(tuple(new))
     return Program(name, stages, micro_batches, plain.routes, tuple(ops))
 
@@ -114,7 +114,7 @@ def _in_turn(
     name: str, stages: int, micro_batches: int, chunks: int, ahead: Sequence[int]
 ) -> Program:
     """Return the program of `orders`."""
-    number, m, kinds = stages * chunks, micro_batches, (Kind.F, Kind.B)
+    number, m, kinds = stages * chunks, micro_batches, (OpKind.F, OpKind.B)
     ops = tuple(
         tuple(Op(kinds[op // m // number], op // m % number, op % m) for op in order.tolist())
         for order in orders(stages, m, chunks, ahead)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 
 
-class Kind(str, Enum):
+class OpKind(str, Enum):
     """What one operation computes for a chunk and a micro-batch."""
 
     F = "F"
@@ -34,14 +34,14 @@ class Kind(str, Enum):
 
 
 PROGRAM_FILE = "what `telechat-moe plan schedule --json` writes as `program`"
-PAIRS = frozenset({Kind.FB, Kind.FD})
+PAIRS = frozenset({OpKind.FB, OpKind.FD})
 """Kinds that compute two micro-batches."""
 
 
 class Op(NamedTuple):
     """One operation of a stage."""
 
-    kind: Kind
+    kind: OpKind
     chunk: int
     """Number of the chunk in the model's order, 0 .. chunks-1; for FB and FD that of the forward."""
     micro: int
@@ -51,12 +51,12 @@ class Op(NamedTuple):
     back_micro: int = -1
     """Micro-batch of the backward of FB and FD."""
 
-    def parts(self) -> tuple[tuple[Kind, int, int], ...]:
+    def parts(self) -> tuple[tuple[OpKind, int, int], ...]:
         """Return the computations of the operation as (F, B, D or W; chunk; micro-batch)."""
         if self.kind not in PAIRS:
             return ((self.kind, self.chunk, self.micro),)
-        backward = Kind.B if self.kind is Kind.FB else Kind.D
-        return ((Kind.F, self.chunk, self.micro), (backward, self.back_chunk, self.back_micro))
+        backward = OpKind.B if self.kind is OpKind.FB else OpKind.D
+        return ((OpKind.F, self.chunk, self.micro), (backward, self.back_chunk, self.back_micro))
 
     def __str__(self) -> str:
         """Write it as `F(chunk 3, micro-batch 0)`."""
@@ -81,11 +81,11 @@ class StageWriter:
     def put(self, pattern: str, times: int = 1) -> None:
         """Write a pattern: `F1 D1` is the next forward and dX of lane 1, `FB01` a forward of lane 0 beside a B of lane 1."""
         for word in pattern.split() * times:
-            kind, lanes = Kind(word.rstrip("01")), word.lstrip("FBDW")
+            kind, lanes = OpKind(word.rstrip("01")), word.lstrip("FBDW")
             numbers: list[int] = []
             for way, lane in zip(kind.value.replace("B", "D"), lanes, strict=True):
                 numbers += (self.chunks[int(lane)], self.left[way + lane].popleft())
-            if kind is Kind.D:
+            if kind is OpKind.D:
                 self.left["W" + lanes].append(numbers[1])
             self.ops.append(Op(kind, *numbers))
 
@@ -154,7 +154,7 @@ class Program:
                 int(data["micro_batches"]),
                 tuple(tuple(int(s) for s in r) for r in data["routes"]),
                 tuple(
-                    tuple(Op(Kind(k), *map(int, of)) for k, *of in stage_ops)
+                    tuple(Op(OpKind(k), *map(int, of)) for k, *of in stage_ops)
                     for stage_ops in data["ops"]
                 ),
                 tuple(int(r) for r in data["route_of"]),

@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.native import address, load
-from telechat_moe.tools.plan.schedules.bounds import Bound, Rules, lower_bound
+from telechat_moe.tools.plan.schedules.bounds import MakespanBound, Rules, lower_bound
 from telechat_moe.tools.plan.schedules.program import (
-    Kind,
     Op,
+    OpKind,
     Program,
     Times,
     loop_route,
     v_route,
 )
-from telechat_moe.tools.plan.schedules.published import Known, allowed, known, merge
-from telechat_moe.tools.plan.schedules.simulate import Result, simulate
+from telechat_moe.tools.plan.schedules.published import PublishedSchedule, allowed, known, merge
+from telechat_moe.tools.plan.schedules.simulate import Simulation, simulate
 
 EFFORT = 20_000_000
 """Operations that all tries together may schedule, which takes about 2 s."""
@@ -99,15 +99,15 @@ PATTERNS = (
 class Synthesis:
     """The best schedule found."""
 
-    result: Result
+    result: Simulation
     """The simulated schedule; its program may have fewer chunks than were given, because some were merged."""
     times: Times
     """Times of the program's chunks."""
-    bound: Bound
+    bound: MakespanBound
     """Lower bound: no schedule on any allowed placement is shorter."""
     source: str
     """How it was found: `synthesised`, or the name of a published schedule."""
-    table: tuple[Known, ...] = field(repr=False)
+    table: tuple[PublishedSchedule, ...] = field(repr=False)
     """The published schedules on the same times."""
     tries: int
     """Number of schedules that were made."""
@@ -230,13 +230,13 @@ class _Instance:
             offsets[:, :, None] + begin, release, np.array([pattern.wait, pattern.eager], float)
         )
 
-    def imitate(self, result: Result) -> "_Policy":
+    def imitate(self, result: Simulation) -> "_Policy":
         """Return the due dates that reproduce a schedule on this placement: its start times."""
         due = np.zeros((3, len(self.route), self.micro_batches))
         for ops, starts in zip(result.program.ops, result.start, strict=True):
             for op, start in zip(ops, starts.tolist(), strict=True):
                 for kind, chunk, micro in op.parts():
-                    kinds = {Kind.F: (0,), Kind.D: (1,), Kind.W: (2,), Kind.B: (1, 2)}[kind]
+                    kinds = {OpKind.F: (0,), OpKind.D: (1,), OpKind.W: (2,), OpKind.B: (1, 2)}[kind]
                     due[kinds, chunk, micro] = start
         return _Policy(due, np.zeros(self.micro_batches), np.zeros(2))
 
@@ -264,8 +264,8 @@ class _Instance:
         """Return the operations of each stage."""
         out, lengths = order
         n, m = len(self.route), self.micro_batches
-        kinds = (Kind.F, Kind.D, Kind.W) if self.rules.split else (Kind.F, Kind.B)
-        pair = Kind.FD if self.rules.split else Kind.FB
+        kinds = (OpKind.F, OpKind.D, OpKind.W) if self.rules.split else (OpKind.F, OpKind.B)
+        pair = OpKind.FD if self.rules.split else OpKind.FB
         result: list[tuple[Op, ...]] = []
         start = 0
         for length in lengths.tolist():
@@ -302,7 +302,7 @@ class _Policy(NamedTuple):
     """`Pattern.wait` and `Pattern.eager`."""
 
 
-_Found = tuple[Result, Times, str]
+_Found = tuple[Simulation, Times, str]
 """A schedule, the times of its chunks, and how it was found."""
 
 
@@ -370,7 +370,9 @@ class _Search:
             raise AssertionError(f"{result.makespan} is below the bound {bound}")
         return Synthesis(result, times, bound, source, table, self.tries)
 
-    def _search(self, usable: Sequence[Known], effort: int, enough: float) -> list[_Found]:
+    def _search(
+        self, usable: Sequence[PublishedSchedule], effort: int, enough: float
+    ) -> list[_Found]:
         """Return the best schedule that the scheduler makes, if it makes one."""
         first: list[tuple[float, int, _Policy]] = []
         best: tuple[float, int, _Order | None] = (np.inf, -1, None)
@@ -434,9 +436,9 @@ def _fuse(ops: tuple[tuple[Op, ...], ...], chunk: int) -> tuple[tuple[Op, ...], 
     for stage_ops in ops:
         new: list[Op] = []
         for op in stage_ops:
-            before = op._replace(kind=Kind.D)
-            if op.kind is Kind.W and op.chunk == chunk and new and new[-1] == before:
-                new[-1] = op._replace(kind=Kind.B)
+            before = op._replace(kind=OpKind.D)
+            if op.kind is OpKind.W and op.chunk == chunk and new and new[-1] == before:
+                new[-1] = op._replace(kind=OpKind.B)
             else:
                 new.append(op)
         result.append(tuple(new))

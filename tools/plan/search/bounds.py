@@ -20,7 +20,7 @@ from telechat_moe.tools.plan.cost.memory import WORKSPACE, late_peak, local_para
 from telechat_moe.tools.plan.cost.roofline import Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.cost.simulate_step import weight_gradient
 from telechat_moe.tools.plan.cost.step import (
-    Stages,
+    StageTimes,
     hides_forward,
     reduction,
     send,
@@ -30,10 +30,10 @@ from telechat_moe.tools.plan.cost.step import (
 from telechat_moe.tools.plan.search.placement import PS, Multipliers
 from telechat_moe.tools.plan.search.placement_problem import (
     BISECTIONS,
-    Layers,
-    Problem,
+    LayerGroup,
+    PassTimes,
+    PlacementProblem,
     StepTail,
-    Times,
     least_largest,
 )
 
@@ -217,7 +217,7 @@ def _weight_gradients(x: Columns, probe: Columns, r: Rates, backward: Array) -> 
     return layers, np.minimum(head * split, backward[:, END])
 
 
-def _tail(x: Columns, device: Device, s: Stages) -> Columns:
+def _tail(x: Columns, device: Device, s: StageTimes) -> Columns:
     """Return the fields of `StepTail`: what it takes to reduce no parameter, and to reduce and update one of each kind."""
     c, n = device.constants, len(x)
     often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
@@ -294,10 +294,10 @@ def _overlap_limit(x: Columns, weights: Array, forward: Array, backward: Array) 
     return np.column_stack([limit, beyond[:, [PLAIN, BEFORE, END]].sum(axis=1)])
 
 
-def problem_of(c: Costs, row: int, layout: Layout, room: float) -> Problem:
+def problem_of(c: Costs, row: int, layout: Layout, room: float) -> PlacementProblem:
     """Return the inner problem of a configuration."""
 
-    def picoseconds(seconds: Array) -> Times:
+    def picoseconds(seconds: Array) -> PassTimes:
         f, b, w = (round(float(v) / PS) for v in seconds)
         return f, b, w
 
@@ -307,7 +307,7 @@ def problem_of(c: Costs, row: int, layout: Layout, room: float) -> Problem:
     layer, stages, choice = c.layers, c.stages, bool(c.choice[row])
     working = math.ceil(stages.working[row])
     kinds = [
-        Layers(
+        LayerGroup(
             count=count,
             times=picoseconds(layer.times[row, g]),
             states=math.ceil(layer.states[row, g]),
@@ -325,7 +325,7 @@ def problem_of(c: Costs, row: int, layout: Layout, room: float) -> Problem:
     buffer = [0] * layout.pp
     buffer[stages.last[row]] = math.ceil(stages.logits[row])
     dense, experts = (upper(w) for w in stages.weights[row])
-    return Problem(
+    return PlacementProblem(
         schedule=layout.schedule,
         stages=layout.pp,
         micro_batches=layout.micro_batches,

@@ -18,7 +18,11 @@ from telechat_moe.tools.plan.search.placement import (
     PlacementSearch,
     ProofTree,
 )
-from telechat_moe.tools.plan.search.placement_problem import LayerPlacement, Problem, ScheduleKey
+from telechat_moe.tools.plan.search.placement_problem import (
+    LayerPlacement,
+    PlacementProblem,
+    ScheduleKey,
+)
 from telechat_moe.tools.plan.search.search import SearchResult
 from telechat_moe.tools.plan.search.space import NAMES, SCHEDULES, describe
 
@@ -39,14 +43,14 @@ class CertificateWriter:
         self.proofs: list[dict[str, Any]] = []
         self._written: dict[tuple[int, int], tuple[int, PlacementSearch]] = {}
 
-    def add(self, row: int, name: str, p: Problem, tree: ProofTree) -> None:
+    def add(self, row: int, name: str, p: PlacementProblem, tree: ProofTree) -> None:
         """Add a configuration and why none of its placements is faster."""
         proof, costs = self._tree(p, tree), self._costs(p)
         self.columns = list(costs)
         self.rows.append([row, name, list(costs.values()), proof])
 
     def certificate(
-        self, bound_s: float, row: int, p: Problem, placed: LayerPlacement
+        self, bound_s: float, row: int, p: PlacementProblem, placed: LayerPlacement
     ) -> dict[str, Any]:
         """Return all as plain data, with the layout: a placement of a configuration."""
         self._schedule(p)
@@ -74,14 +78,14 @@ class CertificateWriter:
         key = array.dtype.char, array.shape, array.tobytes()
         return self.lists.setdefault(key, (len(self.lists), array))[0]
 
-    def _schedule(self, p: Problem) -> int:
+    def _schedule(self, p: PlacementProblem) -> int:
         """Return the number of a schedule."""
         number = self.schedules.setdefault(p.key, len(self.schedules))
         if number == len(self.paths):
             self.paths.append({})
         return number
 
-    def _proof(self, p: Problem, search: PlacementSearch, proof: int) -> int:
+    def _proof(self, p: PlacementProblem, search: PlacementSearch, proof: int) -> int:
         """Return the number of multipliers of a search; their paths are written with the schedule."""
         key = id(search), proof
         if key not in self._written:
@@ -101,7 +105,7 @@ class CertificateWriter:
             self.proofs.append({"paths": [[n, w] for n, w in multipliers.paths], **arrays})
         return self._written[key][0]
 
-    def _tree(self, p: Problem, tree: ProofTree, box: int = 0) -> Any:
+    def _tree(self, p: PlacementProblem, tree: ProofTree, box: int = 0) -> Any:
         """Return the tree that the checker reads: a box divided in two, or a proof's number, -1 or nothing."""
         cut, place, layers, first, count, proof = map(int, tree.boxes[box])
         if not count:
@@ -121,7 +125,7 @@ class CertificateWriter:
             return _nest(ways, 1 - bulk, chunks, p.layers[1 - bulk].count)
         return [2 if CUTS[cut] == "stage" else bulk, place, layers, *boxes]
 
-    def _costs(self, p: Problem) -> dict[str, int]:
+    def _costs(self, p: PlacementProblem) -> dict[str, int]:
         """Return the costs of a configuration by name, as numbers of arrays."""
         # of one kind only: that kind twice, the first time without layers
         layers, tail = (p.layers[0], p.layers[-1]), p.tail
@@ -172,7 +176,7 @@ def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int],
 def _tree(
     plan: SearchResult,
     row: int,
-    p: Problem,
+    p: PlacementProblem,
     bound: float,
     trees: dict[ScheduleKey, list[ProofTree]],
 ) -> ProofTree:

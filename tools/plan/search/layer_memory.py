@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.tools.plan.cost.columns import columns
+from telechat_moe.tools.plan.cost.columns import Array, columns
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.roofline import layer, rates
 from telechat_moe.tools.plan.cost.saved_activations import (
@@ -20,15 +20,19 @@ from telechat_moe.tools.plan.cost.saved_activations import (
     SWAPPED,
     ChunkActivations,
 )
-from telechat_moe.tools.plan.cost.simulate_step import Step, Swap, simulate_step, swap_of
+from telechat_moe.tools.plan.cost.simulate_step import (
+    SimulatedStep,
+    SwapCost,
+    simulate_step,
+    swap_of,
+)
 from telechat_moe.tools.plan.schedules.simulate import memory
 
-Array = NDArray[np.float64]
 MOST = 300_000
 """Choices of a stage that are tried."""
 
 
-def choose(step: Step, top: float, host: float = np.inf) -> Layout | None:
+def choose(step: SimulatedStep, top: float, host: float = np.inf) -> Layout | None:
     """Return the layout of a step with each layer kept, recomputed or swapped, which adds the least time to every stage.
 
     Args:
@@ -84,7 +88,7 @@ class _Costs:
         of_kind: Dense and MoE layers of each chunk, by their numbers.
     """
 
-    def __init__(self, base: Step, swap: Swap, of_kind: list[list[list[int]]]) -> None:
+    def __init__(self, base: SimulatedStep, swap: SwapCost, of_kind: list[list[list[int]]]) -> None:
         self.base, self.swap, self.of_kind = base, swap, of_kind
         a, device, chunks = base.architecture, base.device, len(of_kind)
         x = columns([(a, base.layout)])

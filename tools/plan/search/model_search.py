@@ -60,7 +60,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredModel:
     """An architecture with its fastest layout."""
 
     architecture: Architecture
@@ -75,13 +75,13 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Result:
+class ModelSearchResult:
     """What a model search finds."""
 
-    scored: list[Scored]
+    scored: list[ScoredModel]
     """Scored architectures, fastest in tokens a second first."""
 
-    front: list[Scored]
+    front: list[ScoredModel]
     """Those that no other exceeds or equals in both parameters and tokens a second."""
 
     refused: Counter[str]
@@ -199,7 +199,7 @@ def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
     )
 
 
-def search_models(s: Choices) -> Result:
+def search_models(s: Choices) -> ModelSearchResult:
     """Score every architecture of the space."""
     refused = Counter[str]()
     allowed: list[Architecture] = []
@@ -210,17 +210,17 @@ def search_models(s: Choices) -> Result:
             allowed.append(a)
     number = len(allowed) + refused.total()
     layouts = _layouts(s, allowed[0]) if allowed else []
-    scored: list[Scored] = []
+    scored: list[ScoredModel] = []
     for start in range(0, len(allowed), BATCH):
         scored += _score(s, allowed[start : start + BATCH], layouts, refused)
     scored.sort(key=lambda c: -c.tokens_per_s)
-    front: list[Scored] = []
+    front: list[ScoredModel] = []
     largest = -1
     for c in scored:
         if c.architecture.parameters > largest:
             largest = c.architecture.parameters
             front.append(c)
-    return Result(scored, front, refused, number)
+    return ModelSearchResult(scored, front, refused, number)
 
 
 def _layouts(s: Choices, a: Architecture) -> list[Layout]:
@@ -235,7 +235,7 @@ def _layouts(s: Choices, a: Architecture) -> list[Layout]:
     return list(layouts)
 
 
-def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored | None]:
+def plan_models(s: Choices, some: list[ScoredModel], limit_s: float) -> list[ScoredModel | None]:
     """Plan architectures one by one; see `search`. Each device's shard of a width stays in whole blocks.
 
     All together take `limit_s` seconds; the next ones may use the time that one does not need.
@@ -244,7 +244,7 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
         One plan for each architecture; None: no layout was found in its time.
     """
     until = time.perf_counter() + limit_s
-    plans: list[Scored | None] = []
+    plans: list[ScoredModel | None] = []
     for i, c in enumerate(some):
         degrees = range(1, Space.most_tp + 1)
         fixed = {
@@ -256,7 +256,7 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
         plan = search(c.architecture, space, s.device, top=1, limit_s=share)
         tokens = s.global_batch * s.base.seq / s.devices
         plans += [
-            Scored(
+            ScoredModel(
                 c.architecture,
                 candidate.layout,
                 candidate.step_s,
@@ -271,7 +271,7 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
 
 def _score(
     s: Choices, some: list[Architecture], layouts: list[Layout], refused: Counter[str]
-) -> list[Scored]:
+) -> list[ScoredModel]:
     pairs = [(a, x, i) for i, a in enumerate(some) for x in layouts if _fits_layout(s, a, x)]
     divided = {i for _, _, i in pairs}
     refused["no layout divides it"] += len(some) - len(divided)
@@ -285,7 +285,7 @@ def _score(
     refused["does not fit in memory"] += len(divided) - len(best)
     tokens = s.global_batch * s.base.seq / s.devices
     return [
-        Scored(
+        ScoredModel(
             pairs[k][0],
             pairs[k][1],
             float(table.step_s[k]),

@@ -21,7 +21,7 @@ from telechat_moe.tools.plan.schedules.interleaved import (
     orders,
     plain_warm_up,
 )
-from telechat_moe.tools.plan.schedules.program import Kind
+from telechat_moe.tools.plan.schedules.program import OpKind
 
 
 class PipelineProgram:
@@ -65,7 +65,7 @@ def _listed(schedule: str, stages: int, micro_batches: int, chunks: int) -> list
     layout = Layout(
         pp=stages, vpp=chunks, micro_batches=micro_batches, schedule=schedule  # type: ignore[arg-type]
     )  # fmt: skip
-    number = {Kind.F: 0, Kind.B: 1, Kind.D: 1, Kind.W: 2}
+    number = {OpKind.F: 0, OpKind.B: 1, OpKind.D: 1, OpKind.W: 2}
     return [
         np.array(
             [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in ops],

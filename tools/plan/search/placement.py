@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.native import address, load
 from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram
-from telechat_moe.tools.plan.search.placement_problem import LayerPlacement, Problem
+from telechat_moe.tools.plan.search.placement_problem import LayerPlacement, PlacementProblem
 
 PS = 1e-12
 CLOSE = 1e-7
@@ -128,7 +128,7 @@ class PlacementAnswer:
 class PlacementSearch:
     """One configuration and what is known of its placements."""
 
-    def __init__(self, problem: Problem, pool: PathPool) -> None:
+    def __init__(self, problem: PlacementProblem, pool: PathPool) -> None:
         self.p, self.pool = problem, pool
         pool.pipeline = problem.pipeline
         self._program = problem.pipeline  # the search reads it
@@ -267,7 +267,7 @@ class PlacementSearch:
         return counts
 
 
-def _flat(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _flat(p: PlacementProblem) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the whole numbers and the reals of a problem in the order in which placement.cc takes them."""
     bulk, tail = p.layers[p.bulk], p.tail
     kinds = [bulk, *(layer for layer in p.layers if layer is not bulk)]

@@ -25,16 +25,16 @@ BISECTIONS = 45
 ScheduleKey = tuple[str, int, int, int]
 """Schedule, stages, micro-batches and chunks of a stage: problems with the same key share paths."""
 
-Times = tuple[int, int, int]
+PassTimes = tuple[int, int, int]
 """F, B (D where the schedule separates dW) and W of one micro-batch, ps."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
+class LayerGroup:
     """Equal layers that follow each other in the model."""
 
     count: int
-    times: Times
+    times: PassTimes
     states: int
     """Bytes of one layer's parameters, gradients and optimizer."""
 
@@ -87,7 +87,7 @@ class StepTail:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlacementProblem:
     """The layers to place, and the stages that they are placed on."""
 
     schedule: str
@@ -96,14 +96,14 @@ class Problem:
     chunks: int = 1
     """Chunks of a stage."""
 
-    layers: tuple[Layers, ...]
-    first: Times = (0, 0, 0)
+    layers: tuple[LayerGroup, ...]
+    first: PassTimes = (0, 0, 0)
     """Times of the first chunk without its layers: the embedding."""
 
-    before: Times = (0, 0, 0)
+    before: PassTimes = (0, 0, 0)
     """The same of the chunk before the last one: MTP without its head."""
 
-    last: Times = (0, 0, 0)
+    last: PassTimes = (0, 0, 0)
     """The same of the last chunk: MTP and head, or only heads."""
 
     send: int = 0
@@ -122,7 +122,7 @@ class Problem:
     """Working set of every stage that has layers."""
 
     weights: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Parameters of each stage without its layers, as in `Layers.weights`."""
+    """Parameters of each stage without its layers, as in `LayerGroup.weights`."""
 
     tail: StepTail = StepTail()
     limits: tuple[int, ...] = ()

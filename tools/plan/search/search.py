@@ -37,7 +37,11 @@ from telechat_moe.tools.plan.search.placement import (
     PlacementAnswer,
     PlacementSearch,
 )
-from telechat_moe.tools.plan.search.placement_problem import LayerPlacement, Problem, ScheduleKey
+from telechat_moe.tools.plan.search.placement_problem import (
+    LayerPlacement,
+    PlacementProblem,
+    ScheduleKey,
+)
 from telechat_moe.tools.plan.search.space import (
     CHOSEN,
     NAMES,
@@ -68,7 +72,7 @@ AGREE = 1e-6
 
 
 @dataclass
-class Candidate:
+class PlacedLayout:
     """A configuration whose layers were placed."""
 
     row: int
@@ -87,7 +91,7 @@ class Candidate:
     """Peak memory of the simulation, operation by operation."""
 
     bubble: float
-    problem: Problem
+    problem: PlacementProblem
     placed: LayerPlacement
 
 
@@ -111,7 +115,7 @@ class SearchResult:
     proven_by: NDArray[np.int64]
     """Which of `proofs` prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
 
-    best: list[Candidate] = field(default_factory=list[Candidate])
+    best: list[PlacedLayout] = field(default_factory=list[PlacedLayout])
     """Candidates that were found, fastest first."""
 
     lower_bound_s: float = math.inf
@@ -141,7 +145,7 @@ class SearchResult:
         """Whether nothing is faster, apart from rounding."""
         return bool(self.best) and self.gap <= 1e-6
 
-    def problem(self, row: int) -> Problem:
+    def problem(self, row: int) -> PlacementProblem:
         """Return the inner problem of a configuration."""
         layout = layout_of(self.rows[row], self.space)
         c, rows = self.costs[layout.pp]
@@ -376,7 +380,7 @@ class _LayoutSearch:
                 tried += 1
                 self._try(int(row))
 
-    def _candidate(self, row: int, placed: LayerPlacement) -> Candidate:
+    def _candidate(self, row: int, placed: LayerPlacement) -> PlacedLayout:
         layout = layout_of(self.plan.rows[row], self.plan.space)
         problem = self._placements(row).p
         recomputed = placed.recomputed if problem.choice else None
@@ -392,7 +396,7 @@ class _LayoutSearch:
             raise CheckFailedError(
                 f"plan: {layout.short()}: {peak:.0f} bytes of {self.plan.room_bytes:.0f}; tools/plan/search/bounds.py and memory.py disagree"
             )
-        return Candidate(
+        return PlacedLayout(
             row=row,
             layout=layout,
             step_s=step.step_s,
