@@ -148,7 +148,7 @@ def saved(x: Columns) -> SavedActivations:
     Args:
         x: Configurations; MLA and gated feed-forwards. Of those that recompute whole layers: what the others keep.
     """
-    r, h, one_graph = _rows(x), x.hidden, x.one_graph > 0
+    r, h, single = _rows(x), x.hidden, x.one_graph > 0
     norm, act = x.re_norm * (1 - x.re_full), x.re_activation * (1 - x.re_full)
     residual = x.residual_bytes * r.stream * h
     attention = _attention(x, r, norm)
@@ -179,48 +179,43 @@ def saved(x: Columns) -> SavedActivations:
     # come at once, what these read is gone, and the shared experts' gradients are in place of what was kept
     weights = 2 * h * x.ffn / x.tp
     at_once = np.maximum(2 * dense_act, 2 * r.token * h + weights)
-    dense_first = residual + np.where(one_graph, 2 * r.token * h + 3 * dense_act, at_once)
-    gone = np.where(one_graph, -2 * r.stream * h, inputs + shared_act * np.where(act > 0, 0, 1))
+    dense_first = residual + np.where(single, 2 * r.token * h + 3 * dense_act, at_once)
+    gone = np.where(single, -2 * r.stream * h, inputs + shared_act * np.where(act > 0, 0, 1))
     moe_first = residual + 4 * r.device * h + 4 * r.pairs * h - gone
     # or, for large experts, the gradient of one of their weights: results and their float32 copies are gone
     weights = 2 * x.experts / np.maximum(x.ep, 1) * h * moe_ffn
     moe_weights = residual - gone - r.pairs * np.where(exchanged, 4, 2) * h + weights
+    moe_first = np.maximum(moe_first, np.where(single, 0, moe_weights))
     # or attention's, when what the feed-forward kept is gone
-    core = attention.operands + np.where(one_graph, attention.out + 2 * r.token * h, 0)
+    late = attention.late
+    core = attention.operands + np.where(single, attention.out + 2 * r.token * h, 0)
     return SavedActivations(
         dense=common + dense,
         moe=common + moe,
         entry=residual,
-        moe_entry=residual + one_graph * shapes,
-        dense_working=np.maximum(dense_first, core - dense + one_graph * dense_late),
-        moe_working=np.maximum(
-            np.maximum(moe_first, np.where(one_graph, 0, moe_weights)),
-            core - moe + one_graph * moe_late,
-        ),
-        dense_late=LateBytes(
-            *(one_graph * (attention.late + dense_late + n * dense_act) for n in (0, 1))
-        ),
-        moe_late=LateBytes(
-            *(one_graph * (attention.late + moe_late + n * shared_act) for n in (0, 1))
-        ),
+        moe_entry=residual + single * shapes,
+        dense_working=np.maximum(dense_first, core - dense + single * dense_late),
+        moe_working=np.maximum(moe_first, core - moe + single * moe_late),
+        dense_late=LateBytes(*(single * (late + dense_late + n * dense_act) for n in (0, 1))),
+        moe_late=LateBytes(*(single * (late + moe_late + n * shared_act) for n in (0, 1))),
         **_ends(x, r),
     )
 
 
 def _ends(x: Columns, r: _Rows) -> dict[str, Array]:
     """Return the bytes of losses, embeddings and tables."""
-    logits, one_graph = 4 * r.token * x.vocab / x.tp, x.one_graph > 0
-    loss = 2 * r.token * x.hidden + np.where(one_graph, 1, 2) * logits
+    logits, single = 4 * r.token * x.vocab / x.tp, x.one_graph > 0
+    loss = 2 * r.token * x.hidden + np.where(single, 1, 2) * logits
     table = 4 * x.vocab / x.tp * x.hidden
     # one graph adds up the gradients of all uses before copies are summed
     summed = x.dp * x.cp > 1
     tables = np.where(x.mtp > 0, 1 + x.mtp + summed, summed)
     return {
         "loss": loss,
-        "loss_working": np.where(one_graph, 3, 2) * logits,
+        "loss_working": np.where(single, 3, 2) * logits,
         "logits": logits,
         "head_gradient": 2 * x.vocab / x.tp * x.hidden,
-        "table_gradient": np.where(one_graph, tables, 1) * table,
+        "table_gradient": np.where(single, tables, 1) * table,
         "ends": 4 * r.token * x.qk_rope,
     }
 
