@@ -114,7 +114,7 @@ def test_never_worse_than_the_published_under_the_same_memory():
     assert np.mean([g for g in gains if g]) > 1.01
 
 
-@pytest.mark.slow  # python -m pytest -m slow tests/plan/test_schedules_synthesis.py
+@pytest.mark.slow  # python -m pytest -m slow tests/plan/schedules/test_schedules_synthesis.py
 @pytest.mark.parametrize("block", range(100))
 def test_never_worse_than_the_published_on_10000_cases(block):
     for seed in range(100 * block, 100 * block + 100):

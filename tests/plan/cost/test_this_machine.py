@@ -220,7 +220,7 @@ def test_product_rates():
 @pytest.mark.mindspore
 @pytest.mark.slow
 def test_calibrate(tmp_path, capsys, monkeypatch):
-    """pytest -m slow tests/plan/test_this_machine.py: a minute; longer on a busy machine."""
+    """pytest -m slow tests/plan/cost/test_this_machine.py: a minute; longer on a busy machine."""
     from telechat_moe.cli import main
 
     monkeypatch.setenv("PATH", "/usr/bin:/bin")

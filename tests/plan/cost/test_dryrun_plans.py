@@ -1,6 +1,6 @@
 """The real graph of planned recipes: MindSpore compiles them, and every stage has what was predicted.
 
-pytest -m slow tests/plan/test_dryrun_plans.py        about half a minute a stage
+pytest -m slow tests/plan/cost/test_dryrun_plans.py        about half a minute a stage
 """
 
 import copy

@@ -12,7 +12,7 @@ from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.expected_graph import predict
 
 SHORT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
-PAGE = Path(__file__).parents[2] / "docs" / "long_sequences.md"
+PAGE = Path(__file__).parents[3] / "docs" / "long_sequences.md"
 OF_LENGTH = {"seq_length", "max_position_embeddings", "rope_theta"}
 
 

@@ -182,7 +182,7 @@ def test_closed_forms_anywhere(stages, micro_batches, which):
     assert formula_case(*case) <= 1e-9, case
 
 
-@pytest.mark.slow  # python -m pytest -m slow tests/plan/test_schedules.py -k up_to: every P, edges and some of m
+@pytest.mark.slow  # python -m pytest -m slow tests/plan/schedules/test_schedules.py -k up_to: every P, edges and some of m
 @pytest.mark.parametrize("stages", range(1, 65))
 def test_closed_forms_up_to_64_stages_and_512_micro_batches(stages):
     edges = {1, 2, stages, 2 * stages - 1, 2 * stages, 2 * stages + 1, 511, 512}
