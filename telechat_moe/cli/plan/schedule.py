@@ -63,31 +63,21 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"schedule: {count:,} stages x chunks x micro-batches; at most {MOST:,} are simulated"
         )
-    same = (
-        "stages",
-        "micro_batches",
-        "chunks",
-        "backward",
-        "comm",
-        "memory",
-        "overlap",
-        "placement",
-        "effort",
-        "seed",
-    )
-    found: Any = report.find(
+    names = ("stages", "micro_batches", "chunks", "backward", "comm", "memory", "overlap", "placement", "effort", "seed")  # fmt: skip
+    request: Any = report.ScheduleRequest(
         times=_numbers(args.times),
         scale=_scales(args.scale),
         kept_for_w=args.kept_for_dw,
         split=not args.no_split,
-        **{name: getattr(args, name) for name in same},
+        **{name: getattr(args, name) for name in names},
     )
-    write_text("--html ", args.html, lambda: report.html(found, args.memory))
-    if write_json(args.json, report.data(found)):
+    schedule: Any = report.find(request)
+    write_text("--html ", args.html, lambda: report.html(schedule, args.memory))
+    if write_json(args.json, report.data(schedule)):
         return 0
-    show_table(report.HEADERS, report.rows(found))
+    show_table(report.HEADERS, report.rows(schedule))
     print()
-    for line in report.summary(found, args.memory):
+    for line in report.summary(schedule, args.memory):
         print(line)
     return 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.report.schedule import find, ideal_bubble
+from telechat_moe.tools.plan.report.schedule import ScheduleRequest, find, ideal_bubble
 from telechat_moe.tools.plan.schedules.bounds import Rules, lower_bound
 from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import OpKind, Program, Times, v_route
@@ -23,7 +23,7 @@ QUICK = 50_000
     ("chunks", "most", "bound"), [(2, 0.040, 7.5 / 199.5), (4, 0.023, 3.75 / 195.75)]
 )
 def test_16_stages_64_micro_batches_under_the_memory_of_1f1b(chunks, most, bound):
-    found = find(16, 64, chunks, (1, 1, 1))
+    found = find(ScheduleRequest(stages=16, micro_batches=64, chunks=chunks, times=(1, 1, 1)))
     assert found.result.bubble <= most
     assert ideal_bubble(found) == pytest.approx(bound, abs=1e-12)
     assert found.result.peak.max() <= 16 * (1 + 1e-9)
@@ -302,4 +302,4 @@ def test_refusals():
     with pytest.raises(BadInputError, match=r"may hold 0\.5 activations"):
         synthesise(Times.even(2, 2), 2, 4, memory=0.5)
     with pytest.raises(BadInputError, match="expected a chunk from 0 to 3"):
-        find(2, 4, 2, (1, 1, 1), scale={4: 2.0})
+        find(ScheduleRequest(stages=2, micro_batches=4, chunks=2, times=(1, 1, 1), scale={4: 2.0}))
