@@ -8,10 +8,7 @@ from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
-Measures products at the recipe's shapes, the memory, an AllReduce between two processes and seven short training
-steps, one thread each (of plain operators in two processes at once), and fits the constants of the cost model to the
-steps. Times are processor seconds: on an idle machine they equal elapsed time. Takes
-less than a minute on an idle machine. Needs mindspore.
+Takes less than a minute on an idle machine and needs mindspore; docs/plan_step.md says what is measured.
 """
 EXAMPLES = """\
 telechat-moe plan calibrate --out this-machine.yaml

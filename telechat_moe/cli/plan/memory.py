@@ -10,9 +10,8 @@ from telechat_moe.errors import UsageError
 from telechat_moe.units import parse_size
 
 NOTES = """\
-The peak is that of the recipe's schedule run operation by operation, with the tensors that the compiled graph keeps
-(docs/plan_memory.md). The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes.
---expert-loads shows how full the fullest device would have been with the loads of a run, record by record.
+The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes
+(docs/plan_memory.md).
 """
 
 

@@ -8,10 +8,8 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 NOTES = """\
-Bubble is the idle share of the makespan over all stages, start-up included. The bound is proven: no schedule on the
-allowed placements under the same memory and rules is shorter. Memory is in units of 1F1B's (P micro-batches of a
-stage's activations); times are of a whole stage, in any unit. (2x weights: the schedule holds every weight on two
-stages.)
+Bubble is the idle share of the makespan over all stages, start-up included; no schedule on the allowed placements under
+the same memory and rules is shorter than the bound. Memory is in units of 1F1B's, times are of a whole stage, in any unit.
 """
 EXAMPLES = """\
 telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2
