@@ -40,17 +40,15 @@ def read(c: Any, schedules: list[Space]) -> Any:
     lowest = min(cost.min() for name, cost in c.items() if name != "memory")
     c = Space(**c, s=schedules[int(c["schedule"])], g=int(c["count"][1] > c["count"][0]))
     need(lowest >= 0 and (c.entry <= c.full).all(), "a cost is negative")
-    chunks = np.arange(c.s.n)
-    c.least = (chunks > 0) & (chunks < c.s.n - 1) | (c.s.n == 1)  # layers; the ends may be empty
+    index = np.arange(c.s.n)
+    c.least = (index > 0) & (index < c.s.n - 1) | (c.s.n == 1)  # layers; the ends may be empty
     before = np.cumsum(c.least) - c.least  # fewest layers in the chunks before
-    largest = [c.count[0] - before, c.count[1] - before[::-1], c.count[c.g] * (chunks < c.s.p)]
+    largest = [c.count[0] - before, c.count[1] - before[::-1], c.count[c.g] * (index < c.s.p)]
     c.most = np.clip(largest, 0, None)
     c.room = c.memory - np.maximum(c.buffer, c.held * (c.least @ c.s.on > 0))
     for largest, stages, layer in zip(c.largest, c.weights, c.weight[c.g], strict=True):
-        layers = (
-            sum((largest - 1 - stages) // layer) if layer else np.inf
-        )  # where no stage has so much
-        need(largest <= stages.max() or layers < c.count[c.g], "the largest stage may have less")
+        fit = sum((largest - 1 - stages) // layer) if layer else np.inf  # no stage has so much
+        need(largest <= stages.max() or fit < c.count[c.g], "the largest stage may have less")
     both = np.array([c.time[:, 0], c.time[:, 1] + c.again])  # forward, backward
     share = (c.hides @ both / both.sum(axis=0)).max()
     beyond = np.maximum(c.hides @ c.fixed - share * c.fixed.sum(axis=0), 0).sum() * PS
@@ -79,14 +77,12 @@ def tighten(c: Any, low: Any, high: Any, bound: float) -> bool:
     return any(map(np.any, (low > high, low.sum(axis=1) > totals, high.sum(axis=1) < totals)))
 
 
-def fill(c: Any, s: int, kinds: Any, recomputed: Any) -> float:
+def fill(c: Any, s: int, kinds: Any, redo: Any) -> float:
     """Return the bytes of a stage's layers, so many recomputed, and one; 0: they do not fit."""
-    of_kinds = np.array(
-        [np.minimum(recomputed, kinds[0]).sum(), np.maximum(recomputed - kinds[0], 0).sum()]
-    )
-    bytes_ = kinds.sum(axis=1) @ c.full[:, s] - of_kinds @ (c.full - c.entry)[:, s]
-    work = max(c.buffer[s], c.held * kinds.any(), *(c.working * (of_kinds > 0)))
-    return bytes_ + 1 if bytes_ + work <= c.memory[s] else 0
+    parts = np.array([np.minimum(redo, kinds[0]).sum(), np.maximum(redo - kinds[0], 0).sum()])
+    used = kinds.sum(axis=1) @ c.full[:, s] - parts @ (c.full - c.entry)[:, s]
+    work = max(c.buffer[s], c.held * kinds.any(), *(c.working * (parts > 0)))
+    return used + 1 if used + work <= c.memory[s] else 0
 
 
 def value(c: Any, low: Any, high: Any, y: Any) -> float:
@@ -95,24 +91,20 @@ def value(c: Any, low: Any, high: Any, y: Any) -> float:
     path = sum((w * c.s.path[int(i)] for i, w in y.paths), np.zeros(2 * c.s.n + 1)) * k * PS
     counts = np.array([path[: c.s.n], path[c.s.n : -1][::-1]])  # forward, backward of each chunk
     parameters = np.array(slopes)[:, None] * y.parameters
-    fewest, highest, room = (low[:2] @ c.s.on).astype(int), high[:2] @ c.s.on, c.room.copy()
-    fewest[c.g], highest[c.g] = low[2, : c.s.p], high[2, : c.s.p]
-    for s in np.flatnonzero(
-        (fewest == highest).all(axis=0) * c.choice
-    ):  # whole layers are recomputed
-        room[s] = max(fill(c, s, np.diag(fewest[:, s]), r) for r in np.ndindex(*(fewest[:, s] + 1)))
+    lower, upper, room = (low[:2] @ c.s.on).astype(int), high[:2] @ c.s.on, c.room.copy()
+    lower[c.g], upper[c.g] = low[2, : c.s.p], high[2, : c.s.p]
+    for s in np.flatnonzero((lower == upper).all(axis=0) * c.choice):  # whole layers are redone
+        room[s] = max(fill(c, s, np.diag(lower[:, s]), r) for r in np.ndindex(*(lower[:, s] + 1)))
     total += (counts * c.fixed).sum() + path[-1] * c.send - y.memory @ room
     total += (parameters * np.column_stack([c.weights, c.largest])).sum()
     total += y.fewest @ low[2, : c.s.p] - y.most @ high[2, : c.s.p]
     stages = c.weight @ parameters[:, :-1] + y.memory * c.full
     stages[c.g] += y.most - y.fewest
-    recompute = np.outer(c.again, counts[1]) - (y.memory * (c.full - c.entry)) @ c.s.on.T
-    layer_s = c.time @ counts + stages @ c.s.on.T + np.minimum(recompute, 0)  # seconds for a layer
-    gain = (
-        layer_s[:, None] - layer_s[:, :, None]
-    )  # [kind, price of a layer, chunk]; any price is valid
+    redo = np.outer(c.again, counts[1]) - (y.memory * (c.full - c.entry)) @ c.s.on.T
+    cost = c.time @ counts + stages @ c.s.on.T + np.minimum(redo, 0)  # seconds for a layer
+    gain = cost[:, None] - cost[:, :, None]  # [kind, price of a layer, chunk]; any price is valid
     sums = (np.where(gain < 0, high[:2, None], low[:2, None]) * gain).sum(axis=2)
-    return total + (layer_s * c.count[:, None] + sums).max(axis=1).sum()
+    return total + (cost * c.count[:, None] + sums).max(axis=1).sum()
 
 
 def prove(c: Any, tree: Any, low: Any, high: Any, proofs: list[Any], bound: float) -> None:
@@ -120,13 +112,10 @@ def prove(c: Any, tree: Any, low: Any, high: Any, proofs: list[Any], bound: floa
     if tighten(c, low, high, bound):
         return
     if isinstance(tree, list):
-        row, place, cut, less, upper = tree
+        row, q, cut, less, upper = tree
         need(isinstance(cut, int), "a cut is not whole")
         top, floor = high.copy(), low.copy()
-        top[row, place], floor[row, place] = (
-            min(cut, high[row, place]),
-            max(cut + 1, low[row, place]),
-        )
+        top[row, q], floor[row, q] = min(cut, high[row, q]), max(cut + 1, low[row, q])
         prove(c, less, low.copy(), top, proofs, bound)
         prove(c, upper, floor, high, proofs, bound)
     elif tree == -1:
@@ -136,21 +125,21 @@ def prove(c: Any, tree: Any, low: Any, high: Any, proofs: list[Any], bound: floa
         for s, on in enumerate(c.s.on.T):
             over = (some * on * (not fill(c, s, kinds * on, 0 * some))).astype(int)
             fit = [r for r in product(*map(range, over + 1)) if fill(c, s, kinds * on, np.array(r))]
-            todo = [(recomputed + np.min(fit, axis=0), 0) for recomputed, _ in todo if fit]
-        for r, place in todo:  # more of them only where that could be faster
+            todo = [(redo + np.min(fit, axis=0), 0) for redo, _ in todo if fit]
+        for r, q in todo:  # more of them only where that could be faster
             took, fastest = step(c, kinds, r)
             need(took >= bound * (1 - CLOSE), "a placement is faster")
             if fastest < bound * (1 - CLOSE):
-                todo += [(r + np.eye(c.s.n)[i], i) for i in range(place, c.s.n) if r[i] < some[i]]
+                todo += [(r + np.eye(c.s.n)[i], i) for i in range(q, c.s.n) if r[i] < some[i]]
     else:
         need(value(c, low, high, proofs[tree]) >= bound * (1 - CLOSE), "a part is not proven")
 
 
-def step(c: Any, kinds: Any, recomputed: Any) -> tuple[float, float]:
+def step(c: Any, kinds: Any, redo: Any) -> tuple[float, float]:
     """Return a layout's step, run (infinity: no memory), and what recomputing more takes."""
-    twice = np.array([np.minimum(recomputed, kinds[0]), np.maximum(recomputed - kinds[0], 0)])
+    twice = np.array([np.minimum(redo, kinds[0]), np.maximum(redo - kinds[0], 0)])
     need((twice >= 0).all() and (twice <= kinds * (c.choice > 0)).all(), "too much is recomputed")
-    fits = all(fill(c, s, kinds * on, recomputed * on) for s, on in enumerate(c.s.on.T))
+    fits = all(fill(c, s, kinds * on, redo * on) for s, on in enumerate(c.s.on.T))
     both = forward, backward = c.fixed + c.time.T @ kinds + np.outer([0, 1], c.again @ twice)
     times, turn, clock = [*forward, *backward[::-1]], [0] * c.s.p, [0.0] * c.s.p
     end = dict.fromkeys(range(-c.s.m, 0), 0.0)
@@ -188,10 +177,10 @@ def check(stated: Any) -> str:
         c = read(dict(zip(stated["columns"], (lists[i] for i in values), strict=True)), schedules)
         prove(c, tree, np.zeros((3, c.s.n)), c.most.copy(), proofs, bound)
         if row == layout["row"]:
-            kinds, recomputed = (np.array(layout[x], dtype=int) for x in ("kinds", "again"))
-            low, high = np.array([*kinds, 0 * recomputed]), np.array([*kinds, c.most[2]])
+            kinds, redo = (np.array(layout[x], dtype=int) for x in ("kinds", "again"))
+            low, high = np.array([*kinds, 0 * redo]), np.array([*kinds, c.most[2]])
             need(not tighten(c, low, high, np.inf), "the layout is no placement")
-            need(abs(step(c, kinds, recomputed)[0] / layout["step_s"] - 1) < CLOSE, "it takes more")
+            need(abs(step(c, kinds, redo)[0] / layout["step_s"] - 1) < CLOSE, "it takes more")
     return f"{len(rows):,} configurations, gap {max(layout['step_s'] / bound - 1, 0):.3%}"
 
 
