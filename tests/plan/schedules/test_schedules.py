@@ -41,10 +41,10 @@ def naive_duration(op, t):
         kind, c, _ = parts[0]
         return {"F": t.forward, "B": t.backward, "D": t.dx, "W": t.dw}[kind.value][c]
     (_, f, _), (kind, b, _) = parts
-    back = t.backward[b] if kind is OpKind.B else t.dx[b]
-    compute = t.forward[f] - t.forward_exposed[f] + back - t.backward_exposed[b]
+    backward = t.backward[b] if kind is OpKind.B else t.dx[b]
+    compute = t.forward[f] - t.forward_exposed[f] + backward - t.backward_exposed[b]
     talk = t.forward_exposed[f] + t.backward_exposed[b]
-    return max(t.forward[f], back, compute, talk)
+    return max(t.forward[f], backward, compute, talk)
 
 
 def by_rounds(program, times):
@@ -102,8 +102,8 @@ def programs_and_times(draw):
 def test_simulation_is_the_least_solution_of_the_recurrences(case):
     program, times = case
     result = simulate(program, times)
-    for mine, naive in zip(result.end, by_rounds(program, times), strict=True):
-        np.testing.assert_allclose(mine, naive, rtol=1e-12)
+    for solution, naive in zip(result.end, by_rounds(program, times), strict=True):
+        np.testing.assert_allclose(solution, naive, rtol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -332,12 +332,14 @@ def test_rules_leave_out_what_they_forbid():
 
 
 def test_nothing_hides_where_pairs_may_not_overlap():
-    one = np.ones(8)
-    talk = Times(one, one, one, forward_exposed=0.4 * one, backward_exposed=0.4 * one).full(4)
+    times = np.ones(8)
+    talk = Times(
+        times, times, times, forward_exposed=0.4 * times, backward_exposed=0.4 * times
+    ).full(4)
     memory = np.full(4, 99.0)
     for pairs, faster in ((False, False), (True, True)):
         by_name = {k.program.name: k for k in known(talk, 4, 8, memory, Rules(pairs=pairs))}
-        quiet = simulate(by_name["dualpipev"].program, Times(one, one, one))
+        quiet = simulate(by_name["dualpipev"].program, Times(times, times, times))
         assert (by_name["dualpipev"].result.makespan < quiet.makespan) == faster
 
 

@@ -23,10 +23,10 @@ QUICK = 50_000
     ("chunks", "most", "bound"), [(2, 0.040, 7.5 / 199.5), (4, 0.023, 3.75 / 195.75)]
 )
 def test_16_stages_64_micro_batches_under_the_memory_of_1f1b(chunks, most, bound):
-    found = find(ScheduleRequest(stages=16, micro_batches=64, chunks=chunks, times=(1, 1, 1)))
-    assert found.result.bubble <= most
-    assert ideal_bubble(found) == pytest.approx(bound, abs=1e-12)
-    assert found.result.peak.max() <= 16 * (1 + 1e-9)
+    synthesis = find(ScheduleRequest(stages=16, micro_batches=64, chunks=chunks, times=(1, 1, 1)))
+    assert synthesis.result.bubble <= most
+    assert ideal_bubble(synthesis) == pytest.approx(bound, abs=1e-12)
+    assert synthesis.result.peak.max() <= 16 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(16, 2), (8, 2)])
@@ -91,7 +91,7 @@ def test_the_table_has_every_published_schedule_that_fits():
     for seed in range(40):
         times, stages, micro_batches, memory, rules = random_case(np.random.default_rng([7, seed]))
         s = synthesise(times, stages, micro_batches, memory, rules, effort=QUICK, seed=seed)
-        found = {(k.program.name, k.chunks) for k in s.table if k.fits}
+        names = {(k.program.name, k.chunks) for k in s.table if k.fits}
         filled, finest = allowed(times.full(stages), rules), len(times.forward) // stages
         for name, chunks in itertools.product(GENERATORS, range(1, finest + 1)):
             if finest % chunks or (name, chunks) == ("interleaved", 1):
@@ -105,7 +105,7 @@ def test_the_table_has_every_published_schedule_that_fits():
             )
             result = simulate(program, merge(filled, stages * chunks))
             fits = (result.peak <= memory * (1 + 1e-9)).all() and (rules.split or not split)
-            assert ((program.name, chunks) in found) == fits, (seed, name, chunks)
+            assert ((program.name, chunks) in names) == fits, (seed, name, chunks)
 
 
 def test_never_worse_than_the_published_under_the_same_memory():

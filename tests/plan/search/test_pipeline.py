@@ -26,8 +26,8 @@ def test_orders_are_the_programs(shape: tuple[str, int, int, int]) -> None:
     program = make_program(layout)
     number = {OpKind.F: 0, OpKind.B: 1, OpKind.D: 1, OpKind.W: 2}
     listed = [
-        [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in own]
-        for own in program.ops
+        [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in ops]
+        for ops in program.ops
     ]
     assert [o.tolist() for o in made.orders] == listed
 
