@@ -281,7 +281,7 @@ def relaxed(p: PlacementProblem, rng: random.Random) -> Iterator[PlacementProble
     for g, layers in enumerate(p.layers):
         kept = less(layers.activations)
         entry = tuple(min(a, b) for a, b in zip(less(layers.inputs), kept, strict=True))
-        changes = [{"kept": kept, "entry": entry}, {"states": 0}]
+        changes = [{"activations": kept, "inputs": entry}, {"states": 0}]
         if p.tail.exposed == 1:
             changes += [{"times": less(layers.times)}, {"recompute_time": 0}]
         for change in changes:

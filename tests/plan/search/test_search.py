@@ -122,7 +122,7 @@ def test_time_that_is_up_ends_the_table(monkeypatch) -> None:
     space = Space(devices=16, global_batch=32, base=base, most_vpp=2)
     unlimited = search(a, space, device, top=5)
     assert len(unlimited.best) > 5
-    monkeypatch.setattr(search_module._Search, "_late", lambda self: bool(self.placed))
+    monkeypatch.setattr(search_module._LayoutSearch, "_late", lambda self: bool(self.placed))
     cut = search(a, space, device, top=5)
     assert len(cut.best) == 1
     assert cut.timed_out
