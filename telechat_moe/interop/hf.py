@@ -21,7 +21,7 @@ from telechat_moe.checkpoint import manifest
 from telechat_moe.checkpoint.weights import (
     MODEL_CONFIG,
     NO_SETTINGS,
-    Report,
+    ProblemHandler,
     finite,
     glance,
     own_weights,
@@ -342,7 +342,7 @@ class _Scan:
 
 
 def _outputs(
-    found: _Source, config: ModelConfig, to: Format, report: Report
+    found: _Source, config: ModelConfig, to: Format, report: ProblemHandler
 ) -> tuple[list[TensorOutput], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
@@ -512,7 +512,7 @@ def _equal(a: TensorEntry, b: TensorEntry, whole: bool) -> bool:
 
 
 def _to_hf(
-    table: list[Pair], entries: dict[str, TensorEntry], report: Report = refuse
+    table: list[Pair], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
 ) -> Iterator[TensorOutput]:
     for p in table:
         entry = entries[p.ours]
@@ -536,7 +536,7 @@ def _to_hf(
 
 
 def _to_ours(
-    table: list[Pair], entries: dict[str, TensorEntry], report: Report = refuse
+    table: list[Pair], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
 ) -> Iterator[TensorOutput]:
     for p in table:
         parts = {name: entries[name] for name in p.hf}
