@@ -198,7 +198,8 @@ class _SweepReader:
         self.stop_if_broken()
         runs = self.runs(keys, lines)
         self.stop_if_broken()
-        sizes = {run.variant: ModelSize.of(run.recipe) for run in reversed(runs)}
+        recipes = {run.variant: run.recipe for run in runs}
+        sizes = {variant: ModelSize.of(recipe) for variant, recipe in recipes.items()}
         larger = {name: self.counterparts(name, model) for name, model in keys.larger.items()}
         studies = keys.studies or {"all": Study(variants=list(lines))}
         for name, study in studies.items():
