@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.cli.judge import require
     from telechat_moe.launch import hosts
     from telechat_moe.launch import job as launch
-    from telechat_moe.run import trainer_of, use_with
+    from telechat_moe.recipe.uses import trainer_of, use_with
     from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
     if args.restart < 0:

@@ -7,8 +7,6 @@ A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and
 Where the recipe chooses a pipeline schedule, the caller hands in the order of each rank's passes.
 """
 
-import hashlib
-import importlib.util
 import json
 import platform
 import sys
@@ -20,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out, locked, write_atomic
@@ -33,6 +30,7 @@ from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankDiedError, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.swap import require_pool
+from telechat_moe.recipe.uses import graph_settings
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.sharding.recipe import mesh_of, smaller_steps
 from telechat_moe.train import preflight
@@ -43,47 +41,8 @@ LOGS = "log"
 RESOLVED = "recipe.yaml"
 Orders = Mapping[int, Sequence[tuple[str, int, int] | tuple[str, int, int, int, int]]]
 """For each rank the order of its passes (:data:`telechat_moe.graph.reorder.Pass`) and pairs of them."""
-_NOT_IN_GRAPH = (
-    *("callbacks", "load_checkpoint", "lr_schedule", "output_dir", "resume_training", "seed"),
-    *("telechat_moe", "train_dataset", "train_dataset_task"),
-)
-
 
 # ------------------------------------------------------------------------------ graphs
-
-
-def source_key(what: Mapping[str, Any]) -> str:
-    """Return a key of everything that a rank's graph depends on."""
-    from importlib.metadata import version
-
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode())
-    digest.update(f"{__version__} {version('mindspore')}".encode())
-    package = Path(__file__).parents[1]
-    ops = importlib.util.find_spec("telechat_moe.ops")
-    folders = [package / name for name in ("model", "sharding", "graph")]
-    names = ("rank_graph.py", "rank_step.py", "step.py", "optimizer.py")
-    files = [package / "train" / name for name in names]
-    if ops is not None and ops.origin is not None:
-        files += sorted(Path(ops.origin).parent.glob("*.py"))
-    for path in [*files, *(p for f in folders for p in sorted(f.rglob("*.py")))]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _graph_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of a recipe that a graph may depend on."""
-    settings = {k: v for k, v in recipe.to_dict().items() if k not in _NOT_IN_GRAPH}
-    own = recipe.telechat_moe
-    settings["telechat_moe"] = [
-        own.sharding,
-        own.weight_decay_exclude,
-        own.moe_block_rows,
-        own.moe_capacity_tokens,
-        own.moe.placement is not None,
-    ]
-    data = recipe.train_dataset.data_loader.config
-    settings["attention_mask"] = data is not None and data.create_attention_mask
-    return settings
 
 
 def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Path:
@@ -96,6 +55,8 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         RecipeError: The recipe chooses the order of passes and no orders are given, or more is swapped than it allows.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
+    from telechat_moe.graph.cache import source_hash
+
     keep_others_out()
     own = recipe.telechat_moe.sharding
     chosen = {"overlap_exchange": own.overlap_exchange, "pipeline_schedule": own.pipeline_schedule}
@@ -107,7 +68,8 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         raise RecipeError([problem])
     for count, smaller in smaller_steps(recipe).items():
         write_job(smaller, folder / f"micro_batches_{count}")
-    key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"
+    settings, written = {**graph_settings(recipe), "orders": orders}, folder / "key"
+    key = source_hash(json.dumps(settings, sort_keys=True, default=str))
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
     else:

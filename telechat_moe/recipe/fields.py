@@ -167,6 +167,24 @@ def any_value(why: str) -> dict[str, object]:
     return {"takes": Takes(why=why)}
 
 
+def decides(
+    *parts: Literal["graph", "plugin", "data", "weights"], inside: bool = True
+) -> dict[str, object]:
+    """Return field metadata: what a key decides beside the run, a section for every key in it that says nothing else.
+
+    `graph`: the compiled graph of a rank; `plugin`: our model in MindFormers' trainer; `data`: what `data build` writes;
+    `weights`: names and shapes of the weights.
+
+    Args:
+        inside: False: a section that decides it by being there, and no key in it does.
+    """
+    return {"decides": (parts, inside)}
+
+
+ONLY_OURS = {"only_ours": True}
+"""Field metadata: `telechat-moe train` does this and MindFormers' trainer does not, with our model either."""
+
+
 def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:
     """Return the field of a class attribute, MISSING if there is none, with further metadata."""
     if not isinstance(default, Field):

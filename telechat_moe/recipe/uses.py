@@ -6,13 +6,13 @@ key that a use does not read may be written with a neutral value, one that asks 
 the table names.
 """
 
-import re
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, is_dataclass
 from typing import Any, Literal, cast
 
 from telechat_moe.recipe import speed_up
-from telechat_moe.recipe.check import section_keys
+from telechat_moe.recipe.check import parts_of, section_keys
 from telechat_moe.recipe.fields import Takes, is_required
 from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.reads import Judged, judge
@@ -39,41 +39,35 @@ USES: dict[Use, str] = {
     "data": "`telechat-moe data build`",
     "weights": "a command that reads the weights of the model",
 }
-_GRAPH = re.compile(
-    r"(?!parallel\.(strategy_ckpt_|dump_|parameter_broadcast)|model\.model_config\.initializer_range)("
-    r"(model|optimizer|parallel|parallel_config|recompute_config|runner_wrapper|swap_config)\."
-    r"|telechat_moe\.(moe_capacity_tokens|moe\.(balance_group|placement$)|operators|sharding|weight_decay_exclude)"
-    r"|use_parallel|pretrained_model_dir|micro_batch_interleave_num|context\.(mode|max_call_depth|ascend_config\.parallel_speed_up)"
-    r"|runner_config\.(batch_size|gradient_accumulation_steps)"
-    r"|train_dataset\.data_loader\.config\.(create_attention_mask|seq_length))"
-)
-"""Beginnings of keys that decide a rank's graph; the others belong to the run."""
+_DECIDES: dict[Use, str] = {
+    "dryrun": "graph",
+    "plan": "graph",
+    "mindformers": "plugin",
+    "data": "data",
+    "weights": "weights",
+}
+"""What a use makes of a recipe, in the words of `fields.decides`; `train` reads all."""
 _DROPPED = {
     "runner_config.stop_step": "0, and an item {{type: TrainCallBack, stop_step: {}}} of callbacks"
 }
 """Keys that MindFormers reads and then makes nothing of, and what to write instead."""
-_IN_PLUGIN = re.compile(
-    r"(model|recompute_config|swap_config)(\.|$)"
-    r"|telechat_moe\.(moe_|moe\.balance_group|operators|sharding(?!\.(overlap_exchange|pipeline_schedule))|weight_decay_exclude)"
-)
-"""Keys that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
-_DECIDES: dict[Use, re.Pattern[str]] = {
-    "dryrun": _GRAPH,
-    "plan": _GRAPH,
-    "mindformers": _IN_PLUGIN,
-    "data": re.compile(
-        r"telechat_moe\.(corpus|conversations)\.|model\.model_config\.vocab_size|seed"
-        r"|train_dataset\.data_loader\.config\.(data_path|train_data_path|eod|seq_length)"
-    ),
-    "weights": re.compile(r"model\.model_config\.|pretrained_model_dir"),
-}
-"""Beginnings of the keys that decide what a use makes of a recipe; `train` reads all."""
 
 
 def use_of(recipe: Recipe) -> Use:
     """Return the use for which a recipe is written: our trainer's on CPU, else MindFormers' (with our plug-in or not)."""
     ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
     return "train" if ours else "mindformers"
+
+
+def use_with(through: str | None) -> Use:
+    """Return what a recipe is for with a trainer, ``own`` or ``mindformers``; None: with the one for which it is written."""
+    uses: dict[str | None, Use] = {None: "written", "own": "train", "mindformers": "mindformers"}
+    return uses[through]
+
+
+def trainer_of(recipe: Recipe, through: str | None) -> str:
+    """Return whose trainer trains a recipe: ``through``, else ``own`` or ``mindformers``, as the recipe is written."""
+    return through or ("own" if use_of(recipe) == "train" else "mindformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,37 +116,77 @@ class Written:
 
 def written(recipe: Recipe) -> Iterator[Written]:
     """Yield every key that is written, in the order of the file, sections before what is in them."""
-    yield from _written("", recipe, recipe.given, False)
+    yield from _written("", recipe, recipe.given)
 
 
-def _written(at: str, section: Any, given: dict[str, Any], theirs: bool) -> Iterator[Written]:
+def _written(at: str, section: Any, given: dict[str, Any]) -> Iterator[Written]:
     plan = section_keys(cast("type[Any]", type(section)))
     for key, below in given.items():
         name = plan.names.get(key)
         if name is None or not hasattr(section, name) or key == "dataset_config":
             continue  # has a problem of its own, or repeats train_dataset, with which a rule compares it
         field, value = plan.fields[name], getattr(section, name)
-        takes = cast("Takes | None", field.metadata.get("takes", Takes() if theirs else None))
+        takes = cast("Takes | None", field.metadata.get("takes"))
         found = Written(at + key, value, field, takes)
         inner = cast("list[Any]", value if isinstance(value, list) else [value])
-        if not inner or not is_dataclass(inner[0]):
-            yield found
-            continue
-        whole = takes is not None and not is_made(type(inner[0]))
-        if whole:
+        if not inner or not is_dataclass(inner[0]) or (takes and not is_made(type(inner[0]))):
             yield found
             continue
         texts = cast("list[Any]", below if isinstance(value, list) else [below])
         for index, (item, text) in enumerate(zip(inner, texts, strict=True)):
             place = f"{at}{key}.{index}." if isinstance(value, list) else f"{at}{key}."
-            yield from _written(place, item, text, theirs)
+            yield from _written(place, item, text)
+
+
+@functools.cache
+def decided(key: str) -> tuple[str, ...]:
+    """Return what a dotted key decides beside the run, as its field or the nearest section above it says (`fields.decides`)."""
+    parts: tuple[str, ...] = ()
+    sections: list[type] = [Recipe]
+    inside = True
+    for name in key.replace("[]", "").split("."):
+        if name.isdecimal():
+            continue
+        if not inside:
+            return ()
+        plans = [plan for plan in map(section_keys, sections) if name in plan.names]
+        if not plans:  # a key of a mapping
+            return parts
+        field = plans[0].fields[plans[0].names[name]]
+        parts, inside = field.metadata.get("decides", (parts, True))
+        sections = [section for section, _ in parts_of(field.type)]
+    return parts
 
 
 def decides(use: Use, key: str) -> bool:
     """Return whether a key decides what our code does: the trainer, the compiled graph, our model in MindFormers."""
     if use == "plan" and key.endswith(".optimizer_level"):
         return False  # it prices every level, of which our graph has one
-    return use not in _DECIDES or _DECIDES[use].match(key) is not None
+    return use not in _DECIDES or _DECIDES[use] in decided(key)
+
+
+def graph_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return every setting that the compiled graphs of a recipe's ranks may depend on, by its dotted key."""
+    settings = {
+        key: value
+        for key, _, value in _settings("", recipe)
+        if {"graph", "plugin"} & {*decided(key)}
+    }
+    return {**settings, speed_up.KEY: speed_up.switches(recipe)}
+
+
+def _settings(above: str, section: Any) -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yield key, field and value of every setting of a section, of a section within it True and its settings."""
+    for name, field in section_keys(cast("type[Any]", type(section))).fields.items():
+        value = getattr(section, name)
+        is_list = isinstance(value, list)
+        items = cast("list[Any]", value if is_list else [value])
+        if not items or not is_dataclass(items[0]):
+            yield above + name, field, value
+            continue
+        yield above + name, field, True
+        for index, item in enumerate(items):
+            yield from _settings(f"{above}{name}.{index}." if is_list else f"{above}{name}.", item)
 
 
 def idle_overrides(recipe: Recipe, use: Use) -> list[str]:
@@ -226,30 +260,11 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
     if recipe.model_config.calculate_per_token_loss:
         found = "True, which MindFormers' steps do for MindFormers' own networks only"
         yield "model.model_config.calculate_per_token_loss", found, "remove it"
-    asked = {
-        "evaluation.interval": own.evaluation.interval or None,
-        "saving.max_failed": own.saving.max_failed or None,
-        "conversations": own.conversations and "a section",
-        "packing": own.packing and "a section",
-        "sample": own.sample and "a section",
-        "step_batch_size_schedule": own.step_batch_size_schedule,
-        "lr_wsd_decay_style": own.lr_wsd_decay_style,
-        "ema": own.ema and "a section",
-        "loss_guard": own.loss_guard and "a section",
-        "mixture": own.mixture and "a schedule of weights",
-        "resume_data": own.resume_data if own.resume_data != "same" else None,
-        "balance_attention": own.balance_attention or None,
-        "moe.placement": own.moe.placement and "a section",
-        "sharding.overlap_exchange": own.sharding.overlap_exchange or None,
-        "sharding.pipeline_schedule": own.sharding.pipeline_schedule,
-        "swap": own.swap and "a section",
-        "moe.load_interval": own.moe.load_interval if own.moe.load_interval != 50 else None,
-        "max_skipped_steps": own.max_skipped_steps if own.max_skipped_steps != 10 else None,
-    }
-    for key, value in asked.items():
-        if value is not None:
-            found = f"{value}, which `telechat-moe train` does and MindFormers' trainer does not"
-            yield f"telechat_moe.{key}", found, "0" if key == "evaluation.interval" else "remove it"
+    for key, field, value in _settings("telechat_moe.", own):
+        if field.metadata.get("only_ours") and not Takes().allows(value, field):
+            what = "a section" if value is True and field.default is None else value
+            found = f"{what}, which `telechat-moe train` does and MindFormers' trainer does not"
+            yield key, found, "remove it"
 
 
 def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
@@ -302,7 +317,7 @@ def _never_read(recipe: Recipe) -> Iterator[Broken]:
 def judged_by_mindformers(recipe: Recipe) -> Iterator[Judged]:
     """Yield what is known of MindFormers' reading of each key of the file, the sections of our plug-in's model left out."""
     ours = recipe.trainer.type == OUR_TRAINER
-    given = {k: v for k, v in recipe.given.items() if not (ours and _IN_PLUGIN.match(k))}
+    given = {k: v for k, v in recipe.given.items() if not (ours and "plugin" in decided(k))}
     for found in judge(given, recipe.model.model_config.model_type):
         entry = locate(recipe.tree, found.key) if recipe.tree else None
         origin = entry.node.origin if entry else ""  # a file or --set, else who filled it in

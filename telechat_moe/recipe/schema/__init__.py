@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telechat_moe.recipe.batch_schedule import BatchSchedule
-from telechat_moe.recipe.fields import ONLY_DEFAULT, Positive, Seed, Text
+from telechat_moe.recipe.fields import (
+    ONLY_DEFAULT,
+    Positive,
+    Seed,
+    Text,
+    decides,
+)
 from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
@@ -44,7 +50,9 @@ Broken = tuple[str, str, str]
 class Model:
     """`model`: the network."""
 
-    model_config: ModelConfig | OtherModelConfig
+    model_config: ModelConfig | OtherModelConfig = field(
+        metadata=decides("graph", "plugin", "weights")
+    )
     """Its dimensions and settings; which keys are known depends on `model_type`."""
 
     arch: dict[str, object] | None = field(default=None, metadata=ONLY_DEFAULT)
@@ -55,7 +63,7 @@ class Model:
 class Recipe:
     """One training recipe: the whole YAML file."""
 
-    seed: Seed = 1
+    seed: Seed = field(default=1, metadata=decides("data"))
     """Seed of initialisation and data."""
 
     output_dir: Text = "./output"
@@ -67,7 +75,7 @@ class Recipe:
     use_legacy: Literal[False] = field(default=False, metadata={"written": True})
     """MindFormers' old networks. Must be False, and written: MindFormers' default is True."""
 
-    use_parallel: bool = False
+    use_parallel: bool = field(default=False, metadata=decides("graph"))
     """Run on more than one device."""
 
     load_checkpoint: str = ""
@@ -77,7 +85,7 @@ class Recipe:
     """Go on with the step, optimizer and data of `load_checkpoint`, or of the run in `output_dir` where that is
     empty; a text names the checkpoint."""
 
-    pretrained_model_dir: str = ""
+    pretrained_model_dir: str = field(default="", metadata=decides("graph", "weights"))
     """Hugging Face folder that gives dimensions and, without `load_checkpoint`, weights. Empty: none."""
 
     use_skip_data_by_global_norm: bool = False
@@ -88,7 +96,7 @@ class Recipe:
     do_eval: bool = False
     """Evaluate while training (MindFormers)."""
 
-    micro_batch_interleave_num: Positive = 1
+    micro_batch_interleave_num: Positive = field(default=1, metadata=decides("graph"))
     """Copies of the network that overlap communication; the new networks allow 1 only."""
 
     profile: bool = False
@@ -106,7 +114,7 @@ class Recipe:
     runner_config: RunnerConfig = field(default_factory=RunnerConfig)
     """Epochs and batches."""
 
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    optimizer: Optimizer = field(default_factory=Optimizer, metadata=decides("graph"))
     """Update rule."""
 
     lr_schedule: LrSchedule | None = None
@@ -118,31 +126,35 @@ class Recipe:
     train_dataset: TrainDataset = field(default_factory=TrainDataset)
     """Training data."""
 
-    train_dataset_task: DatasetTask | None = None
+    train_dataset_task: DatasetTask | None = field(default=None, metadata=decides(inside=False))
     """Class that makes batches of it."""
 
-    eval_dataset: TrainDataset | None = None
+    eval_dataset: TrainDataset | None = field(default=None, metadata=decides(inside=False))
     """Evaluation data (MindFormers)."""
 
-    eval_dataset_task: DatasetTask | None = None
+    eval_dataset_task: DatasetTask | None = field(default=None, metadata=decides(inside=False))
     """Class that makes batches of it."""
 
     context: Context = field(default_factory=Context)
     """MindSpore's settings."""
 
-    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel_config: ParallelConfig = field(
+        default_factory=ParallelConfig, metadata=decides("graph")
+    )
     """Parallel degrees."""
 
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: Parallel = field(default_factory=Parallel, metadata=decides("graph"))
     """Automatic parallelism."""
 
-    recompute_config: RecomputeConfig = field(default_factory=RecomputeConfig)
+    recompute_config: RecomputeConfig = field(
+        default_factory=RecomputeConfig, metadata=decides("graph", "plugin")
+    )
     """Recomputation."""
 
-    swap_config: SwapConfig = field(default_factory=SwapConfig)
+    swap_config: SwapConfig = field(default_factory=SwapConfig, metadata=decides("graph", "plugin"))
     """Activations in host memory."""
 
-    model: Model
+    model: Model = field(metadata=decides("graph", "plugin"))
     """The network."""
 
     moe_config: dict[str, object] | None = None
@@ -151,7 +163,7 @@ class Recipe:
     callbacks: list[Callback] = field(default_factory=list[Callback])
     """What happens besides training."""
 
-    runner_wrapper: RunnerWrapper = field(default_factory=RunnerWrapper)
+    runner_wrapper: RunnerWrapper = field(default_factory=RunnerWrapper, metadata=decides("graph"))
     """One training step."""
 
     monitor_config: MonitorConfig | None = None

@@ -22,6 +22,7 @@ from telechat_moe.recipe.fields import (
     Share,
     Text,
     any_value,
+    decides,
     instead_of,
     names,
 )
@@ -121,7 +122,9 @@ class ModelConfig(MindFormersModelKeys):
     npu_nums_per_device: Positive = NODE_DEVICES
     """Devices of a node, whose ranks follow each other, where `moe_token_dispatcher_type` takes two hops."""
 
-    vocab_size: Positive = field(default=2048, metadata=WRITTEN)
+    vocab_size: Positive = field(
+        default=2048, metadata=WRITTEN | decides("graph", "plugin", "weights", "data")
+    )
     """Rows of the embedding. A multiple of `model_parallel`."""
 
     seq_length: Positive = field(default=4096, metadata=WRITTEN)
@@ -182,7 +185,9 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Gate of the SwiGLU. All three are the same function; `fusedswiglu` asks for one kernel."""
 
-    initializer_range: Above0 = field(default=0.02, metadata=instead_of("init_method_std"))
+    initializer_range: Above0 = field(
+        default=0.02, metadata=instead_of("init_method_std") | decides("plugin", "weights")
+    )
     """Standard deviation of the normal initialisation of weights."""
 
     fp32_residual_connection: bool = False

@@ -66,6 +66,7 @@ def blocks() -> dict[str, Block]:
 def _row(line: str) -> Row:
     key, *columns = re.split(r" {2,}", line)
     match = _NAME.fullmatch(key)
+    decided = columns.pop().split()[1:] if columns and columns[-1].startswith("decides ") else None
     if match is None or len(columns) not in (0, 1, 3, 4):
         raise ValueError(f"{FILE.name}: {line}: expected a name, or name, values, default, meaning")
     if len(columns) < 2:
@@ -73,6 +74,8 @@ def _row(line: str) -> Row:
     values, default, says, *takes = columns
     also, instead_of = (tuple(names.split(", ")) if names else () for names in match.groups()[1:])
     metadata = {"doc": says, **fields.names(*also), **fields.instead_of(*instead_of)}
+    if decided is not None:
+        metadata |= fields.decides(*cast("Any", decided if decided != ["nothing"] else ()))
     switch = "only False" if (values, default) == ("bool", "None") else "only"
     metadata["takes"] = _takes(takes[0] if takes else switch)
     return Row(match[1], metadata, values + " | None" * (default == "None"), default)
