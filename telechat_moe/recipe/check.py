@@ -119,40 +119,40 @@ class Checker:
     def _by_type(self, entry: Entry, options: list[Any], path: str) -> Any:
         """Choose among sections by their ``type`` key (callbacks)."""
         written = entry.node.get("type")
-        found = [o for o in options if written and written.node.value in type_names(o)]
-        if found:
-            return self.section(entry, found[0], path)
-        known = [name for o in options for name in type_names(o)]
+        sections = [o for o in options if written and written.node.value in type_names(o)]
+        if sections:
+            return self.section(entry, sections[0], path)
+        type_words = [name for o in options for name in type_names(o)]
         if written is not None and written.node.kind == "broken":
             return INVALID  # reported where the text was read
         if written is None:
-            self.report(entry, path, "no key 'type'", f"type is one of {', '.join(known)}", "")
+            self.report(entry, path, "no key 'type'", f"type is one of {', '.join(type_words)}", "")
         else:
-            near = difflib.get_close_matches(str(written.node.value), known, 1)
-            expected = f"expected one of {', '.join(known)}"
-            self.report(written, f"{path}.type", written.node.show(), expected, "".join(near))
+            matches = difflib.get_close_matches(str(written.node.value), type_words, 1)
+            expected = f"expected one of {', '.join(type_words)}"
+            self.report(written, f"{path}.type", written.node.show(), expected, "".join(matches))
         return INVALID
 
     def section(self, entry: Entry, cls: type, path: str) -> Any:
         """Check a map against a dataclass and build it; attributes with problems stay unset."""
         plan = section_keys(cls)
         built = cast(Any, object.__new__)(cls)
-        given: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         meant: set[str] = set()  # fields that a misspelt key may set, of which nothing is known
         for child in entry.node.entries:
             below = f"{path}.{child.key}".lstrip(".")
             name = plan.names.get(child.key)
             if name is None:
                 meant.add(self._unknown(child, plan, path, below))
-            elif name in given:
-                what = f"{child.key} and {given[name].key} name the same setting"
-                self.report(child, below, what, f"write only {name}", "")
+            elif name in entries:
+                text = f"{child.key} and {entries[name].key} name the same setting"
+                self.report(child, below, text, f"write only {name}", "")
             else:
-                given[name] = child
+                entries[name] = child
         for name, field in plan.fields.items():
-            if name in given:
-                below = f"{path}.{given[name].key}".lstrip(".")
-                value = self.check(given[name], field.type, below)
+            if name in entries:
+                below = f"{path}.{entries[name].key}".lstrip(".")
+                value = self.check(entries[name], field.type, below)
             elif name in plan.required:
                 expected, value = f"expected {describe(field.type)}", INVALID
                 self.report(entry, f"{path}.{name}".lstrip("."), "is missing", expected, "")
@@ -167,13 +167,13 @@ class Checker:
 
     def _unknown(self, child: Entry, plan: "SectionKeys", path: str, below: str) -> str:
         """Report a key that is not known; return the name of the field that it may mean, empty: none."""
-        where = f"the section {path}" if path else "a recipe"
-        near = plan.elsewhere.get(child.key) or "".join(
+        section_text = f"the section {path}" if path else "a recipe"
+        match = plan.elsewhere.get(child.key) or "".join(
             difflib.get_close_matches(child.key, plan.names, 1, 0.6)
         )
-        suggestion = f"{path}.{near}".lstrip(".") if near else ""
-        self.report(child, below, "unknown key", f"{where} has no such key", suggestion)
-        return plan.names.get(near, "")
+        suggestion = f"{path}.{match}".lstrip(".") if match else ""
+        self.report(child, below, "unknown key", f"{section_text} has no such key", suggestion)
+        return plan.names.get(match, "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,14 +227,14 @@ def split_annotation(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def parts_of(kind: Any) -> list[tuple[type, bool]]:
     """Return the sections that an annotation names, and whether each is in a list."""
-    found: list[tuple[type, bool]] = []
+    parts: list[tuple[type, bool]] = []
     for option in options_of(kind):
         base, _ = split_annotation(option)
         if dataclasses.is_dataclass(base):
-            found.append((cast(type, base), False))
+            parts.append((cast(type, base), False))
         elif get_origin(base) is list:
-            found += [(inner, True) for inner, _ in parts_of(get_args(base)[0])]
-    return found
+            parts += [(inner, True) for inner, _ in parts_of(get_args(base)[0])]
+    return parts
 
 
 def _bare(kind: Any) -> Any:
@@ -274,7 +274,7 @@ def describe(kind: Any) -> str:
             return "a section with one of the known types"
         return " or ".join(dict.fromkeys(describe(o) for o in options))
     base, limits = split_annotation(kind)
-    said = " and ".join(str(limit) for limit in limits)
+    limits_text = " and ".join(str(limit) for limit in limits)
     if base is None or base is type(None):
         return "null"
     if dataclasses.is_dataclass(base):
@@ -285,12 +285,12 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(str(a) for a in args)
     if origin is list:
-        return f"a list of {said + ' x ' if said else ''}{describe(args[0])}"
+        return f"a list of {limits_text + ' x ' if limits_text else ''}{describe(args[0])}"
     if origin is dict:
         return f"a map to {describe(args[1])}"
-    if base is str and said:
-        return said
-    return f"{_WORDS[base]} {said}".rstrip()
+    if base is str and limits_text:
+        return limits_text
+    return f"{_WORDS[base]} {limits_text}".rstrip()
 
 
 def nearest_word(node: YamlNode, kind: Any) -> str:

@@ -119,15 +119,15 @@ class Takes:
 
     Attributes:
         values: Neutral values; None: the default.
-        why: Why every value is neutral; empty: not every value is.
+        reason: Why every value is neutral; empty: not every value is.
     """
 
     values: tuple[object, ...] | None = None
-    why: str = ""
+    reason: str = ""
 
     def allows(self, value: object, of: Field[Any]) -> bool:
         """Return whether a value of the field asks for nothing that our trainer does not do."""
-        return bool(self.why) or value is None or any(_same(value, v) for v in self.neutral(of))
+        return bool(self.reason) or value is None or any(_same(value, v) for v in self.neutral(of))
 
     def neutral(self, of: Field[Any]) -> tuple[object, ...]:
         """Return the neutral values of a field, beside None."""
@@ -162,9 +162,9 @@ def only(*values: object) -> dict[str, object]:
     return {"takes": Takes(values)}
 
 
-def any_value(why: str) -> dict[str, object]:
+def any_value(reason: str) -> dict[str, object]:
     """Return field metadata: our trainer does not read this key and takes any value, for a reason."""
-    return {"takes": Takes(why=why)}
+    return {"takes": Takes(reason=reason)}
 
 
 def decides(
@@ -189,6 +189,6 @@ def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:
     """Return the field of a class attribute, MISSING if there is none, with further metadata."""
     if not isinstance(default, Field):
         return field(default=default, metadata=metadata)
-    known = cast("Field[Any]", default)
-    known.metadata = MappingProxyType({**known.metadata, **metadata})
-    return known
+    described = cast("Field[Any]", default)
+    described.metadata = MappingProxyType({**described.metadata, **metadata})
+    return described

@@ -193,8 +193,8 @@ class _Builder:
         anchor = cast("str | None", event.anchor)
         if anchor is not None:
             if anchor in self.anchors:
-                what = f"the anchor &{anchor} is defined a second time"
-                self.report(line, path, what, "give each anchor its own name")
+                problem = f"the anchor &{anchor} is defined a second time"
+                self.report(line, path, problem, "give each anchor its own name")
             self.anchors[anchor] = None  # open: an alias to it now would contain itself
         built = self._content(event, line, depth, path)
         if built.size > MAX_VALUES:
@@ -225,9 +225,11 @@ class _Builder:
         line, name = event.start_mark.line + 1, cast(str, event.anchor)
         target = self.anchors.get(name)
         if target is None:
-            known = [a for a, n in self.anchors.items() if n is not None]
-            what = f"*{name} is inside &{name}" if name in self.anchors else f"no anchor &{name}"
-            self.report(line, path, what, f"use one defined above: {', '.join(known) or 'none'}")
+            anchors = [a for a, n in self.anchors.items() if n is not None]
+            problem = f"*{name} is inside &{name}" if name in self.anchors else f"no anchor &{name}"
+            self.report(
+                line, path, problem, f"use one defined above: {', '.join(anchors) or 'none'}"
+            )
             return YamlNode("broken", line)
         return target
 
@@ -237,32 +239,34 @@ class _Builder:
             if isinstance(event, yaml.SequenceEndEvent):
                 break
             index = str(len(node.entries))
-            at = event.start_mark.line + 1
-            entry = self.place(event, index, at, depth, f"{path}.{index}".lstrip("."))
+            item_line = event.start_mark.line + 1
+            entry = self.place(event, index, item_line, depth, f"{path}.{index}".lstrip("."))
             node.entries.append(entry)
             node.size += entry.node.size
         return node
 
     def _map(self, line: int, depth: int, path: str) -> YamlNode:
-        node, seen, merged = YamlNode("map", line), dict[str, int](), list[Entry]()
+        node, lines, merged = YamlNode("map", line), dict[str, int](), list[Entry]()
         for event in self.events:
             if isinstance(event, yaml.MappingEndEvent):
                 break
-            key, at = self._key(event, path)
+            key, key_line = self._key(event, path)
             below = f"{path}.{key}".lstrip(".")
-            value = self.place(next(self.events), key, at, depth, below)
+            value = self.place(next(self.events), key, key_line, depth, below)
             node.size += value.node.size
             if key == "<<" and event.implicit[0]:
                 merged += self._merge(value, path)
-            elif key in seen:
-                what = f"a second time, first on line {seen[key]}"
-                self.report(at, below, what, "write each key once (MindFormers takes the last)")
+            elif key in lines:
+                problem = f"a second time, first on line {lines[key]}"
+                self.report(
+                    key_line, below, problem, "write each key once (MindFormers takes the last)"
+                )
             else:
-                seen[key] = at
+                lines[key] = key_line
                 node.entries.append(value)
         for entry in merged:
-            if entry.key not in seen:
-                seen[entry.key] = entry.line
+            if entry.key not in lines:
+                lines[entry.key] = entry.line
                 node.entries.append(entry)
         return node
 
@@ -277,8 +281,8 @@ class _Builder:
         if cast(Any, event).anchor is not None or cast(Any, event).tag is not None:
             self.report(line, path, f"an anchor or tag on the key {text}", "remove it")
         if cast(Any, event).implicit[0] and _tag_of(text) not in ("str", "merge"):
-            what = f"the key {text}, which YAML reads as a {_tag_of(text)}"
-            self.report(line, path, what, "keys are plain words")
+            problem = f"the key {text}, which YAML reads as a {_tag_of(text)}"
+            self.report(line, path, problem, "keys are plain words")
         return text, line
 
     def _merge(self, value: Entry, path: str) -> list[Entry]:
@@ -298,8 +302,8 @@ class _Builder:
 
 
 class _TooDeepError(Exception):
-    def __init__(self, line: int, what: str = f"more than {MAX_DEPTH} levels") -> None:
-        super().__init__(what)
+    def __init__(self, line: int, problem: str = f"more than {MAX_DEPTH} levels") -> None:
+        super().__init__(problem)
         self.line = line
 
 
@@ -332,12 +336,12 @@ def read(text: str, report: Report) -> YamlNode | None:
         report(error.line, "", str(error), "write it simpler")
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = " ".join(part for part in (error.context, error.problem) if part)
-        report(mark.line + 1 if mark else 1, "", f"not YAML: {said}", "correct the syntax")
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        report(mark.line + 1 if mark else 1, "", f"not YAML: {problem}", "correct the syntax")
     except yaml.YAMLError as error:  # a byte that YAML does not allow
         before = text[: getattr(error, "position", 0) or 0]
-        said = getattr(error, "reason", None) or str(error)
-        report(before.count("\n") + 1, "", f"not YAML: {said}", "remove the character")
+        problem = getattr(error, "reason", None) or str(error)
+        report(before.count("\n") + 1, "", f"not YAML: {problem}", "remove the character")
     return None
 
 

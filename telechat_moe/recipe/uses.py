@@ -55,8 +55,8 @@ _DROPPED = {
 
 def use_of(recipe: Recipe) -> Use:
     """Return the use for which a recipe is written: our trainer's on CPU, else MindFormers' (with our plug-in or not)."""
-    ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
-    return "train" if ours else "mindformers"
+    is_ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
+    return "train" if is_ours else "mindformers"
 
 
 def use_with(through: str | None) -> Use:
@@ -89,8 +89,8 @@ class Written:
     @property
     def readers(self) -> tuple[str, ...]:
         """Who reads the key: `own` (this package), `mindformers`."""
-        own = self.field.metadata.get("own") or self.key.startswith("telechat_moe.")
-        return ("own",) * (self.takes is None) + ("mindformers",) * (not own)
+        is_ours = self.field.metadata.get("own") or self.key.startswith("telechat_moe.")
+        return ("own",) * (self.takes is None) + ("mindformers",) * (not is_ours)
 
     def plain(self) -> Any:
         """Return the value as plain data."""
@@ -106,7 +106,7 @@ class Written:
         if self.takes is None:
             return ""
         if self.is_neutral():
-            return f"neutral: {self.takes.why or 'asks for nothing more'}"
+            return f"neutral: {self.takes.reason or 'asks for nothing more'}"
         return "refused"
 
     def is_neutral(self) -> bool:
@@ -119,22 +119,22 @@ def written(recipe: Recipe) -> Iterator[Written]:
     yield from _written("", recipe, recipe.given)
 
 
-def _written(at: str, section: Any, given: dict[str, Any]) -> Iterator[Written]:
+def _written(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[Written]:
     plan = section_keys(cast("type[Any]", type(section)))
-    for key, below in given.items():
+    for key, below in mapping.items():
         name = plan.names.get(key)
         if name is None or not hasattr(section, name) or key == "dataset_config":
             continue  # has a problem of its own, or repeats train_dataset, with which a rule compares it
         field, value = plan.fields[name], getattr(section, name)
         takes = cast("Takes | None", field.metadata.get("takes"))
-        found = Written(at + key, value, field, takes)
+        entry = Written(path + key, value, field, takes)
         inner = cast("list[Any]", value if isinstance(value, list) else [value])
         if not inner or not is_dataclass(inner[0]) or (takes and not is_made(type(inner[0]))):
-            yield found
+            yield entry
             continue
         texts = cast("list[Any]", below if isinstance(value, list) else [below])
         for index, (item, text) in enumerate(zip(inner, texts, strict=True)):
-            place = f"{at}{key}.{index}." if isinstance(value, list) else f"{at}{key}."
+            place = f"{path}{key}.{index}." if isinstance(value, list) else f"{path}{key}."
             yield from _written(place, item, text)
 
 
@@ -195,10 +195,10 @@ def idle_overrides(recipe: Recipe, use: Use) -> list[str]:
     acts: dict[str, bool] = {}
     if recipe.tree is None or use in ("train", "mindformers"):
         return []
-    for one in written(recipe):
-        origin = locate(recipe.tree, one.key).node.origin
+    for entry in written(recipe):
+        origin = locate(recipe.tree, entry.key).node.origin
         if origin.startswith("--set "):
-            acts[origin] = acts.get(origin, False) or decides(use, one.key)
+            acts[origin] = acts.get(origin, False) or decides(use, entry.key)
     return [origin.removeprefix("--set ") for origin, does in acts.items() if not does]
 
 
@@ -230,41 +230,41 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
         return use not in ("data", "weights") and decides(use, key)
 
     yield from missing.until(_of_others(recipe, use, plugin, judged))
-    for found in without_effect(recipe, missing, compiled=use in ("dryrun", "plan")):
-        if judged(found[0]):
-            yield found
+    for problem in without_effect(recipe, missing, compiled=use in ("dryrun", "plan")):
+        if judged(problem[0]):
+            yield problem
 
 
 def _of_others(
     recipe: Recipe, use: Use, plugin: bool, judged: Callable[[str], bool]
 ) -> Iterator[Broken]:
     """Yield the written keys that only another program reads, and what they ask for."""
-    for one in written(recipe):
-        if one.key == "model.model_config.model_type" and use != "mindformers":
+    for entry in written(recipe):
+        if entry.key == "model.model_config.model_type" and use != "mindformers":
             continue  # a rule says which models are ours
-        if judged(one.key) and one.takes is not None and not one.is_neutral():
+        if judged(entry.key) and entry.takes is not None and not entry.is_neutral():
             who = "MindFormers' own networks" if plugin else "MindFormers"
-            found = f"{_text(one.value)}, a setting of {who}, which {USES[use]} does not have"
-            yield one.key, found, one.takes.expected(one.field)
-        elif use == "mindformers" and not plugin and _is_ours(one):
-            found = f"{_text(one.value)}, a setting of this package, which MindFormers drops"
-            yield one.key, found, f"trainer.type {OUR_TRAINER}, or remove it"
+            problem = f"{_text(entry.value)}, a setting of {who}, which {USES[use]} does not have"
+            yield entry.key, problem, entry.takes.expected(entry.field)
+        elif use == "mindformers" and not plugin and _is_ours(entry):
+            problem = f"{_text(entry.value)}, a setting of this package, which MindFormers drops"
+            yield entry.key, problem, f"trainer.type {OUR_TRAINER}, or remove it"
 
 
 def _only_ours(recipe: Recipe) -> Iterator[Broken]:
     """Yield what `telechat-moe train` does besides the steps, and MindFormers' trainer does not."""
-    own, layers = recipe.telechat_moe, recipe.model.model_config.num_nextn_predict_layers or 0
+    settings, layers = recipe.telechat_moe, recipe.model.model_config.num_nextn_predict_layers or 0
     if layers > 1:
         key = "model.model_config.num_nextn_predict_layers"
         yield key, f"{layers}, which MindFormers' monitors do not know", "0 or 1"
     if recipe.model_config.calculate_per_token_loss:
-        found = "True, which MindFormers' steps do for MindFormers' own networks only"
-        yield "model.model_config.calculate_per_token_loss", found, "remove it"
-    for key, field, value in _settings("telechat_moe.", own):
+        problem = "True, which MindFormers' steps do for MindFormers' own networks only"
+        yield "model.model_config.calculate_per_token_loss", problem, "remove it"
+    for key, field, value in _settings("telechat_moe.", settings):
         if field.metadata.get("only_ours") and not Takes().allows(value, field):
-            what = "a section" if value is True and field.default is None else value
-            found = f"{what}, which `telechat-moe train` does and MindFormers' trainer does not"
-            yield key, found, "remove it"
+            text = "a section" if value is True and field.default is None else value
+            problem = f"{text}, which `telechat-moe train` does and MindFormers' trainer does not"
+            yield key, problem, "remove it"
 
 
 def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
@@ -272,12 +272,12 @@ def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
     swap = recipe.swap_config
     if use == "plan" and swap.swap and (swap.op_swap is not None or swap.layer_swap is None):
         key = "swap_config.op_swap" if swap.op_swap is not None else "swap_config.swap"
-        found = "operators of layers, of which the planner's cost model does not know the copies"
-        yield key, found, "swap_config.layer_swap: whole layers"
+        problem = "operators of layers, of which the planner's cost model does not know the copies"
+        yield key, problem, "swap_config.layer_swap: whole layers"
     host = recipe.telechat_moe.operators.host
     if use == "plan" and host:
-        found = f"{', '.join(host)}, of which the planner's cost model does not know the waits"
-        yield "telechat_moe.operators.host", found, "remove it"
+        problem = f"{', '.join(host)}, of which the planner's cost model does not know the waits"
+        yield "telechat_moe.operators.host", problem, "remove it"
     parts = recipe.parallel_config.seq_split_num
     if parts > 1 and (plugin or use == "plan"):
         who = "MindFormers' trainer does for its own networks only"
@@ -294,55 +294,57 @@ def in_plain_graph(recipe: Recipe) -> Iterator[Broken]:
     """Yield what the graphs that CPU processes run, which are made of plain operators, cannot compute."""
     dtype = recipe.model.model_config.compute_dtype
     if dtype in ("bfloat16", "bf16"):
-        found = f"{dtype} in the graphs of CPU processes, which are made of plain operators"
+        problem = f"{dtype} in the graphs of CPU processes, which are made of plain operators"
         expected = "float32: MindSpore has no bfloat16 products there; one process has ours"
-        yield "model.model_config.compute_dtype", found, expected
+        yield "model.model_config.compute_dtype", problem, expected
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:
     """Yield the keys that MindFormers never reads or drops, but for defaults, which ask for nothing, and those we need written."""
-    known = {one.key: one for one in written(recipe) if not is_required(one.field)}
-    for found in judged_by_mindformers(recipe):
-        one, instead = known.get(found.key), _DROPPED.get(found.key)
-        if one is None or Takes().allows(one.value, one.field):
+    entries = {entry.key: entry for entry in written(recipe) if not is_required(entry.field)}
+    for judged in judged_by_mindformers(recipe):
+        entry, instead = entries.get(judged.key), _DROPPED.get(judged.key)
+        if entry is None or Takes().allows(entry.value, entry.field):
             continue
         if instead:
-            said = f"{one.value}, read by MindFormers {MINDFORMERS} and then dropped"
-            yield found.key, said, instead.format(one.value)
-        elif found.verdict == "never":
-            said = f"{_text(one.value)}, never read by MindFormers {MINDFORMERS} in training"
-            yield found.key, said, "remove it"
+            problem = f"{entry.value}, read by MindFormers {MINDFORMERS} and then dropped"
+            yield judged.key, problem, instead.format(entry.value)
+        elif judged.verdict == "never":
+            problem = f"{_text(entry.value)}, never read by MindFormers {MINDFORMERS} in training"
+            yield judged.key, problem, "remove it"
 
 
 def judged_by_mindformers(recipe: Recipe) -> Iterator[Judged]:
     """Yield what is known of MindFormers' reading of each key of the file, the sections of our plug-in's model left out."""
-    ours = recipe.trainer.type == OUR_TRAINER
-    given = {k: v for k, v in recipe.given.items() if not (ours and "plugin" in decided(k))}
-    for found in judge(given, recipe.model.model_config.model_type):
-        entry = locate(recipe.tree, found.key) if recipe.tree else None
+    is_ours = recipe.trainer.type == OUR_TRAINER
+    sections = {k: v for k, v in recipe.given.items() if not (is_ours and "plugin" in decided(k))}
+    for judged in judge(sections, recipe.model.model_config.model_type):
+        entry = locate(recipe.tree, judged.key) if recipe.tree else None
         origin = entry.node.origin if entry else ""  # a file or --set, else who filled it in
-        if not found.key.startswith("train_dataset_task.") and origin[:5] in ("", "--set"):
-            yield found
+        if not judged.key.startswith("train_dataset_task.") and origin[:5] in ("", "--set"):
+            yield judged
 
 
 def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
     """Return the keys of which it is not known whether MindFormers reads them, and why; none for other uses."""
     if (use_of(recipe) if use == "written" else use) != "mindformers":
         return {}
-    known = {one.key: one for one in written(recipe)}
-    open_keys = [found for found in judged_by_mindformers(recipe) if found.verdict == "not judged"]
+    entries = {entry.key: entry for entry in written(recipe)}
+    open_keys = [
+        judged for judged in judged_by_mindformers(recipe) if judged.verdict == "not judged"
+    ]
     return {
-        found.key: found.place
-        for found in open_keys
-        if found.key not in known
-        or not Takes().allows(known[found.key].value, known[found.key].field)
+        judged.key: judged.place
+        for judged in open_keys
+        if judged.key not in entries
+        or not Takes().allows(entries[judged.key].value, entries[judged.key].field)
     }
 
 
-def _is_ours(one: Written) -> bool:
+def _is_ours(entry: Written) -> bool:
     """Return whether a key asks for something of a run that only this package's model or trainer does."""
-    run = one.key.startswith("telechat_moe.") and not one.key.startswith("telechat_moe.corpus.")
-    return run and not Takes().allows(one.value, one.field)
+    run = entry.key.startswith("telechat_moe.") and not entry.key.startswith("telechat_moe.corpus.")
+    return run and not Takes().allows(entry.value, entry.field)
 
 
 def _text(value: Any) -> str:

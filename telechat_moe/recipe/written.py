@@ -24,17 +24,17 @@ def written_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _walk(recipe.given, "")
 
 
-def _walk(value: object, at: str) -> Iterator[tuple[str, str]]:
+def _walk(value: object, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
-            where = f"{at}.{key}" if at else key
+            key_path = f"{path}.{key}" if path else key
             if key in WRITTEN_KEYS and isinstance(item, str) and item:
-                yield where, item
+                yield key_path, item
             else:
-                yield from _walk(item, where)
+                yield from _walk(item, key_path)
     elif isinstance(value, list):
         for i, item in enumerate(cast("list[Any]", value)):
-            yield from _walk(item, f"{at}.{i}")
+            yield from _walk(item, f"{path}.{i}")
 
 
 def outside(recipe: Recipe) -> Iterator[Problem]:
@@ -50,9 +50,9 @@ def outside(recipe: Recipe) -> Iterator[Problem]:
         path = Path(text).resolve()
         if is_local and any(path.is_relative_to(root) for root in roots):
             continue
-        found = f"{text}, which is outside of output_dir ({recipe.output_dir})"
+        problem = f"{text}, which is outside of output_dir ({recipe.output_dir})"
         expected = "a path below output_dir, a relative one without `..`, or --allow-outside"
-        yield recipe.problem(key, found, expected)
+        yield recipe.problem(key, problem, expected)
 
 
 def check_written_paths(recipe: Recipe) -> None:

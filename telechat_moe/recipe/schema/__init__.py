@@ -206,12 +206,12 @@ class Recipe:
         config = self.model.model_config
         if isinstance(config, ModelConfig):
             return config
-        key, found = "model.model_config.model_type", str(config.model_type)
+        key, kind = "model.model_config.model_type", str(config.model_type)
         expected = "this package trains telechat3_moe and deepseek_v3"
         if self.pretrained_model_dir:
-            key, found = "pretrained_model_dir", f"no config.json in {self.pretrained_model_dir}"
+            key, kind = "pretrained_model_dir", f"no config.json in {self.pretrained_model_dir}"
             expected = "the folder that has the model's dimensions"
-        raise RecipeError([self.problem(key, found, expected)])
+        raise RecipeError([self.problem(key, kind, expected)])
 
     @property
     def trains(self) -> bool:

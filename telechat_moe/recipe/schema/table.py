@@ -52,15 +52,15 @@ class Block(NamedTuple):
 @functools.cache
 def blocks() -> dict[str, Block]:
     """Return the blocks of the table by the name of their section."""
-    found: dict[str, Block] = {}
+    table: dict[str, Block] = {}
     block = Block("", [])
     for line in FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             name, _, says = line[1:].partition("]")
-            found[name] = block = Block(says.strip(), [])
+            table[name] = block = Block(says.strip(), [])
         elif line and not line.startswith("#"):
             block.rows.append(_row(line))
-    return found
+    return table
 
 
 def _row(line: str) -> Row:
@@ -83,13 +83,13 @@ def _row(line: str) -> Row:
 
 def _takes(column: str) -> fields.Takes:
     """Return what our trainer takes: `only` (the default), `only VALUES`, `never`, or `any: WHY`."""
-    word, _, rest = column.partition(" ")
+    word, _, text = column.partition(" ")
     if word not in ("only", "never", "any:"):
         raise ValueError(f"{FILE.name}: {column}: expected only, only VALUES, never or any: WHY")
     if word == "any:":
-        return fields.Takes(why=rest)
-    values = ast.literal_eval(f"({rest},)") if rest else ()
-    return fields.Takes(values if rest or word == "never" else None)
+        return fields.Takes(reason=text)
+    values = ast.literal_eval(f"({text},)") if text else ()
+    return fields.Takes(values if text or word == "never" else None)
 
 
 @dataclass_transform(
@@ -99,14 +99,16 @@ def section(cls: type[T]) -> type[T]:
     """Make a frozen dataclass of a section: the fields of its class and its rows, in the table's order."""
     block = blocks().get(cls.__name__)
     if block is not None:
-        own = inspect.get_annotations(cls)
-        known = _Names(vars(sys.modules[cls.__module__]))
+        annotations = inspect.get_annotations(cls)
+        names = _Names(vars(sys.modules[cls.__module__]))
         rows = {row.name: row for row in block.rows}
-        if own.keys() != {name for name, row in rows.items() if not row.values}:
+        if annotations.keys() != {name for name, row in rows.items() if not row.values}:
             raise TypeError(f"{FILE.name}: [{cls.__name__}] must name the fields of the class")
         cls.__annotations__ = {}
         for name, row in rows.items():
-            kind = eval(_compiled(row.values), _VOCABULARY, known) if row.values else own[name]
+            kind = (
+                eval(_compiled(row.values), _VOCABULARY, names) if row.values else annotations[name]
+            )
             cls.__annotations__[name] = kind
             if row.values:
                 setattr(cls, name, _field(row, kind))
@@ -145,9 +147,9 @@ def __getattr__(name: str) -> Any:
     """Return a section that is in the table alone, so that `pickle` finds its class, too."""
     if name.startswith("_") or name not in blocks():
         raise AttributeError(name)
-    made = section(cast("type[Any]", type(name, (), _body(name))))
-    globals()[name] = made
-    return made
+    built = section(cast("type[Any]", type(name, (), _body(name))))
+    globals()[name] = built
+    return built
 
 
 def _body(name: str) -> dict[str, Any]:
