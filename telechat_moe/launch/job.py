@@ -58,13 +58,16 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
     from telechat_moe.graph.cache import source_hash
 
     keep_others_out()
-    own = recipe.telechat_moe.sharding
-    chosen = {"overlap_exchange": own.overlap_exchange, "pipeline_schedule": own.pipeline_schedule}
+    sharding = recipe.telechat_moe.sharding
+    chosen = {
+        "overlap_exchange": sharding.overlap_exchange,
+        "pipeline_schedule": sharding.pipeline_schedule,
+    }
     key = next((key for key, value in chosen.items() if value), None)
     if key is not None and orders is None:
-        found = f"{chosen[key]}, which this command does not take"
+        problem_text = f"{chosen[key]}, which this command does not take"
         expected = "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
-        problem = recipe.problem(f"telechat_moe.sharding.{key}", found, expected)
+        problem = recipe.problem(f"telechat_moe.sharding.{key}", problem_text, expected)
         raise RecipeError([problem])
     for count, smaller in smaller_steps(recipe).items():
         write_job(smaller, folder / f"micro_batches_{count}")
@@ -90,21 +93,21 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
     from telechat_moe.graph.execute import Job
     from telechat_moe.graph.swapping import room
 
-    swapped = {rank: found for rank, found in enumerate(Job.read(job).swapped) if found}
+    swapped = {rank: swapping for rank, swapping in enumerate(Job.read(job).swapped) if swapping}
     if not swapped:
         return
-    rank, most = max(swapped.items(), key=lambda item: item[1].pool)
-    if most.tensors:
+    rank, largest = max(swapped.items(), key=lambda item: item[1].pool)
+    if largest.tensors:
         _say(
-            f"rank {rank}: {most.tensors} activations of {size_text(most.moved)} go out of its memory and back in a step, "
-            f"{size_text(most.pool - sum(room(s.nbytes) for s in most.states))} at once; {size_text(most.peak)} are in it at most"
+            f"rank {rank}: {largest.tensors} activations of {size_text(largest.moved)} go out of its memory and back in a step, "
+            f"{size_text(largest.pool - sum(room(s.nbytes) for s in largest.states))} at once; {size_text(largest.peak)} are in it at most"
         )
-    if most.states:
-        moments = size_text(sum(state.nbytes for state in most.states))
+    if largest.states:
+        moments = size_text(sum(state.nbytes for state in largest.states))
         _say(
-            f"rank {rank}: {len(most.states)} moments of {moments} are out of its memory between updates"
+            f"rank {rank}: {len(largest.states)} moments of {moments} are out of its memory between updates"
         )
-    require_pool(recipe, most.pool, f"rank {rank}")
+    require_pool(recipe, largest.pool, f"rank {rank}")
 
 
 def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
@@ -113,14 +116,14 @@ def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
     from telechat_moe.train.rank_graph import compile_recipe
 
     ranks = recipe.devices
-    each = f"compiling the graphs of {ranks} ranks, {recipe.micro_batches} micro-batches a step"
-    _say(f"layout {mesh_of(recipe).describe()}: {each}")
-    began, done = time.perf_counter(), 0
+    text = f"compiling the graphs of {ranks} ranks, {recipe.micro_batches} micro-batches a step"
+    _say(f"layout {mesh_of(recipe).describe()}: {text}")
+    began, count = time.perf_counter(), 0
 
     def one_more() -> None:
-        nonlocal done
-        done += 1
-        _say(f"compiled {done} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
+        nonlocal count
+        count += 1
+        _say(f"compiled {count} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
 
     graphs = compile_recipe(recipe, target="CPU", full_batch=True, done=one_more)
     Job.write(folder, graphs, orders, recipe.optimizer.swap)
@@ -131,10 +134,10 @@ def ascend_operators(recipe: Recipe) -> dict[str, int]:
     from telechat_moe.graph.mindir import kinds
     from telechat_moe.train.rank_graph import compile_recipe
 
-    own = recipe.telechat_moe
-    if own.operators.attention == "fused":  # Ascend has its own
-        operators = replace(own.operators, attention=None)
-        recipe = replace(recipe, telechat_moe=replace(own, operators=operators))
+    settings = recipe.telechat_moe
+    if settings.operators.attention == "fused":  # Ascend has its own
+        operators = replace(settings.operators, attention=None)
+        recipe = replace(recipe, telechat_moe=replace(settings, operators=operators))
     graphs = compile_recipe(recipe, mesh_of(recipe).first_ranks(), full_batch=True)
     return dict(sum((kinds(graph.mindir) for graph in graphs), Counter()))
 
@@ -286,13 +289,13 @@ def _train_to_the_end(
     before = newest(recipe, plan)
     attempt = left = 0
     while True:
-        found = newest(recipe, plan)
+        checkpoint = newest(recipe, plan)
         try:
             _start(recipe, plan, resolved, logs, resume, overwrite)
             return
         except RankDiedError as error:
             now = newest(recipe, plan)
-            left = plan.restarts if now != found or not attempt else left
+            left = plan.restarts if now != checkpoint or not attempt else left
             last = _last_good(root) if plan.through == "own" else f"MindFormers' newest: {now}"
             message = f"{error}\n{last}"
             if not left:
@@ -335,15 +338,15 @@ def _start(
 
 def set_aside(logs: Path, attempt: int | None) -> None:
     """Move the logs of an attempt into their own folder; None: remove all that earlier launches left."""
-    mine = ("worker_*.log", "msrun*.log", "agent_*.log", "scheduler.log")
+    patterns = ("worker_*.log", "msrun*.log", "agent_*.log", "scheduler.log")
     if attempt is None:
-        for pattern in mine:
+        for pattern in patterns:
             for path in (*logs.glob(pattern), *logs.glob(f"attempt_*/{pattern}")):
                 path.unlink()
         return
     folder = logs / f"attempt_{attempt}"
     folder.mkdir(exist_ok=True)
-    for path in [path for pattern in mine for path in logs.glob(pattern)]:
+    for path in [path for pattern in patterns for path in logs.glob(pattern)]:
         path.rename(folder / path.name)
 
 
@@ -354,8 +357,8 @@ def newest(recipe: Recipe, plan: LaunchPlan) -> str | None:
     else:
         from telechat_moe.interop import mindformers_checkpoint as theirs
 
-        found = theirs.newest(Path(recipe.output_dir) / theirs.FOLDER)
-        paths = [found] if found is not None else []
+        folder = theirs.newest(Path(recipe.output_dir) / theirs.FOLDER)
+        paths = [folder] if folder is not None else []
     for path in paths:
         with suppress(FileNotFoundError):
             return f"{path} ({time.strftime('%F %T', time.localtime(path.stat().st_mtime))})"

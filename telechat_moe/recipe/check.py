@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from telechat_moe.recipe.fields import Form, Length, Range, is_required
-from telechat_moe.recipe.tree import Entry, Kind, YamlNode
+from telechat_moe.recipe.tree import NodeKind, YamlEntry, YamlNode
 
 INVALID: Any = object()
 """Returned instead of a value that has a problem."""
 
-Report = Callable[["Entry", str, str, str, str], None]
+EntryReport = Callable[["YamlEntry", str, str, str, str], None]
 """Called with (place, dotted key, found, expected, suggestion)."""
 
 Choose = Callable[[tuple[Any, ...]], "type | None"]
@@ -32,12 +32,12 @@ class Checker:
             ``type`` key if it returns None.
     """
 
-    def __init__(self, report: Report, choose: Choose = lambda options: None) -> None:
+    def __init__(self, report: EntryReport, choose: Choose = lambda options: None) -> None:
         self.report = report
         self.choose = choose
         self._done: dict[tuple[int, int], Any] = {}
 
-    def check(self, entry: Entry, kind: Any, path: str) -> Any:
+    def check(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         """Return the Python value of ``entry`` as annotation ``kind`` wants it, or INVALID."""
         node = entry.node
         if node.kind == "broken":
@@ -52,7 +52,7 @@ class Checker:
             return INVALID
         return self._check(entry, kind, path)
 
-    def _check(self, entry: Entry, kind: Any, path: str) -> Any:
+    def _check(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         node = entry.node
         options = options_of(kind)
         fitting = [o for o in options if node.kind in _kinds(o)]
@@ -77,7 +77,7 @@ class Checker:
         )
         return INVALID
 
-    def _one(self, entry: Entry, kind: Any, path: str) -> Any:
+    def _one(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         node = entry.node
         base, limits = split_annotation(kind)
         if dataclasses.is_dataclass(base):
@@ -103,7 +103,7 @@ class Checker:
             return INVALID
         return value
 
-    def _list(self, entry: Entry, kind: Any, path: str) -> Any:
+    def _list(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         base, limits = split_annotation(kind)
         (item,) = get_args(base)
         if not all(limit.allows(len(entry.node.entries)) for limit in limits):
@@ -112,11 +112,11 @@ class Checker:
         values = [self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries]
         return INVALID if any(v is INVALID for v in values) else values
 
-    def _dict(self, entry: Entry, item: Any, path: str) -> Any:
+    def _dict(self, entry: YamlEntry, item: Any, path: str) -> Any:
         values = {e.key: self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries}
         return INVALID if any(v is INVALID for v in values.values()) else values
 
-    def _by_type(self, entry: Entry, options: list[Any], path: str) -> Any:
+    def _by_type(self, entry: YamlEntry, options: list[Any], path: str) -> Any:
         """Choose among sections by their ``type`` key (callbacks)."""
         written = entry.node.get("type")
         sections = [o for o in options if written and written.node.value in type_names(o)]
@@ -133,11 +133,11 @@ class Checker:
             self.report(written, f"{path}.type", written.node.show(), expected, "".join(matches))
         return INVALID
 
-    def section(self, entry: Entry, cls: type, path: str) -> Any:
+    def section(self, entry: YamlEntry, cls: type, path: str) -> Any:
         """Check a map against a dataclass and build it; attributes with problems stay unset."""
         plan = section_keys(cls)
         built = cast(Any, object.__new__)(cls)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, YamlEntry] = {}
         meant: set[str] = set()  # fields that a misspelt key may set, of which nothing is known
         for child in entry.node.entries:
             below = f"{path}.{child.key}".lstrip(".")
@@ -165,7 +165,7 @@ class Checker:
                 object.__setattr__(built, name, value)
         return built
 
-    def _unknown(self, child: Entry, plan: "SectionKeys", path: str, below: str) -> str:
+    def _unknown(self, child: YamlEntry, plan: "SectionKeys", path: str, below: str) -> str:
         """Report a key that is not known; return the name of the field that it may mean, empty: none."""
         section_text = f"the section {path}" if path else "a recipe"
         match = plan.elsewhere.get(child.key) or "".join(
@@ -241,7 +241,7 @@ def _bare(kind: Any) -> Any:
     return split_annotation(kind)[0]
 
 
-_SCALARS: dict[Any, tuple[Kind, ...]] = {
+_SCALARS: dict[Any, tuple[NodeKind, ...]] = {
     bool: ("bool",),
     int: ("int",),
     float: ("int", "float"),
@@ -252,7 +252,7 @@ _SCALARS: dict[Any, tuple[Kind, ...]] = {
 }
 
 
-def _kinds(kind: Any) -> tuple[Kind, ...]:
+def _kinds(kind: Any) -> tuple[NodeKind, ...]:
     base = _bare(kind)
     if dataclasses.is_dataclass(base) or get_origin(base) is dict:
         return ("map",)

@@ -79,11 +79,11 @@ Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 """What NumPy's generators take."""
-Layers = Annotated[int, Range(0, 10_000)]
+LayerCount = Annotated[int, Range(0, 10_000)]
 """Layers, which are listed one by one; published models have 126 at most."""
 Degree = Annotated[int, Range(1, 2**20)]
 """Into how many parts something is split; each is a process, and no cluster has a million devices."""
-Share = Annotated[float, Range(0, 1)]
+Fraction = Annotated[float, Range(0, 1)]
 """A fraction from 0 to 1."""
 NonNegative = Annotated[float, Range(0)]
 Above0 = Annotated[float, Range(0, above=True)]

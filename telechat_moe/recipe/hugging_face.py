@@ -77,7 +77,7 @@ FOREIGN = re.compile(
 """Fields of other families (hyper-connections, sparse or sliding attention, latent experts ...)."""
 
 
-class Difference(NamedTuple):
+class ModelDifference(NamedTuple):
     """What weights were made for, against what a recipe computes."""
 
     key: str
@@ -97,7 +97,7 @@ class OtherModelError(BadInputError):
         differences: All of them.
     """
 
-    def __init__(self, differences: Sequence[Difference]) -> None:
+    def __init__(self, differences: Sequence[ModelDifference]) -> None:
         self.differences = list(differences)
         lines = [
             f"{f'model.model_config.{d.key}: ' if d.key else ''}{d.found}; {d.expected}"
@@ -215,24 +215,24 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def differences(hf: HfConfig, config: ModelConfig) -> list[Difference]:
+def differences(hf: HfConfig, config: ModelConfig) -> list[ModelDifference]:
     """Return where a config.json and a recipe's model differ."""
     values = of_recipe(config)
-    differing = [Difference("", f"{hf.file}: {text}", remedy) for text, remedy in hf.refused]
+    differing = [ModelDifference("", f"{hf.file}: {text}", remedy) for text, remedy in hf.refused]
     for key, value in hf.values.items():
         if values[key] != value:
             text = f"{_written(config, key)}, but {hf.file}: {hf.texts[key]}"
-            differing.append(Difference(key, text, f"set it to {_yaml(value)}"))
+            differing.append(ModelDifference(key, text, f"set it to {_yaml(value)}"))
     return differing
 
 
-def changed(before: ModelConfig, now: ModelConfig) -> list[Difference]:
+def changed(before: ModelConfig, now: ModelConfig) -> list[ModelDifference]:
     """Return where a recipe's model computes something else than the one that a checkpoint was trained with."""
     was, after = of_recipe(before), of_recipe(now)
     for key in ("qk_layernorm", "moe_router_enable_expert_bias"):
         was[key], after[key] = getattr(before, key), getattr(now, key)
     return [
-        Difference(
+        ModelDifference(
             key,
             f"{after[key]}, but the weights were trained with {value}",
             f"set it to {_yaml(value)}",

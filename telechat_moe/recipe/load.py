@@ -24,7 +24,7 @@ from telechat_moe.recipe.check import Checker, section_keys
 from telechat_moe.recipe.problems import Missing, Problem, RecipeError, label
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
-from telechat_moe.recipe.tree import Entry, YamlNode, locate, read
+from telechat_moe.recipe.tree import YamlEntry, YamlNode, locate, read
 from telechat_moe.recipe.uses import USES, Use, idle_overrides, unread
 
 Look = Callable[[Recipe, Sequence[Problem]], Iterable[Problem]]
@@ -206,9 +206,9 @@ class _Loader:
 
     def _resolve(self, root: YamlNode, devices: int | None) -> Recipe:
         model_class = _complete_model(root)
-        top = Entry("", 1, root)
+        top = YamlEntry("", 1, root)
 
-        def at(entry: Entry, key: str, found: str, expected: str, suggestion: str) -> None:
+        def at(entry: YamlEntry, key: str, found: str, expected: str, suggestion: str) -> None:
             origin = entry.node.origin
             line = 0 if origin else entry.line
             self.report(origin or self.file, line, key, found, expected, suggestion)
@@ -293,7 +293,7 @@ def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[
             return f"{'.'.join(parts[:depth])} is {node.show()}", "a key of a section"
         if entry is None:
             fresh = new if last else YamlNode("map", 0, origin=origin)
-            node.entries.append(Entry(part, 0, fresh))
+            node.entries.append(YamlEntry(part, 0, fresh))
             node = fresh
             continue
         shared = shared or entry.alias
@@ -308,13 +308,13 @@ def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[
 
 def _text(root: YamlNode, key: str) -> str:
     """Return the text that is written for a dotted key; empty: none."""
-    entry = locate(Entry("", 1, root), key)
+    entry = locate(YamlEntry("", 1, root), key)
     return entry.node.value if entry.node.kind == "str" and key.endswith(entry.key) else ""
 
 
 def _complete_model(root: YamlNode) -> type:
     """Fill in model keys from Hugging Face's configuration or MindFormers' defaults; return the section's class."""
-    section = locate(Entry("", 1, root), "model.model_config")
+    section = locate(YamlEntry("", 1, root), "model.model_config")
     kind, folder = _text(root, "model.model_config.model_type"), _text(root, "pretrained_model_dir")
     if section.key != "model_config" or section.node.kind != "map":
         return ModelConfig

@@ -26,7 +26,7 @@ _SAME = {
 """Sections that the same code reads."""
 
 
-class Judged(NamedTuple):
+class KeyReading(NamedTuple):
     """What is known of a written key.
 
     Attributes:
@@ -61,7 +61,7 @@ def schema_names(top: type) -> set[str]:
     return names
 
 
-def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[Judged]:
+def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[KeyReading]:
     """Yield what is known of every written key, keys of our own section left out.
 
     Args:
@@ -79,7 +79,11 @@ def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[Judge
         reason = unobserved
         if ".data_loader." in key and loader != LOADER:
             reason = f"{loader} was not observed"
-        yield Judged(key, "not judged", reason) if reason and judged.verdict == "never" else judged
+        yield (
+            KeyReading(key, "not judged", reason)
+            if reason and judged.verdict == "never"
+            else judged
+        )
 
 
 def _loader(sections: Mapping[str, Any]) -> Any:
@@ -110,7 +114,7 @@ def _sections(items: list[Any]) -> list[Mapping[str, Any]]:
     return items if all(isinstance(item, Mapping) for item in items) else []
 
 
-def _judge(key: str, pattern: str, model_type: str | None) -> Judged:
+def _judge(key: str, pattern: str, model_type: str | None) -> KeyReading:
     for section, section_read in _SAME.items():
         if pattern.startswith(section):
             pattern = section_read + pattern.removeprefix(section)
@@ -119,24 +123,26 @@ def _judge(key: str, pattern: str, model_type: str | None) -> Judged:
         parts = pattern.split(".")
         wildcards = {".".join([*parts[:depth], "*"]) for depth in range(1, len(parts))}
         if _read() & {pattern, *wildcards}:  # MindSpore gets some sections whole
-            return Judged(key, "read")
+            return KeyReading(key, "read")
         return _unseen(key, table["named"].get(name))
     model = table["model"].get(model_type)
     name = pattern.removeprefix(MODEL).partition(".")[0]
     if model is None:
-        return Judged(key, "not judged", f"model type {model_type} was not observed")
+        return KeyReading(key, "not judged", f"model type {model_type} was not observed")
     if name in model["read"]:
-        return Judged(key, "read")
+        return KeyReading(key, "read")
     return _unseen(key, model["named"].get(name))
 
 
-def _unseen(key: str, place: str | None) -> Judged:
+def _unseen(key: str, place: str | None) -> KeyReading:
     """Return the judgement on a key whose reading was not seen, but perhaps is at a place of the source."""
     if place is None and key.rpartition(".")[2] not in _names():
-        return Judged(key, "not judged", "its section has keys of any name")
+        return KeyReading(key, "not judged", "its section has keys of any name")
     if place is None:
-        return Judged(key, "never")
-    return Judged(key, "not judged", f"read with other settings, or later (mindformers/{place})")
+        return KeyReading(key, "never")
+    return KeyReading(
+        key, "not judged", f"read with other settings, or later (mindformers/{place})"
+    )
 
 
 @functools.cache

@@ -24,13 +24,13 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000
 MAX_CHARACTERS = 1_000_000
 
-Kind = Literal["map", "list", "bool", "int", "float", "str", "null", "broken"]
-Report = Callable[[int, str, str, str], None]
+NodeKind = Literal["map", "list", "bool", "int", "float", "str", "null", "broken"]
+LineReport = Callable[[int, str, str, str], None]
 """Called with (line, dotted key, found, expected) for each problem of the text."""
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class YamlEntry:
     """One position in a map or list: a key and its value."""
 
     key: str
@@ -44,7 +44,7 @@ class Entry:
 class YamlNode:
     """One value."""
 
-    kind: Kind
+    kind: NodeKind
     line: int
     value: Any = None
     """The Python value of a scalar."""
@@ -52,13 +52,13 @@ class YamlNode:
     """A scalar as it was written."""
     trap: str = ""
     """Why the scalar does not mean what it seems to mean; empty if it does."""
-    entries: list[Entry] = field(default_factory=list["Entry"])
+    entries: list[YamlEntry] = field(default_factory=list["YamlEntry"])
     size: int = 1
     """Number of values in the tree below, aliases counted as often as they occur."""
     origin: str = ""
     """Where the value comes from if not from the recipe file, such as ``--set a.b=c``."""
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> YamlEntry | None:
         """Return the entry with this key, or None."""
         return next((e for e in self.entries if e.key == key), None)
 
@@ -180,7 +180,7 @@ def _as_float(text: str) -> str:
 class _Builder:
     """Turn parser events into a tree; problems go to ``report`` and leave a broken node."""
 
-    def __init__(self, events: Iterator[Any], report: Report) -> None:
+    def __init__(self, events: Iterator[Any], report: LineReport) -> None:
         self.events = events
         self.report = report
         self.anchors: dict[str, YamlNode | None] = {}
@@ -215,11 +215,11 @@ class _Builder:
             return self._list(line, depth, path)
         return self._map(line, depth, path)
 
-    def place(self, event: Any, key: str, line: int, depth: int, path: str) -> Entry:
+    def place(self, event: Any, key: str, line: int, depth: int, path: str) -> YamlEntry:
         """Read one value, or an alias of one."""
         if isinstance(event, yaml.AliasEvent):
-            return Entry(key, line, self._alias(event, path), alias=True)
-        return Entry(key, line, self.node(event, depth + 1, path))
+            return YamlEntry(key, line, self._alias(event, path), alias=True)
+        return YamlEntry(key, line, self.node(event, depth + 1, path))
 
     def _alias(self, event: Any, path: str) -> YamlNode:
         line, name = event.start_mark.line + 1, cast(str, event.anchor)
@@ -246,7 +246,7 @@ class _Builder:
         return node
 
     def _map(self, line: int, depth: int, path: str) -> YamlNode:
-        node, lines, merged = YamlNode("map", line), dict[str, int](), list[Entry]()
+        node, lines, merged = YamlNode("map", line), dict[str, int](), list[YamlEntry]()
         for event in self.events:
             if isinstance(event, yaml.MappingEndEvent):
                 break
@@ -285,16 +285,16 @@ class _Builder:
             self.report(line, path, problem, "keys are plain words")
         return text, line
 
-    def _merge(self, value: Entry, path: str) -> list[Entry]:
+    def _merge(self, value: YamlEntry, path: str) -> list[YamlEntry]:
         sources = value.node.entries if value.node.kind == "list" else [value]
-        entries: list[Entry] = []
+        entries: list[YamlEntry] = []
         for source in sources:
             if source.node.kind != "map":
                 self.report(value.line, path, "<< with something else", "<< takes a section")
                 continue
             have = {e.key for e in entries}
             entries += [
-                Entry(e.key, e.line, e.node, alias=True)
+                YamlEntry(e.key, e.line, e.node, alias=True)
                 for e in source.node.entries
                 if e.key not in have
             ]
@@ -307,7 +307,7 @@ class _TooDeepError(Exception):
         self.line = line
 
 
-def read(text: str, report: Report) -> YamlNode | None:
+def read(text: str, report: LineReport) -> YamlNode | None:
     """Parse YAML text.
 
     Args:
@@ -345,7 +345,7 @@ def read(text: str, report: Report) -> YamlNode | None:
     return None
 
 
-def locate(top: Entry, key: str) -> Entry:
+def locate(top: YamlEntry, key: str) -> YamlEntry:
     """Return the entry of a dotted key, or of the nearest section above it that is written."""
     entry = top
     for part in key.split(".") if key else ():

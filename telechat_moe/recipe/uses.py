@@ -15,7 +15,7 @@ from telechat_moe.recipe import speed_up
 from telechat_moe.recipe.check import parts_of, section_keys
 from telechat_moe.recipe.fields import Takes, is_required
 from telechat_moe.recipe.problems import Missing
-from telechat_moe.recipe.reads import Judged, judge
+from telechat_moe.recipe.reads import KeyReading, judge
 from telechat_moe.recipe.rules import without_effect
 from telechat_moe.recipe.rules.mindformers import by_mindformers, decayed
 from telechat_moe.recipe.schema import Broken, Recipe
@@ -71,7 +71,7 @@ def trainer_of(recipe: Recipe, through: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenKey:
     """A key that a recipe writes.
 
     Attributes:
@@ -114,12 +114,12 @@ class Written:
         return self.takes is None or self.takes.allows(self.value, self.field)
 
 
-def written(recipe: Recipe) -> Iterator[Written]:
+def written(recipe: Recipe) -> Iterator[WrittenKey]:
     """Yield every key that is written, in the order of the file, sections before what is in them."""
     yield from _written("", recipe, recipe.given)
 
 
-def _written(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[Written]:
+def _written(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[WrittenKey]:
     plan = section_keys(cast("type[Any]", type(section)))
     for key, below in mapping.items():
         name = plan.names.get(key)
@@ -127,7 +127,7 @@ def _written(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[Writt
             continue  # has a problem of its own, or repeats train_dataset, with which a rule compares it
         field, value = plan.fields[name], getattr(section, name)
         takes = cast("Takes | None", field.metadata.get("takes"))
-        entry = Written(path + key, value, field, takes)
+        entry = WrittenKey(path + key, value, field, takes)
         inner = cast("list[Any]", value if isinstance(value, list) else [value])
         if not inner or not is_dataclass(inner[0]) or (takes and not is_made(type(inner[0]))):
             yield entry
@@ -314,7 +314,7 @@ def _never_read(recipe: Recipe) -> Iterator[Broken]:
             yield judged.key, problem, "remove it"
 
 
-def judged_by_mindformers(recipe: Recipe) -> Iterator[Judged]:
+def judged_by_mindformers(recipe: Recipe) -> Iterator[KeyReading]:
     """Yield what is known of MindFormers' reading of each key of the file, the sections of our plug-in's model left out."""
     is_ours = recipe.trainer.type == OUR_TRAINER
     sections = {k: v for k, v in recipe.given.items() if not (is_ours and "plugin" in decided(k))}
@@ -341,7 +341,7 @@ def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
     }
 
 
-def _is_ours(entry: Written) -> bool:
+def _is_ours(entry: WrittenKey) -> bool:
     """Return whether a key asks for something of a run that only this package's model or trainer does."""
     run = entry.key.startswith("telechat_moe.") and not entry.key.startswith("telechat_moe.corpus.")
     return run and not Takes().allows(entry.value, entry.field)

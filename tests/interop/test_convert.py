@@ -90,7 +90,7 @@ def random_tensors(config, dtype="F32", seed=0):
     for p in pairs(config):
         kind = "F32" if len(p.shape) == 1 else dtype
         bits = rng.integers(0, np.iinfo(BITS[kind]).max, p.shape, BITS[kind], endpoint=True)
-        tensors[p.ours] = (kind, bits)
+        tensors[p.name] = (kind, bits)
     return tensors
 
 

@@ -140,7 +140,7 @@ def test_a_number_of_mtp_layers_is_named(folder: Path) -> None:
 )
 def test_nan_and_infinity_are_named(tmp_path: Path, dtype: str, codes: tuple[int, int]) -> None:
     """Loading refuses them, converting keeps every bit and says where they are."""
-    tensors = {p.ours: (dtype, np.full(p.shape, 0x3C00, BITS[dtype])) for p in pairs(CONFIG)}
+    tensors = {p.name: (dtype, np.full(p.shape, 0x3C00, BITS[dtype])) for p in pairs(CONFIG)}
     bits = tensors["layers.1.moe.experts.up"][1]
     bits[2, 3, 5], bits[2, 40, 7], bits[3, 0, 0] = codes[0], codes[1], codes[0]
     ours = write(tmp_path / "ours.safetensors", tensors)

@@ -46,9 +46,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     pairs = names.pairs(load(TINY).model_config)
     tensors = {
-        "model": {p.ours: bits(p.shape) for p in pairs},
+        "model": {p.name: bits(p.shape) for p in pairs},
         "optimizer": {
-            f"{m}.{p.ours}": bits(p.shape)
+            f"{m}.{p.name}": bits(p.shape)
             for m in ("adam_m", "adam_v")
             for p in pairs
             if not p.is_bias
@@ -137,9 +137,9 @@ def test_samples_that_mindformers_consumed(tmp_path: Path, consumed: int | None)
 
     pairs, dice = names.pairs(recipe(4).model_config), np.random.default_rng(0)
     tensors = {
-        "model": {p.ours: dice.random(p.shape, np.float32) for p in pairs},
+        "model": {p.name: dice.random(p.shape, np.float32) for p in pairs},
         "optimizer": {
-            f"{m}.{p.ours}": dice.random(p.shape, np.float32)
+            f"{m}.{p.name}": dice.random(p.shape, np.float32)
             for m in ("adam_m", "adam_v")
             for p in pairs
             if not p.is_bias

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     config = dataclasses.replace(load(TINY).model_config, **OTHER)
     dice = np.random.default_rng(0)
     tensors = {
-        p.ours: ("F32", (0.1 * dice.standard_normal(p.shape)).astype(np.float32).view(np.uint32))
+        p.name: ("F32", (0.1 * dice.standard_normal(p.shape)).astype(np.float32).view(np.uint32))
         for p in pairs(config)
     }
     hf.convert(write(tmp_path / "a.safetensors", tensors), tmp_path / "hf", config, "hf")

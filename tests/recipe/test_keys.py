@@ -172,7 +172,8 @@ def test_a_value_acts_or_is_refused(
 
 LEFT = {
     **dict.fromkeys(
-        ("Corpus.paths", "Corpus.valid_fraction", "Corpus.tokenizer"), "of `data build`"
+        ("CorpusSection.paths", "CorpusSection.valid_fraction", "CorpusSection.tokenizer"),
+        "of `data build`",
     ),
     **dict.fromkeys(("Evaluation.batches", "Evaluation.data_path"), "evaluation is off"),
     "Saving.background": "MindFormers goes by async_save alone, as docs/checkpoints.md says",

@@ -14,10 +14,10 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Problem, Recipe, RecipeError, load
 from telechat_moe.recipe.arithmetic import flops_per_token, parameters
 from telechat_moe.recipe.check import Checker
-from telechat_moe.recipe.fields import Count, Form, Length, NonNegative, Share, Text
+from telechat_moe.recipe.fields import Count, Form, Fraction, Length, NonNegative, Text
 from telechat_moe.recipe.load import shipped_dir
 from telechat_moe.recipe.problems import label
-from telechat_moe.recipe.tree import Entry, YamlNode, read
+from telechat_moe.recipe.tree import YamlEntry, YamlNode, read
 from telechat_moe.recipe.uses import Use
 from telechat_moe.tools.plan.cost.device import load_device
 
@@ -32,9 +32,9 @@ OWN = {**dict.fromkeys(SEEDS, "seeds"), "output_dir": "output_dir"}
 class Equal:
     """How far apart compared variants may be: largest over smallest, minus one."""
 
-    parameters: Share | None = None
-    active: Share | None = None
-    flops: Share | None = None
+    parameters: Fraction | None = None
+    active: Fraction | None = None
+    flops: Fraction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class _Reader:
         self.path, self.file = path, label(path)
         self.problems: dict[Problem, None] = {}
         self.elsewhere: set[Problem] = set()
-        self.top = Entry("", 1, YamlNode("map", 1))
+        self.top = YamlEntry("", 1, YamlNode("map", 1))
 
     def say(self, line: int, key: str, found: str, expected: str, near: str = "") -> None:
         self.problems[
@@ -220,7 +220,7 @@ class _Reader:
         if self.problems:
             raise RecipeError(list(self.problems))
 
-    def below(self, *path: str) -> list[Entry]:
+    def below(self, *path: str) -> list[YamlEntry]:
         """Return the entries of a section that has been checked; none if it is not written."""
         node = self.top.node
         for part in path:
@@ -267,9 +267,9 @@ class _Reader:
             self.say(root.line, "", root.show(), "a sweep file is a YAML map")
         self.stop_if_broken()
         assert root is not None
-        self.top = Entry("", 1, root)
+        self.top = YamlEntry("", 1, root)
 
-        def report(entry: Entry, key: str, found: str, expected: str, near: str) -> None:
+        def report(entry: YamlEntry, key: str, found: str, expected: str, near: str) -> None:
             said = expected.replace("a recipe has", "a sweep file has")
             self.say(entry.line, key, found, said, near)
 
@@ -297,7 +297,7 @@ class _Reader:
                     self.say(entry.line, name, f"{entry.node.text} twice", "each once")
                 seen.add(entry.node.text)
 
-    def setting(self, key: str, value: Entry, at: str) -> Setting:
+    def setting(self, key: str, value: YamlEntry, at: str) -> Setting:
         """Return the setting of a recipe's key to a value of the file."""
         if key in OWN:
             self.say(value.line, at, f"sets {key}", f"{OWN[key]}, from which every run gets it")

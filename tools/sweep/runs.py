@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,8 @@ from telechat_moe import processes
 from telechat_moe.checkpoint.weights import ReadWeights
 from telechat_moe.interruption import can_stop
 from telechat_moe.launch.affinity import Topology
-from telechat_moe.reading import parse_json
+from telechat_moe.narrowing import is_object
+from telechat_moe.reading import json_or_none
 from telechat_moe.recipe import Problem, RecipeError, load
 from telechat_moe.tools.sweep.file import Run, Sweep
 from telechat_moe.train import metrics, preflight
@@ -43,8 +44,8 @@ class Outcome:
 
 def is_finished(run: Run) -> bool:
     """Return whether all steps of a run are done."""
-    done = _json(run.folder / "summary.json")
-    return done is not None and done.get("finished") is True
+    summary = json_or_none(run.folder / "summary.json")
+    return is_object(summary) and summary.get("finished") is True
 
 
 def check(sweep: Sweep, weights: ReadWeights | None) -> None:
@@ -176,12 +177,3 @@ def _why(run: Run, code: int) -> str:
     errors = [line for line in lines if line.startswith("error: ")]
     said = (errors or lines or ["it printed nothing"])[-1]
     return f"{processes.death(code)}: {said.removeprefix('error: ')[:300]} ({log})"
-
-
-def _json(path: Path) -> "Mapping[str, Any] | None":
-    """Return the object in a file; None if there is none."""
-    try:
-        found = parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else None

@@ -37,9 +37,9 @@ from telechat_moe.recipe.schema.train import (
     RunnerConfig,
     RunnerWrapper,
     TrainDataset,
-    Trainer,
+    TrainerSection,
 )
-from telechat_moe.recipe.tree import Entry, locate
+from telechat_moe.recipe.tree import YamlEntry, locate
 from telechat_moe.recipe.values import plain
 
 Broken = tuple[str, str, str]
@@ -47,7 +47,7 @@ Broken = tuple[str, str, str]
 
 
 @section
-class Model:
+class ModelSection:
     """`model`: the network."""
 
     model_config: ModelConfig | OtherModelConfig = field(
@@ -108,7 +108,7 @@ class Recipe:
     profile_stop_step: Positive = 10
     """Last profiled step."""
 
-    trainer: Trainer = field(default_factory=Trainer)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
     """MindFormers' trainer."""
 
     runner_config: RunnerConfig = field(default_factory=RunnerConfig)
@@ -154,7 +154,7 @@ class Recipe:
     swap_config: SwapConfig = field(default_factory=SwapConfig, metadata=decides("graph", "plugin"))
     """Activations in host memory."""
 
-    model: Model = field(metadata=decides("graph", "plugin"))
+    model: ModelSection = field(metadata=decides("graph", "plugin"))
     """The network."""
 
     moe_config: dict[str, object] | None = None
@@ -180,7 +180,9 @@ class Recipe:
     )
     """What was written, aliases and overrides applied."""
 
-    tree: Entry | None = field(default=None, metadata={"hidden": True}, repr=False, compare=False)
+    tree: YamlEntry | None = field(
+        default=None, metadata={"hidden": True}, repr=False, compare=False
+    )
     """The same with the line of every key."""
 
     def problem(self, key: str, found: str, expected: str, suggestion: str = "") -> Problem:

@@ -15,11 +15,11 @@ from telechat_moe.recipe.fields import (
     Count,
     Degree,
     Dtype,
-    Layers,
+    Fraction,
+    LayerCount,
     NonNegative,
     Positive,
     Range,
-    Share,
     Text,
     any_value,
     decides,
@@ -212,7 +212,7 @@ class ModelConfig(MindFormersModelKeys):
     """Type of the router's matrix product and scores. MindFormers reads `deepseek_v3`'s under the
     name `moe_router_dtype` only."""
 
-    first_k_dense_replace: Layers = field(default=1, metadata=WRITTEN)
+    first_k_dense_replace: LayerCount = field(default=1, metadata=WRITTEN)
     """The first k layers are dense, all others MoE. At most `num_hidden_layers`."""
 
     n_routed_experts: Positive = field(
@@ -292,7 +292,7 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Tokens that an expert takes, as a multiple of the mean load. None: dropless."""
 
-    num_nextn_predict_layers: Layers = field(
+    num_nextn_predict_layers: LayerCount = field(
         default=0, metadata=written("mtp_depth", "mtp_num_layers")
     )
     """Multi-token prediction layers. 0: off. MindFormers allows at most 1."""
@@ -345,7 +345,7 @@ class ModelConfig(MindFormersModelKeys):
     )
     """`yarn` scales rotary frequencies for long context (MindFormers only)."""
 
-    partial_rotary_factor: Share = field(default=1.0, metadata=ONLY_DEFAULT)
+    partial_rotary_factor: Fraction = field(default=1.0, metadata=ONLY_DEFAULT)
     """Share of the rope part that is rotated."""
 
     @property

@@ -49,7 +49,7 @@ class MixtureSegment:
 
 
 @section
-class Corpus:
+class CorpusSection:
     """`telechat_moe.corpus`: text from which `telechat-moe data build --recipe` makes the data."""
 
     paths: list[Text] = field(default_factory=list[Text])
@@ -226,7 +226,7 @@ class Sharding:
 
 
 @section
-class Swap:
+class SwapPool:
     """`telechat_moe.swap`: where a CPU process keeps what `swap_config` and `optimizer.swap` take out of the memory of its graph."""
 
     pool_folder: Text | None = None
@@ -336,7 +336,7 @@ class TelechatMoe:
     evaluation: Evaluation = field(default_factory=Evaluation)
     """Validation while training."""
 
-    corpus: Corpus = field(default_factory=Corpus, metadata=decides("data"))
+    corpus: CorpusSection = field(default_factory=CorpusSection, metadata=decides("data"))
     """Source of the training text."""
 
     conversations: Conversations | None = field(default=None, metadata=decides("data") | ONLY_OURS)
@@ -409,5 +409,5 @@ class TelechatMoe:
     operators: Operators = field(default_factory=Operators, metadata=decides("graph", "plugin"))
     """What computes each operator."""
 
-    swap: Swap | None = field(default=None, metadata=ONLY_OURS)
+    swap: SwapPool | None = field(default=None, metadata=ONLY_OURS)
     """Where swapped activations and moments wait on CPU processes. None: in memory, any amount."""

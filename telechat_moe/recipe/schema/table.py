@@ -42,7 +42,7 @@ class Row(NamedTuple):
     default: str = ""
 
 
-class Block(NamedTuple):
+class SectionRows(NamedTuple):
     """The rows of a section, and what the section is if it has no class in Python."""
 
     says: str
@@ -50,14 +50,14 @@ class Block(NamedTuple):
 
 
 @functools.cache
-def blocks() -> dict[str, Block]:
+def blocks() -> dict[str, SectionRows]:
     """Return the blocks of the table by the name of their section."""
-    table: dict[str, Block] = {}
-    block = Block("", [])
+    table: dict[str, SectionRows] = {}
+    block = SectionRows("", [])
     for line in FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             name, _, says = line[1:].partition("]")
-            table[name] = block = Block(says.strip(), [])
+            table[name] = block = SectionRows(says.strip(), [])
         elif line and not line.startswith("#"):
             block.rows.append(_row(line))
     return table

@@ -19,7 +19,7 @@ from telechat_moe.recipe.schema.table import section
 
 
 @section
-class Trainer:
+class TrainerSection:
     """`trainer`: which of MindFormers' trainers runs."""
 
     type: Text = "CausalLanguageModelingTrainer"
