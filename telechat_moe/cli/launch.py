@@ -17,17 +17,12 @@ if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
 
 NOTES = """\
-hosts is a hostfile; the scheduler runs on the first host, every host runs equally many processes:
+A hostfile; the scheduler runs on the first host, every host runs equally many processes:
   worker-1 slots=8 addr=10.0.0.1
   worker-2 slots=8 addr=10.0.0.2
 
-output_dir must be one folder that all hosts see; this is checked. Package and Python must be at the same paths on
-all hosts. A process that dies or hangs is named with its host, its step and the last lines of its log, and everything
-is stopped everywhere. With --restart N the run then goes on from the last good checkpoint; it gives up when N
-restarts in a row brought no new checkpoint. Ctrl-C stops after the step and saves (through MindFormers: at once); a
-second one ends at once.
-
-Writes output_dir/.job/recipe.yaml (all overrides put in), output_dir/log, and what the trainer writes.
+All hosts must see output_dir, and have package and Python at the same paths. Ctrl-C stops after the step and saves;
+a second one ends at once. docs/operations.md says more.
 """
 EXAMPLES = """\
 telechat-moe launch my_recipe.yaml --restart 3

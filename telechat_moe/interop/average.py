@@ -10,7 +10,7 @@ import numpy as np
 
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import manifest
-from telechat_moe.checkpoint.weights import is_transient, read_weights
+from telechat_moe.checkpoint.weights import differing_shapes, is_transient, read_weights
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import Progress
 from telechat_moe.interop.writing import Destination
@@ -109,17 +109,11 @@ def _open(source: Path, ema: bool) -> dict[str, Entry]:
 def _compare(
     first: Path, expected: dict[str, Entry], source: Path, entries: dict[str, Entry]
 ) -> None:
-    problems = [f"{name} is missing" for name in expected.keys() - entries.keys()]
-    problems += [f"{name} is unknown" for name in entries.keys() - expected.keys()]
-    problems += [
-        f"{name} is {list(entries[name].shape)} instead of {list(expected[name].shape)}"
-        for name in expected.keys() & entries.keys()
-        if entries[name].shape != expected[name].shape
-    ]
+    problems = differing_shapes(entries, {name: entry.shape for name, entry in expected.items()})
     if problems:
         suffix = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise BadInputError(
-            f"{source} is of another model than {first}: {', '.join(sorted(problems)[:_SHOWN])}{suffix}; "
+            f"{source} is of another model than {first}: {', '.join(problems[:_SHOWN])}{suffix}; "
             "average checkpoints of one model"
         )
 

@@ -379,8 +379,6 @@ def _check_expressible(config: ModelConfig, to: Format) -> None:
         )
     if not config.qk_layernorm:
         problems.append("qk_layernorm is False, but there the latents always have an RMSNorm")
-    if config.scoring_func != "sigmoid":
-        problems.append(f"scoring_func is {config.scoring_func}, but there it is always sigmoid")
     width, unit = config.shared_width, config.moe_intermediate_size
     if width % unit:
         problems.append(

@@ -282,8 +282,8 @@ def folder() -> Path:
     """Return the folder that MindFormers is installed in, if it can run here."""
     require_mindformers()
     spec = importlib.util.find_spec("mindformers")
-    if spec is None or spec.origin is None:
-        raise BadInputError("mindformers is not installed")
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parents[1]
 
 

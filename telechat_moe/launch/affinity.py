@@ -40,7 +40,7 @@ class CoreShare(NamedTuple):
     why: str
 
     def describe(self) -> str:
-        """Say it in words."""
+        """Return CPUs, NUMA node and the reason as a text."""
         return f"CPUs {ranges_text(self.cpus, ',')}, NUMA node {self.node} ({self.why})"
 
 

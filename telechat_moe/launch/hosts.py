@@ -32,7 +32,7 @@ class Host:
 
     @property
     def reached_at(self) -> str:
-        """Address or name for other machines."""
+        """Address or name at which other machines reach this host."""
         return self.address or self.name.rpartition("@")[2]
 
     def is_here(self) -> bool:

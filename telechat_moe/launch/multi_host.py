@@ -50,7 +50,7 @@ class _Agent:
     answer: dict[str, Any] | None = None
 
     def tell(self, message: Any) -> None:
-        """Send a line."""
+        """Send a message as a line of JSON; an agent that is gone gets none."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(json.dumps(message) + "\n")

@@ -273,7 +273,7 @@ class Recording(NamedTuple):
     values: str
 
     def of(self, step: int) -> AbstractContextManager[None]:
-        """Return what records a step."""
+        """Return the context in which the taps of a step are recorded, an empty one for steps that are not asked for."""
         if step not in self.steps:
             return nullcontext()
         return recording(self.folder / f"step{step}" / f"rank{self.rank}", self.values)

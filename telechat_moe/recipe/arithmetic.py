@@ -41,12 +41,12 @@ class ModelPart:
 
     @property
     def total(self) -> int:
-        """Parameters of all."""
+        """Parameters of all layers or modules of this kind."""
         return self.count * self.each
 
     @property
     def total_active(self) -> int:
-        """Active parameters of all."""
+        """Parameters of all of them that one token uses."""
         return self.count * self.active
 
 
@@ -168,7 +168,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Sum of all."""
+        """Bytes of parameters, gradients and optimizer together."""
         return self.parameters + self.gradients + self.optimizer
 
 

@@ -136,7 +136,7 @@ class Takes:
         return () if of.default is MISSING else (of.default,)
 
     def expected(self, of: Field[Any]) -> str:
-        """Say what to write instead."""
+        """Return what to write instead of a value that is not allowed."""
         values = " or ".join(str(v) for v in self.neutral(of) if v is not None)
         if is_required(of):
             return values

@@ -67,12 +67,16 @@ def recipe_of(*overrides: str) -> Recipe:
 def test_round_trip_keeps_every_bit(saved: Path, tmp_path: Path, devices, whose) -> None:
     recipe = recipe_of(*devices, *whose)
     to_mindformers(saved, tmp_path / "out", recipe)
-    back = read(tmp_path / "out", recipe)
-    assert (back.step, back.updates, back.global_batch) == (300, 298, recipe.global_batch)
+    restored = read(tmp_path / "out", recipe)
+    assert (restored.step, restored.updates, restored.global_batch) == (
+        300,
+        298,
+        recipe.global_batch,
+    )
     for group, tensors in checkpoint.load(saved).tensors.items():
-        assert back.tensors[group].keys() == tensors.keys()
+        assert restored.tensors[group].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert back.tensors[group][name].tobytes() == tensor.tobytes(), name
+            assert restored.tensors[group][name].tobytes() == tensor.tobytes(), name
 
 
 def test_names_of_upstream(saved: Path, tmp_path: Path) -> None:

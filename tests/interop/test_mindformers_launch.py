@@ -127,9 +127,9 @@ class TestConfigurationRoundTrip:
         from mindformers import MindFormerConfig
         from mindformers.core.parallel_config import build_parallel_config
 
-        given = load(name, WITHOUT).given
+        sections = load(name, WITHOUT).given
         path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(given))
+        path.write_text(yaml.safe_dump(sections))
         read = MindFormerConfig(str(path))
         build_parallel_config(read)
         read.rank_id = read.local_rank = 0

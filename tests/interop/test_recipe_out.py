@@ -59,10 +59,10 @@ def convert(folder: Path, *options: str) -> int:
 def test_the_recipe_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder.with_name("mine.yaml")
     assert convert(folder) == 3
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for key in ("hidden_size", "rope_theta", "rope_interleave", "n_group", "tie_word_embeddings"):
-        assert f": model.model_config.{key}: " in said
-    assert "pretrain_tiny.yaml:" in said
+        assert f": model.model_config.{key}: " in printed
+    assert "pretrain_tiny.yaml:" in printed
     assert not folder.with_name("ours").exists()
     assert convert(folder, "--recipe-out", str(out)) == 0
     recipe = load(out, use="train")

@@ -148,10 +148,10 @@ def test_the_line_for_a_shell_gives_msrun_what_we_would(
     node = LaunchNode(1, "b", 2, 4, "10.0.0.1", 8200, is_here=False)
     program = ["python", "-m", "telechat_moe.run", NASTY]
     line = node.shell_line(place / "log", program)
-    done = subprocess.run(
+    process = subprocess.run(
         ["sh", "-c", f"umask 0; {line}"], capture_output=True, text=True, check=True, cwd="/"
     )
-    argv, folder, umask, python = json.loads(done.stdout)
+    argv, folder, umask, python = json.loads(process.stdout)
     assert argv == node.msrun(place / "log", program)
     assert argv[0] == str(fake_msrun)
     assert argv[1:6] == [
@@ -183,8 +183,10 @@ def test_a_shell_that_msrun_starts_is_not_started(
     )
     monkeypatch.chdir(tmp_path)
     line = LaunchNode(local=2, total=2).shell_line(touches(tmp_path), ["python", "job.py"])
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/")
-    assert done.returncode == 7, done.stderr
+    process = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert process.returncode == 7, process.stderr
     assert not (tmp_path / "pwned").exists()
 
 
@@ -198,8 +200,10 @@ def test_a_job_that_fails_under_msrun_executes_no_path(
     node = LaunchNode(local=2, total=2, port=commands.free_port())
     logs = touches(tmp_path)
     line = node.shell_line(logs, ["python", "fails.py"])
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/")
-    assert done.returncode != 0
+    process = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert process.returncode != 0
     assert (logs / "scheduler.log").exists()
     assert not (tmp_path / "pwned").exists()
     Control.fresh(tmp_path / "job")

@@ -48,9 +48,9 @@ def place(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def written(given: dict[str, Any], folder: Path) -> str:
+def written(sections: dict[str, Any], folder: Path) -> str:
     path = folder / "drawn.yaml"
-    path.write_text(yaml.dump(given, Dumper=yaml.CSafeDumper, sort_keys=False))
+    path.write_text(yaml.dump(sections, Dumper=yaml.CSafeDumper, sort_keys=False))
     return str(path)
 
 
@@ -129,8 +129,8 @@ def test_what_check_accepts_trains(first: int, base: dict[str, Any], place: Path
     }
     path = written(with_settings(given, one), place)
     command = [sys.executable, "-m", "telechat_moe.cli", "train", path, "--overwrite", "--plain"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (words, done.stderr[-3000:])
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, (words, process.stderr[-3000:])
 
 
 SHOWN = [

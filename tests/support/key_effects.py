@@ -333,13 +333,13 @@ def patch(patch: Any) -> None:
     patch.setattr(communication, "create_group", lambda *_: None)
 
 
-def received(given: dict[str, Any], folder: Path) -> str:
+def received(sections: dict[str, Any], folder: Path) -> str:
     """Return the configuration that MindFormers makes of a recipe, the settings of our model left out."""
     from mindformers import MindFormerConfig
 
     path = folder / "given.yaml"
-    given = {k: v for k, v in given.items() if k != "telechat_moe"}  # MindFormers drops it
-    path.write_text(yaml.dump(given, Dumper=yaml.CSafeDumper))
+    sections = {k: v for k, v in sections.items() if k != "telechat_moe"}  # MindFormers drops it
+    path.write_text(yaml.dump(sections, Dumper=yaml.CSafeDumper))
     try:
         return repr(MindFormerConfig(str(path)))
     except (KeyError, TypeError, ValueError) as error:  # it reads the key, and refuses the value

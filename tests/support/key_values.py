@@ -46,9 +46,9 @@ class Key(NamedTuple):
         names = (self.section.__name__, setting, self.path)
         return next((name for name in names if name in SETTINGS), setting), tuple(values)
 
-    def section_is_absent(self, given: dict[str, Any]) -> bool:
+    def section_is_absent(self, sections: dict[str, Any]) -> bool:
         """Tell whether a recipe lacks the section."""
-        at: Any = given
+        at: Any = sections
         for part in self.path.split(".") if self.path else ():
             at = at.get(part) if isinstance(at, dict) else None
         return at is None or self.section.__name__ in SETTINGS
@@ -62,14 +62,14 @@ SAME = {f"{at}.seq_length" for at in ("model.model_config", "train_dataset.data_
 """One setting, which a recipe writes once and repeats by an alias."""
 
 
-def within(given: dict[str, Any], key: str, section: str = "") -> tuple[Any, Any]:
+def within(sections: dict[str, Any], key: str, section: str = "") -> tuple[Any, Any]:
     """Return the section of a dotted key, made where it is missing, and the name or index in it.
 
     Args:
         section: The `type` of a callback.
     """
     *above, last = key.split(".")
-    at: Any = given
+    at: Any = sections
     path = ""
     for part in above:
         name, bracket, _ = part.partition("[")
@@ -97,27 +97,27 @@ def required(path: str) -> dict[str, Any]:
     return found
 
 
-def with_value(given: dict[str, Any], key: Key, value: object) -> dict[str, Any]:
+def with_value(sections: dict[str, Any], key: Key, value: object) -> dict[str, Any]:
     """Return plain data with the value of a key put in."""
-    made = copy.deepcopy(given)
+    changed = copy.deepcopy(sections)
     for place in SAME if key.place in SAME else (key.place,):
-        at, last = within(made, place, key.section.__name__)
+        at, last = within(changed, place, key.section.__name__)
         at[last] = value
-    return made
+    return changed
 
 
-def in_setting(given: dict[str, Any], name: str) -> dict[str, Any]:
+def in_setting(sections: dict[str, Any], name: str) -> dict[str, Any]:
     """Return plain data with a setting put in."""
-    made = copy.deepcopy(given)
+    changed = copy.deepcopy(sections)
     for key, value in SETTINGS[name].items() if name else ():
-        at, last = within(made, key)
+        at, last = within(changed, key)
         at[last] = value
-    return made
+    return changed
 
 
-def value_of(given: dict[str, Any], key: Key) -> Any:
+def value_of(sections: dict[str, Any], key: Key) -> Any:
     """Return what is written for a key, else its default."""
-    at, name = within(copy.deepcopy(given), key.place, key.section.__name__)
+    at, name = within(copy.deepcopy(sections), key.place, key.section.__name__)
     return at[name] if isinstance(at, list) else at.get(name, key.field.default)
 
 
@@ -165,10 +165,10 @@ def same(a: object, b: object) -> bool:
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def judge(given: dict[str, Any], use: Use) -> Any:
+def judge(sections: dict[str, Any], use: Use) -> Any:
     """Return the recipe, or the problems that `check` tells."""
     try:
-        recipe = loads(yaml.dump(given, Dumper=yaml.CSafeDumper), use=use)
+        recipe = loads(yaml.dump(sections, Dumper=yaml.CSafeDumper), use=use)
     except RecipeError as error:
         return error.problems
     return (preflight.examine(recipe)[1] if use == "train" else []) or recipe

@@ -12,7 +12,6 @@ from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.rules import (
     data,
     effect,
-    effect_host,
     effect_swap,
     model,
     parallel,
@@ -24,7 +23,7 @@ from telechat_moe.recipe.schema import Broken, Recipe
 
 def documented(*, effects: bool = False) -> list[Callable[..., Iterator[Broken]]]:
     """Return every rule that always holds, or those of ``effects`` in our trainer and compiler."""
-    always, in_ours = (model, parallel, swap, data, train), (effect, effect_host, effect_swap)
+    always, in_ours = (model, parallel, swap, data, train), (effect, effect_swap)
     return [
         rule
         for module in (in_ours if effects else always)

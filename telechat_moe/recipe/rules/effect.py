@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from telechat_moe.recipe import speed_up as switches
 from telechat_moe.recipe.check import section_keys
-from telechat_moe.recipe.experts import HOPS, drops, hop_between_nodes
+from telechat_moe.recipe.experts import HOPS, dispatcher, drops, hop_between_nodes
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import NODE_DEVICES, ModelConfig
 
@@ -96,14 +96,14 @@ def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
     m, placement_key = r.model.model_config, f"{OWN}moe.placement"
     if r.telechat_moe.moe.placement is None or not isinstance(m, ModelConfig):
         return
-    kind, dispatcher = m.moe_token_dispatcher_type, r.telechat_moe.sharding.dispatcher
+    kind, form = m.moe_token_dispatcher_type, r.telechat_moe.sharding.dispatcher
     if r.devices == 1 or r.parallel_config.expert_parallel == 1:
         problem = "a section where every device has all experts"
         yield placement_key, problem, "remove it, or expert_parallel > 1"
     elif kind in HOPS:
         problem = f"a section with moe_token_dispatcher_type {kind}, which adds up a token's experts node by node"
         yield placement_key, problem, "remove it, or moe_token_dispatcher_type alltoall"
-    elif dispatcher == "allgather":
+    elif form == "allgather":
         problem = f"a section with {OWN}sharding.dispatcher allgather, which adds up a token's experts device by device"
         yield placement_key, problem, "remove it, or dispatcher alltoall or alltoallv"
     unproven = {
@@ -500,3 +500,31 @@ def operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
                 f"{value} {'in a graph for Ascend' if ascend else many}",
                 "remove it" if value == "True" else "plain or auto",
             )
+
+
+def host_operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The host takes primitives of a graph for Ascend that is run kernel by kernel, if it has them itself."""
+    key, m = f"{OWN}operators.host", r.model.model_config
+    chosen = r.telechat_moe.operators.host
+    if not chosen or not isinstance(m, ModelConfig):
+        return
+    chosen_text = ", ".join(chosen)
+    if not compiled and r.context.device_target == "CPU":
+        problem = f"{chosen_text} on CPU, where the host computes everything anyway"
+        yield key, problem, "remove it, or context.device_target Ascend (dryrun compiles it here)"
+        return
+    if not m.moe_layer_names:
+        yield key, f"{chosen_text} in a model without routed experts", "remove it"
+    if len(set(chosen)) < len(chosen):
+        yield key, f"{chosen_text}: a part twice", "each part once"
+    if getattr(getattr(r.context, "jit_config", None), "jit_level", None) == "O2":
+        problem = f"{chosen_text} with context.jit_config.jit_level O2, which runs the whole graph on the device"
+        yield key, problem, "remove it, or jit_level O0 or O1"
+    if "sort" in chosen and dispatcher(r, "Ascend") == "alltoallv":
+        problem = (
+            "sort where MoeTokenPermute sorts and copies rows in one, which the host does not have"
+        )
+        instead = "telechat_moe.sharding.dispatcher alltoall"
+        if r.devices == 1:
+            instead = "telechat_moe.operators.permute and grouped_matmul plain"
+        yield key, problem, f"no sort, or {instead}"
