@@ -1,9 +1,9 @@
 """Which keys of a recipe name files and folders that are written, and whether these are where they may be."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import Recipe
@@ -19,22 +19,24 @@ WRITTEN_KEYS = frozenset(
 """Names of keys, wherever they occur. Folders of MindFormers' sections of free form are among them (`save_path`)."""
 
 
+def texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) for every text in plain data."""
+    if isinstance(value, str):
+        yield key, value
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, object]", value).items()
+    elif isinstance(value, list):
+        items = enumerate(cast("list[object]", value))
+    for name, item in items:
+        yield from texts(item, f"{key}.{name}".lstrip("."))
+
+
 def written_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, path) for everything that a recipe wants written, `output_dir` excepted."""
-    yield from _walk(recipe.given, "")
-
-
-def _walk(value: object, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[str, Any]", value).items():
-            key_path = f"{path}.{key}" if path else key
-            if key in WRITTEN_KEYS and isinstance(item, str) and item:
-                yield key_path, item
-            else:
-                yield from _walk(item, key_path)
-    elif isinstance(value, list):
-        for i, item in enumerate(cast("list[Any]", value)):
-            yield from _walk(item, f"{path}.{i}")
+    for key, text in texts(recipe.given):
+        if text and key.rpartition(".")[2] in WRITTEN_KEYS:
+            yield key, text
 
 
 def outside(recipe: Recipe) -> Iterator[Problem]:

@@ -2,9 +2,9 @@
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 from telechat_moe.recipe.arithmetic import state_bytes
 from telechat_moe.recipe.batch_schedule import BatchSchedule
@@ -15,6 +15,7 @@ from telechat_moe.recipe.schema.callbacks import (
 )
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.optimizer import LrSchedule
+from telechat_moe.recipe.written import texts as _texts
 from telechat_moe.units import size_text
 
 MODEL = "model.model_config."
@@ -346,21 +347,9 @@ _NO_PATHS = ("telechat_moe.sample.prompts", "telechat_moe.conversations.message"
 
 def home_folders(r: Recipe) -> Iterator[Broken]:
     """Nothing puts the folder of a user in the place of `~`: a folder of that name would be made."""
-    for key, text in _texts(r.given, ""):
+    for key, text in _texts(r.given):
         if re.match(r"~[\w.-]*(/|$)", text) and not key.startswith(_NO_PATHS):
             yield key, f"{text}, and nothing puts a folder for ~", f"the whole path, or ./{text}"
-
-
-def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict):
-        items = cast("dict[str, object]", value).items()
-    elif isinstance(value, list):
-        items = enumerate(cast("list[object]", value))
-    for name, item in items:
-        yield from _texts(item, f"{key}.{name}".lstrip("."))
 
 
 def converter_names(r: Recipe) -> Iterator[Broken]:
