@@ -386,7 +386,7 @@ def test_paths_that_lead_outside_are_refused_unless_asked(
 
 
 @pytest.mark.parametrize(
-    ("environment", "changes", "said"),
+    ("environment", "changes", "message"),
     [
         ({}, {}, "this is one, without msrun; start msrun --worker_num=2 --local_worker_num=2"),
         (
@@ -406,7 +406,11 @@ def test_paths_that_lead_outside_are_refused_unless_asked(
     ],
 )
 def test_processes_that_are_not_the_recipe_s_devices_are_refused(
-    tmp_path: Path, data: Path, environment: dict[str, str], changes: dict[str, object], said: str
+    tmp_path: Path,
+    data: Path,
+    environment: dict[str, str],
+    changes: dict[str, object],
+    message: str,
 ) -> None:
     _, recipe, *sets = launch(data, tmp_path / "run", **changes)
     process = subprocess.run(
@@ -417,7 +421,7 @@ def test_processes_that_are_not_the_recipe_s_devices_are_refused(
         check=False,
     )
     assert process.returncode == 3
-    assert said in process.stderr
+    assert message in process.stderr
     assert "use_parallel" in process.stderr
 
 

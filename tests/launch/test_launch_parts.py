@@ -51,7 +51,7 @@ def test_a_hostfile_of_open_mpi_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("a", "slots=(not given)"),
         ("a slots=", "slots=(not given)"),
@@ -66,13 +66,13 @@ def test_a_hostfile_of_open_mpi_is_read(tmp_path: Path) -> None:
         ("first slots=1", "is there twice"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = hostfile(tmp_path, f"first slots=2 addr=10.0.0.9\n{line}\nlast slots=x\n")
     with pytest.raises(BadInputError) as error:
         hosts.read_hosts(path)
     first, second = str(error.value).splitlines()
     assert first.startswith(f"{path}:2: ")
-    assert said in first
+    assert message in first
     assert second.startswith(f"{path}:3: last has slots=x")
 
 
@@ -101,7 +101,7 @@ def test_the_first_hosts_with_room_are_used(
 
 
 @pytest.mark.parametrize(
-    ("given", "processes", "said"),
+    ("given", "processes", "message"),
     [
         ([Host("a", 2, "10.0.0.1"), Host("b", 1, "10.0.0.2")], 4, "3 slots on 2 host"),
         ([Host("a", 2, "10.0.0.1"), Host("b", 1, "10.0.0.2")], 3, "do not spread evenly"),
@@ -109,8 +109,10 @@ def test_the_first_hosts_with_room_are_used(
         ([Host("a", 1, "127.0.0.1"), Host("b", 1, "127.0.0.2")], 2, "both this machine"),
     ],
 )
-def test_what_msrun_cannot_number_is_refused(given: list[Host], processes: int, said: str) -> None:
-    with pytest.raises(BadInputError, match=said):
+def test_what_msrun_cannot_number_is_refused(
+    given: list[Host], processes: int, message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
         hosts.choose(given, processes, Path("hosts"))
 
 

@@ -267,7 +267,7 @@ def test_routed_rows_travel_alone(
 
 
 @pytest.mark.parametrize(
-    ("form", "capacity", "said"),
+    ("form", "capacity", "message"),
     [
         ("auto", False, "none is dropped."),
         ("auto", True, "buffers of the same size for every expert and a static all-to-all"),
@@ -276,7 +276,7 @@ def test_routed_rows_travel_alone(
     ],
 )
 def test_a_report_says_how_rows_travel_and_whether_any_are_dropped(
-    form: str, capacity: bool, said: str
+    form: str, capacity: bool, message: str
 ) -> None:
     model = "model__model_config__moe_"
     drops = {f"{model}expert_capacity_factor": 1.5, f"{model}token_drop_policy": "probs"}
@@ -284,5 +284,5 @@ def test_a_report_says_how_rows_travel_and_whether_any_are_dropped(
     values = {k.replace("__", "."): v for k, v in {**DP2_EP2, **given}.items()}
     recipe = load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in values.items()])
     text = sharded_run.dispatch_text(recipe)
-    assert said in text
+    assert message in text
     assert text.endswith("capacity is dropped, on Ascend too.") == capacity

@@ -143,7 +143,7 @@ def test_message_has_place_key_and_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "near"),
+    ("path", "suggestion"),
     [
         ("recompute_confg", "recompute_config"),
         ("runner_config.epoch", "runner_config.epochs"),
@@ -157,12 +157,12 @@ def test_message_has_place_key_and_suggestion() -> None:
         ("parallel.enable_paralel_optimizer", "enable_parallel_optimizer"),
     ],
 )
-def test_unknown_keys_at_any_depth(path: str, near: str) -> None:
+def test_unknown_keys_at_any_depth(path: str, suggestion: str) -> None:
     text = put(recipe_text(TINY), path, "1")
     matching = [p for p in problems(text) if p.key == path]
     assert matching
     assert matching[0].line == line_of(text, path)
-    assert matching[0].suggestion.endswith(near)
+    assert matching[0].suggestion.endswith(suggestion)
 
 
 @pytest.mark.parametrize(
