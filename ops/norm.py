@@ -69,20 +69,22 @@ class RMSNorm(nn.Cell):
         return self.to_out(y, dtype)
 
 
-def rms_norm_program(width: int, eps: float) -> dvm.Program:
+def rms_norm_program(width: int, eps: float) -> dvm.DvmProgram:
     """Return ``(x [T, H], weight [H]) -> [T, H]`` for the virtual machine."""
 
-    def rms_norm(k: dvm.Builder, x: dvm.Value, weight: dvm.Value) -> None:
+    def rms_norm(k: dvm.Builder, x: dvm.ProgramValue, weight: dvm.ProgramValue) -> None:
         mean = k.sum(x * x, -1) * (1.0 / width)
         k.store(x * k.rsqrt(mean + eps) * weight)
 
     return dvm.build(rms_norm, ("T", width), (width,))
 
 
-def add_rms_norm_program(width: int, eps: float) -> dvm.Program:
+def add_rms_norm_program(width: int, eps: float) -> dvm.DvmProgram:
     """Return ``(x, y [T, H], weight [H]) -> (norm of x + y, x + y)`` for the virtual machine."""
 
-    def add_rms_norm(k: dvm.Builder, x: dvm.Value, y: dvm.Value, weight: dvm.Value) -> None:
+    def add_rms_norm(
+        k: dvm.Builder, x: dvm.ProgramValue, y: dvm.ProgramValue, weight: dvm.ProgramValue
+    ) -> None:
         h = x + y
         mean = k.sum(h * h, -1) * (1.0 / width)
         k.store(h * k.rsqrt(mean + eps) * weight)
@@ -91,11 +93,15 @@ def add_rms_norm_program(width: int, eps: float) -> dvm.Program:
     return dvm.build(add_rms_norm, ("T", width), ("T", width), (width,))
 
 
-def add_rms_norm_backward(width: int, eps: float) -> dvm.Program:
+def add_rms_norm_backward(width: int, eps: float) -> dvm.DvmProgram:
     """Return ``(x + y, weight, d norm, d sum) -> (d x = d y, d weight)``: the sum is not recomputed."""
 
     def backward(
-        k: dvm.Builder, h: dvm.Value, weight: dvm.Value, d: dvm.Value, dh: dvm.Value
+        k: dvm.Builder,
+        h: dvm.ProgramValue,
+        weight: dvm.ProgramValue,
+        d: dvm.ProgramValue,
+        dh: dvm.ProgramValue,
     ) -> None:
         inverse = k.rsqrt(k.sum(h * h, -1) * (1.0 / width) + eps)
         g = d * weight

@@ -16,10 +16,10 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.ops import dvm
-from telechat_moe.ops.dvm import Builder, ProgramError, Value, ir
+from telechat_moe.ops.dvm import Builder, ProgramError, ProgramValue, ir
 
 
-class Region(NamedTuple):
+class ExaminedCell(NamedTuple):
     """A cell that :func:`fuse_cells` examined.
 
     Attributes:
@@ -31,7 +31,7 @@ class Region(NamedTuple):
 
     name: str
     cell: str
-    program: dvm.Program | None
+    program: dvm.DvmProgram | None
     reason: str
 
 
@@ -39,27 +39,27 @@ class _UnsupportedError(Exception):
     """The cell holds something that is no operation of the machine."""
 
 
-def fuse_cells(model: nn.Cell) -> list[Region]:
+def fuse_cells(model: nn.Cell) -> list[ExaminedCell]:
     """Replace what can be replaced inside ``model``, and say what was done with each cell.
 
     Parameters keep their names; call it before the model is compiled.
     """
     before = [p.name for p in model.get_parameters()]
-    regions: list[Region] = []
+    regions: list[ExaminedCell] = []
     _descend(model, "", regions)
     after = [p.name for p in model.get_parameters()]
     assert sorted(before) == sorted(after), "fusion changed the names of parameters"
     return regions
 
 
-def explain(regions: list[Region]) -> str:
+def explain(regions: list[ExaminedCell]) -> str:
     """Return one line a region that was fused, then the kinds of cells that were not, with reasons."""
     lines = [f"fused {r.name} ({r.cell}): {r.reason}" for r in regions if r.program is not None]
     kept = sorted({f"kept {r.cell}: {r.reason}" for r in regions if r.program is None})
     return "\n".join([*lines, *kept])
 
 
-def _descend(parent: nn.Cell, path: str, regions: list[Region]) -> None:
+def _descend(parent: nn.Cell, path: str, regions: list[ExaminedCell]) -> None:
     for name, child in list(parent._cells.items()):
         if child is None:
             continue
@@ -67,13 +67,13 @@ def _descend(parent: nn.Cell, path: str, regions: list[Region]) -> None:
         try:
             program, parameters = _trace(child)
         except (_UnsupportedError, ProgramError) as error:
-            regions.append(Region(where, type(child).__name__, None, str(error)))
+            regions.append(ExaminedCell(where, type(child).__name__, None, str(error)))
             _descend(child, where, regions)
             continue
         stages = len(dvm.Compiled(program).explain()["stages"])
         work = sum(n.op not in (ir.LOAD, ir.STORE, ir.SCALAR) for n in program.nodes)
         reason = f"{work} operations in {stages} stage{'s' if stages > 1 else ''}"
-        regions.append(Region(where, type(child).__name__, program, reason))
+        regions.append(ExaminedCell(where, type(child).__name__, program, reason))
         parent._cells[name] = FusedRegion(child, program, parameters)
 
 
@@ -83,7 +83,7 @@ def _descend(parent: nn.Cell, path: str, regions: list[Region]) -> None:
 class _Recorded:
     """A value while a construct is recorded; has what a construct uses of a tensor."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: ProgramValue) -> None:
         self.value = value
         self.dtype = ms.float32
 
@@ -136,7 +136,7 @@ class _Tracer:
         return x
 
 
-def _mean(k: Builder, primitive: ops.Primitive, x: Value, axis: Any) -> Value:
+def _mean(k: Builder, primitive: ops.Primitive, x: ProgramValue, axis: Any) -> ProgramValue:
     y = _reduce("sum")(k, primitive, x, axis)
     count = 1
     for a in _axes(x, axis):
@@ -144,35 +144,35 @@ def _mean(k: Builder, primitive: ops.Primitive, x: Value, axis: Any) -> Value:
     return y * (1.0 / count)
 
 
-def _axes(x: Value, axis: Any) -> list[int]:
+def _axes(x: ProgramValue, axis: Any) -> list[int]:
     axes = [axis] if isinstance(axis, int) else list(axis)
     return [a % len(x.dims) for a in axes or range(len(x.dims))]
 
 
-def _reduce(name: str) -> Callable[..., Value]:
-    def make(k: Builder, primitive: ops.Primitive, x: Value, axis: Any = ()) -> Value:
+def _reduce(name: str) -> Callable[..., ProgramValue]:
+    def make(k: Builder, primitive: ops.Primitive, x: ProgramValue, axis: Any = ()) -> ProgramValue:
         return getattr(k, name)(x, _axes(x, axis), keepdims=bool(primitive.keep_dims))
 
     return make
 
 
-def _cast(k: Builder, primitive: ops.Primitive, x: Value, dtype: Any) -> Value:
+def _cast(k: Builder, primitive: ops.Primitive, x: ProgramValue, dtype: Any) -> ProgramValue:
     if dtype != ms.float32 or x.dtype != "float32":
         raise _UnsupportedError(f"a cast from {x.dtype} to {dtype}")
     return x
 
 
-def _softmax(k: Builder, primitive: ops.Primitive, x: Value) -> Value:
+def _softmax(k: Builder, primitive: ops.Primitive, x: ProgramValue) -> ProgramValue:
     axis = primitive.axis if isinstance(primitive.axis, int) else primitive.axis[0]
     e = k.exp(x - k.max(x, axis))
     return e / k.sum(e, axis)
 
 
-def _same(name: str) -> Callable[..., Value]:
+def _same(name: str) -> Callable[..., ProgramValue]:
     return lambda k, primitive, *args: getattr(k, name)(*args)
 
 
-OPERATIONS: dict[str, Callable[..., Value]] = {
+OPERATIONS: dict[str, Callable[..., ProgramValue]] = {
     "Cast": _cast,
     "Square": lambda k, primitive, x: x * x,
     "SiLU": lambda k, primitive, x: x * k.sigmoid(x),
@@ -195,7 +195,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
 }
 
 
-def _trace(cell: nn.Cell) -> tuple[dvm.Program, list[Parameter]]:
+def _trace(cell: nn.Cell) -> tuple[dvm.DvmProgram, list[Parameter]]:
     """Return the program of a cell, and the parameters that are its last inputs."""
     tracer = _Tracer()
     widths = {p.shape for _, p in cell.parameters_and_names() if len(p.shape) == 1}
@@ -232,7 +232,7 @@ def _trace(cell: nn.Cell) -> tuple[dvm.Program, list[Parameter]]:
 class FusedRegion(nn.Cell):
     """Replacement of a cell, which keeps its parameters: its program, with the parameters as last inputs."""
 
-    def __init__(self, cell: nn.Cell, program: dvm.Program, parameters: list[Parameter]) -> None:
+    def __init__(self, cell: nn.Cell, program: dvm.DvmProgram, parameters: list[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.cell = cell
         self.inner = _INNER[program.inputs - 1](program)
@@ -254,7 +254,7 @@ class FusedRegion(nn.Cell):
 class _Inner(nn.Cell):
     """A program and its gradient; MindSpore wants the inputs of ``bprop`` one by one."""
 
-    def __init__(self, program: dvm.Program) -> None:
+    def __init__(self, program: dvm.DvmProgram) -> None:
         super().__init__(auto_prefix=False)
         self.many = program.outputs > 1
         self.forward = dvm.custom_op(program)

@@ -10,7 +10,7 @@ from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.select import backend, host_computes
 
 
-class Rule(NamedTuple):
+class RoutingRule(NamedTuple):
     """How experts are chosen.
 
     Attributes:
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     softmax: bool = False
 
 
-def routing(rule: Rule) -> nn.Cell:
+def routing(rule: RoutingRule) -> nn.Cell:
     """Return ``(logits_TE, bias_E) -> (score_TE, index_TK, weight_TK, chosen_TE, load_E)``.
 
     The ``K`` highest ``score + bias`` are chosen; the weights are made of the scores without it.
@@ -51,7 +51,7 @@ class GroupLimit(nn.Cell):
     Source: DeepSeek-V3, section 2.1.2, "Node-Limited Routing".
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: RoutingRule) -> None:
         super().__init__()
         self.num_groups, self.kept_groups = rule.groups, rule.kept_groups
         self.best = max(1, rule.top_k // rule.kept_groups)
@@ -86,7 +86,7 @@ class GroupLimit(nn.Cell):
 class Routing(nn.Cell):
     """The plain backend of :func:`routing`. Among equal scores ``TopK`` chooses as it likes."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: RoutingRule) -> None:
         super().__init__()
         self.num_experts, self.top_k = rule.experts, rule.top_k
         self.score = ops.Sigmoid()
@@ -132,7 +132,7 @@ class Routing(nn.Cell):
 class FusedRouting(nn.Cell):
     """The fused backend of :func:`routing`: one pass over the tokens. Of equal scores the first wins."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: RoutingRule) -> None:
         super().__init__()
         attributes = {
             "top_k": rule.top_k,
@@ -193,7 +193,7 @@ def balance_reference(score_gnE: np.ndarray, chosen_gnE: np.ndarray, scale: floa
     return scale * float((chosen_gnE.astype(np.float64).mean(1) * mean_gE).sum(-1).mean())
 
 
-def ranked(rule: Rule, choice_TE: np.ndarray) -> np.ndarray:
+def ranked(rule: RoutingRule, choice_TE: np.ndarray) -> np.ndarray:
     """Return biased scores with -inf for the experts outside each token's best groups."""
     if rule.groups == 1:
         return choice_TE
@@ -207,7 +207,7 @@ def ranked(rule: Rule, choice_TE: np.ndarray) -> np.ndarray:
 
 
 def routing_reference(
-    rule: Rule, logits_TE: np.ndarray, bias_E: np.ndarray
+    rule: RoutingRule, logits_TE: np.ndarray, bias_E: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Define ``(score, index, weight)`` in float64; of equal scores the first wins."""
     x = logits_TE.astype(np.float64)

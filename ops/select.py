@@ -47,7 +47,7 @@ OPERATORS: dict[str, dict[str, str]] = {
 }
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """The backend of an operator and the reason."""
 
     operator: str
@@ -99,7 +99,7 @@ def using(
         _selection.reset(token)
 
 
-def choose(operator: str) -> Choice:
+def choose(operator: str) -> BackendChoice:
     """Return the backend that serves ``operator`` now, and why.
 
     Raises:
@@ -117,21 +117,21 @@ def choose(operator: str) -> Choice:
             native.load()
         except native.NativeError as error:
             raise BadInputError(f"{operator} was asked to be fused, but {error}") from error
-    return Choice(operator, wanted, "asked for")
+    return BackendChoice(operator, wanted, "asked for")
 
 
-def _automatic(operator: str, backends: Mapping[str, str], target: str) -> Choice:
+def _automatic(operator: str, backends: Mapping[str, str], target: str) -> BackendChoice:
     if target == "Ascend":
         if "ascend" in backends:
-            return Choice(operator, "ascend", "target Ascend")
-        return Choice(operator, "plain", "MindSpore's primitives serve Ascend too")
+            return BackendChoice(operator, "ascend", "target Ascend")
+        return BackendChoice(operator, "plain", "MindSpore's primitives serve Ascend too")
     if "fused" not in backends:
-        return Choice(operator, "plain", "no CPU kernel for it")
+        return BackendChoice(operator, "plain", "no CPU kernel for it")
     try:
         native.load()
     except native.NativeError as error:
-        return Choice(operator, "plain", str(error))
-    return Choice(operator, "fused", f"target CPU ({native.isa()}, {native.gemm_backend()})")
+        return BackendChoice(operator, "plain", str(error))
+    return BackendChoice(operator, "fused", f"target CPU ({native.isa()}, {native.gemm_backend()})")
 
 
 def target() -> str:
@@ -156,7 +156,7 @@ def backend(operator: str) -> str:
     return choose(operator).backend
 
 
-def table() -> list[Choice]:
+def table() -> list[BackendChoice]:
     """Return the choice for every operator."""
     return [choose(operator) for operator in sorted(OPERATORS)]
 

@@ -22,20 +22,20 @@ class Softmax(nn.Cell):
         return self.softmax(x_TH)
 
 
-def softmax_program() -> dvm.Program:
+def softmax_program() -> dvm.DvmProgram:
     """Return ``x [T, H] -> [T, H]`` for the virtual machine."""
 
-    def softmax(k: dvm.Builder, x: dvm.Value) -> None:
+    def softmax(k: dvm.Builder, x: dvm.ProgramValue) -> None:
         e = k.exp(x - k.max(x, -1))
         k.store(e * k.reciprocal(k.sum(e, -1)))
 
     return dvm.build(softmax, ("T", "H"))
 
 
-def softmax_backward() -> dvm.Program:
+def softmax_backward() -> dvm.DvmProgram:
     """Return ``(y, dy) -> dx``: softmax's own result is all that it needs."""
 
-    def backward(k: dvm.Builder, y: dvm.Value, dy: dvm.Value) -> None:
+    def backward(k: dvm.Builder, y: dvm.ProgramValue, dy: dvm.ProgramValue) -> None:
         k.store(y * (dy - k.sum(y * dy, -1)))
 
     return dvm.build(backward, ("T", "H"), ("T", "H"))

@@ -37,10 +37,10 @@ class SwiGLU(nn.Cell):
         return self.mul(self.silu(gate_TF), up_TF)
 
 
-def swiglu_program() -> dvm.Program:
+def swiglu_program() -> dvm.DvmProgram:
     """Return ``(gate [T, F], up [T, F]) -> [T, F]`` for the virtual machine."""
 
-    def swiglu(k: dvm.Builder, gate: dvm.Value, up: dvm.Value) -> None:
+    def swiglu(k: dvm.Builder, gate: dvm.ProgramValue, up: dvm.ProgramValue) -> None:
         k.store(gate * k.sigmoid(gate) * up)
 
     return dvm.build(swiglu, ("T", "F"), ("T", "F"))

@@ -39,7 +39,7 @@ def recording(folder: Path, mode: str = "tensor") -> Iterator[None]:
         raise TapError(f"{folder}: values.bin could not be written to its end; is the disk full?")
 
 
-class Written(NamedTuple):
+class TapRecord(NamedTuple):
     """One tensor in ``values.bin``: where it is in the file, its type by MindSpore's name, its shape."""
 
     file: Path
@@ -62,19 +62,19 @@ class Written(NamedTuple):
         return content
 
 
-def index(folder: Path) -> dict[int, list[Written]]:
+def index(folder: Path) -> dict[int, list[TapRecord]]:
     """Return what each tap has written, in the order of its runs.
 
     Raises:
         BadInputError: The folder does not have the library's format.
     """
-    found: dict[int, list[Written]] = {}
+    found: dict[int, list[TapRecord]] = {}
     try:
         with (folder / "index.txt").open(encoding="ascii") as lines:
             for line in lines:
                 tap, begin, size, dtype, *shape = line.split()
                 where = folder / "values.bin", int(begin), int(size)
-                written = Written(*where, dtype, tuple(map(int, shape)))
+                written = TapRecord(*where, dtype, tuple(map(int, shape)))
                 found.setdefault(int(tap), []).append(written)
     except (OSError, ValueError) as error:
         raise BadInputError(f"{folder}/index.txt: not what taps write: {error}") from None

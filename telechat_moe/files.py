@@ -54,7 +54,7 @@ Progress = Callable[[str, int, int | None], None]
 """Called with what is being done, how much of it is done and how much there is (None: not known)."""
 Advance = Callable[[int], None]
 """Called with the number of bytes that were read or written since the last call."""
-Known = dict[str, dict[str, Any]]
+FileSums = dict[str, dict[str, Any]]
 """Files by name: ``bytes`` and ``sha256``."""
 
 
@@ -253,7 +253,7 @@ def checksums_path(weights: Path) -> Path:
     return weights / CHECKSUMS
 
 
-def checksums_content(files: Known, source: Path, source_files: Known) -> dict[str, Any]:
+def checksums_content(files: FileSums, source: Path, source_files: FileSums) -> dict[str, Any]:
     """Return the content of checksums.json."""
     return {
         "format": FORMAT,
@@ -263,7 +263,7 @@ def checksums_content(files: Known, source: Path, source_files: Known) -> dict[s
     }
 
 
-def read_checksums(weights: Path) -> Known | None:
+def read_checksums(weights: Path) -> FileSums | None:
     """Return the files that the checksums beside weights name; None if there are no checksums.
 
     Raises:
@@ -306,7 +306,7 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | N
     return None
 
 
-def differences(folder: Path, expected: Known, found: Known) -> list[str]:
+def differences(folder: Path, expected: FileSums, found: FileSums) -> list[str]:
     """Return how files differ from what was written, a line each; files without a checksum count as right."""
     pairs = (
         (name, difference(now, expected[name])) for name, now in found.items() if name in expected

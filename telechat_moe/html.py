@@ -209,7 +209,7 @@ def decimals(values: Sequence[float]) -> int:
 
 
 @dataclass(frozen=True)
-class Axes:
+class ChartAxes:
     """Two linear axes: they map values to the pixels of a drawing, and draw lines and points there.
 
     Attributes:
@@ -319,7 +319,7 @@ def front_chart(
         return Html("")
     across = ticks(min(p[0] for p in points), max(p[0] for p in points), 8, outward=True)
     up = ticks(min(p[1] for p in points), max(p[1] for p in points), 5, outward=True)
-    axes = Axes((across[0], across[-1]), (up[0], up[-1]), 900, 420, left=80, bottom=44)
+    axes = ChartAxes((across[0], across[-1]), (up[0], up[-1]), 900, 420, left=80, bottom=44)
     said = [(v, f"{v:,.{decimals(up)}f}") for v in up]
     parts = [axes.grid(across, said, labels=labels)]
     parts += [axes.dot(x, y, "other", 3, tip) for x, y, tip in others]

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import CHUNK_BYTES, Advance, write_new
 from telechat_moe.narrowing import is_object, short
+from telechat_moe.numerics import Array
 from telechat_moe.reading import parse_json, read_bytes
 
 SINGLE = "model.safetensors"
@@ -40,7 +41,6 @@ _LARGEST_HEADER = 100_000_000  # as the safetensors library
 _SHOWN = 20  # problems in a message
 
 Bytes = NDArray[np.uint8]
-Array = NDArray[Any]
 
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -91,7 +91,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file: its data type and shape, and the range of its bytes."""
 
     file: Path
@@ -123,7 +123,7 @@ class Entry:
             yield self.read(offset, min(READ_BYTES, self.nbytes - offset))
 
 
-def read_entries(source: Path) -> dict[str, Entry]:
+def read_entries(source: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file or of a folder of weights.
 
     A folder has ``model.safetensors.index.json`` or one safetensors file.
@@ -158,7 +158,7 @@ def _nothing_found(source: Path, files: list[Path]) -> str:
     return f"{source}: neither {SINGLE}, {INDEX} nor {CHECKPOINT} is there"
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of one safetensors file.
 
     Raises:
@@ -181,7 +181,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(lines))
     data = 8 + length
     return {
-        name: Entry(path, dtype, shape, data + start, end - start)
+        name: TensorEntry(path, dtype, shape, data + start, end - start)
         for name, (dtype, shape, start, end) in header.tensors.items()
     }
 
@@ -260,7 +260,7 @@ def _gaps(tensors: Mapping[str, Described], size: int) -> list[str]:
     return problems
 
 
-def _sharded(folder: Path) -> dict[str, Entry]:
+def _sharded(folder: Path) -> dict[str, TensorEntry]:
     index = folder / INDEX
     try:
         file_of = dict[str, str](parse_json(read_bytes(index))["weight_map"])
@@ -273,7 +273,7 @@ def _sharded(folder: Path) -> dict[str, Entry]:
     problems += [f"file {n} is missing" for n in names if not (folder / n).is_file()]
     if problems:
         raise BadInputError(f"{index}:\n  " + "\n  ".join(problems))
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for file in names:
         for name, entry in read_header(folder / file).items():
             if file_of.get(name) == file:
@@ -334,7 +334,7 @@ def parse(data: Bytes) -> dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class Output:
+class TensorOutput:
     """A tensor that is to be written; ``chunks`` yields its bytes in order."""
 
     name: str
@@ -353,7 +353,7 @@ class Output:
         return math.prod(self.shape) * self.width
 
 
-def output_of(name: str, array: Array) -> Output:
+def output_of(name: str, array: Array) -> TensorOutput:
     """Return an array as a tensor to be written.
 
     Raises:
@@ -361,7 +361,7 @@ def output_of(name: str, array: Array) -> Output:
     """
     if name == "__metadata__":
         raise BadInputError("a tensor cannot be called '__metadata__' in a safetensors file")
-    return Output(name, dtype_name(array.dtype), array.shape, lambda: _chunks(array))
+    return TensorOutput(name, dtype_name(array.dtype), array.shape, lambda: _chunks(array))
 
 
 def _chunks(array: Array) -> Iterator[Bytes]:
@@ -378,7 +378,7 @@ class TensorFile:
     """A file that is to be written: its name, tensors in file order, and metadata."""
 
     name: str
-    outputs: Sequence[Output]
+    outputs: Sequence[TensorOutput]
     metadata: Mapping[str, str] | None = None
 
     @property
@@ -429,9 +429,9 @@ def file_of(
     return TensorFile(name, outputs, metadata)
 
 
-def split(outputs: Iterable[Output], limit: int) -> list[list[Output]]:
+def split(outputs: Iterable[TensorOutput], limit: int) -> list[list[TensorOutput]]:
     """Distribute tensors over files of at most ``limit`` bytes; a larger one gets its own file."""
-    files: list[list[Output]] = [[]]
+    files: list[list[TensorOutput]] = [[]]
     filled = 0
     for output in outputs:
         if files[-1] and filled + output.nbytes > limit:
@@ -442,7 +442,7 @@ def split(outputs: Iterable[Output], limit: int) -> list[list[Output]]:
     return [in_order(file) for file in files]
 
 
-def in_order(outputs: Iterable[Output]) -> list[Output]:
+def in_order(outputs: Iterable[TensorOutput]) -> list[TensorOutput]:
     """Return tensors with the widest types first, so that each starts at a multiple of its element's size."""
     return sorted(outputs, key=lambda output: -output.width)
 
@@ -454,7 +454,7 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def index_of(shards: list[list[Output]]) -> dict[str, Any]:
+def index_of(shards: list[list[TensorOutput]]) -> dict[str, Any]:
     """Return the content of ``model.safetensors.index.json``."""
     names = shard_names(len(shards))
     outputs = [(o, file) for shard, file in zip(shards, names, strict=True) for o in shard]

@@ -30,3 +30,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_site() -> None:
     listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     assert listed == {p.name for p in PAGES}
+
+
+def test_files_of_the_ideas_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.split("## Where each idea is implemented")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w/*.]+(?:\.\w+|/))`", table)
+    assert len(named) > 60
+    folders = [ROOT, ROOT / "telechat_moe"]
+    assert [
+        path for path in named if not any(list(f.glob(path.rstrip("/"))) for f in folders)
+    ] == []

@@ -9,7 +9,7 @@ import pytest
 
 from telechat_moe.html import (
     STYLE,
-    Axes,
+    ChartAxes,
     Html,
     bar,
     figures,
@@ -90,7 +90,7 @@ def test_ticks(low: float, high: float, outward: bool, expected: list[float]):
 
 
 def test_axes_map_and_break_lines():
-    axes = Axes((0.0, 10.0), (0.0, 1.0), 100, 100, left=10, right=10, top=10, bottom=10)
+    axes = ChartAxes((0.0, 10.0), (0.0, 1.0), 100, 100, left=10, right=10, top=10, bottom=10)
     assert (axes.x(0.0), axes.x(10.0), axes.y(0.0), axes.y(1.0)) == (10, 90, 90, 10)
     assert axes.y(7.0) == 10
     path = axes.line([0, 5, 10], [0.0, float("nan"), 1.0], "base")
@@ -98,7 +98,7 @@ def test_axes_map_and_break_lines():
 
 
 def test_the_name_of_an_axis_lies_on_no_curve():
-    axes = Axes((0.0, 10.0), (0.0, 1.0), height=150)
+    axes = ChartAxes((0.0, 10.0), (0.0, 1.0), height=150)
     (name,) = re.findall(
         r"<text x=[\d.]+ y=(-?[\d.]+) [^>]*>seconds<", axes.grid(labels=("", "seconds"))
     )

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.numerics import Array
+
 Rng = np.random.Generator
 
 KINDS = (

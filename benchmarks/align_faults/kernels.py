@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.numerics import Array
+
 Arrays = list[Array]
 Gradients = list[Any]
 Settings = dict[str, Any]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from telechat_moe.numerics import Array
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord
 from telechat_moe.tools.align.dump.records import Value as Held
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
 
-Array = np.ndarray[Any, np.dtype[Any]]
 _FLOAT16, _FLOAT32 = 10, 1  # MindIR's numbers of types
 _TYPE_ID = {_FLOAT16: 42, _FLOAT32: 43}  # the numbers that Cast takes
 
@@ -153,9 +153,9 @@ def lying(content: bytes, lie: Lie) -> tuple[bytes, str]:
     Raises:
         LookupError: No operator fits.
     """
-    from telechat_moe.graph.mindir import Model
+    from telechat_moe.graph.mindir import MindIR
 
-    model = Model(content)
+    model = MindIR(content)
     for graph in model.graphs():
         for node in graph.node:
             name = _name(model, node)

@@ -98,7 +98,7 @@ def _curves(runs: Runs, names: Sequence[str]) -> Html:
     values = [v for line in lines.values() for v in line]
     up = html.ticks(min(values), max(values), 6, outward=True)
     steps = [(i + 0.5) * SMOOTH for i in range(len(first))]
-    axes = html.Axes(
+    axes = html.ChartAxes(
         (0, steps[-1] + SMOOTH), (up[0], up[-1]), 1000, 340, left=72, right=150, bottom=44
     )
     said = [(v, f"{v:+.{html.decimals(up)}f}") for v in up]

@@ -47,7 +47,7 @@ def parts(theirs: Callable[[Any], Any]) -> Callable[[], dict[str, Callable[[], o
 
     from telechat_moe.data.sample import SampleOptions, collate
     from telechat_moe.ops.permute import BlockPlan
-    from telechat_moe.ops.routing import Routing, Rule
+    from telechat_moe.ops.routing import Routing, RoutingRule
     from telechat_moe.ops.select import using
     from telechat_moe.train.step import StepOutput
 
@@ -68,7 +68,7 @@ def parts(theirs: Callable[[Any], Any]) -> Callable[[], dict[str, Callable[[], o
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     with using("plain", {}, "CPU", ("top_k", "sort", "histogram")):
-        routing, plan = Routing(Rule(EXPERTS, TOP_K)), BlockPlan(EXPERTS)
+        routing, plan = Routing(RoutingRule(EXPERTS, TOP_K)), BlockPlan(EXPERTS)
     step = Step()
     given = Tensor(np.ones(8, np.float32)), Tensor(np.ones((LAYERS, EXPERTS), np.float32))
     rate, scale = Tensor(1e-4, ms.float32), Tensor(1.0, ms.float32)

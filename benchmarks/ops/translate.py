@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.ir import Program
+from telechat_moe.ops.dvm.ir import DvmProgram
 
 TORCH = {"maximum": "maximum", "minimum": "minimum", "neg": "neg", "sigmoid": "sigmoid"}
 MINDSPORE = {
@@ -22,14 +22,14 @@ MINDSPORE = {
 }
 
 
-def torch_function(program: Program) -> Any:
+def torch_function(program: DvmProgram) -> Any:
     """Return ``f(*tensors) -> tuple`` in torch."""
     body = _body(program, _torch_line)
     text = f"import torch\n\n\ndef run({_arguments(program)}):\n{body}"
     return _module(text).run
 
 
-def mindspore_cell(program: Program) -> Any:
+def mindspore_cell(program: DvmProgram) -> Any:
     """Return a cell of MindSpore's own primitives, at O0."""
     body = (
         _body(program, _mindspore_line)
@@ -43,11 +43,11 @@ def mindspore_cell(program: Program) -> Any:
     return _module(text).Net()
 
 
-def _arguments(program: Program) -> str:
+def _arguments(program: DvmProgram) -> str:
     return ", ".join(f"x{i}" for i in range(program.inputs))
 
 
-def _body(program: Program, line: Any) -> str:
+def _body(program: DvmProgram, line: Any) -> str:
     lines, outputs = [], {}
     for i, node in enumerate(program.nodes):
         if node.op == ir.STORE:

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from telechat_moe.graph.compile import RankGraph
-from telechat_moe.graph.mindir import Editor, Model, Operation, value_of
+from telechat_moe.graph.mindir import Editor, MindIR, Operation, value_of
 from telechat_moe.recipe import load
 from telechat_moe.tools.align.capture.mindspore import capture_recipe
 from telechat_moe.train import rank_graph
@@ -25,7 +25,7 @@ from telechat_moe.train import rank_graph
 
 def with_fault(graph: RankGraph, weight: str, fault: str) -> RankGraph:
     """Return a rank's graph with a fault at a weight; a stage without an expert bias stays as it is."""
-    model = Model(graph.mindir)
+    model = MindIR(graph.mindir)
     for operation in list(model.operations()):
         whose = [value_of(a) for a in operation.node.primal_attr if a.name == "mirror_user_id"]
         moves = fault == "bias" and operation.kind == "AssignAdd"
@@ -44,7 +44,7 @@ def with_fault(graph: RankGraph, weight: str, fault: str) -> RankGraph:
     sys.exit(f"rank {graph.rank}: no reduction of the gradient of {weight}")
 
 
-def _group(model: Model, operation: Operation, graph: RankGraph) -> str:
+def _group(model: MindIR, operation: Operation, graph: RankGraph) -> str:
     right = list(graph.groups[operation.attribute("group")])
     others = [
         name
@@ -63,7 +63,7 @@ def _group(model: Model, operation: Operation, graph: RankGraph) -> str:
     return f"over {graph.groups[others[0]]}, not over {right}"
 
 
-def _missing(model: Model, operation: Operation, graph: RankGraph) -> str:
+def _missing(model: MindIR, operation: Operation, graph: RankGraph) -> str:
     made = operation.node.output[0]
     _handed_on(model, operation, made, operation.node.input[0])
     for body in model.graphs():
@@ -73,13 +73,13 @@ def _missing(model: Model, operation: Operation, graph: RankGraph) -> str:
     return "not reduced"
 
 
-def _doubled(model: Model, operation: Operation, graph: RankGraph) -> str:
+def _doubled(model: MindIR, operation: Operation, graph: RankGraph) -> str:
     own = _added(model, operation)
     own.input[0] = operation.node.output[0]
     return "reduced twice"
 
 
-def _scaled(model: Model, operation: Operation, graph: RankGraph) -> str:
+def _scaled(model: MindIR, operation: Operation, graph: RankGraph) -> str:
     own = _added(model, operation)
     own.op_type = Editor(model, None).primitive("Add")
     del own.input[:], own.primal_attr[:]
@@ -87,7 +87,7 @@ def _scaled(model: Model, operation: Operation, graph: RankGraph) -> str:
     return "added to itself"
 
 
-def _added(model: Model, operation: Operation) -> Any:
+def _added(model: MindIR, operation: Operation) -> Any:
     """Return a copy of an operation's node, added behind it, whose output others take in its place."""
     made = operation.node.output[0]
     own = type(operation.node)()
@@ -100,7 +100,7 @@ def _added(model: Model, operation: Operation) -> Any:
     return body.node[at]
 
 
-def _handed_on(model: Model, operation: Operation, made: str, other: str) -> None:
+def _handed_on(model: MindIR, operation: Operation, made: str, other: str) -> None:
     """Hand another tensor to all that take what an operation made."""
     for body in model.graphs():
         if operation.node not in body.node:
@@ -111,7 +111,7 @@ def _handed_on(model: Model, operation: Operation, made: str, other: str) -> Non
                     node.input[i] = other
 
 
-FAULTS: Mapping[str, Callable[[Model, Operation, RankGraph], Any]] = {
+FAULTS: Mapping[str, Callable[[MindIR, Operation, RankGraph], Any]] = {
     "group": _group,
     "missing": _missing,
     "doubled": _doubled,

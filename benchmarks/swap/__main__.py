@@ -113,7 +113,7 @@ def launch(job: Path, recipe: Recipe, task: dict[str, Any]) -> tuple[list[dict[s
 def report(seconds_per_byte: float, states: bool, prefetch: int, rounds: int) -> dict[str, Any]:
     """Return what was measured and predicted."""
     from telechat_moe.graph.execute import Job
-    from telechat_moe.graph.mindir import Model
+    from telechat_moe.graph.mindir import MindIR
     from telechat_moe.graph.swapping import peak_of
     from telechat_moe.train.rank_graph import compile_recipe
 
@@ -133,7 +133,7 @@ def report(seconds_per_byte: float, states: bool, prefetch: int, rounds: int) ->
         if states:
             there, _ = launch(folder / KEPT, recipe, {**alone, "programs": [KEPT]})
             kept_peak, peak = (statistics.mean(r["memory"] for r in x) for x in (there, here))
-            before = peak_of(Model((folder / KEPT / "rank_0.mindir").read_bytes()))
+            before = peak_of(MindIR((folder / KEPT / "rank_0.mindir").read_bytes()))
             saved = (sum(s.nbytes for s in swapped.states) - swapped.peak + before) / 2**20
             predicted_peak = kept_peak - saved
     waited = [[measured(c) for _, c in rank["steps"]["swapped slow"]] for rank in both]

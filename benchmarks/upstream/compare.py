@@ -134,9 +134,9 @@ def compile_both(
 
 def parameters(graph: RankGraph) -> dict[str, Shape]:
     """Return the trained parameters of a graph, with the shapes that they have before they are split."""
-    from telechat_moe.graph.mindir import Model
+    from telechat_moe.graph.mindir import MindIR
 
-    own = {p.name.split(":")[-1]: tuple(p.dims) for p in Model(graph.mindir).proto.graph.parameter}
+    own = {p.name.split(":")[-1]: tuple(p.dims) for p in MindIR(graph.mindir).proto.graph.parameter}
     trained = [name.removeprefix("adam_m.") for name in own if name.startswith("adam_m.")]
     return {name: _whole(graph.layouts.get(name), own[name]) for name in trained}
 
@@ -190,10 +190,10 @@ def operators(graph: RankGraph, upstream: bool) -> dict[str, Counter[str]]:
     Where MindSpore lost the module of a node, that of the parameter that it reads counts, else that of the nearest
     nodes around it.
     """
-    from telechat_moe.graph.mindir import Model
+    from telechat_moe.graph.mindir import MindIR
     from telechat_moe.graph.nodes import STRUCTURE, Graph, call_counts
 
-    model = Model(graph.mindir)
+    model = MindIR(graph.mindir)
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
     times = call_counts(model, functions)
     counts: dict[str, Counter[str]] = {}

@@ -6,17 +6,17 @@ except :func:`custom_op`. May import errors, ``ops.native`` and ``ops.custom``. 
 :mod:`telechat_moe.ops.dvm.builder`, which has an example.
 """
 
-from telechat_moe.ops.dvm.builder import Builder, Value, build
+from telechat_moe.ops.dvm.builder import Builder, ProgramValue, build
 from telechat_moe.ops.dvm.grad import grad
-from telechat_moe.ops.dvm.ir import Program, ProgramError
+from telechat_moe.ops.dvm.ir import DvmProgram, ProgramError
 from telechat_moe.ops.dvm.runtime import Compiled, custom_op, disassemble, explain
 
 __all__ = [
     "Builder",
     "Compiled",
-    "Program",
+    "DvmProgram",
     "ProgramError",
-    "Value",
+    "ProgramValue",
     "build",
     "custom_op",
     "disassemble",

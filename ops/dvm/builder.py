@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
+from telechat_moe.ops.dvm.ir import DvmProgram, ProgramError, ProgramNode
 
-Shape = Sequence[int | str]
+SymbolicShape = Sequence[int | str]
 Operand = "Value | float | int"
 
 _new = tuple.__new__  # of a named tuple in a third of the time
@@ -46,19 +46,21 @@ _BINARY = {
 
 def _operators(
     name: str,
-) -> tuple[Callable[[Value, Any], Value], Callable[[Value, Any], Value]]:
+) -> tuple[
+    Callable[[ProgramValue, Any], ProgramValue], Callable[[ProgramValue, Any], ProgramValue]
+]:
     """Return the methods that record an operation with the value on the left and on the right."""
 
-    def left(self: Value, other: Any) -> Value:
+    def left(self: ProgramValue, other: Any) -> ProgramValue:
         return self.builder._binary(name, self, other)
 
-    def right(self: Value, other: Any) -> Value:
+    def right(self: ProgramValue, other: Any) -> ProgramValue:
         return self.builder._binary(name, other, self)
 
     return left, right
 
 
-class Value:
+class ProgramValue:
     """A node of a program being built; supports arithmetic and comparison operators."""
 
     __slots__ = ("builder", "dims", "dtype", "index")
@@ -76,7 +78,7 @@ class Value:
     __gt__ = _operators("greater")[0]
     __ge__ = _operators("greater_equal")[0]
 
-    def __neg__(self) -> Value:
+    def __neg__(self) -> ProgramValue:
         return self.builder._unary("neg", self)
 
     def __bool__(self) -> bool:
@@ -88,7 +90,7 @@ class Builder:
 
     if TYPE_CHECKING:  # operations are added below, from the tables of ir.py
 
-        def __getattr__(self, name: str) -> Callable[..., Value]: ...
+        def __getattr__(self, name: str) -> Callable[..., ProgramValue]: ...
 
     def __init__(self, file: str = "?") -> None:
         self.nodes: list[ProgramNode] = []
@@ -99,7 +101,7 @@ class Builder:
 
     # ------------------------------------------------------------------ inputs and outputs
 
-    def load(self, shape: Shape, dtype: str = "float32") -> Value:
+    def load(self, shape: SymbolicShape, dtype: str = "float32") -> ProgramValue:
         """Return a new input; a text extent is a symbol, equal wherever its name is."""
         line = _line()
         if dtype not in ir.DTYPE_CODE:
@@ -110,18 +112,18 @@ class Builder:
         self.inputs += 1
         return self._node(ir.LOAD, dtype, (), dims, (self.inputs - 1,), line)
 
-    def scalar(self, value: float, dtype: str = "float32") -> Value:
+    def scalar(self, value: float, dtype: str = "float32") -> ProgramValue:
         """Return a constant."""
         key = (dtype, value)
         found = self._scalars.get(key)
         if found is not None and value == value:
-            return Value(self, found, dtype, ())
+            return ProgramValue(self, found, dtype, ())
         bits = ir.float_bits(float(value))
         node = self._node(ir.SCALAR, dtype, (), (), (bits,), _line())
         self._scalars[key] = node.index
         return node
 
-    def store(self, x: Value, dtype: str | None = None) -> None:
+    def store(self, x: ProgramValue, dtype: str | None = None) -> None:
         """Make a value the next output, in its own type or another float type."""
         line = _line()
         dtype = x.dtype if dtype is None else dtype
@@ -130,7 +132,7 @@ class Builder:
         self.outputs += 1
         self._node(ir.STORE, dtype, (x.index,), x.dims, (self.outputs - 1,), line)
 
-    def gather_load(self, table: Value, index: Value) -> Value:
+    def gather_load(self, table: ProgramValue, index: ProgramValue) -> ProgramValue:
         """Return the rows ``table[index]``; both are inputs, the index int32 or int64."""
         line = _line()
         if self.nodes[table.index].op != ir.LOAD or self.nodes[index.index].op != ir.LOAD:
@@ -146,11 +148,11 @@ class Builder:
 
     # ------------------------------------------------------------------ operations
 
-    def select(self, condition: Value, x: Any, y: Any) -> Value:
+    def select(self, condition: ProgramValue, x: Any, y: Any) -> ProgramValue:
         """Return x where the condition holds, else y."""
         line = _line()
-        first = x if isinstance(x, Value) else y
-        dtype = ir.value_type(first.dtype) if isinstance(first, Value) else "float32"
+        first = x if isinstance(x, ProgramValue) else y
+        dtype = ir.value_type(first.dtype) if isinstance(first, ProgramValue) else "float32"
         x, y = self._value(x, dtype), self._value(y, dtype)
         if condition.dtype != "bool":
             self._refuse("select", line, f"a {condition.dtype} condition", "bool")
@@ -160,7 +162,7 @@ class Builder:
         args = tuple(self._spread(v, dims, line).index for v in (condition, x, y))
         return self._node(ir.SELECT, ir.value_type(x.dtype), args, dims, (), line)
 
-    def cast(self, x: Value, dtype: str) -> Value:
+    def cast(self, x: ProgramValue, dtype: str) -> ProgramValue:
         """Return the value in another type; to float16 and bfloat16 it is rounded."""
         line = _line()
         if dtype not in ir.DTYPE_CODE or dtype == "int64" or x.dtype == "int64":
@@ -173,7 +175,7 @@ class Builder:
             return x
         return self._node(ir.CAST, dtype, (x.index,), x.dims, (), line)
 
-    def broadcast(self, x: Value, shape: Shape) -> Value:
+    def broadcast(self, x: ProgramValue, shape: SymbolicShape) -> ProgramValue:
         """Return x stretched to ``shape``, as NumPy does."""
         line = _line()
         dims = tuple(self._extent(d, line) for d in shape)
@@ -183,7 +185,7 @@ class Builder:
             )
         return self._spread(x, dims, line)
 
-    def reshape(self, x: Value, shape: Shape) -> Value:
+    def reshape(self, x: ProgramValue, shape: SymbolicShape) -> ProgramValue:
         """Return x in another shape with as many elements (of symbols: the same symbols)."""
         line = _line()
         dims = tuple(self._extent(d, line) for d in shape)
@@ -195,7 +197,7 @@ class Builder:
             return x
         return self._node(ir.RESHAPE, ir.value_type(x.dtype), (x.index,), dims, (), line)
 
-    def extent(self, x: Value, dim: int) -> int:
+    def extent(self, x: ProgramValue, dim: int) -> int:
         """Return a constant extent.
 
         Raises:
@@ -213,7 +215,7 @@ class Builder:
 
     # ------------------------------------------------------------------ the rest
 
-    def finish(self) -> Program:
+    def finish(self) -> DvmProgram:
         """Return the program.
 
         Raises:
@@ -225,9 +227,9 @@ class Builder:
             raise ProgramError(
                 f"{self.file}: {len(self.nodes)} nodes, at most {ir.MAX_NODES}; split the program"
             )
-        return Program(self.nodes, self.inputs, self.outputs, list(self.symbols), self.file)
+        return DvmProgram(self.nodes, self.inputs, self.outputs, list(self.symbols), self.file)
 
-    def _unary(self, name: str, x: Value) -> Value:
+    def _unary(self, name: str, x: ProgramValue) -> ProgramValue:
         line = _line()
         op, wanted, result = _UNARY[name]
         kind = _KIND[x.dtype]
@@ -235,12 +237,12 @@ class Builder:
             self._refuse(name, line, x.dtype, " or ".join(wanted))
         return self._node(op, result or kind, (x.index,), x.dims, (), line)
 
-    def _binary(self, name: str, x: Any, y: Any) -> Value:
+    def _binary(self, name: str, x: Any, y: Any) -> ProgramValue:
         line = _line()
         op, wanted, result = _BINARY[name]
-        if not isinstance(x, Value):
+        if not isinstance(x, ProgramValue):
             x = self._value(x, _KIND[y.dtype])
-        elif not isinstance(y, Value):
+        elif not isinstance(y, ProgramValue):
             y = self._value(y, _KIND[x.dtype])
         kind = _KIND[x.dtype]
         if kind != _KIND[y.dtype]:
@@ -256,7 +258,9 @@ class Builder:
                 y = self._spread(y, dims, line)
         return self._node(op, result or kind, (x.index, y.index), dims, (), line)
 
-    def _reduce(self, name: str, x: Value, dims: Any = None, keepdims: bool = True) -> Value:
+    def _reduce(
+        self, name: str, x: ProgramValue, dims: Any = None, keepdims: bool = True
+    ) -> ProgramValue:
         line = _line()
         if ir.value_type(x.dtype) != "float32":
             self._refuse(name, line, x.dtype, "float32")
@@ -284,15 +288,15 @@ class Builder:
         dims: tuple[int, ...],
         attrs: tuple[int, ...],
         line: int,
-    ) -> Value:
+    ) -> ProgramValue:
         nodes = self.nodes
         nodes.append(_new(ProgramNode, (op, dtype, args, dims, attrs, line)))
-        return Value(self, len(nodes) - 1, dtype, dims)
+        return ProgramValue(self, len(nodes) - 1, dtype, dims)
 
-    def _value(self, x: Any, dtype: str) -> Value:
-        return x if isinstance(x, Value) else self.scalar(x, dtype)
+    def _value(self, x: Any, dtype: str) -> ProgramValue:
+        return x if isinstance(x, ProgramValue) else self.scalar(x, dtype)
 
-    def _spread(self, x: Value, dims: tuple[int, ...], line: int) -> Value:
+    def _spread(self, x: ProgramValue, dims: tuple[int, ...], line: int) -> ProgramValue:
         if x.dims == dims:
             return x
         return self._node(ir.BROADCAST, ir.value_type(x.dtype), (x.index,), dims, (), line)
@@ -344,8 +348,8 @@ def _line() -> int:
 
 
 def _add_operations() -> None:
-    def method(record: Callable[..., Value], name: str) -> Callable[..., Value]:
-        def operation(self: Builder, *args: Any, **options: Any) -> Value:
+    def method(record: Callable[..., ProgramValue], name: str) -> Callable[..., ProgramValue]:
+        def operation(self: Builder, *args: Any, **options: Any) -> ProgramValue:
             return record(self, name, *args, **options)
 
         operation.__name__ = name
@@ -365,7 +369,9 @@ def _add_operations() -> None:
 _add_operations()
 
 
-def build(function: Callable[..., None], *inputs: tuple[Shape, str] | Shape) -> Program:
+def build(
+    function: Callable[..., None], *inputs: tuple[SymbolicShape, str] | SymbolicShape
+) -> DvmProgram:
     """Trace ``function(k, *values)`` into a program.
 
     Args:

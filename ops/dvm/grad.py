@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.builder import Builder, Value
-from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
+from telechat_moe.ops.dvm.builder import Builder, ProgramValue
+from telechat_moe.ops.dvm.ir import DvmProgram, ProgramError, ProgramNode
 
 
 class _Backward(Builder):
     """A builder whose nodes carry the lines of the forward program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: DvmProgram) -> None:
         super().__init__(program.file)
         self.symbols = {name: i for i, name in enumerate(program.symbols)}
         self.at = 0
@@ -22,7 +22,7 @@ class _Backward(Builder):
         return super()._node(op, dtype, args, dims, attrs, self.at)
 
 
-def grad(program: Program, wrt: Sequence[int] | None = None) -> Program:
+def grad(program: DvmProgram, wrt: Sequence[int] | None = None) -> DvmProgram:
     """Return the backward program.
 
     Its inputs are those of ``program``, then a cotangent for each float output, shaped like it; its outputs are
@@ -39,9 +39,9 @@ def grad(program: Program, wrt: Sequence[int] | None = None) -> Program:
         if i not in floats:
             raise ProgramError(f"input {i} is {program.load_of(i).dtype}: it has no gradient")
     values = _recompute(k, program)
-    adjoint: dict[int, Value] = {}
+    adjoint: dict[int, ProgramValue] = {}
 
-    def add(node: int, g: Value) -> None:
+    def add(node: int, g: ProgramValue) -> None:
         adjoint[node] = k.add(adjoint[node], g) if node in adjoint else g
 
     for number in range(program.outputs):
@@ -75,13 +75,13 @@ def _is_float(dtype: str) -> bool:
     return ir.value_type(dtype) == "float32"
 
 
-def _input(k: Builder, like: ProgramNode, dtype: str) -> Value:
+def _input(k: Builder, like: ProgramNode, dtype: str) -> ProgramValue:
     k.inputs += 1
     return k._node(ir.LOAD, dtype, (), like.dims, (k.inputs - 1,), like.line)
 
 
-def _recompute(k: _Backward, program: Program) -> list[Value]:
-    values: list[Value] = []
+def _recompute(k: _Backward, program: DvmProgram) -> list[ProgramValue]:
+    values: list[ProgramValue] = []
     for node in program.nodes:
         k.at = node.line
         if node.op == ir.STORE:
@@ -93,8 +93,8 @@ def _recompute(k: _Backward, program: Program) -> list[Value]:
     return values
 
 
-Rule = Callable[[Builder, Value, Value, Value], Value]
-UNARY: dict[str, Rule] = {
+GradientRule = Callable[[Builder, ProgramValue, ProgramValue, ProgramValue], ProgramValue]
+UNARY: dict[str, GradientRule] = {
     "neg": lambda k, x, y, g: -g,
     "abs": lambda k, x, y, g: k.select(x > 0, g, k.select(x < 0, -g, 0.0)),
     "sqrt": lambda k, x, y, g: g * 0.5 / y,
@@ -112,12 +112,12 @@ UNARY: dict[str, Rule] = {
 
 def _propagate(
     k: Builder,
-    program: Program,
+    program: DvmProgram,
     node: ProgramNode,
-    y: Value,
-    args: list[Value],
-    g: Value,
-    add: Callable[[int, Value], None],
+    y: ProgramValue,
+    args: list[ProgramValue],
+    g: ProgramValue,
+    add: Callable[[int, ProgramValue], None],
 ) -> None:
     name = ir.NAMES[node.op]
     if name in ir.BINARY:
@@ -149,10 +149,10 @@ def _binary(
     k: Builder,
     name: str,
     node: ProgramNode,
-    y: Value,
-    args: list[Value],
-    g: Value,
-    add: Callable[[int, Value], None],
+    y: ProgramValue,
+    args: list[ProgramValue],
+    g: ProgramValue,
+    add: Callable[[int, ProgramValue], None],
 ) -> None:
     a, b = args
     i, j = node.args
@@ -180,7 +180,7 @@ def _binary(
         add(j, g * (1.0 - share))
 
 
-def _unspread(k: Builder, g: Value, dims: tuple[int, ...], line: int) -> Value:
+def _unspread(k: Builder, g: ProgramValue, dims: tuple[int, ...], line: int) -> ProgramValue:
     lead = len(g.dims) - len(dims)
     own = (1,) * lead + dims
     axes = tuple(i for i, d in enumerate(g.dims) if own[i] == 1 and d != 1)
@@ -200,7 +200,7 @@ def _runs(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _without_dead(program: Program) -> Program:
+def _without_dead(program: DvmProgram) -> DvmProgram:
     """Remove the nodes that no store needs; keep all inputs."""
     live = [n.op in (ir.STORE, ir.LOAD) for n in program.nodes]
     for i in range(len(program.nodes) - 1, -1, -1):
@@ -213,4 +213,4 @@ def _without_dead(program: Program) -> Program:
         if live[i]:
             number[i] = len(nodes)
             nodes.append(node._replace(args=tuple(number[a] for a in node.args)))
-    return Program(nodes, program.inputs, program.outputs, program.symbols, program.file)
+    return DvmProgram(nodes, program.inputs, program.outputs, program.symbols, program.file)

@@ -80,7 +80,7 @@ class ProgramNode(NamedTuple):
     line: int
 
 
-class Program:
+class DvmProgram:
     """A finished graph.
 
     Attributes:
@@ -117,7 +117,7 @@ class Program:
         return self._ints
 
     @classmethod
-    def from_ints(cls, flat: Sequence[int]) -> Program:
+    def from_ints(cls, flat: Sequence[int]) -> DvmProgram:
         """Return the program of a flat form; symbols are named ``s0``, ``s1``, ...
 
         Raises:

@@ -13,7 +13,7 @@ import numpy as np
 
 from telechat_moe.ops import native
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.ir import Program, ProgramError
+from telechat_moe.ops.dvm.ir import DvmProgram, ProgramError
 
 _ROOM = 1 << 20
 
@@ -25,7 +25,7 @@ class Compiled:
         ProgramError: The compiler refuses it; names operation, line and reason.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: DvmProgram) -> None:
         self.program = program
         self._library = native.load()
         flat = program.to_ints()
@@ -140,12 +140,12 @@ def _pointers(arrays: Sequence[np.ndarray]) -> Any:
     return (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
 
 
-def disassemble(program: Program, *shapes: Sequence[int]) -> str:
+def disassemble(program: DvmProgram, *shapes: Sequence[int]) -> str:
     """Return the bytecode of a program for these input shapes in words."""
     return Compiled(program).disassemble(*shapes)
 
 
-def explain(program: Program) -> str:
+def explain(program: DvmProgram) -> str:
     """Say what was fused into which stage, and why there is more than one."""
     found = Compiled(program).explain()
     lines = []
@@ -169,7 +169,7 @@ def opcode_names() -> dict[str, int]:
     return {name: int(code) for code, name in rows}
 
 
-def custom_op(program: Program) -> Any:
+def custom_op(program: DvmProgram) -> Any:
     """Return the program as a MindSpore primitive for graph mode on CPU.
 
     Its inputs are the program's loads, its results the stores; dynamic shapes work.

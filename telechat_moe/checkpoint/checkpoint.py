@@ -180,7 +180,7 @@ def _write(
     return path
 
 
-def write_files(hidden: Path, planned: list[TensorFile]) -> files.Known:
+def write_files(hidden: Path, planned: list[TensorFile]) -> files.FileSums:
     """Write tensor files in a few threads; return ``bytes`` and ``sha256`` of each by name."""
     found = _parallel(lambda file: file.write(hidden / file.name), planned)
     return dict(zip((file.name for file in planned), found, strict=True))
@@ -292,7 +292,7 @@ def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Ch
 
 def _read(path: Path, *, keep: bool) -> Checkpoint | None:
     content = manifest.read(path)
-    described: files.Known = content["files"]
+    described: files.FileSums = content["files"]
 
     def read_one(name: str) -> FileContent | str:
         try:

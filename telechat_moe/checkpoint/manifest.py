@@ -26,13 +26,13 @@ from typing import Any
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.narrowing import is_object
+from telechat_moe.sharding.shards import Region
 from telechat_moe.tensor_files import TensorFile
 
 FILE = "checkpoint.json"
 FORMAT = "telechat-moe checkpoint"
 VERSION, VERSION_SHARDED = 1, 2
 
-Region = tuple[tuple[int, int], ...]
 
 STEP_NAME = re.compile(r"(?:\.replaced-)?step-(\d{8,})")
 """Name of a checkpoint's folder; the prefix marks one whose replacement was interrupted."""

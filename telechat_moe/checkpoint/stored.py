@@ -18,7 +18,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import short
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.sharding.shards import Region
-from telechat_moe.tensor_files import Entry
+from telechat_moe.tensor_files import TensorEntry
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StoredTensor:
     group: str  # `model` or `optimizer`
     dtype: str  # NumPy's name, or `bfloat16`
     shape: tuple[int, ...]
-    shards: tuple[tuple[Entry, Region], ...]  # each with its (begin, end) in every dimension
+    shards: tuple[tuple[TensorEntry, Region], ...]  # each with its (begin, end) in every dimension
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from telechat_moe.tensor_files import (
     BYTES_OF_DTYPE,
     READ_BYTES,
     Bytes,
-    Entry,
-    Output,
+    TensorEntry,
+    TensorOutput,
     read_entries,
 )
 
@@ -57,7 +57,7 @@ class ReadWeights(Protocol):
         *,
         verify: bool = True,
         notes: list[str] | None = None,
-    ) -> list[Output]:
+    ) -> list[TensorOutput]:
         """See :func:`own_weights`."""
         ...
 
@@ -69,7 +69,7 @@ def is_transient(name: str) -> bool:
 
 def own_weights(
     source: Path, config: ModelConfig, *, verify: bool = True, notes: list[str] | None = None
-) -> list[Output]:
+) -> list[TensorOutput]:
     """Return the weights of a model, all that it has and no others; their bytes are read later.
 
     The source has this package's names: a safetensors file, a folder with an index, or a training checkpoint.
@@ -97,7 +97,7 @@ def own_weights(
     if problems:
         raise unfit(source, sorted(problems))
     outputs = [
-        Output(n, entries[n].dtype, shape, partial(finite, n, entries[n]))
+        TensorOutput(n, entries[n].dtype, shape, partial(finite, n, entries[n]))
         for n, shape in wanted.items()
     ]
     if not verify:
@@ -106,7 +106,7 @@ def own_weights(
 
 
 def differing_shapes(
-    entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]]
+    entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """Return a text for each tensor that is missing, unknown or of another shape than expected, sorted."""
     problems = [f"{name} is missing" for name in shapes.keys() - entries.keys()]
@@ -158,7 +158,7 @@ def refuse(problem: str) -> None:
 
 def finite(
     name: str,
-    entry: Entry,
+    entry: TensorEntry,
     pieces: Iterable[Bytes] | None = None,
     begin: int = 0,
     report: Report = refuse,
@@ -200,7 +200,7 @@ def _any_odd(values: NDArray[Any], exponent: int) -> bool:
     return False
 
 
-def glance(outputs: Iterable[Output], notes: list[str]) -> None:
+def glance(outputs: Iterable[TensorOutput], notes: list[str]) -> None:
     """Look for NaN and infinite values in the first tensors; note it if more follow.
 
     Raises:
@@ -218,22 +218,22 @@ def glance(outputs: Iterable[Output], notes: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class ShardedEntry(Entry):
+class ShardedEntry(TensorEntry):
     """A tensor whose shards are in several files; it is put together in memory, one tensor at a time.
 
     Attributes:
         shards: Each shard and its (begin, end) in every dimension of the tensor.
     """
 
-    shards: tuple[tuple[Entry, Region], ...] = ()
+    shards: tuple[tuple[TensorEntry, Region], ...] = ()
 
     def read(self, offset: int = 0, count: int | None = None) -> Bytes:
-        """See :meth:`Entry.read`."""
+        """See :meth:`TensorEntry.read`."""
         whole = self._whole()
         return whole[offset : len(whole) if count is None else offset + count]
 
     def chunks(self) -> Iterator[Bytes]:
-        """See :meth:`Entry.chunks`."""
+        """See :meth:`TensorEntry.chunks`."""
         whole = self._whole()
         for offset in range(0, len(whole), READ_BYTES):
             yield whole[offset : offset + READ_BYTES]
@@ -256,7 +256,9 @@ def unfit(source: Path, problems: Sequence[str], hint: str = "") -> BadInputErro
     )
 
 
-def read_weights(source: Path, *, verify: bool = True, group: str = "model") -> dict[str, Entry]:
+def read_weights(
+    source: Path, *, verify: bool = True, group: str = "model"
+) -> dict[str, TensorEntry]:
     """Return the weights of a training checkpoint, which is verified first, or of another file or folder.
 
     Args:
@@ -272,7 +274,7 @@ def read_weights(source: Path, *, verify: bool = True, group: str = "model") -> 
         checkpoint.verify(source)
     elif problem := manifest.incomplete(source):
         raise problem
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, tensor in tensors_of(source, manifest.read(source)).items():
         if tensor.group == group:
             first, nbytes = tensor.shards[0][0], sum(part.nbytes for part, _ in tensor.shards)

@@ -19,13 +19,7 @@ for other programs; `reshard` is for programs that load one file a rank.
 """
 EXAMPLES = """\
 telechat-moe ckpt show output/checkpoints/step-00001000
-telechat-moe ckpt reshard output/checkpoints/step-00001000 pieces --recipe telechat3_moe/pretrain_tiny.yaml \\
-    --set use_parallel=True --set parallel_config.model_parallel=2
-telechat-moe ckpt merge pieces merged
 telechat-moe ckpt merge output/checkpoints/step-00001000 whole
-telechat-moe ckpt average output/checkpoints/step-00000800 output/checkpoints/step-00001000 --out averaged
-telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
-telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
 """
 TO = """\
 PATH is a checkpoint (step-00001000), OUT a folder to create. MindFormers' trainer resumes with the settings that are printed.

@@ -88,8 +88,8 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(f"error: {said}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: {message}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -21,35 +21,19 @@ if TYPE_CHECKING:
 
 _MODEL = "model.model_config"
 NOTES = """\
-SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, or, with
---to hf, the folder of a training checkpoint (output/.../checkpoints/step-00000123; its checksums
-are verified, its optimizer state and counters are left out).
+SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, or, with --to hf, the folder of a
+training checkpoint. DST, a folder or a single .safetensors file, appears only when it is complete; a conversion that was
+killed goes on when the same command is repeated.
 
-DST is a folder that does not exist yet, or a name that ends in .safetensors for a single file. It
-appears only when it is complete; until then its files are in .DST.partial beside it. A conversion
-that was killed goes on when the same command is repeated: finished files are verified and
-kept. With --to hf the folder also holds config.json, so that
-transformers' DeepseekV3ForCausalLM.from_pretrained loads it; MTP layers follow the decoder layers as
-in the published DeepSeek-V3 checkpoints.
-
-SRC's config.json is compared with the recipe, in the spelling of transformers 4 or 5: a field that computes something
-else is an error that names both values and the key to set. --recipe-out FILE takes the model from config.json instead
-and writes RECIPE with it, and with load_checkpoint at DST.
-
-Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. NaN and infinite values are
-named. FP8 matrices with block scales (weight_scale_inv in float32, bfloat16 or UE8M0) are read as bfloat16. MTP layers
-may begin one layer later (TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing,
-or of another shape or type than the recipe's model has are listed, and nothing is written.
-
-checksums.json in DST holds the SHA-256 of every file written and of every file read; a SRC that has
-one is compared with it. --verify SRC only compares.
+SRC's config.json must agree with the recipe; --recipe-out FILE takes the model from it instead and writes a recipe that fits.
+Tensors that are unknown, missing or of another shape are listed, and nothing is written. FP8 matrices with block scales
+become bfloat16. docs/weights.md has the details.
 """
 EXAMPLES = """\
 telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
     --recipe telechat3_moe/pretrain_tiny.yaml --to hf
 telechat-moe convert weights/hf weights/ours --recipe telechat3_moe/pretrain_tiny.yaml --to telechat \\
     --recipe-out mine.yaml
-telechat-moe convert --verify output/hf
 """
 
 
@@ -78,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return _verify(args)
     missing = [
         name
-        for name, given in (("DST", args.dst), ("--recipe", args.recipe), ("--to", args.to))
-        if not given
+        for name, value in (("DST", args.dst), ("--recipe", args.recipe), ("--to", args.to))
+        if not value
     ]
     if missing:
         raise UsageError(f"convert needs {', '.join(missing)} (or --verify to check SRC only)")

@@ -28,19 +28,12 @@ _LOOK_AT = 1 << 20
 """Tokens that are looked at to see whether data are of conversations."""
 
 BUILD_NOTES = """\
-corpus: a text file is a document, and so is a line of .jsonl (its key `text`) or a row of .parquet
-(its column `text`); files may be .gz or .zst; folders are read recursively, what is not UTF-8 text in
-them is skipped and counted. .parquet and .zst need `pyarrow` (extra `data`). Without --corpus: the
-sources of Python's standard library (about 12 MB). What is in Megatron's format already needs no
-build: name its prefix in train_dataset.data_loader.config.data_path.
+A text file is a document, and so is a line of .jsonl (its key `text`) or a row of .parquet (its column `text`); files may be
+.gz or .zst; folders are read recursively. Without --corpus: the sources of Python's standard library (about 12 MB). With the
+section telechat_moe.conversations of a recipe, lines of .jsonl are conversations.
 
-A recipe with the section telechat_moe.conversations wants conversations: lines of .jsonl, or without --corpus the
-docstrings of the same sources. Those of more than seq_length tokens are left out, counted and listed. Fields that
-neither the chat template nor this program reads are refused, unless telechat_moe.conversations.ignore_fields names them.
-
-writes OUT/train.bin .idx, OUT/valid.bin .idx (Megatron's format), OUT/tokenizer.json and
-OUT/manifest.json. The same inputs give the same files; a finished dataset of the same inputs is
-reused, an interrupted build goes on where it stopped.
+Writes OUT/train.bin .idx, OUT/valid.bin .idx (Megatron's format), OUT/tokenizer.json and OUT/manifest.json. A finished dataset
+of the same inputs is reused, an interrupted build goes on. docs/data.md has the details.
 """
 
 SHOW_NOTES = """\

@@ -17,14 +17,11 @@ if TYPE_CHECKING:
     from telechat_moe.data.audit import Audit
 
 NOTES = """\
-OUTPUT_DIR/samples.jsonl says what each step saw; it is only appended to, also by runs that go on.
-The plan is computed from the recipe (OUTPUT_DIR/recipe.json, or --recipe) and the index
-files, and every step that counts must have the samples that the plan gives it, with the token ids
-that the data have now. Steps that a resume or a rollback undid do not count; samples that a rollback left out
-are shown. Checkpoints and metrics.jsonl must agree.
+OUTPUT_DIR/samples.jsonl says what each step saw. The plan is computed from the recipe (OUTPUT_DIR/recipe.json, or --recipe)
+and the index files, and every step that counts must have the samples that the plan gives it, with the token ids that the data
+have now. Checkpoints and metrics.jsonl must agree.
 
---plan takes a recipe instead of a folder, for a run of MindFormers: it proves that the plan gives
-every sample of an epoch once, and says nothing of what the processes read.
+--plan takes a recipe instead of a folder, for a run of MindFormers, and proves that the plan gives every sample of an epoch once.
 """
 
 

@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 SHOWN = 20
 
 NOTES = """\
-RUN is the output_dir of `telechat-moe train` (all ranks write OUTPUT_DIR/timings), or the folders of several hosts. TRACE is a trace of torch's
-profiler (.json, .json.gz), step_trace_time.csv or trace_view.json of an Ascend profiler (MindSpore's, torch_npu's), msprof_*.json, a
-table of a cluster by msprof-analyze, or a folder with these. From fewer than 8 steps it is said what bounds them, and no rank is judged.
+RUN is the output_dir of `telechat-moe train`, or the folders of several hosts. TRACE is a trace of torch's profiler,
+step_trace_time.csv or trace_view.json of an Ascend profiler, msprof_*.json, a cluster's table by msprof-analyze, or a folder
+with these.
 
-A rank that waits is a victim: to blame are the ranks that are later than their peers, those of their pipeline stage, in the
-time that they wait for nobody, by more than chance and by 1.5 % of the step or more. What was recorded beside the times says why;
-where that cannot tell kinds apart, all that are possible are named. docs/diagnose.md has the table.
+To blame are the ranks of a pipeline stage that are later than their peers in the time that they wait for nobody, by more than
+chance and by 1.5 % of the step or more. docs/diagnose.md has the table of causes.
 """
 
 

@@ -18,26 +18,17 @@ if TYPE_CHECKING:
     from telechat_moe.recipe import Problem, Recipe
 
 NOTES = """\
-MindSpore's front end compiles the training step (forward, backward, optimizer) of a rank for Ascend on
-this machine; nothing is run. One rank stands for its pipeline stage: the others have the same graph with
-their own groups, and --check-rank proves it for one of them by compiling it too.
+MindSpore's front end compiles the training step of a rank for Ascend on this machine; nothing is run. One rank stands for its
+pipeline stage; --check-rank proves it for another one.
 
-With --confirm the graph is held against what the planner says of the recipe
-(telechat_moe.tools.plan.cost.expected_graph): trained parameters and collectives (kind, group, bytes, count, phase)
-must be equal, the activations that are alive at the peak within 5 %.
-
-With --mindformers it is MindFormers' own model (extra `mindformers`), unchanged, from the same recipe or from one
-that comes with MindFormers.
+With --confirm the graph is compared with the planner's prediction: trained parameters and collectives must be equal, the
+activations at the peak within 5 %. With --mindformers it is MindFormers' own model (extra `mindformers`), from the same recipe
+or from one that comes with MindFormers. docs/graph.md explains the report.
 """
 HIDDEN_ON = "ascend-910b"
 EXAMPLES = """\
-telechat-moe dryrun telechat3_moe/pretrain_tiny.yaml
 telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
-telechat-moe dryrun my_recipe.yaml --check-rank 13
 telechat-moe dryrun planned.yaml --stage all --confirm
-telechat-moe dryrun my_recipe.yaml --diff my_other_recipe.yaml --json -
-telechat-moe dryrun my_recipe.yaml --diff-mindformers
-telechat-moe dryrun deepseek3/pretrain_deepseek3_671b.yaml --mindformers
 """
 
 

@@ -15,15 +15,11 @@ if TYPE_CHECKING:
     from telechat_moe.moe.report import ExpertReport
 
 NOTES = """\
-Loads over time come from OUTPUT_DIR/metrics.jsonl, where a run records them every telechat_moe.moe.load_interval steps.
-The rest is computed from checkpoints on a fixed text: each token's experts, entropy and margin of its scores, what routed and
-shared experts add to the residual stream, flips between checkpoints, which experts serve the same tokens, and whether
-experts specialise on domains (a permutation test over whole sequences, for all layers together).
+Loads over time come from OUTPUT_DIR/metrics.jsonl, where a run records them every telechat_moe.moe.load_interval steps; all
+else is computed from checkpoints on a fixed text. Domains are those of --text, else the sources of the run's validation data,
+else the longest documents of its one source. What cannot be judged is named with the reason; it is no pass.
 
-Domains are those of --text, else the sources of the run's validation data, else the longest documents of its one source. What
-cannot be judged is named with the reason; it is no pass.
-
-The page is OUTPUT_DIR/experts.html, with all numbers in experts.json beside it.
+Writes OUTPUT_DIR/experts.html, and its numbers as experts.json beside it. docs/experts.md explains them.
 """
 
 

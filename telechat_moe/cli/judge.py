@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """What is said of a recipe.
+class Judgement:
+    """The verdict on a recipe and the reasons.
 
     Attributes:
-        use: What it was judged for; ``written`` where its problems hide what it is for, empty: there is no such recipe.
-        recipe: None: it has problems of its own.
+        use: The use that it was judged for; ``written`` where its problems hide it, empty if there is no such recipe.
+        recipe: The loaded recipe; None if it has problems of its own.
         problems: Everything that is wrong.
-        not_judged: Keys of which something is not known, and why.
-        notes: What the build of its data said.
+        not_judged: Keys that could not be judged, with the reason.
+        notes: Messages that the build of its data left.
     """
 
     use: Use | Literal[""]
@@ -44,9 +44,9 @@ def judge(
     resume: bool = False,
     overwrite: bool = False,
     allow_outside: bool = False,
-    here: bool = True,
+    local: bool = True,
     alone: bool = True,
-) -> Judged:
+) -> Judgement:
     """Return everything that is wrong with a recipe.
 
     Args:
@@ -54,7 +54,7 @@ def judge(
         devices: See :func:`telechat_moe.recipe.load`.
         resume, overwrite: See :func:`telechat_moe.train.start.start_of`.
         allow_outside: It may write outside of ``output_dir``.
-        here: The run is on this machine; else its files are not looked at.
+        local: The run is on this machine; else its files are not looked at.
         alone: On no other; else its memory is not looked at.
     """
     from telechat_moe.recipe import RecipeError, find, load
@@ -75,25 +75,25 @@ def judge(
         if of != "train":
             return
         yield from missing.until(_schedule(recipe, broken))
-        if here and alone and "model.model_config" not in broken:
+        if local and alone and "model.model_config" not in broken:
             yield from missing.until(preflight.memory(recipe))
-        if here:
+        if local:
             yield from lacking(recipe, problems, notes=unknown)
 
     try:
         find(name)
     except RecipeError as error:
-        return Judged(use="", recipe=None, problems=error.problems, not_judged={})
+        return Judgement(use="", recipe=None, problems=error.problems, not_judged={})
     try:
         recipe = load(name, overrides, devices=devices, use=use, look=look)
     except RecipeError as error:
-        return Judged(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
+        return Judgement(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
     open_keys = not_judged(recipe, use)
     if unknown:
         open_keys["load_checkpoint"] = "; ".join(unknown)
     of = use_of(recipe) if use == "written" else use
-    notes = preflight.data_notes(recipe) if of == "train" and here else ()
-    return Judged(use=of, recipe=recipe, problems=(), not_judged=open_keys, notes=notes)
+    notes = preflight.data_notes(recipe) if of == "train" and local else ()
+    return Judgement(use=of, recipe=recipe, problems=(), not_judged=open_keys, notes=notes)
 
 
 def _lacking(recipe: Recipe, problems: Sequence[Problem], **start: Any) -> list[Problem]:

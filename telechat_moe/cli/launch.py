@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
 
 NOTES = """\
-A hostfile; the scheduler runs on the first host, every host runs equally many processes:
-  worker-1 slots=8 addr=10.0.0.1
-  worker-2 slots=8 addr=10.0.0.2
+A hostfile has a line for each host, such as `worker-1 slots=8 addr=10.0.0.1`. output_dir must be one folder that all hosts see;
+package and Python must be at the same paths on all of them.
 
-All hosts must see output_dir, and have package and Python at the same paths. Ctrl-C stops after the step and saves;
-a second one ends at once. docs/operations.md says more.
+A process that dies or hangs is named with its host, its step and the last lines of its log, and everything is stopped. With
+--restart N the run goes on from the last good checkpoint until N restarts in a row brought no new one. Ctrl-C stops after the
+step and saves. docs/operations.md has the details.
 """
 EXAMPLES = """\
 telechat-moe launch my_recipe.yaml --restart 3
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         overwrite=args.overwrite,
         allow_outside=args.allow_outside,
-        here=known_hosts is None or known_hosts[0].is_here(),
+        local=known_hosts is None or known_hosts[0].is_here(),
         alone=known_hosts is None,
     )
     plan = _plan(args, recipe, trainer_of(recipe, args.through), known_hosts)

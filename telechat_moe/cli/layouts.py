@@ -56,14 +56,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(answer: dict[str, Any]) -> None:
-    where = f"rank {answer['rank']} on stage {answer['stage']}"
-    where += f", layers {answer['layers']}" if answer["layers"] else ""
-    print(f"{answer['recipe']}: {answer['layout']}, {answer['devices']} devices; {where}\n")
+    location = f"rank {answer['rank']} on stage {answer['stage']}"
+    location += f", layers {answer['layers']}" if answer["layers"] else ""
+    print(f"{answer['recipe']}: {answer['layout']}, {answer['devices']} devices; {location}\n")
     groups = [(name, " ".join(map(str, ranks))) for name, ranks in answer["groups"].items()]
     show_table(("group", "ranks"), groups)
     print()
     words = answer["words"].items()
-    sizes = [(word, str(at["parts"]), ", ".join(at["axes"]) or "whole") for word, at in words]
+    sizes = [
+        (word, str(split["parts"]), ", ".join(split["axes"]) or "whole") for word, split in words
+    ]
     show_table(("word", "parts ", "axes of the mesh"), sizes)
     print()
     rows: list[tuple[str, ...]] = []

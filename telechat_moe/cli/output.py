@@ -80,7 +80,7 @@ def show_table(headers: Sequence[str], rows: Sequence[Sequence[object]], prefix:
 
 def show_counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> None:
     """Print how many tensors were judged, by status, and why others were not."""
-    reasons = [(f"not judged: {why}", count) for why, count in unknown.items()]
+    reasons = [(f"not judged: {reason}", count) for reason, count in unknown.items()]
     show_table(["tensors", "number "], [*judged.items(), *reasons])
 
 
@@ -96,9 +96,9 @@ def show_coverage(report: Mapping[str, Any]) -> None:
     ]
     print()
     show_table(["judged", "calls ", "bytes "], rows)
-    advice = {one["dump"]: None for one in report["to_dump"] if one["dump"]}
-    for said in advice:
-        print(f"to have more judged, dump {said}")
+    advice = {entry["dump"]: None for entry in report["to_dump"] if entry["dump"]}
+    for tensor in advice:
+        print(f"to have more judged, dump {tensor}")
 
 
 def show_left(count: int, option: str = "") -> None:

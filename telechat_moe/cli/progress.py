@@ -30,7 +30,7 @@ def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> "Generator[Progres
     from rich.console import Console
     from rich.text import Text
 
-    what = progress.TextColumn("{task.description}"), progress.BarColumn()
+    columns = progress.TextColumn("{task.description}"), progress.BarColumn()
     count: tuple[progress.ProgressColumn, ...] = (
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
@@ -43,7 +43,7 @@ def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> "Generator[Progres
 
         count = progress.DownloadColumn(binary_units=True), Speed()
     with progress.Progress(
-        *what,
+        *columns,
         *count,
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
@@ -51,10 +51,10 @@ def bars(*, in_bytes: bool = False, every_s: float = 30.0) -> "Generator[Progres
     ) as bar:
         tasks: dict[str, Any] = {}
 
-        def move(what: str, done: int, total: int | None) -> None:
-            if what not in tasks:  # what was done by an earlier run does not count for the speed
-                tasks[what] = bar.add_task(what, completed=done, total=total)
-            bar.update(tasks[what], completed=done, total=total)
+        def move(task: str, completed: int, total: int | None) -> None:
+            if task not in tasks:  # what was done by an earlier run does not count for the speed
+                tasks[task] = bar.add_task(task, completed=completed, total=total)
+            bar.update(tasks[task], completed=completed, total=total)
 
         yield move
 
@@ -64,33 +64,33 @@ def _lines(text: Callable[[int], str], every_s: float) -> "Progress":
     began = time.monotonic()
     last: dict[str, float] = {}
 
-    def move(what: str, done: int, total: int | None) -> None:
+    def move(task: str, completed: int, total: int | None) -> None:
         now = time.monotonic()
-        if now - last.get(what, began) >= every_s:
-            last[what] = now
+        if now - last.get(task, began) >= every_s:
+            last[task] = now
             of = "" if total is None else f" of {text(total)}"
-            sys.stderr.write(f"{what}: {text(done)}{of} ({now - began:.0f} s)\n")
+            sys.stderr.write(f"{task}: {text(completed)}{of} ({now - began:.0f} s)\n")
             sys.stderr.flush()
 
     return move
 
 
 @contextmanager
-def counted(what: str, total: int) -> Generator[Callable[[], None], None, None]:
+def counted(task: str, total: int) -> Generator[Callable[[], None], None, None]:
     """Yield a function to call when one more of so many things is done, each of which takes long."""
     with bars(every_s=0) as move:
-        done = count()
+        numbers = count()
 
         def one_more() -> None:
-            move(what, next(done), total)
+            move(task, next(numbers), total)
 
         one_more()
         yield one_more
 
 
-def tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
+def tracked(items: Sequence[Item], task: str) -> Iterator[Item]:
     """Yield the items and show how many are done."""
     with bars() as move:
-        for done, item in enumerate(items):
-            move(what, done, len(items))
+        for completed, item in enumerate(items):
+            move(task, completed, len(items))
             yield item

@@ -14,13 +14,11 @@ from telechat_moe.errors import UsageError
 from telechat_moe.units import count_text
 
 NOTES = """\
-FILE is YAML: a recipe, variants of it (keys and a table of values, or axes of which all combinations are trained), seeds,
-studies, which compare variants and may demand that they are equal in parameters, active parameters or FLOPs, and larger
-recipes in which the structures have counterparts, whose cost is predicted. docs/sweep.md describes each key.
+FILE is YAML: a recipe, variants of it, seeds, studies, which compare variants at equal cost, and larger recipes whose cost is
+predicted. docs/sweep.md describes each key.
 
-All recipes are checked before the first run begins. Each run is a `telechat-moe train` of its own in
-output_dir/VARIANT/seed-N. The same command goes on after an interruption: a finished run is left as it is, another one goes on
-from its checkpoint. A folder that holds a run of another recipe is refused. output_dir/sweep.html and sweep.json hold the results.
+Each run is a `telechat-moe train` of its own in output_dir/VARIANT/seed-N. The same command goes on after an interruption.
+output_dir/sweep.html and sweep.json hold the results.
 """
 
 

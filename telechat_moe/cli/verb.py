@@ -1,4 +1,4 @@
-"""The frame of every verb: its name, what it takes, what its help says and what it runs."""
+"""The frame of every verb: name, arguments, help text and the function that runs it."""
 
 import argparse
 import difflib
@@ -27,34 +27,34 @@ class Verb:
     name: str
 
     help: str
-    """Its line in the list of verbs."""
+    """Line in the list of verbs."""
 
     description: str = ""
-    """First sentence of its own help; empty: `help` as a sentence."""
+    """First sentence of the verb's help; empty: `help` as a sentence."""
 
     notes: str | Callable[[], str] = ""
-    """What its help says after the options; a function is called when the help is printed."""
+    """Text after the options, a screen at most; details belong into docs. A function is called when the help is printed."""
 
     examples: str
-    """Command lines."""
+    """One or two command lines."""
 
     exits: Mapping[int, str] = field(default_factory=dict[int, str])
     """Exit codes and their meaning, beside those of `EXITS`."""
 
     after_interruption: str = ""
-    """What the user is told after Ctrl-C."""
+    """Advice that is printed after Ctrl-C."""
 
     json_keys: str = ""
-    """What `--json`, which every verb without sub-verbs takes, writes."""
+    """Keys that `--json`, an option of every verb without sub-verbs, writes."""
 
     recipe: bool = False
-    """It takes the name or file of a recipe first."""
+    """Whether the first argument is the name or file of a recipe."""
 
     overrides: str | None = None
     """Help of `--set`; None: the verb has no `--set`."""
 
     arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
-    """Adds its own arguments."""
+    """Adds the verb's own arguments."""
 
     run: Callable[[argparse.Namespace], int] | None = None
     """Runs it and returns the exit code."""
@@ -65,7 +65,7 @@ class Verb:
     """The sub-verb that is meant where the first word is a file or folder."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add everything that it takes."""
+        """Add all arguments of the verb to a parser."""
         if self.recipe:
             parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
         self.arguments(parser)
@@ -79,12 +79,12 @@ class Verb:
         for verb in self.subverbs:
             names.add_parser(verb.name, help=verb.help, verb=verb)
 
-    def says(self) -> str:
-        """Return the first sentence of its help."""
+    def first_sentence(self) -> str:
+        """Return the first sentence of the verb's help."""
         return self.description or f"{self.help[0].upper()}{self.help[1:]}."
 
     def epilog(self) -> str:
-        """Return what the help says after the options."""
+        """Return the text of the help after the options: notes, examples, JSON keys and exit codes."""
         notes = self.notes if isinstance(self.notes, str) else self.notes()
         examples = "example:\n" + textwrap.indent(textwrap.dedent(self.examples).strip("\n"), "  ")
         codes = "; ".join(
@@ -108,7 +108,9 @@ class VerbParser(argparse.ArgumentParser):
 
     def __init__(self, verb: Verb, **options: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=_filled(verb.says()), formatter_class=formatter, **options)
+        super().__init__(
+            description=_filled(verb.first_sentence()), formatter_class=formatter, **options
+        )
         self.verb = verb
         verb.add_arguments(self)
 
@@ -122,11 +124,11 @@ class VerbParser(argparse.ArgumentParser):
         named = args and args[0] in [verb.name for verb in self.verb.subverbs]
         if self.verb.default and args and not named and Path(args[0]).exists():
             args = [self.verb.default, *args]
-        found, extra = super().parse_known_args(args, namespace)
+        parsed, extra = super().parse_known_args(args, namespace)
         if extra:
-            near = _near(extra[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(extra)}{near}")
-        return found, extra
+            suggestion = _near(extra[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(extra)}{suggestion}")
+        return parsed, extra
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -141,6 +143,6 @@ class VerbParser(argparse.ArgumentParser):
         super().error(f"{message}\n`{self.prog} --help` explains all arguments.")
 
 
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _near(word: str, names: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(names), 1)
+    return f"; did you mean {matches[0]}?" if matches else ""

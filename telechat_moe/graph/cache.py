@@ -26,7 +26,7 @@ import numpy as np
 import telechat_moe
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import check_private, user_cache, write_atomic
-from telechat_moe.graph.mindir import Model
+from telechat_moe.graph.mindir import MindIR
 from telechat_moe.ops import native
 
 KEPT = 8
@@ -191,7 +191,7 @@ def _is_whole(name: str, data: bytes) -> bool:
     if not name.endswith(".mindir"):  # the hash of the script
         return len(data) == _DIGEST_BYTES
     try:
-        return Model(data).proto.HasField("mind_ir_version")  # the last field
+        return MindIR(data).proto.HasField("mind_ir_version")  # the last field
     except DecodeError:
         return False
 

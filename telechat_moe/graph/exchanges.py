@@ -4,7 +4,7 @@ A start hands its rows to the threads of the native library (``ops/csrc/link.cc`
 the token gives what the exchange gave. Each exchange of a graph gets a tag of its own, because several may be under way.
 """
 
-from telechat_moe.graph.mindir import Editor, Model, Operation
+from telechat_moe.graph.mindir import Editor, MindIR, Operation
 from telechat_moe.ops import native
 
 EXCHANGES = ("MoeDispatch", "MoeCombine")
@@ -16,7 +16,7 @@ FLOAT32 = 1
 _NEXT_TAG = 1 << 32
 
 
-def split(model: Model) -> dict[str, str]:
+def split(model: MindIR) -> dict[str, str]:
     """Split the exchanges of the main graph; return the wait of each start, which keeps the exchange's name."""
     main = model.proto.graph
     fresh, waits = type(main)(), dict[str, str]()

@@ -13,7 +13,7 @@ from telechat_moe.graph.compile import LayoutEntry, RankGraph
 from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
 from telechat_moe.graph.parameter_layout import shard_of
-from telechat_moe.graph.reorder import Pair, Pass, in_order
+from telechat_moe.graph.reorder import PairedPasses, PassKey, in_order
 from telechat_moe.graph.rewrite import for_cpu
 from telechat_moe.graph.swapping import PooledTensor, State, Swapped, open_pool
 
@@ -57,7 +57,7 @@ class Job:
     def write(
         folder: Path,
         graphs: Sequence[RankGraph],
-        orders: Mapping[int, Sequence[Pass | Pair]] | None = None,
+        orders: Mapping[int, Sequence[PassKey | PairedPasses]] | None = None,
         states: bool = False,
     ) -> "Job":
         """Rewrite the graphs of all ranks for CPU and write them.

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from telechat_moe.graph.mindir import Model, find_value
+from telechat_moe.graph.mindir import MindIR, find_value
 from telechat_moe.graph.nodes import STRUCTURE, Graph, GraphNode, call_counts, module_of
 
 _WRITES = "sends its values to the host, which writes them"
@@ -45,7 +45,7 @@ def host_syncs(mindir: bytes) -> list[GraphSync]:
     Args:
         mindir: A serialised graph.
     """
-    model = Model(mindir)
+    model = MindIR(mindir)
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
     times = call_counts(model, functions)
     counts: Counter[tuple[str, str, str, str, bool]] = Counter()
@@ -67,7 +67,7 @@ def host_syncs(mindir: bytes) -> list[GraphSync]:
     return syncs
 
 
-def _reasons(model: Model, function: Graph, node: GraphNode) -> Iterator[tuple[str, bool]]:
+def _reasons(model: MindIR, function: Graph, node: GraphNode) -> Iterator[tuple[str, bool]]:
     """Yield what a node does to the host, and whether the host waits."""
     primitive = model.primitive(node.proto)
     if find_value(primitive.attribute, "primitive_target") == "CPU":

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.mindir import Editor, Model, find_value, output_shapes
+from telechat_moe.graph.mindir import Editor, MindIR, find_value, output_shapes
 from telechat_moe.graph.nodes import STRUCTURE
 
 WRITES = ("Assign", "AssignAdd")
@@ -28,18 +28,18 @@ _Value = str | _Closure | tuple["_Value", ...]
 
 def inlined(mindir: bytes) -> bytes:
     """Return a serialised graph without calls; see :func:`inline`."""
-    model = Model(mindir)
+    model = MindIR(mindir)
     inline(model)
     return model.proto.SerializeToString()
 
 
-def inline(model: Model) -> None:
+def inline(model: MindIR) -> None:
     """Replace the calls in the main graph, and keep the order of writes that they had."""
     if inline_calls(model):
         order_writes(model)
 
 
-def inline_calls(model: Model) -> Mapping[str, str]:
+def inline_calls(model: MindIR) -> Mapping[str, str]:
     """Replace the calls in the main graph by the nodes of the functions, in the order of the calls.
 
     Returns:
@@ -64,7 +64,7 @@ def inline_calls(model: Model) -> Mapping[str, str]:
     return inliner.call_of
 
 
-def order_writes(model: Model) -> None:
+def order_writes(model: MindIR) -> None:
     """Let each write and read of a parameter wait for the write before it: in the front end's graph the order of the calls says so."""
     main = model.proto.graph
     fresh, written = type(main)(), dict[str, Any]()
@@ -94,12 +94,12 @@ def order_writes(model: Model) -> None:
     main.node.extend(fresh.node)
 
 
-def _is_call(model: Model, node: Any) -> bool:
+def _is_call(model: MindIR, node: Any) -> bool:
     return node.op_type.startswith("REF::") and model.primitive(node) is None
 
 
 class _Inliner:
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: MindIR) -> None:
         self.model = model
         self.functions = {function.name: function for function in model.proto.functions}
         self.fresh = type(model.proto.graph)()

@@ -23,7 +23,7 @@ from telechat_moe.graph.nodes import (
     STRUCTURE,
     Graph,
     GraphNode,
-    Shape,
+    TypedShape,
     module_of,
 )
 
@@ -32,7 +32,7 @@ PASSES = ("forward", "recompute", "backward")
 
 
 @dataclass(eq=False, slots=True)
-class Tensor:
+class LiveTensor:
     """A tensor in memory.
 
     Attributes:
@@ -51,7 +51,7 @@ class Tensor:
     size: int = 0
     phase: str = ""
     node: GraphNode | None = None
-    shape: Shape = ((), 0)
+    shape: TypedShape = ((), 0)
     weights: bool = False
     born: int = -1
     dies: int = -1
@@ -97,14 +97,14 @@ def alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> Alive:
         size_of: Bytes of a shape, also of one that depends on the routing.
     """
     walk = _Walk(functions, size_of)
-    walk.run(main, [Tensor() for _ in main.given], 0)
+    walk.run(main, [LiveTensor() for _ in main.given], 0)
     return walk.found()
 
 
 def most_alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> int:
     """Return the bytes of all results of operators that are alive at once, at most; see :func:`alive`."""
     walk = _Walk(functions, size_of)
-    walk.run(main, [Tensor() for _ in main.given], 0)
+    walk.run(main, [LiveTensor() for _ in main.given], 0)
     change: Counter[int] = Counter()
     for tensor in walk.tensors:
         change[tensor.born] += tensor.size
@@ -115,14 +115,16 @@ def most_alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> int
 class _Walk:
     def __init__(self, functions: Mapping[str, Graph], size_of: Any) -> None:
         self.functions, self.size_of = functions, size_of
-        self.tensors: list[Tensor] = []
+        self.tensors: list[LiveTensor] = []
         self.phases: list[str] = []  # of each operator of the step
         self.ends: dict[int, int] = {}  # of each forward call, the position after it
         self.moved: dict[tuple[str, str, int, tuple[int, ...]], tuple[int, int]] = {}
         self.calls = 0
         parameters = next(iter(functions.values())).model.proto.graph.parameter
         # Gradients are summed in parameters, too.
-        self.parameters = {p.name: Tensor(weights="accu_grads." not in p.name) for p in parameters}
+        self.parameters = {
+            p.name: LiveTensor(weights="accu_grads." not in p.name) for p in parameters
+        }
 
     def run(self, function: Graph, arguments: Sequence[Any], call: int) -> Any:
         """Walk through a function; return its result."""
@@ -137,12 +139,12 @@ class _Walk:
     def _read(self, name: str, values: Mapping[str, Any]) -> Any:
         if name in values:
             return values[name]
-        return Closure(name) if name in self.functions else Tensor()
+        return Closure(name) if name in self.functions else LiveTensor()
 
     def _value(self, function: Graph, node: GraphNode, values: Mapping[str, Any], call: int) -> Any:
         kind = node.kind
         if kind == "Constant":
-            return Tensor(node=node)
+            return LiveTensor(node=node)
         if not kind:
             return self._call(function, node, values)
         inputs = [self._read(name, values) for name in node.inputs]
@@ -153,7 +155,7 @@ class _Walk:
             if not isinstance(packed, tuple) or item is None:
                 return packed
             # What ShapeCalc finds out about dynamic shapes is on the host, and its outputs are not written down.
-            return packed[item] if item < len(packed) else Tensor()
+            return packed[item] if item < len(packed) else LiveTensor()
         if kind == "Partial":
             first: Closure = inputs[0]
             return Closure(first.name, (*first.values, *inputs[1:]))
@@ -179,7 +181,9 @@ class _Walk:
         data = [t for t in read if t.node is None or t.node.kind != "Constant"]
         weights = bool(data) and all(t.weights for t in data)
         outputs = [
-            Tensor(self.size_of(shape), phase, node, shape, weights, now, now, call=call, host=host)
+            LiveTensor(
+                self.size_of(shape), phase, node, shape, weights, now, now, call=call, host=host
+            )
             for shape in node.shapes
         ]
         if host:
@@ -208,8 +212,8 @@ class _Walk:
 
     def found(self) -> Alive:
         """Return the peak of all that was walked through."""
-        born: defaultdict[int, list[Tensor]] = defaultdict(list)
-        dead: defaultdict[int, list[Tensor]] = defaultdict(list)
+        born: defaultdict[int, list[LiveTensor]] = defaultdict(list)
+        dead: defaultdict[int, list[LiveTensor]] = defaultdict(list)
         for tensor in self.tensors:
             if tensor.phase in PASSES and not (tensor.phase == "backward" and tensor.gradient):
                 born[tensor.born].append(tensor)
@@ -248,7 +252,7 @@ class _Walk:
         )
 
 
-def _add(now: int, copies: int, tensor: Tensor, sign: int) -> tuple[int, int]:
+def _add(now: int, copies: int, tensor: LiveTensor, sign: int) -> tuple[int, int]:
     """Return the bytes of activations and of copies on the device with a tensor more or less."""
     if tensor.host:
         return now, copies
@@ -265,9 +269,9 @@ def _to_host(function: Graph, node: GraphNode) -> bool:
     return place is not None and find_value(place.proto.attribute, "value") == "CPU"
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+def _tensors(values: Sequence[Any]) -> Iterator[LiveTensor]:
     for value in values:
-        if isinstance(value, Tensor):
+        if isinstance(value, LiveTensor):
             yield value
         elif isinstance(value, Closure):
             yield from _tensors(value.values)

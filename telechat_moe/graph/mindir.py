@@ -62,7 +62,7 @@ class Operation(NamedTuple):
         return output_shapes(self.node)
 
 
-class Model:
+class MindIR:
     """A parsed MindIR file.
 
     Args:
@@ -126,7 +126,7 @@ def _message_class() -> Any:
 
 def kinds(data: bytes) -> Counter[str]:
     """Return how many nodes of each primitive a serialised graph has."""
-    return Counter(operation.kind for operation in Model(data).operations())
+    return Counter(operation.kind for operation in MindIR(data).operations())
 
 
 def value_of(attribute: Any) -> Any:
@@ -175,7 +175,7 @@ class Editor:
 
     _count = 0
 
-    def __init__(self, model: Model, nodes: Any) -> None:
+    def __init__(self, model: MindIR, nodes: Any) -> None:
         self.model, self.nodes = model, nodes
 
     def name(self, kind: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from telechat_moe.graph.mindir import ITEM_BYTES, Model, find_value, output_shapes
+from telechat_moe.graph.mindir import ITEM_BYTES, MindIR, find_value, output_shapes
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
 STRUCTURE = {
@@ -40,7 +40,7 @@ SAME_MEMORY = {
     "TransposeExtView",
     "TupleGetItem",
 }
-Shape = tuple[tuple[int, ...], int]
+TypedShape = tuple[tuple[int, ...], int]
 
 
 class GraphNode(NamedTuple):
@@ -49,7 +49,7 @@ class GraphNode(NamedTuple):
     proto: Any
     kind: str
     inputs: tuple[str, ...]
-    shapes: list[Shape]
+    shapes: list[TypedShape]
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ def data_inputs(kind: str, inputs: Sequence[str]) -> tuple[str, ...]:
 class Graph:
     """One function of a model, with the phase of each node."""
 
-    def __init__(self, model: Model, proto: Any) -> None:
+    def __init__(self, model: MindIR, proto: Any) -> None:
         self.model, self.name = model, proto.name
         self.nodes: dict[str, GraphNode] = {}
         for node in proto.node:
@@ -89,7 +89,9 @@ class Graph:
             )
         self.result = proto.output[0].name if proto.output else ""
         self.given = tuple(entry.name for entry in proto.input)
-        self.shapes: dict[str, list[Shape]] = {n: node.shapes for n, node in self.nodes.items()}
+        self.shapes: dict[str, list[TypedShape]] = {
+            n: node.shapes for n, node in self.nodes.items()
+        }
         for parameter in proto.parameter:
             self.shapes[parameter.name] = [(tuple(parameter.dims), parameter.data_type)]
         for entry in proto.input:
@@ -180,7 +182,7 @@ def module_of(scope: str) -> str:
     return ".".join(name for name, _ in names if name not in ("network", "_backbone")) or "unknown"
 
 
-def size_of(shape: Shape) -> int | None:
+def size_of(shape: TypedShape) -> int | None:
     """Return the bytes of a tensor, None if its shape is dynamic."""
     dims, element = shape
     if any(d < 0 for d in dims):
@@ -204,7 +206,7 @@ def root_of(function: Graph, name: str) -> tuple[str, int | None]:
     return name, item
 
 
-def call_counts(model: Model, functions: dict[str, Graph]) -> dict[str, int]:
+def call_counts(model: MindIR, functions: dict[str, Graph]) -> dict[str, int]:
     """Return how often a step runs each function: the branch of a condition that is taken, and all calls."""
     main = model.proto.graph.name
     calls: dict[str, list[str]] = {

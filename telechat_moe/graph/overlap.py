@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES
-from telechat_moe.graph.nodes import SAME_MEMORY, STRUCTURE, Graph, GraphNode, Shape, resolve
+from telechat_moe.graph.nodes import SAME_MEMORY, STRUCTURE, Graph, GraphNode, TypedShape, resolve
 
 FORWARD, BACKWARD = "1f1b_index_fp", "1f1b_index_bp"
 REMOVED = "1b1f_call_call"
@@ -39,7 +39,7 @@ class Work(NamedTuple):
         )
 
 
-class Exchange(NamedTuple):
+class OverlappedExchange(NamedTuple):
     """An all-to-all of a pass that overlaps.
 
     Attributes:
@@ -57,7 +57,7 @@ class Exchange(NamedTuple):
     paired: Work
 
 
-class Pair(NamedTuple):
+class MarkedPair(NamedTuple):
     """A forward and a backward pass that the scheduler marks as a pair.
 
     Attributes:
@@ -73,7 +73,7 @@ class Pair(NamedTuple):
     free: bool
     forward: list[Work]
     backward: list[Work]
-    exchanges: list[Exchange]
+    exchanges: list[OverlappedExchange]
     functions: tuple[str, str]
 
 
@@ -81,8 +81,8 @@ def pairs(
     main: Graph,
     functions: Mapping[str, Graph],
     kinds: Sequence[str],
-    size: Callable[[Shape], int],
-) -> list[Pair]:
+    size: Callable[[TypedShape], int],
+) -> list[MarkedPair]:
     """Return the pairs of passes that the scheduler marks; empty without ``pp_1f1b_overlap``.
 
     Args:
@@ -140,23 +140,25 @@ def _pair(
     names: tuple[str, str],
     times: tuple[int, bool],
     kinds: Sequence[str],
-    size: Callable[[Shape], int],
-) -> Pair:
+    size: Callable[[TypedShape], int],
+) -> MarkedPair:
     passes = [_Pass(functions[name], kinds, size) for name in names]
-    exchanges: list[Exchange] = []
+    exchanges: list[OverlappedExchange] = []
     for here, other, letter, ahead in ((0, 1, "F", 0), (1, 0, "B", 1)):
         one, beside = passes[here], passes[other]
         for index, name in enumerate(one.exchanges):
             part = index + ahead
             paired = beside.parts[part] if times[1] and part < len(beside.parts) else Work()
-            exchanges.append(Exchange(name, letter, index, one.free_of(name), paired))
-    return Pair(*times, passes[0].parts, passes[1].parts, exchanges, names)
+            exchanges.append(OverlappedExchange(name, letter, index, one.free_of(name), paired))
+    return MarkedPair(*times, passes[0].parts, passes[1].parts, exchanges, names)
 
 
 class _Pass:
     """One function: its exchanges in order, and its work by how many of them it needs."""
 
-    def __init__(self, graph: Graph, kinds: Sequence[str], size: Callable[[Shape], int]) -> None:
+    def __init__(
+        self, graph: Graph, kinds: Sequence[str], size: Callable[[TypedShape], int]
+    ) -> None:
         self._before = _ancestors(graph)
         self._place = {name: i for i, name in enumerate(graph.nodes)}
         nodes = graph.nodes.values()
@@ -183,7 +185,7 @@ def computes(node: GraphNode) -> bool:
     return node.kind not in others and node.kind not in COLLECTIVES
 
 
-def work_of(graph: Graph, node: GraphNode, size: Callable[[Shape], int]) -> Work:
+def work_of(graph: Graph, node: GraphNode, size: Callable[[TypedShape], int]) -> Work:
     """Return the work of a node.
 
     A product of [m, k] and [k, n] has 2 m k n FLOPs, twice the root of the product of the three sizes; with groups,
@@ -205,18 +207,18 @@ def work_of(graph: Graph, node: GraphNode, size: Callable[[Shape], int]) -> Work
     return Work(1, flops, 0.0 if flops else moved)
 
 
-def _elements(shape: Shape, size: Callable[[Shape], int]) -> float:
+def _elements(shape: TypedShape, size: Callable[[TypedShape], int]) -> float:
     return size(shape) / ITEM_BYTES.get(shape[1], 4)
 
 
-def plain(marked_pairs: Sequence[Pair], described: Mapping[str, Any]) -> list[dict[str, Any]]:
+def plain(marked_pairs: Sequence[MarkedPair], described: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return pairs as plain data.
 
     Args:
         described: Node of an exchange to its :class:`telechat_moe.graph.read.Collective`.
     """
 
-    def row(x: Exchange) -> dict[str, Any]:
+    def row(x: OverlappedExchange) -> dict[str, Any]:
         c = described[x.name]
         names = ("kind", "module", "group", "bytes")
         return {

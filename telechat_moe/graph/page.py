@@ -8,7 +8,7 @@ from telechat_moe import html
 from telechat_moe.graph.nodes import PHASES
 from telechat_moe.graph.report import (
     MEMORY,
-    Table,
+    ReportTable,
     by_group,
     check_text,
     difference_tables,
@@ -17,7 +17,7 @@ from telechat_moe.graph.report import (
     overlap_text,
     swap_text,
 )
-from telechat_moe.graph.schedule import Event, timeline
+from telechat_moe.graph.schedule import PassEvent, timeline
 from telechat_moe.html import Html
 from telechat_moe.units import ranges_text, size_text
 
@@ -73,7 +73,7 @@ def _head(result: dict[str, Any]) -> str:
     return "".join(lines)
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     title, headers, rows = table
     return (html.tag("h3", title) if title else "") + html.table(headers, rows)
 
@@ -172,7 +172,7 @@ def _memory(result: dict[str, Any]) -> str:
 
 
 def _timeline(result: dict[str, Any]) -> str:
-    orders = {s["rank"]: [Event(**event) for event in s["order"]] for s in result["stages"]}
+    orders = {s["rank"]: [PassEvent(**event) for event in s["order"]] for s in result["stages"]}
     lanes = timeline(orders)
     length = max((slot.end for slots in lanes.values() for slot in slots), default=1)
     names = [f"stage {s['stage']}, rank {s['rank']}" for s in result["stages"]]

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple, Protocol
 
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.liveness import Alive, alive
-from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, PEER, Model, find_value
+from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, PEER, MindIR, find_value
 from telechat_moe.graph.nodes import (
     PHASES,
     STRUCTURE,
     Graph,
     GraphNode,
-    Shape,
+    TypedShape,
     call_counts,
     module_of,
     size_of,
 )
 from telechat_moe.graph.overlap import pairs, plain
-from telechat_moe.graph.schedule import Event, events, micro_of
+from telechat_moe.graph.schedule import PassEvent, events, micro_of
 
 INTEGERS = (6, 7)  # MindIR's int32 and int64
 
@@ -108,7 +108,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class RankMemory:
     """Bytes that a rank holds, from the shapes in its graph.
 
     Attributes:
@@ -155,9 +155,9 @@ class Reading:
     rank: int
     collectives: list[Collective]
     operators: dict[str, Counter[str]]
-    memory: Memory
+    memory: RankMemory
     parameters: dict[str, tuple[int, ...]]
-    order: list[Event]
+    order: list[PassEvent]
     overlap: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property
@@ -192,13 +192,13 @@ def read(
         expected: Sizes of dynamic exchanges.
         overlapped: Collectives that ``pp_1f1b_overlap`` names.
     """
-    model = Model(graph.mindir)
+    model = MindIR(graph.mindir)
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
     times = call_counts(model, functions)
     collectives: list[Collective] = []
     operators: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
     links = _Links(functions.values())
-    transfers: dict[str, Event] = {}
+    transfers: dict[str, PassEvent] = {}
     described: dict[str, Collective] = {}
     for name, function in functions.items():
         if not times[name]:
@@ -229,7 +229,7 @@ def read(
     )
 
 
-def _memory(parameters: dict[str, Any], living: Alive) -> Memory:
+def _memory(parameters: dict[str, Any], living: Alive) -> RankMemory:
     sums: Counter[str] = Counter()
     trained = {n.removeprefix("adam_m.") for n in parameters if n.startswith("adam_m.")}
     accumulates = any(n.startswith("accu_grads.") for n in parameters)
@@ -244,7 +244,7 @@ def _memory(parameters: dict[str, Any], living: Alive) -> Memory:
             sums["gradients"] += size if name in trained and not accumulates else 0
         else:
             sums["other"] += size
-    return Memory(
+    return RankMemory(
         parameters=sums["parameters"],
         optimizer=sums["optimizer"],
         gradients=sums["gradients"],
@@ -258,7 +258,7 @@ def _memory(parameters: dict[str, Any], living: Alive) -> Memory:
     )
 
 
-def _likely_size(expected: Expected) -> Callable[[Shape], int]:
+def _likely_size(expected: Expected) -> Callable[[TypedShape], int]:
     """Return a function that gives a tensor's bytes, as if tokens were spread evenly over experts.
 
     Unknown are rows, and after an exchange the width: all elements in one dimension, both of two, the middle one in the
@@ -266,7 +266,7 @@ def _likely_size(expected: Expected) -> Callable[[Shape], int]:
     """
     rows, width = expected.rows, expected.elements // max(expected.rows, 1)
 
-    def size(shape: Shape) -> int:
+    def size(shape: TypedShape) -> int:
         dims, element = shape
         if any(d < 0 for d in dims):
             if len(dims) == 1:
@@ -329,12 +329,12 @@ class _Site:
         """Return the other end of a Send or Receive."""
         return self.graph.groups[self.attribute("group")][self.attribute(PEER[self.node.kind])]
 
-    def transfer(self) -> Event:
+    def transfer(self) -> PassEvent:
         """Return the event of a Send or Receive in the order of micro-batches."""
         kind = "s" if self.node.kind == "Send" else "r"
         marks = ("micro", "chunk", "seq_chunk")
         micro, chunk, part = (self.attribute(n) or self.node.mark(n) or 0 for n in marks)
-        return Event(
+        return PassEvent(
             kind + self._pipeline_phase("")[0],
             micro,
             chunk,
@@ -434,7 +434,7 @@ def _parameter_module(name: str | None) -> str:
     return name.removesuffix(".weight").removesuffix(".bias") if name else "unknown"
 
 
-class Step(NamedTuple):
+class OperationSignature(NamedTuple):
     """What must be equal in an operation of two ranks of a stage."""
 
     kind: str
@@ -442,9 +442,9 @@ class Step(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def sequence(graph: RankGraph) -> list[Step]:
+def sequence(graph: RankGraph) -> list[OperationSignature]:
     """Return the operations of a rank in order, collectives with the global ranks of their groups."""
-    model = Model(graph.mindir)
+    model = MindIR(graph.mindir)
     steps = []
     for operation in model.operations():
         ranks: list[int] = []
@@ -452,7 +452,7 @@ def sequence(graph: RankGraph) -> list[Step]:
             ranks = list(graph.groups.get(operation.attribute("group"), ()))
             if operation.kind in PEER:
                 ranks = sorted((graph.rank, ranks[operation.attribute(PEER[operation.kind])]))
-        steps.append(Step(operation.kind, tuple(operation.shapes()), tuple(ranks)))
+        steps.append(OperationSignature(operation.kind, tuple(operation.shapes()), tuple(ranks)))
     return steps
 
 
@@ -478,7 +478,7 @@ def differences(graph: RankGraph, other: RankGraph, devices: Devices) -> list[st
     return lines
 
 
-def _said(step: Step) -> str:
+def _said(step: OperationSignature) -> str:
     shapes = " ".join(str(list(shape)) for shape, _ in step.shapes)
     ranks = f" over {list(step.ranks)}" if step.ranks else ""
     return f"{step.kind} {shapes}{ranks}"

@@ -22,16 +22,16 @@ from typing import Any
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.exchanges import split
 from telechat_moe.graph.inline import WRITES, inline_calls, order_writes
-from telechat_moe.graph.mindir import Editor, Model, Operation, find_value
+from telechat_moe.graph.mindir import Editor, MindIR, Operation, find_value
 from telechat_moe.graph.nodes import Graph, data_inputs
-from telechat_moe.graph.schedule import Event, pass_of
+from telechat_moe.graph.schedule import PassEvent, pass_of
 from telechat_moe.ops import native
 
-Pass = tuple[str, int, int]
+PassKey = tuple[str, int, int]
 """``F``, ``D``, ``W`` or ``B`` (D and W); chunk of the stage; micro-batch."""
-Pair = tuple[str, int, int, int, int]
+PairedPasses = tuple[str, int, int, int, int]
 """``FB`` or ``FD``; chunk and micro-batch of the forward, then of the backward."""
-Side = tuple[Pass, ...]
+PassGroup = tuple[PassKey, ...]
 """A pass, or D and W of one, that takes turns with another; see :meth:`_Orderer._add_passes`."""
 SUMS = "accu_grads."
 FLOAT32 = 1
@@ -39,9 +39,9 @@ FLOAT32 = 1
 _LIGHT = ("Load", "UpdateState", "TupleGetItem", "MakeTuple", "Depend")
 
 
-def in_order(mindir: bytes, order: Sequence[Pass | Pair]) -> bytes:
+def in_order(mindir: bytes, order: Sequence[PassKey | PairedPasses]) -> bytes:
     """Return a serialised graph without calls, its passes in an order; see :func:`impose`."""
-    model = Model(mindir)
+    model = MindIR(mindir)
     passes = passes_of_calls(model)
     calls = inline_calls(model)
     impose(model, {node: passes[call] for node, call in calls.items()}, order)
@@ -49,13 +49,15 @@ def in_order(mindir: bytes, order: Sequence[Pass | Pair]) -> bytes:
     return model.proto.SerializeToString()
 
 
-def passes_of_calls(model: Model) -> dict[str, Event]:
+def passes_of_calls(model: MindIR) -> dict[str, PassEvent]:
     """Return the forward or backward that each call in the main graph is."""
     graph = Graph(model, model.proto.graph)
     return {name: pass_of(graph, name) for name in graph.calls}
 
 
-def impose(model: Model, passes: Mapping[str, Event], order: Sequence[Pass | Pair]) -> None:
+def impose(
+    model: MindIR, passes: Mapping[str, PassEvent], order: Sequence[PassKey | PairedPasses]
+) -> None:
     """Put the passes of the main graph into an order.
 
     Args:
@@ -71,12 +73,14 @@ def impose(model: Model, passes: Mapping[str, Event], order: Sequence[Pass | Pai
     _Orderer(model, {**passes, **of_starts}, waits).run(order)
 
 
-def _show(step: Pass) -> str:
+def _show(step: PassKey) -> str:
     return f"{step[0]}(chunk {step[1]} of the stage, micro-batch {step[2]})"
 
 
 class _Orderer:
-    def __init__(self, model: Model, passes: Mapping[str, Event], waits: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: MindIR, passes: Mapping[str, PassEvent], waits: Mapping[str, str]
+    ) -> None:
         self.model, self.main, self.waits = model, model.proto.graph, waits
         self.nodes: dict[str, Any] = {node.name: node for node in self.main.node}
         kinds = ((name, model.primitive(node)) for name, node in self.nodes.items())
@@ -85,7 +89,7 @@ class _Orderer:
         self._free()
         self.sums = self._sums()
         self.pass_of = self._classify()
-        self.members: dict[Pass, list[str]] = defaultdict(list)
+        self.members: dict[PassKey, list[str]] = defaultdict(list)
         for name in self.nodes:
             if name in self.pass_of:
                 self.members[self.pass_of[name]].append(name)
@@ -125,10 +129,10 @@ class _Orderer:
                 additions[self.nodes[name].input[0]].append(name)
         return additions
 
-    def _classify(self) -> dict[str, Pass]:
+    def _classify(self) -> dict[str, PassKey]:
         """Return the pass of each node that belongs to one; additions to gradients are no part of any."""
         feeds: dict[str, set[str]] = defaultdict(set)  # the weights behind a node, or a message
-        passes: dict[str, Pass] = {}
+        passes: dict[str, PassKey] = {}
         additions = {name for names in self.sums.values() for name in names}
         for name in reversed(self.nodes):
             node, kind = self.nodes[name], self.kinds[name]
@@ -149,7 +153,7 @@ class _Orderer:
                 passes[name] = ("D" if len(feeds[name]) > 1 else "W", event.chunk, event.micro)
         return passes
 
-    def _of_message(self, node: Any) -> Pass:
+    def _of_message(self, node: Any) -> PassKey:
         operation = Operation("", node, self.model.primitive(node))
         marks = (*node.node_attr, *node.primal_attr)
         backward = node.domain.startswith("Gradients") or operation.attribute("is_bp")
@@ -158,8 +162,8 @@ class _Orderer:
         )
         return ("D" if backward else "F", chunk, micro)
 
-    def run(self, order: Sequence[Pass | Pair]) -> None:
-        ordered: set[Pass] = set()
+    def run(self, order: Sequence[PassKey | PairedPasses]) -> None:
+        ordered: set[PassKey] = set()
         for step in order:
             for sides in self._sides(step):
                 for pass_ in (pass_ for side in sides for pass_ in side):
@@ -176,7 +180,7 @@ class _Orderer:
         del self.main.node[:]
         self.main.node.extend(self.fresh.node)
 
-    def _sides(self, step: Pass | Pair) -> list[list[Side]]:
+    def _sides(self, step: PassKey | PairedPasses) -> list[list[PassGroup]]:
         """Return what runs one after the other; each is one or two sides, passes that take turns at exchanges."""
         if len(step) == 5:
             kind, chunk, micro, *backward = step
@@ -191,7 +195,7 @@ class _Orderer:
         passes = tuple((letter, chunk, micro) for letter in ("DW" if kind == "B" else kind))
         return [[passes]] if self.waits else [[(pass_,)] for pass_ in passes]
 
-    def _add_passes(self, sides: Sequence[Side]) -> None:
+    def _add_passes(self, sides: Sequence[PassGroup]) -> None:
         """Add passes that take turns: each up to the start of an exchange, then what need not wait for it."""
         for turns in zip_longest(*map(self._turns, sides)):
             for side, turn in zip(sides, turns, strict=True):
@@ -200,7 +204,7 @@ class _Orderer:
         if any(pass_[0] == "W" for side in sides for pass_ in side):
             self._add_sums()
 
-    def _turns(self, side: Side) -> list[tuple[list[str], list[str]]]:
+    def _turns(self, side: PassGroup) -> list[tuple[list[str], list[str]]]:
         """Return for each exchange of a side, and behind the last, its start, and what needs none but those before it."""
         members = [name for pass_ in side for name in self.members.get(pass_, ())]
         starts = [name for name in members if name in self.waits]
@@ -227,7 +231,7 @@ class _Orderer:
         for name in fresh:
             self._write(self.nodes[name])
 
-    def _add(self, names: Iterable[str], side: Side) -> None:
+    def _add(self, names: Iterable[str], side: PassGroup) -> None:
         """Add nodes of passes and what they need, behind the last token, and a token behind them."""
         fresh: list[str] = []
         for name in names:
@@ -239,7 +243,7 @@ class _Orderer:
         if side and fresh:
             self.token = self._make_token(fresh, side[0])
 
-    def _collect(self, name: str, side: Side, fresh: list[str]) -> None:
+    def _collect(self, name: str, side: PassGroup, fresh: list[str]) -> None:
         """Append a node behind all that it needs and that is not there yet."""
         waiting = [(name, iter(self.nodes[name].input))] if name not in self.done else []
         self.done.add(name)
@@ -286,7 +290,7 @@ class _Orderer:
         added.attribute[0].CopyFrom(self._shape(source))
         return name
 
-    def _make_token(self, fresh: Sequence[str], pass_: Pass) -> str:
+    def _make_token(self, fresh: Sequence[str], pass_: PassKey) -> str:
         used = {source for name in fresh for source in self.nodes[name].input}
         light = ("", "Load", "UpdateState")
         ends = [name for name in fresh if name not in used and self.kinds[name] not in light]

@@ -13,7 +13,7 @@ from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.host_syncs import host_syncs
 from telechat_moe.graph.nodes import PHASES
 from telechat_moe.graph.read import Collective, Devices, Expected, Reading, differences, read
-from telechat_moe.graph.schedule import Event, in_flight, unmatched
+from telechat_moe.graph.schedule import PassEvent, in_flight, unmatched
 from telechat_moe.units import size_text
 
 LIMITS = (
@@ -38,7 +38,7 @@ NOTES = {
 MEMORY = ("parameters", "optimizer", "gradients", "other", "copies", "activations")
 ALL_KINDS = "together"
 BESIDE = ("same", "paired")
-Table = tuple[str, list[str], list[list[str]]]
+ReportTable = tuple[str, list[str], list[list[str]]]
 
 
 class Subject(NamedTuple):
@@ -207,7 +207,7 @@ def _host_syncs(graph: RankGraph) -> list[dict[str, Any]]:
     return [{**dict(zip(names, key, strict=True)), "times": n} for key, n in counts.items()]
 
 
-def _event(event: Event) -> dict[str, Any]:
+def _event(event: PassEvent) -> dict[str, Any]:
     return {name: value for name, value in event._asdict().items() if value is not None}
 
 
@@ -287,9 +287,9 @@ def _any_layer(module: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", module)
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
+def tables(result: dict[str, Any]) -> list[ReportTable]:
     """Return the tables of a report for a terminal: title, headers, rows."""
-    report_tables: list[Table] = []
+    report_tables: list[ReportTable] = []
     for stage in result["stages"]:
         name = f"stage {stage['stage']}, rank {stage['rank']}"
         head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "sent "]
@@ -440,9 +440,9 @@ def _stage_difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def difference_tables(result: dict[str, Any]) -> list[Table]:
+def difference_tables(result: dict[str, Any]) -> list[ReportTable]:
     """Return the tables of :func:`difference`."""
-    report_tables: list[Table] = []
+    report_tables: list[ReportTable] = []
     for stage in result["stages"]:
         name = "stage {} and {}".format(*stage["stages"])
         rows = [

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.exchanges import EXCHANGES, WAITS
 from telechat_moe.graph.inline import inline
-from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, Model, Operation
+from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, MindIR, Operation
 from telechat_moe.graph.swapped_states import swap_states
 from telechat_moe.graph.swapping import Swapped, swap_on_cpu
 from telechat_moe.ops import native
@@ -32,7 +32,7 @@ TYPE_ID = {1: 43, 6: 34, 7: 35}  # element type of MindIR to the number that Cas
 KEEP = ("group", "no_eliminate", "side_effect_mem", "side_effect_io", "side_effect_backprop")
 
 
-Message = tuple[int, int, tuple[int, ...]]
+MessageAddress = tuple[int, int, tuple[int, ...]]
 
 
 class Rewritten(NamedTuple):
@@ -47,8 +47,8 @@ class Rewritten(NamedTuple):
     """
 
     mindir: bytes
-    sent: set[Message]
-    received: set[Message]
+    sent: set[MessageAddress]
+    received: set[MessageAddress]
     counts: dict[str, int]
     swapped: Swapped | None
 
@@ -206,10 +206,10 @@ def for_cpu(
     Raises:
         BadInputError: A collective has no static form (AlltoAllV) or an unknown group.
     """
-    model = Model(mindir)
+    model = MindIR(mindir)
     inline(model)
     counts: dict[str, int] = {}
-    messages: dict[str, set[Message]] = {"Send": set(), "Receive": set()}
+    messages: dict[str, set[MessageAddress]] = {"Send": set(), "Receive": set()}
     for graph in model.graphs():
         fresh = type(graph)()
         editor = Editor(model, fresh.node)
@@ -256,12 +256,12 @@ def for_cpu(
     return Rewritten(model.proto.SerializeToString(), sent, received, counts, swapped)
 
 
-def _swap(model: Model, states: bool) -> Swapped | None:
+def _swap(model: MindIR, states: bool) -> Swapped | None:
     swapped = swap_on_cpu(model)
     return swap_states(model, swapped) if states else swapped
 
 
-def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[Message]:
+def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[MessageAddress]:
     """Make an exchange of rows follow the collective before it; return the messages to all other devices."""
     ranks, member = operation.attribute("ranks"), operation.attribute("member")
     name = operation.attribute("reg_op_name")

@@ -26,7 +26,7 @@ PRODUCTS = (
 SLICES = ("StridedSlice", "Slice", "SliceExt")
 
 
-class Event(NamedTuple):
+class PassEvent(NamedTuple):
     """A step of a rank's order.
 
     Attributes:
@@ -104,7 +104,7 @@ def _users(graph: Graph, source: str, micro: Mapping[str, int]) -> set[int]:
     return {micro[name] for name in behind if name in micro}
 
 
-def events(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
+def events(graph: Graph, transfers: Mapping[str, PassEvent]) -> list[PassEvent]:
     """Return a rank's order; empty without micro-batches.
 
     Args:
@@ -114,7 +114,7 @@ def events(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
         return _of_calls(graph, transfers)
     micro = micro_of(graph)
     places: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    order: list[tuple[float, Event]] = []
+    order: list[tuple[float, PassEvent]] = []
     for place, (name, node) in enumerate(graph.nodes.items()):
         if name in transfers:
             order.append((place, transfers[name]))
@@ -123,11 +123,11 @@ def events(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
         if pass_ and node.kind in PRODUCTS and name in micro:
             places[pass_, micro[name], node.mark("chunk") or 0].append(place)
     for (kind, number, chunk), positions in places.items():
-        order.append((sorted(positions)[len(positions) // 2], Event(kind, number, chunk)))
+        order.append((sorted(positions)[len(positions) // 2], PassEvent(kind, number, chunk)))
     return [event for _, event in sorted(order, key=lambda item: item[0])]
 
 
-def _of_calls(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
+def _of_calls(graph: Graph, transfers: Mapping[str, PassEvent]) -> list[PassEvent]:
     order = []
     for name in graph.nodes:
         if name in transfers:
@@ -137,7 +137,7 @@ def _of_calls(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
     return order
 
 
-def pass_of(graph: Graph, name: str) -> Event:
+def pass_of(graph: Graph, name: str) -> PassEvent:
     """Return which pass a call of a shared network is.
 
     Marks of a backward call get lost, so those of its forward call count. Without a pipeline there are none, and calls
@@ -149,7 +149,7 @@ def pass_of(graph: Graph, name: str) -> Event:
         micro = [call for key, call in graph.calls.items() if key == call.name].index(forward)
     kind = "F" if name == forward.name else "B"
     part = forward.mark("seq_chunk") or 0
-    return Event(kind, micro, forward.mark("chunk") or 0, part=part)
+    return PassEvent(kind, micro, forward.mark("chunk") or 0, part=part)
 
 
 def _pass(graph: Graph, node: GraphNode) -> str | None:
@@ -158,7 +158,7 @@ def _pass(graph: Graph, node: GraphNode) -> str | None:
     return {"forward": "F", "backward": "B"}.get(graph.phases[node.name])
 
 
-def in_flight(order: Sequence[Event]) -> int:
+def in_flight(order: Sequence[PassEvent]) -> int:
     """Return how many micro-batches have been through forward, in part at least, and not through backward, at most."""
     alive: set[tuple[int, int, int]] = set()
     peak = 0
@@ -171,7 +171,7 @@ def in_flight(order: Sequence[Event]) -> int:
     return peak
 
 
-def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
+def unmatched(orders: Mapping[int, Sequence[PassEvent]]) -> list[str]:
     """Return sends without a receive on the other side, and the reverse, between the ranks given, by their kind.
 
     They are compared by micro-batch and size, not by MindSpore's numbers of the pairs: it numbers what it finds in a
@@ -205,12 +205,12 @@ def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
 class Slot(NamedTuple):
     """A pass on the drawn time line, in units of a forward pass."""
 
-    event: Event
+    event: PassEvent
     start: float
     end: float
 
 
-def timeline(orders: Mapping[int, Sequence[Event]]) -> dict[int, list[Slot]]:
+def timeline(orders: Mapping[int, Sequence[PassEvent]]) -> dict[int, list[Slot]]:
     """Return when each pass would run if a forward took 1, a backward 2 and a transfer no time.
 
     A picture of the order and its waits, not a measurement. A receive from a rank that is not given, or without a

@@ -15,7 +15,7 @@ A step that is not applied does not call that function, and moves nothing.
 from collections.abc import Sequence
 from typing import Any
 
-from telechat_moe.graph.mindir import Editor, Model
+from telechat_moe.graph.mindir import Editor, MindIR
 from telechat_moe.graph.nodes import Graph, GraphNode
 from telechat_moe.graph.swapping import FLOAT32, State, Swapped, in_turn, peak_of, room
 from telechat_moe.ops import native
@@ -27,7 +27,7 @@ GROUPS = 16
 """As many as in MindSpeed's SwapMuon."""
 
 
-def swap_states(model: Model, swapped: Swapped | None) -> Swapped | None:
+def swap_states(model: MindIR, swapped: Swapped | None) -> Swapped | None:
     """Let the moments of a graph's updates wait in the pool; None: there are none, and nothing else is swapped.
 
     Args:
@@ -58,7 +58,7 @@ def groups_of(sizes: Sequence[int]) -> list[range]:
 
 
 def _without_parameters(
-    model: Model, function: Any, updates: Sequence[GraphNode], offset: int
+    model: MindIR, function: Any, updates: Sequence[GraphNode], offset: int
 ) -> list[State]:
     """Take the moments from the parameters of a graph and of its function that updates; return their places in the pool."""
     main = model.proto.graph
@@ -96,7 +96,7 @@ class _Rewriter:
         states: Two for each update.
     """
 
-    def __init__(self, model: Model, first: int, states: Sequence[State]) -> None:
+    def __init__(self, model: MindIR, first: int, states: Sequence[State]) -> None:
         self.model, self.first, self.states = model, first, states
         self.library = str(native.path())
         self.values: dict[int, str] = {}  # of the states in memory

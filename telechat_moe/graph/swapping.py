@@ -24,7 +24,7 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.inline import WRITES
 from telechat_moe.graph.liveness import most_alive
-from telechat_moe.graph.mindir import Editor, Model, find_value, output_shapes
+from telechat_moe.graph.mindir import Editor, MindIR, find_value, output_shapes
 from telechat_moe.graph.nodes import SAME_MEMORY, STRUCTURE, Graph, size_of
 from telechat_moe.ops import native
 from telechat_moe.units import size_text
@@ -123,7 +123,7 @@ class _Move(NamedTuple):
     there: int
 
 
-def swap_on_cpu(model: Model) -> Swapped | None:
+def swap_on_cpu(model: MindIR) -> Swapped | None:
     """Let the moves of the main graph run on CPU, and put all its operators into their order; None: it has none.
 
     Args:
@@ -141,7 +141,7 @@ def swap_on_cpu(model: Model) -> Swapped | None:
     return Swapped(len(moves), sum(sizes), pool, peak_of(model))
 
 
-def peak_of(model: Model) -> int:
+def peak_of(model: MindIR) -> int:
     """Return the bytes of all results of operators that are in memory at once, at most."""
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
     main = functions[model.proto.graph.name]
@@ -255,7 +255,7 @@ def _computes(kind: str) -> bool:
     return kind not in STRUCTURE | SAME_MEMORY | {"Constant", "MoveTo", ""}
 
 
-def _rewrite(model: Model, graph: Graph, moves: Sequence[_Move], places: Sequence[int]) -> None:
+def _rewrite(model: MindIR, graph: Graph, moves: Sequence[_Move], places: Sequence[int]) -> None:
     """Put starts and waits in the place of the moves; a move of which none comes back is left out."""
     main, library = model.proto.graph, str(native.path())
     fresh = type(main)()
@@ -311,7 +311,7 @@ def _rewrite(model: Model, graph: Graph, moves: Sequence[_Move], places: Sequenc
     main.node.extend(fresh.node)
 
 
-def in_turn(model: Model, function: Any) -> None:
+def in_turn(model: MindIR, function: Any) -> None:
     """Let each operator of a function wait for the one before it; the main graph up to its first call, the update."""
     graph, fresh = Graph(model, function), type(function)()
     editor = Editor(model, fresh.node)

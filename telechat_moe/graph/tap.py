@@ -17,15 +17,15 @@ from mindspore import nn
 from mindspore.graph.api import _cell_graph_executor as executor
 from mindspore.train import mind_ir_pb2 as pb
 
-from telechat_moe.graph.mindir import Editor, Model, output_shapes, value_of
+from telechat_moe.graph.mindir import Editor, MindIR, output_shapes, value_of
 from telechat_moe.graph.tap_plan import (
     FUSED_UPDATE,
     TYPES,
     Argument,
     Number,
     TappedOperator,
+    TappedTensor,
     TapPlan,
-    Tensor,
     cell_of,
     constant_tensor,
     kind_of,
@@ -65,7 +65,7 @@ _WRITES: Mapping[str, int] = {
 class _Variable:
     """A weight or state; its tensor changes when it is written."""
 
-    tensor: Tensor
+    tensor: TappedTensor
 
 
 class _Monad(NamedTuple):
@@ -100,10 +100,10 @@ def tapped(
         states: Record an optimizer's states before their update, too, not only after it.
         planned: The graph in another order, in which the plan has and numbers the main graph's operators.
     """
-    model = Model(mindir)
+    model = MindIR(mindir)
     tapper = _Tapper(model, library, selects, states)
     if planned is not None:
-        tapper.numbers = _numbers(Model(planned))
+        tapper.numbers = _numbers(MindIR(planned))
     main = model.proto.graph
     tapper.run(main, None)
     if planned is not None:
@@ -121,7 +121,7 @@ def tapped(
     return model.proto.SerializeToString(), tapper.plan
 
 
-def _numbers(model: Model) -> dict[str, int]:
+def _numbers(model: MindIR) -> dict[str, int]:
     """Return the number of each operator of the main graph among those of its cell, kind and direction."""
     counts, numbers = Counter[Any](), dict[str, int]()
     for node in model.proto.graph.node:
@@ -135,7 +135,7 @@ def _numbers(model: Model) -> dict[str, int]:
 
 
 class _Tapper:
-    def __init__(self, model: Model, library: str, selects: Wanted, states: bool) -> None:
+    def __init__(self, model: MindIR, library: str, selects: Wanted, states: bool) -> None:
         self.model, self.library, self.wanted, self.states = model, library, selects, states
         self.plan = TapPlan()
         self.variables: dict[str, _Variable] = {}
@@ -187,14 +187,14 @@ class _Tapper:
     def _variable(self, name: str, proto: Any) -> _Variable:
         """Return the weight or state of a name, which all graphs share."""
         shape, kind = tuple(proto.dims), TYPES.get(proto.data_type, "?")
-        return self.variables.setdefault(name, _Variable(Tensor(shape, kind, parameter=name)))
+        return self.variables.setdefault(name, _Variable(TappedTensor(shape, kind, parameter=name)))
 
     def _input(self, entry: Any) -> Any:
         if entry.tensor:
             tensor = entry.tensor[0]
             if tensor.ref_key:
                 return self._variable(tensor.ref_key, tensor)
-            return Tensor(tuple(tensor.dims), TYPES.get(tensor.data_type, "?"))
+            return TappedTensor(tuple(tensor.dims), TYPES.get(tensor.data_type, "?"))
         kinds = pb.AttributeProto
         if entry.HasField("attr_info") and entry.attr_info.type in (kinds.UMONAD, kinds.IOMONAD):
             memory = entry.attr_info.type == kinds.UMONAD
@@ -263,7 +263,7 @@ class _Tapper:
 
     def _of_shapes(self, node: Any) -> Any:
         """Return fresh tensors for the outputs of a node."""
-        tensors = [Tensor(shape, TYPES.get(kind, "?")) for shape, kind in output_shapes(node)]
+        tensors = [TappedTensor(shape, TYPES.get(kind, "?")) for shape, kind in output_shapes(node)]
         several = any(
             a.name == "shape" and a.type in (pb.AttributeProto.TUPLE, pb.AttributeProto.LIST)
             for a in node.attribute
@@ -321,7 +321,7 @@ class _Tapper:
         for i in writes:
             variable = values[i]
             old = variable.tensor
-            variable.tensor = Tensor(old.shape, old.dtype, parameter=old.parameter)
+            variable.tensor = TappedTensor(old.shape, old.dtype, parameter=old.parameter)
         if not selected:
             return
         if writes:  # later operators, and taps, see the new values
@@ -337,7 +337,7 @@ class _Tapper:
         self.names.append(name)
 
     def _made(self, name: str, result: Any) -> list[Argument]:
-        if isinstance(result, Tensor):
+        if isinstance(result, TappedTensor):
             self._see(name, result)
             return [result]
         outputs: list[Argument] = []
@@ -358,7 +358,11 @@ class _Tapper:
                     self._see(item.name, item.value)
             return
         tensor = value.tensor if isinstance(value, _Variable) else value
-        if not isinstance(tensor, Tensor) or tensor.constant is not None or tensor.dtype == "?":
+        if (
+            not isinstance(tensor, TappedTensor)
+            or tensor.constant is not None
+            or tensor.dtype == "?"
+        ):
             return
         if tensor.early or self.graph.name in tensor.taps:
             return
@@ -424,7 +428,7 @@ def _plain(value: Any) -> Any:
         return value.tensor
     if isinstance(value, list):
         return [_plain(item.value) for item in value]
-    return value if isinstance(value, Tensor | Number) else Number(None)
+    return value if isinstance(value, TappedTensor | Number) else Number(None)
 
 
 def states_of(kind: str, writes: Sequence[int]) -> Sequence[int]:

@@ -27,7 +27,7 @@ _PART = re.compile(r"^(?P<attribute>.+?)-(?P<kind>[^-]*)$")
 
 
 @dataclass(eq=False)
-class Tensor:
+class TappedTensor:
     """A tensor of a run, with the taps that record it in each graph."""
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Number(NamedTuple):
     value: Any
 
 
-Argument = Tensor | Number | list["Argument"]
+Argument = TappedTensor | Number | list["Argument"]
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class TapPlan:
     taps: int = 0  # number of taps
 
 
-def constant_tensor(proto: Any) -> Tensor:
+def constant_tensor(proto: Any) -> TappedTensor:
     """Return a constant tensor of the graph."""
     kind, shape = TYPES.get(proto.data_type, "?"), tuple(proto.dims)
     values = None if kind == "?" else from_bytes(proto.raw_data, kind).reshape(shape)
-    return Tensor(shape, kind, constant=values)
+    return TappedTensor(shape, kind, constant=values)
 
 
 def scalar_of(attribute: Any) -> Any:

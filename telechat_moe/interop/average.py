@@ -16,7 +16,7 @@ from telechat_moe.files import Progress
 from telechat_moe.interop.writing import Destination
 from telechat_moe.numerics import widen
 from telechat_moe.sharding.shards import EMA
-from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
+from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, TensorEntry, TensorOutput
 
 SHARD_BYTES = 5_000_000_000
 _SHOWN = 4
@@ -70,7 +70,7 @@ def average(
         _compare(sources[0], sources_entries[0], source, entries)
     shares = [w / sum(factors) for w in factors]
     outputs = [
-        Output(
+        TensorOutput(
             name, "F32", entry.shape, lambda n=name: _mean([e[n] for e in sources_entries], shares)
         )
         for name, entry in sources_entries[0].items()
@@ -85,7 +85,7 @@ def average(
     return Average(str(out), about, files, len(outputs), sum(o.nbytes for o in outputs))
 
 
-def _open(source: Path, ema: bool) -> dict[str, Entry]:
+def _open(source: Path, ema: bool) -> dict[str, TensorEntry]:
     """Return the weights of a source by name; of a checkpoint every checksum is compared."""
     if ema and not (source / manifest.FILE).is_file():
         raise BadInputError(
@@ -107,7 +107,7 @@ def _open(source: Path, ema: bool) -> dict[str, Entry]:
 
 
 def _compare(
-    first: Path, expected: dict[str, Entry], source: Path, entries: dict[str, Entry]
+    first: Path, expected: dict[str, TensorEntry], source: Path, entries: dict[str, TensorEntry]
 ) -> None:
     problems = differing_shapes(entries, {name: entry.shape for name, entry in expected.items()})
     if problems:
@@ -129,7 +129,7 @@ def _about(source: Path, share: float, ema: bool) -> dict[str, Any]:
     return origin
 
 
-def _mean(entries: Sequence[Entry], shares: Sequence[float]) -> Iterator[Bytes]:
+def _mean(entries: Sequence[TensorEntry], shares: Sequence[float]) -> Iterator[Bytes]:
     """Yield the bytes of a weighted mean, one tensor in memory at a time."""
     total = np.zeros(entries[0].shape, np.float64)
     for entry, share in zip(entries, shares, strict=True):
@@ -137,7 +137,7 @@ def _mean(entries: Sequence[Entry], shares: Sequence[float]) -> Iterator[Bytes]:
     yield total.astype("<f4").reshape(-1).view(np.uint8)
 
 
-def _values(entry: Entry) -> np.ndarray:
+def _values(entry: TensorEntry) -> np.ndarray:
     data = entry.read()
     if entry.dtype == "BF16":
         array = widen(data.view(np.uint16), "bfloat16")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.numerics import widen
-from telechat_moe.tensor_files import Bytes, Entry
+from telechat_moe.tensor_files import Bytes, TensorEntry
 
 FP8 = "F8_E4M3"
 SCALE = "_scale_inv"
@@ -53,7 +53,7 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 @dataclass(frozen=True)
-class Fp8Entry(Entry):
+class Fp8Entry(TensorEntry):
     """An FP8 matrix that reads as bfloat16.
 
     Attributes:
@@ -61,11 +61,11 @@ class Fp8Entry(Entry):
         block: Rows and columns of a block.
     """
 
-    scale: Entry
+    scale: TensorEntry
     block: tuple[int, int]
 
     def read(self, offset: int = 0, count: int | None = None) -> Bytes:
-        """See :meth:`Entry.read`; offsets are those of the bfloat16 matrix."""
+        """See :meth:`TensorEntry.read`; offsets are those of the bfloat16 matrix."""
         data = np.concatenate([np.empty(0, np.uint8), *self.chunks()])
         return data[offset : self.nbytes if count is None else offset + count]
 
@@ -75,7 +75,7 @@ class Fp8Entry(Entry):
         scale = _SCALES[self.scale.dtype](self.scale.read()).reshape(self.scale.shape)
         for number, top in enumerate(range(0, rows, self.block[0])):
             height = min(self.block[0], rows - top)
-            codes = Entry(self.file, FP8, self.shape, self.start, rows * columns)
+            codes = TensorEntry(self.file, FP8, self.shape, self.start, rows * columns)
             raw = codes.read(top * columns, height * columns).reshape(height, columns)
             factors = np.repeat(scale[number], self.block[1])[:columns]
             with np.errstate(over="ignore"):
@@ -84,8 +84,8 @@ class Fp8Entry(Entry):
 
 
 def dequantised(
-    entries: Mapping[str, Entry], block: tuple[int, int]
-) -> tuple[dict[str, Entry], list[str]]:
+    entries: Mapping[str, TensorEntry], block: tuple[int, int]
+) -> tuple[dict[str, TensorEntry], list[str]]:
     """Replace FP8 matrices and their scales by entries that read as bfloat16.
 
     Args:

@@ -45,7 +45,7 @@ from telechat_moe.interop.names import (
 from telechat_moe.interop.writing import Destination
 from telechat_moe.recipe import ModelConfig, Recipe, hugging_face
 from telechat_moe.recipe.hugging_face import CONFIG, ModelDifference, OtherModelError, hf_config
-from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output, read_entries
+from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, TensorEntry, TensorOutput, read_entries
 from telechat_moe.units import ranges_text
 
 Format = Literal["hf", "telechat"]
@@ -165,7 +165,7 @@ def convert(
 
 def weights(
     source: Path, config: ModelConfig, *, verify: bool = True, notes: list[str] | None = None
-) -> list[Output]:
+) -> list[TensorOutput]:
     """Return the weights of a model, all that it has and no others, from either format.
 
     The names of the tensors tell which: Hugging Face's weights are those that :func:`convert` writes.
@@ -254,11 +254,11 @@ def fitting(source: Path, recipe: Recipe) -> list[str]:
     return overrides
 
 
-def _is_hf(entries: Mapping[str, Entry]) -> bool:
+def _is_hf(entries: Mapping[str, TensorEntry]) -> bool:
     return any(name.startswith("model.") for name in entries)
 
 
-def _read(source: Path, config: ModelConfig) -> dict[str, Entry]:
+def _read(source: Path, config: ModelConfig) -> dict[str, TensorEntry]:
     """Return the tensors of a source; a checkpoint must be of a model that computes the same."""
     before = trained_with(source)
     if before is not None and (differing := hugging_face.changed(before, config)):
@@ -269,7 +269,7 @@ def _read(source: Path, config: ModelConfig) -> dict[str, Entry]:
 class _Source(NamedTuple):
     """Tensors that were opened: their files, the table that maps them, the names that are no weights, and notes."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     files: list[Path]
     table: list[WeightNames]
     ignored: list[str]
@@ -278,7 +278,7 @@ class _Source(NamedTuple):
 
 def _open(
     src: Path,
-    entries: dict[str, Entry],
+    entries: dict[str, TensorEntry],
     config: ModelConfig,
     to: Format,
     notes: list[str],
@@ -311,8 +311,8 @@ def _open(
 
 
 def _dequantised(
-    source: Path, entries: dict[str, Entry], block: tuple[int, int], notes: list[str]
-) -> dict[str, Entry]:
+    source: Path, entries: dict[str, TensorEntry], block: tuple[int, int], notes: list[str]
+) -> dict[str, TensorEntry]:
     """Return the tensors with FP8 matrices read as bfloat16; add a note if there are any."""
     entries, problems = fp8.dequantised(entries, block)
     if problems:
@@ -331,15 +331,15 @@ class _Scan:
         self.odd: list[str] = []
         self.read: set[str] = set()
 
-    def recorded(self, outputs: list[Output]) -> list[Output]:
+    def recorded(self, outputs: list[TensorOutput]) -> list[TensorOutput]:
         """Return tensors that are recorded when they are read."""
         return [replace(output, chunks=partial(self._chunks, output)) for output in outputs]
 
-    def _chunks(self, output: Output) -> Iterable[Bytes]:
+    def _chunks(self, output: TensorOutput) -> Iterable[Bytes]:
         self.read.add(output.name)
         return output.chunks()
 
-    def notes(self, outputs: list[Output]) -> list[str]:
+    def notes(self, outputs: list[TensorOutput]) -> list[str]:
         """Return a note for each tensor; those in files that an interrupted conversion had finished are read again."""
         for output in outputs:
             if output.name not in self.read:
@@ -351,14 +351,14 @@ class _Scan:
 
 def _outputs(
     opened: _Source, config: ModelConfig, to: Format, report: Report
-) -> tuple[list[Output], dict[str, dict[str, Any]]]:
+) -> tuple[list[TensorOutput], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
         return list(_to_ours(opened.table, opened.entries, report)), {MODEL_CONFIG: asdict(config)}
     outputs = list(_to_hf(opened.table, opened.entries, report))
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)
-    outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
+    outputs += [TensorOutput(name, dtype, shape, list) for name, shape in empty.items()]
     return outputs, {CONFIG: hf_config(config, _TORCH_DTYPES[dtype])}
 
 
@@ -413,7 +413,7 @@ def _notes(config: ModelConfig, to: Format) -> list[str]:
 
 def _check(
     source: Path,
-    entries: dict[str, Entry],
+    entries: dict[str, TensorEntry],
     table: list[WeightNames],
     config: ModelConfig,
     to: Format,
@@ -471,7 +471,7 @@ def _folded(names: list[str]) -> list[str]:
     return lines
 
 
-def _mismatch(name: str, entry: Entry, shape: tuple[int, ...]) -> list[str]:
+def _mismatch(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> list[str]:
     problems: list[str] = []
     if entry.shape != shape:
         problems.append(f"{name} has shape {list(entry.shape)}, the recipe needs {list(shape)}")
@@ -482,7 +482,7 @@ def _mismatch(name: str, entry: Entry, shape: tuple[int, ...]) -> list[str]:
 
 
 def _differences(
-    entries: dict[str, Entry],
+    entries: dict[str, TensorEntry],
     table: list[WeightNames],
     config: ModelConfig,
     to: Format,
@@ -511,7 +511,7 @@ def _differences(
     return problems
 
 
-def _equal(a: Entry, b: Entry, entire: bool) -> bool:
+def _equal(a: TensorEntry, b: TensorEntry, entire: bool) -> bool:
     if a.dtype != b.dtype:
         return False
     chunks = islice(zip(a.chunks(), b.chunks(), strict=True), None if entire else 1)
@@ -522,20 +522,20 @@ def _equal(a: Entry, b: Entry, entire: bool) -> bool:
 
 
 def _to_hf(
-    table: list[WeightNames], entries: dict[str, Entry], report: Report = refuse
-) -> Iterator[Output]:
+    table: list[WeightNames], entries: dict[str, TensorEntry], report: Report = refuse
+) -> Iterator[TensorOutput]:
     for p in table:
         entry = entries[p.name]
         if not p.stacked:
             for name in (*p.hf, *p.copies):
-                yield Output(
+                yield TensorOutput(
                     name, entry.dtype, p.hf_shape, partial(finite, p.name, entry, report=report)
                 )
             continue
         _, rows, columns = p.shape
         size = entry.nbytes // p.shape[0]
         for j, name in enumerate(p.hf):
-            yield Output(
+            yield TensorOutput(
                 name,
                 entry.dtype,
                 p.hf_shape,
@@ -547,14 +547,14 @@ def _to_hf(
 
 
 def _to_ours(
-    table: list[WeightNames], entries: dict[str, Entry], report: Report = refuse
-) -> Iterator[Output]:
+    table: list[WeightNames], entries: dict[str, TensorEntry], report: Report = refuse
+) -> Iterator[TensorOutput]:
     for p in table:
         parts = {name: entries[name] for name in p.hf}
         name, first = next(iter(parts.items()))
         if p.stacked:
             rows, columns = p.hf_shape
-            yield Output(
+            yield TensorOutput(
                 p.name,
                 first.dtype,
                 p.shape,
@@ -565,7 +565,9 @@ def _to_ours(
                 ),
             )
         else:
-            yield Output(p.name, first.dtype, p.shape, partial(finite, name, first, report=report))
+            yield TensorOutput(
+                p.name, first.dtype, p.shape, partial(finite, name, first, report=report)
+            )
 
 
 def _transposed(raw: Bytes, rows: int, columns: int) -> Bytes:
@@ -574,7 +576,7 @@ def _transposed(raw: Bytes, rows: int, columns: int) -> Bytes:
     return np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
 
 
-def _main_dtype(outputs: list[Output]) -> str:
+def _main_dtype(outputs: list[TensorOutput]) -> str:
     size: Counter[str] = Counter()
     for output in outputs:
         size[output.dtype] += output.nbytes

@@ -24,7 +24,7 @@ from typing import Any
 from telechat_moe import tensor_files
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import (
-    Known,
+    FileSums,
     Progress,
     checksum,
     checksums_content,
@@ -38,7 +38,7 @@ from telechat_moe.files import (
     write_atomic,
 )
 from telechat_moe.reading import json_or_none, parse_json
-from telechat_moe.tensor_files import Output, TensorFile
+from telechat_moe.tensor_files import TensorFile, TensorOutput
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Destination:
     dst: Path
     source: Path
     inputs: Sequence[Path]
-    shards: Sequence[list[Output]]
+    shards: Sequence[list[TensorOutput]]
     extra: Mapping[str, Mapping[str, Any]]
     label: str
     progress: Progress | None = None
@@ -152,12 +152,12 @@ class Destination:
         self.files.mkdir()
         write_atomic(path, json_bytes({"key": key}))
 
-    def _check_inputs(self) -> Known:
+    def _check_inputs(self) -> FileSums:
         """Return the checksums of the inputs; compare them with the ones beside them."""
         log = self.work / "inputs.jsonl"
         logged = {line["name"]: line for line in _lines(log)}
         total = sum(path.stat().st_size for path in self.inputs)
-        advance, sums = counter("checking the source", total, self.progress), Known()
+        advance, sums = counter("checking the source", total, self.progress), FileSums()
         for path in self.inputs:
             if path.name in logged:
                 sums[path.name] = {k: logged[path.name][k] for k in ("bytes", "sha256")}
@@ -188,7 +188,9 @@ class Destination:
 
     # ------------------------------------------------------------------ writing
 
-    def _write_shard(self, name: str, shard: list[Output], advance: Callable[[int], None]) -> None:
+    def _write_shard(
+        self, name: str, shard: list[TensorOutput], advance: Callable[[int], None]
+    ) -> None:
         part = self.files / f"{name}.part"
         checksums = TensorFile(name, shard, {"format": self.label}).write(part, advance)
         part.rename(self.files / name)
@@ -196,7 +198,7 @@ class Destination:
         _append(self.work / "done.jsonl", {"name": name, **checksums})
         self.finished[name] = checksums
 
-    def _finish(self, names: list[str], sources: Known) -> list[str]:
+    def _finish(self, names: list[str], sources: FileSums) -> list[str]:
         """Put the destination under its own name, complete."""
         extra = {} if self._single() else dict(self.extra)
         for name, content in extra.items():

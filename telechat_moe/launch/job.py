@@ -40,7 +40,7 @@ from telechat_moe.units import size_text
 LOGS = "log"
 RESOLVED = "recipe.yaml"
 Orders = Mapping[int, Sequence[tuple[str, int, int] | tuple[str, int, int, int, int]]]
-"""For each rank the order of its passes (:data:`telechat_moe.graph.reorder.Pass`) and pairs of them."""
+"""For each rank the order of its passes (:data:`telechat_moe.graph.reorder.PassKey`) and pairs of them."""
 
 # ------------------------------------------------------------------------------ graphs
 

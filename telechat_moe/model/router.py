@@ -8,7 +8,7 @@ from mindspore.common.initializer import Zero, initializer
 from telechat_moe.model.balance import BalanceLoss, ZLoss
 from telechat_moe.model.linear import DTYPES, weight
 from telechat_moe.ops.matmul import matmul
-from telechat_moe.ops.routing import Rule, routing
+from telechat_moe.ops.routing import RoutingRule, routing
 from telechat_moe.recipe import ModelConfig
 
 
@@ -45,7 +45,7 @@ class Router(nn.Cell):
             matmul(self.dtype) if single else ops.MatMul(transpose_b=True)
         )
         self.to_float = ops.Cast()
-        self.rule = Rule(
+        self.rule = RoutingRule(
             experts=self.num_experts,
             top_k=self.top_k,
             groups=max(1, config.n_group),

@@ -6,11 +6,10 @@ chosen experts of each token, all different.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.numerics import Array
 
 DEAD, HOT = 0.01, 2.0
 """An expert is dead below this share of the mean load of its layer, and hot above that multiple."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from telechat_moe.html import (
-    Axes,
+    ChartAxes,
     Html,
     details,
     facts,
@@ -141,7 +141,7 @@ def _by_depth(
         return None
     up = ticks(min(numbers), max(numbers), 4, outward=True)
     last = max(1, len(report.layers) - 1)
-    axes = Axes((0, last), (up[0], up[-1]), 480, 200, left=52, right=34)
+    axes = ChartAxes((0, last), (up[0], up[-1]), 480, 200, left=52, right=34)
     every = -(-len(report.layers) // 8)
     names = [(i, name) for i, name in enumerate(report.layers) if i % every == 0]
     parts = [axes.grid([])]

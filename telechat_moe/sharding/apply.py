@@ -37,9 +37,9 @@ from telechat_moe.sharding.cells.dispatch import (
 from telechat_moe.sharding.cells.flash import FirstKeys, FlashSlice
 from telechat_moe.sharding.cells.hierarchical import RoutedNodeDispatch, SortedNodeDispatch
 from telechat_moe.sharding.cells.parts import EarlierParts, KeptRows, PartMask
-from telechat_moe.sharding.layouts import Rule, balance_axes
+from telechat_moe.sharding.layouts import LayoutRule, balance_axes
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.placement import Placement, unplaced
+from telechat_moe.sharding.placement import ModelPlacement, unplaced
 from telechat_moe.sharding.stages import StageChunk, Stages
 
 COLLECTIVES = ("AllGather", "AllReduce", "AlltoAll", "AlltoAllV", "ReduceScatter")
@@ -76,7 +76,7 @@ class Options:
     flash: bool = False
 
 
-def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
+def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> ModelPlacement:
     """Split a model over a mesh.
 
     Args:
@@ -87,7 +87,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
         BadInputError: A layout that MindSpore would turn into wrong numbers.
     """
     _refuse(model, mesh, options)
-    p = Placement(mesh, rank)
+    p = ModelPlacement(mesh, rank)
     vocabulary = p.group(mesh.axes("tp"))
     p.cell(model.embedding, "Embedding")
     if mesh.pp > 1 and not options.shared_graph:
@@ -118,7 +118,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
     _losses(p, model, vocabulary)
     if model.mtp_depth:
         if model.sums:
-            p.put(model.concat_mtp, Rule((".",) * (model.mtp_depth | 1), (), "tuple"))
+            p.put(model.concat_mtp, LayoutRule((".",) * (model.mtp_depth | 1), (), "tuple"))
         model.shift = p.local(model.shift, "ShiftLeft")
         for layer in model.mtp:
             _mtp(p, layer, options)
@@ -164,7 +164,7 @@ def _refuse(model: CausalLM, mesh: Mesh, options: Options) -> None:
         )
 
 
-def _stages(p: Placement, model: CausalLM, stages: Stages, stubs: bool) -> None:
+def _stages(p: ModelPlacement, model: CausalLM, stages: Stages, stubs: bool) -> None:
     """Assign every cell to its pipeline stage: embedding first, head, losses and MTP last (in a V on stage 0, too).
 
     With stubs, no cell of another stage is left. MindSpore takes that only where micro-batches share one
@@ -204,7 +204,7 @@ def _stages(p: Placement, model: CausalLM, stages: Stages, stubs: bool) -> None:
 
 
 def _mtp_stages(
-    p: Placement, model: CausalLM, last: StageChunk, away: Callable[[StageChunk], bool]
+    p: ModelPlacement, model: CausalLM, last: StageChunk, away: Callable[[StageChunk], bool]
 ) -> None:
     """Assign MTP to the head's stage, and what embeds its tokens to the first."""
     if model.part_mask is None:  # else the step calls it, before it cuts the sequences
@@ -220,7 +220,7 @@ def _mtp_stages(
             model.mtp[i].embed_norm = p.stub(norm, StageChunk(0, 0))
 
 
-def _losses(p: Placement, model: CausalLM, vocabulary: Group) -> None:
+def _losses(p: ModelPlacement, model: CausalLM, vocabulary: Group) -> None:
     names = ["loss", "mtp_loss"] if model.mtp_depth else ["loss"]
     for name in names:
         whole = getattr(model, name)
@@ -238,7 +238,7 @@ def _losses(p: Placement, model: CausalLM, vocabulary: Group) -> None:
         model.by_source = p.local(model.by_source, "LossBySource", shape_of_sums)
 
 
-def _mtp(p: Placement, layer: MTPLayer, options: Options) -> None:
+def _mtp(p: ModelPlacement, layer: MTPLayer, options: Options) -> None:
     for norm in (layer.embed_norm, layer.hidden_norm, layer.norm):
         p.cell(norm, "RMSNorm")
     p.cell(layer, "MTPLayer")
@@ -246,7 +246,7 @@ def _mtp(p: Placement, layer: MTPLayer, options: Options) -> None:
     _block(p, layer.block, options)
 
 
-def _block(p: Placement, block: Block, options: Options) -> None:
+def _block(p: ModelPlacement, block: Block, options: Options) -> None:
     p.cell(block, "Block")
     p.cell(block.input_norm, "RMSNorm")
     p.cell(block.ffn_norm, "RMSNorm")
@@ -259,7 +259,7 @@ def _block(p: Placement, block: Block, options: Options) -> None:
 
 
 def _mlp(
-    p: Placement, mlp: MLP, into: str = "column", act: str = "SwiGLU", out: str = "row"
+    p: ModelPlacement, mlp: MLP, into: str = "column", act: str = "SwiGLU", out: str = "row"
 ) -> None:
     p.cell(mlp.gate, f"Linear.{into}")
     p.cell(mlp.up, f"Linear.{into}")
@@ -267,7 +267,7 @@ def _mlp(
     p.cell(mlp.down, f"Linear.{out}")
 
 
-def _attention(p: Placement, attention: MultiLatentAttention, options: Options) -> None:
+def _attention(p: ModelPlacement, attention: MultiLatentAttention, options: Options) -> None:
     p.cell(attention, "MultiLatentAttention")
     if attention.compress_query:
         p.cell(attention.q_down, "Linear.replicated")
@@ -304,16 +304,16 @@ def _attention(p: Placement, attention: MultiLatentAttention, options: Options) 
     attention.core = PlainAttention(float(core.scale.asnumpy()), core.softmax_dtype)
     p.cell(attention.core, "PlainAttention")
     mask = "batch . seq ." if options.mask or options.parts > 1 else ". . seq ."
-    p.put(attention.core.add_mask, Rule(("batch tp seq .", mask)))
+    p.put(attention.core.add_mask, LayoutRule(("batch tp seq .", mask)))
 
 
-def _first_query(p: Placement, length: int) -> int:
+def _first_query(p: ModelPlacement, length: int) -> int:
     """Return where the queries of this rank begin in a sequence."""
     shared = p.group(p.mesh.axes("cp"))
     return length // shared.size * shared.member
 
 
-def _earlier_parts(p: Placement, attention: MultiLatentAttention, options: Options) -> None:
+def _earlier_parts(p: ModelPlacement, attention: MultiLatentAttention, options: Options) -> None:
     length, dtype = attention.config.seq_length, attention.kv_down.carried
     kept = [
         KeptRows(options.sequences, p.mesh.dp, length, width, options.parts, dtype)
@@ -328,13 +328,13 @@ def _earlier_parts(p: Placement, attention: MultiLatentAttention, options: Optio
         parameter.name = owner + parameter.name
 
 
-def _flash(p: Placement, core: AscendAttention) -> None:
+def _flash(p: ModelPlacement, core: AscendAttention) -> None:
     q, kv = "batch tp seq .", "batch tp . ."
-    p.put(core.flash, Rule((q, kv, kv, "batch . seq ."), (), "coarse"))
-    p.put(core.flash_causal, Rule((q, kv, kv, ". ."), (), "coarse"))
+    p.put(core.flash, LayoutRule((q, kv, kv, "batch . seq ."), (), "coarse"))
+    p.put(core.flash_causal, LayoutRule((q, kv, kv, ". ."), (), "coarse"))
 
 
-def _moe(p: Placement, moe: MoE, options: Options) -> None:
+def _moe(p: ModelPlacement, moe: MoE, options: Options) -> None:
     mesh, router = p.mesh, moe.router
     p.cell(moe, "MoE")
     if moe.has_shared and mesh.sp:
@@ -383,13 +383,13 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     p.cell(moe.dispatch, "Dispatch")
 
 
-def _slots(p: Placement, router: Router) -> ExpertSlots:
+def _slots(p: ModelPlacement, router: Router) -> ExpertSlots:
     slots = ExpertSlots(router.num_experts)
     p.morphed(slots.run, "ExpertSlots.expert_tp" if p.mesh.expert_tp else "ExpertSlots")
     return slots
 
 
-def _router(p: Placement, router: Router, options: Options) -> None:
+def _router(p: ModelPlacement, router: Router, options: Options) -> None:
     mesh = p.mesh
     p.cell(router, "Router")
     top_k = router.top_k

@@ -25,7 +25,7 @@ from telechat_moe.sharding.mesh import Mesh
 WORDS = ("batch", "seq", "token", "whole", "stream", "device", "tp", "expert", "width")
 
 
-class Rule(NamedTuple):
+class LayoutRule(NamedTuple):
     """Placement of one primitive of a module.
 
     Attributes:
@@ -42,20 +42,20 @@ class Rule(NamedTuple):
     kind: str = "layout"
 
 
-def _layout(*inputs: str, out: str | None = None) -> Rule:
-    return Rule(inputs, () if out is None else (out,))
+def _layout(*inputs: str, out: str | None = None) -> LayoutRule:
+    return LayoutRule(inputs, () if out is None else (out,))
 
 
-def _own(*inputs: str, out: str) -> Rule:
-    return Rule(inputs, (out,), "own")
+def _own(*inputs: str, out: str) -> LayoutRule:
+    return LayoutRule(inputs, (out,), "own")
 
 
-def _tuple(*inputs: str) -> Rule:
-    return Rule(inputs, (), "tuple")
+def _tuple(*inputs: str) -> LayoutRule:
+    return LayoutRule(inputs, (), "tuple")
 
 
 # Module -> primitive -> rule. Modules whose rules depend on their position have a name after a dot.
-TABLE: dict[str, dict[str, Rule]] = {
+TABLE: dict[str, dict[str, LayoutRule]] = {
     "Embedding": {
         "to_residual": _layout("stream ."),
     },

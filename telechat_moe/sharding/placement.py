@@ -35,7 +35,7 @@ from telechat_moe.sharding.cells.shape_only import (
     LossStub,
     MTPStub,
 )
-from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, Rule, dimensions
+from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, LayoutRule, dimensions
 from telechat_moe.sharding.mesh import AXES, Mesh
 from telechat_moe.sharding.stages import StageChunk
 
@@ -56,7 +56,7 @@ UNPLACED = {
 }
 
 
-class Placement:
+class ModelPlacement:
     """Placement of one model on one mesh, as one rank does it, whose groups it names."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -65,7 +65,7 @@ class Placement:
         # The same devices in the same order, for primitives that take one axis a dimension.
         self.coarse = Layout((mesh.dp, mesh.cp, mesh.tp), ("dp", "cp", "tp"))
         self.placed: dict[int, ops.Primitive] = {}  # kept alive: Python would reuse the id
-        self._rules: dict[int, Rule] = {}
+        self._rules: dict[int, LayoutRule] = {}
         self._groups: dict[tuple[int, ...], str] = {}
         self._weights: dict[int, str] = {}
         self._stages: dict[int, int] = {}
@@ -73,7 +73,7 @@ class Placement:
 
     # ------------------------------------------------------------------ one primitive
 
-    def put(self, primitive: ops.Primitive, rule: Rule) -> None:
+    def put(self, primitive: ops.Primitive, rule: LayoutRule) -> None:
         """Place one primitive.
 
         Raises:
@@ -232,7 +232,7 @@ class Placement:
         return Group(self._groups[key], len(key), key.index(self.rank), key)
 
 
-def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
+def refuse_cut_axis(primitive: ops.Primitive, rule: LayoutRule, mesh: Mesh) -> None:
     """Refuse ``self_define_shard`` where a primitive computes along a dimension that is split.
 
     MindSpore believes the rule and adds no collective: each device would compute along its own shard.
@@ -272,7 +272,7 @@ def _axes(axes: tuple[str, ...]) -> Any:
     return "None" if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def unplaced(model: nn.Cell, placement: Placement) -> list[str]:
+def unplaced(model: nn.Cell, placement: ModelPlacement) -> list[str]:
     """Return the primitives that have no placement and need one, as ``cell.primitive (kind)``.
 
     MindSpore splits the first dimension of such a primitive over all devices; values stay right, and

@@ -16,13 +16,12 @@ from telechat_moe.checkpoint.weights import own_weights
 from telechat_moe.model.block import Block
 from telechat_moe.model.router import Router
 from telechat_moe.moe.analysis import entropy, margins
+from telechat_moe.numerics import Array
 from telechat_moe.ops.routing import ranked
 from telechat_moe.recipe import Recipe
 from telechat_moe.train import state
 from telechat_moe.train.engine import build_model, tensors
 from telechat_moe.train.step import Evaluate
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def _kept(shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:

@@ -19,8 +19,9 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.experts import dispatcher, drops, hop_between_nodes
 from telechat_moe.recipe.speed_up import path_of
 from telechat_moe.recipe.swap import swapped
-from telechat_moe.sharding.apply import Options, Placement, place
+from telechat_moe.sharding.apply import Options, place
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
+from telechat_moe.sharding.placement import ModelPlacement
 from telechat_moe.sharding.recipe import (
     mesh_of,
     parallel_context,
@@ -38,7 +39,7 @@ from telechat_moe.train.token_weights import weights_parameter
 
 def placed_model(
     recipe: Recipe, rank: int, target: str, *, shared_graph: bool
-) -> tuple[CausalLM, list[Router], Placement]:
+) -> tuple[CausalLM, list[Router], ModelPlacement]:
     """Return the model of one rank, the routers of the whole model in order, and what was placed where.
 
     Args:
@@ -137,14 +138,14 @@ def build_step(
     return step
 
 
-def _droppers(model: CausalLM, placement: Placement) -> list[ParallelDispatch]:
+def _droppers(model: CausalLM, placement: ModelPlacement) -> list[ParallelDispatch]:
     """Return the dispatches of a rank's stage that count dropped pairs."""
     cells = (x for _, x in model.cells_and_names() if isinstance(x, ParallelDispatch))
     return [x for x in cells if x.dropped is not None and placement.is_here(x.dropped)]
 
 
 def _movable(
-    recipe: Recipe, model: CausalLM, placement: Placement, params: Sequence[ms.Parameter]
+    recipe: Recipe, model: CausalLM, placement: ModelPlacement, params: Sequence[ms.Parameter]
 ) -> list[tuple[list[int], ExpertSquares]]:
     """Return, for each MoE layer of a rank whose experts may move, their parameters and how their squares are added."""
     if recipe.telechat_moe.moe.placement is None:

@@ -10,7 +10,7 @@ from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.swapping import PooledTensor
 from telechat_moe.numerics import widen
-from telechat_moe.tensor_files import DTYPES, Output
+from telechat_moe.tensor_files import DTYPES, TensorOutput
 from telechat_moe.train.optimizer import AdamW
 
 
@@ -73,7 +73,7 @@ def _differences(
 
 
 def load_weights(
-    model: nn.Cell, weights: Iterable[Output], source: str | Path, in_place: bool = False
+    model: nn.Cell, weights: Iterable[TensorOutput], source: str | Path, in_place: bool = False
 ) -> None:
     """Put weights into a model, F16 and BF16 widened; all fit or nothing is changed.
 

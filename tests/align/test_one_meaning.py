@@ -9,7 +9,7 @@ from telechat_moe.ops.grouped_matmul import grouped_matmul_reference
 from telechat_moe.ops.matmul import matmul_reference
 from telechat_moe.ops.permute import permute_reference, unpermute_reference
 from telechat_moe.ops.rope import rope_reference
-from telechat_moe.ops.routing import Rule, balance_reference, routing_reference
+from telechat_moe.ops.routing import RoutingRule, balance_reference, routing_reference
 from telechat_moe.ops.swiglu import swiglu_reference
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx
@@ -79,7 +79,7 @@ def test_rope(interleaved):
 @pytest.mark.parametrize("softmax", [False, True])
 def test_routing(groups, softmax):
     settings = {"top_k": 2, "groups": groups, "kept_groups": 1, "scale": 2.5, "normalize": True}
-    rule = Rule(experts=EXPERTS, softmax=softmax, **settings)
+    rule = RoutingRule(experts=EXPERTS, softmax=softmax, **settings)
     logits, bias = normal(TOKENS, EXPERTS), normal(EXPERTS)
     got = formula("TelechatRouting", logits, bias, softmax=softmax, **settings)
     for one, wanted in zip(got, routing_reference(rule, logits, bias), strict=False):

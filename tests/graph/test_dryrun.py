@@ -16,12 +16,12 @@ from mindspore.train import mind_ir_pb2 as pb
 from telechat_moe.cli import dryrun, main
 from telechat_moe.graph import mindir
 from telechat_moe.graph.compile import RankGraph
-from telechat_moe.graph.mindir import Model
+from telechat_moe.graph.mindir import MindIR
 from telechat_moe.graph.nodes import Graph, call_counts, module_of
 from telechat_moe.graph.page import page
 from telechat_moe.graph.read import Expected, read, sent_bytes
 from telechat_moe.graph.report import NOTES, Subject, difference, overlap_text, report, swap_text
-from telechat_moe.graph.schedule import Event, in_flight, timeline, unmatched
+from telechat_moe.graph.schedule import PassEvent, in_flight, timeline, unmatched
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.units import size_text
 
@@ -162,7 +162,7 @@ def called_graph():
 
 def test_calls_multiply():
     compiled = called_graph().compiled()
-    model = Model(compiled.mindir)
+    model = MindIR(compiled.mindir)
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
     assert call_counts(model, functions) == {"main": 1, "layer": 2, "no": 0}
     found = read(compiled, Mesh(dp=2, tp=2), Expected(100)).collectives
@@ -175,7 +175,7 @@ def test_calls_multiply():
 
 def test_the_compiled_parser_reads_what_mindspore_s_reads(monkeypatch):
     data = called_graph().compiled().mindir
-    fast = Model(data)
+    fast = MindIR(data)
     assert type(fast.proto) is not pb.ModelProto
     assert str(fast.proto) == str(pb.ModelProto.FromString(data))
     monkeypatch.setitem(sys.modules, "google._upb", None)
@@ -258,16 +258,16 @@ def test_a_network_that_micro_batches_share():
 
 ORDERS = {
     0: [
-        *[Event("F", 0), Event("sf", 0, peer=1, tag=0, bytes=8)],
-        *[Event("F", 1), Event("sf", 1, peer=1, tag=1, bytes=8)],
-        *[Event("rb", 0, peer=1, tag=0, bytes=8), Event("B", 0)],
-        *[Event("rb", 1, peer=1, tag=1, bytes=8), Event("B", 1)],
+        *[PassEvent("F", 0), PassEvent("sf", 0, peer=1, tag=0, bytes=8)],
+        *[PassEvent("F", 1), PassEvent("sf", 1, peer=1, tag=1, bytes=8)],
+        *[PassEvent("rb", 0, peer=1, tag=0, bytes=8), PassEvent("B", 0)],
+        *[PassEvent("rb", 1, peer=1, tag=1, bytes=8), PassEvent("B", 1)],
     ],
     1: [
-        *[Event("rf", 0, peer=0, tag=0, bytes=8), Event("F", 0), Event("B", 0)],
-        Event("sb", 0, peer=0, tag=0, bytes=8),
-        *[Event("rf", 1, peer=0, tag=1, bytes=8), Event("F", 1), Event("B", 1)],
-        Event("sb", 1, peer=0, tag=1, bytes=8),
+        *[PassEvent("rf", 0, peer=0, tag=0, bytes=8), PassEvent("F", 0), PassEvent("B", 0)],
+        PassEvent("sb", 0, peer=0, tag=0, bytes=8),
+        *[PassEvent("rf", 1, peer=0, tag=1, bytes=8), PassEvent("F", 1), PassEvent("B", 1)],
+        PassEvent("sb", 1, peer=0, tag=1, bytes=8),
     ],
 }
 
@@ -288,8 +288,14 @@ def test_order_in_flight_and_time_line():
 
 
 def test_parts_of_a_sequence_are_one_micro_batch_in_flight():
-    first, second = Event("F", 0), Event("F", 0, part=1)
-    order = [first, second, Event("B", 0, part=1), Event("F", 1, chunk=1, part=1), Event("B", 0)]
+    first, second = PassEvent("F", 0), PassEvent("F", 0, part=1)
+    order = [
+        first,
+        second,
+        PassEvent("B", 0, part=1),
+        PassEvent("F", 1, chunk=1, part=1),
+        PassEvent("B", 0),
+    ]
     assert [str(event) for event in order] == ["F0", "F0:1", "B0:1", "F1.1:1", "B0"]
     assert in_flight(order[:3]) == 1
     assert in_flight(order) == 2

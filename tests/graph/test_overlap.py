@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mindspore
 import key_effects
 import mini_recipe as mini
 
-from telechat_moe.graph.mindir import Model
+from telechat_moe.graph.mindir import MindIR
 from telechat_moe.graph.nodes import Graph, size_of
 from telechat_moe.graph.overlap import BACKWARD, FORWARD, REMOVED, computes, pairs
 from telechat_moe.recipe import Recipe, load
@@ -47,7 +47,7 @@ def recipe(folder: Path, switches: dict[str, Any] | None, **changes: object) -> 
 
 def functions_of(r: Recipe) -> tuple[Graph, dict[str, Graph]]:
     (graph,) = key_effects._compiler().submit(rank_graph.compile_recipe, r, [0]).result()
-    model = Model(graph.mindir)
+    model = MindIR(graph.mindir)
     functions = {p.name: Graph(model, p) for p in model.graphs()}
     return functions[model.proto.graph.name], functions
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telechat_moe.graph.mindir import Editor, Model, find_value
+from telechat_moe.graph.mindir import Editor, MindIR, find_value
 from telechat_moe.graph.swapped_states import GROUPS, groups_of, swap_states
 from telechat_moe.graph.swapping import ALIGNMENT, Swapped
 
@@ -24,9 +24,9 @@ def test_groups_cover_all_updates_in_turn(sizes: list[int]) -> None:
     assert len(groups) <= GROUPS + 1
 
 
-def graph_of() -> Model:
+def graph_of() -> MindIR:
     """Return a graph whose main function calls another one that updates weights of one size."""
-    model = Model(b"")
+    model = MindIR(b"")
     main = model.proto.graph
     main.name = "main"
     update = model.proto.functions.add()
@@ -53,7 +53,7 @@ def graph_of() -> Model:
     return model
 
 
-def events(model: Model) -> list[tuple[str, int]]:
+def events(model: MindIR) -> list[tuple[str, int]]:
     """Return starts, waits and updates of the function in its order, with the number of the tensor or update."""
     found = []
     for node in model.proto.functions[0].node:

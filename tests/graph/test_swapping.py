@@ -2,20 +2,20 @@
 
 import pytest
 
-from telechat_moe.graph.mindir import Editor, Model, find_value
+from telechat_moe.graph.mindir import Editor, MindIR, find_value
 from telechat_moe.graph.swapping import swap_on_cpu
 
 FLOAT32, SIZE = 1, 4 * 256
 SHAPE = [256]
 
 
-def graph_of(prefetch: int, between: int, late_reader: bool = False, apart: bool = False) -> Model:
+def graph_of(prefetch: int, between: int, late_reader: bool = False, apart: bool = False) -> MindIR:
     """Return a graph that moves the first result out and back: ``between`` operators, then one that reads it.
 
     Args:
         apart: Among these is one that reads the graph's input only, and so waits for nothing.
     """
-    model = Model(b"")
+    model = MindIR(b"")
     main = model.proto.graph
     main.name = "main"
     editor = Editor(model, main.node)
@@ -40,7 +40,7 @@ def graph_of(prefetch: int, between: int, late_reader: bool = False, apart: bool
     return model
 
 
-def kinds(model: Model) -> list[str]:
+def kinds(model: MindIR) -> list[str]:
     """Return the operators in their order."""
     found = []
     for node in model.proto.graph.node:

@@ -88,9 +88,9 @@ def layout(dp, tp, pp, ep, micro=1):
 
 
 def operators(graph):
-    from telechat_moe.graph.mindir import Model
+    from telechat_moe.graph.mindir import MindIR
 
-    return list(Model(graph.mindir).operations())
+    return list(MindIR(graph.mindir).operations())
 
 
 @pytest.mark.slow

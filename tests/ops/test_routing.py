@@ -16,7 +16,7 @@ from telechat_moe.ops.native import Kernel, NativeError
 from telechat_moe.ops.routing import (
     FusedRouting,
     Routing,
-    Rule,
+    RoutingRule,
     balance_reference,
     routing,
     routing_reference,
@@ -26,16 +26,16 @@ from telechat_moe.ops.select import using
 pytestmark = pytest.mark.mindspore
 
 RULES = [
-    Rule(8, 2),
-    Rule(8, 2, normalize=False, scale=2.5),
-    Rule(16, 4, 4, 2),
-    Rule(64, 8, 8, 4, scale=2.5),
-    Rule(256, 8, 8, 4),
-    Rule(8, 3, 2, 1),
-    Rule(6, 3, 3, 3, softmax=True),
-    Rule(37, 5, softmax=True),
-    Rule(1, 1),
-    Rule(8, 8, normalize=False, softmax=True),
+    RoutingRule(8, 2),
+    RoutingRule(8, 2, normalize=False, scale=2.5),
+    RoutingRule(16, 4, 4, 2),
+    RoutingRule(64, 8, 8, 4, scale=2.5),
+    RoutingRule(256, 8, 8, 4),
+    RoutingRule(8, 3, 2, 1),
+    RoutingRule(6, 3, 3, 3, softmax=True),
+    RoutingRule(37, 5, softmax=True),
+    RoutingRule(1, 1),
+    RoutingRule(8, 8, normalize=False, softmax=True),
 ]
 
 
@@ -158,7 +158,7 @@ def test_it_is_deepseek_v3s_router():
     pytest.importorskip("transformers")
     from transformers.models.deepseek_v3 import configuration_deepseek_v3, modeling_deepseek_v3
 
-    rule = Rule(16, 4, 4, 2, scale=2.5)
+    rule = RoutingRule(16, 4, 4, 2, scale=2.5)
     config = configuration_deepseek_v3.DeepseekV3Config(
         hidden_size=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
         routed_scaling_factor=2.5, norm_topk_prob=True,
@@ -238,10 +238,10 @@ def test_balance_loss_is_its_definition_with_any_threads(shape):
 @pytest.mark.parametrize(
     ("rule", "sentence"),
     [
-        (Rule(8, 9), "9 experts for each token of 8"),
-        (Rule(8, 2, 3, 1), "8 experts do not fall into 3 equal groups"),
-        (Rule(8, 2, 2, 3), "3 of 2 groups of experts kept"),
-        (Rule(8, 0), "0 experts for each token, expected 1 to 64"),
+        (RoutingRule(8, 9), "9 experts for each token of 8"),
+        (RoutingRule(8, 2, 3, 1), "8 experts do not fall into 3 equal groups"),
+        (RoutingRule(8, 2, 2, 3), "3 of 2 groups of experts kept"),
+        (RoutingRule(8, 0), "0 experts for each token, expected 1 to 64"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(rule, sentence):

@@ -22,7 +22,7 @@ from sharded_run import RATE, Layout, recipe
 
 from telechat_moe.graph import reorder, swapping
 from telechat_moe.graph.exchanges import split
-from telechat_moe.graph.mindir import Editor, Model, output_shapes
+from telechat_moe.graph.mindir import Editor, MindIR, output_shapes
 from telechat_moe.graph.swapping import in_pool
 from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times, loop_route, v_route
@@ -144,7 +144,7 @@ def planted(fault: str):
     return patch.object(reorder, "impose", with_two_exchanged)
 
 
-def split_and_read_early(model: Model) -> dict[str, str]:
+def split_and_read_early(model: MindIR) -> dict[str, str]:
     """Split the exchanges; one that waits for rows takes those that it has sent instead."""
     waits = split(model)
     main = model.proto.graph

@@ -24,11 +24,11 @@ def in_layout(fault: str) -> Iterator[None]:
     from telechat_moe.sharding.cells import collective as parallel
     from telechat_moe.sharding.cells import dispatch as parallel_dispatch
     from telechat_moe.sharding.cells import hierarchical
-    from telechat_moe.sharding.layouts import TABLE, Rule
+    from telechat_moe.sharding.layouts import TABLE, LayoutRule
 
     if fault == "cut-softmax":
         # Softmax computes along its last dimension; self_define_shard makes MindSpore believe this.
-        cut = Rule(("batch . seq tp",), ("batch . seq tp",), "own")
+        cut = LayoutRule(("batch . seq tp",), ("batch . seq tp",), "own")
         rules = {**TABLE["PlainAttention"], "softmax": cut}
         with (
             mock.patch.dict(TABLE, {"PlainAttention": rules}),

@@ -16,7 +16,7 @@ from telechat_moe.graph.host_syncs import host_syncs
 from telechat_moe.model.dispatch import AscendDispatch
 from telechat_moe.ops import select
 from telechat_moe.ops.permute import BlockPlan, CapacityPlan
-from telechat_moe.ops.routing import Routing, Rule, routing_reference
+from telechat_moe.ops.routing import Routing, RoutingRule, routing_reference
 from telechat_moe.recipe import RecipeError, load
 from telechat_moe.recipe.uses import Use
 from telechat_moe.sharding.placement import primitives
@@ -96,8 +96,8 @@ def outputs(cell: nn.Cell, *given: Any) -> list[np.ndarray]:
     return [x.asnumpy() for x in cell(*given)]
 
 
-@pytest.mark.parametrize("rule", [Rule(8, 2), Rule(16, 4, 4, 2)])
-def test_the_same_experts_are_chosen_and_counted(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [RoutingRule(8, 2), RoutingRule(16, 4, 4, 2)])
+def test_the_same_experts_are_chosen_and_counted(rule: RoutingRule) -> None:
     logits = np.random.default_rng(1).standard_normal((97, rule.experts)).astype(np.float32)
     bias = np.zeros(rule.experts, np.float32)
     plain, host = (

@@ -14,7 +14,7 @@ import sharded_compare as compare
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.inline import inlined
-from telechat_moe.graph.mindir import Model, find_value
+from telechat_moe.graph.mindir import MindIR, find_value
 from telechat_moe.graph.reorder import in_order
 from telechat_moe.graph.rewrite import for_cpu
 from telechat_moe.graph.tap import tapped
@@ -85,7 +85,7 @@ def test_exchanges_beside_computation(beside: Path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_runs_beside_an_exchange(beside: Path, rank: int):
     """Products must run after the start and before the wait of every exchange, but for the combines of passes alone."""
-    model = Model((beside / "1f1b-overlap-full" / f"rank_{rank}.mindir").read_bytes())
+    model = MindIR((beside / "1f1b-overlap-full" / f"rank_{rank}.mindir").read_bytes())
     behind, starts, products = dict[str, set[str]](), dict[int, str](), set[str]()
     found: list[tuple[str, int]] = []
     for node in model.proto.graph.node:
@@ -124,7 +124,7 @@ def test_passes_follow_each_other(short: Path, rank: int):
     """Every product of a pass waits for all products of the pass before it: no runtime can change the order."""
     graph = pickle.loads((short / "graphs.pickle").read_bytes())[rank]
     order = pickle.loads((short / "orders.pickle").read_bytes())["random 0"][rank]
-    model = Model(for_cpu(in_order(graph.mindir, order), rank, graph.groups).mindir)
+    model = MindIR(for_cpu(in_order(graph.mindir, order), rank, graph.groups).mindir)
     kinds = {n.name: p.op_type for n in model.proto.graph.node if (p := model.primitive(n))}
     token, behind, passes = 0, dict[str, int](), [set[str]() for _ in range(len(order) + 1)]
     held: dict[str, set[str]] = {}

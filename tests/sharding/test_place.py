@@ -17,9 +17,9 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.model import CausalLM
 from telechat_moe.ops import select
 from telechat_moe.sharding.apply import Options, place
-from telechat_moe.sharding.layouts import Rule
+from telechat_moe.sharding.layouts import LayoutRule
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.placement import Placement, refuse_cut_axis
+from telechat_moe.sharding.placement import ModelPlacement, refuse_cut_axis
 from telechat_moe.sharding.recipe import parallel_context
 
 DP2_TP2 = Mesh(dp=2, tp=2, sp=True)
@@ -27,19 +27,19 @@ OPTIONS = Options("alltoall", 4)
 
 
 def own(layout):
-    return Rule((layout,), (layout,), "own")
+    return LayoutRule((layout,), (layout,), "own")
 
 
 def test_a_tuple_strategy_names_the_first_axes():
-    rule = Rule(("tp .",), (), "tuple")
+    rule = LayoutRule(("tp .",), (), "tuple")
     with pytest.raises(BadInputError, match=r"ReduceSum: .*'tp \.' uses .*not the first of"):
-        Placement(DP2_TP2, 0).put(ops.ReduceSum(), rule)
+        ModelPlacement(DP2_TP2, 0).put(ops.ReduceSum(), rule)
 
 
 def test_a_batched_product_has_no_output_layout():
-    rule = Rule(("batch tp seq .", "batch tp . ."), ("batch tp seq .",))
+    rule = LayoutRule(("batch tp seq .", "batch tp . ."), ("batch tp seq .",))
     with pytest.raises(BadInputError, match="BatchMatMul was given an output layout"):
-        Placement(DP2_TP2, 0).put(ops.BatchMatMul(), rule)
+        ModelPlacement(DP2_TP2, 0).put(ops.BatchMatMul(), rule)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_batched_product_has_no_output_layout():
 )
 def test_an_axis_that_is_computed_is_whole(primitive, layout):
     with pytest.raises(BadInputError, match=r"computes along dimension .* sharded into [24] over"):
-        Placement(DP2_TP2, 0).put(primitive, own(layout))
+        ModelPlacement(DP2_TP2, 0).put(primitive, own(layout))
     refuse_cut_axis(primitive, own(layout), Mesh())
 
 
@@ -70,11 +70,11 @@ def test_axes_that_are_whole_are_taken():
 
 
 def test_a_primitive_stands_in_one_place():
-    placement, cast = Placement(DP2_TP2, 0), ops.Cast()
-    placement.put(cast, Rule(("stream .",)))
-    placement.put(cast, Rule(("stream .",)))
+    placement, cast = ModelPlacement(DP2_TP2, 0), ops.Cast()
+    placement.put(cast, LayoutRule(("stream .",)))
+    placement.put(cast, LayoutRule(("stream .",)))
     with pytest.raises(BadInputError, match=r"Cast is used twice.*stream.*token"):
-        placement.put(cast, Rule(("token .",)))
+        placement.put(cast, LayoutRule(("token .",)))
 
 
 def model():

@@ -10,7 +10,7 @@ from scipy.special import erf
 
 from telechat_moe.numerics import round_to, widen
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
+from telechat_moe.ops.dvm.ir import DvmProgram, ProgramError, ProgramNode
 
 UNARY: dict[str, Any] = {
     **{n: getattr(np, n) for n in ("abs", "sqrt", "exp", "log", "floor", "ceil", "trunc", "tanh")},
@@ -39,7 +39,7 @@ def to_bits(x: np.ndarray) -> np.ndarray:
 
 
 def interpret(
-    program: Program, inputs: Sequence[np.ndarray], arithmetic: type = np.float64
+    program: DvmProgram, inputs: Sequence[np.ndarray], arithmetic: type = np.float64
 ) -> list[np.ndarray]:
     """Run a program; return its outputs, floats in ``arithmetic``, not rounded to the store's type.
 
@@ -62,7 +62,7 @@ def interpret(
     return outputs
 
 
-def bind(program: Program, inputs: Sequence[np.ndarray]) -> dict[int, int]:
+def bind(program: DvmProgram, inputs: Sequence[np.ndarray]) -> dict[int, int]:
     """Return the extent of each symbol.
 
     Raises:
@@ -78,7 +78,7 @@ def bind(program: Program, inputs: Sequence[np.ndarray]) -> dict[int, int]:
 
 
 def _run(
-    program: Program,
+    program: DvmProgram,
     node: ProgramNode,
     values: list[Any],
     inputs: Sequence[np.ndarray],

@@ -3,7 +3,7 @@
 import numpy as np
 
 from telechat_moe.html import (
-    Axes,
+    ChartAxes,
     Html,
     bar,
     facts,
@@ -108,7 +108,7 @@ def _heat(diagnosis: Diagnosis) -> Html:
     rgba[..., 3] = (255 * strength).astype(np.uint8)
     data = png(cells.shape[1], cells.shape[0], rgba.tobytes())
     first, last = float(records.steps[0]), float(records.steps[-1])
-    axes = Axes(
+    axes = ChartAxes(
         (first, max(last, first + 1)),
         (-float(len(records.ranks)), 0.0),
         WIDTH,
@@ -139,7 +139,7 @@ def _heat(diagnosis: Diagnosis) -> Html:
     return Html(axes.draw(parts, "ranks and steps") + keys([("rgb(185,48,34)", "late")], note))
 
 
-def _names(diagnosis: Diagnosis, axes: Axes) -> list[str]:
+def _names(diagnosis: Diagnosis, axes: ChartAxes) -> list[str]:
     """Return marks at the ranks of the causes that cost most."""
     rows = {int(rank): row for row, rank in enumerate(diagnosis.records.ranks)}
     found: list[str] = []
@@ -168,7 +168,7 @@ def _stage_path(records: Records, bound: StageBound) -> Html:
     own = records.own[bound.latest, at].astype(float)
     low, high = 0.0, float(own.max()) * 1.05 or 1.0
     first, last = float(records.steps[0]), float(records.steps[-1])
-    axes = Axes((first, max(last, first + 1)), (low, high), WIDTH, 150, LEFT)
+    axes = ChartAxes((first, max(last, first + 1)), (low, high), WIDTH, 150, LEFT)
     wide = max((axes.width - axes.left - axes.right) / len(at), 0.5)
     names = list(BOUNDS.values())
     parts: list[str] = [axes.grid(labels=("", f"stage {bound.stage}, seconds"))]

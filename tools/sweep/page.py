@@ -93,7 +93,7 @@ def _losses(variants: Mapping[str, Any]) -> html.Html:
     low, high = min(x["low"] for x in known.values()), max(x["high"] for x in known.values())
     across = html.ticks(low, high, 8, outward=True)
     height = 40 + 26 * len(known)
-    axes = html.Axes((across[0], across[-1]), (-0.5, len(known) - 0.5), 1040, height, left=200, bottom=40)  # fmt: skip
+    axes = html.ChartAxes((across[0], across[-1]), (-0.5, len(known) - 0.5), 1040, height, left=200, bottom=40)  # fmt: skip
     parts = [axes.grid(across, [], labels=("loss, nats per token", ""))]
     for row, (name, loss) in enumerate(known.items()):
         up, colour = len(known) - 1 - row, f"s{row % _COLOURS}"
@@ -114,7 +114,7 @@ def _curves(members: Sequence[str], runs: Sequence[Trained]) -> html.Html:
     top = max(p[3] for p in points)
     across = html.ticks(0.0, max(p[0] for p in points) / scale, 10, outward=True)
     up = html.ticks(min(p[2] for p in points), top, 6, outward=True)
-    axes = html.Axes((across[0], across[-1]), (up[0], up[-1]), 1040, 360, bottom=44)
+    axes = html.ChartAxes((across[0], across[-1]), (up[0], up[-1]), 1040, 360, bottom=44)
     labels = (f"training FLOPs, 10^{len(str(scale)) - 1}", "loss, nats per token")
     parts = [axes.grid(across, labels=labels)]
     for row, curve in enumerate(found.values()):
@@ -158,7 +158,7 @@ def _scatter(rows: Mapping[str, tuple[float | None, Mapping[str, Any]]], what: s
     across = html.ticks(min(xs) - margin, max(xs) + margin, 8, outward=True)
     low, high = min(v["low"] for _, v in known.values()), max(v["high"] for _, v in known.values())
     up = html.ticks(low, high, 6, outward=True)
-    axes = html.Axes((across[0], across[-1]), (up[0], up[-1]), 1040, 360, bottom=44)
+    axes = html.ChartAxes((across[0], across[-1]), (up[0], up[-1]), 1040, 360, bottom=44)
     name = f"{what}, 10^{power}" if power else what
     parts = [axes.grid(across, labels=(name, "loss at the sweep's size, nats per token"))]
     for number, (x, (one, (_, loss))) in enumerate(zip(xs, known.items(), strict=True), 1):

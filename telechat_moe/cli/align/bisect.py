@@ -184,7 +184,7 @@ def _checkpoints(args: argparse.Namespace, profile: Any) -> int:
     if args.map or args.rtol or args.benchmark or args.reproducer:
         raise UsageError("--map, --rtol, --benchmark and --reproducer need dumps, not checkpoints")
     reference, target = map(open_checkpoint, (Path(args.reference), Path(args.target)))
-    progress: Any = partial(tracked, what="comparing")
+    progress: Any = partial(tracked, task="comparing")
     chosen = profile or profiles.read("bitwise")
     standard, outcome = judge_checkpoints(chosen, reference, target, progress)
     names = [f"{run.path} (step {run.step}, {run.layout})" for run in (reference, target)]

@@ -35,12 +35,12 @@ def test_python_and_cpp_have_the_same_operations():
 
 def test_flat_form_round_trip():
     program = dvm.build(rms_norm, ("T", 64), (64,))
-    again = dvm.Program.from_ints(program.to_ints())
+    again = dvm.DvmProgram.from_ints(program.to_ints())
     assert again.nodes == program.nodes
     with pytest.raises(dvm.ProgramError, match="magic"):
-        dvm.Program.from_ints([1, 2, 3])
+        dvm.DvmProgram.from_ints([1, 2, 3])
     with pytest.raises(dvm.ProgramError, match="ends inside node"):
-        dvm.Program.from_ints(program.to_ints()[:-3])
+        dvm.DvmProgram.from_ints(program.to_ints()[:-3])
 
 
 @pytest.mark.parametrize(

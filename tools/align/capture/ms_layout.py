@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.graph.tap_plan import Argument, TappedOperator, TapPlan, Tensor
+from telechat_moe.graph.tap_plan import Argument, TappedOperator, TappedTensor, TapPlan
 from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.capture.ms_read import UPDATES, tensors
 from telechat_moe.tools.align.dump.layout_dict import from_dict
@@ -50,7 +50,7 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
 def _said(node: TappedOperator, stage: tuple[int, ...], found: dict[int, TensorLayout]) -> None:
     for values, said in zip((node.inputs, node.outputs), node.layouts, strict=True):
         for value, entry in zip(_flat(values), said, strict=False):
-            if isinstance(value, Tensor) and is_object(entry) and value.constant is None:
+            if isinstance(value, TappedTensor) and is_object(entry) and value.constant is None:
                 with suppress(TelechatMoeError):
                     found.setdefault(id(value), _layout(entry, value, stage))
 
@@ -60,7 +60,7 @@ def _flat(values: list[Argument]) -> list[Any]:
     return values[0] if len(values) and isinstance(values[0], list) else values
 
 
-def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) -> TensorLayout:
+def _layout(entry: Mapping[str, Any], tensor: TappedTensor, stage: tuple[int, ...]) -> TensorLayout:
     maps = entry["tensor_map"]
     if len(maps) != len(tensor.shape):
         raise LayoutError("of another number of dimensions")

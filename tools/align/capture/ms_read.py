@@ -13,14 +13,14 @@ from telechat_moe.graph.tap_plan import (
     Argument,
     Number,
     TappedOperator,
+    TappedTensor,
     TapPlan,
-    Tensor,
     update_of,
     weights_of,
 )
 from telechat_moe.narrowing import is_list, is_sequence
 from telechat_moe.numerics import Array, from_bytes
-from telechat_moe.ops.tap import STATISTICS, VALUES, Written, index
+from telechat_moe.ops.tap import STATISTICS, VALUES, TapRecord, index
 from telechat_moe.tools.align.dump.msprobe import canonical
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -130,7 +130,7 @@ class Reader:
             return TensorRecord(value.dtype, values.shape, read=lambda: values)
         return self._record(value, graph, run)
 
-    def _record(self, tensor: Tensor, graph: str, run: int) -> TensorRecord:
+    def _record(self, tensor: TappedTensor, graph: str, run: int) -> TensorRecord:
         """Return a tensor's record, the same one wherever the tensor is used."""
         tap = next((tap for tap in _taps(tensor, graph) if tap in self.index), None)
         layout = self.layouts.get(id(tensor))
@@ -142,7 +142,7 @@ class Reader:
             self._records[site] = self._written(runs[site[1]], layout)
         return self._records[site]
 
-    def _written(self, entry: Written, layout: TensorLayout | None) -> TensorRecord:
+    def _written(self, entry: TapRecord, layout: TensorLayout | None) -> TensorRecord:
         dtype = canonical(entry.dtype)
         if self.mode == VALUES:
             return TensorRecord(dtype, entry.shape, layout=layout, read=partial(_load, entry))
@@ -156,12 +156,12 @@ class Reader:
         return TensorRecord(dtype, entry.shape, layout=layout, fingerprint=content)
 
 
-def _taps(tensor: Tensor, graph: str) -> list[int]:
+def _taps(tensor: TappedTensor, graph: str) -> list[int]:
     """Return the taps of a tensor in a graph (a branch may not run), or else in others."""
     return [tensor.taps[graph]] if graph in tensor.taps else list(tensor.taps.values())
 
 
-def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Tensor]]]]:
+def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[TappedTensor]]]]:
     """Return the cells that end with each operator, with the tensors that they hand to others in the forward pass."""
     takers: dict[int, list[tuple[str, ...]]] = {}
     for node in nodes:
@@ -170,7 +170,7 @@ def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Ten
                 takers.setdefault(id(tensor), []).append(node.path)
     last: dict[tuple[str, ...], int] = {}
     kinds: dict[tuple[str, ...], str] = {}
-    made: dict[tuple[str, ...], list[Tensor]] = {}
+    made: dict[tuple[str, ...], list[TappedTensor]] = {}
     for i, node in enumerate(nodes):
         if node.backward or node.writes or node.weight:
             continue
@@ -181,7 +181,7 @@ def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Ten
                 users = takers.get(id(tensor), [])
                 if any(user[:depth] != cell for user in users):
                     made.setdefault(cell, []).append(tensor)
-    found: dict[int, list[tuple[str, list[Tensor]]]] = {}
+    found: dict[int, list[tuple[str, list[TappedTensor]]]] = {}
     for cell, outputs in made.items():
         name = ".".join(["Cell", *cell, kinds[cell]])
         found.setdefault(last[cell], []).append((name, outputs))
@@ -215,9 +215,9 @@ def _call(
     return Call(key, "api", name, number, phase, inputs, dict(named), outputs)
 
 
-def tensors(value: Argument) -> Iterator[Tensor]:
+def tensors(value: Argument) -> Iterator[TappedTensor]:
     """Yield the tensors in an argument."""
-    if isinstance(value, Tensor):
+    if isinstance(value, TappedTensor):
         yield value
     elif is_list(value):
         for item in value:
@@ -232,5 +232,5 @@ def _scalar(value: Any) -> Value:
     return Scalar(type(value).__name__, value) if value is not None else None
 
 
-def _load(entry: Written) -> Array:
+def _load(entry: TapRecord) -> Array:
     return from_bytes(entry.read(), canonical(entry.dtype)).reshape(entry.shape)

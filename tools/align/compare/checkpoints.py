@@ -6,7 +6,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import Array
-from telechat_moe.tensor_files import DTYPES, Entry
+from telechat_moe.tensor_files import DTYPES, TensorEntry
 from telechat_moe.tools.align.dump.logical import Logical, Shard, logical_regions
 from telechat_moe.tools.align.dump.records import TensorRecord
 
@@ -25,7 +25,7 @@ def merged(tensor: "StoredTensor") -> Logical:
     return logical_regions(shards, regions, tensor.shape)
 
 
-def _values(entry: Entry, kind: str) -> TensorRecord:
+def _values(entry: TensorEntry, kind: str) -> TensorRecord:
     """Return a shard, which is mapped when it is read."""
     dtype = np.dtype("<u2") if kind == "bfloat16" else DTYPES[entry.dtype]
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe import html
-from telechat_moe.html import Axes, Html
+from telechat_moe.html import ChartAxes, Html
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.evidence import Report
 from telechat_moe.tools.align.loss.statistics import Floats
@@ -43,17 +43,19 @@ def body(report: Report) -> str:
     return "".join([*parts, *(html.tag("p", f"{note}.", "soft") for note in report.notes)])
 
 
-def _axes(steps: NDArray[np.int64], low: float, high: float, height: int = 300) -> Axes:
+def _axes(steps: NDArray[np.int64], low: float, high: float, height: int = 300) -> ChartAxes:
     """Return the axes of a chart over the steps; an empty range is widened a little."""
     if not high > low:
         low, high = low - 1e-6, high + 1e-6
     first = float(steps[0])
-    return Axes(
+    return ChartAxes(
         (first, max(float(steps[-1]), first + 1)), (low, high), height=height + 20, bottom=44
     )
 
 
-def _line(axes: Axes, steps: NDArray[np.int64], values: Floats, kind: str, width: float) -> str:
+def _line(
+    axes: ChartAxes, steps: NDArray[np.int64], values: Floats, kind: str, width: float
+) -> str:
     return axes.line(*_thin(steps.astype(float), values), kind, width)
 
 
@@ -176,7 +178,7 @@ def _log(values: Floats) -> Floats:
     return np.log10(np.maximum(np.abs(values), 1e-8))
 
 
-def _marks(report: Report, axes: Axes) -> list[str]:
+def _marks(report: Report, axes: ChartAxes) -> list[str]:
     parts: list[str] = []
     shown = [f for f in report.findings if f.kind not in ("not finite", "early departure")]
     for finding in shown[:6]:

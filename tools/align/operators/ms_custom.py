@@ -377,7 +377,7 @@ def _program(a: Arguments) -> Any:
     from telechat_moe.ops.dvm import ir
 
     try:
-        nodes = ir.Program.from_ints([int(x) for x in str(a.prog).split()]).nodes
+        nodes = ir.DvmProgram.from_ints([int(x) for x in str(a.prog).split()]).nodes
     except ir.ProgramError as error:
         raise NotJudgedError(str(error)) from None
     inputs = [floating(x) for x in a.input]

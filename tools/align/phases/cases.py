@@ -145,7 +145,7 @@ def _attending(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
 
 def _routing(config: Any, rows: int, x: Draw) -> OperatorCase:
     count, scale = config.n_routed_experts, config.routed_scaling_factor or 1.0
-    rule = routing.Rule(count, config.num_experts_per_tok, scale=scale)
+    rule = routing.RoutingRule(count, config.num_experts_per_tok, scale=scale)
     build, taken, bias = partial(routing.routing, rule), [x(rows, count)], np.zeros(count, "f4")
     return OperatorCase("routing", f"{count} experts", build, taken, _sigmoid, [bias])
 
