@@ -143,9 +143,9 @@ class AscendAttention(nn.Cell):
 
     def __init__(self, num_heads: int, scale: float) -> None:
         super().__init__()
-        given = {"scale_value": scale, "input_layout": "BNSD"}
-        self.flash = FlashAttentionScore(num_heads, **given)
-        self.flash_causal = FlashAttentionScore(num_heads, next_tokens=0, sparse_mode=2, **given)
+        settings = {"scale_value": scale, "input_layout": "BNSD"}
+        self.flash = FlashAttentionScore(num_heads, **settings)
+        self.flash_causal = FlashAttentionScore(num_heads, next_tokens=0, sparse_mode=2, **settings)
 
     def construct(
         self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_B1SS: Tensor
@@ -178,10 +178,10 @@ class FlashAttention(nn.Cell):
 
     def __init__(self, scale: float, compute_dtype: ms.Type = ms.float32, first: int = 0) -> None:
         super().__init__()
-        given = {"scale": scale, "bf16": compute_dtype == ms.bfloat16, "first": first}
-        self.forward = custom_op("FlashAttention", lambda q, k, v, start: (q, q), 2, **given)
+        attributes = {"scale": scale, "bf16": compute_dtype == ms.bfloat16, "first": first}
+        self.forward = custom_op("FlashAttention", lambda q, k, v, start: (q, q), 2, **attributes)
         self.backward = custom_op(
-            "FlashAttentionGrad", lambda q, k, v, start, o, lse, do: (q, q, q), 3, **given
+            "FlashAttentionGrad", lambda q, k, v, start, o, lse, do: (q, q, q), 3, **attributes
         )
 
     def construct(

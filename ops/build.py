@@ -77,13 +77,13 @@ def compiler() -> str:
         BuildError: There is none.
     """
     name = os.environ.get("CXX", "g++")
-    found = shutil.which(name)
-    if found is None:
+    program = shutil.which(name)
+    if program is None:
         raise BuildError(
             f"telechat-moe compiles its operators with {name}, which is not on the PATH; install it "
             "(Debian, Ubuntu: apt install g++; Red Hat: dnf install gcc-c++) and install again"
         )
-    return found
+    return program
 
 
 def build(library: Path = LIBRARY, mode: list[str] | None = None, out: Path | None = None) -> Path:
@@ -130,10 +130,10 @@ def build(library: Path = LIBRARY, mode: list[str] | None = None, out: Path | No
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise BuildError(f"{' '.join(command)}\n{process.stderr[-4000:]}")
+    return process.stdout
 
 
 def main() -> int:

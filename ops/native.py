@@ -68,11 +68,11 @@ def path() -> Path:
     return built(LIBRARY, "the native operators are")
 
 
-def built(library: Path, what: str) -> Path:
+def built(library: Path, subject: str) -> Path:
     """Return a library's file, or raise a NativeError that says what to do where it was not built."""
     if not library.exists():
         raise NativeError(
-            f"{what} not built ({library} is missing): g++ was not found when "
+            f"{subject} not built ({library} is missing): g++ was not found when "
             "telechat-moe was installed; install g++ and run `python -m telechat_moe.ops.build`"
         )
     return library
@@ -104,10 +104,10 @@ def load() -> ctypes.CDLL:
 
 def onednn_path() -> Path | None:
     """Return the oneDNN library that mindspore brought, or None."""
-    found = importlib.util.find_spec("mindspore")
-    if not found or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("mindspore")
+    if not spec or not spec.submodule_search_locations:
         return None
-    library = Path(found.submodule_search_locations[0]) / "lib" / "libdnnl.so.3"
+    library = Path(spec.submodule_search_locations[0]) / "lib" / "libdnnl.so.3"
     return library if library.exists() else None
 
 
@@ -218,12 +218,12 @@ class Kernel:
         )
         if length < 0:
             raise NativeError(last_error())
-        found, at = [], 1
+        output_shapes, position = [], 1
         for _ in range(int(result[0])):
-            rank = int(result[at])
-            found.append(tuple(int(x) for x in result[at + 1 : at + 1 + rank]))
-            at += 1 + rank
-        return found
+            rank = int(result[position])
+            output_shapes.append(tuple(int(x) for x in result[position + 1 : position + 1 + rank]))
+            position += 1 + rank
+        return output_shapes
 
     def __call__(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
         """Fill ``outputs``; all arrays must be C-contiguous.
@@ -265,9 +265,9 @@ class Kernel:
         if key == self._checked:
             return
         expected = self.shapes(inputs, len(outputs))
-        found = [y.shape for y in outputs]
-        if found != expected:
-            raise NativeError(f"{self.name}: results of shapes {found}, expected {expected}")
+        actual = [y.shape for y in outputs]
+        if actual != expected:
+            raise NativeError(f"{self.name}: results of shapes {actual}, expected {expected}")
         self._checked = key
 
 

@@ -55,25 +55,25 @@ def fuse_cells(model: nn.Cell) -> list[ExaminedCell]:
 def explain(regions: list[ExaminedCell]) -> str:
     """Return one line a region that was fused, then the kinds of cells that were not, with reasons."""
     lines = [f"fused {r.name} ({r.cell}): {r.reason}" for r in regions if r.program is not None]
-    kept = sorted({f"kept {r.cell}: {r.reason}" for r in regions if r.program is None})
-    return "\n".join([*lines, *kept])
+    plain = sorted({f"kept {r.cell}: {r.reason}" for r in regions if r.program is None})
+    return "\n".join([*lines, *plain])
 
 
 def _descend(parent: nn.Cell, path: str, regions: list[ExaminedCell]) -> None:
     for name, child in list(parent._cells.items()):
         if child is None:
             continue
-        where = f"{path}.{name}" if path else name
+        child_path = f"{path}.{name}" if path else name
         try:
             program, parameters = _trace(child)
         except (_UnsupportedError, ProgramError) as error:
-            regions.append(ExaminedCell(where, type(child).__name__, None, str(error)))
-            _descend(child, where, regions)
+            regions.append(ExaminedCell(child_path, type(child).__name__, None, str(error)))
+            _descend(child, child_path, regions)
             continue
         stages = len(dvm.Compiled(program).explain()["stages"])
         work = sum(n.op not in (ir.LOAD, ir.STORE, ir.SCALAR) for n in program.nodes)
         reason = f"{work} operations in {stages} stage{'s' if stages > 1 else ''}"
-        regions.append(ExaminedCell(where, type(child).__name__, program, reason))
+        regions.append(ExaminedCell(child_path, type(child).__name__, program, reason))
         parent._cells[name] = FusedRegion(child, program, parameters)
 
 
@@ -95,15 +95,17 @@ class _Self:
         self._cell, self._tracer = cell, tracer
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._cell, name)
-        if isinstance(found, Parameter):
-            return self._tracer.parameter(found)
-        if isinstance(found, ops.Primitive):
-            return lambda *args: self._tracer.operation(found, args)
-        if isinstance(found, nn.Cell):
-            construct: Any = type(found).construct  # called with a recorder in place of the cell
-            return lambda *args: construct(_Self(found, self._tracer), *args)
-        return found
+        attribute = getattr(self._cell, name)
+        if isinstance(attribute, Parameter):
+            return self._tracer.parameter(attribute)
+        if isinstance(attribute, ops.Primitive):
+            return lambda *args: self._tracer.operation(attribute, args)
+        if isinstance(attribute, nn.Cell):
+            construct: Any = type(
+                attribute
+            ).construct  # called with a recorder in place of the cell
+            return lambda *args: construct(_Self(attribute, self._tracer), *args)
+        return attribute
 
 
 class _Tracer:

@@ -68,8 +68,8 @@ class GroupLimit(nn.Cell):
         self.minus_inf = Tensor(float("-inf"), ms.float32)
         self.select = ops.Select()
         best = (self.reshape, self.best_of_group, self.group_score, self.best_groups)
-        kept = (self.one_hot, self.kept, self.stretch, self.is_kept, self.select)
-        host_computes("top_k", *best, *kept)
+        mask = (self.one_hot, self.kept, self.stretch, self.is_kept, self.select)
+        host_computes("top_k", *best, *mask)
 
     def construct(self, score_TE: Tensor) -> Tensor:
         """Return the scores with the experts of dropped groups at -inf."""

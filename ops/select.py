@@ -42,7 +42,6 @@ OPERATORS: dict[str, dict[str, str]] = {
     "rms_norm": {"fused": "DVM program", "plain": "elementary", "ascend": "RmsNorm"},
     "rope": {"fused": "C++", "plain": "elementary"},
     "routing": {"fused": "C++", "plain": "elementary"},
-    "softmax": {"fused": "DVM program", "plain": "Softmax"},
     "swiglu": {"fused": "DVM program", "plain": "elementary", "ascend": "Swiglu"},
 }
 
@@ -58,7 +57,7 @@ class BackendChoice(NamedTuple):
 class _Selection(NamedTuple):
     target: str
     default: str
-    each: Mapping[str, str]
+    operators: Mapping[str, str]
     host: Collection[str] = ()
 
 
@@ -68,31 +67,31 @@ _selection: ContextVar[_Selection | None] = ContextVar("backends", default=None)
 @contextlib.contextmanager
 def using(
     default: str = "auto",
-    each: Mapping[str, str] | None = None,
+    operators: Mapping[str, str] | None = None,
     target: str = "CPU",
     host: Collection[str] = (),
 ) -> Iterator[None]:
     """Build the cells inside with these backends.
 
     Args:
-        default: ``auto`` or one of :data:`BACKENDS`, for operators that ``each`` does not name.
-        each: Operator to backend.
+        default: ``auto`` or one of :data:`BACKENDS`, for operators that ``operators`` does not name.
+        operators: Operator to backend.
         target: ``CPU`` or ``Ascend``.
         host: Parts that the host computes, see :func:`host_computes`.
 
     Raises:
         BadInputError: No such operator or backend.
     """
-    each = dict(each or {})
-    for operator in each:
+    operators = dict(operators or {})
+    for operator in operators:
         if operator not in OPERATORS:
             raise BadInputError(
                 f"no operator {operator!r}; there are {', '.join(sorted(OPERATORS))}"
             )
-    for wanted in (default, *each.values()):
-        if wanted != "auto" and wanted not in BACKENDS:
-            raise BadInputError(f"no backend {wanted!r}; there are auto, {', '.join(BACKENDS)}")
-    token = _selection.set(_Selection(target, default, each, host))
+    for name in (default, *operators.values()):
+        if name != "auto" and name not in BACKENDS:
+            raise BadInputError(f"no backend {name!r}; there are auto, {', '.join(BACKENDS)}")
+    token = _selection.set(_Selection(target, default, operators, host))
     try:
         yield
     finally:
@@ -107,17 +106,17 @@ def choose(operator: str) -> BackendChoice:
     """
     selection = _selection.get() or _Selection("CPU", "auto", {})
     backends = OPERATORS[operator]
-    wanted = selection.each.get(operator, selection.default)
-    if wanted == "auto":
+    name = selection.operators.get(operator, selection.default)
+    if name == "auto":
         return _automatic(operator, backends, selection.target)
-    if wanted not in backends:
-        raise BadInputError(f"{operator} has no backend {wanted!r}, only {', '.join(backends)}")
-    if wanted == "fused":
+    if name not in backends:
+        raise BadInputError(f"{operator} has no backend {name!r}, only {', '.join(backends)}")
+    if name == "fused":
         try:
             native.load()
         except native.NativeError as error:
             raise BadInputError(f"{operator} was asked to be fused, but {error}") from error
-    return BackendChoice(operator, wanted, "asked for")
+    return BackendChoice(operator, name, "asked for")
 
 
 def _automatic(operator: str, backends: Mapping[str, str], target: str) -> BackendChoice:
@@ -189,8 +188,8 @@ def main() -> None:
         choices = contextlib.nullcontext()
         if args.recipe:
             recipe = load(args.recipe)
-            own = recipe.telechat_moe.operators
-            choices = using(own.default, own.backends(), recipe.context.device_target)
+            operators = recipe.telechat_moe.operators
+            choices = using(operators.default, operators.backends(), recipe.context.device_target)
         with choices:
             grid = Table(box=None)
             for name in ("operator", "backend", "what it is", "why"):

@@ -68,14 +68,14 @@ def index(folder: Path) -> dict[int, list[TapRecord]]:
     Raises:
         BadInputError: The folder does not have the library's format.
     """
-    found: dict[int, list[TapRecord]] = {}
+    records: dict[int, list[TapRecord]] = {}
     try:
         with (folder / "index.txt").open(encoding="ascii") as lines:
             for line in lines:
                 tap, begin, size, dtype, *shape = line.split()
-                where = folder / "values.bin", int(begin), int(size)
-                written = TapRecord(*where, dtype, tuple(map(int, shape)))
-                found.setdefault(int(tap), []).append(written)
+                location = folder / "values.bin", int(begin), int(size)
+                written = TapRecord(*location, dtype, tuple(map(int, shape)))
+                records.setdefault(int(tap), []).append(written)
     except (OSError, ValueError) as error:
         raise BadInputError(f"{folder}/index.txt: not what taps write: {error}") from None
-    return found
+    return records

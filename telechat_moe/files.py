@@ -199,16 +199,16 @@ def read(path: Path, *, keep: bool, advance: Advance = lambda _: None) -> FileCo
         size = os.fstat(file.fileno()).st_size
         data = np.empty(size if keep else min(size, CHUNK_BYTES), np.uint8)
         view = data.data
-        found = 0
-        while found < size:
-            start = found if keep else 0
-            count = file.readinto(view[start : start + min(CHUNK_BYTES, size - found)])
+        position = 0
+        while position < size:
+            start = position if keep else 0
+            count = file.readinto(view[start : start + min(CHUNK_BYTES, size - position)])
             if not count:
                 break
             digest.update(view[start : start + count])
-            found += count
+            position += count
             advance(count)
-    return FileContent(found, digest.hexdigest(), data if keep else None)
+    return FileContent(position, digest.hexdigest(), data if keep else None)
 
 
 def checksum(path: Path, advance: Advance = lambda _: None) -> dict[str, Any]:
@@ -277,12 +277,12 @@ def read_checksums(weights: Path) -> FileSums | None:
     except OSError as error:
         raise BadInputError(f"{path}: {error.strerror}") from error
     try:
-        found = parse_json(raw)
-        if (found["format"], found["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"{found['format']} version {found['version']}")
+        content = parse_json(raw)
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"{content['format']} version {content['version']}")
         files = {
             str(n): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])}
-            for n, f in found["files"].items()
+            for n, f in content["files"].items()
         }
         if any(Path(name).name != name for name in files):
             raise ValueError("a file outside the folder")
@@ -293,35 +293,35 @@ def read_checksums(weights: Path) -> FileSums | None:
     return files
 
 
-def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+def difference(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """Return how a file differs from what was written, by ``bytes`` and ``sha256``; None: not at all."""
-    if found["bytes"] != expected["bytes"]:
-        how = "truncated" if found["bytes"] < expected["bytes"] else "too long"
-        return f"{how}, {found['bytes']:,} bytes found, {expected['bytes']:,} expected"
-    if found["sha256"] != expected["sha256"]:
+    if actual["bytes"] != expected["bytes"]:
+        how = "truncated" if actual["bytes"] < expected["bytes"] else "too long"
+        return f"{how}, {actual['bytes']:,} bytes found, {expected['bytes']:,} expected"
+    if actual["sha256"] != expected["sha256"]:
         return (
             "checksum differs, the content was changed "
-            f"(sha256 {found['sha256']}, not {expected['sha256']})"
+            f"(sha256 {actual['sha256']}, not {expected['sha256']})"
         )
     return None
 
 
-def differences(folder: Path, expected: FileSums, found: FileSums) -> list[str]:
+def differences(folder: Path, expected: FileSums, actual: FileSums) -> list[str]:
     """Return how files differ from what was written, a line each; files without a checksum count as right."""
     pairs = (
-        (name, difference(now, expected[name])) for name, now in found.items() if name in expected
+        (name, difference(now, expected[name])) for name, now in actual.items() if name in expected
     )
     return [f"{folder / name}: {problem}" for name, problem in pairs if problem]
 
 
-def counter(what: str, total: int, progress: Progress | None, done: int = 0) -> Advance:
+def counter(phase: str, total: int, progress: Progress | None, nbytes: int = 0) -> Advance:
     """Return a function that adds to the bytes that are done and tells ``progress``."""
 
     def advance(count: int) -> None:
-        nonlocal done
-        done += count
+        nonlocal nbytes
+        nbytes += count
         if progress is not None:
-            progress(what, done, max(done, total))
+            progress(phase, nbytes, max(nbytes, total))
 
     return advance
 
@@ -336,12 +336,12 @@ def verify_checksums(weights: Path, progress: Progress | None = None) -> tuple[i
     """
     expected = read_checksums(weights)
     if expected is None:
-        what = (
+        problem = (
             "no such file or folder"
             if not weights.exists()
             else f"no {checksums_path(weights).name} there"
         )
-        raise BadInputError(f"{weights}: {what}; nothing to verify against")
+        raise BadInputError(f"{weights}: {problem}; nothing to verify against")
     if not expected:
         raise BadInputError(f"{checksums_path(weights)}: names no file; nothing to verify")
     folder = checksums_path(weights).parent
@@ -394,18 +394,18 @@ def check_private(path: Path) -> Path:
     Raises:
         BadInputError: It belongs to somebody else, others can write it or its folder, or it is a symbolic link.
     """
-    for where, what in ((path.absolute().parent, "its folder"), (path, "it")):
-        info = where.stat() if where != path else where.lstat()
-        found = ""
-        if where == path and stat.S_ISLNK(info.st_mode):
-            found = "is a symbolic link"
+    for checked, subject in ((path.absolute().parent, "its folder"), (path, "it")):
+        info = checked.stat() if checked != path else checked.lstat()
+        problem = ""
+        if checked == path and stat.S_ISLNK(info.st_mode):
+            problem = "is a symbolic link"
         elif info.st_uid != os.geteuid():
-            found = f"belongs to user {info.st_uid}, not to {os.geteuid()}"
+            problem = f"belongs to user {info.st_uid}, not to {os.geteuid()}"
         elif info.st_mode & OTHERS_WRITE:
-            found = f"can be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
-        if found:
+            problem = f"can be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
+        if problem:
             raise BadInputError(
-                f"{path}: {what} {found}, and what it says is trusted; remove it, and start again where "
+                f"{path}: {subject} {problem}, and what it says is trusted; remove it, and start again where "
                 "only you can write (chmod go-w)"
             )
     return path

@@ -83,7 +83,7 @@ def table(
     rows: Sequence[Sequence[object]],
     *,
     kinds: Mapping[int, str] | None = None,
-    most: int | None = None,
+    limit: int | None = None,
     total: int | None = None,
 ) -> Html:
     """Return a table.
@@ -92,12 +92,12 @@ def table(
         titles: Titles of the columns; one that ends in a space aligns its column to the right. Empty: no head.
         rows: Cells as :func:`html` takes them.
         kinds: Class of a row, by its number.
-        most: Rows that are shown, with a line that says how many follow; None: all.
+        limit: Rows that are shown, with a line that says how many follow; None: all.
         total: How many rows there are in all, where ``rows`` lacks some.
     """
     right = [title.endswith(" ") for title in titles]
     head = "".join(_cell("th", t.strip(), r) for t, r in zip(titles, right, strict=True))
-    shown = rows[:most]
+    shown = rows[:limit]
     lines: list[str] = []
     for number, row in enumerate(shown):
         kind = (kinds or {}).get(number)
@@ -105,10 +105,10 @@ def table(
         cells = "".join(_cell("td", c, r) for c, r in zip(row, sides, strict=True))
         lines.append(f"<tr{f' class={kind}' if kind else ''}>{cells}</tr>")
     left = (len(rows) if total is None else total) - len(shown)
-    more = f"<p class=soft>and {left:,} more</p>" if left > 0 else ""
+    remainder = f"<p class=soft>and {left:,} more</p>" if left > 0 else ""
     top = f"<thead><tr>{head}</tr></thead>" if titles else ""
     return Html(
-        f"<div class=scroll><table>{top}<tbody>{''.join(lines)}</tbody></table></div>{more}"
+        f"<div class=scroll><table>{top}<tbody>{''.join(lines)}</tbody></table></div>{remainder}"
     )
 
 
@@ -138,10 +138,10 @@ def keys(entries: Iterable[tuple[str, str]], note: str = "") -> Html:
     return tag("p", Html(spans + (tag("span", note, "soft") if note else "")), "keys")
 
 
-def bar(share: float, kind: str = "", said: object = "") -> Html:
+def bar(share: float, kind: str = "", text: object = "") -> Html:
     """Return a horizontal bar of a share (0 to 1) of its track, and the text after it."""
     fill = f"<div class='bar {kind}' style='width:{100 * share:.1f}%'></div>"
-    return Html(f"<span class=meter><span class=track>{fill}</span> {html(said)}</span>")
+    return Html(f"<span class=meter><span class=track>{fill}</span> {html(text)}</span>")
 
 
 def svg(
@@ -162,7 +162,9 @@ def png(width: int, height: int, rgba: bytes) -> bytes:
         return struct.pack(">I", len(data)) + content + struct.pack(">I", zlib.crc32(content))
 
     step = 4 * width
-    rows = b"".join(b"\0" + rgba[at : at + step] for at in range(0, step * height, step))
+    rows = b"".join(
+        b"\0" + rgba[offset : offset + step] for offset in range(0, step * height, step)
+    )
     head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
     parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows, 9)), chunk(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
@@ -177,23 +179,26 @@ def picture(data: bytes, x: float, y: float, width: float, height: float) -> str
 
 def figures(drawings: Iterable[tuple[Html, object]]) -> Html:
     """Return drawings side by side, each with a caption."""
-    parts = (tag("figure", Html(f"{one}{tag('figcaption', said)}")) for one, said in drawings)
+    parts = (
+        tag("figure", Html(f"{drawing}{tag('figcaption', caption)}"))
+        for drawing, caption in drawings
+    )
     return Html(f"<div class=figures>{''.join(parts)}</div>")
 
 
 # ---------------------------------------------------------------------------------------- charts
 
 
-def round_step(span: float, most: int) -> float:
-    """Return 1, 2 or 5 times a power of ten: the distance of at most about ``most`` ticks over a span above 0."""
-    rough = span / most
+def round_step(span: float, limit: int) -> float:
+    """Return 1, 2 or 5 times a power of ten: the distance of at most about ``limit`` ticks over a span above 0."""
+    rough = span / limit
     power = 10.0 ** math.floor(math.log10(rough))
     return power * min((s for s in (1, 2, 5, 10) if s * power >= rough), default=10)
 
 
-def ticks(low: float, high: float, most: int = 6, *, outward: bool = False) -> list[float]:
+def ticks(low: float, high: float, limit: int = 6, *, outward: bool = False) -> list[float]:
     """Return round numbers between two values; ``outward``: from at most the low to at least the high one."""
-    step = round_step(max(high - low, 1e-9 * max(abs(high), 1e-9)), most)
+    step = round_step(max(high - low, 1e-9 * max(abs(high), 1e-9)), limit)
     if outward:
         first = math.floor(low / step)
         last = max(math.ceil(high / step), first + 1)
@@ -262,8 +267,8 @@ class ChartAxes:
         end, low = self.width - self.right, self.height - self.bottom
         parts = [
             f"<line class=grid x1={self.left} x2={end} y1={self.y(v):.1f} y2={self.y(v):.1f} />"
-            f"<text x={self.left - 8} y={self.y(v) + 4:.1f} text-anchor=end>{said}</text>"
-            for v, said in up
+            f"<text x={self.left - 8} y={self.y(v) + 4:.1f} text-anchor=end>{label}</text>"
+            for v, label in up
         ]
         digits = decimals(across)
         parts += [
@@ -294,8 +299,8 @@ class ChartAxes:
     ) -> str:
         """Return the area between two lines of finite values."""
         ahead = [f"{self.x(x):.1f} {self.y(v):.1f}" for x, v in zip(xs, high, strict=True)]
-        back = [f"{self.x(x):.1f} {self.y(v):.1f}" for x, v in zip(xs, low, strict=True)]
-        corners = "L".join([*ahead, *back[::-1]])
+        reverse = [f"{self.x(x):.1f} {self.y(v):.1f}" for x, v in zip(xs, low, strict=True)]
+        corners = "L".join([*ahead, *reverse[::-1]])
         return f"<path class={kind} d='M{corners}Z'/>" if len(ahead) > 1 else ""
 
     def dot(self, x: float, y: float, kind: str, radius: float, tip: str = "") -> str:
@@ -320,8 +325,8 @@ def front_chart(
     across = ticks(min(p[0] for p in points), max(p[0] for p in points), 8, outward=True)
     up = ticks(min(p[1] for p in points), max(p[1] for p in points), 5, outward=True)
     axes = ChartAxes((across[0], across[-1]), (up[0], up[-1]), 900, 420, left=80, bottom=44)
-    said = [(v, f"{v:,.{decimals(up)}f}") for v in up]
-    parts = [axes.grid(across, said, labels=labels)]
+    labelled = [(v, f"{v:,.{decimals(up)}f}") for v in up]
+    parts = [axes.grid(across, labelled, labels=labels)]
     parts += [axes.dot(x, y, "other", 3, tip) for x, y, tip in others]
     parts.append(axes.line([p[0] for p in front], [p[1] for p in front], "target"))
     for number, (x, y, tip) in enumerate(front, 1):

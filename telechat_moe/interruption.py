@@ -181,9 +181,9 @@ def _wait(work: int, scratch: Path) -> int:
 
 def _next_ended() -> int:
     """Return a child that has ended, which is still to be waited for."""
-    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-    assert found is not None  # only with WNOHANG
-    return found.si_pid
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    assert ended is not None  # only with WNOHANG
+    return ended.si_pid
 
 
 def _tell(code: int, interrupted: bool, advice: str) -> int:

@@ -19,11 +19,11 @@ def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
-def short(found: Any) -> str:
+def short(value: Any) -> str:
     """Return a value as a text that fits into a message."""
     try:
-        text = str(found)
+        text = str(value)
     except (ValueError, RecursionError):  # an integer of too many digits
-        text = type(found).__name__
+        text = type(value).__name__
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= 120 else text[:120] + " ..."

@@ -77,13 +77,13 @@ def round_to(x: Array, dtype: str) -> Array:
     return np.where(np.isfinite(x), np.where(beyond, over, rounded), x)
 
 
-def ulps(found: Array, expected: Array, dtype: str) -> Array:
+def ulps(actual: Array, expected: Array, dtype: str) -> Array:
     """Return ``|found - expected|`` in ULPs of a type at ``expected``; equal infinities and two NaNs give 0."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs(found - expected) / spacing(expected, dtype)
-    same = (found == expected) | (np.isnan(found) & np.isnan(expected))
-    return np.where(same, 0.0, np.where(np.isnan(distance), np.inf, distance))
+        distance = np.abs(actual - expected) / spacing(expected, dtype)
+    equal = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    return np.where(equal, 0.0, np.where(np.isnan(distance), np.inf, distance))
 
 
 def widened(x: Array) -> Array:
@@ -142,10 +142,10 @@ def ulp_steps(target: Array, golden: Array, dtype: str) -> Array:
         dtype: Canonical name of the type.
     """
     golden = _rounded(golden, dtype)
-    own, special = _ordinal(target, dtype)
+    ordinal, special = _ordinal(target, dtype)
     other, also = _ordinal(golden, dtype)
-    low, high = np.minimum(own, other), np.maximum(own, other)
-    if own.dtype == np.int64:  # the difference may only fit an unsigned integer
+    low, high = np.minimum(ordinal, other), np.maximum(ordinal, other)
+    if ordinal.dtype == np.int64:  # the difference may only fit an unsigned integer
         steps = (high - low).view(np.uint64).astype(np.float64)
     else:
         steps = np.subtract(high, low, dtype=np.float64)
@@ -176,8 +176,8 @@ def _ordinal(x: Array, dtype: str) -> tuple[Array, bool]:
         return np.where(np.signbit(x), -place, place), not finite.all()
     kind = np.dtype(np.float32 if dtype == "bfloat16" else dtype)
     with np.errstate(over="ignore"):
-        held = np.ascontiguousarray(x.astype(kind, copy=False))
-    pattern = held.view(f"i{kind.itemsize}")
+        values = np.ascontiguousarray(x.astype(kind, copy=False))
+    pattern = values.view(f"i{kind.itemsize}")
     magnitude = pattern & np.iinfo(pattern.dtype).max
     special = bool(magnitude.max() >= np.asarray(np.inf, kind).view(pattern.dtype))
     sign = pattern >> (8 * kind.itemsize - 1)  # 0 or -1
@@ -191,5 +191,5 @@ def _ordinal(x: Array, dtype: str) -> tuple[Array, bool]:
 @lru_cache(2)
 def _numbers(dtype: str) -> Array:
     """Return the finite numbers of a type of 8 bits from 0 up."""
-    found = widen(np.arange(128, dtype=np.uint8), dtype)
-    return found[np.isfinite(found)]
+    numbers = widen(np.arange(128, dtype=np.uint8), dtype)
+    return numbers[np.isfinite(numbers)]

@@ -86,11 +86,11 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 
     ``known`` tells an error of this package, whose message is meant for the user, from any other.
     """
-    known = isinstance(error, TelechatMoeError)
+    is_ours = isinstance(error, TelechatMoeError)
     return {
-        "message": str(error) if known else f"{type(error).__name__}: {error}"[:2000],
+        "message": str(error) if is_ours else f"{type(error).__name__}: {error}"[:2000],
         "exit_code": error.exit_code if isinstance(error, TelechatMoeError) else 1,
-        "known": known,
+        "known": is_ours,
         "time": time.time(),
     }
 
@@ -111,10 +111,10 @@ def state(pid: int) -> str | None:
     import psutil
 
     try:
-        found = psutil.Process(pid).status()
+        status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return None
-    return None if found == psutil.STATUS_ZOMBIE else found
+    return None if status == psutil.STATUS_ZOMBIE else status
 
 
 def exit_code(pid: int) -> int:
@@ -145,9 +145,9 @@ class HangDetector:
 
     def hangs(self, pid: int, sign: object) -> bool:
         """Return whether a process hangs; ``sign`` changes whenever it gives a sign of life."""
-        seen, now = (sign, processor_seconds(pid)), time.monotonic()
-        if pid not in self._last or self._last[pid][0] != seen:
-            self._last[pid] = (seen, now)
+        sign_now, now = (sign, processor_seconds(pid)), time.monotonic()
+        if pid not in self._last or self._last[pid][0] != sign_now:
+            self._last[pid] = (sign_now, now)
         return now - self._last[pid][1] > self.silence_s
 
 
@@ -238,11 +238,11 @@ class Control:
         Raises:
             BadInputError: It is another's, or this machine does not see it.
         """
-        found = self.read("nonce")
-        if found != nonce:
-            said = "is not there" if found is None else "belongs to another run"
+        actual = self.read("nonce")
+        if actual != nonce:
+            problem = "is not there" if actual is None else "belongs to another run"
             raise BadInputError(
-                f"{self.folder} {said} on {os.uname().nodename}: output_dir must be one folder that all hosts see"
+                f"{self.folder} {problem} on {os.uname().nodename}: output_dir must be one folder that all hosts see"
             )
 
     def write(self, name: str, text: str = "") -> None:
@@ -271,9 +271,9 @@ class Control:
         self.write(f"{name}.pid", str(os.getpid()))
         beat((self.folder / f"{name}.beat").touch)
 
-    def set_position(self, rank: int, where: str) -> None:
+    def set_position(self, rank: int, position: str) -> None:
         """Note where in the run a process is, for the message should it hang there."""
-        (self.folder / f"rank_{rank}.at").write_text(where, encoding="utf-8")
+        (self.folder / f"rank_{rank}.at").write_text(position, encoding="utf-8")
 
     def sign_of_life(self, name: str) -> int:
         """Return a number that changes as long as a process lives; 0 before it has begun."""
@@ -324,8 +324,10 @@ def in_clean_process(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        here = not has_computed()
-        return function(*args, **kwargs) if here else _run_in_subprocess(function, *args, **kwargs)
+        is_clean = not has_computed()
+        return (
+            function(*args, **kwargs) if is_clean else _run_in_subprocess(function, *args, **kwargs)
+        )
 
     return run
 
@@ -485,13 +487,13 @@ def reasons(text: str) -> list[str]:
 
     The exception says "operator MatMul init failed"; the reason is only in the log.
     """
-    found: dict[str, None] = {}
+    messages: dict[str, None] = {}
     for line in text.splitlines():
         if re.match(r"\[(ERROR|CRITICAL)\]", line):
             message = re.sub(r"^\[\w+\].*?\] ", "", line)
             message = re.sub(r"^\[[\w/]+\.(cc|h|py):\d+\] ?", "", message)
-            found[message.split("] ", 1)[-1].strip()] = None
-    return list(found)[:4]
+            messages[message.split("] ", 1)[-1].strip()] = None
+    return list(messages)[:4]
 
 
 def _first_lines(text: str) -> str:

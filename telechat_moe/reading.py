@@ -32,8 +32,8 @@ class JsonError(ValueError):
         line: Where; 0: not known.
     """
 
-    def __init__(self, why: str, line: int = 0) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, line: int = 0) -> None:
+        super().__init__(reason)
         self.line = line
 
 
@@ -173,8 +173,8 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(path))
     except JsonError as error:
-        where = f"{path}:{error.line}" if error.line else f"{path}"
-        raise BadInputError(f"{where}: not valid JSON: {error}") from None
+        place = f"{path}:{error.line}" if error.line else f"{path}"
+        raise BadInputError(f"{place}: not valid JSON: {error}") from None
     if not is_object(content):
         raise BadInputError(f"{path}: {type(content).__name__} found, expected an object")
     return content

@@ -127,10 +127,10 @@ def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> Non
     """
     if recipe.devices == processes:
         return
-    there = f"msrun started {processes}" if under_msrun else "this is one, without msrun"
+    started = f"msrun started {processes}" if under_msrun else "this is one, without msrun"
     n = recipe.devices
     raise BadInputError(
-        f"{recipe.source}: laid out for {n} device(s) ({recipe.degrees_text}), {there}; start "
+        f"{recipe.source}: laid out for {n} device(s) ({recipe.degrees_text}), {started}; start "
         + (f"msrun --worker_num={n} --local_worker_num={n}" if n > 1 else "it without msrun")
         + ", let `telechat-moe launch` do it, or set the degrees so that their product is the number of processes"
     )
@@ -159,10 +159,10 @@ def _as_worker(
     from telechat_moe.launch.job import only_launch
 
     rank = int(get_rank())
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             if rank == 0:
-                held.enter_context(only_launch(Path(recipe.output_dir)))
+                stack.enter_context(only_launch(Path(recipe.output_dir)))
             _agree(control, rank)
         except TelechatMoeError as error:
             sys.stderr.write(f"error: {error}\n")
@@ -183,8 +183,8 @@ def _agree(control: Control, rank: int) -> None:
 
     from telechat_moe.sharding.cells.collective import SumOverProcesses
 
-    mine = [secrets.randbelow(1 << 20) if rank == 0 else 0 for _ in range(5)]
-    total = SumOverProcesses()(Tensor(np.array(mine, np.float32))).asnumpy()  # exact: below 2^24
+    digits = [secrets.randbelow(1 << 20) if rank == 0 else 0 for _ in range(5)]
+    total = SumOverProcesses()(Tensor(np.array(digits, np.float32))).asnumpy()  # exact: below 2^24
     nonce = "".join(f"{int(x):05x}" for x in total)
     if rank == 0:
         Control.fresh(control.folder.parent, nonce)
@@ -239,14 +239,14 @@ def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:
     """
     sets = [x for pair in overrides for x in ("--set", pair)]
     command = [sys.executable, "-m", "telechat_moe.cli.job", recipe, *sets]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment(), stderr=subprocess.PIPE, text=True, check=False
     )
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        said = [x for x in done.stderr.splitlines() if x.startswith("error: ")]
-        message = said[-1].removeprefix("error: ") if said else done.stderr[-1000:]
-        raise RankFailedError(f"the graphs could not be compiled: {message}", done.returncode)
+    sys.stderr.write(process.stderr)
+    if process.returncode:
+        errors = [x for x in process.stderr.splitlines() if x.startswith("error: ")]
+        message = errors[-1].removeprefix("error: ") if errors else process.stderr[-1000:]
+        raise RankFailedError(f"the graphs could not be compiled: {message}", process.returncode)
 
 
 def _through_mindformers(

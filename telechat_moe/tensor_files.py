@@ -85,8 +85,10 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
         return "BF16"
     name = _NAME_OF_KIND.get(dtype.str[1:])
     if name is None:
-        known = ", ".join(DTYPES)
-        raise BadInputError(f"dtype {dtype} cannot be stored in a checkpoint; known are {known}")
+        supported = ", ".join(DTYPES)
+        raise BadInputError(
+            f"dtype {dtype} cannot be stored in a checkpoint; known are {supported}"
+        )
     return name
 
 
@@ -109,12 +111,12 @@ class TensorEntry:
         data = np.empty(self.nbytes - offset if count is None else count, np.uint8)
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.start + offset)
-            view, found = data.data, 0
-            while found < len(data):
-                got = file.readinto(view[found:])
+            view, position = data.data, 0
+            while position < len(data):
+                got = file.readinto(view[position:])
                 if not got:
                     raise BadInputError(f"{self.file}: ended while it was being read")
-                found += got
+                position += got
         return data
 
     def chunks(self) -> Iterator[Bytes]:
@@ -175,9 +177,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except ValueError as error:
         raise BadInputError(f"{path}: broken safetensors header: {error}") from error
     if header.problems:
-        more = len(header.problems) - _SHOWN
+        hidden = len(header.problems) - _SHOWN
         lines = [line.replace("\n", "\\n") for line in header.problems[:_SHOWN]]
-        lines += [f"and {more:,} more"] * (more > 0)
+        lines += [f"and {hidden:,} more"] * (hidden > 0)
         raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(lines))
     data = 8 + length
     return {

@@ -71,12 +71,12 @@ class Pauses:
         with contextlib.ExitStack() as stack:
             try:
                 path = Path("/proc/thread-self/schedstat")
-                own = stack.enter_context(path.open("rb", buffering=0))
+                schedstat = stack.enter_context(path.open("rb", buffering=0))
             except OSError:
-                own = None
-            before, used, waited = time.monotonic(), time.process_time(), _waited(own)
+                schedstat = None
+            before, used, waited = time.monotonic(), time.process_time(), _waited(schedstat)
             while not self._ends.wait(BEAT_S):
-                now, cpu, delay = time.monotonic(), time.process_time(), _waited(own)
+                now, cpu, delay = time.monotonic(), time.process_time(), _waited(schedstat)
                 over = now - before - BEAT_S - (cpu - used) - (delay - waited)
                 if over > BEAT_S:
                     self.seconds += over
@@ -107,7 +107,7 @@ class CoreWaits:
         if self._looks % _THREADS_EVERY == 0:
             self._look()
         self._looks += 1
-        most = 0
+        longest = 0
         for name, (file, before) in list(self._known.items()):
             try:
                 waited = int(os.pread(file, 64, 0).split()[1])
@@ -116,13 +116,13 @@ class CoreWaits:
                 del self._known[name]
                 continue
             self._known[name] = (file, waited)
-            most = max(most, waited - before)
-        return most * 1e-9
+            longest = max(longest, waited - before)
+        return longest * 1e-9
 
     def _look(self) -> None:
         with contextlib.suppress(OSError):
-            there = {path.name for path in Path("/proc/self/task").iterdir()}
-            for name in there - set(self._known):
+            threads = {path.name for path in Path("/proc/self/task").iterdir()}
+            for name in threads - set(self._known):
                 with contextlib.suppress(OSError, IndexError):
                     file = os.open(f"/proc/self/task/{name}/schedstat", os.O_RDONLY)
                     self._known[name] = (file, int(os.pread(file, 64, 0).split()[1]))
@@ -176,11 +176,11 @@ class StepTimer:
             "host": socket.gethostname(),
             "columns": columns,
         }
-        kept = _kept(path, step, columns) if step else b""
+        rows = _kept(path, step, columns) if step else b""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb", buffering=0)
-            self._file.write(json.dumps(header).encode() + b"\n" + kept)
+            self._file.write(json.dumps(header).encode() + b"\n" + rows)
         except OSError as error:
             raise TelechatMoeError(f"cannot write the timings {path}: {error.strerror}") from error
         self._pauses, self._waits = Pauses(), CoreWaits()

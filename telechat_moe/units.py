@@ -26,11 +26,11 @@ def parse_size(option: str, text: str, *, bare: bool = False) -> int:
     Raises:
         UsageError: It is no size, or less than a byte.
     """
-    found = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text.strip())
     count = 0
-    if found and (found[2] or (bare and not found[3])):
-        base = 1024 if found[3] else 1000
-        count = int(float(found[1]) * base ** _POWERS.index(found[2].upper()))
+    if match and (match[2] or (bare and not match[3])):
+        base = 1024 if match[3] else 1000
+        count = int(float(match[1]) * base ** _POWERS.index(match[2].upper()))
     if count < 1:
         raise UsageError(
             f"{option} {text}: expected a size such as 55GB (10^9 bytes) or 55GiB (2^30)"

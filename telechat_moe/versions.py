@@ -21,22 +21,24 @@ def installed(package: str) -> str | None:
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return None
-    said = re.search(r'^__version__ = "(.+)"$', Path(spec.origin).read_text("utf-8"), re.MULTILINE)
+    declared = re.search(
+        r'^__version__ = "(.+)"$', Path(spec.origin).read_text("utf-8"), re.MULTILINE
+    )
     try:
-        return said[1] if said else version(package)
+        return declared[1] if declared else version(package)
     except PackageNotFoundError:
         return None
 
 
 def mindformers_problem() -> str | None:
     """Return why MindFormers cannot run in this environment and what to do; None if it can."""
-    found = {package: installed(package) for package in MINDFORMERS_NEEDS}
-    if all(f"{found[name]}.".startswith(f"{want}.") for name, want in MINDFORMERS_NEEDS.items()):
+    versions = {package: installed(package) for package in MINDFORMERS_NEEDS}
+    if all(f"{versions[name]}.".startswith(f"{want}.") for name, want in MINDFORMERS_NEEDS.items()):
         return None
     needs = ", ".join(f"{name} {want}.x" for name, want in MINDFORMERS_NEEDS.items())
-    here = ", ".join(f"{name} {has}" if has else f"no {name}" for name, has in found.items())
+    present = ", ".join(f"{name} {has}" if has else f"no {name}" for name, has in versions.items())
     return (
-        f"MindFormers needs {needs} together; found {here}. "
+        f"MindFormers needs {needs} together; found {present}. "
         "Install them into an environment of their own: pip install 'telechat-moe[train,mindformers]'"
     )
 

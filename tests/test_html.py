@@ -68,7 +68,7 @@ def test_cells():
     assert html(0.123456) == "0.123"
     assert html(["a<", 2]) == "a&lt;, 2"
     assert html(Html("<b>x</b>")) == "<b>x</b>"
-    text = table(["name", "size "], [["x", 1], ["y" * 60, 2], ["z", 3]], kinds={1: "lit"}, most=2)
+    text = table(["name", "size "], [["x", 1], ["y" * 60, 2], ["z", 3]], kinds={1: "lit"}, limit=2)
     assert "<th>name</th><th class=n>size</th>" in text
     assert f"<tr class=lit><td class=long>{'y' * 60}</td><td class=n>2</td></tr>" in text
     assert ">z<" not in text
@@ -107,7 +107,7 @@ def test_the_name_of_an_axis_lies_on_no_curve():
 
 def test_a_bar_and_its_text_stay_on_one_line():
     style = STYLE.read_text()
-    shown = bar(0.5, said="320.00 MiB certain")
+    shown = bar(0.5, text="320.00 MiB certain")
     assert shown.startswith("<span class=meter>")
     assert shown.endswith("320.00 MiB certain</span>")
     assert ".meter { white-space: nowrap; }" in style

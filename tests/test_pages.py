@@ -80,11 +80,11 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def after_readme(tmp_path_factory: pytest.TempPathFactory, recipes: Path) -> Path:
     """Return a folder in which a reader has run the README: what `make train` does, and the five minutes."""
     folder = pages.fresh_folder(tmp_path_factory.mktemp("pages") / "readme")
-    made = subprocess.run(
+    plan = subprocess.run(
         ["make", "-n", "--no-print-directory", "train"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
-    lines = [line for line in made if re.match(r"\S*bin/telechat-moe ", line)]
+    lines = [line for line in plan if re.match(r"\S*bin/telechat-moe ", line)]
     assert len(lines) == 2
     for line in lines:
         text = re.sub(r"^\S*bin/", "", line)
@@ -96,10 +96,10 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory, recipes: Path) -> Pat
 
 
 def succeed(command: pages.Command, folder: Path, recipes: Path) -> str:
-    done = pages.run(command, folder, recipes)
-    said = f"{command.line}: {command.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert done.returncode == command.code, f"exit code {done.returncode} of line {said}"
-    return done.stdout + done.stderr
+    process = pages.run(command, folder, recipes)
+    report = f"{command.line}: {command.text}\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+    assert process.returncode == command.code, f"exit code {process.returncode} of line {report}"
+    return process.stdout + process.stderr
 
 
 @pytest.mark.slow
@@ -125,8 +125,8 @@ def test_a_page_runs_as_printed(
 
 def test_make_train_ends_with_how_to_use_the_command() -> None:
     dry = ["make", "-n", "--no-print-directory", "train"]  # a make around this one would add lines
-    made = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "/bin/activate" in made.stdout.splitlines()[-1]
+    plan = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "/bin/activate" in plan.stdout.splitlines()[-1]
 
 
 def test_ci_begins_with_the_readme() -> None:

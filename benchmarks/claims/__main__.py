@@ -27,10 +27,10 @@ from benchmarks.claims.history import git, holds_here, reworded, stale, this_mac
 from benchmarks.claims.read import (
     ROOT,
     Claim,
-    claims,
     definitions,
     pages,
     problems,
+    read_claims,
     uncovered,
 )
 
@@ -59,22 +59,22 @@ def run(claim: Claim) -> bool:
         file = Path(folder) / "result"
         command = claim.command.replace("{file}", str(file)).replace("{folder}", folder)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        done = subprocess.run(
+        process = subprocess.run(
             command, shell=True, cwd=ROOT, env={**os.environ, "PATH": path, "COLUMNS": "200"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
-        output = done.stdout + (file.read_text(encoding="utf-8") if file.exists() else "")
+        output = process.stdout + (file.read_text(encoding="utf-8") if file.exists() else "")
     seconds = time.perf_counter() - began
-    good = done.returncode == 0
+    good = process.returncode == 0
     if not good:
-        print(f"  FAIL: exit code {done.returncode}: {command}\n{output[-2000:]}")
+        print(f"  FAIL: exit code {process.returncode}: {command}\n{output[-2000:]}")
     for quote in claim.quotes if good else ():
-        for printed, measured, same in compare(quote, output):
+        for printed, measured, equal in compare(quote, output):
             shown = "not found in the output" if measured is None else f"{measured:.6g}"
             print(
-                f"  {'ok' if same else 'FAIL'}: {quote.page} prints {printed}, measured {shown} ({quote.within})"
+                f"  {'ok' if equal else 'FAIL'}: {quote.page} prints {printed}, measured {shown} ({quote.within})"
             )
-            good = good and same
+            good = good and equal
     print(f"  {'holds' if good else 'FAIL'}, {seconds:.0f} s", flush=True)
     return good
 
@@ -85,36 +85,38 @@ def _title(page: str) -> str:
     return path.parent.name if path.name == "README.md" and path.parent.name else path.stem
 
 
-def page(found: list[Claim]) -> str:
+def page(claims: list[Claim]) -> str:
     """Return benchmarks/claims/verification.md."""
     rows = ["| claim | status | command | machine, commit, date |", "|---|---|---|---|"]
-    for claim in found:
+    for claim in claims:
         when = ", ".join(x for x in (claim.machine, claim.commit, claim.date) if x)
         shown = f"`{claim.command}`{' *' if claim.quick else ''}" if claim.command else "none"
         places = ", ".join(
             f"[{_title(p)}](../../{p})" for p in dict.fromkeys(q.page for q in claim.quotes)
         )
-        what = f"`{claim.id}`: {claim.claim}{'. ' + claim.note if claim.note else ''}{' (' + places + ')' if places else ''}"
-        rows.append(f"| {what} | {claim.status} | {shown} | {when} |".replace("{file}", "FILE"))
+        description = f"`{claim.id}`: {claim.claim}{'. ' + claim.note if claim.note else ''}{' (' + places + ')' if places else ''}"
+        rows.append(
+            f"| {description} | {claim.status} | {shown} | {when} |".replace("{file}", "FILE")
+        )
     return HEAD + "\n".join(rows) + "\n"
 
 
-def select(found: Sequence[Claim], changed: bool) -> list[Claim]:
+def select(claims: Sequence[Claim], changed: bool) -> list[Claim]:
     """Return the quick claims that are compared on this machine, in an order that the commit draws.
 
     Args:
-        found: All claims.
+        claims: All claims.
         changed: Only those of which code or words of a page changed since their commit, and whose numbers depend on no
             machine: processors of one name may still round differently, which must not fail CI.
     """
-    quick = [c for c in found if c.quick and not (changed and not (stale(c) or reworded(c)))]
-    here = [c for c in quick if c.machine == "any" or (not changed and holds_here(c))]
-    if others := [f"{c.id} ({c.machine})" for c in quick if c not in here]:
+    quick = [c for c in claims if c.quick and not (changed and not (stale(c) or reworded(c)))]
+    comparable = [c for c in quick if c.machine == "any" or (not changed and holds_here(c))]
+    if others := [f"{c.id} ({c.machine})" for c in quick if c not in comparable]:
         print(
             f"not compared here ({this_machine()}), for they hold on one machine: {', '.join(others)}"
         )
     head = git("rev-parse", "HEAD").stdout
-    return sorted(here, key=lambda c: hashlib.sha256(f"{head}{c.id}".encode()).digest())
+    return sorted(comparable, key=lambda c: hashlib.sha256(f"{head}{c.id}".encode()).digest())
 
 
 def run_all(chosen: Sequence[Claim], seconds: float) -> list[str]:
@@ -129,8 +131,8 @@ def run_all(chosen: Sequence[Claim], seconds: float) -> list[str]:
     if left:
         print(f"not run, for they do not fit into {seconds / 60:.0f} minutes: {', '.join(left)}")
     ran = len(chosen) - len(left)
-    held = "not held: " + ", ".join(bad) if bad else "all hold" if ran else "nothing is judged"
-    print(f"{ran} commands run; {held}")
+    summary = "not held: " + ", ".join(bad) if bad else "all hold" if ran else "nothing is judged"
+    print(f"{ran} commands run; {summary}")
     return bad
 
 
@@ -157,30 +159,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--uncovered", action="store_true", help="list figures that no claim covers"
     )
     args = parser.parse_args(argv)
-    found = claims()
-    if unknown := set(args.ids) - {claim.id for claim in found}:
+    claims = read_claims()
+    if unknown := set(args.ids) - {claim.id for claim in claims}:
         parser.error(
-            f"no claim {', '.join(sorted(unknown))}; there are {', '.join(c.id for c in found)}"
+            f"no claim {', '.join(sorted(unknown))}; there are {', '.join(c.id for c in claims)}"
         )
     if args.page:
-        PAGE.write_text(page(found), encoding="utf-8")
+        PAGE.write_text(page(claims), encoding="utf-8")
         return 0
     if args.uncovered:
         missing = [
-            f"{p}: {unit}" for p in pages() for unit in uncovered(p, found, definitions().get(p))
+            f"{p}: {unit}" for p in pages() for unit in uncovered(p, claims, definitions().get(p))
         ]
         print("\n".join(missing))
         return int(bool(missing))
-    wrong = problems(found)
+    wrong = problems(claims)
     for text in wrong:
         print(f"FAIL: {text}")
-    for claim in () if args.ids or args.changed else found:
+    for claim in () if args.ids or args.changed else claims:
         if since := stale(claim):
             print(f"stale since {claim.commit}: {claim.id}: {', '.join(since)}")
     chosen = (
-        [c for c in found if c.id in args.ids and c.command]
+        [c for c in claims if c.id in args.ids and c.command]
         if args.ids
-        else select(found, args.changed)
+        else select(claims, args.changed)
     )
     print(
         f"{len(chosen)} commands, about {sum(c.quick for c in chosen) / 60:.0f} minutes or more",

@@ -40,8 +40,8 @@ def _row(quote: Quote, line: str, output: str) -> list[tuple[str, float | None]]
     words = {int(i) for i in re.findall(r"\{(\d)\}", template)}
     printed = [n for i, cell in enumerate(cells) if i not in words for n in NUMBER.findall(cell)]
     pattern = re.sub(r"\{(\d)\}", lambda m: re.escape(cells[int(m[1])]), template)
-    found = re.search(pattern, output)
-    measured = [number(value) for value in found.groups() if value] if found else []
+    match = re.search(pattern, output)
+    measured = [number(value) for value in match.groups() if value] if match else []
     if not printed or len(printed) != len(measured):
         return [(line, None)]
     return list(zip(printed, measured, strict=True))
@@ -57,7 +57,7 @@ def compare(quote: Quote, output: str) -> list[tuple[str, float | None, bool]]:
             pairs += _row(quote, line, output)
     elif not quote.table:
         for printed, pattern in zip(quote.printed, quote.read, strict=True):
-            values = [number(found) for found in re.findall(pattern, output)]
+            values = [number(text) for text in re.findall(pattern, output)]
             pairs.append((printed, max(values) if values else None))
     return [
         (printed, measured, measured is not None and judge(printed, measured, quote.within))

@@ -86,15 +86,15 @@ def _quote(page: str, entry: Any) -> Quote:
     )
 
 
-def claims(file: Path = FILE) -> list[Claim]:
+def read_claims(file: Path = FILE) -> list[Claim]:
     """Return the claims of a file."""
-    found = []
+    claims = []
     for entry in yaml.safe_load(file.read_text(encoding="utf-8"))["claims"]:
         pages: dict[str, Any] = entry.pop("pages", {})
         quotes = [_quote(page, q) for page, listed in pages.items() for q in listed]
         entry |= {key: str(entry[key]) for key in ("commit", "date") if key in entry}
-        found.append(Claim(**entry, quotes=tuple(quotes)))
-    return found
+        claims.append(Claim(**entry, quotes=tuple(quotes)))
+    return claims
 
 
 def definitions(file: Path = FILE) -> dict[str, list[str]]:
@@ -128,10 +128,10 @@ def seal(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def problems(found: list[Claim]) -> list[str]:
+def problems(claims: list[Claim]) -> list[str]:
     """Return what is wrong with the quotes: words or tables that a page no longer has."""
     wrong = []
-    for claim in found:
+    for claim in claims:
         if claim.status not in STATUSES:
             wrong.append(
                 f"{claim.id}: status {claim.status!r}, expected one of {', '.join(STATUSES)}"
@@ -139,27 +139,27 @@ def problems(found: list[Claim]) -> list[str]:
         if claim.status in MEASURED and not (claim.machine and claim.commit and claim.date):
             wrong.append(f"{claim.id}: {claim.status}, but machine, commit or date is missing")
         for quote in claim.quotes:
-            where = f"{claim.id}: {quote.page}"
+            place = f"{claim.id}: {quote.page}"
             if quote.table:
                 text = table(quote.page, quote.table)
                 if not text:
-                    wrong.append(f"{where} has no table with the header {quote.table!r}")
+                    wrong.append(f"{place} has no table with the header {quote.table!r}")
                 elif seal(text) != quote.seal:
-                    wrong.append(f"{where}: the table {quote.table!r} changed; measure it again ({claim.command}), "
+                    wrong.append(f"{place}: the table {quote.table!r} changed; measure it again ({claim.command}), "
                                  f"then write date, commit and seal: {seal(text)}")  # fmt: skip
             elif quote.text not in page_text(quote.page):
-                wrong.append(f"{where} does not say {quote.text!r}")
+                wrong.append(f"{place} does not say {quote.text!r}")
             elif len(quote.read) != len(quote.printed):
                 wrong.append(
-                    f"{where}: {len(quote.printed)} numbers in braces, {len(quote.read)} expressions"
+                    f"{place}: {len(quote.printed)} numbers in braces, {len(quote.read)} expressions"
                 )
             if quote.times and quote.times not in MACHINES:
                 wrong.append(
-                    f"{where}: times of {quote.times!r}, expected one of {', '.join(MACHINES)}"
+                    f"{place}: times of {quote.times!r}, expected one of {', '.join(MACHINES)}"
                 )
             if claim.status in MEASURED and bool(quote.times) == bool(quote.read):
                 wrong.append(
-                    f"{where}: {quote.table or quote.text!r} needs `read`, or `times` where it holds on one machine only"
+                    f"{place}: {quote.table or quote.text!r} needs `read`, or `times` where it holds on one machine only"
                 )
     return wrong
 
@@ -174,9 +174,9 @@ def units(page: str) -> list[str]:
     return [" ".join(row.split()) for row in rows if FIGURE.search(VERSION.sub("", row))]
 
 
-def uncovered(page: str, found: list[Claim], constants: list[str] | None) -> list[str]:
+def uncovered(page: str, claims: list[Claim], constants: list[str] | None) -> list[str]:
     """Return the sentences and rows of a page with a figure that neither a quote nor a definition has."""
-    quotes = [q for claim in found for q in claim.quotes if q.page == page]
+    quotes = [q for claim in claims for q in claim.quotes if q.page == page]
     tables = "\n".join(table(page, q.table) for q in quotes if q.table)
     rows = {" ".join(line.split()) for line in tables.splitlines()}
     constants = [" ".join(words.split()) for words in constants or []]
@@ -184,10 +184,10 @@ def uncovered(page: str, found: list[Claim], constants: list[str] | None) -> lis
     for unit in units(page):
         if unit in rows or any(words == "all" or words in unit for words in constants):
             continue
-        rest = unit
+        remainder = unit
         for text in (q.text for q in quotes if q.text):
-            rest = "" if rest in text else rest.replace(text, " ")
-        if FIGURE.search(VERSION.sub("", rest)):
+            remainder = "" if remainder in text else remainder.replace(text, " ")
+        if FIGURE.search(VERSION.sub("", remainder)):
             missing.append(unit)
     return missing
 

@@ -18,18 +18,18 @@ from benchmarks.claims.read import (
     ROOT,
     Claim,
     Quote,
-    claims,
     definitions,
     page_text,
     pages,
     problems,
+    read_claims,
     seal,
     table,
     uncovered,
 )
 from telechat_moe.cli import build_parser
 
-CLAIMS = claims()
+CLAIMS = read_claims()
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -60,35 +60,48 @@ def test_the_page_of_cards_is_written_from_the_file():
 
 def programs(command: str) -> list[list[str]]:
     """Return the programs of a command line with their arguments; what a loop puts in is ``1``."""
-    found = []
+    lines = []
     for part in re.split(r"&&|\|\||;|\(|\)", re.sub(r"\$(\{.*?\}|\w+)", "1", command)):
         words = shlex.split(part.partition(" > ")[0])
         while words and (words[0] in ("do", "then") or re.match(r"[A-Z_]+=", words[0])):
             words = words[1:]
         if words and words[0] not in ("for", "done", "cd", "cp", "echo", "true", "test"):
-            found.append(words)
-    return found
+            lines.append(words)
+    return lines
 
 
 @pytest.mark.parametrize("claim", [c for c in CLAIMS if c.command], ids=lambda c: c.id)
 def test_a_command_can_be_pasted(claim):
     assert not re.search(r"\.\.\.|\b(RECIPE|FOLDER|FILE|PATH|DIR|SPACE|ID|N)\b", claim.command)
-    found = programs(claim.command)
-    assert found
-    for program, *rest in found:
+    lines = programs(claim.command)
+    assert lines
+    for program, *arguments in lines:
         if program == "telechat-moe":
-            build_parser().parse_args(rest)
+            build_parser().parse_args(arguments)
         elif program == "make":
-            assert f" {rest[0]} " in re.findall(r"(?m)^\.PHONY:(.*)$", MAKEFILE)[0]
-        elif rest[0] == "-m":
+            assert f" {arguments[0]} " in re.findall(r"(?m)^\.PHONY:(.*)$", MAKEFILE)[0]
+        elif arguments[0] == "-m":
             assert program == "python"
-            assert find_spec(rest[1]) is not None
+            assert find_spec(arguments[1]) is not None
         else:
             assert program in ("python", "sh")
-            assert (ROOT / rest[0]).is_file()
-        for word in rest:
+            assert (ROOT / arguments[0]).is_file()
+        for word in arguments:
             if word.startswith(("tests/", "benchmarks/", "docs/")):
                 assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("benchmarks/*/README.md")), ids=lambda p: p.parent.name
+)
+def test_commands_of_a_readme_are_understood(page: Path):
+    for block in re.findall(r"(?ms)^```sh\n(.*?)^```", page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            for program, *arguments in programs(line.partition("  #")[0]):
+                if program == "telechat-moe":
+                    build_parser().parse_args(arguments)
+                elif [program, *arguments[:1]] == ["python", "-m"]:
+                    assert find_spec(arguments[1]) is not None, line
 
 
 def test_an_edited_page_breaks_its_claim():
@@ -133,7 +146,7 @@ def test_every_commit_is_in_the_history():
         if re.search(r"[a-f]", word) or name in {c.id for c in CLAIMS if word in c.commit}
     }
     assert len(hashes) > 30
-    assert sorted(one for one in hashes if not history.in_history(one[1])) == []
+    assert sorted(entry for entry in hashes if not history.in_history(entry[1])) == []
 
 
 def test_a_command_depends_on_folders_that_there_are():
@@ -147,10 +160,10 @@ def test_a_command_depends_on_folders_that_there_are():
 def test_a_claim_is_stale_if_its_folders_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def git(*words: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
         )
-        return done.stdout.strip()
+        return process.stdout.strip()
 
     for name in ("tools/plan/cost.py", "ops/rope.py", "README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -211,9 +224,9 @@ def test_numbers_of_another_machine_are_not_compared(changed, compared, left, mo
     monkeypatch.setattr(history, "this_machine", lambda: "AMD")
     monkeypatch.setattr(runner, "stale", lambda claim: claim.id != "fresh" and ["tools/plan"])
     machines = {"any": "any", "AMD": "AMD", "Intel": "Intel", "fresh": "any"}
-    found = [Claim(i, i, "verified", "x", quick=9, machine=m) for i, m in machines.items()]
+    claims = [Claim(i, i, "verified", "x", quick=9, machine=m) for i, m in machines.items()]
     fresh = set() if changed else {"fresh"}
-    assert {c.id for c in runner.select(found, changed)} == compared | fresh
+    assert {c.id for c in runner.select(claims, changed)} == compared | fresh
     assert left in capsys.readouterr().out
 
 
@@ -222,15 +235,15 @@ def test_what_does_not_fit_into_the_time_is_named(
 ):
     ran: list[str] = []
     monkeypatch.setattr(runner, "run", lambda claim: ran.append(claim.id) or claim.id != "bad")
-    found = [
+    chosen = [
         Claim(i, i, "verified", "x", quick=s) for i, s in (("long", 99), ("bad", 9), ("good", 9))
     ]
-    assert runner.run_all(found, 60) == ["bad"]
+    assert runner.run_all(chosen, 60) == ["bad"]
     assert ran == ["bad", "good"]
     told = capsys.readouterr().out
     assert "1 minutes: long" in told
     assert "2 commands run; not held: bad" in told
-    assert runner.run_all(found, 0) == []
+    assert runner.run_all(chosen, 0) == []
     assert "0 commands run; nothing is judged" in capsys.readouterr().out
 
 
@@ -254,8 +267,8 @@ def test_a_figure_beside_a_quoted_one_is_not_covered(monkeypatch: pytest.MonkeyP
     quote = Quote("README.md", "It takes 3.5 s", ("3.5",), ("x",))
     claim = Claim("x", "x", "verified", "x", (quote,))
     assert uncovered("README.md", [claim], None) == ["It takes 3.5 s and 2.5 GiB."]
-    whole = replace(claim, quotes=(replace(quote, text="3.5 s and 2.5 GiB"),))
-    assert uncovered("README.md", [whole], None) == []
+    full = replace(claim, quotes=(replace(quote, text="3.5 s and 2.5 GiB"),))
+    assert uncovered("README.md", [full], None) == []
 
 
 TABLE = "| case | step, s | memory |\n|---|---|---|\n| **a 1** | 1.50 | 2.5 GiB, 30 % |\n| b | 1,500 | 3 GiB, 4 % |\n"
@@ -319,8 +332,8 @@ ACCURACY = (
 
 @pytest.mark.parametrize(("page", "claimed", "file", "bound"), ACCURACY)
 def test_bounds_of_the_accuracy_tests_are_at_most_ten_times_the_claims(page, claimed, file, bound):
-    said = re.search(claimed, page_text(f"docs/{page}.md"))
+    printed = re.search(claimed, page_text(f"docs/{page}.md"))
     tested = re.search(bound, (ROOT / file).read_text(encoding="utf-8"))
-    assert said
+    assert printed
     assert tested
-    assert float(said[1]) < float(tested[1]) <= 10.001 * float(said[1])
+    assert float(printed[1]) < float(tested[1]) <= 10.001 * float(printed[1])

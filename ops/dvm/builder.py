@@ -115,9 +115,9 @@ class Builder:
     def scalar(self, value: float, dtype: str = "float32") -> ProgramValue:
         """Return a constant."""
         key = (dtype, value)
-        found = self._scalars.get(key)
-        if found is not None and value == value:
-            return ProgramValue(self, found, dtype, ())
+        index = self._scalars.get(key)
+        if index is not None and value == value:
+            return ProgramValue(self, index, dtype, ())
         bits = ir.float_bits(float(value))
         node = self._node(ir.SCALAR, dtype, (), (), (bits,), _line())
         self._scalars[key] = node.index
@@ -231,15 +231,15 @@ class Builder:
 
     def _unary(self, name: str, x: ProgramValue) -> ProgramValue:
         line = _line()
-        op, wanted, result = _UNARY[name]
+        op, types, result = _UNARY[name]
         kind = _KIND[x.dtype]
-        if kind not in wanted:
-            self._refuse(name, line, x.dtype, " or ".join(wanted))
+        if kind not in types:
+            self._refuse(name, line, x.dtype, " or ".join(types))
         return self._node(op, result or kind, (x.index,), x.dims, (), line)
 
     def _binary(self, name: str, x: Any, y: Any) -> ProgramValue:
         line = _line()
-        op, wanted, result = _BINARY[name]
+        op, types, result = _BINARY[name]
         if not isinstance(x, ProgramValue):
             x = self._value(x, _KIND[y.dtype])
         elif not isinstance(y, ProgramValue):
@@ -247,8 +247,8 @@ class Builder:
         kind = _KIND[x.dtype]
         if kind != _KIND[y.dtype]:
             self._refuse(name, line, f"{x.dtype} and {y.dtype}", "one type; cast one")
-        if kind not in wanted:
-            self._refuse(name, line, x.dtype, " or ".join(wanted))
+        if kind not in types:
+            self._refuse(name, line, x.dtype, " or ".join(types))
         dims = x.dims
         if dims != y.dims:
             dims = self._joint(name, line, dims, y.dims)
@@ -274,8 +274,10 @@ class Builder:
         axes = tuple(sorted({d % rank for d in chosen}))
         if not axes:
             self._refuse(name, line, "no dimension to reduce", "one or more")
-        kept = tuple(1 if i in axes else d for i, d in enumerate(x.dims))
-        y = self._node(ir.REDUCE[name], "float32", (x.index,), kept, (int(keepdims), *axes), line)
+        reduced = tuple(1 if i in axes else d for i, d in enumerate(x.dims))
+        y = self._node(
+            ir.REDUCE[name], "float32", (x.index,), reduced, (int(keepdims), *axes), line
+        )
         if keepdims:
             return y
         return self.reshape(y, tuple(d for i, d in enumerate(x.dims) if i not in axes))
@@ -328,8 +330,8 @@ class Builder:
     def _text(self, dims: tuple[int, ...]) -> str:
         return "[" + ", ".join(self._name(d) for d in dims) + "]"
 
-    def _refuse(self, op: str, line: int, found: str, expected: str) -> None:
-        raise ProgramError(f"{self.file}:{line}: {op}: found {found}, expected {expected}")
+    def _refuse(self, op: str, line: int, actual: str, expected: str) -> None:
+        raise ProgramError(f"{self.file}:{line}: {op}: found {actual}, expected {expected}")
 
 
 def _factors(dims: tuple[int, ...]) -> tuple[int, list[int]]:

@@ -182,8 +182,8 @@ def _binary(
 
 def _unspread(k: Builder, g: ProgramValue, dims: tuple[int, ...], line: int) -> ProgramValue:
     lead = len(g.dims) - len(dims)
-    own = (1,) * lead + dims
-    axes = tuple(i for i, d in enumerate(g.dims) if own[i] == 1 and d != 1)
+    padded = (1,) * lead + dims
+    axes = tuple(i for i, d in enumerate(g.dims) if padded[i] == 1 and d != 1)
     if axes:  # one run of dimensions at a time: leading ones, then trailing ones
         for run in _runs(axes):
             g = k.sum(g, run)

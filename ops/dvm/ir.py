@@ -126,14 +126,14 @@ class DvmProgram:
         if len(flat) < 5 or flat[0] != MAGIC:
             raise ProgramError("not a DVM program: it does not begin with the magic number")
         _, inputs, outputs, symbols, count = flat[:5]
-        at, nodes = 5, []
+        position, nodes = 5, []
 
         def take(n: int) -> tuple[int, ...]:
-            nonlocal at
-            if n < 0 or at + n > len(flat):
+            nonlocal position
+            if n < 0 or position + n > len(flat):
                 raise ProgramError(f"the program ends inside node {len(nodes)}")
-            at += n
-            return tuple(flat[at - n : at])
+            position += n
+            return tuple(flat[position - n : position])
 
         for _ in range(count):
             op, dtype, args = take(3)

@@ -94,16 +94,16 @@ class Compiled:
         """Return the shapes of the outputs for the flat shapes of the inputs."""
         flat = _numbers([0] * sum(self._out_ranks))
         self._check(self._library.dvm_output_shapes(self._handle, shapes, flat) < 0)
-        found, at = [], 0
+        shapes_out, position = [], 0
         for rank in self._out_ranks:
-            found.append(tuple(flat[at : at + rank]))
-            at += rank
-        return found
+            shapes_out.append(tuple(flat[position : position + rank]))
+            position += rank
+        return shapes_out
 
     def disassemble(self, *shapes: Sequence[int]) -> str:
         """Return the bytecode for these input shapes in words."""
-        text, given = ctypes.create_string_buffer(_ROOM), _numbers(chain(*shapes))
-        self._check(self._library.dvm_disassemble(self._handle, given, text, _ROOM) < 0)
+        text, extents = ctypes.create_string_buffer(_ROOM), _numbers(chain(*shapes))
+        self._check(self._library.dvm_disassemble(self._handle, extents, text, _ROOM) < 0)
         return text.value.decode()
 
     def explain(self) -> dict[str, Any]:
@@ -122,8 +122,8 @@ class Compiled:
 
     def encode_nanoseconds(self, shapes: Sequence[Sequence[int]], repeats: int) -> np.ndarray:
         """Return the time of each of ``repeats`` encodings for a new shape."""
-        times, given = np.empty(repeats), _numbers(chain(*shapes))
-        self._library.dvm_time_encode(self._handle, given, repeats, times.ctypes.data)
+        times, extents = np.empty(repeats), _numbers(chain(*shapes))
+        self._library.dvm_time_encode(self._handle, extents, repeats, times.ctypes.data)
         return times
 
     def _check(self, failed: int | bool) -> None:
@@ -147,9 +147,9 @@ def disassemble(program: DvmProgram, *shapes: Sequence[int]) -> str:
 
 def explain(program: DvmProgram) -> str:
     """Say what was fused into which stage, and why there is more than one."""
-    found = Compiled(program).explain()
+    fusion = Compiled(program).explain()
     lines = []
-    for i, stage in enumerate(found["stages"]):
+    for i, stage in enumerate(fusion["stages"]):
         domain = stage["domain"]
         for k, name in enumerate(program.symbols):
             domain = domain.replace(f"#{k}", name)
@@ -157,7 +157,7 @@ def explain(program: DvmProgram) -> str:
             f"{ir.NAMES[program.nodes[n].op]}:{program.nodes[n].line}" for n in stage["nodes"]
         )
         lines.append(f"stage {i}: {stage['pattern']} pattern over {domain}: {names}")
-    lines += [f"cut {cut}" for cut in found["cuts"]]
+    lines += [f"cut {cut}" for cut in fusion["cuts"]]
     return "\n".join(lines)
 
 

@@ -88,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
     if confirms is not None:
         result["confirm"] = confirms(result)
         confirmed = not any(stage["differences"] for stage in result["confirm"])
-    same = checked is None or check_derived(result, mesh, graphs, checked)
+    is_same = checked is None or check_derived(result, mesh, graphs, checked)
     compared = None
     if args.diff or args.diff_mindformers:
-        theirs = args.mindformers or args.diff_mindformers
-        other, *_ = _compile(args, args.diff or args.recipe, theirs, other=True)
+        mindformers = args.mindformers or args.diff_mindformers
+        other, *_ = _compile(args, args.diff or args.recipe, mindformers, other=True)
         compared = difference(result, other)
         result["difference"] = compared
     if args.html:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         write_text("--html ", args.html, lambda: page(result, compared))
     if not write_json(args.json, result):
         _show(result, compared)
-    return 0 if same and confirmed and not result["unmatched_transfers"] else 1
+    return 0 if is_same and confirmed and not result["unmatched_transfers"] else 1
 
 
 def _confirms(args: argparse.Namespace) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
@@ -145,10 +145,10 @@ def _compile(
             "parallel_speed_up_json_path with pp_1f1b_overlap"
         )
     device = load_device(args.hidden_on or HIDDEN_ON) if subject.overlapped else None
-    wanted = [*ranks, *([check] if check is not None else [])]
-    what = f"compiling {subject.model}'s {Path(name).name}, {mesh.describe()}"
-    with counted(what, len(wanted)) as step:
-        graphs = compile_(wanted, step)
+    compiled_ranks = [*ranks, *([check] if check is not None else [])]
+    title = f"compiling {subject.model}'s {Path(name).name}, {mesh.describe()}"
+    with counted(title, len(compiled_ranks)) as step:
+        graphs = compile_(compiled_ranks, step)
     stages, checked = graphs[: len(ranks)], graphs[len(ranks) :]
     result = report(subject, stages, args.target)
     if device is not None:
@@ -213,15 +213,17 @@ def _mindformers(
     """Return what the report is about, and what compiles ranks of MindFormers' model."""
     from telechat_moe.interop import mindformers_dryrun as upstream
 
-    label, given = upstream.sections_of(name, overrides)
-    found = upstream.devices_of(label, given)
-    if devices is not None and devices != found:
-        raise BadInputError(f"{name}: its layout has {found} devices; {devices} were given")
+    label, sections = upstream.sections_of(name, overrides)
+    layout_devices = upstream.devices_of(label, sections)
+    if devices is not None and devices != layout_devices:
+        raise BadInputError(
+            f"{name}: its layout has {layout_devices} devices; {devices} were given"
+        )
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         return upstream.compile_mindformers(name, ranks, overrides=overrides, done=done)
 
-    return upstream.subject_of(label, given), compile_
+    return upstream.subject_of(label, sections), compile_
 
 
 def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
@@ -245,13 +247,13 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
         if stage["order"]:
             text = f"{name}: order {stage['order_text']}"
             print(fill(text, get_terminal_size().columns, subsequent_indent="  "))
-        again = stage["recomputation"]
+        recomputation = stage["recomputation"]
         print(
-            f"{name}: {again['operators']} forward operators run again, {again['collectives']} of them "
-            f"collectives ({size_text(again['sent'])} sent)"
+            f"{name}: {recomputation['operators']} forward operators run again, {recomputation['collectives']} of them "
+            f"collectives ({size_text(recomputation['sent'])} sent)"
         )
-        if said := swap_text(stage):
-            print(f"{name}: {said}")
+        if sentence := swap_text(stage):
+            print(f"{name}: {sentence}")
         if stage["derived_ranks"]:
             ranks = stage["derived_ranks"]
             print(f"{name}: ranks {ranks[0]} to {ranks[-1]} derived by substituting groups")
@@ -297,8 +299,8 @@ def _show_confirm(stages: list[dict[str, Any]]) -> None:
             print(f"stage {s['stage']}: {line}")
 
 
-def _tables(found: Sequence[tuple[str, list[str], list[list[str]]]]) -> None:
-    for title, headers, rows in found:
+def _tables(report_tables: Sequence[tuple[str, list[str], list[list[str]]]]) -> None:
+    for title, headers, rows in report_tables:
         print(f"\n{title}")
         show_table(headers, rows)
 

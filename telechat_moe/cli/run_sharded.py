@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _worst(report: dict[str, Any]) -> float:
     """Return the largest relative error; one that is not a number counts as infinite."""
-    found = [e for row in report.get("relative_errors", []) for e in row.values()]
-    return max((e if e == e else float("inf") for e in found), default=0.0)
+    errors = [e for row in report.get("relative_errors", []) for e in row.values()]
+    return max((e if e == e else float("inf") for e in errors), default=0.0)
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -80,19 +80,19 @@ def _show(report: dict[str, Any]) -> None:
                 f"{max(errors.values()):.1e}",
             ]
         rows.append(row)
-    more = ["one process ", "relative error ", "worst of all "] if single else []
-    show_table(["step ", "loss ", "gradient norm ", *more], rows)
-    found = report["differences"]
-    print(f"\nwhat ran instead of Ascend's graph ({found['counted']}):\n")
+    columns = ["one process ", "relative error ", "worst of all "] if single else []
+    show_table(["step ", "loss ", "gradient norm ", *columns], rows)
+    differences = report["differences"]
+    print(f"\nwhat ran instead of Ascend's graph ({differences['counted']}):\n")
     rows = [
         [row["ascend"], str(row["count"]), row["cpu"]]
-        for row in (*found["operators"], *found["collectives"])
+        for row in (*differences["operators"], *differences["collectives"])
     ]
     show_table(["Ascend", "count ", "CPU"], rows)
-    for name, count in found["unchanged_collectives"].items():
+    for name, count in differences["unchanged_collectives"].items():
         print(f"{name}: {count} as they are")
-    print(f"order: {found['order']}")
-    print(f"dispatch: {found['dispatch']}")
+    print(f"order: {differences['order']}")
+    print(f"dispatch: {differences['dispatch']}")
     for path in report.get("kept", []):
         print(f"kept {path}")
 

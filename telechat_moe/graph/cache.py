@@ -29,20 +29,22 @@ from telechat_moe.files import check_private, user_cache, write_atomic
 from telechat_moe.graph.mindir import MindIR
 from telechat_moe.ops import native
 
-KEPT = 8
-"""Files, the last ones used."""
+FILES = 8
+"""How many files stay: the last ones used."""
 COMPILING = "compiling the graph of a step (5 to 30 s)"
 COMMAND = "telechat_moe.cli.__main__", "telechat-moe"
 """Module and script that start the sources as they are; another program may have changed them before a graph is made."""
 _DIGEST_BYTES = 64
 _SWITCHES = ("MS_DEV_", "MS_COMPILER_CACHE_")
 _SETTINGS = ("MS_", "OMP_", "ONEDNN_", "DNNL_")
-_asked = False
+_requested = False
 """MindSpore asks for the folder once in a process."""
 
 
 @contextmanager
-def kept(made_from: Any, graphs: int, say: Callable[[str], object]) -> Generator[None, None, None]:
+def compile_cache(
+    made_from: Any, graphs: int, say: Callable[[str], object]
+) -> Generator[None, None, None]:
     """Take the graphs that are compiled inside, always the same ones in this order, from the user's cache, or put them there.
 
     Only the first use in a process does so. What hinders that is said, and hinders nothing else.
@@ -52,9 +54,9 @@ def kept(made_from: Any, graphs: int, say: Callable[[str], object]) -> Generator
         graphs: How many are compiled.
         say: Called with lines for the user.
     """
-    global _asked
-    hindered = "this process has compiled a step before" if _asked else _hindered()
-    _asked = True
+    global _requested
+    hindered = "this process has compiled a step before" if _requested else _hindered()
+    _requested = True
     scratch, file, restored = None, Path(), dict[str, bytes]()
     try:
         if not hindered:
@@ -180,7 +182,7 @@ def _keep(file: Path, scratch: Path, restored: Mapping[str, bytes], graphs: int)
         data = packed.getvalue()
         write_atomic(file, hashlib.sha256(data).hexdigest().encode() + data)
     with suppress(OSError):  # another process was first
-        for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-FILES]:
             old.unlink()
 
 

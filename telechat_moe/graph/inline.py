@@ -19,7 +19,7 @@ class _Closure(NamedTuple):
     """A function and its first arguments."""
 
     function: str
-    given: tuple["_Value", ...] = ()
+    bound: tuple["_Value", ...] = ()
 
 
 # The name of a node, a closure, or a tuple that holds closures.
@@ -138,7 +138,7 @@ class _Inliner:
                     raise BadInputError(
                         f"{node.name}: a Partial of {function!r}, which is no function"
                     )
-                values[node.name] = _Closure(function.function, (*function.given, *arguments))
+                values[node.name] = _Closure(function.function, (*function.bound, *arguments))
                 continue
             elif kind == "MakeTuple" and not all(isinstance(value, str) for value in inputs):
                 values[node.name] = tuple(inputs)
@@ -154,7 +154,7 @@ class _Inliner:
 
     def _call(self, closure: _Closure, inputs: Sequence[_Value]) -> _Value:
         function = self.functions[closure.function]
-        values = (*closure.given, *inputs)
+        values = (*closure.bound, *inputs)
         if len(values) < len(function.input):
             raise BadInputError(
                 f"{function.name} is called with {len(values)} of its {len(function.input)} inputs"

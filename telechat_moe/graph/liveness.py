@@ -74,7 +74,7 @@ class Alive:
     Attributes:
         peak: Bytes of activations.
         tensors: Those of the peak, ``(phase, module, primitive, shape)`` to bytes.
-        kept: The most that the call of a forward pass leaves behind; without calls: what is alive when the first
+        left_behind: The most that the call of a forward pass leaves behind; without calls: what is alive when the first
             recomputed or backward operator runs.
         copies: Bytes of weights gathered or cast, at most.
         host: Bytes of activations in the host's memory, at most.
@@ -83,7 +83,7 @@ class Alive:
 
     peak: int
     tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = field(repr=False)
-    kept: int
+    left_behind: int
     copies: int
     host: int
     moved: dict[tuple[str, str, int, tuple[int, ...]], tuple[int, int]] = field(repr=False)
@@ -97,14 +97,14 @@ def alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> Alive:
         size_of: Bytes of a shape, also of one that depends on the routing.
     """
     walk = _Walk(functions, size_of)
-    walk.run(main, [LiveTensor() for _ in main.given], 0)
+    walk.run(main, [LiveTensor() for _ in main.inputs], 0)
     return walk.found()
 
 
 def most_alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> int:
     """Return the bytes of all results of operators that are alive at once, at most; see :func:`alive`."""
     walk = _Walk(functions, size_of)
-    walk.run(main, [LiveTensor() for _ in main.given], 0)
+    walk.run(main, [LiveTensor() for _ in main.inputs], 0)
     change: Counter[int] = Counter()
     for tensor in walk.tensors:
         change[tensor.born] += tensor.size
@@ -130,7 +130,7 @@ class _Walk:
         """Walk through a function; return its result."""
         values: dict[str, Any] = {
             **self.parameters,
-            **dict(zip(function.given, arguments, strict=True)),
+            **dict(zip(function.inputs, arguments, strict=True)),
         }
         for node in function.nodes.values():
             values[node.name] = self._value(function, node, values, call)
@@ -204,7 +204,7 @@ class _Walk:
         callee = self.functions[target.name]
         arguments = [*target.values, *(self._read(name, values) for name in node.inputs)]
         # An input that only orders effects is the last and may be left out.
-        arguments = (arguments + [None] * len(callee.given))[: len(callee.given)]
+        arguments = (arguments + [None] * len(callee.inputs))[: len(callee.inputs)]
         result = self.run(callee, arguments, number)
         if callee.part == "forward":
             self.ends[number] = len(self.phases)
@@ -245,7 +245,7 @@ class _Walk:
         return Alive(
             peak=peak,
             tensors=dict(at_peak.most_common()),
-            kept=max(left_behind.values(), default=turn or 0),
+            left_behind=max(left_behind.values(), default=turn or 0),
             copies=most_copies,
             host=most_host,
             moved=self.moved,

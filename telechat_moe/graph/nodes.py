@@ -88,7 +88,7 @@ class Graph:
                 node, kind, data_inputs(kind, node.input), output_shapes(node)
             )
         self.result = proto.output[0].name if proto.output else ""
-        self.given = tuple(entry.name for entry in proto.input)
+        self.inputs = tuple(entry.name for entry in proto.input)
         self.shapes: dict[str, list[TypedShape]] = {
             n: node.shapes for n, node in self.nodes.items()
         }

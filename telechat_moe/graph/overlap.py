@@ -46,14 +46,14 @@ class OverlappedExchange(NamedTuple):
         name: Its node.
         pass_: ``F`` or ``B``.
         number: Its place in the pass; recomputed ones are not counted, as the backend does.
-        same: What neither leads to it nor follows from it in its own micro-batch.
+        concurrent: What neither leads to it nor follows from it in its own micro-batch.
         paired: The part of the paired micro-batch that the backend puts beside it.
     """
 
     name: str
     pass_: str
     number: int
-    same: Work
+    concurrent: Work
     paired: Work
 
 
@@ -144,12 +144,16 @@ def _pair(
 ) -> MarkedPair:
     passes = [_Pass(functions[name], kinds, size) for name in names]
     exchanges: list[OverlappedExchange] = []
-    for here, other, letter, ahead in ((0, 1, "F", 0), (1, 0, "B", 1)):
-        one, beside = passes[here], passes[other]
-        for index, name in enumerate(one.exchanges):
+    for own_pass, beside, letter, ahead in (
+        (*passes, "F", 0),
+        (*reversed(passes), "B", 1),
+    ):
+        for index, name in enumerate(own_pass.exchanges):
             part = index + ahead
             paired = beside.parts[part] if times[1] and part < len(beside.parts) else Work()
-            exchanges.append(OverlappedExchange(name, letter, index, one.free_of(name), paired))
+            exchanges.append(
+                OverlappedExchange(name, letter, index, own_pass.free_of(name), paired)
+            )
     return MarkedPair(*times, passes[0].parts, passes[1].parts, exchanges, names)
 
 
@@ -226,7 +230,7 @@ def plain(marked_pairs: Sequence[MarkedPair], described: Mapping[str, Any]) -> l
             "index": x.number,
             **{name: getattr(c, name) for name in names},
             "ranks": list(c.ranks),
-            "same": x.same._asdict(),
+            "same": x.concurrent._asdict(),
             "paired": x.paired._asdict(),
         }
 

@@ -119,7 +119,7 @@ class RankMemory:
         other: Counters and shares.
         copies: Weights gathered from a sharded optimizer, or in the precision of products.
         activations: Most that is alive at once (:mod:`.liveness`).
-        kept: The most that a forward pass leaves for its backward pass.
+        left_behind: The most that a forward pass leaves for its backward pass.
         alive: At the peak: phase, module, primitive and shape to bytes.
         host: Most activations that wait in the host's memory at once.
         moved: What goes there in a step: module, operator, prefetch and shape to how often and how many bytes.
@@ -131,7 +131,7 @@ class RankMemory:
     other: int
     copies: int = 0
     activations: int = 0
-    kept: int = 0
+    left_behind: int = 0
     alive: dict[tuple[str, str, str, tuple[int, ...]], int] = field(default_factory=dict)
     host: int = 0
     moved: dict[tuple[str, str, int, tuple[int, ...]], tuple[int, int]] = field(
@@ -251,7 +251,7 @@ def _memory(parameters: dict[str, Any], living: Alive) -> RankMemory:
         other=sums["other"],
         copies=living.copies,
         activations=living.peak,
-        kept=living.kept,
+        left_behind=living.left_behind,
         alive=living.tensors,
         host=living.host,
         moved=living.moved,

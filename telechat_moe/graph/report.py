@@ -180,7 +180,7 @@ def _memory(reading: Reading, swaps_states: bool) -> dict[str, Any]:
         sizes["optimizer"] = 0
     return {
         **sizes,
-        "kept_by_a_pass": reading.memory.kept,
+        "kept_by_a_pass": reading.memory.left_behind,
         "micro_batches_in_flight": max(in_flight(reading.order), 1),
         "total": sum(sizes.values()),
     }

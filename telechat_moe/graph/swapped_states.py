@@ -153,7 +153,7 @@ class _Rewriter:
         state, shape, extents = self.states[index], [1], dict[str, Sequence[int]]()
         if kind == "SwapBack":
             shape = extents["extents"] = list(state.shape)
-        attributes = {"number": self.first + index, "at": state.at, **extents}
+        attributes = {"number": self.first + index, "at": state.offset, **extents}
         primitive = self.editor.custom(
             kind, self.library, writes=False, several=False, **attributes
         )

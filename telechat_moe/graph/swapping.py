@@ -44,12 +44,12 @@ class State(NamedTuple):
 
     Attributes:
         name: The parameter that it was.
-        at: Where it begins in the pool.
+        offset: Where it begins in the pool.
         shape: This rank's shard, float32.
     """
 
     name: str
-    at: int
+    offset: int
     shape: Sequence[int]
 
     @property
@@ -81,7 +81,7 @@ class PooledTensor:
 
     def __init__(self, state: State, pool: mmap.mmap) -> None:
         count = state.nbytes // np.dtype(np.float32).itemsize
-        values = np.frombuffer(pool, np.float32, count, state.at)
+        values = np.frombuffer(pool, np.float32, count, state.offset)
         self.name, self.shape, self.memory = (
             state.name,
             tuple(state.shape),
@@ -107,20 +107,20 @@ class _Move(NamedTuple):
     Attributes:
         out: Node of the ``MoveTo`` to the host's memory.
         source: What it moves.
-        back: Nodes of those back.
+        returning: Nodes of those back.
         left: Operators before it.
         gone: Operators before the wait for it.
-        asked: Operators before the start of the way back.
-        there: Operators before the wait for it.
+        requested: Operators before the start of the way back.
+        needed: Operators before the wait for it.
     """
 
     out: Any
     source: str
-    back: Any
+    returning: Any
     left: int
     gone: int
-    asked: int
-    there: int
+    requested: int
+    needed: int
 
 
 def swap_on_cpu(model: MindIR) -> Swapped | None:
@@ -135,7 +135,7 @@ def swap_on_cpu(model: MindIR) -> Swapped | None:
         return None
     moves = list(_moves(graph))
     sizes = [size_of(output_shapes(move.out)[0]) or 0 for move in moves]
-    places, pool = in_pool([(size, m.left, m.there) for size, m in zip(sizes, moves, strict=True)])
+    places, pool = in_pool([(size, m.left, m.needed) for size, m in zip(sizes, moves, strict=True)])
     _rewrite(model, graph, moves, places)
     in_turn(model, main)
     return Swapped(len(moves), sum(sizes), pool, peak_of(model))
@@ -262,12 +262,12 @@ def _rewrite(model: MindIR, graph: Graph, moves: Sequence[_Move], places: Sequen
     editor = Editor(model, fresh.node)
     tokens: dict[int, str] = {}  # of what is under way
     ends = {m.out.name: (i, m) for i, m in enumerate(moves)}
-    ends |= {m.back.name: (i, m) for i, m in enumerate(moves)}
+    ends |= {m.returning.name: (i, m) for i, m in enumerate(moves)}
     between: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for number, move in enumerate(moves):
         between[move.gone].append(("SwapOutWait", number))
     for number, move in enumerate(moves):
-        between[move.asked].append(("SwapBack", number))
+        between[move.requested].append(("SwapBack", number))
 
     def add(kind: str, number: int, inputs: Sequence[str]) -> None:
         node, extents = moves[number].out, dict[str, Sequence[int]]()

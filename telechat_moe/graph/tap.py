@@ -81,13 +81,13 @@ class _Named(NamedTuple):
     value: Any
 
 
-Wanted = Callable[[TappedOperator], bool]
+Selection = Callable[[TappedOperator], bool]
 
 
 def tapped(
     mindir: bytes,
     library: str,
-    selects: Wanted = lambda node: True,
+    selects: Selection = lambda node: True,
     states: bool = True,
     planned: bytes | None = None,
 ) -> tuple[bytes, TapPlan]:
@@ -135,8 +135,8 @@ def _numbers(model: MindIR) -> dict[str, int]:
 
 
 class _Tapper:
-    def __init__(self, model: MindIR, library: str, selects: Wanted, states: bool) -> None:
-        self.model, self.library, self.wanted, self.states = model, library, selects, states
+    def __init__(self, model: MindIR, library: str, selects: Selection, states: bool) -> None:
+        self.model, self.library, self.selects, self.states = model, library, selects, states
         self.plan = TapPlan()
         self.variables: dict[str, _Variable] = {}
         self.waiting: dict[str, list[_Named] | None] = {}
@@ -307,8 +307,8 @@ class _Tapper:
         )  # fmt: skip
         self.counts[place] += 1
         weights = weights_of(shown)
-        chosen = [i for i in range(weights) if self.wanted(update_of(shown, [i]))]
-        selected = bool(chosen) if weights else self.wanted(shown)
+        chosen = [i for i in range(weights) if self.selects(update_of(shown, [i]))]
+        selected = bool(chosen) if weights else self.selects(shown)
         left_out = {i for i in range(4 * weights) if i % weights not in chosen}
         if selected:
             skipped = {*left_out, *(() if self.states else states_of(kind, writes))}
@@ -442,7 +442,7 @@ class Tapped:
     """A net with taps in its graph; it is called like the net and shares its weights."""
 
     net: Any  # a cell whose mode (training or not) is set
-    wanted: Wanted = lambda node: True  # selects the operators to tap
+    selects: Selection = lambda node: True  # selects the operators to tap
     states: bool = True  # see `tapped`
     cell: Any = None
     plan: TapPlan = field(default_factory=TapPlan)
@@ -452,7 +452,7 @@ class Tapped:
         native.load()
         phase, _ = executor.compile(self.net, *inputs, phase="export.mindir")
         mindir = executor._get_func_graph_proto(self.net, phase, "mind_ir")
-        content, self.plan = tapped(mindir, str(native.path()), self.wanted, self.states)
+        content, self.plan = tapped(mindir, str(native.path()), self.selects, self.states)
         self.cell = nn.GraphCell(load(content))
         parameters = {p.name: p for p in self.net.get_parameters()}
         named = [(p, p.name.split(":")[-1]) for p in self.cell.get_parameters()]

@@ -80,8 +80,8 @@ class Block(nn.Cell):
         o = self.attention(self.input_norm(x_TH), cos_BS1r, sin_BS1r, mask)
         normed, h = self.add_attention(x_TH, self.to_residual(o, x_TH.dtype))
         if self.is_moe:
-            y, own = self.moe(normed, cos_BS1r.shape[0])
-            aux = self.add_aux(aux, own)
+            y, layer_aux = self.moe(normed, cos_BS1r.shape[0])
+            aux = self.add_aux(aux, layer_aux)
         else:
             y = self.ffn(normed)
         return self.add_ffn(h, self.to_residual(y, h.dtype)), aux

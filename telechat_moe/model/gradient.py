@@ -19,12 +19,12 @@ class ForwardBackward(nn.Cell):
         self.model, self.token_weights = model, token_weights
 
         def loss(*batch):
-            found = model(*batch)
-            lm, mtp, aux = found[:3]
+            results = model(*batch)
+            lm, mtp, aux = results[:3]
             if self.token_weights is not None:
                 lm = lm * self.token_weights[:1]
                 mtp = ops.reduce_sum(mtp * self.token_weights[1:-1]).reshape((1,))
-            return lm + mtp + aux, ops.concat((lm, mtp, aux, *found[3:]))
+            return lm + mtp + aux, ops.concat((lm, mtp, aux, *results[3:]))
 
         self.gradient = ms.value_and_grad(loss, None, params, has_aux=True)
 

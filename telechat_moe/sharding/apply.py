@@ -175,11 +175,11 @@ def _stages(p: ModelPlacement, model: CausalLM, stages: Stages, stubs: bool) -> 
     back: twice the bytes in the 105B recipe (8 micro-batches: 21 against 42 MB each way), and MindSpore 2.9.0 refuses
     it with a sharded optimizer here.
     """
-    here, layers, last = p.mesh.stage(p.rank), stages.layers, stages.head
+    own_stage, layers, last = p.mesh.stage(p.rank), stages.layers, stages.head
     p.v_shape = stages.v_shape
 
-    def away(at: StageChunk) -> bool:
-        return stubs and at.stage != here
+    def away(chunk: StageChunk) -> bool:
+        return stubs and chunk.stage != own_stage
 
     if model.mtp_depth and p.mesh.pp == 2 and away(last) and last not in layers:
         # MindSpore 2.9.0 cannot add up the gradients of a stage that passes MTP's embeddings and the last
@@ -188,10 +188,10 @@ def _stages(p: ModelPlacement, model: CausalLM, stages: Stages, stubs: bool) -> 
     p.assign_stage(model.embedding, StageChunk(0, 0))
     if away(StageChunk(0, 0)):
         model.embedding = p.stub(model.embedding, StageChunk(0, 0))
-    for i, at in enumerate(layers):
-        p.assign_stage(model.layers[i], at)
-        if away(at):
-            model.layers[i] = p.stub(model.layers[i], at)
+    for i, chunk in enumerate(layers):
+        p.assign_stage(model.layers[i], chunk)
+        if away(chunk):
+            model.layers[i] = p.stub(model.layers[i], chunk)
     names = ["norm", "loss"] if model.tied else ["norm", "loss", "head"]
     names += ["mtp_loss"] if model.mtp_depth else []
     names += ["by_source"] if model.by_source is not None else []
@@ -223,9 +223,9 @@ def _mtp_stages(
 def _losses(p: ModelPlacement, model: CausalLM, vocabulary: Group) -> None:
     names = ["loss", "mtp_loss"] if model.mtp_depth else ["loss"]
     for name in names:
-        whole = getattr(model, name)
-        loss = ParallelCrossEntropy(vocabulary, whole.sums)
-        loss.by_token, loss.marked = whole.by_token, whole.marked
+        unsplit = getattr(model, name)
+        loss = ParallelCrossEntropy(vocabulary, unsplit.sums)
+        loss.by_token, loss.marked = unsplit.by_token, unsplit.marked
         p.cell(loss, "ParallelCrossEntropy")
         p.morphed(loss.token_loss.run, "TokenCrossEntropy")
         setattr(model, name, loss)
@@ -315,14 +315,14 @@ def _first_query(p: ModelPlacement, length: int) -> int:
 
 def _earlier_parts(p: ModelPlacement, attention: MultiLatentAttention, options: Options) -> None:
     length, dtype = attention.config.seq_length, attention.kv_down.carried
-    kept = [
+    caches = [
         KeptRows(options.sequences, p.mesh.dp, length, width, options.parts, dtype)
         for width in (attention.kv_rank, attention.rotary)
     ]
-    for rows in kept:
+    for rows in caches:
         p.cell(rows, "KeptRows")
         p.morphed(rows.run, "KeptRows")
-    attention.earlier = EarlierParts(*kept)
+    attention.earlier = EarlierParts(*caches)
     owner = attention.kv_up.weight.name.removesuffix("kv_up.weight")
     for parameter in attention.earlier.get_parameters():  # named as if the cell had no owner
         parameter.name = owner + parameter.name

@@ -84,13 +84,13 @@ class Mesh:
 
     def axes(self, *degrees: str) -> tuple[str, ...]:
         """Return the axes of degrees ``dp``, ``cp``, ``tp``; of ``ep``: the inner ones."""
-        found: list[str] = []
+        names: list[str] = []
         for degree in degrees:
             if degree == "ep":
-                found += ["dp_inner"] + ([] if self.expert_tp else ["cp_inner", "tp_inner"])
+                names += ["dp_inner"] + ([] if self.expert_tp else ["cp_inner", "tp_inner"])
             else:
-                found += [f"{degree}_outer", f"{degree}_inner"]
-        return tuple(axis for axis in AXES if axis in found)
+                names += [f"{degree}_outer", f"{degree}_inner"]
+        return tuple(axis for axis in AXES if axis in names)
 
     def size(self, axes: Iterable[str]) -> int:
         """Return the number of devices along ``axes``."""
@@ -98,10 +98,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a rank within its stage, along each axis."""
-        rest = rank % self.stage_devices
+        index = rank % self.stage_devices
         place: dict[str, int] = {}
         for axis in reversed(AXES):
-            rest, place[axis] = divmod(rest, self.sizes[axis])
+            index, place[axis] = divmod(index, self.sizes[axis])
         return place
 
     def index(self, rank: int, axes: Iterable[str]) -> int:
@@ -145,24 +145,24 @@ class Mesh:
 
     def group_name(self, ranks: Sequence[int], rank: int) -> str:
         """Return the axes that a group of ``rank`` spans, e.g. ``dp``, ``dp x tp = ep``, ``all``."""
-        wanted = sorted(ranks)
-        if len({self.stage(r) for r in wanted}) > 1:
-            return "all" if len(wanted) == self.devices else "pp"
+        members = sorted(ranks)
+        if len({self.stage(r) for r in members}) > 1:
+            return "all" if len(members) == self.devices else "pp"
         degrees = [d for d in ("dp", "cp", "tp") if getattr(self, d) > 1]
         subsets = chain.from_iterable(combinations(degrees, n + 1) for n in range(len(degrees)))
-        matching = (s for s in subsets if self.group(rank, self.axes(*s)) == wanted)
+        matching = (s for s in subsets if self.group(rank, self.axes(*s)) == members)
         names = [" x ".join(subset) for subset in islice(matching, 1)]
         if self.node:
             hops = self.node_groups(rank).items()
-            names += [f"ep {hop} nodes" for hop, group in hops if group == wanted]
+            names += [f"ep {hop} nodes" for hop, group in hops if group == members]
         if self.ep > 1:
             inner = self.axes("ep")
             outer = [a for a in self.axes("dp", "cp", "tp") if a not in inner]
-            if self.group(rank, inner) == wanted:
+            if self.group(rank, inner) == members:
                 names.append("ep")
-            elif not names and self.group(rank, outer) == wanted:
+            elif not names and self.group(rank, outer) == members:
                 names.append("dp x cp x tp / ep" if not self.expert_tp else "dp / ep")
-        return " = ".join(names) or ",".join(map(str, wanted))
+        return " = ".join(names) or ",".join(map(str, members))
 
     def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]:
         """Return the group of rank ``new`` that corresponds to a group of rank ``old`` of the same stage.
@@ -174,12 +174,14 @@ class Mesh:
             for hop, group in self.node_groups(old).items():
                 if sorted(ranks) == group:
                     return self.node_groups(new)[hop]
-        here, there = self.coordinates(old), self.coordinates(new)
+        origin, target = self.coordinates(old), self.coordinates(new)
         moved: list[int] = []
         for rank in ranks:
-            position, at = 0, self.coordinates(rank)
+            position, coordinates = 0, self.coordinates(rank)
             for axis, size in self.sizes.items():
-                position = position * size + (at[axis] + there[axis] - here[axis]) % size
+                position = (
+                    position * size + (coordinates[axis] + target[axis] - origin[axis]) % size
+                )
             moved.append(self.stage(rank) * self.stage_devices + position)
         return sorted(moved)
 

@@ -147,15 +147,15 @@ class ModelPlacement:
         """Return whether the parameter lives on this rank's pipeline stage."""
         return self._stages.get(id(parameter), 0) == self.mesh.stage(self.rank)
 
-    def assign_stage(self, cell: nn.Cell, at: StageChunk) -> None:
+    def assign_stage(self, cell: nn.Cell, chunk: StageChunk) -> None:
         """Assign a cell to a pipeline stage; the chunk follows from the order of the cells, but in a V."""
-        cell.pipeline_stage = at.stage
+        cell.pipeline_stage = chunk.stage
         if self.v_shape:
-            cell.pipeline_segment = at.chunk
+            cell.pipeline_segment = chunk.chunk
         for parameter in cell.get_parameters():
-            self._stages.setdefault(id(parameter), at.stage)
+            self._stages.setdefault(id(parameter), chunk.stage)
 
-    def stub(self, cell: nn.Cell, at: StageChunk) -> nn.Cell:
+    def stub(self, cell: nn.Cell, chunk: StageChunk) -> nn.Cell:
         """Return a placed shape-only stub of a cell of another stage."""
         if isinstance(cell, Embedding):
             other, row = EmbeddingStub(cell.weight.shape[1], cell.dtype), "EmbeddingStub"
@@ -171,7 +171,7 @@ class ModelPlacement:
             other = HiddenStub(getattr(cell, "out_dtype", None))
             row = "HiddenStub"
         self.morphed(other.run, row)
-        self.assign_stage(other, at)
+        self.assign_stage(other, chunk)
         return other
 
     def shards(self, parameter: Parameter, shard_threshold: int | None = None) -> int:
@@ -208,8 +208,8 @@ class ModelPlacement:
         self, cell: nn.Cell, row: str, infer_shape: Any = None, infer_dtype: Any = None
     ) -> Morphed:
         """Return a cell that runs ``cell`` on slices."""
-        given = {"infer_shape": infer_shape, "infer_dtype": infer_dtype}
-        morphed = Morphed(cell.construct, **{k: v for k, v in given.items() if v is not None})
+        options = {"infer_shape": infer_shape, "infer_dtype": infer_dtype}
+        morphed = Morphed(cell.construct, **{k: v for k, v in options.items() if v is not None})
         self.morphed(morphed, row)
         return morphed
 
@@ -242,12 +242,12 @@ def refuse_cut_axis(primitive: ops.Primitive, rule: LayoutRule, mesh: Mesh) -> N
     """
     name = primitive.name
     if name not in COMPUTED_AXIS:
-        known = ", ".join(COMPUTED_AXIS)
+        allowed = ", ".join(COMPUTED_AXIS)
         raise BadInputError(
-            f"{name} was given its own output layout, which MindSpore does not check; known to be right: {known}"
+            f"{name} was given its own output layout, which MindSpore does not check; known to be right: {allowed}"
         )
-    given = COMPUTED_AXIS[name]
-    axis: int | tuple[int, ...] = primitive.axis if given is None else given
+    computed = COMPUTED_AXIS[name]
+    axis: int | tuple[int, ...] = primitive.axis if computed is None else computed
     axes = axis if isinstance(axis, tuple) else (axis,)
     for layout in rule.inputs:
         cut = dimensions(layout, mesh)
@@ -279,11 +279,11 @@ def unplaced(model: nn.Cell, placement: ModelPlacement) -> list[str]:
     collectives appear where none are needed. Reshape carries its producer's layout and needs none.
     """
     names = {id(cell): name for name, cell in model.cells_and_names()}
-    found: dict[int, str] = {}
+    missing: dict[int, str] = {}
     for cell, attribute, primitive in primitives(model):
         needs_none = attribute in UNPLACED.get(type(cell).__name__, ())
         if id(primitive) in placement.placed or primitive.name == "Reshape" or needs_none:
             continue
-        where = f"{names[id(cell)]}.{attribute}".lstrip(".")
-        found[id(primitive)] = f"{where} ({primitive.name})"
-    return sorted(found.values())
+        path = f"{names[id(cell)]}.{attribute}".lstrip(".")
+        missing[id(primitive)] = f"{path} ({primitive.name})"
+    return sorted(missing.values())

@@ -58,21 +58,21 @@ MODULES: dict[str, Callable[[Block], Iterator[object]]] = {
 
 def primitives_of(part: object) -> list[ops.Primitive]:
     """Return a primitive, or those of a cell and of the cells below it, the bodies of :class:`Morphed` included."""
-    found: dict[int, ops.Primitive] = {}
-    left, seen = [part], set[int]()
+    primitives_by_id: dict[int, ops.Primitive] = {}
+    left, visited = [part], set[int]()
     while left:
-        here = left.pop()
-        if id(here) in seen:  # the body of a Morphed may be a method of the cell above it
+        current = left.pop()
+        if id(current) in visited:  # the body of a Morphed may be a method of the cell above it
             continue
-        seen.add(id(here))
-        if isinstance(here, ops.Primitive):
-            found[id(here)] = here
-        elif isinstance(here, Morphed):
-            left.append(getattr(here.body, "__self__", None))
-        elif isinstance(here, nn.Cell):
-            left += [below for _, below in here.cells_and_names()]
-            left += [primitive for _, _, primitive in primitives(here)]
-    return list(found.values())
+        visited.add(id(current))
+        if isinstance(current, ops.Primitive):
+            primitives_by_id[id(current)] = current
+        elif isinstance(current, Morphed):
+            left.append(getattr(current.body, "__self__", None))
+        elif isinstance(current, nn.Cell):
+            left += [below for _, below in current.cells_and_names()]
+            left += [primitive for _, _, primitive in primitives(current)]
+    return list(primitives_by_id.values())
 
 
 def _recompute_cell(cell: nn.Cell, communication: bool) -> None:
@@ -87,8 +87,8 @@ def _recompute_cell(cell: nn.Cell, communication: bool) -> None:
         if not isinstance(owner, nn.Cell):
             continue
         for _, _, primitive in primitives(owner):
-            again = communication or primitive.name not in COLLECTIVES
-            if again and "recompute" not in primitive.attrs:  # counters are marked already
+            recomputed = communication or primitive.name not in COLLECTIVES
+            if recomputed and "recompute" not in primitive.attrs:  # counters are marked already
                 primitive.add_prim_attr("recompute", True)
 
 
@@ -107,7 +107,7 @@ def recompute(
     blocks = [(layer, i in layers) for i, layer in enumerate(model.layers)]
     if model.mtp_depth:
         blocks += [(layer, mtp) for layer in model.mtp]
-    for cell, whole in blocks:
+    for cell, recomputed in blocks:
         if not isinstance(cell, Block | MTPLayer):
             continue
         block = cell if isinstance(cell, Block) else cell.block
@@ -118,7 +118,7 @@ def recompute(
                 counters += router.losses.kept()
             for primitive in counters:
                 primitive.recompute(False)
-        if whole:
+        if recomputed:
             _recompute_cell(cell, communication)
             continue
         if "moe" in modules and block.is_moe:

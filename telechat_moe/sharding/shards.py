@@ -26,8 +26,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 def weight_of(name: str) -> str:
     """Return the weight that a moment or average belongs to; of a weight, itself."""
-    prefix, _, rest = name.partition(".")
-    return rest if prefix in (*MOMENTS, EMA) else name
+    prefix, _, weight = name.partition(".")
+    return weight if prefix in (*MOMENTS, EMA) else name
 
 
 def group_of(name: str) -> str:
@@ -88,8 +88,8 @@ class WeightShards:
     def axes(self, name: str) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes that split each dimension of a weight."""
         weight = self.weights[name]
-        whole = not weight.cell or (self.mesh.sp and ".shared." in name)  # see sharding.place
-        if whole:
+        unsplit = not weight.cell or (self.mesh.sp and ".shared." in name)  # see sharding.place
+        if unsplit:
             return tuple(() for _ in weight.shape)
         return dimensions(WEIGHTS[weight.cell][name.rsplit(".", 1)[-1]], self.mesh)
 
@@ -111,19 +111,19 @@ class WeightShards:
         if self.stage(name) != self.mesh.stage(rank):
             return None
         shape, axes = self.shapes[name], self.axes(name)
-        found: list[tuple[int, int]] = []
+        bounds: list[tuple[int, int]] = []
         for length, cut in zip(shape, axes, strict=True):
             rows = length // self.mesh.size(cut)
             start = self.mesh.index(rank, cut) * rows
-            found.append((start, start + rows))
+            bounds.append((start, start + rows))
         used = {axis for cut in axes for axis in cut}
         copies = self.mesh.group(rank, [a for a in self.mesh.sizes if a not in used])
         parts = self.sharers or len(copies)
-        if len(copies) % parts == 0 and self._split(name, found, itemsize, parts):
-            rows = (found[0][1] - found[0][0]) // parts
-            start = found[0][0] + copies.index(rank) % parts * rows
-            found[0] = (start, start + rows)
-        return tuple(found)
+        if len(copies) % parts == 0 and self._split(name, bounds, itemsize, parts):
+            rows = (bounds[0][1] - bounds[0][0]) // parts
+            start = bounds[0][0] + copies.index(rank) % parts * rows
+            bounds[0] = (start, start + rows)
+        return tuple(bounds)
 
     def _split(self, name: str, shard: Sequence[tuple[int, int]], itemsize: int, by: int) -> bool:
         """Return whether the copies of a weight split it among them."""

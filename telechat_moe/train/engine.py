@@ -192,7 +192,7 @@ class OneProcess(Engine):
         tensors = [(x.name, x.shape, str(x.dtype)) for x in parameters]
         inputs = [(x.shape, str(x.dtype)) for x in batches[-1]]
         made_from = [values, self.operators, tensors, inputs]
-        return cache.kept(made_from, 1 + (len(batches) > 1), self.say)
+        return cache.compile_cache(made_from, 1 + (len(batches) > 1), self.say)
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`Engine.parameters`."""

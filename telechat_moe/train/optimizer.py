@@ -182,7 +182,7 @@ class _SwappedGroup(nn.Cell):
             state = whole.states[number]
             for name, made in copies.items():
                 shape = {"extents": list(state.shape)} if name == "SwapBack" else {}
-                given = {"number": number, "at": state.at, **shape}
+                given = {"number": number, "at": state.offset, **shape}
                 made.append(custom_op(name, lambda x, *_: x, **given))
         self.back, self.back_wait, self.out, self.out_wait = map(tuple, copies.values())
 

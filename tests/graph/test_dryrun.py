@@ -199,7 +199,7 @@ def test_recomputed_nodes_are_told_apart():
         "optimizer": 0,
     }
     assert found.recomputed == {"MatMul": 1}
-    assert found.memory.kept == 16  # f only: r is made again
+    assert found.memory.left_behind == 16  # f only: r is made again
     assert found.memory.activations == 3 * 16  # f, r and g
 
 
@@ -249,7 +249,7 @@ def test_a_network_that_micro_batches_share():
     assert [str(e) for e in found.order] == ["F0", "F1", "B0", "B1"]
     # The product once, although two views of it are kept; no weights.
     product, gathered, batch = 4 * 4 * 8, 4 * 8 * 8, 4 * 2 * 2
-    assert found.memory.kept == product
+    assert found.memory.left_behind == product
     assert found.memory.copies == 4 * 4 * 4  # w16; w is a parameter
     # Both products and inputs and the second gather: before B0 frees the first product, its own gather needs as much.
     assert found.memory.activations == 2 * (product + batch) + gathered

@@ -181,7 +181,7 @@ def test_a_folder_that_can_only_be_read(home, disk):
 
 def test_only_the_command_keeps_graphs():
     said = list[str]()
-    with cache.kept([], 1, said.append):
+    with cache.compile_cache([], 1, said.append):
         pass
     assert "is not the command telechat-moe" in said[0]
 

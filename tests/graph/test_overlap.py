@@ -110,7 +110,7 @@ def test_what_runs_beside_an_exchange(compiled: tuple[Graph, dict[str, Graph]]) 
             behind = reached(graph, x.name, skip=True)
             ops = [n for n in graph.nodes.values() if computes(n) and n.name not in behind]
             free = [n for n in ops if x.name not in reached(graph, n.name, skip=True)]
-            assert x.same.operators == len(free)
+            assert x.concurrent.operators == len(free)
             other = (pair.backward, pair.forward)[x.pass_ == "B"]
             part = x.number + (x.pass_ == "B")
             assert x.paired == (other[part] if part < len(other) else (0, 0.0, 0.0))

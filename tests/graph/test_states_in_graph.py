@@ -70,7 +70,7 @@ def test_moments_come_ahead_of_their_update_and_leave_behind_it() -> None:
     model = graph_of()
     swapped = swap_states(model, Swapped(3, 30, 640, 0))
     assert swapped is not None
-    at = [state.at for state in swapped.states]
+    at = [state.offset for state in swapped.states]
     assert at == list(range(640, 640 + 2 * WEIGHTS * 4 * SIZE, 4 * SIZE))
     assert (swapped.tensors, swapped.pool) == (3, 640 + 2 * WEIGHTS * 4 * SIZE)
     assert [s.name for s in swapped.states[:3]] == ["adam_m.w0", "adam_v.w0", "adam_m.w1"]
@@ -102,5 +102,5 @@ def test_moments_come_ahead_of_their_update_and_leave_behind_it() -> None:
 def test_places_do_not_overlap() -> None:
     swapped = swap_states(graph_of(), None)
     assert swapped is not None
-    assert np.diff([state.at for state in swapped.states]).min() >= 4 * SIZE
-    assert all(state.at % ALIGNMENT == 0 for state in swapped.states)
+    assert np.diff([state.offset for state in swapped.states]).min() >= 4 * SIZE
+    assert all(state.offset % ALIGNMENT == 0 for state in swapped.states)

@@ -1,4 +1,4 @@
-"""A step of two lines under `cache.kept`, as a process of its own: `tiny_step.py FACTOR WEIGHT [die]`.
+"""A step of two lines under `cache.compile_cache`, as a process of its own: `tiny_step.py FACTOR WEIGHT [die]`.
 
 FACTOR is a constant of the graph, WEIGHT what its parameter begins with. Prints what is said, then the second result.
 """
@@ -43,6 +43,6 @@ if __name__ == "__main__":
     if rest == ["die"]:
         files.sync_file = die
     step, x = Step(float(factor), float(weight)), Tensor(np.ones(1000, np.float32))
-    with cache.kept(factor, 1, print):
+    with cache.compile_cache(factor, 1, print):
         step(x)
     sys.stdout.write(f"{float(step(x).asnumpy())}\n")

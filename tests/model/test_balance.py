@@ -82,7 +82,7 @@ def check(found, expected) -> None:
 )
 def test_loss_and_gradient(kind, groups, brute, backend):
     score, chosen = drawn(1)
-    with using(each={"routing": backend}):
+    with using(operators={"routing": backend}):
         cell = BalanceLoss(config(kind))
     assert (cell.fused is not None) == (backend == "fused")
     cell.groups = groups

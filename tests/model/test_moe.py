@@ -281,7 +281,7 @@ def test_ascend_primitives_are_built_where_no_pair_is_dropped():
 
 def test_dispatch_and_experts_have_one_backend():
     with (
-        using(each={"permute": "plain"}),
+        using(operators={"permute": "plain"}),
         pytest.raises(BadInputError, match="one backend for both"),
     ):
         MoE(tiny_config())

@@ -77,7 +77,7 @@ def test_a_misaligned_tensor_gets_the_same_update():
 def run_cell(backend, steps, shapes=SHAPES, max_norm=1.0):
     """Train on given gradients; returns the parameters after each step, and the cell."""
     params = [Parameter(Tensor(w), name=f"w{i}") for i, w in enumerate(tensors(0, shapes))]
-    with using(each={"adamw": backend}):
+    with using(operators={"adamw": backend}):
         cell = AdamW(params, BETAS, 1e-8, 0.1, no_decay=["w1$", "w4$"])
         norm = GlobalNorm(len(params))
     history = []
@@ -130,7 +130,7 @@ def test_the_states_are_named_alike_on_both_backends():
     names = []
     for backend in ("fused", "plain"):
         params = [Parameter(Tensor(w), name=f"layer.w{i}") for i, w in enumerate(tensors(0))]
-        with using(each={"adamw": backend}):
+        with using(operators={"adamw": backend}):
             cell = AdamW(params, BETAS, 1e-8, 0.1)
         names.append([p.name for p in (*cell.moment1, *cell.moment2)])
     assert names[0] == names[1]
@@ -141,7 +141,7 @@ def test_the_states_are_named_alike_on_both_backends():
 def test_norm_of_large_gradients(backend):
     arrays = tensors(5, [(3_000_000,), (1,), (1000, 33)])
     arrays[0] += 3
-    with using(each={"adamw": backend}):
+    with using(operators={"adamw": backend}):
         norm, squares = GlobalNorm(3)(tuple(Tensor(a) for a in arrays))
     expected = [np.square(a.astype(np.float64)).sum() for a in arrays]
     assert norm.shape == ()

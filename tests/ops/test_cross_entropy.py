@@ -125,7 +125,7 @@ def test_accuracy_gate():
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_in_a_graph(backend):
     logits, label, mask = inputs(3, 21, 37, 4.0)
-    with using(each={"cross_entropy": backend}):
+    with using(operators={"cross_entropy": backend}):
         cell = CrossEntropy()
     loss, (gradient,) = Gradient(cell).run(np.ones(1, np.float32), logits, label, mask)
     assert loss.shape == (1,)

@@ -77,7 +77,7 @@ def test_the_number_of_threads_changes_no_bit(bf16, width):
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_linear_and_its_gradients_in_a_graph(backend):
-    with using(each={"matmul": backend}):
+    with using(operators={"matmul": backend}):
         cell = Linear(24, 40, 0.02, ms.float32)
     x, w, dy = normal(0, 33, 24), normal(1, 40, 24), normal(2, 33, 40)
     cell.weight.set_data(Tensor(w))

@@ -12,7 +12,7 @@ from telechat_moe.recipe.schema.own import Operators
 
 def test_recipe_names_every_operator():
     fields = {f.name for f in dataclasses.fields(Operators)} - {"default", "fuse_plain", "host"}
-    assert fields == set(select.OPERATORS) - {"softmax"}  # no training step uses one alone
+    assert fields == set(select.OPERATORS)
 
 
 def test_every_operator_can_be_plain():
@@ -32,7 +32,7 @@ def test_ascend_takes_its_own_primitive():
 
 
 def test_one_operator_by_name():
-    with select.using(each={"rope": "plain"}):
+    with select.using(operators={"rope": "plain"}):
         assert select.backend("rope") == "plain"
         assert select.backend("rms_norm") == "fused"
         assert "rope plain (asked for)" in select.summary()
@@ -43,8 +43,8 @@ def test_one_operator_by_name():
     ("arguments", "says"),
     [
         ({"default": "fast"}, "no backend 'fast'"),
-        ({"each": {"rms_nrm": "plain"}}, "no operator 'rms_nrm'"),
-        ({"each": {"rope": "quick"}}, "no backend 'quick'"),
+        ({"operators": {"rms_nrm": "plain"}}, "no operator 'rms_nrm'"),
+        ({"operators": {"rope": "quick"}}, "no backend 'quick'"),
     ],
 )
 def test_unknown_names_are_refused(arguments, says):
@@ -54,7 +54,7 @@ def test_unknown_names_are_refused(arguments, says):
 
 def test_a_face_that_is_not_there_is_refused():
     with (
-        select.using(each={"routing": "ascend"}),
+        select.using(operators={"routing": "ascend"}),
         pytest.raises(BadInputError, match="routing has no backend 'ascend', only fused, plain"),
     ):
         select.backend("routing")

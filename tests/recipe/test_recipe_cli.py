@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,18 @@ def test_help_ends_with_example_and_exit_codes(words: tuple[str, ...], capsys: C
     assert "; 2 " in codes
     assert "; 3 " in codes
     assert ("--json FILE" in text) == ("VERB ..." not in text)
+
+
+@pytest.mark.parametrize("words", list(verbs()), ids=" ".join)
+def test_a_help_text_is_short_and_has_at_most_two_examples(words: tuple[str, ...]) -> None:
+    """Details belong into docs; tables, such as the columns of a file, do not count."""
+    verb = COMMAND
+    for word in words:
+        (verb,) = [inner for inner in verb.subverbs if inner.name == word]
+    notes = verb.notes if isinstance(verb.notes, str) else verb.notes()
+    prose = [text for text in notes.split("\n\n") if "\n " not in text]
+    assert sum(len(textwrap.wrap(text, 110)) for text in prose) <= 10
+    assert len(verb.examples.replace("\\\n", "").strip().splitlines()) <= 2
 
 
 def test_ls_lists_every_file(capsys: Capture) -> None:

@@ -167,9 +167,9 @@ def scaled(text: str) -> str:
     A step that the shipped recipe does not save has none: that is a mistake of the page.
     """
 
-    def step(found: re.Match[str]) -> str:
-        steps, left = divmod(int(found[1]), SHORTER)
-        assert not left, f"{found[0]}: the recipe saves no such step"
+    def step(match: re.Match[str]) -> str:
+        steps, left = divmod(int(match[1]), SHORTER)
+        assert not left, f"{match[0]}: the recipe saves no such step"
         return f"step-{steps:08d}"
 
     text = text.replace("--steps 0-99", f"--steps 0-{1000 // SHORTER - 1}")
@@ -178,15 +178,15 @@ def scaled(text: str) -> str:
 
 def run(command: Command, folder: Path, recipes: Path) -> subprocess.CompletedProcess[str]:
     """Run a command as a reader would, in a shell of its own."""
-    here = Path(__file__).parent
+    support = Path(__file__).parent
     text = scaled(command.text)
-    for line, more in QUICK.items():
+    for line, options in QUICK.items():
         if text.startswith(line):
-            text = text.partition("  #")[0] + more
+            text = text.partition("  #")[0] + options
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(here / "short_recipes"),
+        "PYTHONPATH": str(support / "short_recipes"),
         "TELECHAT_MOE_RECIPES": str(recipes),
     }
     return subprocess.run(

@@ -78,16 +78,16 @@ def _causes(diagnosis: Diagnosis) -> Html:
         for c in diagnosis.causes
     ]
     titles = ["who", "what", "steps", "later by ", "of a step ", "of the run ", "what to do"]
-    return table(titles, rows, most=50, kinds={0: "lit"})
+    return table(titles, rows, limit=50, kinds={0: "lit"})
 
 
 def _bounds(bounds: list[StageBound]) -> Html:
     names = list(BOUNDS.values())
     rows = [
-        [b.stage, b.bound, *(bar(b.shares[n], said=f"{b.shares[n]:.1%}") for n in names)]
+        [b.stage, b.bound, *(bar(b.shares[n], text=f"{b.shares[n]:.1%}") for n in names)]
         for b in bounds
     ]
-    return table(["stage ", "bound by", *names], rows, most=64)
+    return table(["stage ", "bound by", *names], rows, limit=64)
 
 
 def _pooled(x: Floats, columns: int, rows: int) -> Floats:

@@ -19,55 +19,18 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 NOTES = """\
-Of one dump alone every operator is recomputed from its own inputs, and every collective from what its ranks sent; what
-only a second run can tell (wrong weights, other settings, a tensor changed on its way) is not.
+Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings, and must be within a bound derived from types and
+lengths; inputs must be what the calls before made. A call that cannot be recomputed is judged by the other run. Where the runs have different
+layouts or frameworks, weights, gradients and states are compared as whole tensors (--map reads an edited map). One dump alone is judged by itself.
 
-Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings; integers must be equal,
-numbers within a bound derived from types and lengths. Inputs must be what the calls before made, gradients the sum of
-what all uses sent, collectives what the ranks of the group gave. Differences that a call inherits from its inputs do
-not count.
+A pass needs 95 % of the calls and of the bytes of each phase judged; with less the verdict is inconclusive, and what to dump is listed.
 
-A call that cannot be recomputed (no formula, weights or values not in the dump) is judged by the other run: its inputs
-equal within what their noise allows, row by row, its outputs not. Statistics show faults this way, never that there is
-none.
-
-A pass needs 95 % of the calls and of the bytes of each phase (forward, backward, optimizer) judged; with less the
-verdict is inconclusive, unless something is wrong. What to dump to have the rest judged is listed.
-
-Where the runs have different layouts or come from different frameworks, their calls are not the same. Then each call
-of TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must
-have is made whole from all ranks and compared, in the order of TARGET's data flow: gradients, weights and states by
-the name of their weight, or across frameworks what `align map` finds (--map reads an edited map). Of the first tensor
-that differs, the calls of both runs that made it are compared: which run's is wrong, or which settings differ.
-
---standard judges every tensor (of runs whose calls differ: what both must have) by a published standard instead:
-
-  ascend-l0 -l1 -l2  MARE, MERE and RMSE over those of a third run (--benchmark): 10, 2, 2; 5, 1.5, 1.5; 2, 1.2, 1.2
-  ecosystem          MERE < T, MARE < 10 T: float16 2^-10, bfloat16 2^-7, float32 2^-13
-  mixed              99 % within rtol and atol, largest error at most max(floor, 32 ULP); -0924: as revised then
-  mindformers        cosine > 0.999, L1 ratio - 1 < 0.01, KL divergence < 0.005
-  msprobe            cosine > 0.99, then largest error < 0.001 or shares of 1 %, 0.1 %, 0.01 %
-  torch              torch.testing.assert_close (torch:equal_nan)
-  close              |target - reference| <= atol + rtol |reference| (close:rtol=1e-5,atol=1e-8)
-  ulp                at most so many numbers of the target's type are between the two (ulp:max=1)
-  bitwise            equal bytes
-
-With `:as=bfloat16` (float16, hf32) wider tensors are judged by the limits of that type. A choice (top-k, arg-max,
-sort) that comes out differently is legal if replay gives it from its own scores; calls after it that fail the standard
-are judged by replay. docs/align_standards.md has all numbers and their sources.
-
-Both may also be checkpoints (step-00001000, whichever ranks wrote it) or folders that `ckpt reshard` wrote, of any
-layouts. All checksums are compared first. Every tensor is judged by --standard, without it by `bitwise`.
+--standard judges every tensor by a published standard instead: ascend-l0, -l1, -l2 (with --benchmark), ecosystem, mixed, mindformers, msprobe, torch,
+close, ulp or bitwise, with settings (close:rtol=1e-5). Both may also be checkpoints. See docs/align.md and docs/align_standards.md.
 """
 EXAMPLES = """\
-telechat-moe align bisect npu_dump
 telechat-moe align bisect gpu_dump npu_dump --html align.html
-telechat-moe align bisect gpu_dump npu_dump --reproducer wrong && python wrong/reproduce.py
-telechat-moe align bisect tp2 dp2_ep2
-telechat-moe align bisect hf ours
 telechat-moe align bisect gpu_dump npu_dump --standard ecosystem
-telechat-moe align bisect golden npu_dump --standard ascend-l1 --benchmark gpu_dump
-telechat-moe align bisect run_tp2/checkpoints/step-00000100 run_dp2/checkpoints/step-00000100 --standard ulp:max=1
 """
 
 

@@ -12,18 +12,11 @@ from telechat_moe.interruption import unfinished
 
 VALUES = ("tensor", "statistics", "fingerprint")
 NOTES = """\
-A recipe runs as `telechat-moe train` runs it (one device) or as `telechat-moe run-sharded` does (one process for each
-device of its layout). Every operator of the compiled graph is recorded: forward, backward, gradients before and after
-their reduction, updates with their states, routing decisions; of a sharded run with the layout of each tensor.
-
-With --torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward,
-and every update of a weight by an optimizer, which ends a step. With MSAdapter's folder on PYTHONPATH `import torch`
-is MSAdapter, and the same script records an Ascend run; that was not tested here.
-
-OUT is a tree that msprobe reads, too.
+A recipe runs as `telechat-moe train` or, with a layout, as `telechat-moe run-sharded` runs it, and every operator of the compiled graph is recorded. With
+--torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward, and every update of a weight
+by an optimizer, which ends a step. OUT is a tree that msprobe reads, too. docs/align_mindspore.md has the details.
 """
 EXAMPLES = """\
-telechat-moe align capture mine.yaml --out tp2 --steps 0-1 --set parallel_config.model_parallel=2
 telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint
 telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1
 """

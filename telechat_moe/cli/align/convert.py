@@ -15,7 +15,6 @@ apart they are, whatever the layout.
 """
 EXAMPLES = """\
 telechat-moe align convert dump tensors.csv
-telechat-moe align convert native_dump tree
 telechat-moe align convert dump small --fingerprints
 """
 

@@ -13,16 +13,9 @@ from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.interruption import unfinished
 
 NOTES = """\
-OUT is a dump of one rank in msprobe's format: each tensor whole, values that waited for a reduction reduced. A
-tensor's layout is what the dump says (`layout` of MindSpore, `hsdp_shard_size`), else what --said says. Where nothing
-is said, ranks whose values are equal to the last bit hold copies. What contradicts itself is not merged: it is named.
-
-FILE of --said is JSON: tensors: {pattern of "KEY PLACE": layout as in dump.json, with Shape where filler hides it},
-stages: {rank: stage}, layers: {"stage,chunk": [numbers of layers]} where stages count their own from 0,
-micro_batches: calls of a name on a rank that make one batch, batch_axes: [names], mesh: {axis: length}.
-
-With --reference every layout that fits the shapes is tried; the one whose copies agree counts. If several are left,
-the tensor is not merged: values of the reference never decide.
+OUT is a dump of one rank in msprobe's format: each tensor whole, values that waited for a reduction reduced. A tensor's layout is that of the dump,
+else that of --said, a JSON file (docs/align_layouts.md). Without one, ranks whose values are equal to the last bit hold copies. What contradicts
+itself is not merged, but named. With --reference the layout is used that fits the shapes and whose copies agree; if several do, none.
 """
 EXAMPLES = """\
 telechat-moe align merge dump merged

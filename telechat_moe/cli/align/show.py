@@ -16,7 +16,6 @@ fingerprint at most; what has nothing at all cannot be judged, and is counted.
 EXAMPLES = """\
 telechat-moe align inspect dump
 telechat-moe align inspect dump --calls --step 0 --rank 0
-telechat-moe align inspect dump --verify --json -
 """
 _COUNTS = ("calls", "tensors", "values", "statistics", "checksums", "fingerprints")
 

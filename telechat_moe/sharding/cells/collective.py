@@ -136,8 +136,8 @@ class RouterLosses(nn.Cell):
 
     def kept(self) -> tuple[ops.Primitive, ...]:
         """Return the primitives that make ``f``: recomputed, they would see what was counted since."""
-        made = (self.sum_counts, self.balance.sum_counts, self.balance.to_share)
-        return tuple(primitive for primitive in made if primitive is not None)
+        primitives = (self.sum_counts, self.balance.sum_counts, self.balance.to_share)
+        return tuple(primitive for primitive in primitives if primitive is not None)
 
     def membership(self, tokens: int) -> Tensor:
         """Return ``[b, t]``: 1 where a token of this device belongs to sequence ``b`` of its group."""

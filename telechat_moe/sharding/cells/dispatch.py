@@ -92,8 +92,8 @@ class ExpertSlots(nn.Cell):
         return self.run(self.slot_E, index_TK)
 
 
-def _second(*given: Any) -> Any:
-    return given[1]
+def _second(*shapes: Any) -> Any:
+    return shapes[1]
 
 
 def _with_count(x: Any, *others: Any) -> Any:
@@ -184,8 +184,8 @@ class Capacity(nn.Cell):
         """Return ``(g, C)`` for ``tokens`` tokens."""
         if self.factor is None:
             return 1, tokens
-        own = tokens // self.gathered
-        size = min(own, self.capacity_tokens or own)
+        device_tokens = tokens // self.gathered
+        size = min(device_tokens, self.capacity_tokens or device_tokens)
         return tokens // size, math.ceil(self.factor * size * top_k / self.num_experts)
 
     def construct(
@@ -419,14 +419,14 @@ def _rows(y: Any, *sizes: Any) -> Any:
 def _exchanges(group: Group, times: int) -> tuple[ops.Custom, ops.Custom]:
     """Return the way to the experts and the way back."""
     tag = -1 - zlib.crc32(group.name.encode())  # messages of a pipeline have positive ones
-    given: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "ranks": group.ranks,
         "member": group.member,
         "tag": tag,
         "times": times,
     }
-    there = custom_op("MoeDispatch", _rows_and_sizes, 3, **given)
-    return there, custom_op("MoeCombine", _rows, **given)
+    dispatch = custom_op("MoeDispatch", _rows_and_sizes, 3, **attributes)
+    return dispatch, custom_op("MoeCombine", _rows, **attributes)
 
 
 class RoutedRows(nn.Cell):

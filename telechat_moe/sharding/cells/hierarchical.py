@@ -71,7 +71,7 @@ class SendTokens(nn.Cell):
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(auto_prefix=False)
-        group, self.spec = spec.across, spec
+        group = spec.across
         self.experts = spec.config.n_routed_experts // group.size
         self.needs, self.own = (
             NodesOfTokens(group.size, self.experts),
@@ -214,7 +214,7 @@ class SortedNodeDispatch(NodeDispatch):
         self.sort, self.own_pairs, self.less = SortExt(), NonZero(), ops.Less()
         self.to_float, self.to_int, self.pick = ops.Cast(), ops.Cast(), IndexSelect()
         self.token, self.permute, self.pick_weight = ops.FloorDiv(), IndexSelect(), IndexSelect()
-        self.one_hot, self.count, self.cut = ops.OneHot(), ops.ReduceSum(), ops.Slice()
+        self.one_hot, self.count = ops.OneHot(), ops.ReduceSum()
         self.on, self.off = Tensor(1, ms.float32), Tensor(0, ms.float32)
         self.weigh, self.to_rows, self.add = ops.Mul(), ops.Cast(), IndexAddExt()
         self.rows = SortedRows(spec, self.experts)
@@ -232,8 +232,8 @@ class SortedNodeDispatch(NodeDispatch):
         index = self.reshape(index_MK, (-1,))
         size_n = self.count(self.one_hot(index, self.experts, self.on, self.off), 0)
         sorted_, order = self.sort(self.to_float(index, ms.float32), 0, False, True)
-        own = self.own_pairs(self.less(sorted_, Tensor(self.experts, ms.float32)))
-        pair_P = self.pick(order, 0, self.reshape(own, (-1,)))
+        local = self.own_pairs(self.less(sorted_, Tensor(self.experts, ms.float32)))
+        pair_P = self.pick(order, 0, self.reshape(local, (-1,)))
         token_P = self.token(pair_P, Tensor(K, ms.int64))
         x_PH = self.permute(x_MH, 0, token_P)
         y_PH = self.rows(x_PH, self.to_int(size_n, ms.int32), experts)

@@ -165,8 +165,8 @@ class KeptRows(nn.Cell):
         so_far = self.add(self.run(x_BLW, part_1), self.key_cache)
         nothing = self.nothing(so_far, self.zero)
         stay = self.stay(self.always(nothing, self.one), self.not_last(part_1, self.last))
-        kept = ops.stop_gradient(self.select(stay, so_far, nothing))
-        return self.depend(so_far, self.assign(self.key_cache, kept))
+        next_rows = ops.stop_gradient(self.select(stay, so_far, nothing))
+        return self.depend(so_far, self.assign(self.key_cache, next_rows))
 
 
 def _zeros(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:

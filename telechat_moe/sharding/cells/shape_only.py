@@ -92,8 +92,8 @@ class BlockStub(nn.Cell):
 
     def construct(self, x_TH: Tensor, aux: Tensor, *context: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(y_TH, aux)``."""
-        y, own = self.run(x_TH, self.read)
-        return y, self.add_aux(aux, own) if self.is_moe else aux
+        y, number = self.run(x_TH, self.read)
+        return y, self.add_aux(aux, number) if self.is_moe else aux
 
 
 class MTPStub(nn.Cell):

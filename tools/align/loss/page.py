@@ -251,7 +251,7 @@ def _spikes(report: Report) -> str:
     for s in report.spikes:
         where = "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only")
         rows.append([s.step, f"{s.base:+.1%}", f"{s.target:+.1%}", where])
-    return html.table(["step ", "base ", "target ", "in"], rows, most=40)
+    return html.table(["step ", "base ", "target ", "in"], rows, limit=40)
 
 
 def _inputs(report: Report) -> str:

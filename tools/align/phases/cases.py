@@ -14,7 +14,7 @@ from mindspore import Tensor, nn
 
 from telechat_moe.narrowing import is_sequence
 from telechat_moe.numerics import round_to
-from telechat_moe.ops import attention, cross_entropy, matmul, norm, rope, routing, softmax, swiglu
+from telechat_moe.ops import attention, cross_entropy, matmul, norm, rope, routing, swiglu
 from telechat_moe.ops.select import backend as chosen_backend
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.ms_primitives import LOG
@@ -100,11 +100,10 @@ def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, eps, classes = config.hidden_size, config.rms_norm_eps, config.vocab_size
     labelled = fewer(rows, classes)
     labels = np.arange(labelled, dtype=np.int64) * 7919 % classes
-    scores, logits = x(rows, rows, scale=3.0), x(labelled, classes)
+    logits = x(labelled, classes)
     constants, formula = [labels, np.ones(labelled, np.float32)], partial(_loss, labels)
     build = cross_entropy.CrossEntropy
     found = [
-        OperatorCase("softmax", f"{rows} scores", softmax.Softmax, [scores], _softmax),
         OperatorCase("cross_entropy", f"{classes} classes", build, [logits], formula, constants),
     ]
     for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):

@@ -361,7 +361,7 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
     ]
     titles = ["step ", "rank ", "call", "tensor", "what"]
     said = "<p class=soft>Those after the first may follow from it.</p>"
-    return said + html.table(titles, rows, most=50)
+    return said + html.table(titles, rows, limit=50)
 
 
 def _standard(standard: Mapping[str, Any]) -> str:
@@ -373,7 +373,7 @@ def _standard(standard: Mapping[str, Any]) -> str:
     titles = ["status", "step ", "rank ", "tensor", "why"]
     notes = html.items([*standard["notes"], *(f"chosen otherwise: {f}" for f in standard["flips"])])
     title = escape(f"Tensors by {standard['name']} ({standard['source']}), worst first")
-    return f"<h2>{title}</h2>{html.table(titles, rows, most=25)}{notes}"
+    return f"<h2>{title}</h2>{html.table(titles, rows, limit=25)}{notes}"
 
 
 def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
@@ -395,7 +395,7 @@ def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
     ]
     if lacking:
         parts.append("<h3>What to dump to have the rest judged</h3>")
-        parts.append(html.table(["not judged", "calls ", "values ", "dump"], lacking, most=12))
+        parts.append(html.table(["not judged", "calls ", "values ", "dump"], lacking, limit=12))
     return "".join(parts)
 
 
