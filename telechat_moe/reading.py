@@ -25,6 +25,11 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+def real_path(path: str | Path) -> Path:
+    """Return where a path leads, absolute; what leads in a circle stays as it is, for whoever opens it to refuse."""
+    return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a circle
+
+
 class JsonError(ValueError):
     """A text is not JSON as this package reads it.
 

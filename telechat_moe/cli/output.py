@@ -52,8 +52,9 @@ def write_text(option: str, target: str | None, make: Callable[[], str]) -> None
             path.write_text(text, encoding="utf-8")  # a pipe, a terminal, this process's stdout
         else:
             write_atomic(path.resolve(), text)  # what a link leads to
-    except OSError as error:
-        raise UsageError(f"{option}{target}: cannot be written: {error.strerror}") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+        reason = error.strerror if isinstance(error, OSError) else "links in a circle"
+        raise UsageError(f"{option}{target}: cannot be written: {reason}") from None
 
 
 def show_table(headers: Sequence[str], rows: Sequence[Sequence[object]], prefix: str = "") -> None:

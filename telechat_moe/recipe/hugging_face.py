@@ -18,7 +18,7 @@ import yaml
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_list, is_object, short
-from telechat_moe.reading import read_object
+from telechat_moe.reading import read_object, real_path
 from telechat_moe.recipe.problems import Problem
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, ModelConfig
@@ -147,7 +147,7 @@ class HfConfig:
 
 def config_beside(source: Path) -> Path | None:
     """Return the config.json in a folder of weights or beside a file, also where a link to the file leads."""
-    folders = [source] if source.is_dir() else [source.parent, source.resolve().parent]
+    folders = [source] if source.is_dir() else [source.parent, real_path(source).parent]
     files = [folder / CONFIG for folder in folders]
     return next((file for file in files if file.is_file()), None)
 

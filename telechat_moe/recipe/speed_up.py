@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from telechat_moe.reading import JsonError, parse_json
+from telechat_moe.reading import JsonError, parse_json, real_path
 from telechat_moe.recipe.schema import Broken, Recipe
 
 KEY = "context.ascend_config.parallel_speed_up_json_path"
@@ -74,8 +74,8 @@ def path_of(recipe: Recipe) -> Path | None:
     if ascend is None or not ascend.parallel_speed_up_json_path:
         return None
     name = ascend.parallel_speed_up_json_path
-    beside = (recipe.source.parent / name).resolve()
-    return beside if beside.exists() else Path(name).resolve()
+    beside = real_path(recipe.source.parent / name)
+    return beside if beside.exists() else real_path(name)
 
 
 def switches(recipe: Recipe) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
+from telechat_moe.reading import real_path
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import Recipe
 
@@ -44,12 +45,12 @@ def outside(recipe: Recipe) -> Iterator[Problem]:
 
     Links are followed. `output_dir` itself is the user's choice.
     """
-    inside = [Path(recipe.output_dir).resolve(), Path.cwd().resolve()]
+    inside = [real_path(recipe.output_dir), real_path(Path.cwd())]
     for key, text in written_paths(recipe):
         is_local = "://" not in text
         # An absolute path must say output_dir; a relative one may not climb.
         roots = inside[:1] if os.path.isabs(text) else inside  # noqa: PTH117
-        path = Path(text).resolve()
+        path = real_path(text)
         if is_local and any(path.is_relative_to(root) for root in roots):
             continue
         problem = f"{text}, which is outside of output_dir ({recipe.output_dir})"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from telechat_moe.checkpoint import checkpoint, folder, manifest
 from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.reading import real_path
 from telechat_moe.recipe import Problem, Recipe, RecipeError
 
 STATE_VERSION = 1
@@ -162,11 +163,11 @@ def exists(path: Path) -> bool:
 
 
 def _is_in(path: Path | None, folder: Path) -> bool:
-    return path is not None and path.resolve().is_relative_to(folder.resolve())
+    return path is not None and real_path(path).is_relative_to(real_path(folder))
 
 
 def _same(a: Path | None, b: Path) -> bool:
-    return a is not None and a.resolve() == b.resolve()
+    return a is not None and real_path(a) == real_path(b)
 
 
 def misfits(recipe: Recipe, path: Path, state: Mapping[str, Any]) -> list[Problem]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate.recipes_page import sections
+from telechat_moe.cli import main
 from telechat_moe.recipe import RecipeError, load, shipped_names
 from telechat_moe.recipe.written import WRITTEN_KEYS, check_written_paths, written_paths
 
@@ -88,3 +89,18 @@ def test_a_path_that_stays_inside_is_allowed(
 @pytest.mark.parametrize("name", shipped_names())
 def test_no_shipped_recipe_writes_outside(name: str) -> None:
     check_written_paths(load(name))
+
+
+@pytest.mark.parametrize("verb", ["check", "train"])
+def test_links_in_a_circle_are_refused_in_words(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert main([verb, "telechat3_moe/pretrain_tiny.yaml", "--set", "output_dir=loop"]) in (1, 3)
+    assert "loop" in "".join(capsys.readouterr())
+    code = main(["ls", "--json", "loop"])
+    assert (code, capsys.readouterr().err) == (
+        2,
+        "error: --json loop: cannot be written: links in a circle\n",
+    )
