@@ -33,7 +33,7 @@ from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.uses import trainer_of, use_with
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 if TYPE_CHECKING:
     from telechat_moe.train.loop import Summary
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     if through == "mindformers":
         return _through_mindformers(args, recipe, control, processes if role else 0, binding)
     if not role:
-        return 0 if _train(recipe, args, Ranks()).finished else 130
+        return 0 if _train(recipe, args, RankCoordinator()).finished else 130
     if is_scheduler():
         meet()
         return 0
@@ -198,7 +198,7 @@ def _agree(control: Control, rank: int) -> None:
 
 def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank: int) -> None:
     """Train as one rank; the graphs are compiled where that was not done before."""
-    ranks = Ranks(control, rank, recipe.devices)
+    ranks = RankCoordinator(control, rank, recipe.devices)
     if recipe.devices == 1:
         _train(recipe, args, ranks)
         return
@@ -215,7 +215,7 @@ def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank
 
 
 def _train(
-    recipe: Recipe, args: argparse.Namespace, ranks: Ranks, job: Path | None = None
+    recipe: Recipe, args: argparse.Namespace, ranks: RankCoordinator, job: Path | None = None
 ) -> "Summary":
     from telechat_moe.interop import hf
     from telechat_moe.train.trainer import Trainer

@@ -35,6 +35,7 @@ FLOORS = (
     ("moe",),
     ("checkpoint",),
     ("train",),
+    ("analysis",),
     ("interop",),
     ("launch",),
     ("tools",),

@@ -235,7 +235,7 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
                 for name in MODES if round_ % 2 else MODES[::-1]:
                     steps = [step() for _ in range(STEPS_BETWEEN)]
                     began = time.perf_counter()
-                    savers[name].save("the save", trainer.checkpoints.writer())
+                    savers[name].save("the save", trainer.state.writer())
                     stall = (time.perf_counter() - began) * 1e3
                     flight = []
                     while savers[name].busy:

@@ -30,7 +30,7 @@ import numpy as np
 from telechat_moe.data import GptDataset, Loader, SampleOptions, write_indexed
 from telechat_moe.data.shared import FollowingLoader, SharedLoader
 from telechat_moe.processes import CONTROL, Control
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 S, BATCH, BATCHES = 4096, 64, 40
 DOCUMENTS, MEAN = 12_000, 1000
@@ -49,7 +49,7 @@ def write_documents(folder: Path) -> str:
 
 def work(job: str, how: str, rank: int, count: int, prefix: str) -> None:
     """Be one of the processes: open the data, meet the others, take all batches."""
-    ranks = Ranks(Control(Path(job) / CONTROL), rank, count)
+    ranks = RankCoordinator(Control(Path(job) / CONTROL), rank, count)
     shared = ranks.share_batches() if how == "one reads" else None
 
     def loader() -> Any:

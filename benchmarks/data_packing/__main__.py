@@ -23,7 +23,7 @@ from benchmarks.command import answer
 from benchmarks.data_balance.__main__ import OWN, Documents
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
-from telechat_moe.data.whole import BestFit, cut
+from telechat_moe.data.document_packing import BestFit, cut
 
 CASES = [("WLB-LLM", 4096), ("WLB-LLM", 32768), (OWN, 4096)]
 """Documents and tokens of a sample."""

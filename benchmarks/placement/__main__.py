@@ -17,7 +17,7 @@ from benchmarks.placement import eplb
 from benchmarks.placement.loads import batches, drawn, recorded, sequences, shifting, uneven, zipf
 from benchmarks.placement.optimum import fewest_moves, solve
 from telechat_moe.moe.assign import device_loads, lower_bound
-from telechat_moe.moe.placement import Placement
+from telechat_moe.moe.placement import SlotMap
 from telechat_moe.moe.planner import MoveRule, choose, copied, plan
 
 GROUPS = 8
@@ -39,7 +39,7 @@ def balance(total: int, sample: int, seconds: float, budget: float) -> dict[str,
     rows: list[dict[str, Any]] = []
     unsure: list[tuple[dict[str, Any], NDArray[np.float64], int]] = []
     for family, devices, load_LE in batches(total):
-        home_LE = Placement.identity(*load_LE.shape, devices).owners
+        home_LE = SlotMap.identity(*load_LE.shape, devices).owners
         owner_LE = choose(load_LE, home_LE, devices, FREE)
         ours_L = device_loads(load_LE, owner_LE, devices).max(axis=1)
         bound_L = np.ceil(lower_bound(load_LE, devices) - 1e-9)  # loads are whole numbers
@@ -118,7 +118,7 @@ def moved(decisions: int) -> dict[str, Any]:
     """
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, devices, load_TLE in sequences(decisions):
-        start_LE = Placement.identity(*load_TLE.shape[1:], devices).owners.astype(np.int64)
+        start_LE = SlotMap.identity(*load_TLE.shape[1:], devices).owners.astype(np.int64)
         now = {"eplb": start_LE, "at_eplb_balance": start_LE, "at_best_balance": start_LE}
         goals: list[NDArray[np.float64]] = []
         for load_LE in load_TLE:
@@ -157,7 +157,7 @@ def forecasts(window: int = 4, ahead: int = 4) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, run in recorded().items():
         devices = run.shape[2] // (4 if run.shape[2] == 8 else 8)
-        home_LE = Placement.identity(*run.shape[1:], devices).owners
+        home_LE = SlotMap.identity(*run.shape[1:], devices).owners
         sums: dict[str, list[float]] = defaultdict(list)
         for now in range(window, len(run) - ahead):
             last_NLE, next_LE = run[now - window : now], run[now : now + ahead].sum(axis=0)
@@ -180,7 +180,7 @@ def forecasts(window: int = 4, ahead: int = 4) -> dict[str, Any]:
 def speed(repeats: int = 9) -> dict[str, Any]:
     """Plan 61 layers of 256 experts on 64 devices, from the recipe's order; return milliseconds, elapsed and of the processor."""
     random, found = np.random.default_rng(4), {}
-    before = Placement.identity(61, 256, 64)
+    before = SlotMap.identity(61, 256, 64)
     made = {"zipf": zipf, "shifting": shifting, "random": uneven}
     for name, make in {"warm-up": zipf, **made}.items():
         elapsed: list[float] = []

@@ -10,7 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 
 from telechat_moe.checkpoint.folder import CheckpointError
-from telechat_moe.checkpoint.snapshot import Groups, Snapshot, Source
+from telechat_moe.checkpoint.snapshot import ArrayGroups, Snapshot, Source
 
 _LOWEST = 19  # nice value
 _LAST_SAVE_S = 60.0
@@ -37,7 +37,7 @@ class Saver:
         self.snapshot = Snapshot(sources)
         self.background, self.max_failed, self.say = background, max_failed, say
         self.failed = 0
-        self._todo: SimpleQueue[Callable[[Groups], object] | None] = SimpleQueue()
+        self._todo: SimpleQueue[Callable[[ArrayGroups], object] | None] = SimpleQueue()
         self._done = threading.Event()
         self._given = self._alive = False
         self._failure: BaseException | None = None
@@ -45,21 +45,21 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight."""
+        """Whether a save was begun and is not yet written."""
         return self._given and not self._done.is_set()
 
     def follow(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
         """See :meth:`Snapshot.follow`."""
         self.snapshot.follow(sources)
 
-    def save(self, what: str, write: Callable[[Groups], object]) -> None:
-        """Copy the parameters and let ``write`` store the copies, in the thread; ``what`` is its name for messages.
+    def save(self, name: str, write: Callable[[ArrayGroups], object]) -> None:
+        """Copy the parameters and let ``write`` store the copies, in the thread; ``name`` is its name for messages.
 
         Raises:
             CheckpointError: An earlier save failed (see ``max_failed``); without ``background`` also this one.
         """
         if self.busy:
-            self.say(f"{what} waits: the one before is still being written")
+            self.say(f"{name} waits: the one before is still being written")
         self.wait()
         self._start()
         self.snapshot.take()
@@ -81,13 +81,13 @@ class Saver:
             CheckpointError: It failed, and so did more than ``max_failed`` in a row.
             TelechatMoeError: What is to be saved is wrong.
         """
-        given, self._given = self._given, False
-        if given:
+        pending, self._given = self._given, False
+        if pending:
             self._done.wait()
         if last and self._alive:
             self._todo.put(None)
             self._alive = False
-        if not given:
+        if not pending:
             return
         failure, self._failure = self._failure, None
         if failure is None:

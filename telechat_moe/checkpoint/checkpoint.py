@@ -128,7 +128,7 @@ def save(
 def plan(
     tensors: Mapping[str, Mapping[str, Array]], shard_bytes: int = SHARD_BYTES, suffix: str = ""
 ) -> list[tuple[str, TensorFile]]:
-    """Return the files of each group; their names begin with the group's and the suffix.
+    """Return the files of each group, of about ``shard_bytes`` each; their names begin with the group's and the suffix.
 
     Raises:
         BadInputError: A group or tensor cannot be stored.
@@ -139,28 +139,16 @@ def plan(
             raise BadInputError(f"group name {group!r} must be lower-case letters, digits and '_'")
         for name in tensors[group]:
             manifest.check_text(name, f"name of a tensor of {group!r}")
+        # Names, dtypes and shapes decide, not the order of ``tensors``; a tensor is never split.
+        outputs = (output_of(name, array) for name, array in sorted(tensors[group].items()))
         try:
-            found = group_files(group + suffix, tensors[group], shard_bytes)
+            parts = split(outputs, shard_bytes)
         except BadInputError as error:
             raise BadInputError(f"group {group!r}: {error}") from error
-        planned += [(group, file) for file in found]
+        for number, part in enumerate(parts, start=1):
+            name = f"{group}{suffix}-{number:05d}-of-{len(parts):05d}.safetensors"
+            planned.append((group, TensorFile(name, part)))
     return planned
-
-
-def group_files(prefix: str, tensors: Mapping[str, Array], limit: int) -> list[TensorFile]:
-    """Distribute the tensors of a group over files of about ``limit`` bytes.
-
-    The outcome depends on names, dtypes and shapes only, not on the order of ``tensors``. A tensor is never split; one
-    that is larger than ``limit`` gets its own file.
-
-    Raises:
-        BadInputError: A tensor cannot be stored.
-    """
-    found = split((output_of(name, array) for name, array in sorted(tensors.items())), limit)
-    return [
-        TensorFile(f"{prefix}-{number:05d}-of-{len(found):05d}.safetensors", outputs)
-        for number, outputs in enumerate(found, start=1)
-    ]
 
 
 def _write(
@@ -172,7 +160,7 @@ def _write(
         hidden.mkdir()
         try:
             content["files"] = write_files(hidden, [file for _, file in planned])
-            write_manifest(hidden, content)
+            files.write_new(hidden / manifest.FILE, [files.seal(content)])
             folder.publish(hidden, path)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -182,13 +170,8 @@ def _write(
 
 def write_files(hidden: Path, planned: list[TensorFile]) -> files.FileSums:
     """Write tensor files in a few threads; return ``bytes`` and ``sha256`` of each by name."""
-    found = _parallel(lambda file: file.write(hidden / file.name), planned)
-    return dict(zip((file.name for file in planned), found, strict=True))
-
-
-def write_manifest(hidden: Path, content: dict[str, Any], name: str = manifest.FILE) -> None:
-    """Write a sealed JSON file and wait until it is on the disk."""
-    files.write_new(hidden / name, [files.seal(content)])
+    sums = _parallel(lambda file: file.write(hidden / file.name), planned)
+    return dict(zip((file.name for file in planned), sums, strict=True))
 
 
 def _parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
@@ -206,20 +189,20 @@ def space(sizes: list[int]) -> int:
 
 
 def refuse_full(root: Path, needed: int) -> None:
-    """Raise what a full disk would, before anything is written."""
+    """Raise the OSError of a full disk before anything is written, if fewer bytes than needed are free."""
     if shutil.disk_usage(root).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
 
 
 def explain(error: OSError, root: Path, step: int, needed: int) -> str:
     """Say why a save failed, and which checkpoint is still good."""
-    where = Path(error.filename) if error.filename else root
+    file = Path(error.filename) if error.filename else root
     text = f"cannot save the checkpoint of step {step} into {root}: {error.strerror or error}"
-    if where != root:
-        text += f" ({where})"
+    if file != root:
+        text += f" ({file})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        there = next(p for p in (root, *root.absolute().parents) if p.exists())
-        free = shutil.disk_usage(there).free
+        existing = next(p for p in (root, *root.absolute().parents) if p.exists())
+        free = shutil.disk_usage(existing).free
         text += f"; {_size(needed)} needed, {_size(free)} free"
         if free >= needed:
             text += " (a quota, a limit on files or another process may prevent it)"
@@ -296,18 +279,20 @@ def _read(path: Path, *, keep: bool) -> Checkpoint | None:
 
     def read_one(name: str) -> FileContent | str:
         try:
-            found = files.read(path / name, keep=keep)
+            content = files.read(path / name, keep=keep)
         except FileNotFoundError:
             return "missing"
         except OSError as error:
             return f"cannot be read ({error.strerror})"
-        return files.difference(found.sums, described[name]) or found
+        return files.difference(content.sums, described[name]) or content
 
-    found = dict(zip(described, _parallel(read_one, list(described)), strict=True))
-    problems = [f"{name}: {problem}" for name, problem in found.items() if isinstance(problem, str)]
+    contents = dict(zip(described, _parallel(read_one, list(described)), strict=True))
+    problems = [
+        f"{name}: {problem}" for name, problem in contents.items() if isinstance(problem, str)
+    ]
     tensors: dict[str, dict[str, Array]] = {}
     if keep and not problems:
-        tensors = _tensors(content["tensors"], found, problems)
+        tensors = _tensors(content["tensors"], contents, problems)
     if problems:
         raise BrokenCheckpointError(path, problems)
     return Checkpoint(path, content["step"], tensors, content["state"]) if keep else None
@@ -327,45 +312,45 @@ def _tensors(
         except ValueError as error:
             problems.append(f"{name}: {error}")
     tensors: dict[str, dict[str, Array]] = {}
-    for group, wanted in described.items():
+    for group, entries in described.items():
         tensors[group] = {}
-        for name, want in wanted.items():
-            array = _tensor(name, want, in_file, problems)
+        for name, entry in entries.items():
+            array = _tensor(name, entry, in_file, problems)
             if array is not None:
                 tensors[group][name] = array
-    for file, rest in in_file.items():
-        problems += [f"{file}: tensor {name!r} is not in {manifest.FILE}" for name in rest]
+    for file, unlisted in in_file.items():
+        problems += [f"{file}: tensor {name!r} is not in {manifest.FILE}" for name in unlisted]
     return tensors
 
 
 def _tensor(
-    name: str, want: dict[str, Any], in_file: dict[str, dict[str, Array]], problems: list[str]
+    name: str, entry: dict[str, Any], in_file: dict[str, dict[str, Array]], problems: list[str]
 ) -> Array | None:
     """Return a tensor, merged from its shards; None if something is wrong."""
-    pieces = manifest.pieces(want)
+    pieces = manifest.pieces(entry)
     before = len(problems)
-    if not manifest.tiles(want["shape"], [region for _, region in pieces]):
-        problems.append(f"{manifest.FILE}: the shards of {name!r} do not cover {want['shape']}")
-    whole: Array | None = None
+    if not manifest.tiles(entry["shape"], [region for _, region in pieces]):
+        problems.append(f"{manifest.FILE}: the shards of {name!r} do not cover {entry['shape']}")
+    tensor: Array | None = None
     for file, region in pieces:
         array = in_file.get(file, {}).pop(name, None)
         if array is None:
             problems.append(f"{file}: tensor {name!r} is missing")
             continue
-        found = {"dtype": dtype_name(array.dtype), "shape": list(array.shape)}
-        expected = {"dtype": want["dtype"], "shape": [end - begin for begin, end in region]}
+        actual = {"dtype": dtype_name(array.dtype), "shape": list(array.shape)}
+        expected = {"dtype": entry["dtype"], "shape": [end - begin for begin, end in region]}
         problems += [
             f"{file}: tensor {name!r} has {key} {value}, {manifest.FILE} says {expected[key]}"
-            for key, value in found.items()
+            for key, value in actual.items()
             if value != expected[key]
         ]
         if len(problems) > before:
             continue
         if len(pieces) == 1:
             return array
-        whole = np.empty(want["shape"], array.dtype) if whole is None else whole
-        whole[manifest.slices(region)] = array
-    return whole if len(problems) == before else None
+        tensor = np.empty(entry["shape"], array.dtype) if tensor is None else tensor
+        tensor[manifest.slices(region)] = array
+    return tensor if len(problems) == before else None
 
 
 # ---------------------------------------------------------------------------------------- resume

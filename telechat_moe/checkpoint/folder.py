@@ -140,12 +140,12 @@ def remove_leftovers(root: Path) -> None:
 
 def remove_old(root: Path, step: int, keep_last: int) -> None:
     """Remove older checkpoints, counting as kept only those whose files are all there."""
-    kept = 0
+    complete = 0
     for path in list_checkpoints(root):
         if step_of(path) > step:
             continue
-        if kept < keep_last:
-            kept += manifest.incomplete(path) is None
+        if complete < keep_last:
+            complete += manifest.incomplete(path) is None
             continue
         hidden = root / f".removing-{path.name}"
         try:
@@ -165,12 +165,14 @@ def list_checkpoints(root: str | Path) -> list[Path]:
     """Return the folders of all checkpoints under ``root``, newest step first, unverified."""
     root = Path(root)
     try:
-        found = {p for p in root.iterdir() if STEP_NAME.fullmatch(p.name) and p.is_dir()}
+        folders = {p for p in root.iterdir() if STEP_NAME.fullmatch(p.name) and p.is_dir()}
     except FileNotFoundError:
         return []
     except OSError as error:
         raise BadInputError(f"cannot list the checkpoints in {root}: {error.strerror}") from error
     # A replacement that was killed between its two renames left the old one under a hidden name.
-    visible = {p for p in found if not p.name.startswith(".")}
-    hidden = {p for p in found - visible if root / p.name.removeprefix(".replaced-") not in visible}
+    visible = {p for p in folders if not p.name.startswith(".")}
+    hidden = {
+        p for p in folders - visible if root / p.name.removeprefix(".replaced-") not in visible
+    }
     return sorted(visible | hidden, key=step_of, reverse=True)

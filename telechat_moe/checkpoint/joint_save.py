@@ -26,7 +26,7 @@ from telechat_moe.checkpoint import checkpoint, folder, manifest
 from telechat_moe.checkpoint.folder import CheckpointError
 from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.errors import CheckFailedError
-from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.files import UNSEALED, seal, unseal, write_new
 from telechat_moe.interruption import unfinished
 from telechat_moe.processes import Control
 from telechat_moe.tensor_files import Array, TensorFile, dtype_name
@@ -44,7 +44,7 @@ class TensorShard:
     Attributes:
         data: Its values.
         region: Its (begin, end) in every dimension of the tensor.
-        own: This rank writes it; False: another holder of it does.
+        writes: This rank writes it; False: another holder of it does.
         shared: Other ranks hold the same shard.
         rows: Where its rows are in the tensor, if not next to each other, as `region` then says; empty: as it says.
     """
@@ -52,16 +52,16 @@ class TensorShard:
     data: Array
     shape: tuple[int, ...]
     region: Region
-    own: bool = True
+    writes: bool = True
     shared: bool = False
     rows: tuple[int, ...] = ()
 
     def pieces(self) -> list[tuple[Array, Region]]:
-        """Return what is written of it: all at once, or each row."""
+        """Return the arrays to write with their regions: the whole shard, or each of its rows."""
         if not self.rows:
             return [(self.data, self.region)]
-        rest = self.region[1:]
-        return [(self.data[i : i + 1], ((r, r + 1), *rest)) for i, r in enumerate(self.rows)]
+        columns = self.region[1:]
+        return [(self.data[i : i + 1], ((r, r + 1), *columns)) for i, r in enumerate(self.rows)]
 
 
 TensorShards = Mapping[str, Mapping[str, TensorShard]]
@@ -146,13 +146,13 @@ class JointSave:
             "tensors": tensors,
             "copies": {
                 group: {
-                    n: [p.rows or p.region, _digest(p.data)] for n, p in found.items() if p.shared
+                    n: [p.rows or p.region, _digest(p.data)] for n, p in shards.items() if p.shared
                 }
-                for group, found in pieces.items()
+                for group, shards in pieces.items()
             },
         }
         unseen = f".{_part(self.rank)}"
-        checkpoint.write_manifest(self.hidden, content, unseen)
+        write_new(self.hidden / unseen, [seal(content)])
         (self.hidden / unseen).rename(self.hidden / _part(self.rank))
 
     def _plan_part(
@@ -160,29 +160,28 @@ class JointSave:
     ) -> tuple[list[tuple[str, TensorFile]], dict[str, dict[str, Any]]]:
         """Return this rank's files by group, and what they hold of each tensor: rows that are apart in a file each."""
         parts = {
-            group: {name: piece.pieces() for name, piece in found.items() if piece.own}
-            for group, found in pieces.items()
+            group: {name: shard.pieces() for name, shard in shards.items() if shard.writes}
+            for group, shards in pieces.items()
         }
         planned: list[tuple[str, TensorFile]] = []
         tensors: dict[str, dict[str, Any]] = {group: {} for group in parts}
-        for number in range(
-            max((len(p) for found in parts.values() for p in found.values()), default=1)
-        ):
-            found = {
-                group: {name: p[number] for name, p in found.items() if number < len(p)}
-                for group, found in parts.items()
+        counts = [len(p) for by_name in parts.values() for p in by_name.values()]
+        for number in range(max(counts, default=1)):
+            numbered = {
+                group: {name: p[number] for name, p in by_name.items() if number < len(p)}
+                for group, by_name in parts.items()
             }
             arrays = {
-                g: {n: data for n, (data, _) in x.items()}
-                for g, x in found.items()
-                if x or not number
+                group: {name: data for name, (data, _) in by_name.items()}
+                for group, by_name in numbered.items()
+                if by_name or not number
             }
             suffix = f"_rank{self.rank:05d}" + (f"_row{number:05d}" if number else "")
             for group, file in checkpoint.plan(arrays, suffix=suffix):
                 planned.append((group, file))
                 for name in (output.name for output in file.outputs):
                     described = tensors[group].setdefault(name, _described(pieces[group][name]))
-                    region = [list(ends) for ends in found[group][name][1]]
+                    region = [list(ends) for ends in numbered[group][name][1]]
                     described["pieces"].append({"file": file.name, "region": region})
         return planned, tensors
 
@@ -224,7 +223,7 @@ class JointSave:
         content = manifest.describe(self.step, state, files, _tensors(parts, self.root), about)
         for rank in range(self.ranks):
             (self.hidden / _part(rank)).unlink()
-        checkpoint.write_manifest(self.hidden, content)
+        write_new(self.hidden / manifest.FILE, [seal(content)])
         path = folder.checkpoint_path(self.root, self.step)
         folder.publish(self.hidden, path)
         return path
@@ -234,10 +233,10 @@ class JointSave:
         path = self.hidden / _part(rank)
         deadline = time.monotonic() + PATIENCE_S
         while not path.exists():
-            said = self.control.read(f"{self.save}-failed-{rank}")
-            if said is not None:
-                said = said or os.strerror(errno.ENOSPC)
-                raise OSError(None, f"rank {rank} could not write: {said}", str(self.hidden))
+            reason = self.control.read(f"{self.save}-failed-{rank}")
+            if reason is not None:
+                reason = reason or os.strerror(errno.ENOSPC)
+                raise OSError(None, f"rank {rank} could not write: {reason}", str(self.hidden))
             if time.monotonic() > deadline:
                 raise self._refused(rank, f"has not come for {PATIENCE_S:.0f} s")
             time.sleep(POLL_S)
@@ -247,21 +246,21 @@ class JointSave:
             raise self._refused(rank, f"is {error}") from error
         if problem:
             raise self._refused(rank, problem)
-        wanted = {"format": FORMAT, "version": VERSION, **self._identity(rank)}
-        for key, value in wanted.items():
+        expected = {"format": FORMAT, "version": VERSION, **self._identity(rank)}
+        for key, value in expected.items():
             if content.get(key) != value:
                 raise self._refused(rank, f"is of {key} {content.get(key)!r}, not {value!r}")
         for name, entry in content["files"].items():
-            found = (self.hidden / name).stat().st_size if (self.hidden / name).exists() else 0
-            if found != entry["bytes"]:
+            size = (self.hidden / name).stat().st_size if (self.hidden / name).exists() else 0
+            if size != entry["bytes"]:
                 raise self._refused(
-                    rank, f"names {name} with {entry['bytes']:,} bytes, found are {found:,}"
+                    rank, f"names {name} with {entry['bytes']:,} bytes, found are {size:,}"
                 )
         return content
 
-    def _refused(self, rank: int, why: str) -> CheckpointError:
+    def _refused(self, rank: int, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"cannot save the checkpoint of step {self.step} into {self.root}: the part of rank {rank} {why}; "
+            f"cannot save the checkpoint of step {self.step} into {self.root}: the part of rank {rank} {reason}; "
             "no checkpoint was made, earlier ones are untouched"
         )
 
@@ -278,10 +277,10 @@ def _digest(data: Array) -> str:
     return hashlib.sha256(data.reshape(-1).view("u1").data).hexdigest()
 
 
-def replicas_differ(one: int, other: int, name: str) -> CheckFailedError:
+def replicas_differ(rank: int, other_rank: int, name: str) -> CheckFailedError:
     """Return the error for two ranks whose copies of a shard differ."""
     return CheckFailedError(
-        f"ranks {one} and {other} hold the same shard of {name}, and their values differ: "
+        f"ranks {rank} and {other_rank} hold the same shard of {name}, and their values differ: "
         "the layout is wrong, or a process computed something else"
     )
 
@@ -302,14 +301,14 @@ def _tensors(parts: list[dict[str, Any]], root: Path) -> dict[str, dict[str, Any
     tensors: dict[str, dict[str, Any]] = {group: {} for part in parts for group in part["tensors"]}
     problems = []
     for rank, part in enumerate(parts):
-        for group, found in part["tensors"].items():
-            for name, entry in found.items():
+        for group, entries in part["tensors"].items():
+            for name, entry in entries.items():
                 about = {"dtype": entry["dtype"], "shape": entry["shape"]}
                 tensor = tensors[group].setdefault(name, {**about, "pieces": []})
                 if {key: tensor[key] for key in about} != about:
                     problems.append(f"{name}: rank {rank} says {about}, not as the ranks before")
                 tensor["pieces"] += entry["pieces"]
-    for name, tensor in ((n, t) for found in tensors.values() for n, t in found.items()):
+    for name, tensor in ((n, t) for entries in tensors.values() for n, t in entries.items()):
         if not manifest.tiles(tensor["shape"], [region for _, region in manifest.pieces(tensor)]):
             problems.append(f"{name}: the parts do not cover {tensor['shape']}")
     if problems:

@@ -115,43 +115,43 @@ def tiles(shape: Sequence[int], regions: Sequence[Region]) -> bool:
         return False
     lengths = [end - begin for begin, end in regions[0]]
     for region in regions:
-        for (begin, end), length, whole in zip(region, lengths, shape, strict=True):
+        for (begin, end), length, size in zip(region, lengths, shape, strict=True):
             aligned = begin % length == 0 if length else begin == 0
-            if end - begin != length or not aligned or not 0 <= begin <= end <= whole:
+            if end - begin != length or not aligned or not 0 <= begin <= end <= size:
                 return False
     return (
         len(set(regions)) == len(regions)
         and math.prod(lengths) * len(regions) == math.prod(shape)
-        and all(length or not whole for length, whole in zip(lengths, shape, strict=True))
+        and all(length or not size for length, size in zip(lengths, shape, strict=True))
     )
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, location: str) -> Any:
     """Return a copy made of plain JSON types; refuse what JSON would change or lose."""
     if isinstance(value, Mapping):
         plain: dict[str, Any] = {}
         for key in value:
             if not isinstance(key, str):
-                raise BadInputError(f"{where}: key {key!r} must be a string")
-            plain[check_text(key, f"key of {where}")] = _plain(value[key], f"{where}.{key}")
+                raise BadInputError(f"{location}: key {key!r} must be a string")
+            plain[check_text(key, f"key of {location}")] = _plain(value[key], f"{location}.{key}")
         return plain
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_plain(item, f"{location}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, str):
-        return check_text(value, where)
+        return check_text(value, location)
     if type(value) is float and not math.isfinite(value):
-        raise BadInputError(f"{where}: {value} is not a JSON number")
+        raise BadInputError(f"{location}: {value} is not a JSON number")
     if value is None or type(value) in (bool, int, float):
         return value
-    raise BadInputError(f"{where}: {type(value).__name__} {value!r} cannot be stored as JSON")
+    raise BadInputError(f"{location}: {type(value).__name__} {value!r} cannot be stored as JSON")
 
 
-def check_text(text: str, where: str) -> str:
+def check_text(text: str, location: str) -> str:
     """Return ``text``; refuse what cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadInputError(f"{where}: {text!r} is not valid Unicode") from error
+        raise BadInputError(f"{location}: {text!r} is not valid Unicode") from error
     return text
 
 

@@ -29,9 +29,9 @@ def region(job: Job, rank: int, name: str) -> Region | None:
     entry = job.ranks[rank].layouts.get(name)
     if entry is None:
         return None
-    where = shard_slices(entry.shape, job.ranks[rank], name)
-    assert where is not None
-    return tuple((s.start, s.stop) for s in where)
+    bounds = shard_slices(entry.shape, job.ranks[rank], name)
+    assert bounds is not None
+    return tuple((s.start, s.stop) for s in bounds)
 
 
 class ShardOwners:
@@ -42,21 +42,23 @@ class ShardOwners:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.holders: dict[tuple[str, Region], list[int]] = {}
         for rank, graph in enumerate(job.ranks):
-            held: dict[str, Region] = {}
+            regions: dict[str, Region] = {}
             for name, entry in graph.layouts.items():
-                here = region(job, rank, name) if keep(name) else None
-                if here is not None:
-                    held[name] = here
+                shard = region(job, rank, name) if keep(name) else None
+                if shard is not None:
+                    regions[name] = shard
                     self.shapes[name] = tuple(int(n) for n in entry.shape)
-                    self.holders.setdefault((name, here), []).append(rank)
-            self.regions.append(held)
+                    self.holders.setdefault((name, shard), []).append(rank)
+            self.regions.append(regions)
         self.owner = balance({piece: (_size(piece[1]), r) for piece, r in self.holders.items()})
 
     def shard(self, rank: int, name: str, data: np.ndarray) -> TensorShard:
         """Return a rank's shard of a tensor for a checkpoint."""
-        here = self.regions[rank][name]
-        own = self.owner[name, here] == rank
-        return TensorShard(data, self.shapes[name], here, own, len(self.holders[name, here]) > 1)
+        bounds = self.regions[rank][name]
+        writes = self.owner[name, bounds] == rank
+        return TensorShard(
+            data, self.shapes[name], bounds, writes, len(self.holders[name, bounds]) > 1
+        )
 
 
 def balance(
@@ -110,38 +112,38 @@ class ShardExchange:
 
     def _write(self, place: Path, pieces: Mapping[str, np.ndarray]) -> None:
         place.mkdir(parents=True, exist_ok=True)
-        sums, own = {}, {}
+        sums, written = {}, {}
         for name, piece in pieces.items():
             sums[name] = hashlib.blake2b(piece.tobytes()).hexdigest()
-            if self.sharing.shard(self.rank, name, piece).own:
-                own[name] = piece
+            if self.sharing.shard(self.rank, name, piece).writes:
+                written[name] = piece
         with (place / f"rank_{self.rank}.npz").open("wb") as file:
-            np.savez(file, **own)
+            np.savez(file, **written)
         (place / f"rank_{self.rank}.json").write_text(json.dumps(sums))
 
     def _merge(self, place: Path) -> dict[str, np.ndarray]:
         sums = [json.loads((place / f"rank_{r}.json").read_text()) for r in range(self.ranks)]
-        whole: dict[str, np.ndarray] = {}
+        tensors: dict[str, np.ndarray] = {}
         for rank in range(self.ranks):
-            with np.load(place / f"rank_{rank}.npz", allow_pickle=False) as found:
-                for name in found.files:
+            with np.load(place / f"rank_{rank}.npz", allow_pickle=False) as archive:
+                for name in archive.files:
                     self._same(name, rank, sums)
-                    piece = found[name]
-                    if name not in whole:
-                        whole[name] = np.empty(self.sharing.shapes[name], piece.dtype)
-                    whole[name][slices(self.sharing.regions[rank][name])] = piece
-        return whole
+                    piece = archive[name]
+                    if name not in tensors:
+                        tensors[name] = np.empty(self.sharing.shapes[name], piece.dtype)
+                    tensors[name][slices(self.sharing.regions[rank][name])] = piece
+        return tensors
 
     def _same(self, name: str, owner: int, sums: list[dict[str, str]]) -> None:
-        here = self.sharing.regions[owner][name]
-        for rank in self.sharing.holders[name, here]:
+        bounds = self.sharing.regions[owner][name]
+        for rank in self.sharing.holders[name, bounds]:
             if sums[rank][name] != sums[owner][name]:
                 raise replicas_differ(owner, rank, name)
 
 
-def grouped(found: Mapping[str, T]) -> dict[str, dict[str, T]]:
+def grouped(values: Mapping[str, T]) -> dict[str, dict[str, T]]:
     """Return values of tensors by the groups of a checkpoint (``model``, ``optimizer``, ``ema``), by the tensors' names."""
     groups: dict[str, dict[str, T]] = {"model": {}, "optimizer": {}}
-    for name, value in found.items():
+    for name, value in values.items():
         groups.setdefault(group_of(name), {})[name] = value
     return groups

@@ -11,7 +11,7 @@ Training resumes from a checkpoint under any layout without this; it is for prog
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
     cuts = WeightShards.of(recipe)
     saved = checkpoint.load(source)
     _check_model(saved, cuts, recipe)
-    flat = {name: (group, x) for group, found in saved.tensors.items() for name, x in found.items()}
+    flat = {
+        name: (group, x) for group, tensors in saved.tensors.items() for name, x in tensors.items()
+    }
     content: dict[str, Any] = {
         "sha256": UNSEALED,
         "format": FORMAT,
@@ -91,26 +93,22 @@ def merge(source: Path, root: Path) -> Path:
     content = read_manifest(source)
     final = root / f"step-{content['step']:08d}"
     _refuse_existing(final)
-    whole: dict[str, Array] = {}
-    filled: dict[str, dict[Region, str]] = {name: {} for name in content["tensors"]}
+    tensors: dict[str, Array] = {}
+    digests: dict[str, dict[Region, str]] = {name: {} for name in content["tensors"]}
     problems: list[str] = []
-    for file, wanted in content["files"].items():
-        found, problem = _read(source / file, wanted, content["step"])
-        problems += [f"{file}: {problem}"] if problem else []
-        for name, (region, piece) in found.items():
-            problem = _put(whole, filled, content["tensors"].get(name), name, region, piece)
-            problems += [f"{file}: {problem}"] if problem else []
+    for file, name, region, shard in _shards(source, content, problems):
+        if problem := _put(tensors, digests, content["tensors"].get(name), name, region, shard):
+            problems.append(f"{file}: {problem}")
     if not problems:
         problems = [
             f"{name}: the shards do not cover it"
-            for name, described in content["tensors"].items()
-            if sum(map(_size, filled[name])) != math.prod(described["shape"])
+            for name, entry in content["tensors"].items()
+            if sum(map(_size, digests[name])) != math.prod(entry["shape"])
         ]
-    if problems:
-        raise BadInputError(f"broken shards in {source}:\n  " + "\n  ".join(problems))
+    _refuse(source, problems)
     groups: dict[str, dict[str, Array]] = {}
-    for name, described in content["tensors"].items():
-        groups.setdefault(described["group"], {})[name] = whole[name]
+    for name, entry in content["tensors"].items():
+        groups.setdefault(entry["group"], {})[name] = tensors[name]
     return checkpoint.save(root, content["step"], groups, content["state"])
 
 
@@ -146,66 +144,87 @@ def verify(folder: Path) -> dict[str, Any]:
     Raises:
         BadInputError: Files are missing, truncated, changed or of another step; lists all.
     """
-    content = read_manifest(folder)
-    problems = []
-    for file, wanted in content["files"].items():
-        _, problem = _read(folder / file, wanted, content["step"])
-        problems += [f"{file}: {problem}"] if problem else []
-    if problems:
-        raise BadInputError(f"broken shards in {folder}:\n  " + "\n  ".join(problems))
+    content, problems = read_manifest(folder), list[str]()
+    for _ in _shards(folder, content, problems):
+        pass
+    _refuse(folder, problems)
     return content
 
 
+def _refuse(folder: Path, problems: list[str]) -> None:
+    if problems:
+        raise BadInputError(f"broken shards in {folder}:\n  " + "\n  ".join(problems))
+
+
+def _shards(
+    folder: Path, content: Mapping[str, Any], problems: list[str]
+) -> Iterator[tuple[str, str, Region, Array]]:
+    """Yield file, tensor, region and values of every shard; append what is wrong with a file to ``problems``."""
+    for file, entry in content["files"].items():
+        try:
+            regions, tensors = _read(folder / file, entry, content["step"])
+        except _FileError as error:
+            problems.append(f"{file}: {error}")
+            continue
+        for name, shard in tensors.items():
+            yield file, name, regions[name], shard
+
+
+class _FileError(Exception):
+    """What is wrong with the file of a rank."""
+
+
 def _read(
-    path: Path, wanted: Mapping[str, Any], step: int
-) -> tuple[dict[str, tuple[Region, Array]], str | None]:
-    """Return a rank's shards with their regions, or what is wrong with the file."""
+    path: Path, entry: Mapping[str, Any], step: int
+) -> tuple[dict[str, Region], dict[str, Array]]:
+    """Return the regions and values of a rank's shards by the names of their tensors."""
     try:
-        found = files.read(path, keep=True)
+        content = files.read(path, keep=True)
     except FileNotFoundError:
-        return {}, "missing"
+        raise _FileError("missing") from None
     except OSError as error:
-        return {}, f"cannot be read ({error.strerror})"
-    assert found.data is not None
-    if found.nbytes < wanted["bytes"]:
-        return {}, f"truncated, {found.nbytes:,} bytes found, {wanted['bytes']:,} expected"
+        raise _FileError(f"cannot be read ({error.strerror})") from None
+    assert content.data is not None
+    if content.nbytes < entry["bytes"]:
+        raise _FileError(f"truncated, {content.nbytes:,} bytes found, {entry['bytes']:,} expected")
     try:
-        metadata, tensors = tensor_files.metadata(found.data), parse(found.data)
+        metadata, tensors = tensor_files.metadata(content.data), parse(content.data)
         regions = parse_json(metadata.get("regions", "{}"))
-        if metadata.get("step") != str(step):
-            return {}, f"is of step {metadata.get('step')}, {FILE} of step {step}"
-        if found.sha256 != wanted["sha256"]:
-            return {}, "checksum differs, the content was changed"
-        return {n: (tuple((a, b) for a, b in regions[n]), x) for n, x in tensors.items()}, None
+        bounds = {name: tuple((a, b) for a, b in regions[name]) for name in tensors}
     except (ValueError, KeyError) as error:
-        return {}, f"not a file of shards ({error})"
+        raise _FileError(f"not a file of shards ({error})") from None
+    if metadata.get("step") != str(step):
+        raise _FileError(f"is of step {metadata.get('step')}, {FILE} of step {step}")
+    if content.sha256 != entry["sha256"]:
+        raise _FileError("checksum differs, the content was changed")
+    return bounds, tensors
 
 
 def _put(
-    whole: dict[str, Array],
-    filled: dict[str, dict[Region, str]],
-    described: Mapping[str, Any] | None,
+    tensors: dict[str, Array],
+    digests: dict[str, dict[Region, str]],
+    entry: Mapping[str, Any] | None,
     name: str,
     region: Region,
-    piece: Array,
+    shard: Array,
 ) -> str | None:
     """Copy a shard into its tensor; return what is wrong with it."""
-    if described is None:
+    if entry is None:
         return f"{name} is not in {FILE}"
-    shape, lengths = described["shape"], [end - begin for begin, end in region]
+    shape, lengths = entry["shape"], [end - begin for begin, end in region]
     inside = len(region) == len(shape) and all(
         0 <= a <= b <= n for (a, b), n in zip(region, shape, strict=True)
     )
-    if not inside or list(piece.shape) != lengths:
-        return f"{name} is {list(piece.shape)} at {region}, the whole tensor is {shape}"
-    digest = hashlib.blake2b(np.ascontiguousarray(piece).tobytes()).hexdigest()
-    if region in filled[name]:
-        same = filled[name][region] == digest
-        return None if same else f"{name}: differs from the copy of another rank"
-    if name not in whole:
-        whole[name] = np.empty(shape, piece.dtype)
-    filled[name][region] = digest
-    whole[name][manifest.slices(region)] = piece
+    if not inside or list(shard.shape) != lengths:
+        return f"{name} is {list(shard.shape)} at {region}, the whole tensor is {shape}"
+    digest = hashlib.blake2b(np.ascontiguousarray(shard).tobytes()).hexdigest()
+    if region in digests[name]:
+        is_copy = digests[name][region] == digest
+        return None if is_copy else f"{name}: differs from the copy of another rank"
+    if name not in tensors:
+        tensors[name] = np.empty(shape, shard.dtype)
+    digests[name][region] = digest
+    tensors[name][manifest.slices(region)] = shard
     return None
 
 
@@ -220,18 +239,20 @@ def _refuse_existing(path: Path) -> None:
 
 def _check_model(saved: checkpoint.Checkpoint, cuts: WeightShards, recipe: Recipe) -> None:
     """Refuse a checkpoint of another model than the recipe's."""
-    found = {name: x.shape for group in saved.tensors.values() for name, x in group.items()}
+    shapes = {name: x.shape for group in saved.tensors.values() for name, x in group.items()}
     problems = []
     averages = [f"{EMA}.{name}" for name in cuts.weights] if EMA in saved.tensors else []
     expected = {*cuts.names, *averages}
-    for name in sorted(found.keys() | expected):
-        wanted = cuts.shapes.get(weight_of(name))
-        if name not in found:
+    for name in sorted(shapes.keys() | expected):
+        expected_shape = cuts.shapes.get(weight_of(name))
+        if name not in shapes:
             problems.append(f"{name} is missing")
-        elif name not in expected or wanted is None:
+        elif name not in expected or expected_shape is None:
             problems.append(f"{name} is not in the recipe's model")
-        elif found[name] != wanted:
-            problems.append(f"{name} is {list(found[name])}, the recipe's model has {list(wanted)}")
+        elif shapes[name] != expected_shape:
+            problems.append(
+                f"{name} is {list(shapes[name])}, the recipe's model has {list(expected_shape)}"
+            )
     if problems:
         raise BadInputError(
             f"{saved.path} does not fit the model of {recipe.source}:\n  " + "\n  ".join(problems)

@@ -12,7 +12,7 @@ import numpy as np
 
 from telechat_moe.ops import native
 
-Groups = dict[str, dict[str, np.ndarray]]
+ArrayGroups = dict[str, dict[str, np.ndarray]]
 
 _ALIGNMENT = 64
 # From here on several threads copy faster. MindSpore's threads spin for a while after a step,
@@ -31,7 +31,7 @@ class Snapshot:
     """Copies of parameters, by group and name, whose shapes and data types do not change."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
-        self.names = [(group, name) for group, found in sources.items() for name in found]
+        self.names = [(group, name) for group, parameters in sources.items() for name in parameters]
         self.follow(sources)
         self.views = [source.asnumpy() for source in self.sources]
         self.addresses = np.array([view.ctypes.data for view in self.views], np.uint64)
@@ -49,7 +49,7 @@ class Snapshot:
         self._nbytes = np.array([view.nbytes for view in self.views], np.int64)
         self._all_threads = end >= _SEVERAL_THREADS
         self._native = _is_built()
-        self.groups: Groups = {group: {} for group in sources}
+        self.groups: ArrayGroups = {group: {} for group in sources}
         for (group, name), copy in zip(self.names, self.copies, strict=True):
             self.groups[group][name] = copy
 
@@ -62,7 +62,7 @@ class Snapshot:
         """Bytes that a snapshot holds."""
         return sum(copy.nbytes for copy in self.copies)
 
-    def take(self) -> Groups:
+    def take(self) -> ArrayGroups:
         """Copy all parameters; the arrays are overwritten by the next call."""
         for i, source in enumerate(self.sources):
             # Where a device has its own memory, the two addresses never agree.

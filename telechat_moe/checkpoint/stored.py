@@ -58,9 +58,9 @@ def open_checkpoint(path: Path) -> Stored:
         checkpoint.verify(path)
         content = manifest.read(path)
     layout = content.get("layout", "whole tensors")
-    said = layout if isinstance(layout, str) else json.dumps(layout)
+    layout_text = layout if isinstance(layout, str) else json.dumps(layout)
     try:
-        return Stored(path, content["step"], said, tensors_of(path, content))
+        return Stored(path, content["step"], layout_text, tensors_of(path, content))
     except MALFORMED as error:  # a checksum can be made for anything
         raise BadInputError(f"{path}: its tensors are not described ({short(error)})") from None
 
@@ -82,7 +82,9 @@ def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor
             for name, region in parse_json(metadata["regions"]).items():
                 shards.setdefault(name, []).append((file, tuple((a, b) for a, b in region)))
     else:
-        described = {n: (g, x) for g, found in content["tensors"].items() for n, x in found.items()}
+        described = {
+            n: (g, x) for g, entries in content["tensors"].items() for n, x in entries.items()
+        }
         shards = {name: manifest.pieces(entry) for name, (_, entry) in described.items()}
     if unknown := shards.keys() - described.keys():
         raise BadInputError(f"{path}: {min(unknown)} has a shard and no description")

@@ -29,14 +29,14 @@ from telechat_moe.tensor_files import (
     read_entries,
 )
 
-# Zero between steps, or of an analysis (`train.observe`).
+# Zero between steps, or of an analysis (`analysis.observe`).
 TRANSIENT = ("expert_load", "dropped", "main_grad", "observed")
 MODEL_CONFIG = "model_config.json"
 """The recipe's model section, beside weights that ``convert`` wrote."""
 
 NO_SETTINGS = "no config.json beside the weights; names and shapes are compared, not what they do not show (rope_theta, eps, routing)"
 _SHOWN = 4
-Report = Callable[[str], None]
+ProblemHandler = Callable[[str], None]
 _GLANCE_BYTES = 256 << 20
 _SCANNED = 1 << 17
 _PARTS = {
@@ -87,18 +87,18 @@ def own_weights(
         require_checksums(source)
     if before := trained_with(source):
         notes += [f"{source}: {d.key} is {d.found}" for d in changed(before, config)]
-    found = read_weights(source, verify=verify)
-    entries = {name: entry for name, entry in found.items() if not is_transient(name)}
-    wanted = {w.name: w.shape for w in weights(config)}
-    problems = differing_shapes(entries, wanted)
-    for name in wanted.keys() & entries.keys():
+    stored = read_weights(source, verify=verify)
+    entries = {name: entry for name, entry in stored.items() if not is_transient(name)}
+    shapes = {w.name: w.shape for w in weights(config)}
+    problems = differing_shapes(entries, shapes)
+    for name in shapes.keys() & entries.keys():
         if (dtype := entries[name].dtype) not in BYTES_OF_DTYPE:
             problems.append(f"{name} is {dtype}, weights are one of {', '.join(BYTES_OF_DTYPE)}")
     if problems:
         raise unfit(source, sorted(problems))
     outputs = [
         TensorOutput(n, entries[n].dtype, shape, partial(finite, n, entries[n]))
-        for n, shape in wanted.items()
+        for n, shape in shapes.items()
     ]
     if not verify:
         glance(outputs, notes)
@@ -132,19 +132,19 @@ def trained_with(source: Path) -> ModelConfig | None:
             return _model_config(state["model_config"]) if "model_config" in state else None
         return _model_config(read_object(file)) if file.is_file() else None
     except MALFORMED as error:
-        found = f"{file}: no model section ({error}); convert the weights again"
-        raise BadInputError(found) from error
+        finding = f"{file}: no model section ({error}); convert the weights again"
+        raise BadInputError(finding) from error
 
 
 def _model_config(section: Mapping[str, Any]) -> ModelConfig:
-    known = get_type_hints(ModelConfig)
+    types = get_type_hints(ModelConfig)
     if lacks := {"vocab_size", "hidden_size", "num_hidden_layers"} - set(section):
         raise ValueError(f"it has no {min(lacks)}")
-    for key, kind in known.items():
+    for key, kind in types.items():
         kinds = (int, float) if kind is float else (kind,)
         if kind in (int, float, bool) and key in section and type(section[key]) not in kinds:
             raise ValueError(f"{key} is {short(section[key])!r}")
-    config = ModelConfig(**{key: value for key, value in section.items() if key in known})
+    config = ModelConfig(**{key: value for key, value in section.items() if key in types})
     of_recipe(config)  # fails for values of other types
     return config
 
@@ -161,7 +161,7 @@ def finite(
     entry: TensorEntry,
     pieces: Iterable[Bytes] | None = None,
     begin: int = 0,
-    report: Report = refuse,
+    report: ProblemHandler = refuse,
 ) -> Iterator[Bytes]:
     """Yield the bytes of a tensor; after the last, report how many of its values are NaN or infinite, if any.
 
@@ -229,29 +229,29 @@ class ShardedEntry(TensorEntry):
 
     def read(self, offset: int = 0, count: int | None = None) -> Bytes:
         """See :meth:`TensorEntry.read`."""
-        whole = self._whole()
-        return whole[offset : len(whole) if count is None else offset + count]
+        data = self._whole()
+        return data[offset : len(data) if count is None else offset + count]
 
     def chunks(self) -> Iterator[Bytes]:
         """See :meth:`TensorEntry.chunks`."""
-        whole = self._whole()
-        for offset in range(0, len(whole), READ_BYTES):
-            yield whole[offset : offset + READ_BYTES]
+        data = self._whole()
+        for offset in range(0, len(data), READ_BYTES):
+            yield data[offset : offset + READ_BYTES]
 
     def _whole(self) -> Bytes:
         width = self.nbytes // max(math.prod(self.shape), 1)
-        whole = np.empty((*self.shape, width), np.uint8)
+        data = np.empty((*self.shape, width), np.uint8)
         for shard, region in self.shards:
-            target = whole[manifest.slices(region)]
+            target = data[manifest.slices(region)]
             target[...] = shard.read().reshape(target.shape)
-        return whole.reshape(-1)
+        return data.reshape(-1)
 
 
 def unfit(source: Path, problems: Sequence[str], hint: str = "") -> BadInputError:
     """Return the error that says in one line how weights do not fit a model, and a hint at the reason."""
-    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    others = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return BadInputError(
-        f"{source} does not fit the model: {', '.join(problems[:_SHOWN])}{more}; weights of the recipe's model, or a "
+        f"{source} does not fit the model: {', '.join(problems[:_SHOWN])}{others}; weights of the recipe's model, or a "
         f"model section that says what these are of. {hint}".rstrip(" .")
     )
 

@@ -60,24 +60,24 @@ def _paths(
 def run_show(args: argparse.Namespace) -> int:
     """Verify, describe; return the exit code."""
     path = Path(args.path)
-    found = _found(path)
-    if write_json(args.json, found):
+    report = _found(path)
+    if write_json(args.json, report):
         return 0
-    print(f"{path}: {found['kind']} of step {found['step']}, {found['layout']}")
+    print(f"{path}: {report['kind']} of step {report['step']}, {report['layout']}")
     rows = [
         [name, f"{g['tensors']:,}", f"{g['elements']:,}", ", ".join(g["dtypes"])]
-        for name, g in found["groups"].items()
+        for name, g in report["groups"].items()
     ]
     show_table(["group", "tensors ", "elements ", "types"], rows)
     print()
-    files = [[name, f"{f['bytes']:,}", f["sha256"][:16]] for name, f in found["files"].items()]
+    files = [[name, f"{f['bytes']:,}", f["sha256"][:16]] for name, f in report["files"].items()]
     show_table(["file", "bytes ", "sha256"], files)
     if args.tensors:
         print()
-        tensors = found["tensors"].items()
+        tensors = report["tensors"].items()
         rows = [[t["group"], n, t["dtype"], str(t["shape"])] for n, t in tensors]
         show_table(["group", "tensor", "type", "whole shape"], rows)
-    print(f"\nall {len(found['files'])} checksums agree")
+    print(f"\nall {len(report['files'])} checksums agree")
     return 0
 
 
@@ -87,11 +87,11 @@ def run_reshard(args: argparse.Namespace) -> int:
     from telechat_moe.recipe import load
 
     content = reshard(Path(args.path), Path(args.out), load(args.recipe, args.overrides))
-    found = _describe(Path(args.out), content)
-    if not write_json(args.json, found):
+    report = _describe(Path(args.out), content)
+    if not write_json(args.json, report):
         print(
-            f"{args.out}: step {found['step']} for {found['layout']}, {found['devices']} files, "
-            f"{size_text(found['bytes'])}"
+            f"{args.out}: step {report['step']} for {report['layout']}, {report['devices']} files, "
+            f"{size_text(report['bytes'])}"
         )
     return 0
 
@@ -111,16 +111,18 @@ def run_average(args: argparse.Namespace) -> int:
     from telechat_moe.interop.average import average
 
     with bars(in_bytes=True) as progress:
-        found = average(
+        averaged = average(
             list(map(Path, args.paths)),
             Path(args.out),
             args.weights,
             ema=args.ema,
             progress=progress,
         )
-    if not write_json(args.json, vars(found)):
-        terms = " + ".join(f"{s['share']:.4g} {s['path']}" for s in found.sources)
-        print(f"{found.path}: {found.tensors} tensors, {size_text(found.total_bytes)}: {terms}")
+    if not write_json(args.json, vars(averaged)):
+        terms = " + ".join(f"{s['share']:.4g} {s['path']}" for s in averaged.sources)
+        print(
+            f"{averaged.path}: {averaged.tensors} tensors, {size_text(averaged.total_bytes)}: {terms}"
+        )
     return 0
 
 

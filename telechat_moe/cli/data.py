@@ -96,7 +96,8 @@ def run_build(args: argparse.Namespace) -> int:
     """Build a dataset and say what it holds."""
     import logging
 
-    from telechat_moe.data import build
+    from telechat_moe.data import build, load_tokenizer
+    from telechat_moe.data.corpus import open_corpus
     from telechat_moe.recipe import load
 
     if not logging.getLogger().handlers:
@@ -107,22 +108,31 @@ def run_build(args: argparse.Namespace) -> int:
         raise UsageError("--valid-fraction has no effect beside --valid; give one of them")
     recipe = load(args.recipe, args.overrides, use="data") if args.recipe else None
     settings = _settings(args, recipe)
-    if recipe is not None and settings["tokenizer"]:
-        _check_tokenizer(recipe, settings["tokenizer"], args.eod_token)
+    chat, path = settings["conversations"], settings["tokenizer"]
+    if path is not None:
+        settings["tokenizer"] = tokenizer = load_tokenizer(path, args.eod_token)
+        if recipe is not None:
+            subject = f"{path} does not fit the recipe, and nothing was built"
+            hint = "change the recipe, or give another --tokenizer or --eod-token"
+            _require_fit(recipe, tokenizer.vocab_size, tokenizer.eod, subject, hint)
     begin = time.monotonic()
+    settings["corpus"] = open_corpus(
+        settings["corpus"],
+        extensions=args.extension,
+        text_key=args.text_key,
+        conversations=chat is not None,
+        ignored=chat.ignored if chat else (),
+        valid=args.valid or (),
+    )
     with bars() as progress:
-        result = build(
-            **settings,
-            valid=args.valid or (),
-            eod_token=args.eod_token,
-            extensions=args.extension,
-            text_key=args.text_key,
-            force=args.force,
-            progress=progress,
-        )
+        result = build(**settings, force=args.force, progress=progress)
     seconds = time.monotonic() - begin
     if recipe is not None:
-        _check_fits(recipe, result.manifest)
+        built, subject = (
+            result.manifest["tokenizer"],
+            "the data was built, but does not fit the recipe",
+        )
+        _require_fit(recipe, built["vocab_size"], built["eod"], subject, "change the recipe")
     report = {**vars(result), "out": str(result.out), "seconds": round(seconds, 3)}
     report["skipped_files"] = report.pop("skipped")
     if not write_json(args.json, report):
@@ -134,7 +144,7 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
     """Return the options given, else the recipe's, else the defaults."""
     from telechat_moe.data.conversations import format_of
 
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "out": DEFAULT_OUT,
         "corpus": [],
         "vocab_size": DEFAULT_VOCAB,
@@ -144,7 +154,7 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
     }
     if recipe is not None:
         corpus = recipe.telechat_moe.corpus
-        found |= {
+        settings |= {
             "corpus": corpus.paths,
             "vocab_size": recipe.model_config.vocab_size,
             "tokenizer": corpus.tokenizer,
@@ -152,62 +162,38 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
             "seed": recipe.seed,
             "out": args.out or _recipe_folder(recipe),
         }
-    found |= {key: getattr(args, key) for key in found if getattr(args, key) is not None}
-    chat = format_of(recipe, found["tokenizer"]) if recipe is not None else None
-    return found | {"conversations": chat}
+    settings |= {key: getattr(args, key) for key in settings if getattr(args, key) is not None}
+    chat = format_of(recipe, settings["tokenizer"]) if recipe is not None else None
+    return settings | {"conversations": chat}
 
 
 def _recipe_folder(recipe: Recipe) -> str:
     """Return the folder in which the recipe's training data is expected."""
-    from telechat_moe.recipe.data_path import parse_data_path
+    from telechat_moe.data.recipe import sources_of
 
-    config = recipe.train_dataset.data_loader.config
-    path = config and (config.data_path or config.train_data_path)
-    prefixes = parse_data_path(path)[0] if path else []
+    prefixes = sources_of(recipe)
     if len(prefixes) != 1 or Path(prefixes[0]).name != "train":
         raise BadInputError(
-            f"{recipe.source}: train_dataset.data_loader.config.data_path is {path}; to build the "
+            f"{recipe.source}: train_dataset.data_loader.config.data_path names {prefixes or 'nothing'}; to build the "
             "data of a recipe it must name one prefix that ends in /train, such as "
             f"['1', '{DEFAULT_OUT}/train']; or give --out"
         )
     return str(Path(prefixes[0]).parent)
 
 
-def _check_tokenizer(recipe: Recipe, path: str, eod_token: str | None) -> None:
-    """Refuse a tokenizer that does not fit the recipe before anything is tokenised with it."""
-    from telechat_moe.data import load_tokenizer
-
-    found = load_tokenizer(path, eod_token)
-    if problems := _misfits(recipe, found.vocab_size, found.eod):
-        raise BadInputError(
-            f"{recipe.source}: {path} does not fit the recipe, and nothing was built: "
-            f"{'; '.join(problems)}; change the recipe, or give another --tokenizer or --eod-token"
-        )
-
-
-def _check_fits(recipe: Recipe, manifest: dict[str, Any]) -> None:
-    """Refuse data that the recipe's model would misread."""
-    tokenizer = manifest["tokenizer"]
-    if problems := _misfits(recipe, tokenizer["vocab_size"], tokenizer["eod"]):
-        raise BadInputError(
-            f"{recipe.source}: the data was built, but does not fit the recipe: "
-            f"{'; '.join(problems)}; change the recipe"
-        )
-
-
-def _misfits(recipe: Recipe, vocabulary: int, eod: int) -> list[str]:
+def _require_fit(recipe: Recipe, vocabulary: int, eod: int, subject: str, hint: str) -> None:
+    """Refuse a tokenizer whose tokens the model of a recipe would misread."""
+    size, config = recipe.model_config.vocab_size, recipe.train_dataset.data_loader.config
     problems: list[str] = []
-    if vocabulary > recipe.model_config.vocab_size:
+    if vocabulary > size:
         problems.append(
-            f"model.model_config.vocab_size is {recipe.model_config.vocab_size}, the tokenizer "
-            f"has {vocabulary} tokens"
+            f"model.model_config.vocab_size is {size}, the tokenizer has {vocabulary} tokens"
         )
-    config = recipe.train_dataset.data_loader.config
     if config is not None and config.eod != eod:
-        problems.append(
-            f"train_dataset.data_loader.config.eod is {config.eod}, the tokenizer's is {eod}"
-        )
-    return problems
+        key = "train_dataset.data_loader.config.eod"
+        problems.append(f"{key} is {config.eod}, the tokenizer's is {eod}")
+    if problems:
+        raise BadInputError(f"{recipe.source}: {subject}: {'; '.join(problems)}; {hint}")
 
 
 def _describe_build(result: BuildResult, seconds: float) -> str:
@@ -239,10 +225,10 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
         lines.append(f"  skipped    {len(result.skipped)} file(s) that are not text")
     if long := manifest.get("too_long"):
         some = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in long[:3])
-        more = f", ... (all in {result.out / 'manifest.json'})" if len(long) > 3 else ""
-        most = manifest["inputs"]["conversations"]["seq_length"]
+        ellipsis = f", ... (all in {result.out / 'manifest.json'})" if len(long) > 3 else ""
+        limit = manifest["inputs"]["conversations"]["seq_length"]
         lines.append(
-            f"  too long   {len(long):,} of more than {most:,} tokens left out: {some}{more}"
+            f"  too long   {len(long):,} of more than {limit:,} tokens left out: {some}{ellipsis}"
         )
     lines += [f"  note       {note}" for note in manifest.get("notes", ())]
     return "\n".join(lines)
@@ -272,12 +258,12 @@ def run_show(args: argparse.Namespace) -> int:
 
     if args.tokens < 0:
         raise UsageError(f"--tokens is {args.tokens}; expected 0 or more")
-    given = Path(args.prefix)
-    prefixes = [given.with_suffix("")] if given.suffix in (".bin", ".idx") else [given]
-    if given.is_dir():
-        prefixes = [path.with_suffix("") for path in sorted(given.glob("*.idx"))]
+    root = Path(args.prefix)
+    prefixes = [root.with_suffix("")] if root.suffix in (".bin", ".idx") else [root]
+    if root.is_dir():
+        prefixes = [path.with_suffix("") for path in sorted(root.glob("*.idx"))]
         if not prefixes:
-            raise BadInputError(f"{given}: no .idx file in this folder; build a dataset first")
+            raise BadInputError(f"{root}: no .idx file in this folder; build a dataset first")
     reports: list[dict[str, Any]] = []
     for prefix in prefixes:
         tokenizer = _tokenizer_for(prefix, args.tokenizer)
@@ -287,11 +273,11 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer_for(prefix: Path, given: str | None) -> Tokenizer | None:
+def _tokenizer_for(prefix: Path, path: str | None) -> Tokenizer | None:
     from telechat_moe.data import load_tokenizer
 
-    if given is not None:
-        return load_tokenizer(given)
+    if path is not None:
+        return load_tokenizer(path)
     beside = prefix.with_name("tokenizer.json")
     return load_tokenizer(beside) if beside.is_file() else None
 
@@ -341,11 +327,11 @@ def _example(
     if not 0 <= number < len(dataset):
         raise UsageError(f"--document is {number}; {dataset.prefix} has {len(dataset):,}, from 0")
     stored = dataset[number]
-    tokens, parts, done = bare(stored), list[dict[str, Any]](), ""
+    tokens, parts, shown = bare(stored), list[dict[str, Any]](), ""
     for end in [*(np.flatnonzero(np.diff(stored >= 0)) + 1).tolist(), len(stored)]:
         text = tokenizer.decode(tokens[:end])  # a part alone may be written otherwise
-        parts.append({"learned": bool(stored[end - 1] >= 0), "text": text[len(done) :]})
-        done = text
+        parts.append({"learned": bool(stored[end - 1] >= 0), "text": text[len(shown) :]})
+        shown = text
     return {"document": number, "tokens": len(stored), "parts": parts}
 
 

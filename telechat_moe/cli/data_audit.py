@@ -45,62 +45,62 @@ def run_audit(args: argparse.Namespace) -> int:
     from telechat_moe.recipe import load
 
     if args.plan is not None:
-        found = audit_plan(load(args.plan, args.overrides))
+        report = audit_plan(load(args.plan, args.overrides))
     else:
-        given = args.recipe or Path(args.output_dir) / "recipe.json"
-        if args.recipe is None and not given.exists():
+        path = args.recipe or Path(args.output_dir) / "recipe.json"
+        if args.recipe is None and not path.exists():
             raise BadInputError(
                 f"{args.output_dir}: no recipe.json there; name the recipe with --recipe"
             )
-        recipe = load(given, args.overrides)
+        recipe = load(path, args.overrides)
         with bars() as progress:
-            found = audit(args.output_dir, recipe, contents=args.contents, progress=progress)
-    if not write_json(args.json, asdict(found)):
-        _show(found)
-    for problem in found.problems:
+            report = audit(args.output_dir, recipe, contents=args.contents, progress=progress)
+    if not write_json(args.json, asdict(report)):
+        _show(report)
+    for problem in report.problems:
         print(problem, file=sys.stderr)
-    return 1 if found.problems else 0
+    return 1 if report.problems else 0
 
 
-def _show(found: Audit) -> None:
-    if found.starts:
+def _show(report: Audit) -> None:
+    if report.starts:
         rows = [
-            [str(s.line), str(s.step), s.layout, str(s.steps), str(s.kept)] for s in found.starts
+            [str(s.line), str(s.step), s.layout, str(s.steps), str(s.kept)] for s in report.starts
         ]
         show_table(["line ", "after step ", "layout", "steps done ", "of these count "], rows)
     verdict = (
-        f"{len(found.problems)} problem(s)" if found.problems else "every sample is accounted for"
+        f"{len(report.problems)} problem(s)" if report.problems else "every sample is accounted for"
     )
     print(
-        f"{found.source}: {verdict}\n"
-        f"  {found.steps} steps saw {found.samples} samples, {found.epochs:.3f} epochs of {found.samples_per_epoch}; "
-        f"{found.skipped} step(s) without update, {found.undone} done and undone"
+        f"{report.source}: {verdict}\n"
+        f"  {report.steps} steps saw {report.samples} samples, {report.epochs:.3f} epochs of {report.samples_per_epoch}; "
+        f"{report.skipped} step(s) without update, {report.undone} done and undone"
     )
-    if found.unread:
+    if report.unread:
         print(
-            f"  {found.unread} sample(s) at the end of an epoch are not read: they do not fill a step"
+            f"  {report.unread} sample(s) at the end of an epoch are not read: they do not fill a step"
         )
-    if found.to_come:
-        print(f"  {found.to_come} sample(s) are still to come")
-    if len(found.data) > 1:
-        for span in found.data:
+    if report.to_come:
+        print(f"  {report.to_come} sample(s) are still to come")
+    if len(report.data) > 1:
+        for span in report.data:
             judged = "" if span.read_again else ", not read again"
             print(
                 f"  steps {span.first_step} to {span.last_step}: {' '.join(span.data_path)}{judged}"
             )
-    if found.mixture:
+    if report.mixture:
         rows: list[list[str]] = []
-        for part in found.mixture:
+        for part in report.mixture:
             span = [str(part["from_sample"]), str(part["to_sample"] - 1)]
-            for one in part["sources"]:
-                seen = "" if one["seen"] is None else str(one["seen"])
-                name, share = one["prefix"], f"{one['weight']:.4f}"
-                rows.append([*span, name, share, str(one["planned"]), seen])
+            for source in part["sources"]:
+                count = "" if source["seen"] is None else str(source["seen"])
+                name, share = source["prefix"], f"{source['weight']:.4f}"
+                rows.append([*span, name, share, str(source["planned"]), count])
         show_table(["from sample ", "to ", "source", "weight ", "planned ", "seen "], rows)
-    for rollback in found.rollbacks:
+    for rollback in report.rollbacks:
         first, end = rollback["left_out"]
         print(f"  samples {first} to {end - 1} were left out by a rollback")
-    print(f"  compared: {found.covers}")
+    print(f"  compared: {report.covers}")
 
 
 VERB = Verb(

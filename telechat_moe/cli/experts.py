@@ -12,7 +12,7 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
-    from telechat_moe.moe.report import ExpertReport
+    from telechat_moe.analysis.report import ExpertReport
 
 NOTES = """\
 Loads over time come from OUTPUT_DIR/metrics.jsonl, where a run records them every telechat_moe.moe.load_interval steps; all
@@ -45,12 +45,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _texts(given: list[str]) -> dict[str, list[str]]:
+def _texts(arguments: list[str]) -> dict[str, list[str]]:
     texts: dict[str, list[str]] = {}
-    for one in given:
-        name, equals, path = one.partition("=")
+    for argument in arguments:
+        name, equals, path = argument.partition("=")
         if not (name and equals and path):
-            raise UsageError(f"--text {one}: expected NAME=PATH, such as code=/usr/lib/python3.11")
+            raise UsageError(
+                f"--text {argument}: expected NAME=PATH, such as code=/usr/lib/python3.11"
+            )
         texts.setdefault(name, []).append(path)
     if len(texts) == 1:
         raise UsageError("--text names one domain; give another NAME=PATH to compare it with")
@@ -63,8 +65,8 @@ def run_experts(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: expected 1 or more")
     texts = _texts(args.text)
-    from telechat_moe.moe.page import experts_page
-    from telechat_moe.train.experts import analyse
+    from telechat_moe.analysis.experts import analyse
+    from telechat_moe.analysis.page import experts_page
 
     run = Path(args.output_dir)
     report = analyse(
@@ -89,7 +91,7 @@ def run_experts(args: argparse.Namespace) -> int:
 
 def _show(report: ExpertReport) -> None:
     load, last = report.load, report.checkpoints[-1] if report.checkpoints else None
-    found = report.specialisation
+    specialisation = report.specialisation
     columns: dict[str, list[str]] = {"layer": report.layers}
     if load is not None:
         columns["overload "] = [f"{x:.2f}" for x in load.overloads()[-1]]
@@ -99,12 +101,12 @@ def _show(report: ExpertReport) -> None:
         columns["routed share "] = [_text(x) for x in last.routed_share]
     if last is not None and last.flipped is not None:
         columns["flipped "] = [f"{x:.1%}" for x in last.flipped]
-    if found is not None:
-        columns["bits of domain "] = [f"{x:.3f}" for x in found.information_L]
-        columns["adjusted p "] = [f"{x:.3g}" for x in found.adjusted_p_L]
+    if specialisation is not None:
+        columns["bits of domain "] = [f"{x:.3f}" for x in specialisation.information_L]
+        columns["adjusted p "] = [f"{x:.3g}" for x in specialisation.adjusted_p_L]
     show_table(list(columns), list(zip(*columns.values(), strict=True)))
-    for name, why in report.not_judged.items():
-        print(f"not judged: {name}: {why}")
+    for name, reason in report.not_judged.items():
+        print(f"not judged: {name}: {reason}")
 
 
 def _text(number: float | None) -> str:

@@ -62,11 +62,11 @@ def deal(cost_N: np.ndarray, ranks: int, micro_batches: int) -> np.ndarray:
         )
     cost = np.asarray(cost_N, np.float64)
     dealt = np.empty((micro_batches, ranks, count // places), np.int64)
-    at = _rising_then_falling(micro_batches)
-    for rank, mine in enumerate(_level(cost, ranks)):
-        parts = mine[_level(cost[mine], micro_batches)]
+    order = _rising_then_falling(micro_batches)
+    for rank, samples in enumerate(_level(cost, ranks)):
+        parts = samples[_level(cost[samples], micro_batches)]
         heaviest = np.argsort(-cost[parts].sum(1), kind="stable")
-        dealt[at, rank] = parts[heaviest]
+        dealt[order, rank] = parts[heaviest]
     return dealt
 
 
@@ -116,19 +116,19 @@ def _exchange_two(
 ) -> bool:
     """Exchange the two samples that bring two bins closest to each other; False: none brings them closer."""
     gap = loads[full] - loads[other]
-    given, taken = cost_N[chosen[full]], cost_N[chosen[other]]
-    by_cost = np.argsort(taken, kind="stable")
-    after = np.searchsorted(taken[by_cost], given - gap / 2).clip(0, len(taken) - 1)
+    full_cost, other_cost = cost_N[chosen[full]], cost_N[chosen[other]]
+    by_cost = np.argsort(other_cost, kind="stable")
+    after = np.searchsorted(other_cost[by_cost], full_cost - gap / 2).clip(0, len(other_cost) - 1)
     best, pair = gap, (0, 0)
-    for near in (after, (after - 1).clip(0)):
-        left = np.abs(gap - 2 * (given - taken[by_cost[near]]))
+    for candidate in (after, (after - 1).clip(0)):
+        left = np.abs(gap - 2 * (full_cost - other_cost[by_cost[candidate]]))
         give = int(left.argmin())
         if left[give] < best:
-            best, pair = left[give], (give, int(by_cost[near[give]]))
+            best, pair = left[give], (give, int(by_cost[candidate[give]]))
     if best >= gap * (1 - 1e-9):
         return False
     give, take = pair
-    moved = given[give] - taken[take]
+    moved = full_cost[give] - other_cost[take]
     loads[full] -= moved
     loads[other] += moved
     chosen[full, give], chosen[other, take] = chosen[other, take], chosen[full, give]

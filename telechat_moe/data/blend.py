@@ -8,29 +8,52 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from telechat_moe.data.dataset import GptDataset, Source, check_range, hash_settings
+from telechat_moe.data.dataset import Dataset, GptDataset, SampleSource, check_range, hash_settings
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import Allocate, blend_indices
 from telechat_moe.data.sample import Batch, SampleOptions, put_together
-from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import Progress
 
 Samples = GptDataset | WholeDataset
-Part = TypeVar("Part", bound=Source)
+Part = TypeVar("Part", bound=SampleSource)
 SIZE_MARGIN = 1.005
 """MindFormers asks 0.5 % more samples of each dataset that has a weight."""
 
 
-class Blend(Generic[Part]):
-    """Samples that are taken from several datasets.
+class CombinedSource(SampleSource, Generic[Part]):
+    """Samples that are taken from several sources."""
+
+    @abstractmethod
+    def by_part(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+        """Yield the sources of samples: each with the rows that are its own and their samples there."""
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """See :meth:`SampleSource.batch`."""
+        parts = ((part.batch(within), rows) for part, rows, within in self.by_part(indices))
+        return put_together(len(indices), parts)
+
+    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """See :meth:`SampleSource.visible_pairs`."""
+        pairs_B = np.empty(len(indices), np.int64)
+        for part, rows, within in self.by_part(indices):
+            pairs_B[rows] = part.visible_pairs(within)
+        return pairs_B
+
+
+class Blend(CombinedSource[Part], Dataset):
+    """Samples that are taken from several datasets in an order that is laid out before.
 
     Attributes:
         datasets: The datasets.
@@ -46,34 +69,18 @@ class Blend(Generic[Part]):
         """Return the number of samples."""
         return len(self.chosen)
 
-    def __getitem__(self, index: int) -> Batch:
-        """Return one sample."""
-        return {name: array[0] for name, array in self.batch([index]).items()}
-
-    def _by_dataset(
+    def by_part(
         self, indices: Sequence[int] | np.ndarray
     ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
-        """Yield the datasets of samples: each with the rows that are its own and their samples there."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        check_range(wanted, len(self))
-        chosen, within = self.chosen[wanted], wanted
+        """See :meth:`CombinedSource.by_part`."""
+        samples = np.asarray(indices, dtype=np.int64)
+        check_range(samples, len(self))
+        chosen, within = self.chosen[samples], samples
         if len(self.datasets) > 1:
-            within = self.within[wanted]
+            within = self.within[samples]
         for which in np.unique(chosen).tolist():
             rows = np.flatnonzero(chosen == which)
             yield self.datasets[which], rows, within[rows]
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return samples stacked along a first axis; see ``GptDataset.batch``."""
-        parts = ((d.batch(within), rows) for d, rows, within in self._by_dataset(indices))
-        return put_together(len(indices), parts)
-
-    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
-        pairs_B = np.empty(len(indices), np.int64)
-        for dataset, rows, within in self._by_dataset(indices):
-            pairs_B[rows] = dataset.visible_pairs(within)
-        return pairs_B
 
     def samples_of(self, number: int) -> np.ndarray:
         """Return the samples that are taken of one dataset, in order, int64."""
@@ -100,7 +107,7 @@ def lay_out(
         progress: Called where it is kept on the disk.
 
     Returns:
-        ``chosen`` and ``within``, see :class:`Blend`, and ``taken``, int64: samples of each dataset.
+        ``chosen`` and ``within``, see :class:`Blend`, and ``counts``, int64: samples of each dataset.
     """
     count = len(segments[0][1])
 
@@ -108,20 +115,20 @@ def lay_out(
         new = allocate or (lambda name, shape, dtype: np.empty(shape, dtype))
         chosen = new("chosen", (size,), np.dtype(np.int16))
         within = new("within", (size,), np.dtype(np.int64))
-        taken = np.zeros(count, np.int64)
+        counts = np.zeros(count, np.int64)
         ends = [start for start, _ in segments[1:]]
         for (start, weights), end in zip(segments, [*ends, size], strict=True):
             # A weight of 0 would win where all others are exactly level.
             live = np.flatnonzero(np.array(weights) > 0)
-            before = taken.copy()
+            before = counts.copy()
             for which, number in blend_indices([weights[i] for i in live], end - start):
                 part = slice(start, start + len(which))
                 chosen[part], within[part] = live[which], number + before[live[which]]
-                taken[live] += np.bincount(which, minlength=len(live))
+                counts[live] += np.bincount(which, minlength=len(live))
                 start = part.stop
                 if progress is not None and allocate is not None:
                     progress("mixing sources", start, size)
-        return {"chosen": chosen, "within": within, "taken": taken}
+        return {"chosen": chosen, "within": within, "taken": counts}
 
     key = ["blend", [list(segment) for segment in segments], size]
     return open_arrays(source, key, 2 * size, build, f"{size:,} samples of {count} sources")
@@ -152,9 +159,9 @@ class BlendedDataset(Blend[Samples]):
             self.chosen = np.broadcast_to(np.int16(0), size)
         else:
             source = self.datasets[0].source
-            found = lay_out([(0, self.weights)], size, source, progress)
-            self.chosen, self.within = found["chosen"], found["within"]
-            needed = found["taken"].tolist()
+            order = lay_out([(0, self.weights)], size, source, progress)
+            self.chosen, self.within = order["chosen"], order["within"]
+            needed = order["taken"].tolist()
         for dataset, count in zip(self.datasets, needed, strict=True):
             if len(dataset) < count:
                 raise BadInputError(
@@ -197,7 +204,7 @@ def open_blend(
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
         conversations: The files are of conversations, which stay whole.
-        window: Documents stay whole, packed by :class:`telechat_moe.data.whole.BestFit`; None: text is cut.
+        window: Documents stay whole, packed by :class:`telechat_moe.data.document_packing.BestFit`; None: text is cut.
         progress: See :class:`GptDataset`.
 
     Raises:
@@ -241,6 +248,6 @@ def first_of(source: IndexedDataset, share: float | None) -> tuple[int, int] | N
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return weights that sum to 1."""
+    """Return weights of any positive scale as shares that sum to 1."""
     array = np.array(weights, dtype=np.float64)
     return (array / array.sum()).tolist()

@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,15 @@ import numpy as np
 
 from telechat_moe.data.conversations import STORED, ChatFormat, FieldCheck, notes
 from telechat_moe.data.corpus import Corpus, open_corpus
-from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype, write_index
-from telechat_moe.data.scan import Scan, hash64, learn_from, scan_corpus
+from telechat_moe.data.indexed import (
+    IndexedDataset,
+    bin_path,
+    idx_path,
+    token_dtype,
+    write_index,
+    write_indexed,
+)
+from telechat_moe.data.scan import CorpusScan, hash64, learn_from, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import (
@@ -71,16 +78,12 @@ class BuildResult:
 
 def build(
     out: str | os.PathLike[str],
-    corpus: Sequence[str | os.PathLike[str]] = (),
+    corpus: Corpus | None = None,
     *,
-    valid: Sequence[str | os.PathLike[str]] = (),
     vocab_size: int = 2048,
-    tokenizer: str | os.PathLike[str] | None = None,
-    eod_token: str | None = None,
+    tokenizer: Tokenizer | None = None,
     valid_fraction: float = 0.05,
     seed: int = 1234,
-    extensions: Sequence[str] | None = None,
-    text_key: str | None = None,
     conversations: ChatFormat | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -89,47 +92,49 @@ def build(
 
     Args:
         out: Folder to write to.
-        corpus: Files and folders; none means the Python standard library's sources.
-        valid: Files and folders of validation data; none keeps a share of ``corpus`` for it.
+        corpus: What :func:`telechat_moe.data.corpus.open_corpus` returned; None: the Python standard library's sources.
         vocab_size: Tokens of the tokenizer that is trained on the training documents.
-        tokenizer: A ``tokenizer.json`` to use instead of training one.
-        eod_token: End-of-document token of that tokenizer; None looks for the usual names.
-        valid_fraction: Share of the documents kept for validation without ``valid``, below 1; 0: none, else at least one.
-        extensions, text_key: See :func:`telechat_moe.data.corpus.open_corpus`.
-        conversations: How its conversations are written; None: it is text.
+        tokenizer: The tokenizer to use instead of training one.
+        valid_fraction: Share of the documents for validation where the corpus has no files for it, below 1; 0: none, else
+            at least one.
+        conversations: How the conversations of the corpus are written; None: it is text.
         force: Replace a dataset in ``out`` that was made from other inputs.
         progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
-        BadInputError: If the corpus or the tokenizer cannot be read.
+        BadInputError: If the corpus cannot be read.
         UsageError: If ``out`` holds another dataset and ``force`` is not given.
         TelechatMoeError: If the disk is full, or another build is writing to ``out``.
     """
     if not 0 <= valid_fraction < 1:
         raise UsageError(f"valid_fraction is {valid_fraction}; expected 0 or more and below 1")
-    out, chat = Path(out), bool(conversations)
-    given = _given_tokenizer(tokenizer, eod_token, vocab_size, chat)
-    how = {"extensions": extensions, "text_key": text_key, "valid": valid, "conversations": chat}
-    files = open_corpus(corpus, **how, ignored=conversations.ignored if conversations else ())
+    if tokenizer is None and conversations is not None:
+        raise UsageError("conversations need the tokenizer of the model; give --tokenizer")
+    if tokenizer is None and vocab_size < BASE_VOCAB:
+        raise UsageError(f"vocab_size is {vocab_size}; expected {BASE_VOCAB} or more")
+    out, corpus = Path(out), corpus or open_corpus()
     with _full_disk_named(out), _locked(out):
-        scan = _scan(files, conversations, progress)
+        scan = _scan(corpus, conversations, progress)
         inputs = {
             "format": FORMAT,
             "corpus": scan.identity,
             "documents": len(scan.hashes),
-            **_tokenizer_identity(given, vocab_size),
-            "valid_fraction": None if valid else valid_fraction,
+            "vocab_size": None if tokenizer else vocab_size,
+            "tokenizer": fingerprint(tokenizer) if tokenizer else None,
+            "eod_token": tokenizer.eod_token if tokenizer else None,
+            "valid_fraction": None if scan.named_valid is not None else valid_fraction,
             "seed": seed,
-            **_named_valid(scan, files),
-            **_format_identity(conversations, given),
+            **_named_valid(scan, corpus),
+            **_format_identity(conversations, tokenizer),
         }
-        job = _Job(out, files, scan, inputs, progress, conversations)
+        job = _Job(out, corpus, scan, inputs, progress, conversations)
         if (manifest := job.finished(force)) is not None:
-            return BuildResult(out, manifest, True, 0, 0, dict(files.skipped))
-        return job.run(given, vocab_size)
+            return BuildResult(out, manifest, True, 0, 0, dict(corpus.skipped))
+        job.begin()
+        return job.run(job.tokenizer(tokenizer, vocab_size))
 
 
-def _scan(corpus: Corpus, chat: ChatFormat | None, progress: Progress | None) -> Scan:
+def _scan(corpus: Corpus, chat: ChatFormat | None, progress: Progress | None) -> CorpusScan:
     """Read the corpus once; refuse fields of conversations that nothing reads, or that are to be ignored and are not there."""
     fields = FieldCheck(chat) if chat is not None else None
     scan = scan_corpus(corpus, progress, fields.look if fields else None)
@@ -144,26 +149,6 @@ def _scan(corpus: Corpus, chat: ChatFormat | None, progress: Progress | None) ->
     return scan
 
 
-def _given_tokenizer(
-    path: str | os.PathLike[str] | None, eod_token: str | None, vocab_size: int, chat: bool
-) -> Tokenizer | None:
-    if path is not None:
-        return load_tokenizer(path, eod_token)
-    if chat:
-        raise UsageError("conversations need the tokenizer of the model; give --tokenizer")
-    if vocab_size < BASE_VOCAB:
-        raise UsageError(f"vocab_size is {vocab_size}; expected {BASE_VOCAB} or more")
-    return None
-
-
-def _tokenizer_identity(given: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
-    return {
-        "vocab_size": None if given else vocab_size,
-        "tokenizer": fingerprint(given) if given else None,
-        "eod_token": given.eod_token if given else None,
-    }
-
-
 def _format_identity(chat: ChatFormat | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if chat is None or tokenizer is None:
         return {}
@@ -176,7 +161,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
-def _named_valid(scan: Scan, corpus: Corpus) -> dict[str, int]:
+def _named_valid(scan: CorpusScan, corpus: Corpus) -> dict[str, int]:
     """Return how many documents are of files of validation data, if there are any; log how many of them are repeated."""
     if scan.named_valid is None:
         return {}
@@ -196,13 +181,14 @@ class _Job:
         self,
         out: Path,
         corpus: Corpus,
-        scan: Scan,
+        scan: CorpusScan,
         inputs: dict[str, Any],
         progress: Progress | None,
         chat: ChatFormat | None = None,
     ) -> None:
         self.out, self.corpus, self.scan, self.inputs = out, corpus, scan, inputs
-        self.progress, self.chat = progress, chat
+        self.progress: Progress = progress or (lambda *_: None)
+        self.chat = chat
         self.partial = out / PARTIAL
         self.valid = scan.valid(inputs["valid_fraction"] or 0.0, inputs["seed"])
         self.sides = SIDES if self.valid.any() else SIDES[:1]
@@ -213,14 +199,14 @@ class _Job:
         if manifest is None:
             self._refuse_foreign_files(force)
             return None
-        found = manifest["inputs"]
-        keys = {*self.inputs, *found}
-        differing = sorted(key for key in keys if found.get(key) != self.inputs.get(key))
+        inputs = manifest["inputs"]
+        keys = {*self.inputs, *inputs}
+        differing = sorted(key for key in keys if inputs.get(key) != self.inputs.get(key))
         if differing:
             if force:
                 return None
             lines = (
-                f"{key}: {found.get(key)} there, {self.inputs.get(key)} now" for key in differing
+                f"{key}: {inputs.get(key)} there, {self.inputs.get(key)} now" for key in differing
             )
             raise UsageError(
                 f"{self.out} holds a dataset made from other inputs ({'; '.join(lines)}); "
@@ -242,42 +228,44 @@ class _Job:
                 "give --force to replace them, or another --out"
             )
 
-    def run(self, given: Tokenizer | None, vocab_size: int) -> BuildResult:
-        """Do what is missing and publish the files."""
+    def begin(self) -> None:
+        """Make the folder of unfinished files, and remove what a build of other inputs left there."""
         if json_or_none(self.partial / "inputs.json") != self.inputs:
             shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True, exist_ok=True)
         write_atomic(self.partial / "inputs.json", json_bytes(self.inputs))
-        tokenizer = self._tokenizer(given, vocab_size)
+
+    def run(self, tokenizer: Tokenizer) -> BuildResult:
+        """Do what is missing and publish the files."""
         dtype = STORED if self.chat else token_dtype(tokenizer.vocab_size)
         shard_of = self.scan.shards()
         count = int(shard_of[-1]) + 1
-        done = [shard for shard in range(count) if self._is_done(shard)]
-        if done:
-            logger.info("%d of %d shards were finished before; going on", len(done), count)
-        self._tokenise(tokenizer, dtype, shard_of, set(done))
+        finished = [shard for shard in range(count) if self._is_done(shard)]
+        if finished:
+            logger.info("%d of %d shards were finished before; going on", len(finished), count)
+        self._tokenise(tokenizer, dtype, shard_of, set(finished))
         sides = {side: self._merge(side, count, dtype) for side in self.sides}
         manifest = self._manifest(tokenizer, dtype, sides)
         self._publish(manifest)
-        return BuildResult(self.out, manifest, False, count, len(done), dict(self.corpus.skipped))
+        skipped = dict(self.corpus.skipped)
+        return BuildResult(self.out, manifest, False, count, len(finished), skipped)
 
-    def _tokenizer(self, given: Tokenizer | None, vocab_size: int) -> Tokenizer:
+    def tokenizer(self, chosen: Tokenizer | None, vocab_size: int) -> Tokenizer:
+        """Return the tokenizer of the build, which is trained on the training documents if none was chosen."""
         path = self.partial / "tokenizer.json"
         if not path.exists():
-            write_atomic(path, (given or self._train(vocab_size)).to_json())
-        return given or load_tokenizer(path)
+            write_atomic(path, (chosen or self._train(vocab_size)).to_json())
+        return chosen or load_tokenizer(path)
 
     def _train(self, vocab_size: int) -> Tokenizer:
         learn = self.scan.learned_from(self.valid)
-        done, total = 0, int(learn.sum())
+        total = int(learn.sum())
 
         def texts() -> Iterator[str]:
-            nonlocal done
-            for ordinal, document in enumerate(self.corpus.documents()):
-                if learn[ordinal]:
-                    yield from learn_from(document.text)
-                    done += 1
-                    self._say("learning the tokenizer", done, total)
+            documents = (d for i, d in enumerate(self.corpus.documents()) if learn[i])
+            for count, document in enumerate(documents, 1):
+                yield from learn_from(document.text)
+                self.progress("learning the tokenizer", count, total)
 
         return train_tokenizer(texts(), vocab_size)
 
@@ -298,7 +286,7 @@ class _Job:
         )
 
     def _tokenise(
-        self, tokenizer: Tokenizer, dtype: np.dtype[Any], shard_of: np.ndarray, done: set[int]
+        self, tokenizer: Tokenizer, dtype: np.dtype[Any], shard_of: np.ndarray, finished: set[int]
     ) -> None:
         """Write the shards that are not done."""
         texts: list[str] = []
@@ -311,7 +299,7 @@ class _Job:
                     f"{document.name} changed while the dataset was being built; build it again"
                 )
             shard = int(shard_of[ordinal])
-            if shard not in done:
+            if shard not in finished:
                 texts.append(document.text)
                 names.append(document.name)
                 if ordinal == last or shard_of[ordinal + 1] != shard:
@@ -319,11 +307,7 @@ class _Job:
                     valid = self.valid[first : ordinal + 1]
                     self._write_shard(shard, tokenizer, names, texts, valid, dtype)
                     texts, names = [], []
-            self._say("tokenising documents", ordinal + 1, len(shard_of))
-
-    def _say(self, what: str, done: int, total: int) -> None:
-        if self.progress is not None:
-            self.progress(what, done, total)
+            self.progress("tokenising documents", ordinal + 1, len(shard_of))
 
     def _write_shard(
         self,
@@ -349,17 +333,9 @@ class _Job:
             documents = [document.stored for document in short]
             valid = valid[np.array([document.source for document in short], int)]
         for side in self.sides:
-            mine = [
-                d
-                for d, is_valid in zip(documents, valid, strict=True)
-                if is_valid == (side == "valid")
-            ]
+            of_side = [documents[i] for i in np.flatnonzero(valid == (side == "valid"))]
             prefix = self._shard(shard, side)
-            with bin_path(prefix).open("wb") as stream:
-                for document in mine:
-                    stream.write(document.astype(dtype).tobytes())
-                sync_file(stream)
-            write_index(idx_path(prefix), [len(document) for document in mine], dtype)
+            write_indexed(prefix, of_side, dtype)
             mark |= {path.name: checksum(path)["sha256"] for path in _pair(prefix)}
         write_atomic(self._mark(shard), json_bytes(mark))
 
@@ -452,10 +428,10 @@ def verify(out: str | os.PathLike[str]) -> dict[str, Any]:
         path = folder / name
         if not path.is_file():
             raise BadInputError(f"{path}: missing, though {MANIFEST} lists it")
-        found = checksum(path)["sha256"]
-        if found != expected:
+        digest = checksum(path)["sha256"]
+        if digest != expected:
             raise BadInputError(
-                f"{path}: damaged: its sha256 is {found}, {MANIFEST} says {expected}"
+                f"{path}: damaged: its sha256 is {digest}, {MANIFEST} says {expected}"
             )
     return manifest
 

@@ -26,7 +26,7 @@ from telechat_moe.errors import BadInputError, TelechatMoeError
 if TYPE_CHECKING:
     from telechat_moe.data.tokenizer import Tokenizer
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 LEARNED, ENDLESS, APPENDED = "learned messages", "learned messages without end", "ends appended"
 PARTLY = "learned messages of which a part is not marked"
 SPLIT, PARTS = "conversations written as several documents", "documents of these"
@@ -117,7 +117,7 @@ class ChatTemplate:
         return _MARKER.search(self.source) is not None
 
     def render(
-        self, messages: Sequence[Message], variables: dict[str, Any], prompt: bool = False
+        self, messages: Sequence[ChatMessage], variables: dict[str, Any], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of messages and where what it marks as written by the model is in it.
 
@@ -166,7 +166,7 @@ def _renderer() -> Callable[..., Any]:
 class _Reads(dict[str, Any]):
     """A message that notes which of its fields are read."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: ChatMessage) -> None:
         super().__init__(message)
         self.read: set[str] = set()
 
@@ -202,7 +202,7 @@ class _Arguments(dict[str, Any]):
         raise TypeError("arguments of a tool call are an object, not text")
 
 
-def _with_arguments(messages: Sequence[Message], as_text: bool) -> list[Message]:
+def _with_arguments(messages: Sequence[ChatMessage], as_text: bool) -> list[ChatMessage]:
     """Return messages with the arguments of tool calls as JSON text or as objects; files have them as either."""
 
     def convert(value: object) -> object:
@@ -228,7 +228,7 @@ def _with_arguments(messages: Sequence[Message], as_text: bool) -> list[Message]
 
 
 def fields_read(
-    template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]
+    template: ChatTemplate, messages: Sequence[ChatMessage], variables: dict[str, Any]
 ) -> set[tuple[str, str]] | None:
     """Return the fields of messages that a template reads, with the roles; None: it cannot write them."""
     for as_text in (False, True):
@@ -278,7 +278,7 @@ class Conversation:
         template: ChatTemplate,
         tokenizer: Tokenizer,
         name: str,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         variables: dict[str, Any],
         learned: Sequence[int],
         counts: Counter[str],
@@ -438,23 +438,23 @@ class Conversation:
         end = self.write(number + 1)
         stop = self._common(end, text)
         tokens, places_N2 = self.tokenizer.encode_rendered(end[stop:])
-        rest = [
+        visible = [
             end[stop:][begin:close].strip()
             for token, (begin, close) in zip(tokens.tolist(), places_N2.tolist(), strict=True)
             if token not in self.tokenizer.special
         ]
         # Some templates end the last message with one token more.
-        return Span(start, stop) if not any(rest) and stop >= start else None
+        return Span(start, stop) if not any(visible) and stop >= start else None
 
     def _common(self, text: str, other: str) -> int:
         """Return how many characters of a text, in whole tokens, begin another."""
         if other.startswith(text):
             return len(text)
-        (one, places_N2), (two, _) = map(self.tokenizer.encode_rendered, (text, other))
-        count = min(len(one), len(two))
-        differing = np.flatnonzero(one[:count] != two[:count])
-        same = int(differing[0]) if differing.size else count
-        return int(places_N2[same - 1, 1]) if same else 0
+        (tokens, places_N2), (other_tokens, _) = map(self.tokenizer.encode_rendered, (text, other))
+        count = min(len(tokens), len(other_tokens))
+        differing = np.flatnonzero(tokens[:count] != other_tokens[:count])
+        common = int(differing[0]) if differing.size else count
+        return int(places_N2[common - 1, 1]) if common else 0
 
     def _tokens(self, text: str, spans: list[Span], *, marked: bool = False) -> Learned:
         """Return the tokens of a document and which are learned, the ends of its learned messages among them."""
@@ -511,16 +511,16 @@ class Conversation:
                     raise self._lost(number, f"leaves out its {name!r}; remove it")
         for name, value in self.variables.items():
             if isinstance(value, (list, dict)):
-                rest = {key: other for key, other in self.variables.items() if key != name}
-                if self._try(self.messages, rest) == self.text:
+                others = {key: other for key, other in self.variables.items() if key != name}
+                if self._try(self.messages, others) == self.text:
                     raise BadInputError(
                         f"{self.name}: the chat template leaves out its {name!r}; remove it, or name it in "
                         "telechat_moe.conversations.ignore_fields"
                     )
 
-    def _lost(self, number: int, what: str) -> BadInputError:
+    def _lost(self, number: int, fault: str) -> BadInputError:
         return BadInputError(
-            f"{self.name}: {self._who(number)}: the chat template {what}, or use another template"
+            f"{self.name}: {self._who(number)}: the chat template {fault}, or use another template"
         )
 
     def _with(self, number: int, count: int | None = None, **fields: Any) -> str | None:
@@ -531,7 +531,7 @@ class Conversation:
         return self._try(messages, self.variables)
 
     def _try(
-        self, messages: Sequence[Message], variables: dict[str, Any], prompt: bool = False
+        self, messages: Sequence[ChatMessage], variables: dict[str, Any], prompt: bool = False
     ) -> str | None:
         try:
             return self.template.render(messages, variables, prompt)[0]

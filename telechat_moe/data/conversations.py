@@ -1,4 +1,4 @@
-"""Conversations as documents of tokens that say which of them are learned.
+"""Tokenised conversations with a loss mask.
 
 A conversation is a list of messages ``{"role": ..., "content": ...}``, and what its line has beside them. A format writes it:
 the chat template of the tokenizer, or one pattern for all messages. A field that nothing reads is refused. In the token file
@@ -32,9 +32,9 @@ from telechat_moe.data.chat_template import (
     PROMPT,
     SPLIT,
     TODAY,
+    ChatMessage,
     ChatTemplate,
     Conversation,
-    Message,
     fields_read,
 )
 from telechat_moe.data.tokenizer import special_tokens
@@ -64,14 +64,14 @@ def bare(stored: NDArray[Any]) -> NDArray[Any]:
 
 
 def conversation_text(
-    where: str, line: dict[str, Any], key: str, ignored: dict[str, int] | None = None
+    location: str, line: dict[str, Any], key: str, ignored: dict[str, int] | None = None
 ) -> str:
     """Return a conversation as one line of JSON: its messages, and in an object the other fields that its line has.
 
     Fields without a value (null, "", [], {}) are left out, and texts that are given in parts joined.
 
     Args:
-        where: File and line, for messages.
+        location: File and line, for messages.
         line: The line.
         key: Its field with the messages.
         ignored: Fields that are left out, with how often they occurred, which is counted.
@@ -82,24 +82,24 @@ def conversation_text(
     value = line.get(key)
     if not isinstance(value, list) or not value:
         raise BadInputError(
-            f"{where}: messages are {_kind(value)}; expected a list with at least one message"
+            f"{location}: messages are {_kind(value)}; expected a list with at least one message"
         )
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise BadInputError(
-                f"{where}: message {number} is {_kind(message)}; expected an object"
+                f"{location}: message {number} is {_kind(message)}; expected an object"
             )
         fields = _filled(message, ignored)
-        rest = fields.keys() - {"role", "content", *FLAGS}
-        content = _content(f"{where}: message {number}", message.get("content"))
+        further = fields.keys() - {"role", "content", *FLAGS}
+        content = _content(f"{location}: message {number}", message.get("content"))
         for name, text in (("role", message.get("role")), ("content", content)):
-            if not isinstance(text, str) and not (name == "content" and text is None and rest):
+            if not isinstance(text, str) and not (name == "content" and text is None and further):
                 hint = "; ShareGPT's from and value are role and content here" * (
                     "value" in message
                 )
                 raise BadInputError(
-                    f"{where}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
+                    f"{location}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
                     f"{', '.join(map(repr, message)) or 'none'}); expected text{hint}"
                 )
         extra = {name: fields[name] for name in fields.keys() - {"role", "content"}}
@@ -112,7 +112,7 @@ def conversation_text(
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise BadInputError(
-            f"{where}: a message has half a surrogate pair, which is no character"
+            f"{location}: a message has half a surrogate pair, which is no character"
         ) from None
     return text
 
@@ -125,7 +125,7 @@ def _filled(fields: dict[str, Any], ignored: dict[str, int] | None) -> dict[str,
     return {k: v for k, v in fields.items() if k not in ignored and v not in _EMPTY}
 
 
-def _content(where: str, content: object) -> object:
+def _content(location: str, content: object) -> object:
     """Return the content of a message, the texts of its parts joined.
 
     Raises:
@@ -139,7 +139,7 @@ def _content(where: str, content: object) -> object:
         if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
             kind = repr(fields.get("type")) if fields else _kind(part)
             raise BadInputError(
-                f"{where}: has a part of type {kind}; expected parts of type 'text'"
+                f"{location}: has a part of type {kind}; expected parts of type 'text'"
             )
         texts.append(fields["text"])
     return "".join(texts)
@@ -149,7 +149,7 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"a JSON {type(value).__name__}"
 
 
-def _parsed(text: str) -> tuple[list[Message], dict[str, Any]]:
+def _parsed(text: str) -> tuple[list[ChatMessage], dict[str, Any]]:
     """Return messages and other fields of what :func:`conversation_text` wrote.
 
     Tools may be JSON in a text, as tables have them.
@@ -168,14 +168,14 @@ def _parsed(text: str) -> tuple[list[Message], dict[str, Any]]:
 
 def docstring_conversations(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and messages for each function of a Python source: its first line, and how its docstring begins."""
-    for found in _FUNCTION.finditer(source):
-        answer = " ".join(found[2].split())
-        messages = [{"role": "user", "content": found[1]}, {"role": "assistant", "content": answer}]
-        line = source.count("\n", 0, found.start(1)) + 1
+    for match in _FUNCTION.finditer(source):
+        answer = " ".join(match[2].split())
+        messages = [{"role": "user", "content": match[1]}, {"role": "assistant", "content": answer}]
+        line = source.count("\n", 0, match.start(1)) + 1
         yield line, conversation_text("", {"messages": messages}, "messages")
 
 
-class Document(NamedTuple):
+class TokenDocument(NamedTuple):
     """What is stored of a conversation, or of a part of it.
 
     Attributes:
@@ -209,8 +209,8 @@ class ChatFormat:
         """Return what decides the tokens, JSON values."""
         how: dict[str, Any] = {"loss_roles": list(self.loss_roles), "message": self.message}
         if self.template is not None:
-            what = json.dumps([self.template.source, self.template.special], sort_keys=True)
-            how["message"] = f"chat template {hashlib.sha256(what.encode()).hexdigest()}"
+            text = json.dumps([self.template.source, self.template.special], sort_keys=True)
+            how["message"] = f"chat template {hashlib.sha256(text.encode()).hexdigest()}"
             if self.template.settings:
                 how["variables"] = self.template.settings
         if self.ignored:
@@ -223,7 +223,7 @@ class ChatFormat:
         names: Sequence[str],
         texts: Sequence[str],
         counts: Counter[str] | None = None,
-    ) -> list[Document]:
+    ) -> list[TokenDocument]:
         """Return the documents of conversations: one of each, or several where a template writes it differently as it grows.
 
         Args:
@@ -239,7 +239,7 @@ class ChatFormat:
         learned = [self._learned(name, m) for name, (m, _) in zip(names, parsed, strict=True)]
         if self.template is None:
             return self._by_pattern(tokenizer, [messages for messages, _ in parsed], learned)
-        documents: list[Document] = []
+        documents: list[TokenDocument] = []
         for source, (name, (messages, others)) in enumerate(zip(names, parsed, strict=True)):
             variables = self._variables(others)
             talk = Conversation(
@@ -252,12 +252,12 @@ class ChatFormat:
                 counts,
             )
             documents += [
-                Document(source, np.where(mask, tokens, ~tokens).astype(STORED))
+                TokenDocument(source, np.where(mask, tokens, ~tokens).astype(STORED))
                 for tokens, mask in talk.documents()
             ]
         return documents
 
-    def _learned(self, name: str, messages: list[Message]) -> list[int]:
+    def _learned(self, name: str, messages: list[ChatMessage]) -> list[int]:
         """Return the numbers of the messages that are learned.
 
         Raises:
@@ -279,14 +279,14 @@ class ChatFormat:
 
     def _variables(self, others: dict[str, Any]) -> dict[str, Any]:
         """Return the variables of a template that the other fields of a line set."""
-        more = others.get(KWARGS)
-        fields = {**others, **more} if isinstance(more, dict) else others
+        kwargs = others.get(KWARGS)
+        fields = {**others, **kwargs} if isinstance(kwargs, dict) else others
         names = self.template.variables if self.template is not None else frozenset[str]()
         return {name: value for name, value in fields.items() if name in names}
 
     def _by_pattern(
-        self, tokenizer: Tokenizer, conversations: list[list[Message]], learned: list[list[int]]
-    ) -> list[Document]:
+        self, tokenizer: Tokenizer, conversations: list[list[ChatMessage]], learned: list[list[int]]
+    ) -> list[TokenDocument]:
         """Write each message after the other, with the end of document after the learned ones."""
         assert self.message is not None
         before, after = self.message.split(CONTENT)
@@ -296,7 +296,7 @@ class ChatFormat:
                 [m["content"] + after for messages in conversations for m in messages]
             )
         )
-        documents: list[Document] = []
+        documents: list[TokenDocument] = []
         for source, messages in enumerate(conversations):
             parts: list[np.ndarray] = []
             for number, message in enumerate(messages):
@@ -305,11 +305,11 @@ class ChatFormat:
                     ~markers(message["role"]),
                     body if number in learned[source] else ~body[:-1],
                 ]
-            documents.append(Document(source, np.concatenate(parts).astype(STORED)))
+            documents.append(TokenDocument(source, np.concatenate(parts).astype(STORED)))
         return documents
 
 
-def flag(name: str, number: int, message: Message) -> bool | None:
+def flag(name: str, number: int, message: ChatMessage) -> bool | None:
     """Return whether a message says that it is learned; None: it does not say.
 
     Raises:
@@ -328,7 +328,7 @@ def flag(name: str, number: int, message: Message) -> bool | None:
     return learned.pop() if learned else None
 
 
-def _unflagged(messages: list[Message]) -> list[Message]:
+def _unflagged(messages: list[ChatMessage]) -> list[ChatMessage]:
     return [{k: v for k, v in message.items() if k not in FLAGS} for message in messages]
 
 
@@ -386,50 +386,43 @@ class FieldCheck:
             for (name, role), (count, first) in sorted(unread.items())
         ]
         ignored = sorted({*self.chat.ignored, *(name.split(".")[0] for name, _ in unread)})
-        what = "chat template" if self.chat.message is None else "pattern of a message"
+        reader = "chat template" if self.chat.message is None else "pattern of a message"
         raise BadInputError(
-            f"{corpus}: fields that the {what} does not read and that would be lost: {', '.join(listed)}; take another "
+            f"{corpus}: fields that the {reader} does not read and that would be lost: {', '.join(listed)}; take another "
             f"template, remove them, or say that they do not matter: telechat_moe.conversations.ignore_fields: "
             f"[{', '.join(ignored)}]"
         )
 
 
+_NOTES = {
+    ENDLESS: "{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
+    "there: the chat template writes none, or leaves it out of what it marks; let it write {eos} after an answer",
+    PARTLY: "{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
+    "does not write where it marks what the model writes; it may drop the reasoning of earlier answers",
+    END: "{count:,} of {learned:,} learned messages end with {name}, where generation does not stop by default: "
+    "it is neither eos_token in tokenizer_config.json nor in eos_token_id of generation_config.json; name it there",
+    APPENDED: "{count:,} documents got {eos} at their end, because the chat template ends the last answer with no token",
+    SPLIT: "{count:,} conversations became {parts:,} documents, because the chat template writes "
+    "earlier messages differently once more follow; each answer is learned once, after what the model would read",
+    PROMPT: "{count:,} of {learned:,} learned messages do not begin with {name}, with which the chat template lets "
+    "the model begin; the model does not learn to go on from there",
+}
+"""What a user should know of each count, in this order; the keys of `END` and `PROMPT` are followed by a name."""
+
+
 def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
-    """Say what a user should know of how conversations were written, from what was counted."""
-    learned, eos, told = counts[LEARNED], tokenizer.name(tokenizer.eos), list[str]()
-    if count := counts[ENDLESS]:
-        told.append(
-            f"{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
-            "there: the chat template writes none, or leaves it out of what it marks; let it write "
-            f"{eos} after an answer"
-        )
-    if count := counts[PARTLY]:
-        told.append(
-            f"{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
-            "does not write where it marks what the model writes; it may drop the reasoning of earlier answers"
-        )
+    """Return what a user should know of how conversations were written, from what was counted."""
     stops = {END + tokenizer.name(token) for token in tokenizer.stops if tokenizer.name(token)}
-    for key in sorted(k for k in counts if k.startswith(END) and k not in stops):
-        told.append(
-            f"{counts[key]:,} of {learned:,} learned messages end with {key.removeprefix(END)}, where generation does not stop by default: "
-            "it is neither eos_token in tokenizer_config.json nor in eos_token_id of generation_config.json; name it there"
-        )
-    if count := counts[APPENDED]:
-        told.append(
-            f"{count:,} documents got {eos} at their end, because the chat template ends the last answer "
-            "with no token"
-        )
-    if count := counts[SPLIT]:
-        told.append(
-            f"{count:,} conversations became {counts[PARTS]:,} documents, because the chat template writes "
-            "earlier messages differently once more follow; each answer is learned once, after what the model would read"
-        )
-    for key in sorted(k for k in counts if k.startswith(PROMPT)):
-        told.append(
-            f"{counts[key]:,} of {learned:,} learned messages do not begin with {key.removeprefix(PROMPT)}, with which the chat template lets "
-            "the model begin; the model does not learn to go on from there"
-        )
-    return told
+    numbers = {"learned": counts[LEARNED], "parts": counts[PARTS]}
+    eos, lines = tokenizer.name(tokenizer.eos), list[str]()
+    for kind, text in _NOTES.items():
+        named = kind in (END, PROMPT)
+        keys = sorted(k for k in counts if k.startswith(kind)) if named else [kind]
+        for key in keys:
+            if counts[key] and key not in stops:
+                name = key.removeprefix(kind)
+                lines.append(text.format(count=counts[key], eos=eos, name=name, **numbers))
+    return lines
 
 
 def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:

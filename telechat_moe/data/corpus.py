@@ -116,14 +116,14 @@ class Corpus:
         self.empty = 0
         first_valid = len(self.files) - (self.valid_files or 0)
         for number, source in enumerate(self.files):
-            found = 0
+            count = 0
             for document in self._read(source):
                 if document.text:
-                    found += 1
+                    count += 1
                     yield replace(document, valid=number >= first_valid)
                 else:
                     self.empty += 1
-            if source.explicit and not found:
+            if source.explicit and not count:
                 raise BadInputError(
                     f"{source.path}: holds no text; leave it out of --corpus and --valid"
                 )
@@ -167,26 +167,28 @@ class Corpus:
             _open(source) as stream,
         ):
             for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
-                where = f"{source.path}: line {number}"
+                location = f"{source.path}: line {number}"
                 if len(line) > _LONGEST_LINE:
-                    raise BadInputError(f"{where}: more than {_LONGEST_LINE:,} bytes; divide it")
+                    raise BadInputError(f"{location}: more than {_LONGEST_LINE:,} bytes; divide it")
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if not line.strip():
                     continue
-                value = _parse_line(where, line, self.text_key)
+                value = _parse_line(location, line, self.text_key)
                 if self.conversations:
-                    text = conversation_text(where, value, self.text_key, self.ignored)
+                    text = conversation_text(location, value, self.text_key, self.ignored)
                 else:
-                    text = _text(where, value, self.text_key)
+                    text = _text(location, value, self.text_key)
                 yield Document(f"{source.name}:{number}", text)
 
     def warn_skipped(self) -> None:
         """Log how many files of folders were skipped, and the first of them."""
         if self.skipped:
-            some = ", ".join(f"{name} ({why})" for name, why in list(self.skipped.items())[:3])
-            more = ", ..." if len(self.skipped) > 3 else ""
+            some = ", ".join(
+                f"{name} ({reason})" for name, reason in list(self.skipped.items())[:3]
+            )
+            ellipsis = ", ..." if len(self.skipped) > 3 else ""
             logger.warning(
-                "skipped %d file(s) that are not text: %s%s", len(self.skipped), some, more
+                "skipped %d file(s) that are not text: %s%s", len(self.skipped), some, ellipsis
             )
 
 
@@ -230,21 +232,21 @@ def open_corpus(
     if extensions is not None:
         endings = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions)
     files: list[SourceFile] = []
-    seen: set[Path] = set()
-    for given in map(Path, paths):
-        if not given.exists():
-            raise BadInputError(f"{given}: no such file or folder; check --corpus")
-        if not (given.is_file() or given.is_dir()):  # a pipe or /dev/zero, which have no end
-            raise BadInputError(f"{given}: no regular file or folder; check --corpus")
-        for source in _list(given, endings):
+    listed: set[Path] = set()
+    for root in map(Path, paths):
+        if not root.exists():
+            raise BadInputError(f"{root}: no such file or folder; check --corpus")
+        if not (root.is_file() or root.is_dir()):  # a pipe or /dev/zero, which have no end
+            raise BadInputError(f"{root}: no regular file or folder; check --corpus")
+        for source in _list(root, endings):
             resolved = source.path.resolve()
-            if resolved not in seen:
-                seen.add(resolved)
+            if resolved not in listed:
+                listed.add(resolved)
                 files.append(source)
     if not files:
-        where = ", ".join(str(path) for path in paths)
-        wanted = f" ending in {', '.join(endings)}" if endings else ""
-        raise BadInputError(f"{where}: no files{wanted} found; check --corpus")
+        names = ", ".join(str(path) for path in paths)
+        condition = f" ending in {', '.join(endings)}" if endings else ""
+        raise BadInputError(f"{names}: no files{condition} found; check --corpus")
     label = ", ".join(Path(path).name or str(path) for path in paths)
     text_key = text_key or ("messages" if conversations else "text")
     return Corpus(
@@ -253,9 +255,9 @@ def open_corpus(
 
 
 def _both(train: Corpus, valid: Corpus) -> Corpus:
-    known = {source.path.resolve() for source in train.files}
+    train_paths = {source.path.resolve() for source in train.files}
     for source in valid.files:
-        if source.path.resolve() in known:
+        if source.path.resolve() in train_paths:
             raise BadInputError(
                 f"{source.path}: is both in --corpus and in --valid; leave it out of one of them"
             )
@@ -282,23 +284,23 @@ def default_corpus() -> Corpus:
 
 
 def _list(
-    given: Path, endings: tuple[str, ...] | None, left_out: frozenset[str] = frozenset()
+    root: Path, endings: tuple[str, ...] | None, left_out: frozenset[str] = frozenset()
 ) -> list[SourceFile]:
     """List a file or the files of a folder, sorted by relative path; some folders are left out."""
-    if not given.is_dir():
-        return [SourceFile(given, given.name, explicit=True)]
-    found: list[tuple[tuple[str, ...], Path]] = []
-    for folder, subfolders, names in os.walk(given):
+    if not root.is_dir():
+        return [SourceFile(root, root.name, explicit=True)]
+    files: list[tuple[tuple[str, ...], Path]] = []
+    for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name for name in subfolders if not name.startswith(".") and name not in left_out
         ]
         for name in names:
             path = Path(folder, name)
-            wanted = endings is None or _plain_name(name)[0].endswith(endings)
-            if wanted and not name.startswith(".") and path.is_file():
-                found.append((path.relative_to(given).parts, path))
-    found.sort()
-    return [SourceFile(path, "/".join(parts), explicit=False) for parts, path in found]
+            matches = endings is None or _plain_name(name)[0].endswith(endings)
+            if matches and not name.startswith(".") and path.is_file():
+                files.append((path.relative_to(root).parts, path))
+    files.sort()
+    return [SourceFile(path, "/".join(parts), explicit=False) for parts, path in files]
 
 
 def _plain_name(name: str) -> tuple[str, str]:
@@ -332,33 +334,33 @@ def _arrow(source: SourceFile) -> Any:
 
 
 @contextmanager
-def _reading(source: SourceFile, at: Callable[[], str]) -> Iterator[None]:
+def _reading(source: SourceFile, position: Callable[[], str]) -> Iterator[None]:
     """Turn an error of reading into one that names the file and how far it was read."""
     try:
         yield
     except EOFError:
         raise BadInputError(
-            f"{source.path}: the gzip data ends {at()} without its end mark; the file is truncated"
+            f"{source.path}: the gzip data ends {position()} without its end mark; the file is truncated"
         ) from None
     except (zlib.error, gzip.BadGzipFile) as error:
-        raise BadInputError(f"{source.path}: broken gzip data {at()}: {error}") from None
+        raise BadInputError(f"{source.path}: broken gzip data {position()}: {error}") from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise BadInputError(f"{source.path}: cannot be read {at()}: {reason}") from None
+        raise BadInputError(f"{source.path}: cannot be read {position()}: {reason}") from None
 
 
 def _read_bytes(source: SourceFile) -> bytes:
-    done = bytearray()
-    with _reading(source, lambda: f"after byte {len(done)}"), _open(source) as stream:
+    data = bytearray()
+    with _reading(source, lambda: f"after byte {len(data)}"), _open(source) as stream:
         compressed = source.path.suffix.lower() in (".gz", ".zst")
         limit = most_inflated(source.path.stat().st_size) if compressed else sys.maxsize
         while block := stream.read(1 << 20):
-            done += block
-            if len(done) > limit:
+            data += block
+            if len(data) > limit:
                 raise BadInputError(
                     f"{source.path}: inflates to more than {limit:,} bytes; expected a text that shrinks less"
                 )
-    return bytes(done)
+    return bytes(data)
 
 
 def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
@@ -394,44 +396,46 @@ def _read_rows(source: SourceFile, key: str) -> Iterator[Document]:
         ) from None
 
 
-def _parse_line(where: str, line: bytes, key: str) -> dict[str, Any]:
+def _parse_line(location: str, line: bytes, key: str) -> dict[str, Any]:
     """Return the object of a line, which has the key."""
     try:
         value = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
-        raise BadInputError(f"{where}: not UTF-8 text: byte {error.start} of the line") from None
+        raise BadInputError(f"{location}: not UTF-8 text: byte {error.start} of the line") from None
     except (RecursionError, ValueError) as error:
-        at = ": nested too deeply, or a number of thousands of digits"
+        fault = ": nested too deeply, or a number of thousands of digits"
         if "appears twice" in str(error):
             raise BadInputError(
-                f"{where}: {error}; which of its values counts cannot be told"
+                f"{location}: {error}; which of its values counts cannot be told"
             ) from None
         if isinstance(error, json.JSONDecodeError):
-            at = f" at column {error.colno}: {error.msg}"
-        raise BadInputError(f"{where}: not JSON{at}; each line must be one JSON object") from None
+            fault = f" at column {error.colno}: {error.msg}"
+        raise BadInputError(
+            f"{location}: not JSON{fault}; each line must be one JSON object"
+        ) from None
     if not isinstance(value, dict):
         raise BadInputError(
-            f"{where}: a JSON {type(value).__name__}, expected an object with the key {key!r}"
+            f"{location}: a JSON {type(value).__name__}, expected an object with the key {key!r}"
         )
     if key not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "none"
         raise BadInputError(
-            f"{where}: has no key {key!r} (keys: {keys}); choose one with --text-key"
+            f"{location}: has no key {key!r} (keys: {keys}); choose one with --text-key"
         )
     return value
 
 
-def _text(where: str, value: dict[str, Any], key: str) -> str:
+def _text(location: str, value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str):
         keys = ", ".join(map(repr, list(value)[:8]))
         raise BadInputError(
-            f"{where}: has {type(text).__name__}, not text, under {key!r} (keys: {keys}); choose one with --text-key"
+            f"{location}: has {type(text).__name__}, not text, under {key!r} (keys: {keys}); choose one with --text-key"
         )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadInputError(
-            f"{where}: character {error.start} of the text is half a surrogate pair, not a character"
+            f"{location}: character {error.start} of the text is half a surrogate pair, not a character"
         ) from None
     return text

@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,32 +30,72 @@ FEW_PIECES = 16
 """Up to this many documents are copied one by one; of more, all tokens at once."""
 
 
-class Source(Protocol):
+class SampleSource(ABC):
     """Samples that can be taken by number."""
 
-    def batch(self, indices: np.ndarray) -> Batch:
-        """Return the samples stacked along a first axis B."""
-        ...
+    @abstractmethod
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return samples stacked along a first axis B.
 
-    def visible_pairs(self, indices: np.ndarray) -> np.ndarray:
+        Raises:
+            IndexError: An index is outside [0, len).
+            BadInputError: A token is outside the vocabulary.
+        """
+
+    @abstractmethod
+    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
-        ...
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """Return a hash of all that decides which samples are served."""
-        ...
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return one sample."""
+        return {name: array[0] for name, array in self.batch([index]).items()}
 
 
-class Dataset(Source, Protocol):
-    """What the loader needs of a dataset."""
+class Dataset(SampleSource):
+    """What the loader needs of a dataset: samples by number, and how many there are."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
-        ...
 
 
-class GptDataset:
-    """Packed samples of one dataset.
+class PackedDataset(Dataset):
+    """Samples that are made of the tokens of one pair of .bin/.idx files.
+
+    Args:
+        prefix: Path of the pair without suffix, or an open dataset.
+        options: What a sample contains.
+        settings: What decides the samples beside the files and the options, JSON values.
+
+    Raises:
+        BadInputError: The files are broken.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str] | IndexedDataset,
+        seq_length: int,
+        options: SampleOptions | None,
+        settings: dict[str, Any],
+    ) -> None:
+        self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
+        self.seq_length, self.options = seq_length, options or SampleOptions()
+        self.settings = {"seq_length": seq_length, **settings}
+
+    def fingerprint(self) -> str:
+        """Return a hash of the index file and of all settings that decide the samples."""
+        options = asdict(self.options) | {"vocab_size": None}
+        return hash_settings(
+            {"index": self.source.fingerprint(), **self.settings, "options": options}
+        )
+
+
+class GptDataset(PackedDataset):
+    """Packed samples of one dataset, as Megatron cuts them.
 
     A sample has ``input_ids``, ``labels`` and ``position_ids`` int32 ``[S]``, ``loss_mask`` float32
     ``[S]``, where asked for ``attention_mask`` uint8 ``[1, S, S]`` (1 = may not see) or
@@ -84,28 +125,15 @@ class GptDataset:
         options: SampleOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
-        self.seq_length = seq_length
-        self.seed = seed
-        self.options = options or SampleOptions()
-        self._settings = {
-            "seq_length": seq_length,
-            "num_samples": num_samples,
-            "seed": seed,
-            "documents": documents,
-            "drop_last": True,
-        }
+        order = {"seq_length": seq_length, "num_samples": num_samples, "seed": seed}
+        settings = {**order, "documents": documents, "drop_last": True}
+        super().__init__(prefix, seq_length, options, settings)
         if seq_length < 1:
             raise BadInputError(f"seq_length must be 1 or more, found {seq_length}")
-        decides = {
-            "seq_length": seq_length,
-            "num_samples": num_samples,
-            "seed": seed,
-            "extra_token": self.options.add_extra_token_to_sequence,
-        }
+        order["extra_token"] = self.options.add_extra_token_to_sequence
         chosen = documents or (0, len(self.source))
         try:
-            self.indices = open_indices(self.source, chosen, progress=progress, **decides)
+            self.indices = open_indices(self.source, chosen, progress=progress, **order)
         except ValueError as error:
             raise BadInputError(
                 f"{self.source.prefix}: {error}; lower seq_length ({seq_length}) or add text"
@@ -115,32 +143,23 @@ class GptDataset:
         """Return the number of samples."""
         return len(self.indices.samples) - 1
 
-    def __getitem__(self, index: int) -> Batch:
-        """Return one sample."""
-        return {name: array[0] for name, array in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return samples stacked along a first axis.
-
-        Raises:
-            IndexError: If an index is outside [0, len).
-            BadInputError: If a token is outside the vocabulary.
-        """
+        """See :meth:`SampleSource.batch`."""
         return collate(self.windows(indices), self.seq_length, self.options)
 
     def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
+        """See :meth:`SampleSource.visible_pairs`."""
         return visible_pairs(self.windows(indices)[:, : self.seq_length], self.options.eod)
 
     def windows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the bare tokens of samples, int32 ``[B, S + 1]`` (``[B, S]`` without the extra)."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        check_range(wanted, len(self))
+        samples = np.asarray(indices, dtype=np.int64)
+        check_range(samples, len(self))
         extra = int(self.options.add_extra_token_to_sequence)
         width = self.seq_length + extra
-        window = np.full((len(wanted), width), self.options.pad, dtype=np.int32)
+        window = np.full((len(samples), width), self.options.pad, dtype=np.int32)
         cuts = self.indices.samples
-        for sample, cut in enumerate(self.indices.shuffle[wanted].tolist()):
+        for row_number, cut in enumerate(self.indices.shuffle[samples].tolist()):
             (first, begin), (last, end) = cuts[cut].tolist(), cuts[cut + 1].tolist()
             row = self.indices.documents[first : last + 1]
             lengths = self.source.sequence_lengths[row].astype(np.int64)
@@ -148,19 +167,9 @@ class GptDataset:
             lengths[-1] = end + extra
             lengths[0] -= begin
             starts[0] += begin
-            _gather(self.source.tokens, starts, lengths, window[sample])
-        check_vocabulary(self.source, window, wanted, self.options)
+            _gather(self.source.tokens, starts, lengths, window[row_number])
+        check_vocabulary(self.source, window, samples, self.options)
         return window
-
-    def fingerprint(self) -> str:
-        """Return a hash of the index file and of all settings that decide the samples."""
-        return hash_settings(
-            {
-                "index": self.source.fingerprint(),
-                **self._settings,
-                "options": asdict(self.options) | {"vocab_size": None},
-            }
-        )
 
 
 def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
@@ -187,22 +196,22 @@ def check_vocabulary(
     bad = (tokens >= limit) | ((tokens < 0) & (tokens != options.pad))
     if bad.any():
         sample, place = np.argwhere(bad)[0]
-        found = tokens[sample, place]
+        token = tokens[sample, place]
         todo = "raise vocab_size or build the dataset with the model's tokenizer"
-        if found < -1:
+        if token < -1:
             todo = "data built from conversations need the section telechat_moe.conversations"
         raise BadInputError(
-            f"{source.prefix}.bin: sample {indices[sample]} holds token {found}, but the model's vocab_size is {limit}; {todo}"
+            f"{source.prefix}.bin: sample {indices[sample]} holds token {token}, but the model's vocab_size is {limit}; {todo}"
         )
 
 
-def check_range(wanted: np.ndarray, count: int) -> None:
+def check_range(samples: np.ndarray, count: int) -> None:
     """Raise IndexError if an index is outside [0, count)."""
-    outside = wanted[(wanted < 0) | (wanted >= count)]
+    outside = samples[(samples < 0) | (samples >= count)]
     if outside.size:
         raise IndexError(f"sample {outside[0]} of {count}")
 
 
 def hash_settings(value: dict[str, Any]) -> str:
-    """Return a hash of JSON values."""
+    """Return the SHA-256 of JSON values; the order of their keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -28,7 +28,7 @@ class Epochs:
     end: float = math.inf
 
     def begin(self, place: int) -> int:
-        """Return where the unit begins that comes next: here, or with the next epoch if too few samples are left."""
+        """Return the place at which the next unit begins: this one, or the next epoch if too few samples are left."""
         left = self.size - place % self.size
         return place + left if left < self.unit else place
 
@@ -44,13 +44,13 @@ class Epochs:
 
     def ranges(self, place: int, count: int) -> list[tuple[int, int]]:
         """Return the samples of a step that begins at a place, as (first, end) of the parts in one epoch."""
-        found = list[tuple[int, int]]()
+        ranges = list[tuple[int, int]]()
         while count > 0:
             place = self.begin(place)
-            whole = self._whole(self.size - place % self.size)
-            found.append((place, place + min(whole, count)))
-            place, count = found[-1][1], count - whole
-        return found
+            full = self._whole(self.size - place % self.size)
+            ranges.append((place, place + min(full, count)))
+            place, count = ranges[-1][1], count - full
+        return ranges
 
     def samples(self, place: int, count: int) -> np.ndarray:
         """Return the samples of a step that begins at a place, each counted within its epoch."""

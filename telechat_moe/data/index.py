@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.pack import Allocate, Indices, build_indices, sizes_of
+from telechat_moe.data.pack import Allocate, SampleIndices, build_indices, sizes_of
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import Progress, json_bytes, locked, new_folder, sync_file, write_atomic
 from telechat_moe.reading import parse_json
@@ -30,7 +30,7 @@ ON_DISK = 1 << 26
 _ABOUT = "index.json"
 _BUILDING = ".building"
 
-Arrays = dict[str, np.ndarray]
+IndexArrays = dict[str, np.ndarray]
 
 
 def open_indices(
@@ -39,7 +39,7 @@ def open_indices(
     *,
     progress: Progress | None = None,
     **settings: Any,
-) -> Indices:
+) -> SampleIndices:
     """Return the indices of a dataset; see :func:`open_arrays`.
 
     Args:
@@ -53,25 +53,25 @@ def open_indices(
     some = {name: value for name, value in settings.items() if name != "seed"}
     sizes = sizes_of(source.tokens_in(first, end), end - first, **some)
 
-    def build(allocate: Allocate | None) -> Arrays:
+    def build(allocate: Allocate | None) -> IndexArrays:
         say = None if allocate is None else progress
-        found = build_indices(
+        arrays = build_indices(
             source.sequence_lengths, documents, **settings, allocate=allocate, progress=say
         )
-        return {name: getattr(found, name) for name in ("documents", "samples", "shuffle")}
+        return {name: getattr(arrays, name) for name in ("documents", "samples", "shuffle")}
 
     key = [list(documents), settings]
-    found = open_arrays(source, key, sizes.entries, build, f"{sizes.samples:,} samples")
-    return Indices(**found, epochs=sizes.epochs)
+    arrays = open_arrays(source, key, sizes.entries, build, f"{sizes.samples:,} samples")
+    return SampleIndices(**arrays, epochs=sizes.epochs)
 
 
 def open_arrays(
     source: IndexedDataset,
     key: list[Any],
     entries: int,
-    build: Callable[[Allocate | None], Arrays],
-    what: str,
-) -> Arrays:
+    build: Callable[[Allocate | None], IndexArrays],
+    description: str,
+) -> IndexArrays:
     """Return an index: a small one is built in memory, others opened, and built where they are missing.
 
     Args:
@@ -79,7 +79,7 @@ def open_arrays(
         key: All that decides it but the files, JSON values.
         entries: About how many numbers it has.
         build: Makes its arrays. It may let the function that it gets, if any, make some of them on the disk.
-        what: What it is an index of, for messages.
+        description: What it is an index of, for messages.
 
     Raises:
         TelechatMoeError: It cannot be written.
@@ -88,27 +88,27 @@ def open_arrays(
         return build(None)
     text = json.dumps([source.fingerprint(), *key], sort_keys=True)
     folder = Path(f"{source.prefix}.cache") / hashlib.sha256(text.encode()).hexdigest()[:32]
-    if (found := _read(folder)) is not None:
-        return found
+    if (arrays := _read(folder)) is not None:
+        return arrays
     try:
         folder.parent.mkdir(exist_ok=True)
         with locked(folder.parent / _BUILDING, None):
-            if (found := _read(folder)) is not None:
-                return found  # another process has built it
+            if (arrays := _read(folder)) is not None:
+                return arrays  # another process has built it
             for left in folder.parent.glob(f".{folder.name}-*"):
                 shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
-            logger.warning("%s: building the index of %s, once", source.prefix, what)
+            logger.warning("%s: building the index of %s, once", source.prefix, description)
             with new_folder(folder) as hidden:
                 _finish(hidden, build(_allocate_in(hidden)))
     except OSError as error:
         raise TelechatMoeError(
-            f"{folder}: the index of {what} ({entries * 6 >> 20:,} MiB) cannot be written: "
+            f"{folder}: the index of {description} ({entries * 6 >> 20:,} MiB) cannot be written: "
             f"{error.strerror or error}; free space there or make it writable"
         ) from None
-    found = _read(folder)
-    assert found is not None
-    return found
+    arrays = _read(folder)
+    assert arrays is not None
+    return arrays
 
 
 def _allocate_in(folder: Path) -> Allocate:
@@ -120,7 +120,7 @@ def _allocate_in(folder: Path) -> Allocate:
     return allocate
 
 
-def _finish(folder: Path, arrays: Arrays) -> None:
+def _finish(folder: Path, arrays: IndexArrays) -> None:
     """Bring the arrays to the disk, then say what they are."""
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
@@ -135,7 +135,7 @@ def _finish(folder: Path, arrays: Arrays) -> None:
     write_atomic(folder / _ABOUT, json_bytes({"bytes": sizes}))
 
 
-def _read(folder: Path) -> Arrays | None:
+def _read(folder: Path) -> IndexArrays | None:
     """Open an index; None: it is not there, or not whole."""
     try:
         sizes = parse_json((folder / _ABOUT).read_bytes())["bytes"]

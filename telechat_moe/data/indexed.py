@@ -56,12 +56,12 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return PREFIX.bin."""
+    """Return the path of the tokens, PREFIX.bin."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return PREFIX.idx."""
+    """Return the path of the index, PREFIX.idx."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -182,12 +182,12 @@ class IndexedDataset:
                 f"{buffer.size} bytes, but its header announces {sequences} sequences and "
                 f"{entries} document entries, which take {expected} bytes",
             )
-        at = HEADER.size
-        self.sequence_lengths: NDArray[np.int32] = np.frombuffer(buffer, "<i4", sequences, at)
-        at += 4 * sequences
-        self.sequence_pointers: NDArray[np.int64] = np.frombuffer(buffer, "<i8", sequences, at)
-        at += 8 * sequences
-        self.document_indices: NDArray[np.int64] = np.frombuffer(buffer, "<i8", entries, at)
+        offset = HEADER.size
+        self.sequence_lengths: NDArray[np.int32] = np.frombuffer(buffer, "<i4", sequences, offset)
+        offset += 4 * sequences
+        self.sequence_pointers: NDArray[np.int64] = np.frombuffer(buffer, "<i8", sequences, offset)
+        offset += 8 * sequences
+        self.document_indices: NDArray[np.int64] = np.frombuffer(buffer, "<i8", entries, offset)
 
     def _check_index(self) -> None:
         lengths, pointers, documents = (
@@ -196,19 +196,19 @@ class IndexedDataset:
             self.document_indices,
         )
         if lengths.size and lengths.min() < 0:
-            at = next(i for i, part in _parts(lengths) if part.min() < 0)
-            at += int(np.argmax(lengths[at : at + _PART] < 0))
-            raise self._bad(self._idx, f"sequence {at} has {lengths[at]} tokens")
+            sequence = next(i for i, part in _parts(lengths) if part.min() < 0)
+            sequence += int(np.argmax(lengths[sequence : sequence + _PART] < 0))
+            raise self._bad(self._idx, f"sequence {sequence} has {lengths[sequence]} tokens")
         end = 0
         for first, part in _parts(lengths):
             ends = end + np.cumsum(part, dtype=np.int64) * self.dtype.itemsize
             starts = ends - part.astype(np.int64) * self.dtype.itemsize
             wrong = np.flatnonzero(starts != pointers[first : first + len(part)])
             if wrong.size:
-                at = first + int(wrong[0])
+                sequence = first + int(wrong[0])
                 raise self._bad(
                     self._idx,
-                    f"sequence {at} points to byte {pointers[at]}, but the sequences before it end "
+                    f"sequence {sequence} points to byte {pointers[sequence]}, but the sequences before it end "
                     f"at byte {starts[wrong[0]]}",
                 )
             end = int(ends[-1])
@@ -228,10 +228,10 @@ class IndexedDataset:
             return False
         path = self._record
         try:
-            known = parse_json(path.read_bytes())
-            if known["files"] != self._stamps():
+            record = parse_json(path.read_bytes())
+            if record["files"] != self._stamps():
                 return False
-            self._fingerprint = str(known["fingerprint"])
+            self._fingerprint = str(record["fingerprint"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return True
@@ -280,7 +280,7 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
+        """Number of documents, each of one sequence or more."""
         return len(self.document_indices) - 1
 
     @property
@@ -291,7 +291,7 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of all documents."""
         return len(self.tokens)
 
     def fingerprint(self) -> str:

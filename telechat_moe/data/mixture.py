@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.data.blend import Blend, first_of, lay_out, normalised
+from telechat_moe.data.blend import Blend, CombinedSource, first_of, lay_out, normalised
 from telechat_moe.data.dataset import GptDataset, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
-from telechat_moe.data.sample import Batch, SampleOptions, put_together
+from telechat_moe.data.sample import SampleOptions
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import Progress
 
-Schedule = Sequence[tuple[int, Sequence[float]]]
+MixtureSchedule = Sequence[tuple[int, Sequence[float]]]
 """First sample and weights of each segment; the weights have any positive scale, and 0 is none of a source."""
 _OPEN_PASSES = 2
 
 
-class Passes:
+class Passes(CombinedSource[GptDataset]):
     """The samples of one source, pass after pass without end; pass ``p`` is shuffled with ``seed + p``.
 
     Args:
@@ -50,11 +50,7 @@ class Passes:
     ) -> None:
         self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
         self.seq_length, self.seed = seq_length, seed
-        self._given: dict[str, Any] = {
-            "documents": documents,
-            "options": options,
-            "progress": progress,
-        }
+        self._settings = {"documents": documents, "options": options, "progress": progress}
         self._open: OrderedDict[int, GptDataset] = OrderedDict()
         self.samples_per_pass = len(self.get_pass(0))
 
@@ -62,31 +58,21 @@ class Passes:
         """Return the samples of one pass; the last two that were used stay open."""
         if number not in self._open:
             seed = (self.seed + number) % 2**32
-            dataset = GptDataset(self.source, self.seq_length, None, seed, **self._given)
+            dataset = GptDataset(self.source, self.seq_length, None, seed, **self._settings)
             self._open[number] = dataset
             while len(self._open) > _OPEN_PASSES:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]
 
-    def by_pass(self, indices: np.ndarray) -> Iterator[tuple[GptDataset, np.ndarray, np.ndarray]]:
-        """Yield the passes of samples: each with the rows that are in it and their samples there."""
-        number, within = np.divmod(indices, self.samples_per_pass)
-        for one in np.unique(number).tolist():
-            rows = np.flatnonzero(number == one)
-            yield self.get_pass(one), rows, within[rows]
-
-    def batch(self, indices: np.ndarray) -> Batch:
-        """Return samples stacked along a first axis; see ``GptDataset.batch``."""
-        parts = ((d.batch(within), rows) for d, rows, within in self.by_pass(indices))
-        return put_together(len(indices), parts)
-
-    def visible_pairs(self, indices: np.ndarray) -> np.ndarray:
-        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
-        pairs_B = np.empty(len(indices), np.int64)
-        for dataset, rows, within in self.by_pass(indices):
-            pairs_B[rows] = dataset.visible_pairs(within)
-        return pairs_B
+    def by_part(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[GptDataset, np.ndarray, np.ndarray]]:
+        """See :meth:`CombinedSource.by_part`; the parts are the passes."""
+        numbers, within = np.divmod(indices, self.samples_per_pass)
+        for number in np.unique(numbers).tolist():
+            rows = np.flatnonzero(numbers == number)
+            yield self.get_pass(number), rows, within[rows]
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides the samples."""
@@ -109,7 +95,7 @@ class MixedDataset(Blend[Passes]):
     def __init__(
         self,
         sources: Sequence[Passes],
-        schedule: Schedule,
+        schedule: MixtureSchedule,
         size: int,
         progress: Progress | None = None,
     ) -> None:
@@ -120,8 +106,8 @@ class MixedDataset(Blend[Passes]):
         if any(len(weights) != len(sources) for _, weights in schedule):
             raise ValueError(f"expected {len(sources)} weights in each segment")
         self.schedule = [(start, normalised(weights)) for start, weights in schedule]
-        found = lay_out(self.schedule, size, self.datasets[0].source, progress)
-        self.chosen, self.within = found["chosen"], found["within"]
+        order = lay_out(self.schedule, size, self.datasets[0].source, progress)
+        self.chosen, self.within = order["chosen"], order["within"]
 
     def segments(self) -> Iterator[tuple[int, int, list[float]]]:
         """Yield first sample, end and weights of each segment; the weights sum to 1."""
@@ -149,7 +135,7 @@ class MixedDataset(Blend[Passes]):
 
 def open_mixture(
     prefixes: Sequence[str],
-    schedule: Schedule,
+    schedule: MixtureSchedule,
     *,
     seq_length: int,
     size: int,
@@ -169,15 +155,9 @@ def open_mixture(
         BadInputError: If the schedule cannot be served, or a dataset is broken.
     """
     sources = [IndexedDataset(prefix) for prefix in prefixes]
+    settings: dict[str, Any] = {"options": options, "progress": progress}
     passes = [
-        Passes(
-            source,
-            seq_length,
-            seed,
-            documents=first_of(source, share),
-            options=options,
-            progress=progress,
-        )
+        Passes(source, seq_length, seed, documents=first_of(source, share), **settings)
         for source in sources
     ]
     try:

@@ -27,7 +27,7 @@ FINAL_EPOCH_THRESHOLD = 0.80
 
 
 @dataclass(frozen=True)
-class Indices:
+class SampleIndices:
     """The three indices.
 
     Attributes:
@@ -44,7 +44,7 @@ class Indices:
     epochs: int
 
 
-class Sizes(NamedTuple):
+class IndexSizes(NamedTuple):
     """How large the indices are.
 
     Attributes:
@@ -72,7 +72,7 @@ def sizes_of(
     seq_length: int,
     num_samples: int | None,
     extra_token: bool = True,
-) -> Sizes:
+) -> IndexSizes:
     """Return how large the indices of so many tokens in so many documents are; see :func:`build_indices`.
 
     Raises:
@@ -94,7 +94,7 @@ def sizes_of(
         samples_per_epoch = (tokens - extra) // seq_length
         if num_samples - full < int(FINAL_EPOCH_THRESHOLD * samples_per_epoch):
             together = full
-    return Sizes(documents, epochs, samples, together)
+    return IndexSizes(documents, epochs, samples, together)
 
 
 def build_indices(
@@ -107,7 +107,7 @@ def build_indices(
     extra_token: bool = True,
     allocate: Allocate | None = None,
     progress: Progress | None = None,
-) -> Indices:
+) -> SampleIndices:
     """Build the indices of a dataset, a bounded part of them at a time.
 
     Args:
@@ -132,15 +132,15 @@ def build_indices(
         extra_token=extra_token,
     )
     allocate = allocate or (lambda name, shape, dtype: np.empty(shape, dtype))
-    say = progress or (lambda what, done, total: None)
+    say = progress or (lambda action, count_done, total: None)
     # The legacy generator is what defines the order in Megatron and MindFormers.
     generator = np.random.RandomState(seed)
     count = sizes.documents
     row = allocate("documents", (count * sizes.epochs,), np.dtype(np.int32))
     separate = sizes.together != sizes.samples
     for part in np.split(row, [(sizes.epochs - 1) * count] if separate else []):
-        for at in range(0, len(part), count):
-            _count_up(part[at : at + count], first)
+        for begin in range(0, len(part), count):
+            _count_up(part[begin : begin + count], first)
         say("shuffling documents", 0, None)
         generator.shuffle(part)
     places = np.int32 if len(row) < np.iinfo(np.int32).max else np.int64
@@ -148,18 +148,18 @@ def build_indices(
     _cut(lengths, row, seq_length, int(extra_token), samples, say)
     small = sizes.samples < np.iinfo(np.uint32).max - 1
     shuffle = allocate("shuffle", (sizes.samples,), np.dtype(np.uint32 if small else np.int64))
-    for at, part in zip((0, sizes.together), np.split(shuffle, [sizes.together]), strict=True):
-        _count_up(part, at)
+    for begin, part in zip((0, sizes.together), np.split(shuffle, [sizes.together]), strict=True):
+        _count_up(part, begin)
         say("shuffling samples", 0, None)
         generator.shuffle(part)
-    return Indices(row, samples, shuffle, sizes.epochs)
+    return SampleIndices(row, samples, shuffle, sizes.epochs)
 
 
 def _count_up(out: np.ndarray, first: int) -> None:
     """Fill an array with first, first + 1, ..."""
-    for at in range(0, len(out), _PART):
-        part = out[at : at + _PART]
-        part[:] = np.arange(first + at, first + at + len(part))
+    for begin in range(0, len(out), _PART):
+        part = out[begin : begin + _PART]
+        part[:] = np.arange(first + begin, first + begin + len(part))
 
 
 def _cut(
@@ -177,20 +177,20 @@ def _cut(
     ``extra`` is 0, by the document that holds the token before it, so its offset may equal that
     document's length.
     """
-    before, done = 0, 0  # tokens of the documents before the part, and cuts in them
-    for at in range(0, len(row), _PART):
-        own = lengths[row[at : at + _PART]]
-        ends = before + np.cumsum(own, dtype=np.int64)
+    before, cut_count = 0, 0  # tokens of the documents before the part, and cuts in them
+    for begin in range(0, len(row), _PART):
+        tokens = lengths[row[begin : begin + _PART]]
+        ends = before + np.cumsum(tokens, dtype=np.int64)
         last = int(ends[-1])
         reached = min(-(-last // seq_length) if extra else last // seq_length + 1, len(out))
-        for first in range(done, reached, _PART):
+        for first in range(cut_count, reached, _PART):
             cuts = np.arange(first, min(first + _PART, reached), dtype=np.int64) * seq_length
             place = np.searchsorted(ends, cuts, side="right" if extra else "left")
             part = out[first : first + len(cuts)]
-            part[:, 0] = at + place
-            part[:, 1] = cuts - (ends[place] - own[place])
-        before, done = last, max(done, reached)
-        say("cutting samples", done, len(out))
+            part[:, 0] = begin + place
+            part[:, 1] = cuts - (ends[place] - tokens[place])
+        before, cut_count = last, max(cut_count, reached)
+        say("cutting samples", cut_count, len(out))
     out[0] = 0  # also where the row starts with empty documents
 
 
@@ -205,7 +205,7 @@ def blend_indices(weights: list[float], size: int) -> Iterator[tuple[np.ndarray,
     Yields:
         int16 dataset and int64 sample within it, of all samples in order, a part of them at a time.
     """
-    taken = [0] * len(weights)
+    counts = [0] * len(weights)
     for begin in range(0, size, _PART):
         count = min(_PART, size - begin)
         if len(weights) == 1:
@@ -213,12 +213,12 @@ def blend_indices(weights: list[float], size: int) -> Iterator[tuple[np.ndarray,
             continue
         chosen, within = [0] * count, [0] * count  # lists: this loop is about 0.5 us a sample
         for place in range(count):
-            at = float(max(begin + place, 1))
-            best, best_lag = 0, weights[0] * at - taken[0]
+            position = float(max(begin + place, 1))
+            best, best_lag = 0, weights[0] * position - counts[0]
             for dataset in range(1, len(weights)):
-                lag = weights[dataset] * at - taken[dataset]
+                lag = weights[dataset] * position - counts[dataset]
                 if lag > best_lag:
                     best, best_lag = dataset, lag
-            chosen[place], within[place] = best, taken[best]
-            taken[best] += 1
+            chosen[place], within[place] = best, counts[best]
+            counts[best] += 1
         yield np.array(chosen, dtype=np.int16), np.array(within, dtype=np.int64)

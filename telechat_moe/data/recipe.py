@@ -77,21 +77,21 @@ def open_valid(recipe: Any) -> list[ValidSource]:
     """
     from telechat_moe.recipe.data_path import parse_data_path
 
-    given = recipe.telechat_moe.evaluation.data_path
-    prefixes, weights = valid_prefixes(recipe), parse_data_path(given)[1] if given else None
+    data_path = recipe.telechat_moe.evaluation.data_path
+    prefixes, weights = valid_prefixes(recipe), parse_data_path(data_path)[1] if data_path else None
     opened: list[Samples] = []
     for prefix in prefixes:
         dataset = _open_blend(recipe, [prefix], size=None, split=None)
         assert not isinstance(dataset, BlendedDataset)  # without weights
         opened.append(dataset)
     shares = normalised(weights or [len(dataset) for dataset in opened])
-    return [ValidSource(*one) for one in zip(prefixes, shares, opened, strict=True)]
+    return [ValidSource(*source) for source in zip(prefixes, shares, opened, strict=True)]
 
 
 def _open_blend(recipe: Any, path: Any, **settings: Any) -> Samples | BlendedDataset:
-    own = recipe.telechat_moe
-    settings["conversations"] = own.conversations is not None
-    settings["window"] = own.packing and own.packing.window
+    section = recipe.telechat_moe
+    settings["conversations"] = section.conversations is not None
+    settings["window"] = section.packing and section.packing.window
     return open_blend(path, **settings, **_common(recipe))
 
 
@@ -112,8 +112,8 @@ def sources_of(recipe: Any) -> list[str]:
 def options_of(recipe: Any) -> SampleOptions:
     """Return what a sample of a recipe contains."""
     config = recipe.train_dataset.data_loader.config
-    given = {name: getattr(config, name) for name in _RECIPE_OPTIONS}
-    return SampleOptions(**given, vocab_size=recipe.model_config.vocab_size)
+    options = {name: getattr(config, name) for name in _RECIPE_OPTIONS}
+    return SampleOptions(**options, vocab_size=recipe.model_config.vocab_size)
 
 
 def valid_prefixes(recipe: Any) -> list[str]:
@@ -121,9 +121,9 @@ def valid_prefixes(recipe: Any) -> list[str]:
     from telechat_moe.recipe.data_path import parse_data_path
 
     config = recipe.train_dataset.data_loader.config
-    given = recipe.telechat_moe.evaluation.data_path
-    prefixes, _ = parse_data_path(given or config.data_path or config.train_data_path)
-    return prefixes if given else [valid_prefix(prefix) for prefix in prefixes]
+    data_path = recipe.telechat_moe.evaluation.data_path
+    prefixes, _ = parse_data_path(data_path or config.data_path or config.train_data_path)
+    return prefixes if data_path else [valid_prefix(prefix) for prefix in prefixes]
 
 
 def valid_prefix(prefix: str) -> str:
@@ -133,8 +133,8 @@ def valid_prefix(prefix: str) -> str:
         BadInputError: If the name does not contain ``train``.
     """
     path = Path(prefix)
-    before, found, after = path.name.rpartition("train")
-    if not found:
+    before, train, after = path.name.rpartition("train")
+    if not train:
         raise BadInputError(
             f"{prefix}: its name does not contain 'train', so the validation data next to it cannot "
             "be named; set telechat_moe.evaluation.data_path"

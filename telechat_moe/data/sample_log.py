@@ -59,7 +59,7 @@ class SampleLog:
                     self._file.write(b"\n")
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append a line."""
+        """Append a line of JSON; the module names its keys."""
         self._file.write(json.dumps({"event": event, **values}).encode() + b"\n")
 
     def sync(self) -> None:

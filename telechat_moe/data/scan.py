@@ -31,7 +31,7 @@ _LONG_WORD = re.compile(
 
 
 @dataclass(frozen=True)
-class Scan:
+class CorpusScan:
     """The result of the first reading of a corpus.
 
     Attributes:
@@ -57,8 +57,8 @@ class Scan:
         if fraction == 0:
             return np.zeros(count, dtype=bool)
         keys = _mix(self.hashes, seed)
-        wanted = min(max(1, round(count * fraction)), count)
-        chosen: np.ndarray = keys <= np.partition(keys, wanted - 1)[wanted - 1]
+        quota = min(max(1, round(count * fraction)), count)
+        chosen: np.ndarray = keys <= np.partition(keys, quota - 1)[quota - 1]
         if chosen.all():
             distinct = len(np.unique(self.hashes))
             raise BadInputError(
@@ -71,9 +71,9 @@ class Scan:
         """Return which training documents the tokenizer learns from."""
         train = np.flatnonzero(~valid)
         order = train[np.argsort(self.hashes[train], kind="stable")]
-        taken = np.minimum(self.sizes[order], LEARN_BYTES_PER_DOCUMENT)
+        sizes = np.minimum(self.sizes[order], LEARN_BYTES_PER_DOCUMENT)
         result = np.zeros(len(valid), dtype=bool)
-        result[order[np.cumsum(taken) - taken < LEARN_BYTES]] = True
+        result[order[np.cumsum(sizes) - sizes < LEARN_BYTES]] = True
         return result
 
     def shards(self) -> np.ndarray:
@@ -84,14 +84,14 @@ class Scan:
 
 def scan_corpus(
     corpus: Corpus, progress: Progress | None, look: Callable[[str, str], None] | None = None
-) -> Scan:
+) -> CorpusScan:
     """Read the corpus once and hash every document; ``look`` gets name and text of each."""
-    whole = hashlib.sha256()
+    corpus_digest = hashlib.sha256()
     hashes, sizes, valid = bytearray(), bytearray(), bytearray()
     for number, document in enumerate(corpus.documents(), 1):
         data = document.text.encode()
         digest = hashlib.sha256(data).digest()
-        whole.update(digest)
+        corpus_digest.update(digest)
         hashes += digest[:8]
         sizes += len(data).to_bytes(8, "little")
         valid.append(document.valid)
@@ -107,8 +107,8 @@ def scan_corpus(
         raise BadInputError(
             f"{corpus.label}: no document of them is for {side}; check --corpus and --valid"
         )
-    return Scan(
-        whole.hexdigest(),
+    return CorpusScan(
+        corpus_digest.hexdigest(),
         np.frombuffer(hashes, dtype="<u8"),
         np.frombuffer(sizes, dtype="<i8"),
         named,

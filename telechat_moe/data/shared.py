@@ -109,12 +109,12 @@ class Publisher:
         assert ends[-1] <= self._place_bytes, "all batches have the shapes of the first"
         if not self._wait_for_place():
             return
-        start, where = self._count % PLACES * self._place_bytes, list[list[Any]]()
+        start, entries = self._count % PLACES * self._place_bytes, list[list[Any]]()
         for (name, array), end in zip(arrays.items(), ends.tolist(), strict=True):
-            at = start + end - -(-array.nbytes // _ALIGN) * _ALIGN
-            np.ndarray(array.shape, array.dtype, memory, at)[...] = array
-            where.append([name, array.dtype.str, array.shape, at])
-        line = _line({"batch": which, "arrays": where})
+            offset = start + end - -(-array.nbytes // _ALIGN) * _ALIGN
+            np.ndarray(array.shape, array.dtype, memory, offset)[...] = array
+            entries.append([name, array.dtype.str, array.shape, offset])
+        line = _line({"batch": which, "arrays": entries})
         for follower in list(self._released):
             try:
                 follower.sendall(line)
@@ -142,15 +142,15 @@ class Publisher:
                 if self.interrupted.is_set():
                     return False
                 try:
-                    seen = len(follower.recv(1 << 12))
+                    released = len(follower.recv(1 << 12))
                 except TimeoutError:
                     continue
                 except OSError:
-                    seen = 0
-                if not seen:
+                    released = 0
+                if not released:
                     self._forget(follower)
                     break
-                self._released[follower] += seen
+                self._released[follower] += released
         return True
 
     def _forget(self, follower: socket.socket) -> None:
@@ -160,8 +160,8 @@ class Publisher:
 
     def close(self) -> None:
         """End the connections; what was put before can still be read."""
-        for one in (self._listener, *self._released):
-            one.close()
+        for connection in (self._listener, *self._released):
+            connection.close()
         self._released.clear()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -214,15 +214,15 @@ class Subscriber:
                     OSError
                 ):  # the reader ended, and what it gave before can still be read
                     self._socket.sendall(b".")
-            said = self._next_line()
+            message = self._next_line()
             self._holds = True
-            if tuple(said["batch"]) == which:
+            if tuple(message["batch"]) == which:
                 break
         if self._memory is None:
             self._memory = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         return {
-            name: np.ndarray(shape, dtype, self._memory, at)
-            for name, dtype, shape, at in said["arrays"]
+            name: np.ndarray(shape, dtype, self._memory, offset)
+            for name, dtype, shape, offset in message["arrays"]
         }
 
     def _next_line(self) -> dict[str, Any]:
@@ -252,9 +252,9 @@ class SharedLoader(Loader):
     """A loader whose batches the other processes of a host take, too; arguments as a :class:`Loader`'s."""
 
     def __init__(
-        self, publisher: Publisher, dataset: Dataset, batch_size: int, **given: Any
+        self, publisher: Publisher, dataset: Dataset, batch_size: int, **settings: Any
     ) -> None:
-        super().__init__(dataset, batch_size, **given)
+        super().__init__(dataset, batch_size, **settings)
         self._publisher = publisher
         publisher.begin(
             {
@@ -334,8 +334,8 @@ def _address(name: str) -> str:
 
 def _user_of(other: socket.socket) -> int:
     """Return the user whose process is at the other end."""
-    found = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(found)[1]
+    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1]
 
 
 def _line(content: Mapping[str, Any]) -> bytes:

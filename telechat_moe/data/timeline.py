@@ -15,7 +15,7 @@ _MANY = 100
 
 
 @dataclass
-class Start:
+class LoggedStart:
     """A process of the run, from its line ``start`` on.
 
     Attributes:
@@ -90,7 +90,7 @@ class Audit:
     to_come: int = 0
     undone: int = 0
     skipped: int = 0
-    starts: list[Start] = field(default_factory=list[Start])
+    starts: list[LoggedStart] = field(default_factory=list[LoggedStart])
     data: list[DataSpan] = field(default_factory=list[DataSpan])
     rollbacks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     mixture: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -98,7 +98,7 @@ class Audit:
 
 
 @dataclass
-class Entry:
+class TimelineEntry:
     """A step that counts, or samples that a rollback left out.
 
     Attributes:
@@ -140,7 +140,7 @@ class Entry:
         return self.step is not None and self.step > 0
 
 
-class Timeline:
+class StepTimeline:
     """The steps that count at a moment, and how they came about.
 
     Args:
@@ -150,7 +150,7 @@ class Timeline:
     def __init__(self, audit: Audit, sizes: Mapping[str, int]) -> None:
         self.audit, self.problems, self.sizes = audit, audit.problems, sizes
         self.logged = self.epochs = Epochs(1, 1)  # as a start says, and as they are
-        self.entries: list[Entry] = []
+        self.entries: list[TimelineEntry] = []
         self.span = 0
         self.before = 0  # last step of the run that this one continues
 
@@ -168,21 +168,25 @@ class Timeline:
     def _rollbacks(self) -> int:
         return sum(e.step is None for e in self.entries)
 
-    def start(self, line: int, said: dict[str, Any]) -> None:
+    def start(self, line: int, event: dict[str, Any]) -> None:
         """Take note of a process that begins at a checkpoint, which undoes later steps."""
-        begun = Start(line, int(said["step"]), str(said["layout"]), mixture=said.get("mixture"))
+        begun = LoggedStart(
+            line, int(event["step"]), str(event["layout"]), mixture=event.get("mixture")
+        )
         self.audit.starts.append(begun)
-        step, known = int(said["step"]), list(said["rollbacks"])
-        self._count_epochs(line, said)
-        place = self._place_of(said["next_sample"])
-        if said.get("continues") and not self.entries:
+        step, rollbacks = int(event["step"]), list(event["rollbacks"])
+        self._count_epochs(line, event)
+        place = self._place_of(event["next_sample"])
+        if event.get("continues") and not self.entries:
             self.before = step
-            if not said.get("new_data"):
-                self.entries.append(Entry(0, place, -1))
-        self._undo(lambda e: self._rollbacks() > len(known) if e.step is None else e.step > step)
-        self._choose_span(line, said)
+            if not event.get("new_data"):
+                self.entries.append(TimelineEntry(0, place, -1))
+        self._undo(
+            lambda e: self._rollbacks() > len(rollbacks) if e.step is None else e.step > step
+        )
+        self._choose_span(line, event)
         # Killed between the checkpoint that a rollback writes and its line in the log.
-        for rollback in known[self._rollbacks() :]:
+        for rollback in rollbacks[self._rollbacks() :]:
             self.rollback(line, rollback)
         if self.last_step != step:
             self.problems.append(
@@ -191,46 +195,46 @@ class Timeline:
             )
         self._place(f"line {line}, a start after step {step},", place)
 
-    def _count_epochs(self, line: int, said: dict[str, Any]) -> None:
+    def _count_epochs(self, line: int, event: dict[str, Any]) -> None:
         """Note in which epochs a start counts; older versions counted those without what does not fill a step."""
-        size, batch = max(1, int(said["samples_per_epoch"])), int(said.get("global_batch", 1))
-        known = self.sizes.get(said["dataset"], size)
-        fits = size == known if "unit" in said else 0 <= known - size < batch
-        if not fits and not said.get("mixture"):  # which may become longer or shorter
-            text = f"an epoch had {size} samples, the recipe and its data give {known}"
+        size, batch = max(1, int(event["samples_per_epoch"])), int(event.get("global_batch", 1))
+        expected = self.sizes.get(event["dataset"], size)
+        fits = size == expected if "unit" in event else 0 <= expected - size < batch
+        if not fits and not event.get("mixture"):  # which may become longer or shorter
+            text = f"an epoch had {size} samples, the recipe and its data give {expected}"
             self.problems.append(f"line {line}: {text}")
-            known = size
-        self.logged = Epochs(size, int(said.get("unit", 1)))
-        self.epochs = Epochs(max(known, size), int(said.get("unit", batch)))
+            expected = size
+        self.logged = Epochs(size, int(event.get("unit", 1)))
+        self.epochs = Epochs(max(expected, size), int(event.get("unit", batch)))
 
     def _place_of(self, logged: Any) -> int:
         return self.epochs.place_of(int(logged), self.logged.size)
 
-    def _choose_span(self, line: int, said: dict[str, Any]) -> None:
+    def _choose_span(self, line: int, event: dict[str, Any]) -> None:
         """Note which data are read from a start on."""
         spans = self.audit.data
         self.span = self.entries[-1].span if self.entries else 0
-        if said.get("new_data") or not spans:
+        if event.get("new_data") or not spans:
             self.span = len(spans)
-            earlier = said.get("earlier_samples", None if said.get("new_data") else 0)
-            path, size = said.get("data_path") or [], self.epochs.size
-            spans.append(DataSpan(list(path), str(said["dataset"]), size, earlier))
+            earlier = event.get("earlier_samples", None if event.get("new_data") else 0)
+            path, size = event.get("data_path") or [], self.epochs.size
+            spans.append(DataSpan(list(path), str(event["dataset"]), size, earlier))
         spans[self.span].samples_per_epoch = self.epochs.size
-        if said["dataset"] != (before := spans[self.span].dataset):
+        if event["dataset"] != (before := spans[self.span].dataset):
             self.problems.append(
-                f"line {line}: dataset is {said['dataset']}, before it was {before}"
+                f"line {line}: dataset is {event['dataset']}, before it was {before}"
             )
 
-    def rollback(self, line: int, said: dict[str, Any]) -> None:
+    def rollback(self, line: int, event: dict[str, Any]) -> None:
         """Take note of a rollback, which undoes the steps after its checkpoint."""
-        to_step, (first, end) = int(said["to_step"]), map(self._place_of, said["left_out"])
+        to_step, (first, end) = int(event["to_step"]), map(self._place_of, event["left_out"])
         self._undo(lambda e: e.step is not None and e.step > to_step)
         self._place(f"line {line}, a rollback to step {to_step},", first)
-        self.entries.append(Entry(first, end, None, span=self.span))
+        self.entries.append(TimelineEntry(first, end, None, span=self.span))
 
-    def step(self, line: int, said: dict[str, Any]) -> None:
+    def step(self, line: int, event: dict[str, Any]) -> None:
         """Take note of a step that was done."""
-        step, first, count = int(said["step"]), int(said["first"]), int(said["count"])
+        step, first, count = int(event["step"]), int(event["first"]), int(event["count"])
         if self.audit.starts:
             self.audit.starts[-1].steps += 1
         if step <= self.last_step:
@@ -240,59 +244,59 @@ class Timeline:
         if len(lost) > _MANY:
             self.problems.append(f"steps {lost[0]} to {lost[-1]}: missing before line {line}")
         else:
-            self.problems += [f"step {one}: missing before line {line}" for one in lost]
-        more = self.epochs.size - self.logged.size
+            self.problems += [f"step {missing}: missing before line {line}" for missing in lost]
+        longer = self.epochs.size - self.logged.size
         parts = [
-            (a + epoch * more, b + epoch * more)
+            (a + epoch * longer, b + epoch * longer)
             for a, b in self.logged.ranges(first, count)
             for epoch in [a // self.logged.size]
         ]
         first = parts[0][0] if parts else first
         begin = self.end if first == self.epochs.begin(self.end) else first
         self._place(f"step {step} (line {line})", first)
-        entry = Entry(first, parts[-1][1] if parts else first, step, parts, begin)
-        entry.content, entry.applied = str(said["content"]), bool(said["applied"])
+        entry = TimelineEntry(first, parts[-1][1] if parts else first, step, parts, begin)
+        entry.content, entry.applied = str(event["content"]), bool(event["applied"])
         entry.start, entry.span = len(self.audit.starts) - 1, self.span
-        entry.sources = said.get("sources")
-        if "order" in said:
-            entry.order = _order(said["order"], count)
+        entry.sources = event.get("sources")
+        if "order" in event:
+            entry.order = _order(event["order"], count)
             if entry.order is None:
                 text = f"step {step}: its order does not name each of its {count} samples once"
                 self.problems.append(text)
         self.entries.append(entry)
 
-    def _place(self, what: str, first: int) -> None:
+    def _place(self, subject: str, first: int) -> None:
         if first not in (self.end, self.epochs.begin(self.end)):
             how = (
                 f"{first - self.end} are lost"
                 if first > self.end
                 else f"{self.end - first} come twice"
             )
-            self.problems.append(f"{what} begins at sample {first}, {self.end} is next: {how}")
+            self.problems.append(f"{subject} begins at sample {first}, {self.end} is next: {how}")
             if not self.entries or self.entries[-1].end != first:
-                self.entries.append(Entry(first, first, -1, span=self.span))
+                self.entries.append(TimelineEntry(first, first, -1, span=self.span))
 
-    def _undo(self, is_undone: Callable[[Entry], bool]) -> None:
+    def _undo(self, is_undone: Callable[[TimelineEntry], bool]) -> None:
         """Remove the last entries for which ``is_undone`` holds."""
         while self.entries and is_undone(self.entries[-1]):
             self.audit.undone += self.entries.pop().is_step
 
-    def steps(self) -> list[Entry]:
+    def steps(self) -> list[TimelineEntry]:
         """Return the steps that count."""
         return [e for e in self.entries if e.is_step]
 
 
-def _order(said: Any, count: int) -> np.ndarray | None:
+def _order(indices: Any, count: int) -> np.ndarray | None:
     """Return the order in which a step read its samples; None: not each of them once."""
     try:
-        order = np.asarray(said, np.int64).ravel()
+        order = np.asarray(indices, np.int64).ravel()
     except (ValueError, TypeError, OverflowError):
         return None
-    whole = len(order) == count and np.array_equal(np.sort(order), np.arange(count))
-    return order if whole else None
+    complete = len(order) == count and np.array_equal(np.sort(order), np.arange(count))
+    return order if complete else None
 
 
-def read_lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path, report: Audit) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, line); a torn one must be followed by a start."""
     try:
         raw = path.read_bytes()
@@ -304,14 +308,14 @@ def read_lines(path: Path, found: Audit) -> Iterator[tuple[int, dict[str, Any]]]
     torn = 0
     for number, text in enumerate(raw.splitlines(), 1):
         try:
-            said = parse_json(text)
-            known = said["event"] in ("start", "step", "rollback")
+            event = parse_json(text)
+            is_event = event["event"] in ("start", "step", "rollback")
         except (ValueError, TypeError, KeyError):
-            said, known = {}, False
-        if torn and said.get("event") != "start":
-            found.problems.append(f"line {torn}: cannot be read")
-        torn = 0 if known else number
-        if known:
-            yield number, said
+            event, is_event = {}, False
+        if torn and event.get("event") != "start":
+            report.problems.append(f"line {torn}: cannot be read")
+        torn = 0 if is_event else number
+        if is_event:
+            yield number, event
     if torn and raw.endswith(b"\n"):
-        found.problems.append(f"line {torn}: cannot be read")
+        report.problems.append(f"line {torn}: cannot be read")

@@ -119,17 +119,17 @@ class Tokenizer:
         return _library().Tokenizer.from_str(json.dumps(state))
 
     def name(self, token: int) -> str:
-        """Return the name of a token."""
+        """Return the text by which the vocabulary names a token id."""
         return self._backend.id_to_token(int(token))
 
     def _split(self, text: str, size: int) -> Iterator[str]:
         start = 0
         while self._byte_level and len(text) - start > size:
-            found = _SAFE_BREAK.search(text, start + size)
-            if found is None:
+            match = _SAFE_BREAK.search(text, start + size)
+            if match is None:
                 break
-            yield text[start : found.start()]
-            start = found.start()
+            yield text[start : match.start()]
+            start = match.start()
         yield text[start:]
 
     def decode(self, tokens: Iterable[int], *, skip_special: bool = False) -> str:
@@ -146,11 +146,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE; the same texts give the same tokenizer.
 
     Args:
-        vocab_size: Tokens wanted, the end of document (id 0) and 256 bytes included. A short text
-            may give fewer.
+        vocab_size: Tokens to learn, :data:`BASE_VOCAB` or more: the end of document (id 0) and 256 bytes are included. A
+            short text may give fewer.
 
     Raises:
-        UsageError: If ``vocab_size`` is below 257.
+        UsageError: ``vocab_size`` is below :data:`BASE_VOCAB`.
     """
     if vocab_size < BASE_VOCAB:
         raise UsageError(

@@ -21,7 +21,7 @@ from telechat_moe.checkpoint import manifest
 from telechat_moe.checkpoint.weights import (
     MODEL_CONFIG,
     NO_SETTINGS,
-    Report,
+    ProblemHandler,
     finite,
     glance,
     own_weights,
@@ -350,7 +350,7 @@ class _Scan:
 
 
 def _outputs(
-    opened: _Source, config: ModelConfig, to: Format, report: Report
+    opened: _Source, config: ModelConfig, to: Format, report: ProblemHandler
 ) -> tuple[list[TensorOutput], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
@@ -522,7 +522,7 @@ def _equal(a: TensorEntry, b: TensorEntry, entire: bool) -> bool:
 
 
 def _to_hf(
-    table: list[WeightNames], entries: dict[str, TensorEntry], report: Report = refuse
+    table: list[WeightNames], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
 ) -> Iterator[TensorOutput]:
     for p in table:
         entry = entries[p.name]
@@ -547,7 +547,7 @@ def _to_hf(
 
 
 def _to_ours(
-    table: list[WeightNames], entries: dict[str, TensorEntry], report: Report = refuse
+    table: list[WeightNames], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
 ) -> Iterator[TensorOutput]:
     for p in table:
         parts = {name: entries[name] for name in p.hf}

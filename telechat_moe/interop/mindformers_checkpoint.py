@@ -248,15 +248,15 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     text = yaml.safe_dump(_on_one_device(recipe.given, batch))
     trainer = Trainer(loads(text, name=str(recipe.source)))
     trainer.engine.put(checkpoints.Checkpoint(saved.path, saved.step, saved.tensors, {}))
-    trainer.progress.step, trainer.progress.updates = saved.step, saved.updates
-    trainer.progress.skipped = saved.step - saved.updates
-    trainer.progress.samples = saved.samples
-    trainer.progress.applied_samples = saved.updates * saved.global_batch
+    trainer.state.step, trainer.state.updates = saved.step, saved.updates
+    trainer.state.skipped = saved.step - saved.updates
+    trainer.state.samples = saved.samples
+    trainer.state.applied_samples = saved.updates * saved.global_batch
     batch, epochs = saved.global_batch, trainer.loader.epochs
-    trainer.checkpoints.lr_batches = BatchSchedule(((0, batch),), batch)
+    trainer.state.lr_batches = BatchSchedule(((0, batch),), batch)
     trainer.loader.seek(epochs.place_of(saved.samples, epochs.size // batch * batch))
-    trainer.checkpoints.writer()(saved.tensors)
-    return trainer.checkpoints.root / f"step-{saved.step:08d}"
+    trainer.state.writer()(saved.tensors)
+    return trainer.state.root / f"step-{saved.step:08d}"
 
 
 def _on_one_device(sections: dict[str, Any], batch: int) -> dict[str, Any]:

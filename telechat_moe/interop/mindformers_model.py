@@ -82,12 +82,11 @@ class TelechatMoeForCausalLM(PreTrainedModel):
                     ms.get_auto_parallel_context("global_rank"),
                     recipe.micro_batches > 1,
                 )
-                self.model, routers, placement = placed_model(
-                    recipe, rank, target, shared_graph=shared
-                )
+                placed = placed_model(recipe, rank, target, shared_graph=shared)
+                self.model, routers = placed.model, placed.routers
                 if shared:  # MindSpore's lazy_inline: micro-batches call one graph
                     self.cell_init_args = f"lazy_inline_{type(self).__name__}"
-                held_here = [placement.is_here(router.weight) for router in routers]
+                held_here = [placed.placement.is_here(router.weight) for router in routers]
             else:
                 self.model = CausalLM(
                     recipe.model_config, settings.moe_block_rows, settings.moe_capacity_tokens

@@ -32,7 +32,7 @@ from telechat_moe.recipe.experts import dispatcher, drops, hop_between_nodes
 from telechat_moe.sharding.recipe import balance_groups, mesh_of
 from telechat_moe.train import preflight
 from telechat_moe.train.monitor import SilentMonitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 if TYPE_CHECKING:
     from telechat_moe.train.trainer import Trainer
@@ -289,7 +289,7 @@ def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
     from telechat_moe.train.trainer import Trainer
 
     recipe, control = load(job / RESOLVED), Control(job / CONTROL)
-    ranks = Ranks(control, rank, recipe.devices)
+    ranks = RankCoordinator(control, rank, recipe.devices)
     trainer = Trainer(recipe, overwrite=True, plain=True, ranks=ranks, job=job, weights=hf.weights)
     watch, taps = None, task["taps"]
     if taps is not None and rank in taps["ranks"]:
@@ -308,9 +308,7 @@ def record_steps(
             with watch.of(len(results)) if watch is not None else nullcontext():
                 result = loop.compute_step()
             values = (result.loss, *result.losses, result.norm)
-            results.append(
-                {"step": trainer.progress.step, **dict(zip(MEASURED, values, strict=True))}
-            )
+            results.append({"step": trainer.state.step, **dict(zip(MEASURED, values, strict=True))})
             if path is not None:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(results[-1]) + "\n")

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+LoadArray = NDArray[np.float64]
 Integers = NDArray[np.integer[Any]]
 
 
-def greedy(load_LE: Array, devices: int) -> NDArray[np.int64]:
+def greedy(load_LE: LoadArray, devices: int) -> NDArray[np.int64]:
     """Return the device of each expert, `[L, E]`: the largest load first, to the least loaded device that has room (LPT)."""
     layers, experts = load_LE.shape
     order_LE = np.argsort(-load_LE, axis=1, kind="stable")
@@ -30,7 +30,7 @@ def greedy(load_LE: Array, devices: int) -> NDArray[np.int64]:
     return owner_LE
 
 
-def device_loads(load_LE: Array, owner_LE: Integers, devices: int) -> Array:
+def device_loads(load_LE: LoadArray, owner_LE: Integers, devices: int) -> LoadArray:
     """Return the load of each device, `[L, D]`."""
     layers = len(load_LE)
     index = np.arange(layers)[:, None] * devices + owner_LE
@@ -38,7 +38,7 @@ def device_loads(load_LE: Array, owner_LE: Integers, devices: int) -> Array:
     return flat.reshape(layers, devices).astype(np.float64)
 
 
-def lower_bound(load_LE: Array, devices: int) -> Array:
+def lower_bound(load_LE: LoadArray, devices: int) -> LoadArray:
     """Return a load that the busiest device of any assignment has at least, `[L]`.
 
     Of the `k D + 1` hottest experts some device holds `k + 1`; beside the coolest `k + 1` of them it holds, at best, the
@@ -71,7 +71,7 @@ def match(owner_LE: Integers, home_LE: Integers, devices: int) -> NDArray[np.int
     return named_LE
 
 
-def copies(load_LE: Array, devices: int, spare: int) -> NDArray[np.int64]:
+def copies(load_LE: LoadArray, devices: int, spare: int) -> NDArray[np.int64]:
     """Return the expert in each of `E + spare x D` slots, `[L, S]`: a hot expert has several copies that share its load.
 
     Each spare slot goes to the expert with the most load for each copy, which makes the hottest copy as cool as possible.
@@ -89,7 +89,7 @@ def copies(load_LE: Array, devices: int, spare: int) -> NDArray[np.int64]:
     return np.concatenate([own_LE, extra_LR], axis=1)
 
 
-def copy_loads(load_LE: Array, expert_LS: Integers) -> Array:
+def copy_loads(load_LE: LoadArray, expert_LS: Integers) -> LoadArray:
     """Return the load of each copy that `copies` returned, `[L, S]`."""
     layers, experts = load_LE.shape
     index = np.arange(layers)[:, None] * experts + expert_LS

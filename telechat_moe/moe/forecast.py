@@ -31,11 +31,11 @@ def check_loads(
             f"expert loads: shape {loads.shape} and type {loads.dtype}, expected numbers [steps, layers, experts]"
         )
     loads = loads.astype(np.float64)
-    for bad, what in ((~np.isfinite(loads), "is not a number"), (loads < 0, "is negative")):
+    for bad, fault in ((~np.isfinite(loads), "is not a number"), (loads < 0, "is negative")):
         if bad.any():
             n, layer, e = (int(i[0]) for i in np.nonzero(bad))
             raise BadInputError(
-                f"expert loads: step {n}, MoE layer {layer}, expert {e}: {loads[n, layer, e]} {what}"
+                f"expert loads: step {n}, MoE layer {layer}, expert {e}: {loads[n, layer, e]} {fault}"
             )
     sum_NL = loads.sum(axis=2)
     expected_N1 = np.full((len(loads), 1), pairs) if pairs is not None else sum_NL[:, :1]

@@ -1,20 +1,46 @@
-"""Record the load of every expert during a run: summed over the steps between two records.
+"""Record the load of every expert during a run, summed over the steps between two records, and say how uneven it is.
 
 Shapes: L MoE layers, E experts.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.moe.analysis import Array, dead_experts, entropy
 from telechat_moe.moe.forecast import check_loads
+from telechat_moe.numerics import Array
+
+DEAD, HOT = 0.01, 2.0
+"""An expert is dead below this share of the mean load of its layer, and hot above that multiple."""
+
+
+def dead_experts(load_E: Array) -> list[int]:
+    """Return the experts with less than :data:`DEAD` of the mean load."""
+    return np.flatnonzero(load_E < DEAD * np.mean(load_E)).tolist()
+
+
+def hot_experts(load_E: Array) -> list[int]:
+    """Return the experts with more than :data:`HOT` times the mean load."""
+    return np.flatnonzero(load_E > HOT * np.mean(load_E)).tolist()
+
+
+def entropy(weight: Array) -> Array:
+    """Return the entropy of non-negative weights along the last axis as a share of that of equal ones, 0 to 1.
+
+    1: all are equal; 0: one has everything. NaN where all are 0.
+    """
+    total = weight.sum(-1, keepdims=True, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = weight / total
+        terms = np.where(p > 0, -p * np.log(p), p)
+    return terms.sum(-1) / math.log(weight.shape[-1])
 
 
 class LoadRecorder:
-    """Sums loads; every ``interval`` steps, and at the last one, they become a record.
+    """Sum the loads of steps into a record for every ``interval`` steps and for the last step.
 
     Args:
         interval: Steps between two records; 0: none.
@@ -54,21 +80,21 @@ class LoadRecorder:
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return what TensorBoard shows of a record: dead experts, entropy of the loads of each layer (1: balanced)."""
     load_LE = np.asarray(record["loads"])
-    found = {"experts/dead": float(sum(len(dead_experts(load_E)) for load_E in load_LE))}
+    values = {"experts/dead": float(sum(len(dead_experts(load_E)) for load_E in load_LE))}
     for layer, value in enumerate(entropy(load_LE)):
-        found[f"expert_load_entropy/moe_layer_{layer}"] = float(value)
-    return found
+        values[f"expert_load_entropy/moe_layer_{layer}"] = float(value)
+    return values
 
 
 def summed_loads(
-    record: Mapping[str, Any], shape: tuple[int, int], where: str
+    record: Mapping[str, Any], shape: tuple[int, int], location: str
 ) -> tuple[Array, int]:
     """Return the loads of a record, ``[L, E]`` float64, and over how many steps they are summed.
 
     Args:
         record: As :meth:`LoadRecorder.add` returned it.
         shape: MoE layers ``L`` and experts ``E`` of the model.
-        where: Where the record is, for messages.
+        location: Where the record is, for messages.
 
     Raises:
         BadInputError: The record is damaged, or of another model.
@@ -76,10 +102,10 @@ def summed_loads(
     try:
         load_LE, steps = np.array(record["loads"], np.float64), int(record["steps"])
     except (KeyError, TypeError, ValueError) as error:
-        raise BadInputError(f"{where}: no record of expert loads ({error})") from None
+        raise BadInputError(f"{location}: no record of expert loads ({error})") from None
     if load_LE.shape != shape or steps < 1:
         raise BadInputError(
-            f"{where}: loads of shape {list(load_LE.shape)} over {steps} steps, the recipe has {shape[0]} MoE layers of "
+            f"{location}: loads of shape {list(load_LE.shape)} over {steps} steps, the recipe has {shape[0]} MoE layers of "
             f"{shape[1]} experts; the recipe and the file are of different runs"
         )
     return load_LE, steps
@@ -104,15 +130,15 @@ def loads_per_step(
     Raises:
         BadInputError: The record is damaged, of another model, or its loads do not sum to what was routed.
     """
-    where = f"{file}, step {record['step']}"
-    loads_LE, steps = summed_loads(record, shape, where)
+    location = f"{file}, step {record['step']}"
+    loads_LE, steps = summed_loads(record, shape, location)
     summed = range(record["step"] - steps + 1, record["step"] + 1)
     if missing := [step for step in summed if step not in tokens]:
         raise BadInputError(
-            f"{where}: the loads are summed over {steps} steps, but step {missing[0]} is not in the file; lines were removed"
+            f"{location}: the loads are summed over {steps} steps, but step {missing[0]} is not in the file; lines were removed"
         )
     pairs = sum(tokens[step] for step in summed) * top_k
     try:
         return check_loads(loads_LE[None], pairs)[0] / steps
     except BadInputError as error:
-        raise BadInputError(f"{where}: {error}") from None
+        raise BadInputError(f"{location}: {error}") from None

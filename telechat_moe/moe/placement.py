@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 
 
-class Move(NamedTuple):
+class ExpertMove(NamedTuple):
     """One expert of one MoE layer that goes from a slot to another."""
 
     layer: int
@@ -24,7 +24,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class SlotMap:
     """The slot of each logical expert in each MoE layer.
 
     Attributes:
@@ -39,24 +39,24 @@ class Placement:
     devices: int
 
     def __post_init__(self) -> None:
-        given = np.asarray(self.slots)
-        if given.ndim != 2 or not given.size or given.dtype.kind not in "iu":
+        array = np.asarray(self.slots)
+        if array.ndim != 2 or not array.size or array.dtype.kind not in "iu":
             raise BadInputError(
-                f"placement: the map has shape {given.shape} and type {given.dtype}, expected integers [layers, experts]"
+                f"placement: the map has shape {array.shape} and type {array.dtype}, expected integers [layers, experts]"
             )
-        experts = given.shape[1]
+        experts = array.shape[1]
         if self.devices < 1 or experts % self.devices:
             raise BadInputError(
                 f"placement: {experts} experts cannot be shared evenly by {self.devices} devices"
             )
-        for layer, row in enumerate(given):
+        for layer, row in enumerate(array):
             _check_permutation(layer, row)
-        slot_LE = given.astype(np.int32)
+        slot_LE = array.astype(np.int32)
         slot_LE.setflags(write=False)
         object.__setattr__(self, "slots", slot_LE)
 
     @classmethod
-    def identity(cls, layers: int, experts: int, devices: int) -> "Placement":
+    def identity(cls, layers: int, experts: int, devices: int) -> "SlotMap":
         """Return the map with which a run starts: expert `e` in slot `e`."""
         return cls(np.tile(np.arange(experts, dtype=np.int32), (layers, 1)), devices)
 
@@ -95,7 +95,7 @@ def _check_permutation(layer: int, slot_E: NDArray[np.integer[Any]]) -> None:
         )
 
 
-def moves(old: Placement, new: Placement) -> list[Move]:
+def moves(old: SlotMap, new: SlotMap) -> list[ExpertMove]:
     """Return the experts whose slot differs, ordered by layer and expert.
 
     Raises:
@@ -107,14 +107,14 @@ def moves(old: Placement, new: Placement) -> list[Move]:
             f"cannot become one of {new.slots.shape[0]}, {new.slots.shape[1]} and {new.devices}"
         )
     layers, experts = np.nonzero(old.slots != new.slots)
-    found = []
+    differing = []
     for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True):
         a, b = int(old.slots[layer, expert]), int(new.slots[layer, expert])
-        found.append(Move(layer, expert, a // old.capacity, b // old.capacity, a, b))
-    return found
+        differing.append(ExpertMove(layer, expert, a // old.capacity, b // old.capacity, a, b))
+    return differing
 
 
-def settle(device_LE: NDArray[np.integer[Any]], current: Placement) -> Placement:
+def settle(device_LE: NDArray[np.integer[Any]], current: SlotMap) -> SlotMap:
     """Return the map that has each expert on the given device and keeps the slot of every expert that stays.
 
     Experts that arrive take the free slots of their device in ascending order.
@@ -136,4 +136,4 @@ def settle(device_LE: NDArray[np.integer[Any]], current: Placement) -> Placement
         going = np.flatnonzero(device_LE[layer] != here_LE[layer])
         free = np.sort(current.slots[layer, going])  # ascending, so grouped by device
         slot_LE[layer, going[np.argsort(device_LE[layer, going], kind="stable")]] = free
-    return Placement(slot_LE, current.devices)
+    return SlotMap(slot_LE, current.devices)

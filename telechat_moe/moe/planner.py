@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.moe.assign import (
-    Array,
     Integers,
+    LoadArray,
     copies,
     copy_loads,
     device_loads,
@@ -21,8 +21,8 @@ from telechat_moe.moe.assign import (
     match,
 )
 from telechat_moe.moe.forecast import check_loads, forecast
-from telechat_moe.moe.placement import Placement, settle
-from telechat_moe.moe.refine import EXACT, Groups
+from telechat_moe.moe.placement import SlotMap, settle
+from telechat_moe.moe.refine import EXACT, DeviceGroups
 
 TOLERANCE = 0.005
 """A busiest device within this share of the lower bound is left as it is."""
@@ -77,14 +77,14 @@ class Proposal:
         cost_s: Seconds that the move takes, counted as if layers moved one after another.
     """
 
-    placement: Placement
-    before: Array
-    after: Array
-    gain_s: Array
-    cost_s: Array
+    placement: SlotMap
+    before: LoadArray
+    after: LoadArray
+    gain_s: LoadArray
+    cost_s: LoadArray
 
 
-def plan(loads_NLE: NDArray[np.number[Any]], current: Placement, rule: MoveRule) -> Proposal:
+def plan(loads_NLE: NDArray[np.number[Any]], current: SlotMap, rule: MoveRule) -> Proposal:
     """Return where experts should be for the next steps, given the loads of the last ones.
 
     A layer moves only where the gain is more than the cost, and an expert that stays on its device keeps its slot.
@@ -114,11 +114,11 @@ def plan(loads_NLE: NDArray[np.number[Any]], current: Placement, rule: MoveRule)
 
 
 def choose(
-    load_LE: Array,
+    load_LE: LoadArray,
     home_LE: Integers,
     devices: int,
     rule: MoveRule,
-    goal_L: Array | None = None,
+    goal_L: LoadArray | None = None,
 ) -> NDArray[np.int64]:
     """Return the device of each expert, `[L, E]`, for which least time is lost to imbalance and to moves, as far as found.
 
@@ -142,14 +142,14 @@ def choose(
         goal_L = bound_L * (1 + TOLERANCE)
         greedy_A = device_loads(load_LE[rows_A], greedy_AE, devices).max(axis=1)
         goal_L[rows_A] = np.minimum(goal_L[rows_A], greedy_A)
-    near, left_A = Groups(load_LE, home_LE, devices), rows_A
-    while len(left_A := near.swap(left_A, goal_L)):
-        best.offer(left_A, near.owners(left_A))
-    stuck_A = near.busiest_L[rows_A] > goal_L[rows_A]
+    swapped, left_A = DeviceGroups(load_LE, home_LE, devices), rows_A
+    while len(left_A := swapped.swap(left_A, goal_L)):
+        best.offer(left_A, swapped.owners(left_A))
+    stuck_A = swapped.busiest_L[rows_A] > goal_L[rows_A]
     rows_A = rows_A[stuck_A]
-    afresh = Groups(load_LE[rows_A], greedy_AE[stuck_A], devices)
+    afresh = DeviceGroups(load_LE[rows_A], greedy_AE[stuck_A], devices)
     afresh.descend(goal_L[rows_A])
-    near_AE = near.owners(rows_A)
+    near_AE = swapped.owners(rows_A)
     afresh_AE = match(afresh.owners(), home_LE[rows_A], devices)
     lost_A = best.offer(rows_A, afresh_AE)
     owner_AE = np.where((lost_A < best.lost(rows_A, near_AE))[:, None], afresh_AE, near_AE)
@@ -158,8 +158,8 @@ def choose(
 
 
 def copied(
-    load_LE: Array, devices: int, spare: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
+    load_LE: LoadArray, devices: int, spare: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], LoadArray]:
     """Return the expert and the device of `E + spare x D` copies of experts, `[L, S]` each, and the busiest device's load, `[L]`.
 
     Hot experts have several copies, which share their load evenly.
@@ -175,13 +175,13 @@ def _shuffle(
     best: "_Best",
     rows_A: NDArray[np.int64],
     owner_AE: NDArray[np.int64],
-    bound_L: Array,
-    goal_L: Array,
+    bound_L: LoadArray,
+    goal_L: LoadArray,
 ) -> None:
     """Improve assignments that swaps cannot by shuffles of three and four devices, within the budget of `SHUFFLES`."""
     able_A = best.within_reach(rows_A, owner_AE, bound_L)
     rows_A, owner_AE = rows_A[able_A], owner_AE[able_A]
-    groups = Groups(best.load_LE[rows_A], owner_AE, best.devices)
+    groups = DeviceGroups(best.load_LE[rows_A], owner_AE, best.devices)
     random, budget = np.random.default_rng(0), SHUFFLES * len(best.load_LE)
     failed_A, rounds = np.zeros(len(rows_A), np.int64), 0
     while budget > 0:
@@ -190,28 +190,31 @@ def _shuffle(
             return
         better = groups.shuffle(left, min(best.devices, 3 + rounds % 2), random)
         failed_A[left] = np.where(better, 0, failed_A[left] + 1)
-        at = left[better]
-        best.offer(rows_A[at], match(groups.owners(at), best.home_LE[rows_A[at]], best.devices))
+        improved = left[better]
+        best.offer(
+            rows_A[improved],
+            match(groups.owners(improved), best.home_LE[rows_A[improved]], best.devices),
+        )
         budget, rounds = budget - len(left), rounds + 1
 
 
 class _Best:
     """The best assignment of each layer so far, by the seconds lost until the next decision."""
 
-    def __init__(self, load_LE: Array, home_LE: Integers, devices: int, rule: MoveRule) -> None:
+    def __init__(self, load_LE: LoadArray, home_LE: Integers, devices: int, rule: MoveRule) -> None:
         self.load_LE, self.home_LE, self.devices = load_LE, home_LE, devices
         self._pair_s = rule.seconds_per_pair * rule.steps
         self._arrival_s = rule.expert_bytes / rule.bandwidth
         self.owner_LE = home_LE.astype(np.int64)
         self._lost_L = device_loads(load_LE, home_LE, devices).max(axis=1) * self._pair_s
 
-    def lost(self, rows_A: Integers, owner_AE: Integers) -> Array:
+    def lost(self, rows_A: Integers, owner_AE: Integers) -> LoadArray:
         """Return the seconds lost to the busiest device and to the moves in these layers, `[A]`."""
         top_A = device_loads(self.load_LE[rows_A], owner_AE, self.devices).max(axis=1)
         arrivals_A = arrivals(owner_AE, self.home_LE[rows_A], self.devices)
         return top_A * self._pair_s + arrivals_A * self._arrival_s
 
-    def offer(self, rows_A: Integers, owner_AE: Integers) -> Array:
+    def offer(self, rows_A: Integers, owner_AE: Integers) -> LoadArray:
         """Take those assignments of these layers that are better than what there is; return what each loses."""
         lost_A = self.lost(rows_A, owner_AE)
         better_A = lost_A < self._lost_L[rows_A] * (1 - EXACT)
@@ -219,13 +222,13 @@ class _Best:
         self._lost_L[rows_A[better_A]] = lost_A[better_A]
         return lost_A
 
-    def promising(self, bound_L: Array) -> NDArray[np.int64]:
+    def promising(self, bound_L: LoadArray) -> NDArray[np.int64]:
         """Return the layers for which perfect balance after one arrival would be better than what there is."""
         least_L = bound_L * self._pair_s + self._arrival_s
         return np.flatnonzero(least_L < self._lost_L * (1 - EXACT))
 
     def within_reach(
-        self, rows_A: Integers, owner_AE: Integers, bound_L: Array
+        self, rows_A: Integers, owner_AE: Integers, bound_L: LoadArray
     ) -> NDArray[np.bool_]:
         """Return where perfect balance with the arrivals of these assignments would be better than what there is."""
         arrivals_A = arrivals(owner_AE, self.home_LE[rows_A], self.devices)
@@ -233,6 +236,6 @@ class _Best:
         return least_A < self._lost_L[rows_A] * (1 - EXACT)
 
 
-def arrivals(owner_LE: Integers, home_LE: Integers, devices: int) -> Array:
+def arrivals(owner_LE: Integers, home_LE: Integers, devices: int) -> LoadArray:
     """Return how many experts arrive at the device where most do, `[L]`; as many leave each device as arrive there."""
     return device_loads((owner_LE != home_LE).astype(np.float64), owner_LE, devices).max(axis=1)

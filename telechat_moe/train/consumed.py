@@ -44,7 +44,7 @@ def consumed_of(recipe: Recipe, step: int, state: Mapping[str, Any]) -> Consumed
     """
     if "lr_batches" in state:
         entries, unit = state["lr_batches"]
-        batches = BatchSchedule(tuple((at, batch) for at, batch in entries), unit)
+        batches = BatchSchedule(tuple((begin, batch) for begin, batch in entries), unit)
         return Consumed(state["samples"], state["applied_samples"], batches)
     training, place = state.get("training"), state["data"]["next_sample"]
     if training is None:  # no run wrote it
@@ -56,14 +56,14 @@ def consumed_of(recipe: Recipe, step: int, state: Mapping[str, Any]) -> Consumed
         batches = replace(grows, unit=recipe.micro_batch_samples)
     samples = batches.consumed(step)
     if samples + _left_out(state) != place:
-        found = (
+        finding = (
             f"a checkpoint of an older version with {step} steps of {text or batch} samples, {samples} in all, whose "
             f"data go on at sample {place}: it does not say what was read before its batch or its data changed"
         )
         expected = (
             "an earlier checkpoint, or its weights alone (load_checkpoint, resume_training False)"
         )
-        raise RecipeError([recipe.problem("resume_training", found, expected)])
+        raise RecipeError([recipe.problem("resume_training", finding, expected)])
     return Consumed(samples, batches.consumed(state["updates"]), batches)
 
 
@@ -97,9 +97,9 @@ def lr_batches(recipe: Recipe, before: BatchSchedule, training: Mapping[str, Any
         if key not in changed and steps:
             samples = before.consumed(steps)
             fits = recipe.batches.position(samples)
-            found = f"{steps}, but {' and '.join(changed)} changed together with the batch, so it is not clear whose steps count"
+            finding = f"{steps}, but {' and '.join(changed)} changed together with the batch, so it is not clear whose steps count"
             expected = f"{fits:g} steps of the batch now are the same {samples} samples; or leave {' and '.join(changed)}"
-            problems.append(recipe.problem(f"lr_schedule.{key}", found, expected))
+            problems.append(recipe.problem(f"lr_schedule.{key}", finding, expected))
     if problems:
         raise RecipeError(problems)
     return recipe.batches

@@ -1,17 +1,19 @@
 """Engines compute the steps of a run: one process here, a rank's graph in :mod:`telechat_moe.train.rank_engine`."""
 
 import ctypes
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.checkpoint.snapshot import ArrayGroups
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.graph import cache
 from telechat_moe.model import CausalLM
@@ -19,15 +21,15 @@ from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.shards import EMA
-from telechat_moe.train import optimizer, state
+from telechat_moe.train import optimizer, parameters
 from telechat_moe.train.optimizer import WeightAverage
-from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
+from telechat_moe.train.step import Evaluate, StepOutput, TrainStep, update_rules
 
-Batch = tuple[Tensor, ...]
-Columns = Iterator[dict[str, Any]]
+TensorBatch = tuple[Tensor, ...]
+HostBatches = Iterator[dict[str, Any]]
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """What computes the steps of a run and holds its weights.
 
     Attributes:
@@ -36,6 +38,9 @@ class Engine(Protocol):
         evaluate_cell: Next-token loss of the model on a batch.
         peers: Processes that this one exchanges messages with.
         say: Called with lines for the user.
+        micro_batches: Micro-batches of a step.
+        average: The average of the weights; None: the recipe keeps none.
+        limits: Gradient norm and loss that the graph compares with now.
     """
 
     model: CausalLM
@@ -43,17 +48,21 @@ class Engine(Protocol):
     evaluate_cell: Evaluate
     peers: Sequence[int] = ()
     say: Callable[[str], object] = staticmethod(lambda text: None)
+    micro_batches: int
+    average: WeightAverage | None = None
+    limits: tuple[float, float] = (math.inf, math.inf)
 
-    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
+    @abstractmethod
+    def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
         """Return the batches of the next step, as :meth:`update` takes them.
 
         Args:
             micro_batches: How many there are in this step; None: as many as the recipe says.
         """
-        ...
 
+    @abstractmethod
     def update(
-        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
     ) -> StepOutput:
         """Run a step.
 
@@ -62,38 +71,37 @@ class Engine(Protocol):
             number: Number of the update, from 1.
             limits: Gradient norm and loss must be below these for the update to be applied.
         """
-        ...
 
+    @abstractmethod
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """Return what a checkpoint holds (of this rank), by group and name."""
-        ...
 
+    @abstractmethod
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Put the tensors of a checkpoint in; after the first step ``in_place``. Return a note for the user, or nothing."""
-        ...
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027
         """Begin training with the weights that are in the model, before the first step."""
 
-    def collect_weights(self) -> None:
+    def collect_weights(self) -> None:  # noqa: B027
         """Put the current weights into the model of rank 0; all ranks call it."""
 
+    @abstractmethod
     def writer(
-        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[Groups], object]:
+        self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
+    ) -> Callable[[ArrayGroups], object]:
         """Return a function that writes a copy of :meth:`parameters` as the checkpoint of a step."""
-        ...
 
+    @abstractmethod
     def culprit(self, output: StepOutput) -> str:
         """Name the tensor from which NaN or Inf came into a step."""
-        ...
 
     def rows(self, load_LE: np.ndarray) -> float | None:
         """Return how many of a step's tokens went to the experts of this process, all layers; None: not known."""
         return float(load_LE.sum())
 
 
-def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
+def tensors(columns: Mapping[str, np.ndarray]) -> TensorBatch:
     """Return the columns of a batch in the order of the model's arguments."""
     names = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask")
     return tuple(Tensor(columns[name]) for name in names if name in columns)
@@ -101,12 +109,12 @@ def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
 
 def backends(recipe: Recipe) -> AbstractContextManager[None]:
     """Return a context in which cells are built with the operators that the recipe chooses."""
-    own, target = recipe.telechat_moe, recipe.context.device_target
-    each = own.operators.backends()
-    if recipe.devices > 1 and own.moe_capacity_tokens is not None:
+    settings, target = recipe.telechat_moe, recipe.context.device_target
+    by_operator = settings.operators.backends()
+    if recipe.devices > 1 and settings.moe_capacity_tokens is not None:
         # As in the graphs of the processes: fused experts give one capacity to all tokens.
-        each |= {"permute": "plain", "grouped_matmul": "plain"}
-    return select.using(own.operators.default, each, target, own.operators.host)
+        by_operator |= {"permute": "plain", "grouped_matmul": "plain"}
+    return select.using(settings.operators.default, by_operator, target, settings.operators.host)
 
 
 def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
@@ -115,12 +123,12 @@ def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
     ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
     ms.set_context(max_call_depth=context.max_call_depth)
     ms.set_seed(recipe.seed)
-    own = recipe.telechat_moe
+    settings = recipe.telechat_moe
     with backends(recipe):
-        sizes = own.moe_block_rows, own.moe_capacity_tokens
+        sizes = settings.moe_block_rows, settings.moe_capacity_tokens
         model = CausalLM(recipe.model_config, *sizes, sources=len(sources_of(recipe)))
         operators = select.summary()
-        if fused := fuse_cells(model) if own.operators.fuse_plain else []:
+        if fused := fuse_cells(model) if settings.operators.fuse_plain else []:
             regions = sum(region.program is not None for region in fused)
             operators += f"; the fuser replaced {regions} regions"
     return model, operators
@@ -137,30 +145,31 @@ class OneProcess(Engine):
         self.recipe, self.keep_graph, self.compiled_now = recipe, keep_graph, True
         self.model, self.operators = build_model(recipe)
         self.micro_batches = recipe.micro_batches
-        self.limits = (float("inf"), float("inf"))
-        wrapper, config = recipe.runner_wrapper, recipe.model_config
+        max_grad_norm, bias_rate = update_rules(recipe)
         with backends(recipe):
             self.model.set_train()
             self.optimizer = optimizer.from_recipe(recipe, self.model.trainable_params(), swap=True)
             self.train_step = TrainStep(
                 self.model,
                 self.optimizer,
-                wrapper.max_grad_norm if wrapper.use_clip_grad else None,
+                max_grad_norm,
                 self.micro_batches,
-                config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0,
-                config,
+                bias_rate,
+                recipe.model_config,
             )
         self.train_step.set_train()
         ema = recipe.telechat_moe.ema
-        self.average = WeightAverage(state.kept(self.model), ema.decay) if ema else None
+        self.average = (
+            WeightAverage(parameters.saved_weights(self.model), ema.decay) if ema else None
+        )
         self.evaluate_cell = Evaluate(self.model)
 
-    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
+    def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
         """Return the micro-batches of the next step."""
         return [tensors(next(columns)) for _ in range(micro_batches or self.micro_batches)]
 
     def update(
-        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
     ) -> StepOutput:
         """See :meth:`Engine.update`."""
         if limits != self.limits:
@@ -169,12 +178,12 @@ class OneProcess(Engine):
         self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
         scalars = self.optimizer.scalars(number, rate)
-        with self._kept(batches):
+        with self._cached(batches):
             if self.train_step.accumulate is not None:
                 for batch in batches[:-1]:
                     self.train_step.accumulate(*batch)
-            found = self.train_step(*scalars, *batches[-1])
-        output = StepOutput.fetch(*found)
+            outputs = self.train_step(*scalars, *batches[-1])
+        output = StepOutput.fetch(*outputs)
         if self.compiled_now and self.recipe.optimizer.swap:
             _give_back_memory()
         self.compiled_now = False
@@ -182,7 +191,7 @@ class OneProcess(Engine):
             self.average.update(number)
         return output
 
-    def _kept(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+    def _cached(self, batches: Sequence[TensorBatch]) -> AbstractContextManager[None]:
         """Return a context in which the graphs of a step are taken from an earlier start, or kept for later ones."""
         if not self.keep_graph:
             return nullcontext()
@@ -197,24 +206,25 @@ class OneProcess(Engine):
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`Engine.parameters`."""
         average = {} if self.average is None else {EMA: self.average.averages}
-        return state.parameters(self.model, self.optimizer) | average
+        return parameters.parameters(self.model, self.optimizer) | average
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """See :meth:`Engine.put`."""
         groups = self.parameters()
-        if self.average is None or EMA in saved.tensors:
-            state.put(groups, saved.tensors, saved.path, in_place)
+        average = self.average if EMA not in saved.tensors else None
+        if average is not None:
+            del groups[EMA]
+        parameters.put(groups, saved.tensors, saved.path, in_place)
+        if average is None:
             return ""
-        del groups[EMA]
-        state.put(groups, saved.tensors, saved.path, in_place)
-        self.average.begin()
-        return self.average.begins(saved.path)
+        average.begin()
+        return average.absence_note(saved.path)
 
     def writer(
-        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[Groups], object]:
+        self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
+    ) -> Callable[[ArrayGroups], object]:
         """See :meth:`Engine.writer`."""
-        return lambda groups: checkpoints.save(root, step, groups, given, keep_last=keep_last)
+        return lambda groups: checkpoints.save(root, step, groups, state, keep_last=keep_last)
 
     def culprit(self, output: StepOutput) -> str:
         """See :meth:`Engine.culprit`.
@@ -227,8 +237,8 @@ class OneProcess(Engine):
         if broken:
             return f"the weight {broken[0]} is not finite" + _more(broken)
         assert square_sums is not None
-        found = zip(params, square_sums.asnumpy(), strict=True)
-        bad = [p.name for p, x in found if not np.isfinite(x)]
+        sums = zip(params, square_sums.asnumpy(), strict=True)
+        bad = [p.name for p, x in sums if not np.isfinite(x)]
         if not bad:
             return "the loss is not finite although all gradients are"
         if len(bad) == len(params):

@@ -28,8 +28,8 @@ def _loss(recipe: Recipe, engine: Engine, data: Dataset) -> float:
     batch = min(recipe.micro_batch_samples, len(data))
     total = weight = 0.0
     # Whole global batches, so that every layout evaluates the same samples.
-    whole = len(data) // recipe.global_batch or 1
-    count = min(recipe.telechat_moe.evaluation.batches, whole) * recipe.micro_batches
+    full = len(data) // recipe.global_batch or 1
+    count = min(recipe.telechat_moe.evaluation.batches, full) * recipe.micro_batches
     with Loader(data, batch, epochs=1, prefetch=1) as loader:
         for _, columns in zip(range(count), loader, strict=False):
             tokens = float(columns["loss_mask"].sum())

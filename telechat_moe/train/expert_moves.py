@@ -20,14 +20,14 @@ from telechat_moe.checkpoint.rank_shards import ShardOwners
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import RankProgram
 from telechat_moe.moe.forecast import LoadWindow
-from telechat_moe.moe.placement import Move, Placement, moves
+from telechat_moe.moe.placement import ExpertMove, SlotMap, moves
 from telechat_moe.moe.planner import MoveRule, Proposal, plan
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.dispatch import slots_name
 from telechat_moe.sharding.shards import weight_of
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
-Planner = Callable[[NDArray[np.float64], Placement, MoveRule], Proposal]
+Planner = Callable[[NDArray[np.float64], SlotMap, MoveRule], Proposal]
 
 
 def rule_of(recipe: Recipe) -> MoveRule:
@@ -59,7 +59,7 @@ class MovingExperts:
         routers: Sequence[str],
         program: RankProgram,
         sharing: ShardOwners,
-        ranks: Ranks,
+        ranks: RankCoordinator,
         folder: Path,
     ) -> None:
         rules, config = recipe.telechat_moe.moe.placement, recipe.model_config
@@ -70,10 +70,10 @@ class MovingExperts:
             for layer, name in enumerate(routers)
             for weight in ("gate", "up", "down")
         }
-        held = {self.layer(name) for name in sharing.regions[ranks.rank]}
-        self.slots = {slots_name(x): i for i, x in enumerate(routers) if i in held}
+        layers = {self.layer(name) for name in sharing.regions[ranks.rank]}
+        self.slots = {slots_name(x): i for i, x in enumerate(routers) if i in layers}
         experts, devices = config.n_routed_experts, recipe.parallel_config.expert_parallel
-        self.current = Placement.identity(len(routers), experts, devices)
+        self.current = SlotMap.identity(len(routers), experts, devices)
         pairs = recipe.global_batch * config.seq_length * config.num_experts_per_tok
         self.window, self.every, self.steps = LoadWindow(rules.window, pairs), rules.every, 0
         self.rule = rule_of(recipe)
@@ -91,15 +91,15 @@ class MovingExperts:
         """Return the MoE layer of a weight of experts, or of a moment or average of one; None: it is another."""
         return self.layers.get(weight_of(name))
 
-    def in_slots(self, name: str, whole: np.ndarray) -> np.ndarray:
+    def in_slots(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Return a whole tensor in the order of slots."""
         layer = self.layer(name)
-        return whole if layer is None else whole[self.current.experts[layer]]
+        return tensor if layer is None else tensor[self.current.experts[layer]]
 
-    def in_order(self, name: str, whole: np.ndarray) -> np.ndarray:
+    def in_order(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Return a whole tensor, given in the order of slots, in that of experts."""
         layer = self.layer(name)
-        return whole if layer is None else whole[self.current.slots[layer]]
+        return tensor if layer is None else tensor[self.current.slots[layer]]
 
     def rows(self, name: str, region: Region) -> tuple[int, ...]:
         """Return the experts that a region of slots holds; empty: those of the same numbers, as everywhere in the layer."""
@@ -124,19 +124,19 @@ class MovingExperts:
         return {"slots": slots, "devices": devices, "window": window, "steps": self.steps}
 
     def load_state(self, state: Mapping[str, Any] | None) -> str:
-        """Take map and loads from a checkpoint; its tensors fit any map. Return what could not be taken, empty: nothing."""
+        """Restore map and loads from a checkpoint, whose tensors fit any map; return a note if its map does not fit."""
         now = self.current
-        self.current = Placement.identity(*now.slots.shape, now.devices)
+        self.current = SlotMap.identity(*now.slots.shape, now.devices)
         self.window.clear()
         self.steps = 0
         if state is None:
             return ""
         try:
-            found = Placement(np.asarray(state["slots"]), state["devices"])
-            moves(self.current, found)  # of as many layers, experts and devices
+            placement = SlotMap(np.asarray(state["slots"]), state["devices"])
+            moves(self.current, placement)  # of as many layers, experts and devices
             for load_LE in state["window"]:
                 self.window.add(np.asarray(load_LE))
-            self.current, self.steps = found, int(state["steps"])
+            self.current, self.steps = placement, int(state["steps"])
         except (BadInputError, KeyError, TypeError, ValueError) as error:
             self.window.clear()
             return f"the experts begin in their own slots, because the checkpoint has another map ({error})"
@@ -145,7 +145,7 @@ class MovingExperts:
     # -------------------------------------------------------------------- between two steps
 
     def after_step(self, load_LE: NDArray[np.number]) -> list[dict[str, Any]]:
-        """Take the loads of a step; every so often decide, and move experts. Return what was done, for the log.
+        """Add the loads of a step to the window; every `every` steps decide and move experts. Return records for the log.
 
         Args:
             load_LE: (token, expert) pairs of each expert of each MoE layer, over all devices. All ranks have the same.
@@ -165,16 +165,16 @@ class MovingExperts:
 
         position = f"deciding on experts ({self.steps})"
         chosen = loads(self.ranks.agree(position, choose))
-        new = Placement(np.asarray(chosen), self.current.devices)
-        found = moves(self.current, new)
-        if not found:
+        new = SlotMap(np.asarray(chosen), self.current.devices)
+        changes = moves(self.current, new)
+        if not changes:
             return []
         if problem := self.move(new):
             return [{"refused": problem}]
-        return _records(found, proposal[0], self.rule.expert_bytes) if proposal else []
+        return _records(changes, proposal[0], self.rule.expert_bytes) if proposal else []
 
-    def move(self, new: Placement) -> str:
-        """Bring experts to their new slots; all ranks do, or none. Return why none did, empty: all did."""
+    def move(self, new: SlotMap) -> str:
+        """Move experts to their new slots, on all ranks or on none; return the reason if none moved, else an empty text."""
         self.count += 1
         place, position = self.folder / f"{self.count}", f"moving experts ({self.count})"
         values: dict[str, np.ndarray] = {}
@@ -195,21 +195,21 @@ class MovingExperts:
             self.program.put(name, value)
         return ""
 
-    def _changed(self, new: Placement) -> Iterator[tuple[str, int, Region]]:
+    def _changed(self, new: SlotMap) -> Iterator[tuple[str, int, Region]]:
         """Yield the tensors of this rank some of whose rows change, with their layer and this rank's region."""
         for name, region in sorted(self.sharing.regions[self.ranks.rank].items()):
             layer = self.layer(name)
             if layer is not None and (new.slots[layer] != self.current.slots[layer]).any():
                 yield name, layer, region
 
-    def _leaving(self, layer: int, region: Region, new: Placement) -> NDArray[np.intp]:
+    def _leaving(self, layer: int, region: Region, new: SlotMap) -> NDArray[np.intp]:
         """Return the slots of a region whose experts go elsewhere."""
         begin, end = region[0]
         slot = new.slots[layer, self.current.experts[layer, begin:end]]
         return begin + np.flatnonzero((slot < begin) | (slot >= end))
 
-    def _send(self, place: Path, new: Placement) -> None:
-        """Write the rows that leave this rank, of which others have no copy that they write."""
+    def _send(self, place: Path, new: SlotMap) -> None:
+        """Write the outgoing rows that this rank owns."""
         rows: dict[str, np.ndarray] = {}
         for name, layer, region in self._changed(new):
             leaving = self._leaving(layer, region, new)
@@ -219,9 +219,9 @@ class MovingExperts:
         with (place / f"rank_{self.ranks.rank}.npz").open("wb") as file:
             np.savez(file, **rows)  # pyright: ignore[reportArgumentType]
 
-    def _receive(self, place: Path, new: Placement) -> dict[str, np.ndarray]:
-        """Return this rank's tensors with the rows that come from other ranks, and its own ones in their new slots."""
-        found: dict[str, np.ndarray] = {}
+    def _receive(self, place: Path, new: SlotMap) -> dict[str, np.ndarray]:
+        """Return this rank's tensors with incoming rows and its remaining rows in their new slots."""
+        tensors: dict[str, np.ndarray] = {}
         files: dict[int, Any] = {}
         try:
             for name, layer, region in self._changed(new):
@@ -229,29 +229,31 @@ class MovingExperts:
                 now = self.program.parameters[name].asnumpy()
                 value = now.copy()
                 source = self.current.slots[layer, new.experts[layer, begin:end]]
-                here = (source >= begin) & (source < end)
-                value[here] = now[source[here] - begin]
+                local = (source >= begin) & (source < end)
+                value[local] = now[source[local] - begin]
                 for other, sender in self.senders[name]:
-                    wanted = (source >= other[0][0]) & (source < other[0][1])
-                    if other == region or other[1:] != region[1:] or not wanted.any():
+                    incoming = (source >= other[0][0]) & (source < other[0][1])
+                    if other == region or other[1:] != region[1:] or not incoming.any():
                         continue
                     if sender not in files:
                         path = place / f"rank_{sender}.npz"
                         files[sender] = np.load(path, allow_pickle=False)
                     sent = self._leaving(layer, other, new)
-                    value[wanted] = files[sender][name][np.searchsorted(sent, source[wanted])]
-                found[name] = value
+                    value[incoming] = files[sender][name][np.searchsorted(sent, source[incoming])]
+                tensors[name] = value
         finally:
             for file in files.values():
                 file.close()
-        return found
+        return tensors
 
 
-def _records(found: list[Move], proposal: Proposal, expert_bytes: float) -> list[dict[str, Any]]:
+def _records(
+    changes: list[ExpertMove], proposal: Proposal, expert_bytes: float
+) -> list[dict[str, Any]]:
     """Return what was moved in each layer; `bytes` counts what goes to another device."""
     records: list[dict[str, Any]] = []
-    for layer in sorted({move.layer for move in found}):
-        travels = [m for m in found if m.layer == layer and m.source_device != m.target_device]
+    for layer in sorted({move.layer for move in changes}):
+        travels = [m for m in changes if m.layer == layer and m.source_device != m.target_device]
         records.append(
             {
                 "layer": layer,

@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spike:
+class SkippedStep:
     """A step whose update was not applied.
 
     Attributes:
@@ -53,7 +53,7 @@ class Spike:
     window: int
 
     def describe(self) -> str:
-        """Say what was wrong."""
+        """Return what was wrong, for the user: the value, its limit, and the median that gave it."""
         if self.limit is None:
             return f"loss {self.loss:.4g}, gradient norm {self.norm:.4g}: not finite"
         value = self.norm if self.reason == "gradient norm" else self.loss
@@ -94,7 +94,7 @@ class Guard:
         loss = _limit(self.losses, rules.loss_factor, rules.sigma)
         return Limits(_fp32(min(norm, self.fixed_norm)), _fp32(loss))
 
-    def judge(self, step: int, loss: float, norm: float, applied: bool) -> Spike | None:
+    def judge(self, step: int, loss: float, norm: float, applied: bool) -> SkippedStep | None:
         """Take note of a step that was done; return what was wrong if it was not applied."""
         if applied:
             self.losses.append(loss)
@@ -104,15 +104,17 @@ class Guard:
         size = len(self.losses)
         finite = math.isfinite(loss + norm) and (norm >= limits.norm or loss >= limits.loss)
         if not finite:  # or its sums overflow in fp32
-            return Spike(step, "not finite", loss, norm, None, None, size)
+            return SkippedStep(step, "not finite", loss, norm, None, None, size)
         if norm >= limits.norm:
             fixed = limits.norm == _fp32(self.fixed_norm)
             median = None if fixed else statistics.median(self.norms)
-            return Spike(step, "gradient norm", loss, norm, limits.norm, median, size)
-        return Spike(step, "loss", loss, norm, limits.loss, statistics.median(self.losses), size)
+            return SkippedStep(step, "gradient norm", loss, norm, limits.norm, median, size)
+        return SkippedStep(
+            step, "loss", loss, norm, limits.loss, statistics.median(self.losses), size
+        )
 
     def state(self) -> dict[str, Any]:
-        """Return the window, as JSON values."""
+        """Return losses and gradient norms of the window, as JSON values."""
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -148,9 +150,9 @@ def of_recipe(recipe: Recipe) -> Guard:
 
 def max_in_a_row(recipe: Recipe) -> tuple[int, str]:
     """Return how many steps in a row may be skipped before training stops, and which key says so."""
-    own, monitor = recipe.telechat_moe.max_skipped_steps, recipe.monitor_config
+    limit, monitor = recipe.telechat_moe.max_skipped_steps, recipe.monitor_config
     if recipe.use_skip_data_by_global_norm and monitor is not None:
         spikes = monitor.global_norm_spike_count_threshold - 1  # MindFormers stops at this one
-        if spikes < own:
+        if spikes < limit:
             return spikes, "monitor_config.global_norm_spike_count_threshold - 1"
-    return own, "telechat_moe.max_skipped_steps"
+    return limit, "telechat_moe.max_skipped_steps"

@@ -15,11 +15,11 @@ from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
-from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.evaluate import validation_loss
-from telechat_moe.train.guard import Spike, max_in_a_row
+from telechat_moe.train.guard import SkippedStep, max_in_a_row
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.schedule import Schedule
+from telechat_moe.train.run_state import RunState
+from telechat_moe.train.schedule import RateSchedule
 from telechat_moe.train.step import StepOutput
 
 
@@ -82,32 +82,25 @@ class StepResult(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Total loss."""
+        """Total loss, nats: next-token, MTP and auxiliary terms."""
         lm, mtp, aux = self.losses
         return lm + mtp + aux
 
 
 class Loop:
-    """The steps of one process: its checkpoints know engine, data, guard and progress; the monitor shows the run."""
+    """The steps of one process: they advance the state of the run, and the monitor shows it."""
 
     def __init__(
         self,
-        checkpoints: RunCheckpoints,
-        schedule: Schedule,
+        state: RunState,
+        schedule: RateSchedule,
         monitor: Monitor,
         timer: StepTimer | None = None,
     ) -> None:
-        self.checkpoints, self.schedule, self.monitor = checkpoints, schedule, monitor
-        self.timer = timer or StepTimer()
-        self.recipe, self.engine, self.loader = (
-            checkpoints.recipe,
-            checkpoints.engine,
-            checkpoints.loader,
-        )
-        self.guard, self.ranks = checkpoints.guard, checkpoints.ranks
-        self.progress = checkpoints.progress
+        self.state, self.schedule, self.monitor = state, schedule, monitor
+        self.recipe, self.timer = state.recipe, timer or StepTimer()
         self.sources = sources_of(self.recipe)
-        self.steps = self.progress.step + checkpoints.steps_left
+        self.steps = state.step + state.steps_left
         self.loads = LoadRecorder(self.recipe.telechat_moe.moe.load_interval, self.steps)
         self.began = time.perf_counter()
         self.losses: list[float] = []
@@ -121,23 +114,23 @@ class Loop:
 
     def run(self) -> None:
         """Run the remaining steps with their evaluations and checkpoints; the last one is complete then."""
-        saver = self.checkpoints.saver if self.recipe.checkpoints else None
+        state, saver = self.state, self.state.saver if self.recipe.checkpoints else None
         if saver is not None:
             saver.say = self.monitor.message
-        data, section = self.loader.state(), self.recipe.train_dataset.data_loader.config
+        data, section = state.loader.state(), self.recipe.train_dataset.data_loader.config
         assert section is not None  # the loader was opened from it
         self.monitor.begin(
             {
-                "step": self.progress.step,
+                "step": state.step,
                 **{k: data[k] for k in ("next_sample", "samples_per_epoch", "earlier_samples")},
                 **self._sources(),
                 "global_batch": self.recipe.global_batch,
-                "unit": self.loader.epochs.unit,
+                "unit": state.loader.epochs.unit,
                 "dataset": data["dataset"],
                 "data_path": section.data_path or section.train_data_path,
-                **self.checkpoints.origin,
+                **state.origin,
                 "layout": mesh_of(self.recipe).describe(),
-                "rollbacks": self.progress.rollbacks,
+                "rollbacks": state.rollbacks,
             }
         )
         try:
@@ -151,66 +144,66 @@ class Loop:
 
     def _sources(self) -> dict[str, Any]:
         """Return the sources of the training data for the log, where there are several."""
-        if (blend := self.loader.blend) is None:
+        if (blend := self.state.loader.blend) is None:
             return {}
-        mixture = self.loader.past(len(blend))
+        mixture = self.state.loader.past(len(blend))
         return {"sources": self.sources} | ({} if mixture is None else {"mixture": mixture})
 
     def _steps(self, saver: Saver | None) -> None:
-        progress, section = self.progress, self.recipe.checkpoints
+        state, section = self.state, self.recipe.checkpoints
         interval = self.recipe.telechat_moe.evaluation.interval
-        if interval and progress.step == 0:
+        if interval and state.step == 0:
             self.monitor.evaluation(0, *self.evaluate())
-        while progress.step < self.steps and not self.ranks.interrupted:
-            spike = self.train_one()
-            if self.ranks.leads:
+        while state.step < self.steps and not state.ranks.interrupted:
+            spike = self.train_step()
+            if state.ranks.leads:
                 can_stop()  # there is something to save now
             if saver is not None:
                 saver.poll()
-            went_back = spike is not None and self.guard.rolls_back and self.roll_back(spike)
-            last = progress.step == self.steps
+            went_back = spike is not None and state.guard.rolls_back and self.roll_back(spike)
+            last = state.step == self.steps
             if went_back and not last:
                 continue
             self.timer.lap("host")
-            if interval and (progress.step % interval == 0 or last):
+            if interval and (state.step % interval == 0 or last):
                 self.validation_loss, by_source = self.evaluate()
-                self.monitor.evaluation(progress.step, self.validation_loss, by_source)
+                self.monitor.evaluation(state.step, self.validation_loss, by_source)
             self.timer.lap("evaluation")
-            if section and (progress.step % section.save_checkpoint_steps == 0 or last):
+            if section and (state.step % section.save_checkpoint_steps == 0 or last):
                 self.save()
             self.timer.lap("save")
-            self.timer.finish(progress.step, self.rows)
-        if self.ranks.interrupted and progress.step < self.steps:
-            line = f"interrupted after step {progress.step}; this recipe saves no checkpoints"
+            self.timer.finish(state.step, self.rows)
+        if state.ranks.interrupted and state.step < self.steps:
+            line = f"interrupted after step {state.step}; this recipe saves no checkpoints"
             if saver is not None:
                 self.save()
                 saver.wait(last=True)
-                line = f"interrupted: saved step {progress.step}; continue with --resume"
+                line = f"interrupted: saved step {state.step}; continue with --resume"
             self.monitor.message(line)
 
     def evaluate(self) -> tuple[float, dict[str, float]]:
         """Return the loss on the validation data, and by source, on rank 0; the others wait and return NaN."""
-        position = f"step {self.progress.step}, evaluating"
-        self.ranks.at(position)
-        self.engine.collect_weights()
-        found = float("nan"), dict[str, float]()
-        if self.ranks.leads:
-            found = validation_loss(self.recipe, self.engine)
-        self.ranks.meet(position)
-        return found
+        ranks, position = self.state.ranks, f"step {self.state.step}, evaluating"
+        ranks.at(position)
+        self.state.engine.collect_weights()
+        losses = float("nan"), dict[str, float]()
+        if ranks.leads:
+            losses = validation_loss(self.recipe, self.state.engine)
+        ranks.meet(position)
+        return losses
 
     def save(self) -> None:
         """Save unless this step is saved already."""
-        if self.saved_step != self.progress.step:
+        if self.saved_step != self.state.step:
             began = time.perf_counter()
-            self.checkpoints.save(self.monitor.sync)
+            self.state.save(self.monitor.sync)
             self.stalls_ms.append((time.perf_counter() - began) * 1e3)
-            self.saved_step = self.progress.step
+            self.saved_step = self.state.step
             self.monitor.saved(self.saved_step, self.stalls_ms[-1])
 
-    def roll_back(self, spike: Spike) -> bool:
+    def roll_back(self, spike: SkippedStep) -> bool:
         """Go back before a spike; False if there is no checkpoint to go back to."""
-        record = self.checkpoints.roll_back(spike)
+        record = self.state.roll_back(spike)
         if record is None:
             self.monitor.message(
                 f"no checkpoint before step {spike.step} to go back to; it is skipped"
@@ -218,7 +211,7 @@ class Loop:
             return False
         self.saved_step = record["to_step"]
         self.loads.clear()
-        before, self.steps = self.steps, self.progress.step + self.checkpoints.steps_left
+        before, self.steps = self.steps, self.state.step + self.state.steps_left
         self.loads.last = self.monitor.total_steps = self.steps
         begin, end = record["left_out"]
         self.monitor.rolled_back(
@@ -230,40 +223,38 @@ class Loop:
 
     def compute_step(self) -> StepResult:
         """Run the next step; nothing is judged or reported."""
-        progress, recipe, step = self.progress, self.recipe, self.progress.step + 1
-        rate = self.schedule(self.checkpoints.lr_batches.position(progress.applied_samples))
+        state, recipe, step = self.state, self.recipe, self.state.step + 1
+        rate = self.schedule(state.lr_batches.position(state.applied_samples))
         began = time.perf_counter()
-        self.ranks.at(f"step {step}, reading data")
+        state.ranks.at(f"step {step}, reading data")
         self.timer.lap("host")
-        samples = recipe.batches.after(progress.samples)
+        samples = recipe.batches.after(state.samples)
         count = recipe.micro_batches * samples // recipe.global_batch
-        batches = self.engine.read(self.loader, count)
+        batches = state.engine.read(state.loader, count)
         waited = time.perf_counter() - began
         self.timer.lap("data")
-        self.ranks.begin_step(step)
-        self.ranks.at(f"step {step}, in the graph")
+        state.ranks.begin_step(step)
+        state.ranks.at(f"step {step}, in the graph")
         ids = [batch[0].asnumpy() for batch in batches]  # before the step has them
-        output = self.engine.update(batches, progress.updates + 1, rate, self.guard.limits())
+        output = state.engine.update(batches, state.updates + 1, rate, state.guard.limits())
         lm, mtp, aux = (float(x) for x in output.losses)
         norm, applied = float(output.norm), bool(output.applied)
         seconds = time.perf_counter() - began
         self.timer.lap("graph")
-        self.ranks.end_step(step)
-        progress.step, progress.samples = step, progress.samples + samples
-        progress.updates += applied
-        progress.applied_samples += applied * samples
+        state.ranks.end_step(step)
+        state.step, state.samples = step, state.samples + samples
+        state.updates += applied
+        state.applied_samples += applied * samples
         return StepResult(ids, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
 
-    def train_one(self) -> Spike | None:
+    def train_step(self) -> SkippedStep | None:
         """Run one step and report it; return what was wrong if its update was left out."""
-        first, before = self.loader.epochs.begin(self.loader.next_sample), self.progress.samples
+        state, loader, before = self.state, self.state.loader, self.state.samples
+        first = loader.epochs.begin(loader.next_sample)
         result = self.compute_step()
-        step, output = self.progress.step, result.output
-        count = self.progress.samples - before
-        sources = self.loader.counts(first, count)
-        self.monitor.samples(
-            step, first, count, result.ids, result.applied, self.loader.order, sources
-        )
+        step, output, count = state.step, result.output, state.samples - before
+        sources = loader.counts(first, count)
+        self.monitor.samples(step, first, count, result.ids, result.applied, loader.order, sources)
         lm, mtp, aux = result.losses
         tokens = count * self.recipe.model_config.seq_length
         self.monitor.tokens_per_step = tokens
@@ -271,7 +262,7 @@ class Loop:
         self.losses.append(lm)
         self.step_seconds.append(result.seconds)
         self.data_seconds.append(result.data_seconds)
-        spike = self.guard.judge(step, result.loss, result.norm, result.applied)
+        spike = state.guard.judge(step, result.loss, result.norm, result.applied)
         imbalance, dropped = _balance(output)
         self.monitor.step(
             step,
@@ -299,52 +290,52 @@ class Loop:
         """Return next-token loss and tokens of each source in a step, by its prefix; none where there is one."""
         if output.by_source is None:
             return {}
-        found = zip(self.sources, *output.by_source.tolist(), strict=True)
-        return {name: (loss / tokens, round(tokens)) for name, loss, tokens in found if tokens}
+        sums = zip(self.sources, *output.by_source.tolist(), strict=True)
+        return {name: (loss / tokens, round(tokens)) for name, loss, tokens in sums if tokens}
 
     def _record_loads(self, output: StepOutput) -> None:
         """Record the load of every expert where it is due, and how long that takes."""
         began = time.perf_counter()
-        self.rows = self.engine.rows(output.load_LE)
-        record = self.loads.add(self.progress.step, output.load_LE)
+        self.rows = self.state.engine.rows(output.load_LE)
+        record = self.loads.add(self.state.step, output.load_LE)
         if record is not None:
-            self.monitor.expert_loads(self.progress.step, record)
+            self.monitor.expert_loads(self.state.step, record)
         self.loads.seconds += time.perf_counter() - began
 
-    def _count(self, spike: Spike | None, output: StepOutput) -> None:
+    def _count(self, spike: SkippedStep | None, output: StepOutput) -> None:
         """Count skipped steps; stop after too many in a row."""
-        progress = self.progress
+        state = self.state
         if spike is None:
-            progress.skipped_in_a_row = 0
+            state.skipped_in_a_row = 0
             return
-        progress.skipped += 1
-        progress.skipped_in_a_row += 1
-        reason = self.engine.culprit(output) if spike.limit is None else spike.describe()
-        self.monitor.skipped(progress.step, spike.numbers(), reason)
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        reason = state.engine.culprit(output) if spike.limit is None else spike.describe()
+        self.monitor.skipped(state.step, spike.numbers(), reason)
         limit, key = max_in_a_row(self.recipe)
-        if progress.skipped_in_a_row > limit:
+        if state.skipped_in_a_row > limit:
             raise CheckFailedError(
-                f"stopped at step {progress.step}: {progress.skipped_in_a_row} steps in a row had a "
+                f"stopped at step {state.step}: {state.skipped_in_a_row} steps in a row had a "
                 f"loss or gradient that is not finite or too high ({key} is {limit}); "
-                f"{reason}. Checkpoints in {self.checkpoints.root} are from before; look at the data and "
+                f"{reason}. Checkpoints in {state.root} are from before; look at the data and "
                 "the learning rate around this step"
             )
 
     def summary(self) -> Summary:
-        """Return the result of the run."""
-        progress, root = self.progress, self.checkpoints.root
+        """Return the result of the run, as far as it got."""
+        state, root = self.state, self.state.root
         steady = self.step_seconds[1:] or self.step_seconds
         speeds = self.tokens_per_second[1:] or self.tokens_per_second
         newest = checkpoint.list_checkpoints(root)
         last = [x for x in self.losses[-20:] if np.isfinite(x)]
         return Summary(
-            finished=progress.step >= self.steps,
-            steps=progress.step,
-            skipped_steps=progress.skipped,
+            finished=state.step >= self.steps,
+            steps=state.step,
+            skipped_steps=state.skipped,
             train_loss=float(np.mean(last)) if last else None,
             validation_loss=self.validation_loss,
             first_loss=self.losses[0] if self.losses else None,
-            parameters=count_parameters(self.engine.model),
+            parameters=count_parameters(state.engine.model),
             tokens_per_second=float(np.median(speeds)) if speeds else None,
             data_share=sum(self.data_seconds[1:]) / sum(steady) if len(steady) > 1 else None,
             first_step_seconds=self.step_seconds[0] if self.step_seconds else None,

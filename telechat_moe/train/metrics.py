@@ -50,7 +50,7 @@ ROLLED_BACK = "metrics.rolled_back.jsonl"
 
 
 def encode(event: str, step: int, values: Mapping[str, Any]) -> bytes:
-    """Return one line of metrics.jsonl."""
+    """Return one line of metrics.jsonl, with its line feed."""
     record: dict[str, Any] = {"event": event, "step": step}
     not_finite: dict[str, str] = {}
     for key, value in values.items():
@@ -152,7 +152,7 @@ class MetricsFile:
 
     def _keep(self, last_step: int) -> list[bytes]:
         """Rewrite the file without the lines after a step; return these."""
-        kept: list[bytes] = []
+        lines: list[bytes] = []
         undone: list[bytes] = []
         self.skipped = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
@@ -164,12 +164,12 @@ class MetricsFile:
                 undone.append(line)
             else:
                 self.skipped += bool(record.get("skipped"))
-                kept.append(line if line.endswith(b"\n") else line + b"\n")
-        write_atomic(self.path, b"".join(kept))
+                lines.append(line if line.endswith(b"\n") else line + b"\n")
+        write_atomic(self.path, b"".join(lines))
         return undone
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one record."""
+        """Append one record; it is in the file when this returns."""
         line = encode(event, step, values)
         try:
             written = self._file.write(line)

@@ -27,12 +27,14 @@ from telechat_moe.train import metrics
 
 _RECENT_STEPS = 20  # speed and ETA come from the median of so many steps
 _REDRAWS_PER_S = 10.0
+LOG_EVERY = 10
+"""Steps between two plain lines; the first and the last step are always printed."""
 STEP_NUMBERS = ("loss", "lm_loss", "mtp_loss", "aux_loss", "grad_norm", "learning_rate")
 """What every step has: total loss, its three terms (nats), norm of the gradient before clipping, learning rate."""
 
 
 class Monitor:
-    """Show and record what happens in a run. Use it in a ``with`` statement, or call `close`.
+    """Show and record a run. Use it in a ``with`` statement, or call `close`.
 
     Args:
         output_dir: Folder for ``metrics.jsonl``, ``loss.png`` and ``tensorboard/``; made if missing.
@@ -42,7 +44,6 @@ class Monitor:
             removed from metrics.jsonl, so that no step appears twice. 0 begins a new file.
         quiet: None: live line on a terminal, otherwise plain lines. True: plain lines always.
             False: live line always.
-        log_every: Steps between two plain lines; the first and the last step are always printed.
         tensorboard: Write TensorBoard events (if tensorboardX is installed).
         stream: Where to print; stderr by default.
     """
@@ -55,14 +56,12 @@ class Monitor:
         resume_step: int = 0,
         quiet: bool | None = None,
         *,
-        log_every: int = 10,
         tensorboard: bool = True,
         stream: IO[str] | None = None,
     ) -> None:
         self.output_dir = Path(output_dir)
         self.total_steps = total_steps
         self.tokens_per_step = tokens_per_step
-        self.log_every = log_every
         self._resume_step = resume_step
         self._stream = stream or sys.stderr
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -125,14 +124,14 @@ class Monitor:
                 (those of ``seconds`` spent waiting for data), ``expert_load_max_over_mean`` (of the worst layer) and
                 ``drop_rate`` (share of token-expert pairs that exceeded the capacity); None is left out.
         """
-        rest = {k: v for k, v in numbers.items() if k not in STEP_NUMBERS and v is not None}
+        extra = {k: v for k, v in numbers.items() if k not in STEP_NUMBERS and v is not None}
         values: dict[str, Any] = {
             **{key: float(numbers[key] or 0.0) for key in STEP_NUMBERS},
             "seconds": float(seconds),
             "tokens": self.tokens_per_step,
             "tokens_per_second": self.tokens_per_step / seconds if seconds > 0 else 0.0,
             "skipped": bool(skipped),
-            **{key: float(value) for key, value in rest.items()},
+            **{key: float(value) for key, value in extra.items()},
         }
         if expert_load_by_layer is not None:
             values["expert_load_by_layer"] = [float(x) for x in expert_load_by_layer]
@@ -141,7 +140,15 @@ class Monitor:
             values["tokens_by_source"] = {name: tokens for name, (_, tokens) in by_source.items()}
         self._skipped += bool(skipped)
         self._metrics.write("step", step, values)
-        self._write_scalars(step, values)
+        events = {
+            f"train/{key}": value
+            for key, value in values.items()
+            if isinstance(value, (int, float)) and key != "tokens"
+        }
+        layers = enumerate(values.get("expert_load_by_layer", ()))
+        events |= {f"expert_load/moe_layer_{layer}": value for layer, value in layers}
+        losses = values.get("loss_by_source", {}).items()
+        self._write_scalars(step, events | {f"train_loss/{name}": loss for name, loss in losses})
         self._steps_seen += 1
         if self._steps_seen == 2:
             self._recent.clear()  # the first step includes compiling the graph
@@ -150,44 +157,35 @@ class Monitor:
         first, last = self._steps_seen == 1, step >= self.total_steps
         if self._live is not None:
             self._draw(force=first or last)
-        elif first or last or step % self.log_every == 0:
+        elif first or last or step % LOG_EVERY == 0:
             self.message(self._plain_line())
 
-    def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._tensorboard is None:
-            return
-        for key, value in values.items():
-            if isinstance(value, (int, float)) and key != "tokens":
-                self._tensorboard.add_scalar(f"train/{key}", value, step)
-        for layer, value in enumerate(values.get("expert_load_by_layer", ())):
-            self._tensorboard.add_scalar(f"expert_load/moe_layer_{layer}", value, step)
-        for name, value in values.get("loss_by_source", {}).items():
-            self._tensorboard.add_scalar(f"train_loss/{name}", value, step)
+    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write TensorBoard events, where there are any."""
+        if self._tensorboard is not None:
+            for key, value in values.items():
+                self._tensorboard.add_scalar(key, value, step)
 
     def evaluation(
         self, step: int, loss: float, by_source: Mapping[str, float] | None = None
     ) -> None:
         """Record the mean next-token loss on the validation set after a step, in nats, and that of each source."""
-        loss, each = float(loss), {name: float(value) for name, value in (by_source or {}).items()}
+        loss, losses = float(loss), {name: float(x) for name, x in (by_source or {}).items()}
         self._last_validation = loss
-        rest = {"loss_by_source": each} if each else {}
-        self._metrics.write("evaluation", step, {"loss": loss, **rest})
-        if self._tensorboard is not None:
-            self._tensorboard.add_scalar("validation/loss", loss, step)
-            for name, value in each.items():
-                self._tensorboard.add_scalar(f"validation_loss/{name}", value, step)
+        sources = {"loss_by_source": losses} if losses else {}
+        self._metrics.write("evaluation", step, {"loss": loss, **sources})
+        by_name = {f"validation_loss/{name}": value for name, value in losses.items()}
+        self._write_scalars(step, {"validation/loss": loss, **by_name})
         if self._live is not None:
             self._draw(force=True)
         else:
-            rows = "".join(f" {name}={value:.4f}" for name, value in each.items())
+            rows = "".join(f" {name}={value:.4f}" for name, value in losses.items())
             self.message(f"evaluation step={step} validation_loss={loss:.4f}{rows}")
 
     def expert_loads(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the loads of all experts since the record before, as :class:`LoadRecorder` returned them."""
         self._metrics.write("expert_loads", step, record)
-        if self._tensorboard is not None:
-            for key, value in scalars(record).items():
-                self._tensorboard.add_scalar(key, value, step)
+        self._write_scalars(step, scalars(record))
 
     def saved(self, step: int, stall_ms: float) -> None:
         """Record how long training was paused for the checkpoint of a step, milliseconds."""
@@ -293,11 +291,11 @@ class Monitor:
         """Return (rank, text, style) of the live line's segments; low ranks come first if it is short."""
         v = self._last
         tokens_per_s, eta_s = self._speed()
-        done = v["step"] / self.total_steps if self.total_steps else 1.0
+        progress = v["step"] / self.total_steps if self.total_steps else 1.0
         parts = f"(lm {v['lm_loss']:.3f} mtp {v['mtp_loss']:.3f} aux {v['aux_loss']:.4f})"
         segments = [
             (0, f"step {v['step']}/{self.total_steps}", "bold"),
-            (9, _bar(done, 12), "cyan"),
+            (9, _bar(progress, 12), "cyan"),
             (1, f"loss {v['loss']:.3f}", "bold green"),
             (8, parts, "dim"),
             (6, f"grad {v['grad_norm']:.2f}", ""),
@@ -372,8 +370,8 @@ class SilentMonitor(Monitor):
         return lambda *args, **kwargs: None
 
 
-def _bar(done: float, width: int) -> str:
-    full = round(min(1.0, max(0.0, done)) * width)
+def _bar(progress: float, width: int) -> str:
+    full = round(min(1.0, max(0.0, progress)) * width)
     return "━" * full + "╌" * (width - full)
 
 
@@ -384,6 +382,6 @@ def _short(number: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes:02d}:{remainder:02d}"

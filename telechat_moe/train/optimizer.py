@@ -116,7 +116,9 @@ class SwappedAdamW(AdamW):
         size: Bytes of the pool.
     """
 
-    def __init__(self, params: Sequence[Parameter], *given: Any, folder: str | None = None) -> None:
+    def __init__(
+        self, params: Sequence[Parameter], *settings: Any, folder: str | None = None
+    ) -> None:
         self.states: list[State] = []
         self.size = 0
         for weight in params:
@@ -125,7 +127,7 @@ class SwappedAdamW(AdamW):
                 self.size += room(self.states[-1].nbytes)
         pool = open_pool(self.size, folder)
         self.pooled = {state.name: PooledTensor(state, pool) for state in self.states}
-        super().__init__(params, *given)
+        super().__init__(params, *settings)
         if self.fused is None:
             raise BadInputError(
                 "optimizer.swap True: one process swaps moments beside the fused AdamW only; build the native library, "
@@ -172,26 +174,26 @@ class SwappedAdamW(AdamW):
 class _SwappedGroup(nn.Cell):
     """Weights that are updated together, and the copies of their moments."""
 
-    def __init__(self, whole: SwappedAdamW, group: range) -> None:
+    def __init__(self, optimizer: SwappedAdamW, group: range) -> None:
         super().__init__(auto_prefix=False)
         self.first, self.last = group.start, group.stop
-        self.params = ParameterTuple(whole.params[group.start : group.stop])
-        self.update = FusedAdamW(whole.betas, whole.decayed[group.start : group.stop])
+        self.params = ParameterTuple(optimizer.params[group.start : group.stop])
+        self.update = FusedAdamW(optimizer.betas, optimizer.decayed[group.start : group.stop])
         copies: dict[str, list[ops.Custom]] = {name: [] for name in COPIES}
         for number in range(2 * group.start, 2 * group.stop):
-            state = whole.states[number]
-            for name, made in copies.items():
+            state = optimizer.states[number]
+            for name, operators in copies.items():
                 shape = {"extents": list(state.shape)} if name == "SwapBack" else {}
-                given = {"number": number, "at": state.offset, **shape}
-                made.append(custom_op(name, lambda x, *_: x, **given))
+                attributes = {"number": number, "at": state.offset, **shape}
+                operators.append(custom_op(name, lambda x, *_: x, **attributes))
         self.back, self.back_wait, self.out, self.out_wait = map(tuple, copies.values())
 
     def come(self, ready: Tensor) -> tuple[Tensor, ...]:
-        """Let the moments begin to come."""
-        found = ()
+        """Start to copy the moments from the pool once ``ready`` is computed; return them."""
+        moments = ()
         for i in range(len(self.back)):
-            found += (self.back[i](ready),)
-        return found
+            moments += (self.back[i](ready),)
+        return moments
 
     def construct(
         self,
@@ -199,21 +201,21 @@ class _SwappedGroup(nn.Cell):
         gradients: tuple[Tensor, ...],
         scalars: tuple[Tensor, ...],
     ) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Update when the moments are there, and let these leave; return them with their tokens."""
+        """Update the weights once the moments have come, and start to copy the moments back; return them with their tokens."""
         first, second = (), ()
         for i in range(len(self.params)):
             m, v = moments[2 * i], moments[2 * i + 1]
             first += (ops.depend(m, self.back_wait[2 * i](m)),)
             second += (ops.depend(v, self.back_wait[2 * i + 1](v)),)
-        done = self.update(self.params, first, second, gradients[self.first : self.last], *scalars)
-        found = ()
+        token = self.update(self.params, first, second, gradients[self.first : self.last], *scalars)
+        pairs = ()
         for i in range(len(self.params)):
-            m, v = ops.depend(first[i], done), ops.depend(second[i], done)
-            found += ((m, self.out[2 * i](m)), (v, self.out[2 * i + 1](v)))
-        return found
+            m, v = ops.depend(first[i], token), ops.depend(second[i], token)
+            pairs += ((m, self.out[2 * i](m)), (v, self.out[2 * i + 1](v)))
+        return pairs
 
     def go(self, moments: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
-        """Return a token of when the moments have gone."""
+        """Copy the moments to the pool; return a token that is ready when they are there."""
         token = self.out_wait[0](*moments[0])
         for i in range(1, len(self.out_wait)):
             token = ops.depend(token, self.out_wait[i](*moments[i]))
@@ -241,23 +243,23 @@ class WeightAverage:
         }
 
     def update(self, number: int) -> None:
-        """Take the weights after an update, whose number counts from 1."""
+        """Average in the weights after an update, whose number counts from 1."""
         if number == 1:
             self.begin()
             return
         rate = np.float32(1.0 - self.decay)
         for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
             # On CPU asnumpy() is the memory of the parameter.
-            kept, now = average.asnumpy(), weight.asnumpy()
-            kept += rate * (now - kept)
+            mean, now = average.asnumpy(), weight.asnumpy()
+            mean += rate * (now - mean)
 
     @staticmethod
-    def begins(source: Path) -> str:
-        """Say that a checkpoint holds no average."""
+    def absence_note(source: Path) -> str:
+        """Return the note for the user that a checkpoint holds no average."""
         return f"{source.name} holds no average of the weights; it begins with its weights"
 
     def begin(self) -> None:
-        """Begin with the present weights."""
+        """Set the average to the present weights."""
         for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
             average.asnumpy()[...] = weight.asnumpy()
 
@@ -268,11 +270,11 @@ def from_recipe(recipe: Recipe, params: Sequence[Parameter], swap: bool = False)
     Args:
         swap: Whether this process keeps the moments in a pool, if the recipe says so; the graphs of several do it themselves.
     """
-    own, given = recipe.telechat_moe, recipe.optimizer
-    betas = (given.betas[0], given.betas[1])
-    settings = (params, betas, given.eps, given.weight_decay, own.weight_decay_exclude)
-    if not (swap and given.swap):
+    section, pool = recipe.optimizer, recipe.telechat_moe.swap
+    betas, exclude = (section.betas[0], section.betas[1]), recipe.telechat_moe.weight_decay_exclude
+    settings = (params, betas, section.eps, section.weight_decay, exclude)
+    if not (swap and section.swap):
         return AdamW(*settings)
-    found = SwappedAdamW(*settings, folder=own.swap and own.swap.pool_folder)
-    require_pool(recipe, found.size, "this process")
-    return found
+    swapped = SwappedAdamW(*settings, folder=pool and pool.pool_folder)
+    require_pool(recipe, swapped.size, "this process")
+    return swapped

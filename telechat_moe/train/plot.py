@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.train import metrics
 
-Floats = NDArray[np.float64]
+StepSeries = NDArray[np.float64]
 
 # Okabe and Ito's palette: told apart with any kind of colour vision
 _BLUE, _VERMILION, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
@@ -45,16 +45,16 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def smooth(values: Floats) -> Floats:
+def smooth(values: StepSeries) -> StepSeries:
     """Return the mean over a centred window of 4% of the values (at least 5); a line at both ends.
 
     NaN is replaced by what its neighbours suggest.
     """
-    known = np.flatnonzero(~np.isnan(values))
+    finite = np.flatnonzero(~np.isnan(values))
     width = max(5, len(values) // 25) | 1
-    if len(known) == 0 or len(values) < width:
+    if len(finite) == 0 or len(values) < width:
         return values
-    filled = np.interp(np.arange(len(values)), known, values[known])
+    filled = np.interp(np.arange(len(values)), finite, values[finite])
     middle = np.convolve(filled, np.full(width, 1 / width), "valid")
     x, half = np.arange(width), width // 2
     head = np.polyval(np.polyfit(x, filled[:width], 1), x[:half])
@@ -62,7 +62,7 @@ def smooth(values: Floats) -> Floats:
     return np.concatenate([head, middle, tail])
 
 
-def _column(records: list[dict[str, Any]], key: str) -> Floats:
+def _column(records: list[dict[str, Any]], key: str) -> StepSeries:
     return np.array([np.nan if r.get(key) is None else r[key] for r in records], np.float64)
 
 
@@ -84,8 +84,8 @@ def plot(source: str | Path, target: str | Path) -> Path | None:
         below.set_xlim(0, max(r["step"] for r in steps) * 1.015 + 0.5)
         title = _finding(steps, evaluations)
         above.set_title(title, loc="left", fontweight="bold", fontsize=15, pad=24)
-        where = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
-        above.annotate(_summary(steps), (0, 1), color=_GREY, **where)
+        offset = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
+        above.annotate(_summary(steps), (0, 1), color=_GREY, **offset)
     return Path(target)
 
 
@@ -107,20 +107,20 @@ def _picture(target: str | Path, ratio: float) -> Iterator[tuple[Axes, Axes]]:
             raise TelechatMoeError(f"cannot write the picture {target}: {error}") from error
 
 
-def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> Floats:
+def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> StepSeries:
     """Return how far a run's total losses are from those of the first one, step by step.
 
     Raises:
         BadInputError: The runs did not do the same steps.
     """
-    mine, its = ([r for r in run if r["event"] == "step"] for run in (records, first))
-    if not mine or [r["step"] for r in mine] != [r["step"] for r in its]:
-        raise BadInputError(f"runs of {len(its)} and {len(mine)} steps cannot be compared")
-    a, b = _column(mine, "loss"), _column(its, "loss")
+    steps, first_steps = ([r for r in run if r["event"] == "step"] for run in (records, first))
+    if not steps or [r["step"] for r in steps] != [r["step"] for r in first_steps]:
+        raise BadInputError(f"runs of {len(first_steps)} and {len(steps)} steps cannot be compared")
+    a, b = _column(steps, "loss"), _column(first_steps, "loss")
     return np.abs(a - b) / np.abs(b)
 
 
-def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Floats]:
+def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, StepSeries]:
     """Draw the losses of several runs over each other; return the relative errors of each but the first.
 
     Args:
@@ -139,20 +139,22 @@ def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Flo
     x = _column(steps, "step")
     colours, styles = (_GREY, _BLUE, _VERMILION, _GREEN), ("-", (0, (6, 4)), (0, (1, 2.5)), "-.")
     with _picture(target, 2.0) as (above, below):
-        for i, (name, found) in enumerate(records.items()):
-            loss = _column([r for r in found if r["event"] == "step"], "loss")
+        for i, (name, run) in enumerate(records.items()):
+            loss = _column([r for r in run if r["event"] == "step"], "loss")
             width = 5.0 if i == 0 else 2.2  # the first one as a band, so that all are seen
             look = {"color": colours[i % 4], "linestyle": styles[i % 4], "linewidth": width}
             above.plot(x, loss, label=name, alpha=0.35 if i == 0 else 1.0, **look)
         for i, (name, error) in enumerate(errors.items(), start=1):
             # A logarithm cannot show two losses that are equal to the last bit.
-            seen = np.maximum(error, 2e-8)
-            below.plot(x, seen, "o-", markersize=3, linewidth=1.0, color=colours[i % 4], label=name)
+            visible = np.maximum(error, 2e-8)
+            below.plot(
+                x, visible, "o-", markersize=3, linewidth=1.0, color=colours[i % 4], label=name
+            )
         eps = float(np.finfo(np.float32).eps)
         below.axhline(eps, color=_GREY, linestyle="--", linewidth=1.0)
-        where = {"xycoords": ("axes fraction", "data"), "xytext": (0, -4), "ha": "right"}
-        where |= {"textcoords": "offset points", "va": "top", "color": _GREY, "fontsize": 9}
-        below.annotate("float32 epsilon", (1, eps), **where)
+        position = {"xycoords": ("axes fraction", "data"), "xytext": (0, -4), "ha": "right"}
+        position |= {"textcoords": "offset points", "va": "top", "color": _GREY, "fontsize": 9}
+        below.annotate("float32 epsilon", (1, eps), **position)
         below.set_yscale("log")
         below.set_ylabel(f"relative distance\nfrom {first}")
         above.set_ylabel("training loss (nats)")
@@ -167,11 +169,11 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[s
     axes.plot(x, loss, color=_BLUE, alpha=0.3, linewidth=0.8)
     axes.plot(x, smooth(loss), color=_BLUE, linewidth=2.2, label="training (thin: each step)")
     if evaluations:
-        where, value = _column(evaluations, "step"), _column(evaluations, "loss")
-        axes.plot(where, value, "o-", color=_VERMILION, linewidth=1.2, label="validation")
+        step, value = _column(evaluations, "step"), _column(evaluations, "loss")
+        axes.plot(step, value, "o-", color=_VERMILION, linewidth=1.2, label="validation")
         axes.annotate(
             f"{value[-1]:.2f}",
-            (where[-1], value[-1]),
+            (step[-1], value[-1]),
             xytext=(3, 9),
             textcoords="offset points",
             ha="right",
@@ -214,16 +216,16 @@ def _draw_load(axes: Axes, steps: list[dict[str, Any]]) -> None:
 
 def _finding(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
     last = steps[-1]["step"]
-    known = [r["lm_loss"] for r in steps if r.get("lm_loss") is not None]
+    losses = [r["lm_loss"] for r in steps if r.get("lm_loss") is not None]
     if evaluations and evaluations[-1]["step"] > 0:
         first, end = evaluations[0], evaluations[-1]
         if first["step"] == 0:
             return f"Validation loss {first['loss']:.2f} → {end['loss']:.2f} in {end['step']} steps"
-        start = f", from {known[0]:.2f} (training) at the start" if known else ""
+        start = f", from {losses[0]:.2f} (training) at the start" if losses else ""
         return f"Validation loss {end['loss']:.2f} after {end['step']} steps{start}"
-    if not known:
+    if not losses:
         return f"No finite loss in {last} steps"
-    return f"Training loss {known[0]:.2f} → {known[-1]:.2f} in {last} steps"
+    return f"Training loss {losses[0]:.2f} → {losses[-1]:.2f} in {last} steps"
 
 
 def _summary(steps: list[dict[str, Any]]) -> str:

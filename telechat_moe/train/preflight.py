@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recip
 from telechat_moe.data.build import MANIFEST, fingerprint
 from telechat_moe.data.conversations import ChatFormat, format_of
 from telechat_moe.data.loader import Batches
+from telechat_moe.data.recipe import sources_of
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.shared import FollowingLoader, Publisher, SharedLoader, Subscriber
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
@@ -35,7 +37,7 @@ from telechat_moe.recipe.swap import require_pool
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
-from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
+from telechat_moe.train.start import RunStart, exists, folder_of, misfits, start_of
 from telechat_moe.units import size_text
 
 T = TypeVar("T")
@@ -58,25 +60,25 @@ _DEVICE_FILES = {"Ascend": "davinci[0-9]*", "GPU": "nvidia[0-9]*"}
 
 @dataclass(frozen=True)
 class Ready:
-    """What was found ready.
+    """The start and the training data of a run that passed all checks.
 
     Attributes:
         start: How the run begins.
         loader: The training data, at the first sample.
     """
 
-    start: Start
+    start: RunStart
     loader: Batches
 
 
 class EarlierRun(Problem):
-    """`output_dir` holds another run, which a flag of the command must say something about."""
+    """The problem that `output_dir` holds another run and neither --resume nor --overwrite is given."""
 
 
 def refusal(
     problems: Sequence[Problem], not_judged: Mapping[str, str] | None = None
 ) -> TelechatMoeError:
-    """Return the error of a run that lacks something: wrong usage where that is but a word on the run in `output_dir`."""
+    """Return the error that names problems: UsageError if only --resume or --overwrite is missing, else RecipeError."""
     if all(isinstance(problem, EarlierRun) for problem in problems):
         return UsageError(str(problems[0]))
     return RecipeError(problems, not_judged)
@@ -95,16 +97,16 @@ def require(
     Args:
         resume, overwrite: See :func:`telechat_moe.train.start.start_of`.
         weights: What reads `load_checkpoint`.
-        shared: See :func:`open_loader`. Who follows leaves looking at the data to the reader.
+        shared: See :func:`open_loader`. Followers skip data checks.
 
     Raises:
-        RecipeError: With everything that the run lacks.
-        UsageError: It lacks nothing but a word on the other run that `output_dir` holds.
+        RecipeError: The run cannot begin; lists every problem.
+        UsageError: `output_dir` holds another run; pass --resume or --overwrite.
     """
-    look = _Look(recipe, shared)
-    ready = look.examine(resume, overwrite, weights)
+    preflight = Preflight(recipe, shared)
+    ready = preflight.examine(resume, overwrite, weights)
     if ready is None:
-        raise refusal(look.problems)
+        raise refusal(preflight.problems)
     return ready
 
 
@@ -117,17 +119,17 @@ def examine(
     weights: ReadWeights = own_weights,
     notes: list[str] | None = None,
 ) -> tuple[Ready | None, list[Problem]]:
-    """Return what a run begins with, or everything that it lacks; see :func:`require`.
+    """Return what a run begins with, or every problem that keeps it from beginning; see :func:`require`.
 
     Args:
         problems: What is wrong with the recipe itself. What depends on that is not judged.
         notes: Receives what was not judged of the weights.
     """
-    look = _Look(recipe, problems=problems)
-    ready = look.examine(resume, overwrite, weights)
+    preflight = Preflight(recipe, problems=problems)
+    ready = preflight.examine(resume, overwrite, weights)
     if notes is not None:
-        notes += look.notes
-    return ready, look.problems
+        notes += preflight.notes
+    return ready, preflight.problems
 
 
 def machine(recipe: Recipe) -> list[Problem]:
@@ -138,21 +140,20 @@ def machine(recipe: Recipe) -> list[Problem]:
 def _device(recipe: Recipe) -> Iterator[Problem]:
     target = recipe.context.device_target
     if target != "CPU" and not list(Path("/dev").glob(_DEVICE_FILES[target])):
-        found = f"{target}, but this machine has none (no /dev/{_DEVICE_FILES[target]})"
+        finding = f"{target}, but this machine has none (no /dev/{_DEVICE_FILES[target]})"
         expected = "a machine that has one, or CPU with runner_config.sink_mode False"
-        yield recipe.problem("context.device_target", found, expected)
+        yield recipe.problem("context.device_target", finding, expected)
 
 
 def memory(recipe: Recipe) -> Iterator[Problem]:
     """Yield that the memory of this machine cannot hold the weights and moments of a recipe that it trains alone."""
-    if recipe.context.device_target != "CPU" or not isinstance(
-        recipe.model.model_config, ModelConfig
-    ):
+    is_known = isinstance(recipe.model.model_config, ModelConfig)
+    if recipe.context.device_target != "CPU" or not is_known:
         return
-    least, there = least_bytes(recipe), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if least > there:
-        found = f"a model whose weights and moments take {size_text(least)} at least, and this machine has {size_text(there)}"
-        yield recipe.problem("model.model_config", found, "a smaller model")
+    needed, capacity = least_bytes(recipe), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > capacity:
+        finding = f"a model whose weights and moments take {size_text(needed)} at least, and this machine has {size_text(capacity)}"
+        yield recipe.problem("model.model_config", finding, "a smaller model")
 
 
 def _pool(recipe: Recipe) -> None:
@@ -179,13 +180,15 @@ def _library(recipe: Recipe) -> Iterator[Problem]:
         native.load()
         return
     except native.NativeError as error:
-        why = str(error)
-    own, at = recipe.telechat_moe, "telechat_moe.operators"
+        reason = str(error)
+    operators, exchange = recipe.telechat_moe.operators, recipe.telechat_moe.sharding.dispatcher
     dtype, stages = recipe.model_config.compute_dtype, recipe.parallel_config.pipeline_stage
-    exchange = own.sharding.dispatcher
-    chosen = {"default": own.operators.default} | own.operators.backends()
+    chosen = {"default": operators.default} | operators.backends()
     needs: dict[str, tuple[object, bool]] = {
-        **{f"{at}.{name}": (backend, backend == "fused") for name, backend in chosen.items()},
+        **{
+            f"telechat_moe.operators.{name}": (backend, backend == "fused")
+            for name, backend in chosen.items()
+        },
         "model.model_config.compute_dtype": (dtype, dtype in ("bfloat16", "bf16")),
         "telechat_moe.sharding.dispatcher": (exchange, exchange == "alltoallv"),
         "parallel_config.pipeline_stage": (stages, stages > 1),
@@ -194,15 +197,15 @@ def _library(recipe: Recipe) -> Iterator[Problem]:
     }
     for key, (value, is_needed) in needs.items():
         if is_needed:
-            yield recipe.problem(key, f"{value}, but {why}", "another value, or the library")
+            yield recipe.problem(key, f"{value}, but {reason}", "another value, or the library")
 
 
 def _folders(recipe: Recipe) -> Iterator[Problem]:
     root = folder_of(recipe).absolute()
-    there = next(path for path in (root, *root.parents) if os.path.lexists(path))
-    reason = f"{there} is not a folder"
-    if there.is_dir():
-        reason = "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+    existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
+    reason = f"{existing} is not a folder"
+    if existing.is_dir():
+        reason = "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written"
     if len(max(root.parts, key=len).encode()) > _LONGEST_NAME:
         reason = f"{recipe.output_dir}: a name of more than {_LONGEST_NAME} bytes"
     if reason:
@@ -211,16 +214,18 @@ def _folders(recipe: Recipe) -> Iterator[Problem]:
     if pool is not None and pool.pool_folder is not None:
         folder = Path(pool.pool_folder)
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            found = f"{folder}, which is no folder that can be written"
-            yield recipe.problem("telechat_moe.swap.pool_folder", found, "one, or remove the key")
+            finding = f"{folder}, which is no folder that can be written"
+            yield recipe.problem("telechat_moe.swap.pool_folder", finding, "one, or remove the key")
     model = recipe.pretrained_model_dir
     if model and not exists(Path(model) / "config.json"):
-        found = f"{model}: no config.json there"
-        yield recipe.problem("pretrained_model_dir", found, "the Hugging Face folder of the model")
+        finding = f"{model}: no config.json there"
+        yield recipe.problem(
+            "pretrained_model_dir", finding, "the Hugging Face folder of the model"
+        )
 
 
-class _Look:
-    """Collects what is wrong, beside the ``problems`` of the recipe itself."""
+class Preflight:
+    """The checks before a run: they collect what is wrong, beside the ``problems`` of the recipe itself."""
 
     def __init__(
         self, recipe: Recipe, shared: Shared = None, problems: Sequence[Problem] = ()
@@ -228,44 +233,46 @@ class _Look:
         self.recipe, self.shared, self.problems = recipe, shared, list[Problem]()
         self.missing = Missing(bool(problems))
         broken = {problem.key.partition(".")[0] for problem in problems}
-        self.data_known = broken <= _NOT_OF_DATA
-        self.model_known = not broken & {"", "model", "pretrained_model_dir"}
+        self.judges_data = broken <= _NOT_OF_DATA
+        self.judges_model = not broken & {"", "model", "pretrained_model_dir"}
         self.notes: list[str] = []
 
     def examine(self, resume: bool, overwrite: bool, weights: ReadWeights) -> Ready | None:
-        """See :func:`examine`."""
+        """Run all checks; see :func:`examine`."""
         recipe, loader = self.recipe, None
-        if self.model_known and self.at("model", lambda: recipe.model_config) is None:
+        if self.judges_model and self.attempt("model", lambda: recipe.model_config) is None:
             return None
         self.problems += self.missing.until(_device(recipe))
         self.problems += self.missing.until(_folders(recipe))
-        if self.model_known:
+        if self.judges_model:
             self.problems += self.missing.until(_library(recipe))
         if not self.missing.allowed:
-            self.at("telechat_moe.swap.pool_mib", lambda: _pool(recipe))
+            self.attempt("telechat_moe.swap.pool_mib", lambda: _pool(recipe))
         with self.missing.skipped():
             if isinstance(recipe.model.model_config, ModelConfig):
-                loader = self.data()
-        start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
+                loader = self._data()
+        start = self.attempt(
+            "output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite)
+        )
         if start is not None:
             with self.missing.skipped():
-                self.start(start, loader, weights)
+                self._start(start, loader, weights)
         if self.problems or start is None or loader is None:
             return None
         return Ready(start, loader)
 
-    def at(self, key: str, do: Callable[[], T]) -> T | None:
-        """Do something; an error is a problem of the key, unless it names its own."""
+    def attempt(self, key: str, action: Callable[[], T]) -> T | None:
+        """Return what an action returns; an error of it becomes a problem of the key, unless it names its own."""
         try:
             with self.missing.skipped():
-                return do()
+                return action()
         except RecipeError as error:
             self.problems += error.problems
         except OtherModelError as error:
             self.problems += error.problems(self.recipe, key)
         except (TelechatMoeError, OSError) as error:
-            found, _, expected = " ".join(str(error).split()).partition("; ")
-            self.say(key, found, expected or "a file or folder that can be read")
+            finding, _, expected = " ".join(str(error).split()).partition("; ")
+            self.add(key, finding, expected or "a file or folder that can be read")
             if isinstance(error, UsageError):
                 self.problems[-1] = EarlierRun(**asdict(self.problems[-1]))
         except ValueError:
@@ -273,114 +280,115 @@ class _Look:
                 raise
         return None
 
-    def say(self, key: str, found: str, expected: str) -> None:
-        self.problems.append(self.recipe.problem(key, found, expected))
+    def add(self, key: str, finding: str, expected: str) -> None:
+        """Add the problem of a key: what was found, and what was expected."""
+        self.problems.append(self.recipe.problem(key, finding, expected))
 
-    def data(self) -> Batches | None:
-        """Open the training data; look at validation data and tokenizer, too."""
+    def _data(self) -> Batches | None:
+        """Open the training data, and check validation data and tokenizer."""
         if isinstance(self.shared, Subscriber):
             return open_loader(self.recipe, self.shared)
         recipe, section = self.recipe, self.recipe.train_dataset.data_loader.config
-        own = recipe.telechat_moe
+        evaluation = recipe.telechat_moe.evaluation
         name = "data_path" if section is None or section.data_path else "train_data_path"
-        given = list(getattr(section, name, None) or ())
+        data_path = list(getattr(section, name, None) or ())
         loader = None
-        if not self._files(f"{DATA}.config.{name}", given):
+        if not self._files(f"{DATA}.config.{name}", data_path):
             self._corpus()
-        elif self.data_known:
-            key = f"{DATA}.config.{name}" if given else DATA
-            loader = self.at(key, lambda: open_loader(recipe, self.shared))
-            if own.sample is not None and given:
-                key = "telechat_moe.sample"
-                self.at(key, lambda: load_tokenizer(tokenizer_path(recipe)))
-        if own.evaluation.interval and self._files(VALID, own.evaluation.data_path or ()):
-            self.at(VALID, lambda: open_valid(recipe))
+        elif self.judges_data:
+            key = f"{DATA}.config.{name}" if data_path else DATA
+            loader = self.attempt(key, lambda: open_loader(recipe, self.shared))
+            if recipe.telechat_moe.sample is not None and data_path:
+                self.attempt("telechat_moe.sample", lambda: load_tokenizer(tokenizer_path(recipe)))
+        if evaluation.interval and self._files(VALID, evaluation.data_path or ()):
+            self.attempt(VALID, lambda: open_valid(recipe))
         return loader
 
-    def _files(self, key: str, given: Sequence[str]) -> bool:
-        """Look at the pairs of files that a `data_path` names, and at the manifests beside them; False: one is broken."""
+    def _files(self, key: str, data_path: Sequence[str]) -> bool:
+        """Check the pairs of files of a `data_path` and the manifests beside them; return False if one is broken."""
+        prefixes: Sequence[str] = ()
+        with suppress(ValueError):  # a rule names the mistake
+            prefixes = parse_data_path(data_path)[0] if data_path else ()
         good = True
-        for prefix in _prefixes(given):
-            where = f"{key}.{given.index(prefix) if prefix in given else 0}"
-            dataset = self.at(where, lambda prefix=prefix: IndexedDataset(prefix))
+        for prefix in prefixes:
+            place = f"{key}.{data_path.index(prefix) if prefix in data_path else 0}"
+            dataset = self.attempt(place, lambda prefix=prefix: IndexedDataset(prefix))
             if dataset is None:
                 good = False
-            elif not self._manifest(where, Path(prefix)):
-                self._documents(where, dataset)
+            elif not self._manifest(place, Path(prefix)):
+                self._documents(place, dataset)
         return good
 
     def _documents(self, key: str, dataset: IndexedDataset) -> None:
-        """Look at some documents of a dataset without manifest: tokens beyond the vocabulary, ends without end token."""
-        data, size = (
-            self.recipe.train_dataset.data_loader.config,
-            self.recipe.model_config.vocab_size,
-        )
-        count = dataset.num_documents
+        """Check some documents of a dataset without manifest: tokens beyond the vocabulary, ends without end token."""
+        data, count = self.recipe.train_dataset.data_loader.config, dataset.num_documents
+        size = self.recipe.model_config.vocab_size
         chosen = np.linspace(0, count - 1, min(count, _LOOK_AT)).astype(int)
         # The last sequence of each; of what other programs wrote a document may have several.
         last = dataset.document_indices[chosen + 1] - 1
         some = [tokens for i in last[last >= 0].tolist() if len(tokens := dataset[i])]
-        most = max((int(tokens[:_LOOK_AT].max()) for tokens in some), default=0)
-        if most >= size:
-            found = f"{size}, but {dataset.prefix} holds token {most}"
-            expected = f"at least {most + 1}, or data of the model's tokenizer"
-            self.say("model.model_config.vocab_size", found, expected)
+        largest = max((int(tokens[:_LOOK_AT].max()) for tokens in some), default=0)
+        if largest >= size:
+            finding = f"{size}, but {dataset.prefix} holds token {largest}"
+            expected = f"at least {largest + 1}, or data of the model's tokenizer"
+            self.add("model.model_config.vocab_size", finding, expected)
         ends = {int(tokens[-1]) for tokens in some}
         if data is None or not some or data.eod in ends:
             return
         for name in SampleOptions.of_eod:
             if getattr(data, name):
-                found = f"{name} with eod {data.eod}, but none of {len(some)} documents of {dataset.prefix} ends with it"
+                finding = f"{name} with eod {data.eod}, but none of {len(some)} documents of {dataset.prefix} ends with it"
                 expected = f"the token that ends them ({min(ends)} ends some), or {name} False"
-                self.say(f"{DATA}.config.eod", found, expected)
+                self.add(f"{DATA}.config.eod", finding, expected)
                 return
 
     def _manifest(self, key: str, prefix: Path) -> bool:
-        """Compare the tokenizer of a dataset with the recipe; False: no manifest tells it."""
+        """Compare the tokenizer of a dataset with the recipe; return False if no manifest tells it."""
         path, recipe = prefix.parent / MANIFEST, self.recipe
         if not exists(path):
             return False
         try:
-            given = parse_json(path.read_bytes())
-            size, eod = int(given["tokenizer"]["vocab_size"]), int(given["tokenizer"]["eod"])
-            if prefix.name not in given:
+            manifest = parse_json(path.read_bytes())
+            tokenizer = manifest["tokenizer"]
+            size, eod = int(tokenizer["vocab_size"]), int(tokenizer["eod"])
+            if prefix.name not in manifest:
                 return False  # of another dataset in the same folder
-            self._inputs(key, prefix, given)
+            self._inputs(key, prefix, manifest)
         except (OSError, *MALFORMED) as error:
-            found = f"{path}: cannot be read ({type(error).__name__}: {error})"
-            self.say(key, found, "what `telechat-moe data build` wrote; build the dataset again")
+            finding = f"{path}: cannot be read ({type(error).__name__}: {error})"
+            self.add(key, finding, "what `telechat-moe data build` wrote; build the dataset again")
             return True
         config, data = recipe.model_config, recipe.train_dataset.data_loader.config
         if size > config.vocab_size:
-            found = f"{config.vocab_size}, but {prefix} has a vocabulary of {size} ({path})"
+            finding = f"{config.vocab_size}, but {prefix} has a vocabulary of {size} ({path})"
             expected = f"at least {size}, or data of the model's tokenizer"
-            self.say("model.model_config.vocab_size", found, expected)
+            self.add("model.model_config.vocab_size", finding, expected)
         if data is not None and data.eod not in (-1, eod):
-            found = f"{data.eod}, but documents of {prefix} end with {eod} ({path})"
-            self.say(f"{DATA}.config.eod", found, str(eod))
+            finding = f"{data.eod}, but documents of {prefix} end with {eod} ({path})"
+            self.add(f"{DATA}.config.eod", finding, str(eod))
         return True
 
-    def _inputs(self, key: str, prefix: Path, given: Mapping[str, Any]) -> None:
+    def _inputs(self, key: str, prefix: Path, manifest: Mapping[str, Any]) -> None:
         """Compare what a dataset was built from with the recipe: its tokenizer, and how conversations are written."""
-        inputs, own = given.get("inputs", {}), self.recipe.telechat_moe
+        inputs, settings = manifest.get("inputs", {}), self.recipe.telechat_moe
         built = inputs.get("conversations")
-        if (built is None) != (own.conversations is None):
+        if (built is None) != (settings.conversations is None):
             kinds = ("text", "conversations") if built is None else ("conversations", "text")
-            found = f"{prefix} is built from {kinds[0]}, the recipe trains on {kinds[1]} (telechat_moe.conversations)"
-            self.say(key, found, f"data of {kinds[1]}: `telechat-moe data build --recipe RECIPE`")
+            finding = f"{prefix} is built from {kinds[0]}, the recipe trains on {kinds[1]} (telechat_moe.conversations)"
+            self.add(key, finding, f"data of {kinds[1]}: `telechat-moe data build --recipe RECIPE`")
             return
-        path = own.corpus.tokenizer
+        path = settings.corpus.tokenizer
         if path and exists(Path(path)):  # else it cannot be compared
-            at = "telechat_moe.corpus.tokenizer"
-            tokenizer = self.at(at, lambda: load_tokenizer(path))
+            key = "telechat_moe.corpus.tokenizer"
+            tokenizer = self.attempt(key, lambda: load_tokenizer(path))
             if tokenizer is not None and "tokenizer" in inputs:
                 digest = fingerprint(tokenizer)
                 if digest != inputs["tokenizer"]:
-                    found = f"{path} (sha256 {digest[:12]}), but {prefix} is built with {str(inputs['tokenizer'])[:12]}"
-                    self.say(at, found, "the tokenizer of the data, or the data built again")
+                    finding = f"{path} (sha256 {digest[:12]}), but {prefix} is built with {str(inputs['tokenizer'])[:12]}"
+                    self.add(key, finding, "the tokenizer of the data, or the data built again")
                     return
-        if built and (chat := self.at("telechat_moe.conversations", self._format)) is not None:
-            self._same_format(prefix, built, chat, len(given.get("too_long", ())))
+        if built and (chat := self.attempt("telechat_moe.conversations", self._format)) is not None:
+            self._same_format(prefix, built, chat, len(manifest.get("too_long", ())))
 
     def _format(self) -> ChatFormat | None:
         """Return how the recipe writes conversations, without a chat template that is not on this machine."""
@@ -402,62 +410,66 @@ class _Look:
             names += ["message", "variables"]
         for name in names:
             if now.get(name) != built.get(name):
-                found = f"{name} {now.get(name)!r}, but {prefix} is built with {built.get(name)!r}"
-                self.say("telechat_moe.conversations", found, "the same, or the data built again")
+                finding = (
+                    f"{name} {now.get(name)!r}, but {prefix} is built with {built.get(name)!r}"
+                )
+                self.add("telechat_moe.conversations", finding, "the same, or the data built again")
         if too_long and chat.longest > built["seq_length"]:
-            found = f"{chat.longest}, but {prefix} is built for {built['seq_length']}, without {too_long} longer conversations"
-            self.say(f"{DATA}.config.seq_length", found, "the same, or the data built again")
+            finding = f"{chat.longest}, but {prefix} is built for {built['seq_length']}, without {too_long} longer conversations"
+            self.add(f"{DATA}.config.seq_length", finding, "the same, or the data built again")
 
     def _corpus(self) -> None:
-        """Look at what the data would be built from."""
+        """Check what the data would be built from."""
         corpus = self.recipe.telechat_moe.corpus
         for index, path in enumerate(corpus.paths):
             if not exists(Path(path)):
-                key = f"telechat_moe.corpus.paths.{index}"
-                self.say(
-                    key, f"{path}: no such file or folder", "text for `telechat-moe data build`"
+                key, finding = (
+                    f"telechat_moe.corpus.paths.{index}",
+                    f"{path}: no such file or folder",
                 )
+                self.add(key, finding, "text for `telechat-moe data build`")
         if corpus.tokenizer:
             path = corpus.tokenizer
-            self.at("telechat_moe.corpus.tokenizer", lambda: load_tokenizer(path))
+            self.attempt("telechat_moe.corpus.tokenizer", lambda: load_tokenizer(path))
 
-    def start(self, start: Start, loader: Batches | None, weights: ReadWeights) -> None:
-        """Look whether what the run starts with fits the recipe and its data."""
+    def _start(self, start: RunStart, loader: Batches | None, weights: ReadWeights) -> None:
+        """Check that what the run starts with fits the recipe and its data."""
         recipe, path, choice = self.recipe, start.path, self.recipe.telechat_moe.resume_data
         if start.kind != "resume" and choice == "new":
-            found = "new, but the run starts at step 0"
-            self.say("telechat_moe.resume_data", found, "same, or a checkpoint to resume from")
-        if path is None:
-            return
-        if not self.model_known:
+            finding = "new, but the run starts at step 0"
+            self.add("telechat_moe.resume_data", finding, "same, or a checkpoint to resume from")
+        if path is None or not self.judges_model:
             return
         if start.kind == "weights":
-            given: dict[str, Any] = {"verify": False, "notes": self.notes}
-            if self.at(start.key, lambda: weights(path, recipe.model_config, **given)) is not None:
+            config, notes = recipe.model_config, self.notes
+            read = partial(weights, path, config, verify=False, notes=notes)
+            if self.attempt(start.key, read) is not None:
                 self.notes += end_tokens(recipe, path)
             return
         if problem := manifest.incomplete(path):
             text = " ".join(str(problem).split())
-            self.say(start.key, text, "a checkpoint that is whole")
+            self.add(start.key, text, "a checkpoint that is whole")
             return
         state = manifest.read(path)["state"]
         self.problems += (problems := misfits(recipe, path, state))
         if problems or "data" not in state:
             return
         step, training = folder.step_of(path), state.get("training", {})
-        consumed = self.at(start.key, lambda: consumed_of(recipe, step, state))
+        consumed = self.attempt(start.key, lambda: consumed_of(recipe, step, state))
         if consumed is None:
             return
-        self.at("lr_schedule", lambda: lr_batches(recipe, consumed.lr_batches, training))
+        self.attempt("lr_schedule", lambda: lr_batches(recipe, consumed.lr_batches, training))
         if loader is None:
             return
         key = f"{DATA}.config"
-        if self.at(key, lambda: [loader.load_state(state["data"], choice == "new")]) is None:
+        if self.attempt(key, lambda: [loader.load_state(state["data"], choice == "new")]) is None:
             return
-        if not start.here and not steps_left(recipe, loader, consumed.samples):
-            found = f"{path} has done {step} steps, and the samples of the recipe give no other"
-            self.say(
-                start.key, found, "more samples in train_dataset.data_loader.sizes, or more epochs"
+        if not start.continues_run and not steps_left(recipe, loader, consumed.samples):
+            finding = f"{path} has done {step} steps, and the samples of the recipe give no other"
+            self.add(
+                start.key,
+                finding,
+                "more samples in train_dataset.data_loader.sizes, or more epochs",
             )
 
 
@@ -469,15 +481,8 @@ def end_tokens(recipe: Recipe, weights: Path) -> list[str]:
     ends = hugging_face.read(file).end_tokens
     if not ends or data.eod in ends:
         return []
-    found = f"{DATA}.config.eod {data.eod} ends the documents, {file} has eos_token_id {', '.join(map(str, ends))}"
-    return [f"{found}: the data's tokenizer must be the model's"]
-
-
-def _prefixes(given: Sequence[str]) -> Sequence[str]:
-    """Return the prefixes of a `data_path`; none of one that is wrong, as a rule says."""
-    with suppress(ValueError):
-        return parse_data_path(given)[0] if given else ()
-    return ()
+    finding = f"{DATA}.config.eod {data.eod} ends the documents, {file} has eos_token_id {', '.join(map(str, ends))}"
+    return [f"{finding}: the data's tokenizer must be the model's"]
 
 
 def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
@@ -491,20 +496,23 @@ def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
         RankDiedError: The process that reads them ended.
     """
     rows = recipe.micro_batch_samples
-    given: dict[str, Any] = {"epochs": recipe.runner_config.epochs, "deal_to": dealt_to(recipe)}
-    given["unit"] = recipe.batches.unit
+    settings: dict[str, Any] = {
+        "epochs": recipe.runner_config.epochs,
+        "deal_to": dealt_to(recipe),
+        "unit": recipe.batches.unit,
+    }
     if isinstance(shared, Subscriber):
-        return FollowingLoader(shared, rows, **given)
+        return FollowingLoader(shared, rows, **settings)
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
-    data, given["epoch_samples"] = open_recipe(recipe), recipe.epoch_samples
+    data = open_recipe(recipe)
+    settings |= {"epoch_samples": recipe.epoch_samples, "mark_sources": True}
     if len(data) < recipe.epoch_samples:
         raise BadInputError(
             f"{len(data)} samples, {DATA}.sizes asks for {recipe.epoch_samples}; at most {len(data)} there, or more data"
         )
-    given["mark_sources"] = True
     if shared is None:
-        return Loader(data, rows, **given)
-    return SharedLoader(shared, data, rows, **given)
+        return Loader(data, rows, **settings)
+    return SharedLoader(shared, data, rows, **settings)
 
 
 def dealt_to(recipe: Recipe) -> tuple[int, int] | None:
@@ -515,19 +523,15 @@ def dealt_to(recipe: Recipe) -> tuple[int, int] | None:
 
 
 def data_notes(recipe: Recipe) -> list[str]:
-    """Return what the build of a recipe's data said that a user should know, with their prefixes."""
-    config = recipe.train_dataset.data_loader.config
-    given = (config.data_path or config.train_data_path or []) if config else []
-    told: list[str] = []
-    for prefix in parse_data_path(given)[0] if given else ():
+    """Return the notes for the user that the build of a recipe's data left in its manifests, with their prefixes."""
+    notes: list[str] = []
+    for prefix in sources_of(recipe):
         with suppress(OSError, ValueError, AttributeError):
-            about = parse_json((Path(prefix).parent / MANIFEST).read_bytes())
-            told += [f"{prefix}: {note}" for note in about.get("notes", ())]
-    return told
+            manifest = parse_json((Path(prefix).parent / MANIFEST).read_bytes())
+            notes += [f"{prefix}: {note}" for note in manifest.get("notes", ())]
+    return notes
 
 
 def tokenizer_path(recipe: Recipe) -> Path:
     """Return the path of the tokenizer that belongs to the training data."""
-    config = recipe.train_dataset.data_loader.config
-    given = (config.data_path or config.train_data_path or []) if config else []
-    return Path(parse_data_path(given)[0][0]).parent / "tokenizer.json"
+    return Path(sources_of(recipe)[0]).parent / "tokenizer.json"

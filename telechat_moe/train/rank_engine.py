@@ -4,7 +4,7 @@ Every rank takes the whole batch, runs its graph and writes its share of the che
 whole weights when they are needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
 from telechat_moe.checkpoint.rank_shards import ShardExchange, ShardOwners, grouped
-from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.checkpoint.snapshot import ArrayGroups
 from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.data.sample import put_together
 from telechat_moe.errors import BadInputError
@@ -25,11 +25,11 @@ from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, group_of, weight_of
-from telechat_moe.train import optimizer, state
-from telechat_moe.train.engine import Batch, Columns, build_model, tensors
+from telechat_moe.train import optimizer, parameters
+from telechat_moe.train.engine import Engine, HostBatches, TensorBatch, build_model, tensors
 from telechat_moe.train.expert_moves import MovingExperts
 from telechat_moe.train.optimizer import WeightAverage
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.step import Evaluate, StepOutput
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights
 
@@ -37,21 +37,19 @@ PLACEMENT = "placement"
 """Key of a checkpoint's state under which the map of experts is."""
 
 
-class RankEngine:
+class RankEngine(Engine):
     """An engine that runs the graph of one rank of a job; see :class:`telechat_moe.train.engine.Engine`.
 
     MindSpore's communication is initialised.
     """
 
-    def __init__(self, recipe: Recipe, job: Path, ranks: Ranks) -> None:
+    def __init__(self, recipe: Recipe, job: Path, ranks: RankCoordinator) -> None:
         assert ranks.control is not None
-        self.say: Callable[[str], object] = lambda text: None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
         self.micro_batches, self.mesh = recipe.micro_batches, mesh_of(recipe)
         self.layout = self.mesh.describe()
         self.parts, self.saves = recipe.parallel_config.seq_split_num, 0
-        self.limits = (float("inf"), float("inf"))
-        self.given: Mapping[str, np.ndarray] = {}
+        self.loaded: Mapping[str, np.ndarray] = {}  # of a checkpoint, by name; not in the graph yet
         self.model, _ = build_model(recipe)
         fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
         self.operators = f"plain{fused}, in the graphs of {self.ranks} ranks ({self.layout})"
@@ -62,23 +60,23 @@ class RankEngine:
         self.ema = recipe.telechat_moe.ema
         pool = recipe.telechat_moe.swap
         self.swap_folder = pool.pool_folder if pool is not None else None
-        self.average: WeightAverage | None = None
         self.program = self._load()
         graphs = self.program.job
-        self.peers: Sequence[int] = graphs.peers[self.rank]
+        self.peers = graphs.peers[self.rank]
         with select.using("plain"):
             self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.evaluate_cell = Evaluate(self.model)
-        self.names = [name for name in self.program.parameters if self._kept(name)]
-        self.sharing = ShardOwners(graphs, self._kept)
+        self.names = [name for name in self.program.parameters if self._is_saved(name)]
+        self.sharing = ShardOwners(graphs, self._is_saved)
         folder = Path(recipe.output_dir) / ".pieces"
         self.exchange = ShardExchange(self.sharing, self.rank, folder, self.control)
         self.experts: MovingExperts | None = None
         if recipe.telechat_moe.moe.placement is not None:
             cells = [cell for _, cell in self.model.cells_and_names()]
             routers = [cell.weight.name for cell in cells if isinstance(cell, Router)]
-            given = self.program, self.sharing, ranks, folder / "moves"
-            self.experts = MovingExperts(recipe, routers, *given)
+            self.experts = MovingExperts(
+                recipe, routers, self.program, self.sharing, ranks, folder / "moves"
+            )
 
     def _load(self) -> RankProgram:
         """Return the program of steps of as many micro-batches as now, with the averages beside its parameters."""
@@ -87,10 +85,10 @@ class RankEngine:
             return RankProgram(graphs, self.rank, self.groups, self.swap_folder)
         graphs = graphs.with_copies(EMA, self._averaged)
         program = RankProgram(graphs, self.rank, self.groups, self.swap_folder)
-        own = {n: p for n, p in program.parameters.items() if self._averaged(n)}
+        weights = {n: p for n, p in program.parameters.items() if self._averaged(n)}
         if self.average is None:
-            self.average = WeightAverage(own, self.ema.decay)
-        self.average.weights = {name: own[name] for name in self.average.weights}
+            self.average = WeightAverage(weights, self.ema.decay)
+        self.average.weights = {name: weights[name] for name in self.average.weights}
         program.parameters |= self.average.averages
         return program
 
@@ -100,15 +98,15 @@ class RankEngine:
         self.program = self._load()
         self.program.take_over(before)
 
-    def _kept(self, name: str) -> bool:
+    def _is_saved(self, name: str) -> bool:
         """Return whether a parameter of this rank belongs in a checkpoint."""
         return weight_of(name) in self.weights and not is_transient(name)
 
     def _averaged(self, name: str) -> bool:
         """Return whether a parameter of the graph is a weight that is averaged."""
-        return group_of(name) == "model" and self._kept(name)
+        return group_of(name) == "model" and self._is_saved(name)
 
-    def read(self, columns: Columns, micro_batches: int | None = None) -> list[Batch]:
+    def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
         count, rows = micro_batches or self.micro_batches, self.micro_rows
         # One after another: what other processes share is overwritten.
@@ -116,7 +114,7 @@ class RankEngine:
         return [tensors(put_together(count * rows, parts))]
 
     def update(
-        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
     ) -> StepOutput:
         """See :meth:`telechat_moe.train.engine.Engine.update`."""
         scalars = self.optimizer.scalars(number, rate)
@@ -129,8 +127,8 @@ class RankEngine:
         masks = [batch[LOSS_MASK].asnumpy() for batch in batches]
         weights = token_weights(self.model.config, masks, self.micro_batches, self.parts)
         self.program.set_token_weights(weights)
-        losses, norm, *rest = self.program(*scalars, *batches[0])
-        output = StepOutput.fetch(losses, norm, None, *rest)
+        losses, norm, *outputs = self.program(*scalars, *batches[0])
+        output = StepOutput.fetch(losses, norm, None, *outputs)
         if self.average is not None and output.applied:
             self.average.update(number)
         moves = self.experts.after_step(output.load_LE) if self.experts is not None else ()
@@ -142,15 +140,15 @@ class RankEngine:
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Put the tensors of a checkpoint into the model; with ``in_place`` also into the graph."""
-        state.put({"model": state.kept(self.model)}, saved.tensors, saved.path)
-        wanted = [f"{m}.{p.name}" for m in MOMENTS for p in self.model.trainable_params()]
+        parameters.put({"model": parameters.saved_weights(self.model)}, saved.tensors, saved.path)
+        names = [f"{m}.{p.name}" for m in MOMENTS for p in self.model.trainable_params()]
         averages, notes = saved.tensors.get(EMA, {}), list[str]()
         if averages and self.average is not None:
-            wanted += [f"{EMA}.{name}" for name in state.kept(self.model)]
+            names += [f"{EMA}.{name}" for name in parameters.saved_weights(self.model)]
         elif self.average is not None:
-            notes = [WeightAverage.begins(saved.path)]
-        self.given = {**saved.tensors.get("optimizer", {}), **averages}
-        if missing := sorted(set(wanted) - set(self.given)):
+            notes = [WeightAverage.absence_note(saved.path)]
+        self.loaded = {**saved.tensors.get("optimizer", {}), **averages}
+        if missing := sorted(set(names) - set(self.loaded)):
             raise BadInputError(f"{saved.path} does not fit the model: {missing[0]} is missing")
         if self.experts is not None:
             notes.append(self.experts.load_state(saved.state.get(PLACEMENT)))
@@ -166,8 +164,8 @@ class RankEngine:
         values: dict[str, np.ndarray] = {}
         for name in self.program.parameters:
             base = weight_of(name)
-            if name in self.given:
-                values[name] = self.given[name]
+            if name in self.loaded:
+                values[name] = self.loaded[name]
             elif base in self.weights:
                 weight = self.weights[base]
                 transient = group_of(name) == "optimizer" or is_transient(base)
@@ -176,20 +174,20 @@ class RankEngine:
             values = {name: self.experts.in_slots(name, value) for name, value in values.items()}
             values |= self.experts.maps()
         self.program.set_parameters(values, in_place)
-        self.given = {}
+        self.loaded = {}
 
     def collect_weights(self) -> None:
         """Put the whole weights into rank 0's model."""
         weights = [name for name in self.names if group_of(name) == "model"]
-        whole = self.exchange.gather({n: _copy(self.program.parameters[n]) for n in weights})
-        for name, value in (whole or {}).items():
+        gathered = self.exchange.gather({n: _copy(self.program.parameters[n]) for n in weights})
+        for name, value in (gathered or {}).items():
             if self.experts is not None:
                 value = self.experts.in_order(name, value)
             self.weights[name].set_data(Tensor(value))
 
     def writer(
-        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[Groups], object]:
+        self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
+    ) -> Callable[[ArrayGroups], object]:
         """Return a function that writes this rank's share of a copy; ranks wait for each other only in its thread."""
         self.saves += 1
         save, about = f"{self.control.read('nonce')}-{self.saves}", {"layout": self.layout}
@@ -201,17 +199,17 @@ class RankEngine:
         if self.experts is not None:
             regions = self.sharing.regions[self.rank]
             rows = {name: self.experts.rows(name, regions[name]) for name in self.names}
-            given = {**given, PLACEMENT: self.experts.state()}
+            state = {**state, PLACEMENT: self.experts.state()}
 
         def shard(name: str, data: np.ndarray) -> TensorShard:
             return replace(self.sharing.shard(self.rank, name, data), rows=rows.get(name, ()))
 
-        def write(groups: Groups) -> None:
+        def write(groups: ArrayGroups) -> None:
             pieces = {
-                group: {name: shard(name, data) for name, data in found.items()}
-                for group, found in groups.items()
+                group: {name: shard(name, data) for name, data in arrays.items()}
+                for group, arrays in groups.items()
             }
-            together.write(pieces, given)
+            together.write(pieces, state)
 
         return write
 
@@ -226,9 +224,9 @@ class RankEngine:
         """See :meth:`telechat_moe.train.engine.Engine.rows`; not known where experts move."""
         if self.experts is not None or load_LE.ndim != 2:
             return None
-        own = load_LE.shape[1] // self.mesh.ep
-        first = self.mesh.index(self.rank, self.mesh.axes("ep")) * own
-        return float(load_LE[:, first : first + own].sum())
+        experts = load_LE.shape[1] // self.mesh.ep
+        first = self.mesh.index(self.rank, self.mesh.axes("ep")) * experts
+        return float(load_LE[:, first : first + experts].sum())
 
 
 def _copy(parameter: Parameter) -> np.ndarray:

@@ -6,6 +6,7 @@ must know (gradient norm, losses, expert loads) is summed by explicit collective
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -13,11 +14,19 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from telechat_moe.graph.execute import LIMITS, SCHEDULE
+from telechat_moe.model import CausalLM
+from telechat_moe.model.block import MoE
 from telechat_moe.model.router import Router
+from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.experts import drops
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.cells.parts import SequenceParts
+from telechat_moe.sharding.placement import ModelPlacement
+from telechat_moe.sharding.recipe import shard_threshold
+from telechat_moe.sharding.shards import Region, WeightShards
 from telechat_moe.train.optimizer import AdamW
-from telechat_moe.train.step import UpdateStep
+from telechat_moe.train.step import UpdateStep, update_rules
+from telechat_moe.train.token_weights import weights_parameter
 
 
 def _scalar(name: str, value: float = 0.0) -> Parameter:
@@ -27,7 +36,7 @@ def _scalar(name: str, value: float = 0.0) -> Parameter:
 
 
 class LossVector(nn.Cell):
-    """What a model returns in one tensor: losses ``[3]``, of one that gives sums over tokens one for each depth; sums by source."""
+    """Put what a model returns into one tensor: its losses, ``[3]`` or one for each depth, then its sums by source."""
 
     def __init__(self, model: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -37,10 +46,10 @@ class LossVector(nn.Cell):
     def construct(self, *batch: Tensor) -> Tensor:
         """Return next-token, MTP, balance and z-loss, and of Z sources 2 Z numbers."""
         if self.model.part_mask is None:
-            found = self.model(*batch)
+            losses = self.model(*batch)
         else:
-            found = self.model(*batch[:4], None, batch[4:])
-        return self.concat(found)
+            losses = self.model(*batch[:4], None, batch[4:])
+        return self.concat(losses)
 
 
 class LossTerms(nn.Cell):
@@ -97,96 +106,96 @@ class ExpertSquares(nn.Cell):
         return self.scale(self.sum(self.take(self.gather(sum_e), at_EP, 0)), self.share)
 
 
-def _cut(
-    network: nn.Cell, model: nn.Cell, micro_batches: int, pipeline: bool, parts: int
-) -> nn.Cell:
+class PlacedModel(NamedTuple):
+    """The model of one rank, its cells placed.
+
+    Attributes:
+        model: Where it tells sources apart, the step returns their sums, too.
+        routers: Routers of the whole model, in order.
+        placement: Mesh and rank, and which parameters are on the rank's stage.
+        has_loss: The rank's stage computes the losses.
+        shared_graph: The micro-batches share one graph.
+    """
+
+    model: CausalLM
+    routers: list[Router]
+    placement: ModelPlacement
+    has_loss: bool
+    shared_graph: bool
+
+
+def _cut(recipe: Recipe, placed: PlacedModel, network: nn.Cell) -> nn.Cell:
     """Return a network that cuts a batch into micro-batches, and their sequences into parts."""
+    parts, model = recipe.parallel_config.seq_split_num, placed.model
     if parts > 1:
         network = SequenceParts(network, parts, model.mtp_depth, getattr(model, "shift", None))
     # MindSpore refuses GradAccumulation where micro-batches do not share a graph.
-    return (Pipeline if pipeline else GradAccumulation)(network, micro_batches)
+    cut = Pipeline if placed.placement.mesh.pp > 1 else GradAccumulation
+    return cut(network, recipe.micro_batches)
 
 
 class RankStep(UpdateStep):
     """Train on one batch.
 
     Args:
-        model: Placed model (:func:`telechat_moe.sharding.apply`); where it tells sources apart, the step returns their sums, too.
-        shares: For each of its parameters, one over the number of devices that hold the same shard of the
-            gradient; so square sums over all devices count each shard once.
-        loss_share: The same for the losses; 0 on a stage that has none.
-        routers: Routers of this stage with their positions among all.
-        router_count: Routers of the whole model.
-        experts: Experts of each.
-        drops: Pairs are dropped, and counted.
-        droppers: Dispatches of this stage, if so.
-        token_shards: Devices that have different tokens in the loss.
-        token_weights: By what the model's losses, sums over tokens, are multiplied; None: they are means.
-        movable: For each layer whose experts may move, the parameters of its experts and how their squares are added.
-        pipeline: The micro-batches go through pipeline stages.
-        parts: In how many parts each of their sequences does.
-        optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
-        alone: For each parameter, whether no other device holds the same shard.
-        elsewhere: Parameters of other stages: MindSpore wants a gradient sum for each cell of a shared graph.
-        max_grad_norm: See :class:`UpdateStep`, also for ``bias_rate``.
+        placed: The model of this rank.
+        optimizer: Updates the weights of this rank's stage.
     """
 
-    def __init__(
-        self,
-        model: nn.Cell,
-        optimizer: AdamW,
-        shares: Sequence[float],
-        loss_share: float,
-        routers: Sequence[tuple[int, Router]],
-        router_count: int,
-        experts: int,
-        *,
-        micro_batches: int = 1,
-        pipeline: bool = False,
-        parts: int = 1,
-        optimizer_sharding: bool = False,
-        alone: Sequence[bool] = (),
-        max_grad_norm: float | None = 1.0,
-        bias_rate: float = 0.0,
-        shared_graph: bool = False,
-        elsewhere: Sequence[Parameter] = (),
-        drops: bool = False,
-        droppers: Sequence[ParallelDispatch] = (),
-        token_shards: int = 1,
-        token_weights: Parameter | None = None,
-        movable: Sequence[tuple[Sequence[int], ExpertSquares]] = (),
-    ) -> None:
+    def __init__(self, recipe: Recipe, placed: PlacedModel, optimizer: AdamW) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
         limits = (_scalar(name, float("inf")) for name in LIMITS)
-        super().__init__(optimizer, max_grad_norm, bias_rate, *limits)
+        super().__init__(optimizer, *update_rules(recipe), *limits)
         self.weights = optimizer.params
-        self.network: nn.Cell = LossVector(model)
-        if shared_graph:
-            self.network.cell_init_args = "lazy_inline_LossVector"
-        self.accumulates = pipeline or micro_batches > 1
-        self.sharded = optimizer_sharding
-        self.alone = tuple(alone) or (False,) * len(self.weights)
-        if self.accumulates:
-            self.network = _cut(self.network, model, micro_batches, pipeline, parts)
-            summed = ParameterTuple([*self.weights, *(elsewhere if shared_graph else ())])
-            self.accu_grads = summed.clone(prefix="accu_grads", init="zeros")
+        model, placement, config = placed.model, placed.placement, recipe.model_config
+        self._set_network(recipe, placed)
+        routers = [(i, r) for i, r in enumerate(placed.routers) if placement.is_here(r.weight)]
         self.set_routers(routers)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.terms = LossTerms(token_weights, micro_batches)
-        self.shares = tuple(Tensor(share, ms.float32) for share in shares)
-        self.loss_share = Tensor(loss_share / micro_batches, ms.float32)
+        self.terms = LossTerms(weights_parameter(config), recipe.micro_batches)
+        # Square sums over all devices count each shard once.
+        devices, threshold = placement.mesh.stage_devices, shard_threshold(recipe)
+        self.shares = tuple(
+            Tensor(placement.shards(p, threshold) / devices, ms.float32) for p in self.weights
+        )
+        loss_share = 1.0 / devices if placed.has_loss else 0.0
+        self.loss_share = Tensor(loss_share / recipe.micro_batches, ms.float32)
         self.depend, self.assign, self.zeros_like = ops.Depend(), ops.Assign(), ops.ZerosLike()
         self.less, self.to_type = ops.Less(), ops.Cast()
         self.product, self.stack = ops.Mul(), ops.Stack()
         self.sum_keep, self.sum_all = ops.ReduceSum(), ops.ReduceSum()
         self.sum_squares, self.sum_losses, self.sum_loads = (ops.AllReduce() for _ in range(3))
         self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
-        self.droppers = nn.CellList(list(droppers), auto_prefix=False)
-        self.router_count, self.experts, self.drops = router_count, experts, drops
-        self._set_rows([row for row, _ in routers])
+        self._set_counters(recipe, placed, [row for row, _ in routers])
+        token_shards = placement.mesh.dp * placement.mesh.cp  # devices with different tokens
         self._set_sources(model.sources, loss_share * token_shards)
-        self.set_movable(movable)
+        self._set_movable(_movable(recipe, placed, self.weights))
+
+    def _set_network(self, recipe: Recipe, placed: PlacedModel) -> None:
+        model, placement = placed.model, placed.placement
+        self.network: nn.Cell = LossVector(model)
+        if placed.shared_graph:
+            self.network.cell_init_args = "lazy_inline_LossVector"
+        self.accumulates = placement.mesh.pp > 1 or recipe.micro_batches > 1
+        self.sharded = recipe.parallel.enable_parallel_optimizer
+        devices = placement.mesh.stage_devices
+        self.unshared = tuple(placement.shards(p) == devices for p in self.weights)
+        if self.accumulates:
+            self.network = _cut(recipe, placed, self.network)
+            # MindSpore wants a gradient sum for each cell of a shared graph, those of other stages too.
+            others = [p for p in model.trainable_params() if not placement.is_here(p)]
+            summed = ParameterTuple([*self.weights, *(others if placed.shared_graph else ())])
+            self.accu_grads = summed.clone(prefix="accu_grads", init="zeros")
+
+    def _set_counters(self, recipe: Recipe, placed: PlacedModel, rows: Sequence[int]) -> None:
+        cells = (x for _, x in placed.model.cells_and_names() if isinstance(x, ParallelDispatch))
+        is_here = placed.placement.is_here
+        droppers = [x for x in cells if x.dropped is not None and is_here(x.dropped)]
+        self.droppers = nn.CellList(droppers, auto_prefix=False)
+        self.router_count, self.experts = len(placed.routers), recipe.model_config.n_routed_experts
+        self.drops = drops(recipe.model_config) and self.router_count > 0
+        self._set_rows(rows)
 
     def _set_rows(self, rows: Sequence[int]) -> None:
         # A row for each router of the model, and, if there are any, one that begins with the number of dropped pairs.
@@ -201,8 +210,8 @@ class RankStep(UpdateStep):
         self.sum_sources, self.reshape = ops.AllReduce(), ops.Reshape()
         self.concat, self.no_gradient = ops.Concat(), Tensor(np.zeros(2 * sources, np.float32))
 
-    def set_movable(self, movable: Sequence[tuple[Sequence[int], ExpertSquares]]) -> None:
-        """Take the layers whose experts may move; the squares of all other gradients are added up as they are."""
+    def _set_movable(self, movable: Sequence[tuple[Sequence[int], ExpertSquares]]) -> None:
+        """Set the layers whose experts may move; the squares of all other gradients are added up as they are."""
         self.moving = tuple(tuple(indices) for indices, _ in movable)
         self.expert_squares = nn.CellList([cell for _, cell in movable], auto_prefix=False)
         moving = {i for indices in self.moving for i in indices}
@@ -212,20 +221,20 @@ class RankStep(UpdateStep):
         self, batch: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return losses (sum over micro-batches), sums by source, and gradients (of the losses' mean)."""
-        found, by_source = self.network(*batch), ()
+        vector, by_source = self.network(*batch), ()
         if self.sources:
-            found, by_source = found[: -2 * self.sources], (found[-2 * self.sources :],)
-        losses, sens = self.terms(found)
+            vector, by_source = vector[: -2 * self.sources], (vector[-2 * self.sources :],)
+        losses, sens = self.terms(vector)
         if self.sources:
             sens = self.concat((sens, self.no_gradient))
         grads = self.gradient(self.network, self.weights)(*batch, sens)
         if self.accumulates and not self.sharded:
             grads = self.depend(self.accu_grads, grads)[: len(grads)]
-        elif self.accumulates and any(self.alone):
+        elif self.accumulates and any(self.unshared):
             # MindSpore gives a zero for a weight that has no copies to reduce over; the sum is right.
             sums, reduced, grads = self.depend(self.accu_grads, grads), grads, ()
             for i in range(len(reduced)):
-                grads += (sums[i] if self.alone[i] else reduced[i],)
+                grads += (sums[i] if self.unshared[i] else reduced[i],)
         return losses, by_source, grads
 
     def global_norm(self, grads: tuple[Tensor, ...]) -> Tensor:
@@ -235,10 +244,10 @@ class RankStep(UpdateStep):
             square = self.sum_keep(self.product(grads[i], grads[i]))
             squares += (self.product(square, self.shares[i]),)
         for i in range(len(self.moving)):
-            own = ()
+            expert_grads = ()
             for j in self.moving[i]:
-                own += (grads[j],)
-            squares += (self.expert_squares[i](own),)
+                expert_grads += (grads[j],)
+            squares += (self.expert_squares[i](expert_grads),)
         return ops.sqrt(self.sum_squares(self.sum_all(self.stack(squares))))
 
     def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:
@@ -259,9 +268,9 @@ class RankStep(UpdateStep):
             self.apply(grads, norm, loads, (self.rate, self.epsilon, self.decay))
         if self.accumulates:
             # Not before the update: MindSpore 2.9.0 does not end compiling a tuple of all that passes a condition.
-            done = (losses, norm, applied, loads, dropped, *by_source)
+            outputs = (losses, norm, applied, loads, dropped, *by_source)
             for accumulated in self.accu_grads:
-                self.assign(accumulated, self.zeros(self.depend(accumulated, done)))
+                self.assign(accumulated, self.zeros(self.depend(accumulated, outputs)))
         return (losses, norm, applied, loads, dropped, *by_source)
 
     def zeros(self, x: Tensor) -> Tensor:
@@ -286,3 +295,41 @@ class RankStep(UpdateStep):
         if not self.drops:
             return loads, self.zeros(losses[:1])
         return loads[: self.router_count], loads[self.router_count, :1]
+
+
+def _movable(
+    recipe: Recipe, placed: PlacedModel, params: Sequence[Parameter]
+) -> list[tuple[list[int], ExpertSquares]]:
+    """Return, for each MoE layer of a rank whose experts may move, their parameters and how their squares are added."""
+    if recipe.telechat_moe.moe.placement is None:
+        return []
+    placement, mesh, shards = placed.placement, placed.placement.mesh, WeightShards.of(recipe)
+    first = mesh.stage(placement.rank) * mesh.stage_devices
+    stage = range(first, first + mesh.stage_devices)
+    index = {id(p): i for i, p in enumerate(params)}
+    movable = []
+    for _, moe in placed.model.cells_and_names():
+        if not isinstance(moe, MoE) or not placement.is_here(moe.router.weight):
+            continue
+        weights = [moe.experts.gate, moe.experts.up, moe.experts.down]
+        places = places_of_rows([shards.shard(rank, weights[0].name) for rank in stage])
+        group = placement.group_of("stage", stage).name
+        slot_E = moe.dispatch.slots.slot_E
+        squares = ExpertSquares(slot_E, group, places, 1 / mesh.stage_devices)
+        movable.append(([index[id(p)] for p in weights], squares))
+    return movable
+
+
+def places_of_rows(regions: Sequence[Region | None]) -> np.ndarray:
+    """Return where each row of a tensor is among the rows of all devices, one after the other, ``[rows, parts]`` int32.
+
+    Args:
+        regions: What each device holds. Of equal ones the first counts; a row that is cut has as many parts.
+    """
+    shards = [region for region in regions if region is not None]
+    parts = {columns: i for i, columns in enumerate(dict.fromkeys(x[1:] for x in shards))}
+    places = np.full((max(region[0][1] for region in shards), len(parts)), -1, np.int32)
+    for device, ((begin, end), *columns) in reversed(list(enumerate(shards))):
+        rows = np.arange(end - begin) + device * (end - begin)
+        places[begin:end, parts[tuple(columns)]] = rows
+    return places

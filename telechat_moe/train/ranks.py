@@ -9,8 +9,8 @@ from telechat_moe.data.shared import Publisher, Subscriber
 from telechat_moe.processes import Control
 
 
-class Ranks:
-    """Say where in the run this process is, meet the others, and agree with them on what to do.
+class RankCoordinator:
+    """Report where in the run this process is, meet the other processes, and agree with them.
 
     Args:
         control: Control folder of the run; None: this process is the only one, and nobody supervises it.
@@ -43,7 +43,7 @@ class Ranks:
         self.barrier(f"met-{self._meetings}")
 
     def share_batches(self) -> Publisher | Subscriber | None:
-        """Agree who reads the training data: of the processes of this host, which all train on the same batches, the first.
+        """Let the first process of each host read the training data for the others, which train on the same batches.
 
         All processes call this together, once. None: this one reads for itself only.
         """
@@ -53,12 +53,12 @@ class Ranks:
         place = Path("/proc/sys/kernel/random/boot_id").read_text() + str(Path("/proc/self/ns/net").readlink())  # fmt: skip
         self.control.write(f"place-{self.rank}", place)
         self.meet("looking for the other processes of this host")
-        here = [r for r in range(self.count) if self.control.read(f"place-{r}") == place]
-        name, link = f"{self.control.read('nonce')}-{here[0]}", None
-        if self.rank == here[0] and len(here) > 1:
-            link = Publisher(name, len(here) - 1)
+        neighbours = [r for r in range(self.count) if self.control.read(f"place-{r}") == place]
+        name, link = f"{self.control.read('nonce')}-{neighbours[0]}", None
+        if self.rank == neighbours[0] and len(neighbours) > 1:
+            link = Publisher(name, len(neighbours) - 1)
         self.meet("waiting for the readers of the data")
-        return Subscriber(name) if self.rank != here[0] else link
+        return Subscriber(name) if self.rank != neighbours[0] else link
 
     def agree(self, position: str, choose: Callable[[], str]) -> str:
         """Return on all processes what rank 0 chooses."""
@@ -73,24 +73,24 @@ class Ranks:
         return self.control.read(file) or ""
 
     def problem(self, position: str, work: Callable[[], object]) -> str:
-        """Work on every process; return on all of them why the first one could not, empty if all could.
+        """Work on every process; return on all of them the reason of the first failure, or an empty text.
 
         Only what the outside world does is a problem (``OSError``, a damaged file); a mistake ends the run.
         """
         self._agreements += 1
-        file, said = f"problem-{self._agreements}", ""
+        file, reason = f"problem-{self._agreements}", ""
         try:
             self.at(position)
             work()
         except (OSError, zipfile.BadZipFile) as error:
-            said = f"rank {self.rank}: {getattr(error, 'strerror', None) or error}"
+            reason = f"rank {self.rank}: {getattr(error, 'strerror', None) or error}"
             if self.control is not None:
-                self.control.write(f"{file}-{self.rank}", said)
+                self.control.write(f"{file}-{self.rank}", reason)
         self.meet(position)
         if self.control is None:
-            return said
-        found = (self.control.read(f"{file}-{rank}") for rank in range(self.count))
-        return next((text for text in found if text), "")
+            return reason
+        reasons = (self.control.read(f"{file}-{rank}") for rank in range(self.count))
+        return next((text for text in reasons if text), "")
 
     def interrupt(self) -> None:
         """Let this process stop after the current step."""

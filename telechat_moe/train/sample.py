@@ -44,21 +44,21 @@ def continue_prompts(
     model.set_train(False)
     logits_cell = Logits(model)
     logits_cell.set_train(False)
-    done = [False] * len(rows)
+    finished = [False] * len(rows)
     starts = [len(row) for row in rows]
-    while not all(done):
+    while not all(finished):
         ids = np.zeros((len(rows), length), np.int32)
         for i, row in enumerate(rows):
             ids[i, : len(row)] = row
         logits_TV = logits_cell(Tensor(ids, ms.int32), position).asnumpy()
         logits_BSV = logits_TV.reshape(len(rows), length, -1)
         for i, row in enumerate(rows):
-            if done[i]:
+            if finished[i]:
                 continue
             token = draw(logits_BSV[i, len(row) - 1], temperature, top_k, generator)
             row.append(token)
             full = len(row) >= length or len(row) - starts[i] >= max_new_tokens
-            done[i] = full or token == tokenizer.eod
+            finished[i] = full or token == tokenizer.eod
     model.set_train(training)
     return [
         tokenizer.decode(row[start:], skip_special=True)

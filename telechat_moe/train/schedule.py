@@ -12,10 +12,10 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.recipe.schema.optimizer import LrSchedule
 
-Schedule = Callable[[float], float]
+RateSchedule = Callable[[float], float]
 
 
-def constant(peak: float, warmup_steps: int, start: float = 0.0) -> Schedule:
+def constant(peak: float, warmup_steps: int, start: float = 0.0) -> RateSchedule:
     """Rise linearly from ``start`` to ``peak``, then keep that rate (``ConstantWarmUpLR``).
 
     Step 0 has the rate ``start``; step ``warmup_steps`` is the first at ``peak``.
@@ -37,7 +37,7 @@ def cosine(
     start: float = 0.0,
     decay_steps: int | None = None,
     cycles: float = 0.5,
-) -> Schedule:
+) -> RateSchedule:
     """Warm up, then follow a cosine from ``peak`` to ``end`` (``CosineWithWarmUpLR``).
 
     The cosine is stretched over ``total_steps - warmup_steps``; from ``decay_steps`` on (default
@@ -53,8 +53,8 @@ def cosine(
             return end
         if step < warmup_steps:
             return rise(step)
-        done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-        return end + (peak - end) * max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * done)))
+        share = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        return end + (peak - end) * max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * share)))
 
     return at
 
@@ -76,7 +76,7 @@ def warmup_stable_decay(
     total_steps: int,
     start: float = 0.0,
     style: str = "linear",
-) -> Schedule:
+) -> RateSchedule:
     """Warm up, stay at ``peak`` until ``decay_start``, fall to ``end`` at ``total_steps``.
 
     MindFormers' ``WarmUpStableDecayLR`` (WSD) is linear and continues to fall afterwards; here the rate stays at ``end``.
@@ -91,13 +91,13 @@ def warmup_stable_decay(
     def at(step: float) -> float:
         if step < decay_start:
             return rise(step)
-        done = (step - decay_start) / max(1, total_steps - decay_start)
-        return peak + (end - peak) * (1 - left(min(1.0, done)))
+        share = (step - decay_start) / max(1, total_steps - decay_start)
+        return peak + (end - peak) * (1 - left(min(1.0, share)))
 
     return at
 
 
-def from_recipe(recipe: Recipe, batches: BatchSchedule | None = None) -> Schedule:
+def from_recipe(recipe: Recipe, batches: BatchSchedule | None = None) -> RateSchedule:
     """Return the schedule of ``lr_schedule``.
 
     Args:
@@ -126,7 +126,7 @@ def total_steps(recipe: Recipe, batches: BatchSchedule | None = None) -> int:
     return (batches or recipe.batches).total(recipe.epoch_samples, recipe.runner_config.epochs)
 
 
-def of_section(section: LrSchedule, train_steps: int, style: str | None) -> Schedule | None:
+def of_section(section: LrSchedule, train_steps: int, style: str | None) -> RateSchedule | None:
     """Return the schedule of a section; None: its type is MindFormers' only.
 
     Args:

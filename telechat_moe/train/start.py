@@ -20,7 +20,7 @@ LAYOUT_KEYS = ("batch_size", "offset", "pp_interleave_num")
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """How a run begins.
 
     Attributes:
@@ -29,7 +29,7 @@ class Start:
         key: Setting that decided.
         path: Weights or checkpoint; None: none.
         newest: ``path`` was found as the newest of its folder; if it turns out to be broken, the one before is used.
-        here: ``path`` is of the run in `output_dir`, which goes on.
+        continues_run: ``path`` is of the run in `output_dir`, which goes on.
         note: What is not read because of that; empty: nothing.
     """
 
@@ -37,7 +37,7 @@ class Start:
     key: str = ""
     path: Path | None = None
     newest: bool = False
-    here: bool = False
+    continues_run: bool = False
     note: str = ""
 
     def load(self, warn: Any = None) -> checkpoint.Checkpoint:
@@ -47,8 +47,8 @@ class Start:
             BadInputError: It is broken, and there is none before it that may be used instead.
         """
         assert self.path is not None
-        found = checkpoint.latest(self.path.parent, warn=warn) if self.newest else None
-        return found or checkpoint.load(self.path)
+        newest = checkpoint.latest(self.path.parent, warn=warn) if self.newest else None
+        return newest or checkpoint.load(self.path)
 
 
 def folder_of(recipe: Recipe) -> Path:
@@ -56,7 +56,7 @@ def folder_of(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / "checkpoints"
 
 
-def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> Start:
+def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> RunStart:
     """Return how a run begins; nothing is read but the names of files, their sizes and ``checkpoint.json``.
 
     Args:
@@ -69,42 +69,44 @@ def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
         UsageError: `output_dir` holds another run, and neither ``resume`` nor ``overwrite`` is set.
     """
     root = folder_of(recipe)
-    held = None if overwrite else _newest(root)
-    if held and (resume or (recipe.resume_training is True and not recipe.load_checkpoint)):
+    newest = None if overwrite else _newest(root)
+    if newest and (resume or (recipe.resume_training is True and not recipe.load_checkpoint)):
         unread = recipe.load_checkpoint or isinstance(recipe.resume_training, str)
         note = "load_checkpoint and resume_training are not read: " if unread else ""
         note += f"the run in {recipe.output_dir} goes on" if unread else ""
         key = "output_dir" if resume else "resume_training"
-        return Start("resume", key, held, newest=True, here=True, note=note)
-    start = _asked(recipe, root)
+        return RunStart("resume", key, newest, newest=True, continues_run=True, note=note)
+    start = _start_of_recipe(recipe, root)
     if overwrite and start.kind == "resume" and _is_in(start.path, root):
-        found = f"{start.path} is of the run that --overwrite removes"
-        raise RecipeError([recipe.problem(start.key, found, "--resume, or another output_dir")])
-    if held and not (start.kind == "resume" and _same(start.path, held)):
+        finding = f"{start.path} is of the run that --overwrite removes"
+        raise RecipeError([recipe.problem(start.key, finding, "--resume, or another output_dir")])
+    if newest and not (start.kind == "resume" and _same(start.path, newest)):
         raise UsageError(
-            f"{root} holds checkpoints of an earlier run (newest {held.name}); continue from them with --resume, "
+            f"{root} holds checkpoints of an earlier run (newest {newest.name}); continue from them with --resume, "
             "train from the start with --overwrite, or write elsewhere, as with --set output_dir=output/mine"
         )
-    return Start("resume", start.key, held, start.newest, here=True) if held else start
+    return (
+        RunStart("resume", start.key, newest, start.newest, continues_run=True) if newest else start
+    )
 
 
-def _asked(recipe: Recipe, root: Path) -> Start:
-    """Return how the recipe alone wants to begin."""
-    named, given = recipe.resume_training, recipe.load_checkpoint
-    if not given and not named:
+def _start_of_recipe(recipe: Recipe, root: Path) -> RunStart:
+    """Return how a run begins by the settings of the recipe alone."""
+    named, source = recipe.resume_training, recipe.load_checkpoint
+    if not source and not named:
         model = Path(recipe.pretrained_model_dir)  # as MindFormers does
         if recipe.pretrained_model_dir and exists(model) and list(model.glob("*.safetensors")):
-            return Start("weights", "pretrained_model_dir", model)
-        return Start("random")
-    key = "resume_training" if isinstance(named, str) or not given else "load_checkpoint"
+            return RunStart("weights", "pretrained_model_dir", model)
+        return RunStart("random")
+    key = "resume_training" if isinstance(named, str) or not source else "load_checkpoint"
 
-    def refuse(found: str, expected: str, near: str = "") -> RecipeError:
-        return RecipeError([recipe.problem(key, found, expected, near)])
+    def refuse(finding: str, expected: str, suggestion: str = "") -> RecipeError:
+        return RecipeError([recipe.problem(key, finding, expected, suggestion)])
 
-    path = _named(recipe, named, root) if isinstance(named, str) else Path(given or root)
-    if not given and named is True and not folder.list_checkpoints(root):
-        found = f"True, but {root} holds no checkpoint and load_checkpoint is empty"
-        raise refuse(found, "a checkpoint in load_checkpoint, or False")
+    path = _named(recipe, named, root) if isinstance(named, str) else Path(source or root)
+    if not source and named is True and not folder.list_checkpoints(root):
+        finding = f"True, but {root} holds no checkpoint and load_checkpoint is empty"
+        raise refuse(finding, "a checkpoint in load_checkpoint, or False")
     if not exists(path):
         expected = "weights, or a checkpoint such as RUN/checkpoints/step-00001000"
         raise refuse(f"{path}: no such file or folder", expected)
@@ -113,24 +115,24 @@ def _asked(recipe: Recipe, root: Path) -> Start:
         raise refuse(f"{path} is the folder of a run", "its checkpoints", str(path / "checkpoints"))
     chosen = newest or path
     if not named:
-        return Start("weights", key, chosen)
+        return RunStart("weights", key, chosen)
     if not (chosen / manifest.FILE).is_file():
-        found = f"{path} with resume_training {named}: it holds no {manifest.FILE}, so no step and no optimizer state"
+        finding = f"{path} with resume_training {named}: it holds no {manifest.FILE}, so no step and no optimizer state"
         expected = "a checkpoint of a run of this package, or resume_training: False to start from weights alone"
-        raise refuse(found, expected)
-    return Start("resume", key, chosen, newest=newest is not None)
+        raise refuse(finding, expected)
+    return RunStart("resume", key, chosen, newest=newest is not None)
 
 
 def _named(recipe: Recipe, name: str, root: Path) -> Path:
     """Return the checkpoint that a text in `resume_training` names."""
     if not recipe.load_checkpoint:
         return root / name if exists(root / name) else Path(name)
-    given = Path(recipe.load_checkpoint)
-    path = given if given.name == name or not exists(given) else given / name
-    if exists(path) and not _is_in(path, given):
-        found = f"{name} is not in load_checkpoint ({given})"
+    source = Path(recipe.load_checkpoint)
+    path = source if source.name == name or not exists(source) else source / name
+    if exists(path) and not _is_in(path, source):
+        finding = f"{name} is not in load_checkpoint ({source})"
         expected = "the name of a checkpoint in that folder, or a path and load_checkpoint empty"
-        raise RecipeError([recipe.problem("resume_training", found, expected)])
+        raise RecipeError([recipe.problem("resume_training", finding, expected)])
     return path
 
 
@@ -140,9 +142,9 @@ def _newest(root: Path) -> Path | None:
     Raises:
         BadInputError: All are broken.
     """
-    found = folder.list_checkpoints(root) if exists(root) and root.is_dir() else []
+    paths = folder.list_checkpoints(root) if exists(root) and root.is_dir() else []
     broken: list[str] = []
-    for path in found:
+    for path in paths:
         problem = manifest.incomplete(path)
         if problem is None:
             return path
@@ -155,7 +157,7 @@ def _newest(root: Path) -> Path | None:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is something at a path; one that no file can have (too long) is not there."""
+    """Return whether a path exists; one that is too long for a file does not."""
     try:
         return path.exists()
     except OSError:
@@ -177,8 +179,8 @@ def misfits(recipe: Recipe, path: Path, state: Mapping[str, Any]) -> list[Proble
         state: What the checkpoint holds besides tensors.
     """
     if state.get("version") != STATE_VERSION:
-        found = f"{path} has state version {state.get('version')}: another version of telechat-moe wrote it"
-        return [recipe.problem("resume_training", found, f"expected version {STATE_VERSION}")]
+        finding = f"{path} has state version {state.get('version')}: another version of telechat-moe wrote it"
+        return [recipe.problem("resume_training", finding, f"expected version {STATE_VERSION}")]
     before, now = (
         {k: v for k, v in config.items() if k not in LAYOUT_KEYS}
         for config in (state["model_config"], asdict(recipe.model_config))
@@ -186,6 +188,6 @@ def misfits(recipe: Recipe, path: Path, state: Mapping[str, Any]) -> list[Proble
     expected = f"what {path} was trained with, or another output_dir for a start with other values"
     problems: list[Problem] = []
     for change in checkpoint.diff_config(before, now):
-        key, _, found = change.partition(": ")
-        problems.append(recipe.problem(f"model.model_config.{key}", found, expected))
+        key, _, finding = change.partition(": ")
+        problems.append(recipe.problem(f"model.model_config.{key}", finding, expected))
     return problems

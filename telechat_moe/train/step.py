@@ -15,7 +15,7 @@ from telechat_moe.model.gradient import ForwardBackward
 from telechat_moe.model.router import Router
 from telechat_moe.ops.adamw import FusedNorm
 from telechat_moe.ops.select import backend
-from telechat_moe.recipe import ModelConfig
+from telechat_moe.recipe import ModelConfig, Recipe
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights, weights_parameter
 
@@ -114,11 +114,11 @@ class Accumulate(nn.Cell):
         sums = [_main_grad(p) for p in params]
         self.main_grads = ParameterTuple(sums)
         by_name = {p.name: main for p, main in zip(params, sums, strict=True)}
-        done: set[str] = set()
+        accumulating: set[str] = set()
         for _, cell in model.cells_and_names():
             if hasattr(cell, "accumulate_into"):
-                done.update(cell.accumulate_into(by_name))
-        self.others = [i for i, p in enumerate(params) if p.name not in done]
+                accumulating.update(cell.accumulate_into(by_name))
+        self.others = [i for i, p in enumerate(params) if p.name not in accumulating]
         self.forward_backward = ForwardBackward(
             model, ParameterTuple([params[i] for i in self.others]), token_weights
         )
@@ -129,7 +129,7 @@ class Accumulate(nn.Cell):
         self.scale = ops.Mul()
 
     def construct(self, *batch: Tensor) -> Tensor:
-        """Process one micro-batch; return its losses."""
+        """Process one micro-batch; return its losses ``[3]``, and of Z sources 2 Z sums."""
         losses, gradients = self.forward_backward(*batch)
         for i in range(len(self.others)):
             self.add(self.main_grads[self.others[i]], gradients[i])
@@ -142,16 +142,23 @@ class Accumulate(nn.Cell):
         for main_grad in self.main_grads:
             means += (self.scale(ops.depend(main_grad, losses), share),)
         losses = self.scale(ops.depend(self.losses, losses), share)
-        done = (losses, means)
+        outputs = (losses, means)
         for main_grad in self.main_grads:
-            self.assign(main_grad, ops.depend(ops.zeros_like(main_grad), done))
-        self.assign(self.losses, ops.depend(ops.zeros_like(losses), done))
+            self.assign(main_grad, ops.depend(ops.zeros_like(main_grad), outputs))
+        self.assign(self.losses, ops.depend(ops.zeros_like(losses), outputs))
         return losses, means
 
 
 def _main_grad(parameter: Parameter) -> Parameter:
     zeros = initializer(Zero(), parameter.shape, ms.float32)
     return Parameter(zeros, name=f"{parameter.name}.main_grad", requires_grad=False)
+
+
+def update_rules(recipe: Recipe) -> tuple[float | None, float]:
+    """Return ``max_grad_norm`` and ``bias_rate`` of a recipe, as :class:`UpdateStep` takes them."""
+    wrapper, config = recipe.runner_wrapper, recipe.model_config
+    rate = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
+    return wrapper.max_grad_norm if wrapper.use_clip_grad else None, rate
 
 
 class UpdateStep(nn.Cell):
@@ -207,12 +214,12 @@ class UpdateStep(nn.Cell):
         factor = self.one
         if self.clip:
             factor = self.max_norm / ops.maximum(norm, self.max_norm)
-        done = self.optimizer(gradients, *scalars, factor)
+        token = self.optimizer(gradients, *scalars, factor)
         if self.update_bias:
             for i in range(len(self.routers)):
                 load_E = loads[self.load_rows[i]]
                 ops.assign_add(self.routers[i].expert_bias, self.bias_update(load_E))
-        return done
+        return token
 
 
 class TrainStep(UpdateStep):
@@ -267,12 +274,12 @@ class TrainStep(UpdateStep):
         self.zero = Tensor([0.0], ms.float32)
 
     def set_limits(self, norm: float, loss: float) -> None:
-        """Let the next steps be applied only where gradient norm and total loss are below these."""
+        """Set the limits below which gradient norm and total loss must be for the next updates to be applied."""
         ops.assign(self.norm_limit, Tensor(norm, ms.float32))
         ops.assign(self.loss_limit, Tensor(loss, ms.float32))
 
     def set_micro_batches(self, count: int) -> None:
-        """Take so many micro-batches in the next steps, at most as many as the step was built for."""
+        """Set the micro-batches of the next steps, at most as many as the step was built for."""
         if count != self.micro_batches:
             self.micro_batches = count
             ops.assign(self.share, Tensor(1.0 / count, ms.float32))

@@ -15,7 +15,7 @@ LOSS_MASK = 2
 def token_weights(
     config: ModelConfig, masks: Sequence[np.ndarray], micro_batches: int, parts: int = 1
 ) -> np.ndarray:
-    """Return what the summed losses of each micro-batch of a step are multiplied by.
+    """Return the factors of the summed losses of each micro-batch of a step.
 
     ``M / n_0`` for the next token and ``M factor / (depth n_k)`` for MTP depth ``k``, whose labels are ``k`` tokens
     further on, so that ``n_k`` leaves the first ``k`` tokens of each sequence out. The mean over the ``M`` micro-batches

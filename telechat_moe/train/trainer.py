@@ -1,6 +1,6 @@
 """Train a recipe in this process: alone, or as one rank of several (``telechat-moe train RECIPE``).
 
-A trainer is composed of an engine, which computes the steps, the run's checkpoints, and the loop over the steps; each
+A trainer is composed of an engine, which computes the steps, the state of the run, and the loop over the steps; each
 knows only the ones before it.
 """
 
@@ -27,12 +27,12 @@ from telechat_moe.processes import stop_on_signal
 from telechat_moe.recipe import COMPUTED_WITH, Recipe
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
-from telechat_moe.train import guard, preflight, schedule, state
-from telechat_moe.train.checkpoints import RunCheckpoints
+from telechat_moe.train import guard, parameters, preflight, schedule
 from telechat_moe.train.engine import Engine, OneProcess
 from telechat_moe.train.loop import Loop, Summary
 from telechat_moe.train.monitor import Monitor, SilentMonitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
+from telechat_moe.train.run_state import RunState
 from telechat_moe.train.sample import sample_text
 
 
@@ -60,7 +60,7 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
         plain: bool = False,
-        ranks: Ranks | None = None,
+        ranks: RankCoordinator | None = None,
         job: Path | None = None,
         keep_graph: bool = False,
         weights: ReadWeights = own_weights,
@@ -70,20 +70,23 @@ class Trainer:
                 f"{recipe.source}: the recipe is laid out for {recipe.devices} devices, a Trainer is "
                 "one process; `telechat-moe train` starts one for each device"
             )
-        self.recipe, self.plain, self.ranks = recipe, plain, ranks or Ranks()
+        self.recipe, self.plain, self.ranks = recipe, plain, ranks or RankCoordinator()
         self.keep_graph = keep_graph
         self.overwrite = overwrite and self.ranks.leads
         self.output = Path(recipe.output_dir)
-        given = {"resume": resume, "overwrite": overwrite, "weights": weights}
-        ready = preflight.require(recipe, shared=self.ranks.share_batches(), **given)
+        ready = preflight.require(
+            recipe,
+            resume=resume,
+            overwrite=overwrite,
+            weights=weights,
+            shared=self.ranks.share_batches(),
+        )
         self.start, self.loader = ready.start, ready.loader
         self.engine = self._engine(job)
-        self.checkpoints = RunCheckpoints(
-            recipe, self.engine, self.loader, guard.of_recipe(recipe), self.ranks
-        )
-        self.progress = self.checkpoints.progress
+        rules = guard.of_recipe(recipe)
+        self.state = RunState(recipe, self.engine, self.loader, rules, self.ranks)
         self._begin(weights)
-        self.schedule = schedule.from_recipe(recipe, self.checkpoints.lr_batches)
+        self.schedule = schedule.from_recipe(recipe, self.state.lr_batches)
         self.ranks.barrier("loaded")
         self.engine.begin()
 
@@ -96,14 +99,14 @@ class Trainer:
 
     def _begin(self, weights: ReadWeights) -> None:
         """Put into engine and loader what the run begins with."""
-        path, notes = self.start.path, self.checkpoints.notes
+        path, notes = self.start.path, self.state.notes
         if self.start.note:
             notes.append(self.start.note)
         if self.start.kind == "resume":
-            self.checkpoints.resume(self.start)
+            self.state.resume(self.start)
         elif path is not None:
-            found = weights(path, self.recipe.model_config, notes=notes)
-            state.load_weights(self.engine.model, found, path)
+            tensors = weights(path, self.recipe.model_config, notes=notes)
+            parameters.load_weights(self.engine.model, tensors, path)
             notes.append(f"weights from {path}")
             notes += preflight.end_tokens(self.recipe, path)
         else:
@@ -111,12 +114,12 @@ class Trainer:
 
     def loop(self, monitor: Monitor, timer: StepTimer | None = None) -> Loop:
         """Return the loop over the remaining steps."""
-        return Loop(self.checkpoints, self.schedule, monitor, timer)
+        return Loop(self.state, self.schedule, monitor, timer)
 
     def _timer(self) -> StepTimer:
         """Return what measures and records the parts of this process's steps."""
-        rank, resumed = self.ranks.rank, self.progress.step * self.start.here
-        if self.ranks.leads and not self.start.here:
+        rank, resumed = self.ranks.rank, self.state.step * self.start.continues_run
+        if self.ranks.leads and not self.start.continues_run:
             # Those of an earlier run, of more ranks perhaps.
             shutil.rmtree(self.output / timings.FOLDER, ignore_errors=True)
         self.ranks.barrier("timings")
@@ -131,14 +134,14 @@ class Trainer:
 
         A run whose steps are all done is left as it is.
         """
-        done, step = self.output / "summary.json", self.progress.step
-        if self.start.here and not self.checkpoints.steps_left and done.exists():
-            left = f"{self.checkpoints.unread}; " if self.checkpoints.unread else ""
+        file, step = self.output / "summary.json", self.state.step
+        if self.start.continues_run and not self.state.steps_left and file.exists():
+            left = f"{self.state.unread}; " if self.state.unread else ""
             sys.stderr.write(
                 f"all {step} steps are done (checkpoint of step {step}); {left}"
                 "train from the start with --overwrite\n"
             )
-            summary = Summary(**json.loads(done.read_text(encoding="utf-8")))
+            summary = Summary(**json.loads(file.read_text(encoding="utf-8")))
         else:
             with folder.only_run(self.output) if self.ranks.leads else nullcontext():
                 summary = self._run()
@@ -148,16 +151,16 @@ class Trainer:
     def _run(self) -> Summary:
         self.output.mkdir(parents=True, exist_ok=True)
         if self.overwrite:
-            shutil.rmtree(self.checkpoints.root, ignore_errors=True)
+            shutil.rmtree(self.state.root, ignore_errors=True)
             shutil.rmtree(self.output / "tensorboard", ignore_errors=True)
             (self.output / "metrics.jsonl").unlink(missing_ok=True)
         resolved = self.recipe.to_dict() | {COMPUTED_WITH: {"operators": self.engine.operators}}
         self._write("recipe.json", json.dumps(resolved, indent=2) + "\n")
-        steps = self.progress.step + self.checkpoints.steps_left
+        steps = self.state.step + self.state.steps_left
         tokens = self.recipe.global_batch * self.recipe.model_config.seq_length
         monitor = SilentMonitor()
         if self.ranks.leads:
-            resumed, quiet = self.progress.step * self.start.here, self.plain or None
+            resumed, quiet = self.state.step * self.start.continues_run, self.plain or None
             monitor = Monitor(self.output, steps, tokens, resume_step=resumed, quiet=quiet)
         timer = self._timer()
         loop = self.loop(monitor, timer)
@@ -166,21 +169,21 @@ class Trainer:
         try:
             with self.loader, timer, stopping:
                 self.engine.say = monitor.message
-                for note in self.checkpoints.notes:
+                for note in self.state.notes:
                     monitor.message(note)
                 monitor.message(
                     f"{count_parameters(self.engine.model) / 1e6:.2f}M parameters, {steps} steps of "
                     f"{tokens} tokens" + ("" if self.keep_graph else f"; {COMPILING}")
                 )
-                if self.checkpoints.unread:
-                    monitor.message(self.checkpoints.unread)
+                if self.state.unread:
+                    monitor.message(self.state.unread)
                 monitor.message(f"operators: {self.engine.operators}")
                 loop.run()
                 if not self.ranks.interrupted:
                     self._sample(monitor)
         except RuntimeError as error:
-            if said := reason(error):
-                raise BadInputError(f"step {self.progress.step + 1}: {said}") from error
+            if cause := reason(error):
+                raise BadInputError(f"step {self.state.step + 1}: {cause}") from error
             raise
         finally:
             monitor.close()

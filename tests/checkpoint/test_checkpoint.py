@@ -284,9 +284,8 @@ def test_a_description_that_does_not_fit_is_refused(
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_a_damaged_header_is_an_error_and_nothing_else(data: st.DataObject) -> None:
-    shard = checkpoint.group_files(
-        "m", {"a": np.ones((2, 3), np.float32), "b": np.ones(2, np.int8)}, 999
-    )[0]
+    arrays = {"a": np.ones((2, 3), np.float32), "b": np.ones(2, np.int8)}
+    [(_, shard)] = checkpoint.plan({"m": arrays}, 999)
     raw = bytearray(shard.header + bytes(shard.nbytes - len(shard.header)))
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from telechat_moe.data import build, scan
+from telechat_moe.data.corpus import open_corpus
 
 OPERATIONS = 0
 
@@ -50,7 +51,7 @@ def main() -> None:
     else:
         before_each_operation(lambda n: None)
     begin = time.monotonic()
-    result = build(out, [corpus], vocab_size=400, seed=3)
+    result = build(out, open_corpus([corpus]), vocab_size=400, seed=3)
     seconds = time.monotonic() - begin
     report = {
         "operations": OPERATIONS,

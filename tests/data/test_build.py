@@ -17,6 +17,7 @@ import pytest
 
 from telechat_moe.data import IndexedDataset, build, load_tokenizer, scan, verify
 from telechat_moe.data import build as build_function
+from telechat_moe.data.corpus import open_corpus
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -43,7 +44,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dataset that was built without interruption, in many shards."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with small_shards():
-        result = build(out, [corpus], vocab_size=400, seed=3)
+        result = build(out, open_corpus([corpus]), vocab_size=400, seed=3)
     assert result.shards > 5
     return out
 
@@ -87,14 +88,14 @@ def test_two_builds_are_equal(corpus: Path, whole: Path, tmp_path: Path) -> None
     moved = tmp_path / "moved" / corpus.name
     moved.parent.mkdir()
     moved.symlink_to(corpus)
-    build(tmp_path / "out", [moved], vocab_size=400, seed=3)
+    build(tmp_path / "out", open_corpus([moved]), vocab_size=400, seed=3)
     assert same_files(tmp_path / "out", whole)
 
 
 def test_seed_moves_the_split_only(corpus: Path, whole: Path, tmp_path: Path) -> None:
     sides = []
     for seed in (3, 4, 5):
-        result = build(tmp_path / str(seed), [corpus], vocab_size=400, seed=seed)
+        result = build(tmp_path / str(seed), open_corpus([corpus]), vocab_size=400, seed=seed)
         sides.append(IndexedDataset(result.out / "valid").tokens.tolist())
     assert len({tuple(side) for side in sides}) == 3
     assert (tmp_path / "3" / "valid.bin").read_bytes() == (whole / "valid.bin").read_bytes()
@@ -105,7 +106,7 @@ def test_equal_documents_stay_on_one_side(tmp_path: Path) -> None:
     folder.mkdir()
     for number in range(40):
         (folder / f"{number:02d}.txt").write_text(f"text number {number % 8} " * 5)
-    result = build(tmp_path / "out", [folder], vocab_size=300, valid_fraction=0.3)
+    result = build(tmp_path / "out", open_corpus([folder]), vocab_size=300, valid_fraction=0.3)
     tokenizer = load_tokenizer(result.out)
     texts = []
     for side in ("train", "valid"):
@@ -120,54 +121,56 @@ def test_own_validation_files(corpus: Path, tmp_path: Path, caplog) -> None:
     (tmp_path / "held").mkdir()
     for number in range(3):
         (tmp_path / "held" / f"{number}.txt").write_text(f"held back {number} " * 20)
-    given = {"vocab_size": 400, "valid": [tmp_path / "held"]}
+    valid = [tmp_path / "held"]
     with small_shards():
-        result = build(tmp_path / "out", [corpus], **given)
-    plain = build(tmp_path / "plain", [corpus], vocab_size=400, valid_fraction=0)
+        result = build(tmp_path / "out", open_corpus([corpus], valid=valid), vocab_size=400)
+    plain = build(tmp_path / "plain", open_corpus([corpus]), vocab_size=400, valid_fraction=0)
     assert (result.out / "train.bin").read_bytes() == (plain.out / "train.bin").read_bytes()
-    tokenizer, valid = load_tokenizer(result.out), IndexedDataset(result.out / "valid")
-    texts = [tokenizer.decode(valid[i][:-1]) for i in range(len(valid))]
+    tokenizer, data = load_tokenizer(result.out), IndexedDataset(result.out / "valid")
+    texts = [tokenizer.decode(data[i][:-1]) for i in range(len(data))]
     assert texts == [f"held back {number} " * 20 for number in range(3)]
-    assert build(tmp_path / "out", [corpus], **given).reused
+    assert build(tmp_path / "out", open_corpus([corpus], valid=valid), vocab_size=400).reused
     with pytest.raises(UsageError, match="valid_documents: 3 there, None now"):
-        build(tmp_path / "out", [corpus], vocab_size=400)
+        build(tmp_path / "out", open_corpus([corpus]), vocab_size=400)
     some = next(corpus.rglob("*.txt"))
     (tmp_path / "held" / "copy.txt").write_bytes(some.read_bytes())
     with caplog.at_level("WARNING"):
-        build(tmp_path / "again", [corpus], **given)
+        build(tmp_path / "again", open_corpus([corpus], valid=valid), vocab_size=400)
     assert "1 of 4 validation documents are in the training data, too" in caplog.text
     (tmp_path / "bytes").mkdir()
     (tmp_path / "bytes" / "x").write_bytes(b"\xff")
     with pytest.raises(BadInputError, match="no document of them is for validation"):
-        build(tmp_path / "none", [corpus], vocab_size=400, valid=[tmp_path / "bytes"])
+        build(tmp_path / "none", open_corpus([corpus], valid=[tmp_path / "bytes"]), vocab_size=400)
 
 
 def test_split_of_too_few_documents(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("only one document " * 20)
     with pytest.raises(BadInputError, match=r"1 document, 1 of them .* --valid-fraction 0"):
-        build(tmp_path / "out", [tmp_path / "one.txt"], vocab_size=300)
-    result = build(tmp_path / "out", [tmp_path / "one.txt"], vocab_size=300, valid_fraction=0)
+        build(tmp_path / "out", open_corpus([tmp_path / "one.txt"]), vocab_size=300)
+    result = build(
+        tmp_path / "out", open_corpus([tmp_path / "one.txt"]), vocab_size=300, valid_fraction=0
+    )
     assert "valid" not in result.manifest
     assert not (result.out / "valid.bin").exists()
 
 
 def test_given_tokenizer(corpus: Path, whole: Path, tmp_path: Path) -> None:
-    result = build(tmp_path / "out", [corpus], tokenizer=whole / "tokenizer.json", seed=3)
+    result = build(tmp_path / "out", open_corpus([corpus]), tokenizer=load_tokenizer(whole), seed=3)
     assert (result.out / "train.bin").read_bytes() == (whole / "train.bin").read_bytes()
     assert result.manifest["inputs"]["vocab_size"] is None
 
 
 def test_reuse_refuse_replace(corpus: Path, tmp_path: Path, caplog) -> None:
     out = tmp_path / "out"
-    first = build(out, [corpus], vocab_size=300)
+    first = build(out, open_corpus([corpus]), vocab_size=300)
     assert not first.reused
     times = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert build(out, [corpus], vocab_size=300).reused
+    assert build(out, open_corpus([corpus]), vocab_size=300).reused
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
     with pytest.raises(UsageError, match=r"vocab_size: 300 there, 310 now.*--force"):
-        build(out, [corpus], vocab_size=310)
+        build(out, open_corpus([corpus]), vocab_size=310)
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
-    forced = build(out, [corpus], vocab_size=310, valid_fraction=0, force=True)
+    forced = build(out, open_corpus([corpus]), vocab_size=310, valid_fraction=0, force=True)
     assert forced.manifest["tokenizer"]["vocab_size"] == 310
     assert not (out / "valid.bin").exists()
     # A damaged file is noticed, said, and made again.
@@ -176,7 +179,7 @@ def test_reuse_refuse_replace(corpus: Path, tmp_path: Path, caplog) -> None:
     (out / "train.bin").write_bytes(raw)
     with pytest.raises(BadInputError, match=r"train\.bin: damaged"):
         verify(out)
-    again = build(out, [corpus], vocab_size=310, valid_fraction=0)
+    again = build(out, open_corpus([corpus]), vocab_size=310, valid_fraction=0)
     assert not again.reused
     assert "train.bin: damaged" in caplog.text
     assert verify(out) == forced.manifest
@@ -185,27 +188,27 @@ def test_reuse_refuse_replace(corpus: Path, tmp_path: Path, caplog) -> None:
 def test_foreign_files_are_not_overwritten(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(b"precious")
     with pytest.raises(UsageError, match=r"holds train\.bin but no manifest\.json"):
-        build(tmp_path, [corpus], vocab_size=300)
+        build(tmp_path, open_corpus([corpus]), vocab_size=300)
     assert (tmp_path / "train.bin").read_bytes() == b"precious"
     with pytest.raises(UsageError, match="is not a folder"):
-        build(tmp_path / "train.bin", [corpus], vocab_size=300)
+        build(tmp_path / "train.bin", open_corpus([corpus]), vocab_size=300)
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(BadInputError, match=r"manifest\.json: not a manifest"):
-        build(tmp_path, [corpus], vocab_size=300)
+        build(tmp_path, open_corpus([corpus]), vocab_size=300)
 
 
 def test_bad_arguments(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"valid_fraction is 1\.0"):
-        build(tmp_path, [corpus], valid_fraction=1.0)
+        build(tmp_path, open_corpus([corpus]), valid_fraction=1.0)
     with pytest.raises(UsageError, match="vocab_size is 10"):
-        build(tmp_path, [corpus], vocab_size=10)
+        build(tmp_path, open_corpus([corpus]), vocab_size=10)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(BadInputError, match=r"empty\.txt: holds no text"):
-        build(tmp_path / "out", [tmp_path / "empty.txt"])
+        build(tmp_path / "out", open_corpus([tmp_path / "empty.txt"]))
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.txt").rename(tmp_path / "folder" / "empty.txt")
     with pytest.raises(BadInputError, match="the corpus has no text"):
-        build(tmp_path / "out", [tmp_path / "folder"])
+        build(tmp_path / "out", open_corpus([tmp_path / "folder"]))
 
 
 def test_finished_shards_are_not_done_again(
@@ -225,7 +228,7 @@ def test_finished_shards_are_not_done_again(
     out = tmp_path / "out"
     with small_shards():
         with pytest.raises(KeyboardInterrupt):
-            build(out, [corpus], vocab_size=400, seed=3)
+            build(out, open_corpus([corpus]), vocab_size=400, seed=3)
         assert [path.name for path in out.iterdir()] == [".partial"]
         # One of the four is damaged: it alone is done again.
         victim = out / ".partial" / "shard-000002.train.bin"
@@ -234,7 +237,7 @@ def test_finished_shards_are_not_done_again(
         monkeypatch.setattr(
             module._Job, "_write_shard", lambda *a: written.append(a[1]) or write(*a)
         )
-        result = build(out, [corpus], vocab_size=400, seed=3)
+        result = build(out, open_corpus([corpus]), vocab_size=400, seed=3)
     assert result.resumed_shards == 3
     assert written == [2, *range(4, result.shards)]
     assert same_files(out, whole)
@@ -255,7 +258,7 @@ def test_files_appear_by_renaming(
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", record)
-    build(out, [corpus], vocab_size=300)
+    build(out, open_corpus([corpus]), vocab_size=300)
     assert sorted(renamed) == FILES
 
 
@@ -264,7 +267,7 @@ def test_replacement_that_is_interrupted(
 ) -> None:
     """Old and new files are never under one manifest."""
     out = tmp_path / "out"
-    build(out, [corpus], vocab_size=300)
+    build(out, open_corpus([corpus]), vocab_size=300)
     replace = Path.replace
 
     def stop_halfway(self, target):
@@ -275,11 +278,11 @@ def test_replacement_that_is_interrupted(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", stop_halfway)
         with pytest.raises(KeyboardInterrupt):
-            build(out, [corpus], vocab_size=310, force=True)
+            build(out, open_corpus([corpus]), vocab_size=310, force=True)
     assert not (out / "manifest.json").exists()
     with pytest.raises(UsageError, match="but no manifest"):
-        build(out, [corpus], vocab_size=300)
-    assert build(out, [corpus], vocab_size=310).resumed_shards == 1
+        build(out, open_corpus([corpus]), vocab_size=300)
+    assert build(out, open_corpus([corpus]), vocab_size=310).resumed_shards == 1
     verify(out)
 
 
@@ -334,7 +337,7 @@ def test_two_builds_at_once(corpus: Path, tmp_path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with pytest.raises(TelechatMoeError, match="another build is writing to"):
-            build(tmp_path, [corpus], vocab_size=300)
+            build(tmp_path, open_corpus([corpus]), vocab_size=300)
     finally:
         os.close(descriptor)
 
@@ -356,7 +359,7 @@ def test_corpus_that_changes_while_it_is_read(
 
     monkeypatch.setattr(module._Job, "_train", change_then_train)
     with pytest.raises(BadInputError, match=r"5\.txt changed while the dataset was being built"):
-        build(tmp_path / "out", [folder], vocab_size=300)
+        build(tmp_path / "out", open_corpus([folder]), vocab_size=300)
 
 
 @pytest.fixture
@@ -380,13 +383,13 @@ def test_full_disk(corpus: Path, whole: Path, small_disk: Path) -> None:
     out = small_disk / "out"
     with small_shards():
         with pytest.raises(TelechatMoeError, match=r"no space left on .*/out") as caught:
-            build(out, [corpus], vocab_size=400, seed=3)
+            build(out, open_corpus([corpus]), vocab_size=400, seed=3)
         assert caught.value.exit_code == 1
         assert [path.name for path in out.iterdir()] == [".partial"]
         done = len(list((out / ".partial").glob("shard-*.json")))
         assert done > 0
         subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-        result = build(out, [corpus], vocab_size=400, seed=3)
+        result = build(out, open_corpus([corpus]), vocab_size=400, seed=3)
     assert result.resumed_shards == done
     assert same_files(out, whole)
 
@@ -399,7 +402,7 @@ def test_a_word_without_end_is_learned_from_in_pieces(text: str, tmp_path: Path)
     assert max(map(len, pieces)) <= 128
     (tmp_path / "a.txt").write_text(text)
     begin = time.process_time()
-    build(tmp_path / "out", [tmp_path / "a.txt"], vocab_size=300, valid_fraction=0)
+    build(tmp_path / "out", open_corpus([tmp_path / "a.txt"]), vocab_size=300, valid_fraction=0)
     assert time.process_time() - begin < 20  # in whole 40 to 60 s
 
 
@@ -425,6 +428,11 @@ def test_the_end_of_documents_is_kept_with_the_dataset(tmp_path: Path) -> None:
         (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
         (tmp_path / "a.txt").write_text("a")
         out = tmp_path / str(given)
-        build(out, [tmp_path / "a.txt"], tokenizer=folder, eod_token=given, valid_fraction=0)
+        build(
+            out,
+            open_corpus([tmp_path / "a.txt"]),
+            tokenizer=load_tokenizer(folder, given),
+            valid_fraction=0,
+        )
         assert load_tokenizer(out).eod_token == expected
         assert IndexedDataset(out / "train")[0].tolist() == [1, names[expected]]

@@ -18,13 +18,14 @@ pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 from tokenizers import AddedToken
 
 from telechat_moe.cli import main
-from telechat_moe.data import Loader, SampleOptions, build, open_blend, write_indexed
+from telechat_moe.data import BuildResult, Loader, SampleOptions, build, open_blend, write_indexed
 from telechat_moe.data.build import _Job
 from telechat_moe.data.chat_template import ChatTemplate
 from telechat_moe.data.conversations import ChatFormat, bare, conversation_text, read_template
+from telechat_moe.data.corpus import open_corpus
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.tokenizer import EOD_TOKEN, Tokenizer, load_tokenizer, train_tokenizer
-from telechat_moe.data.whole import WholeDataset
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.train.preflight import examine
@@ -47,6 +48,15 @@ conversations = st.lists(
     max_size=6,
 ).filter(lambda messages: any(m["role"] == "assistant" for m in messages))
 talks = partial(WholeDataset, conversations=True)
+
+
+def build_chats(
+    out: Path, paths: list[Path], tokenizer: Path, conversations: ChatFormat, **options: Any
+) -> BuildResult:
+    corpus = open_corpus(paths, conversations=True, ignored=conversations.ignored)
+    return build(
+        out, corpus, tokenizer=load_tokenizer(tokenizer), conversations=conversations, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +317,7 @@ def test_interrupted_build_keeps_what_was_too_long(
     monkeypatch.setattr("telechat_moe.data.scan.SHARD_BYTES", 600)
     corpus = [write_lines(tmp_path / "chat.jsonl", long=(4, 30))]
     how = {"tokenizer": folder, "conversations": ChatFormat(("assistant",), 64, PATTERN)}
-    whole = build(tmp_path / "whole", corpus, **how)
+    whole = build_chats(tmp_path / "whole", corpus, **how)
     write_shard, done = _Job._write_shard, []
 
     def stop(self, shard, *rest):
@@ -319,8 +329,8 @@ def test_interrupted_build_keeps_what_was_too_long(
     with monkeypatch.context() as patch:
         patch.setattr(_Job, "_write_shard", stop)
         with pytest.raises(KeyboardInterrupt):
-            build(tmp_path / "out", corpus, **how)
-    resumed = build(tmp_path / "out", corpus, **how)
+            build_chats(tmp_path / "out", corpus, **how)
+    resumed = build_chats(tmp_path / "out", corpus, **how)
     assert resumed.resumed_shards == 5
     assert resumed.manifest == whole.manifest
     assert len(whole.manifest["too_long"]) == 2
@@ -328,7 +338,7 @@ def test_interrupted_build_keeps_what_was_too_long(
 
 def test_default_conversations_are_docstrings(folder: Path, tmp_path: Path) -> None:
     how = ChatFormat(("assistant",), 4096, PATTERN)
-    result = build(tmp_path, tokenizer=folder, conversations=how)
+    result = build_chats(tmp_path, [], tokenizer=folder, conversations=how)
     assert result.manifest["train"]["documents"] > 2000
     source, tokenizer = IndexedDataset(tmp_path / "train"), load_tokenizer(folder)
     first = source[0]
@@ -360,7 +370,7 @@ def test_bad_lines_are_named(line: str, tmp_path: Path, folder: Path) -> None:
     path.write_text(json.dumps(talk("a", "b")) + "\n" + line + "\n")
     how = ChatFormat(("assistant",), 64, PATTERN)
     with pytest.raises(BadInputError, match=r"chat\.jsonl:( line )?2") as error:
-        build(tmp_path / "out", [path], tokenizer=folder, conversations=how, valid_fraction=0)
+        build_chats(tmp_path / "out", [path], tokenizer=folder, conversations=how, valid_fraction=0)
     assert BAD_LINES[line] in str(error.value)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -369,10 +379,10 @@ def test_nothing_left_and_other_files_are_refused(tmp_path: Path, folder: Path) 
     how = {"tokenizer": folder, "conversations": ChatFormat(("assistant",), 5, PATTERN)}
     lines = write_lines(tmp_path / "chat.jsonl")
     with pytest.raises(BadInputError, match=r"at most 5 tokens .* raise seq_length"):
-        build(tmp_path / "out", [lines], **how, valid_fraction=0)
+        build_chats(tmp_path / "out", [lines], **how, valid_fraction=0)
     (tmp_path / "a.txt").write_text("hi")
     with pytest.raises(BadInputError, match=r"a\.txt: conversations are lines of \.jsonl"):
-        build(tmp_path / "out", [tmp_path / "a.txt"], **how)
+        build_chats(tmp_path / "out", [tmp_path / "a.txt"], **how)
     write_indexed(tmp_path / "plain", [np.arange(4)], np.uint16)
     with pytest.raises(BadInputError, match="uint16, which say nothing about the loss"):
         talks(tmp_path / "plain", 8, options=OPTIONS)
@@ -391,7 +401,7 @@ def test_text_training_says_that_data_are_conversations(tmp_path: Path) -> None:
 def test_data_that_were_built_otherwise_are_named(tmp_path: Path, folder: Path) -> None:
     how = ChatFormat(("assistant",), 256, PATTERN)
     corpus = write_lines(tmp_path / "chat.jsonl")
-    build(tmp_path / "chats", [corpus], tokenizer=folder, conversations=how)
+    build_chats(tmp_path / "chats", [corpus], tokenizer=folder, conversations=how)
     common = [
         "telechat_moe.evaluation.interval=0",
         "telechat_moe.sample=null",

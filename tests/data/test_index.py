@@ -18,15 +18,15 @@ from telechat_moe.data import (
     IndexedDataset,
     SampleOptions,
     blend,
+    document_packing,
     index,
     indexed,
     open_blend,
     open_mixture,
     pack,
-    whole,
     write_indexed,
 )
-from telechat_moe.data.whole import WholeDataset
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.errors import BadInputError, TelechatMoeError
 
 S = 16
@@ -156,7 +156,7 @@ def test_packed_documents_are_opened_as_built(prefix: str, monkeypatch: pytest.M
     monkeypatch.setattr(index, "ON_DISK", 0)
     built = opened(progress=lambda *what: said.append(what))
     assert [what for what in said if what[0] == "packing documents"][-1][1:] == (len(plain), 200)
-    monkeypatch.setattr(whole, "build_packing", None)  # opened from here on
+    monkeypatch.setattr(document_packing, "build_packing", None)  # opened from here on
     for one in (built, opened()):
         assert not one._row.flags.writeable
         assert (len(one), one.epochs, one.fingerprint()) == (

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.data import IndexedDataset, Loader, SampleOptions, build, open_blend
+from telechat_moe.data.corpus import open_corpus
 
 pytestmark = pytest.mark.mindformers
 
@@ -144,7 +145,7 @@ def test_where_we_differ_from_mindformers(reference, prefixes, tmp_path: Path) -
 def test_built_files_are_read_by_mindformers(reference, corpus: Path, tmp_path: Path) -> None:
     from mindformers.dataset.blended_datasets.indexed_dataset import IndexedDataset as Theirs
 
-    result = build(tmp_path / "out", [corpus], vocab_size=400)
+    result = build(tmp_path / "out", open_corpus([corpus]), vocab_size=400)
     for side in ("train", "valid"):
         prefix = str(result.out / side)
         mine, theirs = IndexedDataset(prefix), Theirs(prefix)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_data import make_documents
 
 from telechat_moe.data import GptDataset, Loader, open_mixture, pack, write_indexed
-from telechat_moe.data.mixture import MixedDataset, Passes, Schedule
+from telechat_moe.data.mixture import MixedDataset, MixtureSchedule, Passes
 from telechat_moe.errors import BadInputError
 
 SIZE = 16
@@ -112,13 +112,13 @@ weights_of = st.lists(st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]), min_size=3, ma
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
+def schedules(draw: st.DrawFn) -> tuple[MixtureSchedule, int]:
     starts = draw(st.lists(st.integers(1, 80), max_size=4, unique=True).map(sorted))
     size = draw(st.integers((starts or [0])[-1] + 1, 120))
     return [(start, draw(weights_of)) for start in [0, *starts]], size
 
 
-def mixed(schedule: Schedule, size: int, sources: int = 3) -> MixedDataset:
+def mixed(schedule: MixtureSchedule, size: int, sources: int = 3) -> MixedDataset:
     return MixedDataset([Numbers(i) for i in range(sources)], schedule, size)  # type: ignore[misc]
 
 
@@ -127,7 +127,7 @@ def served(dataset: MixedDataset) -> list[tuple[int, int]]:
     return [tuple(row) for row in dataset.batch(np.arange(len(dataset)))["n"].tolist()]
 
 
-def by_hand(schedule: Schedule, size: int) -> list[tuple[int, int]]:
+def by_hand(schedule: MixtureSchedule, size: int) -> list[tuple[int, int]]:
     """Blend each segment by itself, among the sources that it has; every source goes on counting."""
     ends = [start for start, _ in schedule[1:]] + [size]
     taken, rows = [0, 0, 0], []
@@ -141,7 +141,7 @@ def by_hand(schedule: Schedule, size: int) -> list[tuple[int, int]]:
 
 @given(drawn=schedules())
 @settings(max_examples=150, deadline=None)
-def test_every_segment_is_exact_and_no_sample_is_lost(drawn: tuple[Schedule, int]) -> None:
+def test_every_segment_is_exact_and_no_sample_is_lost(drawn: tuple[MixtureSchedule, int]) -> None:
     schedule, size = drawn
     dataset = mixed(schedule, size)
     rows = served(dataset)
@@ -161,7 +161,7 @@ def test_every_segment_is_exact_and_no_sample_is_lost(drawn: tuple[Schedule, int
 
 @given(drawn=schedules(), batch=st.integers(1, 5), at=st.integers(0, 120))
 @settings(max_examples=60, deadline=None)
-def test_resume_anywhere(drawn: tuple[Schedule, int], batch: int, at: int) -> None:
+def test_resume_anywhere(drawn: tuple[MixtureSchedule, int], batch: int, at: int) -> None:
     """From any step on the stream is the uninterrupted one, whatever the batch size was before."""
     schedule, size = drawn
     at = min(at, size - 1)
@@ -186,7 +186,7 @@ def test_resume_anywhere(drawn: tuple[Schedule, int], batch: int, at: int) -> No
 )
 @settings(max_examples=120, deadline=None)
 def test_the_future_may_change_and_the_past_may_not(
-    drawn: tuple[Schedule, int], other: tuple[Schedule, int], at: int, longer: int
+    drawn: tuple[MixtureSchedule, int], other: tuple[MixtureSchedule, int], at: int, longer: int
 ) -> None:
     schedule, size = drawn
     at = min(at, size)
@@ -209,13 +209,13 @@ def test_the_future_may_change_and_the_past_may_not(
         assert Loader(mixed(wrong, at + 1), 1).load_state(state, other_data=True) is True
 
 
-def _other_pasts(before: Schedule, at: int) -> list[Schedule]:
+def _other_pasts(before: MixtureSchedule, at: int) -> list[MixtureSchedule]:
     """Return schedules that served other samples before one, or would not know whether they did."""
     if not before:
         return []
     start, weights = before[-1]
     more = [w + (0.7 if i == 0 else 0.0) for i, w in enumerate(weights)]
-    wrong: list[Schedule] = [[*before[:-1], (start, [more[0] + 9, more[1] + 1, more[2]])]]
+    wrong: list[MixtureSchedule] = [[*before[:-1], (start, [more[0] + 9, more[1] + 1, more[2]])]]
     if at - start > 1:
         wrong.append([*before, (at - 1, weights)])
     if len(before) > 1:
@@ -239,7 +239,7 @@ def test_a_source_without_weight_is_never_taken() -> None:
         ([(0, [1, 1, 1]), (4, [1, 1, 1])], 4),
     ],
 )
-def test_a_schedule_that_cannot_be_served(schedule: Schedule, size: int) -> None:
+def test_a_schedule_that_cannot_be_served(schedule: MixtureSchedule, size: int) -> None:
     with pytest.raises(ValueError, match="expected"):
         mixed(schedule, size)
 

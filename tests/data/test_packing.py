@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telechat_moe.data import GptDataset, Loader, SampleOptions, open_blend, write_indexed
-from telechat_moe.data.whole import BestFit, WholeDataset
+from telechat_moe.data.document_packing import BestFit, WholeDataset
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import RecipeError, load
 

@@ -13,7 +13,7 @@ from telechat_moe.cli import main
 from telechat_moe.interop.mindformers_checkpoint import read
 from telechat_moe.model import CausalLM
 from telechat_moe.recipe import load
-from telechat_moe.train.state import load_weights
+from telechat_moe.train.parameters import load_weights
 
 pytestmark = [
     pytest.mark.mindspore,

@@ -16,10 +16,10 @@ from mindspore import Tensor
 from tiny_models import random_weights, tiny_config
 
 from telechat_moe.data import SampleOptions, write_indexed
-from telechat_moe.data.whole import WholeDataset
+from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.interop.hf import weights
 from telechat_moe.model import CausalLM
-from telechat_moe.train.state import load_weights
+from telechat_moe.train.parameters import load_weights
 from telechat_moe.train.step import Evaluate
 
 pytestmark = [pytest.mark.mindspore, pytest.mark.torch]

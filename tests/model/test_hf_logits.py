@@ -21,7 +21,7 @@ from telechat_moe.interop.hf import weights
 from telechat_moe.model import CausalLM, Logits
 from telechat_moe.recipe import ModelConfig, hugging_face
 from telechat_moe.recipe.hugging_face import OtherModelError
-from telechat_moe.train.state import load_weights
+from telechat_moe.train.parameters import load_weights
 
 pytestmark = [pytest.mark.mindspore, pytest.mark.torch]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.moe.forecast import LoadWindow, check_loads, forecast
-from telechat_moe.moe.placement import Placement, moves, settle
+from telechat_moe.moe.placement import SlotMap, moves, settle
 from telechat_moe.moe.planner import MoveRule, plan
 
 PAIRS = 4_096
@@ -31,7 +31,7 @@ def test_a_plan_is_a_map_whose_moves_lead_there(
 ):
     experts = devices * capacity
     random = np.random.default_rng(seed)
-    current = Placement(random.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1), devices)
+    current = SlotMap(random.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1), devices)
     loads_NLE = window(3, layers, experts, seed)
     proposal = plan(loads_NLE, current, rule())
     place = current.slots.copy()
@@ -54,7 +54,7 @@ def test_a_plan_is_a_map_whose_moves_lead_there(
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1e4, 1e9), st.integers(0, 2**31))
 def test_each_layer_moves_only_where_the_gain_repays_the_move(expert_bytes: float, seed: int):
-    current = Placement.identity(4, 16, 4)
+    current = SlotMap.identity(4, 16, 4)
     one = rule(expert_bytes=expert_bytes)
     proposal = plan(window(2, 4, 16, seed), current, one)
     changed = proposal.placement.owners != current.owners
@@ -68,7 +68,7 @@ def test_each_layer_moves_only_where_the_gain_repays_the_move(expert_bytes: floa
 
 
 def test_a_dearer_move_leaves_more_experts_where_they_are():
-    loads, current = window(4, 6, 32), Placement.identity(6, 32, 8)
+    loads, current = window(4, 6, 32), SlotMap.identity(6, 32, 8)
     count = [
         len(moves(current, plan(loads, current, rule(expert_bytes=b)).placement))
         for b in (0, 1e6, 1e7, 1e10)
@@ -78,13 +78,13 @@ def test_a_dearer_move_leaves_more_experts_where_they_are():
 
 
 def test_nothing_moves_twice_for_the_same_loads():
-    loads, current = window(4, 3, 32), Placement.identity(3, 32, 8)
+    loads, current = window(4, 3, 32), SlotMap.identity(3, 32, 8)
     first = plan(loads, current, rule(expert_bytes=0)).placement
     assert moves(first, plan(loads, first, rule(expert_bytes=0)).placement) == []
 
 
 def test_equal_loads_move_nothing():
-    current = Placement.identity(2, 12, 4)
+    current = SlotMap.identity(2, 12, 4)
     proposal = plan(np.full((3, 2, 12), 8), current, rule(expert_bytes=0))
     assert moves(current, proposal.placement) == []
     assert proposal.gain_s.tolist() == [0, 0]
@@ -92,7 +92,7 @@ def test_equal_loads_move_nothing():
 
 def test_one_expert_is_placed_with_the_coolest():
     loads = np.array([[[900, 30, 30, 30, 5, 5, 0, 0]]])
-    proposal = plan(loads, Placement.identity(1, 8, 4), rule(expert_bytes=0))
+    proposal = plan(loads, SlotMap.identity(1, 8, 4), rule(expert_bytes=0))
     owner_E = proposal.placement.owners[0]
     assert owner_E[0] in (owner_E[6], owner_E[7])
     assert proposal.after[0] == 900
@@ -138,11 +138,11 @@ def test_impossible_loads_are_refused(loads: list[object], pairs: int | None, sa
 )
 def test_impossible_maps_are_refused(slots: list[object], devices: int, said: str):
     with pytest.raises(BadInputError, match=said):
-        Placement(np.array(slots), devices)
+        SlotMap(np.array(slots), devices)
 
 
 def test_a_device_without_room_is_refused():
-    current = Placement.identity(2, 6, 3)
+    current = SlotMap.identity(2, 6, 3)
     with pytest.raises(
         BadInputError, match="layer 1: device 2 would hold 3 experts; there are 3 devices"
     ):
@@ -152,7 +152,7 @@ def test_a_device_without_room_is_refused():
 
 
 def test_maps_and_loads_of_other_models_are_refused():
-    current = Placement.identity(2, 6, 3)
+    current = SlotMap.identity(2, 6, 3)
     with pytest.raises(
         BadInputError, match="loads of 3 layers and 6 experts do not fit a map of 2 and 6"
     ):
@@ -160,7 +160,7 @@ def test_maps_and_loads_of_other_models_are_refused():
     with pytest.raises(
         BadInputError, match="a map of 2 layers, 6 experts and 3 devices cannot become"
     ):
-        moves(current, Placement.identity(2, 6, 2))
+        moves(current, SlotMap.identity(2, 6, 2))
 
 
 @pytest.mark.parametrize("name", ["seconds_per_pair", "steps", "bandwidth"])

@@ -29,18 +29,18 @@ from telechat_moe.recipe.speed_up import switches
 from telechat_moe.sharding import recipe as sharded
 from telechat_moe.tools.plan.schedules.ranks import rank_orders
 from telechat_moe.train import (
-    checkpoints,
     expert_moves,
     guard,
     preflight,
     rank_graph,
+    run_state,
     sample,
     schedule,
 )
 from telechat_moe.train.engine import OneProcess, tensors
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.start import start_of
 from telechat_moe.train.step import StepOutput
 
@@ -148,12 +148,12 @@ def run(recipe: Recipe) -> list[Any]:
     engine: Any = Recorder(recipe, said)
     try:
         with preflight.open_loader(recipe) as loader:
-            kept = checkpoints.RunCheckpoints(
-                recipe, engine, loader, guard.of_recipe(recipe), Ranks()
+            state = run_state.RunState(
+                recipe, engine, loader, guard.of_recipe(recipe), RankCoordinator()
             )
             said.append(repr(start_of(recipe)))
             said.append(("data", build_settings(recipe)))
-            Loop(kept, schedule.from_recipe(recipe), Watching(said)).run()
+            Loop(state, schedule.from_recipe(recipe), Watching(said)).run()
             sample.sample_text(recipe, engine)
     except TelechatMoeError as error:
         said.append(("error", str(error)))
@@ -337,7 +337,7 @@ _ONCE = re.compile(rb"0x[0-9a-f]{6,16}|export\.mindir\.[0-9.]+")
 
 def patch(patch: Any) -> None:
     """Replace what a run needs beside a recipe by what records it."""
-    patch.setattr(checkpoints, "Saver", FakeSaver)
+    patch.setattr(run_state, "Saver", FakeSaver)
     patch.setattr(sample, "load_tokenizer", str)
     patch.setattr(
         sample,
@@ -345,7 +345,7 @@ def patch(patch: Any) -> None:
         lambda *a, **k: FakeSaver.said.append(("sample", a[2:], k)) or list(a[2]),
     )
     choose = lambda self, step: FakeSaver.said.append(("back to", step)) or ""  # noqa: E731
-    patch.setattr(checkpoints.RunCheckpoints, "_choose_before", choose)
+    patch.setattr(run_state.RunState, "_choose_before", choose)
     patch.setattr(communication, "create_group", lambda *_: None)
 
 

@@ -40,7 +40,9 @@ IN_CI: dict[str, Group] = {
             f"{PAGE}[sharded_runs",
         ),
     ),
-    "train": Group(10, ("tests/train", "benchmarks/balance_pilot", "benchmarks/placement")),
+    "train": Group(
+        10, ("tests/train", "tests/analysis", "benchmarks/balance_pilot", "benchmarks/placement")
+    ),
     "resume": Group(
         12,
         (

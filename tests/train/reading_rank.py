@@ -17,7 +17,7 @@ from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import load
 from telechat_moe.train import preflight
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 
 def say(**content: object) -> None:
@@ -54,7 +54,7 @@ def main(job: str, rank: str, count: str, name: str, operations: str, *sets: str
         resource.setrlimit(resource.RLIMIT_FSIZE, (script[0][1], -1))
         del script[0]
     control = Control(Path(job) / CONTROL) if int(count) > 1 else None
-    ranks = Ranks(control, int(rank), int(count))
+    ranks = RankCoordinator(control, int(rank), int(count))
     shared = ranks.share_batches()
     with preflight.require(recipe, overwrite=True, shared=shared).loader as loader:
         for what, *given in script:

@@ -10,7 +10,7 @@ from tiny_models import random_weights, tiny_config
 
 from telechat_moe.model import CausalLM
 from telechat_moe.ops import select
-from telechat_moe.train import state
+from telechat_moe.train import parameters
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import TrainStep
 
@@ -56,7 +56,9 @@ def test_in_place_sums_are_those_of_plain_operators():
     for a, b in zip(plain.trainable_params(), fused.trainable_params(), strict=True):
         np.testing.assert_allclose(b.asnumpy(), a.asnumpy(), atol=1e-4, err_msg=a.name)
     # Nothing of it is in a checkpoint, and nothing is left for the next step.
-    assert not [name for name in state.parameters(fused, optimizer)["model"] if "main_grad" in name]
+    assert not [
+        name for name in parameters.parameters(fused, optimizer)["model"] if "main_grad" in name
+    ]
     left = [p for p in fused.get_parameters() if p.name.endswith("main_grad")]
     assert left
     assert all(not p.asnumpy().any() for p in left)

@@ -18,11 +18,11 @@ from mini_recipe import SPREAD
 from telechat_moe.cli import main
 from telechat_moe.launch.sharded_run import one_process
 from telechat_moe.recipe import Recipe, RecipeError, load
-from telechat_moe.train import checkpoints, guard, preflight, schedule
+from telechat_moe.train import guard, preflight, run_state, schedule
 from telechat_moe.train.engine import tensors
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.trainer import Trainer
 
 EPOCHS = 2
@@ -68,9 +68,11 @@ def logged(recipe: Recipe) -> list[dict]:
         key_effects.patch(patch)
         key_effects.FakeSaver.said = []
         engine = Reader(recipe, [])
-        kept = checkpoints.RunCheckpoints(recipe, engine, loader, guard.of_recipe(recipe), Ranks())
+        state = run_state.RunState(
+            recipe, engine, loader, guard.of_recipe(recipe), RankCoordinator()
+        )
         with Monitor(output, recipe.train_steps, 1, stream=io.StringIO(), tensorboard=False) as m:
-            Loop(kept, schedule.from_recipe(recipe), m).run()
+            Loop(state, schedule.from_recipe(recipe), m).run()
     said = map(json.loads, (output / "samples.jsonl").read_text().splitlines())
     return [line for line in said if line["event"] == "step"]
 

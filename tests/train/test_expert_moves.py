@@ -18,7 +18,7 @@ from mindspore import Tensor, communication, nn, ops
 
 from telechat_moe.checkpoint.rank_shards import balance
 from telechat_moe.graph.mindir import COLLECTIVES, kinds
-from telechat_moe.moe.placement import Placement
+from telechat_moe.moe.placement import SlotMap
 from telechat_moe.moe.planner import Proposal
 from telechat_moe.ops.permute import Permute
 from telechat_moe.processes import Control
@@ -28,8 +28,9 @@ from telechat_moe.recipe.uses import unread
 from telechat_moe.sharding.cells.dispatch import PaddedDispatch
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.train.expert_moves import MovingExperts
-from telechat_moe.train.rank_graph import build_step, compile_recipe, places_of_rows
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.rank_graph import build_step, compile_recipe
+from telechat_moe.train.rank_step import places_of_rows
+from telechat_moe.train.ranks import RankCoordinator
 
 LAYERS, EXPERTS = 2, 8
 PREFIX = re.compile(r"^(adam_.|ema)\.")
@@ -126,7 +127,7 @@ class Team:
                 if n in held
             }
             self.programs.append(Program(held | slots))
-            given = self.programs[rank], sharing, Ranks(control, rank, len(devices))
+            given = self.programs[rank], sharing, RankCoordinator(control, rank, len(devices))
             moving = MovingExperts(self.recipe, routers, *given, folder / "rows")  # pyright: ignore
             self.ranks.append(moving)
         self.regions = regions
@@ -138,7 +139,7 @@ class Team:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(work, self.ranks))
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: SlotMap) -> None:
         """Hold every tensor of every rank against the whole one, its experts put into their slots."""
         layers = sorted({n.split("moe.")[0] for n in self.shards.weights if ".moe." in n})
         for program, held in zip(self.programs, self.regions, strict=True):
@@ -157,12 +158,12 @@ class Team:
                 np.testing.assert_array_equal(program.shards[name], placement.slots[layer])
 
 
-def random_map(random: np.random.Generator, old: Placement) -> Placement:
+def random_map(random: np.random.Generator, old: SlotMap) -> SlotMap:
     """Return a map of which the first layer, half of the times, is as it was."""
     rows = [random.permutation(EXPERTS) for _ in old.slots]
     if random.random() < 0.5:
         rows[0] = old.slots[0]
-    return Placement(np.array(rows), old.devices)
+    return SlotMap(np.array(rows), old.devices)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -188,7 +189,7 @@ def test_only_rows_that_leave_a_rank_are_written(tmp_path: Path) -> None:
         6,
         7,
     ]  # two change their slot on rank 0, two go between ranks 1 and 2
-    new, sent = Placement(slots, 4), {}
+    new, sent = SlotMap(slots, 4), {}
 
     def send(rank: MovingExperts) -> None:
         rank._send(tmp_path / "sent", new)
@@ -202,7 +203,7 @@ def test_only_rows_that_leave_a_rank_are_written(tmp_path: Path) -> None:
 
 
 def cannot_write(rank: MovingExperts, folder: Path) -> None:
-    def send(place: Path, new: Placement) -> None:
+    def send(place: Path, new: SlotMap) -> None:
         raise OSError(28, "No space left on device")
 
     rank._send = send
@@ -211,7 +212,7 @@ def cannot_write(rank: MovingExperts, folder: Path) -> None:
 def damages(rank: MovingExperts, folder: Path) -> None:
     send = rank._send
 
-    def damage(place: Path, new: Placement) -> None:
+    def damage(place: Path, new: SlotMap) -> None:
         send(place, new)
         path = place / f"rank_{rank.ranks.rank}.npz"
         content = bytearray(path.read_bytes())
@@ -228,7 +229,7 @@ def test_all_ranks_move_or_none(fault: Callable, says: str, tmp_path: Path) -> N
     team = Team("dp4 ep4", tmp_path)
     fault(team.ranks[2], tmp_path)
     before = team.ranks[0].current
-    new = Placement(np.array([np.roll(np.arange(EXPERTS), 2)] * LAYERS), 4)
+    new = SlotMap(np.array([np.roll(np.arange(EXPERTS), 2)] * LAYERS), 4)
     (said,) = set(team.all(lambda rank: rank.move(new)))
     assert said.startswith("the experts stay where they are: rank ")
     assert says in said
@@ -273,19 +274,19 @@ def test_what_the_planner_of_rank_0_says_holds_everywhere(tmp_path: Path) -> Non
     team, zero = Team("dp4 ep4", tmp_path), np.zeros(LAYERS)
     for rank in team.ranks:
         slots = np.array([np.roll(np.arange(EXPERTS), rank.ranks.rank + 1)] * LAYERS)
-        answer = Proposal(Placement(slots, 4), zero, zero, zero, zero)
+        answer = Proposal(SlotMap(slots, 4), zero, zero, zero, zero)
         rank.planner = lambda loads, current, rule, answer=answer: answer
     load = crowd(team)
     for _ in range(2):
         team.all(lambda rank: rank.after_step(load))
-    team.check(Placement(np.array([np.roll(np.arange(EXPERTS), 1)] * LAYERS), 4))
+    team.check(SlotMap(np.array([np.roll(np.arange(EXPERTS), 1)] * LAYERS), 4))
 
 
 def test_a_checkpoint_brings_map_and_loads_back(tmp_path: Path) -> None:
     team = Team("dp4 ep4", tmp_path)
     rank, load = team.ranks[0], crowd(team)
     rank.after_step(load)
-    rank.current = Placement(np.array([np.roll(np.arange(EXPERTS), 3)] * LAYERS), 4)
+    rank.current = SlotMap(np.array([np.roll(np.arange(EXPERTS), 3)] * LAYERS), 4)
     state, kept = rank.state(), rank.current
     assert rank.load_state(None) == ""
     assert (rank.current.slots == np.arange(EXPERTS)).all()

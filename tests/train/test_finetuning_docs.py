@@ -16,6 +16,7 @@ import numpy as np
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.data import build
+from telechat_moe.data.corpus import open_corpus
 from telechat_moe.recipe import load
 from telechat_moe.recipe.weights import weights
 
@@ -33,7 +34,7 @@ SHORT = {
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.py").write_text("def close(self):\n    return the next item\n" * 50)
-    build("output/data", ["text.py"], vocab_size=400, valid_fraction=0)
+    build("output/data", open_corpus(["text.py"]), vocab_size=400, valid_fraction=0)
     config, rng = load("telechat3_moe/pretrain_tiny.yaml").model_config, np.random.default_rng(0)
     model = {
         w.name: (rng.standard_normal(w.shape) * 0.02 + w.name.endswith("norm.weight")).astype("f4")

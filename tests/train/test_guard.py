@@ -126,11 +126,11 @@ def left_out(
     found = []
     with Monitor(output, STEPS, 1, quiet=True) as monitor, trainer.loader:
         loop = trainer.loop(monitor)
-        while trainer.checkpoints.steps_left:
-            if trainer.progress.step == done and trainer.loader.next_sample < first:
+        while trainer.state.steps_left:
+            if trainer.state.step == done and trainer.loader.next_sample < first:
                 trainer.loader.seek(first)
-                trainer.progress.step += count_skip
-            loop.train_one()
+                trainer.state.step += count_skip
+            loop.train_step()
             found = curve(output)
     return found
 
@@ -148,19 +148,19 @@ def test_skip(tmp_path, noisy, unguarded):
     trainer = Trainer(spiky_data.recipe(noisy, output, **rules("skip")), plain=True)
     with Monitor(output, STEPS, 1, quiet=True) as monitor, trainer.loader:
         loop = trainer.loop(monitor)
-        while trainer.progress.step < STEPS:
+        while trainer.state.step < STEPS:
             before = {
                 n: p.asnumpy().copy()
                 for g in trainer.engine.parameters().values()
                 for n, p in g.items()
             }
-            spike = loop.train_one()
+            spike = loop.train_step()
             same = all(
                 np.array_equal(before[n], p.asnumpy())
                 for g in trainer.engine.parameters().values()
                 for n, p in g.items()
             )
-            assert same == (spike is not None) == (trainer.progress.step == SPIKE)
+            assert same == (spike is not None) == (trainer.state.step == SPIKE)
     guarded, free = curve(output), curve(unguarded)
     assert guarded[:SPIKE] == free[:SPIKE]
     assert guarded[SPIKE:] != free[SPIKE:]
@@ -171,7 +171,7 @@ def test_skip(tmp_path, noisy, unguarded):
     assert (event["step"], event["action"], event["reason"]) == (SPIKE, "skip", "loss")
     assert event["limit"] == pytest.approx(1.5 * median, rel=1e-6)
     assert event["median"] == pytest.approx(median)
-    assert trainer.progress.updates == STEPS - 1
+    assert trainer.state.updates == STEPS - 1
 
 
 @pytest.mark.slow

@@ -129,8 +129,8 @@ def test_the_time_of_saving_and_of_evaluating_is_told_apart(
     trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made = trainer(**EVERY)
-    save, evaluate = made.checkpoints.save, training.Loop.evaluate
-    monkeypatch.setattr(made.checkpoints, "save", lambda *args: (time.sleep(0.2), save(*args)))
+    save, evaluate = made.state.save, training.Loop.evaluate
+    monkeypatch.setattr(made.state, "save", lambda *args: (time.sleep(0.2), save(*args)))
     monkeypatch.setattr(
         training.Loop, "evaluate", lambda self: (time.sleep(0.3), evaluate(self))[1]
     )
@@ -149,7 +149,7 @@ def test_a_spike_is_skipped(trainer, tmp_path: Path):
     summary = made.run()
     assert made.engine.weight.asnumpy() == sum(sums[:STEPS]) - sums[6]
     assert (summary.steps, summary.skipped_steps) == (STEPS, 1)
-    assert (made.progress.skipped, made.progress.skipped_in_a_row) == (1, 0)
+    assert (made.state.skipped, made.state.skipped_in_a_row) == (1, 0)
     assert made.engine.numbers == [1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10, 11]
     assert newest(tmp_path / "run").state["skipped"] == 1
 
@@ -181,7 +181,7 @@ def test_a_run_that_died_after_going_back_leaves_the_same_out(trainer, tmp_path:
     again = trainer(resume=True, **rules)
     again.run()
     assert again.engine.weight.asnumpy() == sum(sums[:6]) + sum(sums[8:STEPS])
-    assert len(again.progress.rollbacks) == 1
+    assert len(again.state.rollbacks) == 1
 
 
 def dying(update: Any, at: int) -> Any:
@@ -210,8 +210,8 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(trainer, tmp_path: Path)
     made = trainer({2: float("nan"), **bad}, telechat_moe__max_skipped_steps=3)
     with pytest.raises(CheckFailedError, match=r"stopped at step 7: 4 steps in a row.*to blame"):
         made.run()
-    assert (made.progress.skipped, made.progress.skipped_in_a_row) == (5, 4)
-    assert made.progress.updates == 2
+    assert (made.state.skipped, made.state.skipped_in_a_row) == (5, 4)
+    assert made.state.updates == 2
     reasons = [json.dumps(r) for r in records(tmp_path / "run", "guard")]
     assert len(reasons) == 5
 

@@ -22,10 +22,10 @@ from telechat_moe.cli import main
 from telechat_moe.data.audit import Audit, audit
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.train import checkpoints, guard, preflight, schedule
+from telechat_moe.train import guard, preflight, run_state, schedule
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 FIRST = "{from_sample: 0, weights: [3, 1]}"
 SECOND = "{from_sample: 10, weights: [0, 1]}"  # within a step
@@ -129,15 +129,15 @@ def run(monkeypatch: pytest.MonkeyPatch):
         key_effects.FakeSaver.said = said = list[Any]()
         with preflight.open_loader(recipe) as loader:
             engine: Any = Engine(recipe, said)
-            kept = checkpoints.RunCheckpoints(
-                recipe, engine, loader, guard.of_recipe(recipe), Ranks()
+            run = run_state.RunState(
+                recipe, engine, loader, guard.of_recipe(recipe), RankCoordinator()
             )
             if state is not None:
                 loader.load_state(state)
-                kept.progress.step = kept.progress.updates = state["next_sample"] // 4
-            begun, output = kept.progress.step, Path(recipe.output_dir)
+                run.step = run.updates = state["next_sample"] // 4
+            begun, output = run.step, Path(recipe.output_dir)
             monitor = Monitor(output, recipe.train_steps, 64, begun, quiet=True, tensorboard=False)
-            loop = Loop(kept, schedule.from_recipe(recipe), monitor)
+            loop = Loop(run, schedule.from_recipe(recipe), monitor)
             loop.steps = steps or loop.steps
             loop.run()
             monitor.close()

@@ -22,6 +22,7 @@ import pytest
 from telechat_moe.errors import BadInputError
 from telechat_moe.launch.host_processes import LogTail
 from telechat_moe.train import metrics
+from telechat_moe.train import monitor as monitor_module
 from telechat_moe.train.monitor import Monitor
 
 NAN = float("nan")
@@ -202,8 +203,9 @@ def test_metrics_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- not a terminal
 
 
-def test_plain_lines(tmp_path: Path) -> None:
-    printed = run(tmp_path, range(1, 21), log_every=4)
+def test_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "LOG_EVERY", 4)
+    printed = run(tmp_path, range(1, 21))
     assert "\x1b" not in printed
     assert "\r" not in printed
     lines = [line for line in printed.splitlines() if line.startswith("step=")]
@@ -227,10 +229,11 @@ def test_plain_lines(tmp_path: Path) -> None:
     assert "evaluation step=5 validation_loss=3.4500\n" in printed
 
 
-def test_speed_leaves_out_the_first_step(tmp_path: Path) -> None:
+def test_speed_leaves_out_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles the graph."""
+    monkeypatch.setattr(monitor_module, "LOG_EVERY", 1)
     stream = io.StringIO()
-    with Monitor(tmp_path, 100, 1000, stream=stream, tensorboard=False, log_every=1) as monitor:
+    with Monitor(tmp_path, 100, 1000, stream=stream, tensorboard=False) as monitor:
         for step, seconds in enumerate([20.0, 0.5, 0.5], start=1):
             report(monitor, step, seconds=seconds)
     first, second, _ = stream.getvalue().splitlines()
@@ -239,11 +242,13 @@ def test_speed_leaves_out_the_first_step(tmp_path: Path) -> None:
     assert "eta_s=49" in second
 
 
-def test_skipped_steps_are_counted_over_a_resume(tmp_path: Path) -> None:
+def test_skipped_steps_are_counted_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_module, "LOG_EVERY", 1)
     for resume, steps in ((0, (1, 2, 3, 4)), (3, (4, 5))):
         stream = io.StringIO()
         with Monitor(tmp_path, 9, 1, resume, stream=stream, tensorboard=False) as monitor:
-            monitor.log_every = 1
             for step in steps:
                 report(monitor, step, skipped=step in (2, 4))
     assert re.findall(r"skipped_steps=(\d)", stream.getvalue()) == ["2", "2"]

@@ -61,7 +61,7 @@ def events_of(
         for _ in range(3):
             with monkeypatch.context() as patch:
                 patch.setattr(ms.Tensor, "asnumpy", counted)
-                loop.train_one()
+                loop.train_step()
             found.append(events[:])
             events.clear()
     return found

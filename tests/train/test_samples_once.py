@@ -27,10 +27,10 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data.audit import audit
 from telechat_moe.data.recipe import open_recipe
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.train import checkpoints, guard, preflight, schedule
+from telechat_moe.train import guard, preflight, run_state, schedule
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.ranks import RankCoordinator
 
 PEAK, WARMUP, EVERY = 3e-3, 2, 3
 MIXTURE = "[{from_sample: 0, weights: [3, 1]}, {from_sample: 5, weights: [0, 1]}]"
@@ -174,7 +174,9 @@ def rate(applied: int, leg: Leg, first: Leg, size: int) -> float:
 class Engine(key_effects.Recorder):
     """Computes nothing, and saves one number; keeps the token ids of every step."""
 
-    def __init__(self, recipe: Recipe, leg: Leg, ranks: Ranks, seen: list[np.ndarray]) -> None:
+    def __init__(
+        self, recipe: Recipe, leg: Leg, ranks: RankCoordinator, seen: list[np.ndarray]
+    ) -> None:
         super().__init__(recipe, [])
         self.leg, self.ranks, self.seen, self.updates = leg, ranks, seen, 0
 
@@ -264,17 +266,17 @@ def recipe_of(base: Recipe, leg: Leg, size: int, output: Path) -> Recipe:
 
 def train(recipe: Recipe, leg: Leg, resume: bool) -> list[np.ndarray]:
     """Train in one process; return the token ids of all its steps."""
-    seen, ranks = list[np.ndarray](), Ranks()
+    seen, ranks = list[np.ndarray](), RankCoordinator()
     ready = preflight.require(recipe, resume=resume)
     with ready.loader as loader:
         engine: Any = Engine(recipe, leg, ranks, seen)
-        kept = checkpoints.RunCheckpoints(recipe, engine, loader, guard.of_recipe(recipe), ranks)
+        state = run_state.RunState(recipe, engine, loader, guard.of_recipe(recipe), ranks)
         if ready.start.kind == "resume":
-            kept.resume(ready.start)
-        done = kept.progress.step
+            state.resume(ready.start)
+        done = state.step
         monitor = Monitor(Path(recipe.output_dir), 0, 0, done, quiet=True, tensorboard=False)
-        rates = schedule.from_recipe(recipe, kept.lr_batches)
-        Loop(kept, rates, monitor).run()
+        rates = schedule.from_recipe(recipe, state.lr_batches)
+        Loop(state, rates, monitor).run()
         monitor._metrics.close()
     return seen
 
@@ -303,7 +305,7 @@ def test_every_sample_once_and_the_rate_of_its_place(
     legs = [replace(leg, epochs=min(most, 1 + n)) for n, leg in enumerate(legs)]  # never fewer
     last = replace(legs[-1], stop_after=None, epochs=legs[-1].epochs + more_epochs)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(checkpoints, "Saver", Saver)
+        patch.setattr(run_state, "Saver", Saver)
         output, run = Path(folder) / "run", Run(size)
         for number, leg in enumerate([*legs, last]):
             recipe = recipe_of(base(mixture), leg, size, output)

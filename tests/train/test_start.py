@@ -10,7 +10,7 @@ import pytest
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.recipe import load
-from telechat_moe.train.start import Start, start_of
+from telechat_moe.train.start import RunStart, start_of
 
 DOCS = Path(__file__).parents[2] / "docs/checkpoints.md"
 OUTPUT = ("fresh", "holds a run")
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def begin(place: Path, output: str, flag: str, given: str, resume: str) -> Start:
+def begin(place: Path, output: str, flag: str, given: str, resume: str) -> RunStart:
     other = place / "other/checkpoints"
     path = {
         **{"empty": "", "missing": place / "nothing", "Hugging Face": place / "hf"},
@@ -56,14 +56,14 @@ def begin(place: Path, output: str, flag: str, given: str, resume: str) -> Start
     return start_of(load(TINY, settings), resume="resume" in flag, overwrite="over" in flag)
 
 
-def happens(place: Path, start: Start) -> str:
+def happens(place: Path, start: RunStart) -> str:
     if start.kind == "random":
         return "random weights, step 0"
     if start.kind == "weights":
         return "its weights, step 0"
     assert start.path is not None
     assert start.path.name == "step-00000002"
-    assert start.here == start.path.is_relative_to(place / "mine")
+    assert start.continues_run == start.path.is_relative_to(place / "mine")
     return "that run goes on" if start.here else "step, optimizer and data go on from it"
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.moe import planner
-from telechat_moe.moe.placement import Placement
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.moe.placement import SlotMap
+from telechat_moe.train.ranks import RankCoordinator
 
 FILE = Path(os.environ["TELECHAT_MOE_MOVING"])
-tell = Ranks.problem
+tell = RankCoordinator.problem
 
 
-def at_random(loads_NLE: Any, current: Placement, rule: Any) -> planner.Proposal:
+def at_random(loads_NLE: Any, current: SlotMap, rule: Any) -> planner.Proposal:
     """Move all experts of some layers, in some steps."""
     random = np.random.default_rng(zlib.crc32(loads_NLE[-1].tobytes()))
     slots = current.slots.copy()
@@ -27,10 +27,10 @@ def at_random(loads_NLE: Any, current: Placement, rule: Any) -> planner.Proposal
         if random.random() < 0.6:
             slots[layer] = random.permutation(slots.shape[1])
     zero = np.zeros(len(slots))
-    return planner.Proposal(Placement(slots, current.devices), zero, zero, zero, zero)
+    return planner.Proposal(SlotMap(slots, current.devices), zero, zero, zero, zero)
 
 
-def stand(self: Ranks, position: str, work: Any) -> str:
+def stand(self: RankCoordinator, position: str, work: Any) -> str:
     """Let rank 1 stand still between writing and reading."""
     here = FILE.with_suffix(".here")
     if self.rank == 1 and position == FILE.read_text() and work.__name__ == "receive":
@@ -41,4 +41,4 @@ def stand(self: Ranks, position: str, work: Any) -> str:
 
 
 planner.plan = at_random
-Ranks.problem = stand
+RankCoordinator.problem = stand

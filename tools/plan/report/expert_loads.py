@@ -14,7 +14,7 @@ from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.moe.assign import copy_loads, device_loads
 from telechat_moe.moe.forecast import check_loads
 from telechat_moe.moe.loads import summed_loads
-from telechat_moe.moe.placement import Placement
+from telechat_moe.moe.placement import SlotMap
 from telechat_moe.moe.planner import MoveRule, copied, plan
 from telechat_moe.reading import parse_json
 from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
@@ -111,7 +111,7 @@ def judge(step: Step, path: str, spare: int = 0) -> list[Placed]:
     load_NLE, steps = read_for(step, path)
     layers = load_NLE.shape[1]
     rule = _rule(step, steps, float(load_NLE[0, 0].sum()) / layout.ep, layers)
-    start = Placement.identity(layers, a.experts, layout.ep)
+    start = SlotMap.identity(layers, a.experts, layout.ep)
     place = start
     before: list[float] = []
     after: list[float] = []

@@ -8,7 +8,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.moe.assign import device_loads
-from telechat_moe.moe.placement import Placement
+from telechat_moe.moe.placement import SlotMap
 from telechat_moe.recipe.load import load
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.tools.plan.cost.architecture import Architecture
@@ -154,7 +154,7 @@ def _recorded(step: Step, path: str) -> tuple[tuple[int, float, float], ...]:
     """Return percentiles of the load factors of a run's records: what the fullest device has of all MoE layers, over the mean."""
     load_NLE, _ = read_for(step, path)
     devices = step.layout.ep
-    owner_LE = Placement.identity(load_NLE.shape[1], load_NLE.shape[2], devices).owners
+    owner_LE = SlotMap.identity(load_NLE.shape[1], load_NLE.shape[2], devices).owners
     load_ND = [device_loads(load_LE, owner_LE, devices).sum(axis=0) for load_LE in load_NLE]
     factor_N = np.array([float(load_D.max() / load_D.mean()) for load_D in load_ND])
     factors = [float(np.percentile(factor_N, p)) for p in PERCENTILES]

@@ -14,12 +14,12 @@ import mini_recipe as mini
 from mindspore import Tensor
 from tokenizers import Tokenizer, models
 
+from telechat_moe.analysis.observe import Observer
 from telechat_moe.cli import main
 from telechat_moe.data import write_indexed
 from telechat_moe.data.sample import SampleOptions, collate
 from telechat_moe.ops.routing import routing_reference
 from telechat_moe.recipe import load
-from telechat_moe.train.observe import Observer
 
 TOKENS, TOP_K, EXPERTS = 64, 2, 8  # of a step, of a token, of a layer
 

@@ -3,10 +3,12 @@
 Matrices are drawn as pictures in one scale: a cell's colour is a ratio, from a quarter (blue) over 1 (the paper) to four times (orange).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from telechat_moe.analysis.report import PAIRS, ExpertReport, RouterState
+from telechat_moe.analysis.statistics import ALPHA, Specialisation
 from telechat_moe.html import (
     ChartAxes,
     Html,
@@ -25,17 +27,8 @@ from telechat_moe.html import (
     ticks,
     verdict,
 )
-from telechat_moe.moe.analysis import (
-    ALPHA,
-    DEAD,
-    HOT,
-    Array,
-    Specialisation,
-    dead_experts,
-    entropy,
-    hot_experts,
-)
-from telechat_moe.moe.report import PAIRS, ExpertReport, RouterState
+from telechat_moe.moe.loads import DEAD, HOT, dead_experts, entropy, hot_experts
+from telechat_moe.numerics import Array
 
 _BELOW, _ABOVE = (63, 127, 196), (217, 130, 59)
 _MOST_LABELS = 16
@@ -43,16 +36,9 @@ _DARKEST = 4.0  # the ratio with the full colour
 
 
 def experts_page(report: ExpertReport) -> str:
-    """Return the page of a run."""
-    body = [
-        _summary(report),
-        _load(report),
-        _routers(report),
-        _specialisation(report),
-        _pairs(report),
-        _favourites(report),
-    ]
-    return page(f"What the experts of {report.run} learn", body)
+    """Return the page of a run as HTML that needs no other file."""
+    sections = (_summary, _load, _routers, _specialisation, _pairs, _favourites)
+    return page(f"What the experts of {report.run} learn", [draw(report) for draw in sections])
 
 
 def _summary(report: ExpertReport) -> Html:
@@ -66,14 +52,14 @@ def _summary(report: ExpertReport) -> Html:
         rows.append(("recorded loads", f"{len(load.step_N)}, to step {load.step_N[-1]:,}"))
         rows.append(("time that recording took", f"{load.recording_share:.2%} of the steps"))
     if report.checkpoints:
-        rows.append(("checkpoints", [one.step for one in report.checkpoints]))
+        rows.append(("checkpoints", [state.step for state in report.checkpoints]))
         rows.append(("text", f"{report.tokens:,} tokens: {report.text}"))
     parts = [facts(rows)]
     if report.problems:
         parts.append(Html(f"<p class=fail>{html('; '.join(report.problems))}</p>"))
     if report.not_judged:
         parts.append(tag("h2", "Not judged"))
-        parts.append(items(f"{name}: {why}" for name, why in report.not_judged.items()))
+        parts.append(items(f"{name}: {reason}" for name, reason in report.not_judged.items()))
     return Html("".join(parts))
 
 
@@ -92,10 +78,7 @@ def _colours(ratio: Array) -> bytes:
 
 
 _KEY = keys(
-    [
-        (f"rgb{_BELOW}", "a quarter or less"),
-        (f"rgb{_ABOVE}", "four times or more"),
-    ],
+    [(f"rgb{_BELOW}", "a quarter or less"), (f"rgb{_ABOVE}", "four times or more")],
     "the paper: as often as expected",
 )
 
@@ -132,9 +115,9 @@ def _by_depth(
 ) -> tuple[Html, str] | None:
     """Return a chart over the layers with a line for each checkpoint, older ones fainter; None without numbers."""
     lines = [
-        (state, [np.nan if v is None else v for v in found])
+        (state, [np.nan if v is None else v for v in line])
         for state in states
-        if (found := values(state)) is not None
+        if (line := values(state)) is not None
     ]
     numbers = [v for _, line in lines for v in line if np.isfinite(v)]
     if not numbers:
@@ -163,6 +146,12 @@ def _by_depth(
 # --------------------------------------------------------------------------------------- sections
 
 
+def _by_layer(report: ExpertReport, columns: Mapping[str, Sequence[object]]) -> Html:
+    """Return a table with a row for each layer, from columns by their titles."""
+    rows = zip(report.layers, *columns.values(), strict=True)
+    return table(["layer", *columns], [list(row) for row in rows])
+
+
 def _load(report: ExpertReport) -> Html:
     load = report.load
     if load is None:
@@ -170,42 +159,26 @@ def _load(report: ExpertReport) -> Html:
     ratio_NLE = load.load_NLE / load.load_NLE.mean(2, keepdims=True)
     names, steps = [str(e) for e in range(report.experts)], [str(s) for s in load.step_N]
     drawings = [
-        (
-            _matrix(ratio_NLE[:, i].T, names, steps, f"load of {layer}"),
-            layer,
-        )
+        (_matrix(ratio_NLE[:, i].T, names, steps, f"load of {layer}"), layer)
         for i, layer in enumerate(report.layers)
     ]
-    overload_NL = load.overloads()
-    rows = [
-        [
-            layer,
-            float(overload_NL[0, i]),
-            float(overload_NL[:, i].max()),
-            float(overload_NL[-1, i]),
-            float(entropy(load.load_NLE[-1, i])),
-            dead_experts(load.load_NLE[-1, i]) or "none",
-            hot_experts(load.load_NLE[-1, i]) or "none",
-        ]
-        for i, layer in enumerate(report.layers)
-    ]
-    titles = [
-        "layer",
-        "overload, first ",
-        "highest ",
-        "last ",
-        "entropy of loads ",
-        "dead at the end",
-        "hot at the end",
-    ]
-    said = (
+    overload_NL, last_LE = load.overloads(), load.load_NLE[-1]
+    columns: dict[str, Sequence[object]] = {
+        "overload, first ": overload_NL[0].tolist(),
+        "highest ": overload_NL.max(0).tolist(),
+        "last ": overload_NL[-1].tolist(),
+        "entropy of loads ": entropy(last_LE).tolist(),
+        "dead at the end": [dead_experts(load_E) or "none" for load_E in last_LE],
+        "hot at the end": [hot_experts(load_E) or "none" for load_E in last_LE],
+    }
+    caption = (
         f"Overload is the load of the busiest expert over the mean. An expert is dead below {DEAD:.0%} of the mean and hot "
         f"above {HOT:g} times the mean, in the last record. The pictures show the load of each expert (row) by step (column), over the mean."
     )
     return Html(
         tag("h2", "Load over time")
-        + table(titles, rows)
-        + tag("p", said, "soft")
+        + _by_layer(report, columns)
+        + tag("p", caption, "soft")
         + figures(drawings)
         + _KEY
     )
@@ -239,82 +212,52 @@ def _routers(report: ExpertReport) -> Html:
     if not states:
         return Html("")
     drawn = [_by_depth(report, states, values, title) for values, title in _CHARTS]
-    last = states[-1]
-    rows = [
-        [
-            layer,
-            last.overload[i],
-            last.entropy[i],
-            last.margin[i],
-            last.margin_low[i],
-            last.flipped[i] if last.flipped else None,
-            last.replaced[i] if last.replaced else None,
-            last.routed[i],
-            last.shared[i],
-            last.routed_share[i],
-        ]
-        for i, layer in enumerate(report.layers)
-    ]
-    titles = [
-        "layer",
-        "overload ",
-        "entropy ",
-        "margin ",
-        "10 % below ",
-        "flipped tokens ",
-        "replaced choices ",
-        "routed / residual ",
-        "shared / residual ",
-        "routed share ",
-    ]
-    said = f"By layer; a line for each checkpoint ({', '.join(f'{s.step:,}' for s in states)}), older ones fainter."
+    last, missing = states[-1], [None] * len(report.layers)
+    columns: dict[str, Sequence[object]] = {
+        "overload ": last.overload,
+        "entropy ": last.entropy,
+        "margin ": last.margin,
+        "10 % below ": last.margin_low,
+        "flipped tokens ": last.flipped or missing,
+        "replaced choices ": last.replaced or missing,
+        "routed / residual ": last.routed,
+        "shared / residual ": last.shared,
+        "routed share ": last.routed_share,
+    }
+    caption = f"By layer; a line for each checkpoint ({', '.join(f'{s.step:,}' for s in states)}), older ones fainter."
     return Html(
         tag("h2", "Routers by depth")
-        + tag("p", said, "soft")
+        + tag("p", caption, "soft")
         + figures(chart for chart in drawn if chart is not None)
         + tag("h3", f"On the text, at step {last.step:,}")
-        + table(titles, rows)
+        + _by_layer(report, columns)
     )
 
 
 def _specialisation(report: ExpertReport) -> Html:
-    found = report.specialisation
-    if found is None:
+    result = report.specialisation
+    if result is None:
         return Html("")
     letters = [_letter(i) for i in range(len(report.domains))]
-    rows = [
-        [
-            layer,
-            float(found.information_L[i]),
-            float(found.by_chance_L[i]),
-            float(found.p_L[i]),
-            float(found.adjusted_p_L[i]),
-            _strongest(found, i, letters),
-            "yes" if found.adjusted_p_L[i] < ALPHA else "no",
-        ]
-        for i, layer in enumerate(report.layers)
-    ]
-    titles = [
-        "layer",
-        "bits a choice ",
-        "by chance ",
-        "p ",
-        "adjusted p ",
-        "strongest preference",
-        "significant",
-    ]
-    said = (
+    columns: dict[str, Sequence[object]] = {
+        "bits a choice ": result.information_L.tolist(),
+        "by chance ": result.by_chance_L.tolist(),
+        "p ": result.p_L.tolist(),
+        "adjusted p ": result.adjusted_p_L.tolist(),
+        "strongest preference": [
+            _strongest(result, layer, letters) for layer in range(len(report.layers))
+        ],
+        "significant": ["yes" if p < ALPHA else "no" for p in result.adjusted_p_L],
+    }
+    caption = (
         "How much the domain of a text says about the expert that one of its tokens chooses, and how much it would by chance: "
         "domains are permuted among whole sequences. The adjusted p holds for all layers together. The pictures show how often tokens of a domain (row) choose an expert "
         "(column), over how often all tokens do."
     )
     names = [str(e) for e in range(report.experts)]
     drawings = [
-        (
-            _matrix(found.ratio_LDE[i], letters, names, f"specialisation of {layer}"),
-            layer,
-        )
-        for i, layer in enumerate(report.layers)
+        (_matrix(ratio_DE, letters, names, f"specialisation of {layer}"), layer)
+        for layer, ratio_DE in zip(report.layers, result.ratio_LDE, strict=True)
     ]
     domains = facts(
         (letter, f"{name} ({count} sequences)")
@@ -322,16 +265,16 @@ def _specialisation(report: ExpertReport) -> Html:
     )
     return Html(
         tag("h2", "Specialisation by domain and depth")
-        + tag("p", said, "soft")
-        + table(titles, rows)
+        + tag("p", caption, "soft")
+        + _by_layer(report, columns)
         + domains
         + figures(drawings)
         + _KEY
     )
 
 
-def _strongest(found: Specialisation, layer: int, letters: Sequence[str]) -> str:
-    domain, expert, ratio = found.strongest(layer)
+def _strongest(result: Specialisation, layer: int, letters: Sequence[str]) -> str:
+    domain, expert, ratio = result.strongest(layer)
     return f"domain {letters[domain]}, expert {expert}: {ratio:.1f} times as often"
 
 
@@ -344,11 +287,11 @@ def _pairs(report: ExpertReport) -> Html:
     parts: list[str] = []
     within = "tokens that chose both experts"
     across = "tokens that chose an expert (row) and one of the next layer (column)"
-    for title, said, found, symmetric in (
+    for title, caption, matrices, symmetric in (
         ("Co-activation within a layer", within, report.together, True),
         ("Co-activation across neighbouring layers", across, report.following, False),
     ):
-        if not found:
+        if not matrices:
             continue
         layers = report.layers if symmetric else report.neighbours
         drawings = [
@@ -356,17 +299,21 @@ def _pairs(report: ExpertReport) -> Html:
                 _matrix(_ratio(pairs.share_EE, pairs.chance_EE), names, names, f"{title}: {layer}"),
                 f"{layer}: {pairs.strength:.0%} off chance",
             )
-            for layer, pairs in zip(layers, found, strict=True)
+            for layer, pairs in zip(layers, matrices, strict=True)
         ]
         rows = [
             [layer, f"{i} and {j}", share, over]
-            for layer, pairs in zip(layers, found, strict=True)
+            for layer, pairs in zip(layers, matrices, strict=True)
             for i, j, share, over in pairs.strongest(PAIRS, symmetric)
         ]
         listed = table(["layer", "experts", "share of the tokens ", "over chance "], rows)
         parts += [
             tag("h2", title),
-            tag("p", f"{said[0].upper()}{said[1:]}, over what these loads give by chance.", "soft"),
+            tag(
+                "p",
+                f"{caption[0].upper()}{caption[1:]}, over what these loads give by chance.",
+                "soft",
+            ),
             figures(drawings),
             _KEY,
             details("the strongest pairs", listed),
@@ -382,21 +329,13 @@ def _ratio(share_EE: Array, chance_EE: Array) -> Array:
 def _favourites(report: ExpertReport) -> Html:
     if not report.favourites:
         return Html("")
-    parts: list[str] = [tag("h2", "Tokens that experts prefer")]
-    said = "Those that an expert takes most above what its load explains, with the ratio to that."
-    parts.append(tag("p", said, "soft"))
+    caption = (
+        "Those that an expert takes most above what its load explains, with the ratio to that."
+    )
+    parts = [tag("h2", "Tokens that experts prefer"), tag("p", caption, "soft")]
     for layer, experts in zip(report.layers, report.favourites, strict=True):
-        rows = [
-            [
-                expert,
-                Html(
-                    " &nbsp; ".join(
-                        f"{tag('code', _visible(t.token))} {t.ratio:.1f}" for t in tokens
-                    )
-                ),
-            ]
-            for expert, tokens in enumerate(experts)
-        ]
+        spelt = [[f"{tag('code', _visible(t.token))} {t.ratio:.1f}" for t in x] for x in experts]
+        rows = [[expert, Html(" &nbsp; ".join(tokens))] for expert, tokens in enumerate(spelt)]
         parts.append(details(layer, table(["expert ", "tokens"], rows)))
     return Html("".join(parts))
 

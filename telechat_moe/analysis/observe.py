@@ -12,14 +12,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from telechat_moe.analysis.statistics import margins
 from telechat_moe.checkpoint.weights import own_weights
 from telechat_moe.model.block import Block
 from telechat_moe.model.router import Router
-from telechat_moe.moe.analysis import entropy, margins
+from telechat_moe.moe.loads import entropy
 from telechat_moe.numerics import Array
 from telechat_moe.ops.routing import ranked
 from telechat_moe.recipe import Recipe
-from telechat_moe.train import state
+from telechat_moe.train import parameters
 from telechat_moe.train.engine import build_model, tensors
 from telechat_moe.train.step import Evaluate
 
@@ -61,11 +62,11 @@ class ObservedAdd(nn.Cell):
         )
 
     def norm(self, x_TH: Tensor) -> Tensor:
-        """Return the norm of each row."""
+        """Return the norm of each row, float32 ``[T]``."""
         return self.root(self.sum(self.square(self.to_float(x_TH, ms.float32)), 1))
 
     def construct(self, a_TH: Tensor, b_TH: Tensor) -> Tensor:
-        """Return the sum."""
+        """Return the sum ``[T, H]`` and keep the norms of both terms."""
         self.keep(self.norms, self.stack((self.norm(a_TH), self.norm(b_TH))))
         return self.add(a_TH, b_TH)
 
@@ -100,11 +101,11 @@ class Observer:
     """
 
     def __init__(self, recipe: Recipe, rows: int) -> None:
-        own = recipe.telechat_moe
+        settings = recipe.telechat_moe
         operators = replace(
-            own.operators, fuse_plain=False
+            settings.operators, fuse_plain=False
         )  # fused regions have no primitives to replace
-        recipe = replace(recipe, telechat_moe=replace(own, operators=operators))
+        recipe = replace(recipe, telechat_moe=replace(settings, operators=operators))
         self.config = recipe.model_config
         self.model, _ = build_model(recipe)
         blocks: list[Block] = [*self.model.layers]
@@ -133,22 +134,22 @@ class Observer:
         self.evaluate.set_train(False)
 
     def load(self, path: Path) -> None:
-        """Take the weights of a checkpoint.
+        """Load the weights of a checkpoint into the model.
 
         Raises:
             BadInputError: It is broken, or of another model.
         """
         weights = own_weights(path, self.config)
-        state.load_weights(self.model, weights, path, in_place=True)
+        parameters.load_weights(self.model, weights, path, in_place=True)
 
     def run(self, batches: Sequence[Mapping[str, Array]], tokens: int) -> Observation:
-        """Compute some batches, of which so many tokens count."""
-        found: list[list[Array]] = [[] for _ in range(6)]
+        """Compute batches and return what the routers did on their first ``tokens`` tokens."""
+        kinds: list[list[Array]] = [[] for _ in range(6)]
         for columns in batches:
             self.evaluate(*tensors(columns)).asnumpy()  # waits until all is computed
-            for arrays, array in zip(found, self._layers(), strict=True):
+            for arrays, array in zip(kinds, self._layers(), strict=True):
                 arrays.append(array)
-        return Observation(*(np.concatenate(arrays, 1)[:, :tokens] for arrays in found))
+        return Observation(*(np.concatenate(arrays, 1)[:, :tokens] for arrays in kinds))
 
     def _layers(self) -> tuple[Array, ...]:
         """Return what the last batch left in the parameters, all layers of each kind stacked."""

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: what they hold besides tensors, resuming, saving, going back before a spike."""
+"""The state of a run: how far it is, what its checkpoints hold besides tensors, resuming, saving, going back before a spike."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from functools import cached_property
 from typing import Any
 
@@ -19,96 +19,79 @@ from telechat_moe.recipe.schema.optimizer import LrSchedule
 from telechat_moe.sharding.shards import EMA
 from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
 from telechat_moe.train.engine import Engine
-from telechat_moe.train.guard import Guard, Spike
-from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.guard import Guard, SkippedStep
+from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.schedule import from_recipe, of_section, total_steps
-from telechat_moe.train.start import STATE_VERSION, Start, folder_of, misfits
+from telechat_moe.train.start import STATE_VERSION, RunStart, folder_of, misfits
 
 _COUNTERS = ("updates", "skipped", "skipped_in_a_row", "samples", "applied_samples")
 
 
-@dataclass
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        step: Steps done.
-        updates: Steps whose update was applied.
-        skipped: Steps whose update was not.
-        skipped_in_a_row: Those since the last update.
-        samples: Samples of the steps.
-        applied_samples: Those of the steps whose update was applied.
-        rollbacks: What was done each time that the run went back.
-    """
-
-    step: int = 0
-    updates: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    samples: int = 0
-    applied_samples: int = 0
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)
-
-
-class RunCheckpoints:
-    """The checkpoints of one run.
+class RunState:
+    """The state of one run: how far it is, what computes it, and the checkpoints from which it goes on.
 
     Args:
-        loader: Its position in the data is kept.
-        guard: Its window is kept.
+        loader: Its position in the data is saved.
+        guard: Its window is saved.
         ranks: The processes, which save and go back together.
 
     Attributes:
+        step: Finished steps.
+        updates: Steps whose update was applied.
+        skipped: Steps whose update was not applied.
+        skipped_in_a_row: Skipped steps since the last update.
+        samples: Samples of the steps.
+        applied_samples: Samples of the steps whose update was applied.
+        rollbacks: A record of each time that the run went back.
         origin: Of a run that resumed: ``new_data``, True if its data begin anew, and ``continues``, the checkpoint of
             another folder.
         lr_batches: The batches in whose steps the learning rate is counted.
+        notes: Lines for the user.
     """
 
     def __init__(
-        self, recipe: Recipe, engine: Engine, loader: Batches, guard: Guard, ranks: Ranks
+        self, recipe: Recipe, engine: Engine, loader: Batches, guard: Guard, ranks: RankCoordinator
     ) -> None:
         self.recipe, self.engine, self.loader = recipe, engine, loader
         self.guard, self.ranks = guard, ranks
         self.root = folder_of(recipe)
-        self.progress = Progress()
+        self.step = self.updates = self.skipped = self.skipped_in_a_row = 0
+        self.samples = self.applied_samples = 0
+        self.rollbacks: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.origin: dict[str, Any] = {}
         self.lr_batches = recipe.batches
-        self._constant = {
-            "version": STATE_VERSION,
-            "telechat_moe": __version__,
-            "mindspore": ms.__version__,
-            "model_config": asdict(recipe.model_config),
-        }
 
     @property
     def steps_left(self) -> int:
         """Steps that the samples of the recipe still give."""
-        return steps_left(self.recipe, self.loader, self.progress.samples)
+        return steps_left(self.recipe, self.loader, self.samples)
 
     @property
     def unread(self) -> str:
         """How many samples will not be read; empty: none."""
-        loader, done = self.loader, self.progress.samples
-        left = max(0, int(loader.epochs.end) - loader.next_sample)
-        count = left - (self.recipe.batches.consumed(self.steps_left, done) - done)
+        left = max(0, int(self.loader.epochs.end) - self.loader.next_sample)
+        count = left + self.samples - self.recipe.batches.consumed(self.steps_left, self.samples)
         end = "samples are not read: at the end of an epoch they do not fill a step"
         return f"{count} of {left} {end}" if count else ""
 
-    def state(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return what a checkpoint of the current step holds besides tensors, JSON values."""
         return {
-            **self._constant,
+            "version": STATE_VERSION,
+            "telechat_moe": __version__,
+            "mindspore": ms.__version__,
+            "model_config": asdict(self.recipe.model_config),
             "training": self._training_settings(),
-            **{key: getattr(self.progress, key) for key in _COUNTERS},
+            **{key: getattr(self, key) for key in _COUNTERS},
             "lr_batches": [self.lr_batches.entries, self.lr_batches.unit],
             "data": self.loader.state(),
             "guard": self.guard.state(),
-            "rollbacks": self.progress.rollbacks,
+            "rollbacks": self.rollbacks,
             "seed": self.recipe.seed,
         }
 
-    def resume(self, start: Start) -> None:
+    def resume(self, start: RunStart) -> None:
         """Continue from the checkpoint of a start.
 
         Raises:
@@ -124,7 +107,7 @@ class RunCheckpoints:
             self.notes.append(f"changed since {saved.path.name}: {change}")
         self.restore(saved)
         self.notes += self._rate_notes(before, training)
-        if not start.here:
+        if not start.continues_run:
             self.origin["continues"] = str(saved.path)
 
     def restore(self, saved: checkpoint.Checkpoint, in_place: bool = False) -> None:
@@ -133,37 +116,35 @@ class RunCheckpoints:
         Raises:
             BadInputError: It does not fit the recipe.
         """
-        given, progress = saved.state, self.progress
-        consumed = consumed_of(self.recipe, saved.step, given)
+        state = saved.state
+        consumed = consumed_of(self.recipe, saved.step, state)
         if EMA in saved.tensors and self.recipe.telechat_moe.ema is None:
             self.notes.append(
                 f"the average of the weights in {saved.path.name} ends (telechat_moe.ema)"
             )
         if note := self.engine.put(saved, in_place):
             self.notes.append(note)
-        if self.loader.load_state(given["data"], self.recipe.telechat_moe.resume_data == "new"):
+        if self.loader.load_state(state["data"], self.recipe.telechat_moe.resume_data == "new"):
             self.origin["new_data"] = True
             self.notes.append(f"new data begin after step {saved.step} (telechat_moe.resume_data)")
-        progress.step, progress.updates = saved.step, given["updates"]
-        progress.skipped, progress.skipped_in_a_row = given["skipped"], given["skipped_in_a_row"]
-        progress.samples, progress.applied_samples = consumed.samples, consumed.applied_samples
-        progress.rollbacks = list(given.get("rollbacks", []))
-        if "guard" in given:
-            self.guard.load_state(given["guard"])
-        self.notes.append(f"resumed from {saved.path} at step {progress.step}")
+        self.step, self.updates = saved.step, state["updates"]
+        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        self.samples, self.applied_samples = consumed.samples, consumed.applied_samples
+        self.rollbacks = list(state.get("rollbacks", []))
+        if "guard" in state:
+            self.guard.load_state(state["guard"])
+        self.notes.append(f"resumed from {saved.path} at step {self.step}")
 
     def _rate_notes(self, before: BatchSchedule, training: Mapping[str, Any]) -> Iterator[str]:
         """Yield in which steps the learning rate counts, where these are not the recipe's, and where it jumps."""
         if self.lr_batches.entries != self.recipe.batches.entries:
             sizes = " and ".join(str(batch) for _, batch in self.lr_batches.entries)
             yield f"lr_schedule goes on at the samples where it was: it counts steps of {sizes} samples"
-        known, done = {f.name for f in fields(LrSchedule)}, self.progress.applied_samples
-        given = {key: x for key, x in training["lr_schedule"].items() if key in known}
-        rate = of_section(
-            LrSchedule(**given), training["steps"], training.get("lr_wsd_decay_style")
-        )
-        now = from_recipe(self.recipe, self.lr_batches)(self.lr_batches.position(done))
-        if rate is not None and (then := rate(before.position(done))) != now:
+        names, samples = {f.name for f in fields(LrSchedule)}, self.applied_samples
+        section = LrSchedule(**{k: v for k, v in training["lr_schedule"].items() if k in names})
+        rate = of_section(section, training["steps"], training.get("lr_wsd_decay_style"))
+        now = from_recipe(self.recipe, self.lr_batches)(self.lr_batches.position(samples))
+        if rate is not None and (then := rate(before.position(samples))) != now:
             yield f"the learning rate is {now:.4g} from here on; it would be {then:.4g} with the settings of the checkpoint"
 
     def _training_settings(self) -> dict[str, Any]:
@@ -185,28 +166,27 @@ class RunCheckpoints:
     @cached_property
     def saver(self) -> Saver:
         """What writes checkpoints; holds memory for a copy of all parameters."""
-        section, own = self.recipe.checkpoints, self.recipe.telechat_moe.saving
-        background = own.background or bool(section and section.async_save)
-        return Saver(self.engine.parameters(), background=background, max_failed=own.max_failed)
+        section, saving = self.recipe.checkpoints, self.recipe.telechat_moe.saving
+        background = saving.background or bool(section and section.async_save)
+        return Saver(self.engine.parameters(), background=background, max_failed=saving.max_failed)
 
     def save(self, before: Callable[[], object] = lambda: None) -> None:
         """Write a checkpoint of the current step, while training continues if the recipe says so.
 
         ``before`` is called before the checkpoint exists, where the writing is done.
         """
-        step = self.progress.step
-        self.ranks.at(f"step {step}, saving")
-        write = self.writer()
+        self.ranks.at(f"step {self.step}, saving")
+        write, name = self.writer(), f"the checkpoint of step {self.step}"
         self.saver.follow(self.engine.parameters())  # a growing batch changes the graph
-        self.saver.save(f"the checkpoint of step {step}", lambda groups: (before(), write(groups)))
+        self.saver.save(name, lambda groups: (before(), write(groups)))
 
     def writer(self) -> Callable[[Any], object]:
         """Return a function that writes a copy of the parameters as the checkpoint of the current step."""
         section = self.recipe.checkpoints
         keep_last = section.keep_checkpoint_max if section else None
-        return self.engine.writer(self.root, self.progress.step, self.state(), keep_last)
+        return self.engine.writer(self.root, self.step, self.to_json(), keep_last)
 
-    def roll_back(self, spike: Spike) -> dict[str, Any] | None:
+    def roll_back(self, spike: SkippedStep) -> dict[str, Any] | None:
         """Go back to the newest good checkpoint before a spike and leave out the data from there to the spike.
 
         Returns what was done, for the logs; None if there is no checkpoint to go back to.
@@ -217,17 +197,17 @@ class RunCheckpoints:
         Raises:
             CheckFailedError: It went back as often as the recipe allows.
         """
-        rules, done = self.guard.rules, list(self.progress.rollbacks)
+        rules, earlier = self.guard.rules, list(self.rollbacks)
         assert rules is not None
-        if len(done) >= rules.max_rollbacks:
+        if len(earlier) >= rules.max_rollbacks:
             raise CheckFailedError(
-                f"stopped at step {spike.step}: {spike.describe()}, and the run has gone back {len(done)} time(s) "
+                f"stopped at step {spike.step}: {spike.describe()}, and the run has gone back {len(earlier)} time(s) "
                 f"already (telechat_moe.loss_guard.max_rollbacks is {rules.max_rollbacks}). Checkpoints in "
                 f"{self.root} are from before; look at the data and the learning rate around this step"
             )
         self.saver.wait()
         limit = spike.step - rules.rollback_steps
-        position = f"step {self.progress.step}, going back"
+        position = f"step {self.step}, going back"
         name = self.ranks.agree(position, lambda: self._choose_before(limit))
         if not name:
             return None
@@ -242,10 +222,10 @@ class RunCheckpoints:
             "left_out": [before, after],
             **spike.numbers(),
         }
-        self.progress.rollbacks = [*done, record]
+        self.rollbacks = [*earlier, record]
         self.save()
         self.saver.wait()
-        self.ranks.meet(f"step {self.progress.step}, went back")
+        self.ranks.meet(f"step {self.step}, went back")
         return record
 
     def _choose_before(self, step: int) -> str:

@@ -1,4 +1,4 @@
-"""Samples of whole documents, one after another, each seen by itself only.
+"""Pack whole documents into samples; a document sees only itself.
 
 Documents are shuffled anew for each epoch. Each is put into a sample that it fits into; what is left of a sample is padding.
 A token has a loss where the next one belongs to the same document and, in a conversation, is learned.
@@ -12,13 +12,11 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
 from telechat_moe.data.conversations import bare
-from telechat_moe.data.dataset import check_range, check_vocabulary, hash_settings
+from telechat_moe.data.dataset import PackedDataset, check_range, check_vocabulary
 from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import Allocate
@@ -51,9 +49,9 @@ class BestFit:
         """Return the samples of the next documents, int64, of their lengths (1 to ``seq_length``)."""
         rooms, room_of, window, placed = self._rooms, self._room_of, self.window, list[int]()
         for length in lengths.tolist():
-            at = bisect_left(rooms, length << _BITS)
-            if at < len(rooms):
-                entry = rooms.pop(at)
+            position = bisect_left(rooms, length << _BITS)
+            if position < len(rooms):
+                entry = rooms.pop(position)
                 room, sample = (entry >> _BITS) - length, entry & ((1 << _BITS) - 1)
                 del room_of[sample]
             else:
@@ -96,7 +94,7 @@ def build_packing(
         ``first``: where each document begins in the pieces, and the end, int64; ``row``: the pieces of all samples, sample by
         sample, int32 (int64 from 2^31 pieces on); ``cuts``: where each sample begins in the row, and the end, int64.
     """
-    say = progress or (lambda what, done, total: None)
+    say = progress or (lambda action, count_done, total: None)
     first, sizes = cut(lengths, seq_length)
     count = len(sizes)
     generator, packer = np.random.RandomState(seed), BestFit(seq_length, window)
@@ -105,17 +103,17 @@ def build_packing(
         say("shuffling documents", 0, None)
         order = generator.permutation(count).astype(np.int32 if count >> 31 == 0 else np.int64)
         epochs.append(order)
-        for at in range(0, count, _PART):
-            placed.append(packer.place(sizes[order[at : at + _PART]]))
-            done = packer.samples if num_samples else at
-            say("packing documents", done, num_samples or count)
+        for begin in range(0, count, _PART):
+            placed.append(packer.place(sizes[order[begin : begin + _PART]]))
+            count_done = packer.samples if num_samples else begin
+            say("packing documents", count_done, num_samples or count)
     sample = np.concatenate(placed)
     row = np.concatenate(epochs)[np.argsort(sample, kind="stable")]
     ends = np.cumsum(np.bincount(sample, minlength=packer.samples))
     return {"first": first, "row": row, "cuts": np.concatenate([[0], ends])}
 
 
-class WholeDataset:
+class WholeDataset(PackedDataset):
     """Samples of whole documents of one dataset; those of text that are longer than a sample are cut into pieces.
 
     A sample has the columns of a :class:`telechat_moe.data.dataset.GptDataset`. Labels are the next tokens also where
@@ -149,20 +147,11 @@ class WholeDataset:
         conversations: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
-        self.seq_length, self.options = seq_length, options or SampleOptions()
+        settings = {"num_samples": num_samples, "seed": seed, "documents": documents, "whole": True}
+        settings |= {} if conversations else {"text": True}
+        settings |= {"window": window} if window > 1 else {}
+        super().__init__(prefix, seq_length, options, settings)
         self.conversations = conversations
-        self._settings: dict[str, Any] = {
-            "seq_length": seq_length,
-            "num_samples": num_samples,
-            "seed": seed,
-            "documents": documents,
-            "whole": True,
-        }
-        if not conversations:
-            self._settings["text"] = True
-        if window > 1:
-            self._settings["window"] = window
         self._start, stop = documents or (0, len(self.source))
         lengths = self.source.sequence_lengths[self._start : stop]
         tokens = self.source.tokens_in(self._start, stop)
@@ -175,38 +164,34 @@ class WholeDataset:
             return build_packing(lengths, seq_length, num_samples, seed, window, say)
 
         # Not of the masks: they do not decide which documents a sample holds.
-        found = open_arrays(
-            self.source, [self._settings], entries, build, f"{len(lengths):,} documents, packed"
+        arrays = open_arrays(
+            self.source, [self.settings], entries, build, f"{len(lengths):,} documents, packed"
         )
-        self._first, self._row, self._cuts = (found[name] for name in ("first", "row", "cuts"))
+        self._first, self._row, self._cuts = (arrays[name] for name in ("first", "row", "cuts"))
         self.epochs = len(self._row) // int(self._first[-1])
 
     def _check(self, lengths: np.ndarray) -> None:
-        where, kind = self.source.prefix, "conversations" if self.conversations else "tokens"
+        prefix, kind = self.source.prefix, "conversations" if self.conversations else "tokens"
         if not lengths.sum():
-            raise BadInputError(f"{where}: no {kind} to train on; build the data from more")
+            raise BadInputError(f"{prefix}: no {kind} to train on; build the data from more")
         if not self.conversations:
             return
         if self.source.dtype.kind != "i":
             raise BadInputError(
-                f"{where}: tokens of type {self.source.dtype}, which say nothing about the loss; build it from "
+                f"{prefix}: tokens of type {self.source.dtype}, which say nothing about the loss; build it from "
                 "conversations with `telechat-moe data build --recipe RECIPE`, or remove telechat_moe.conversations"
             )
         long = np.flatnonzero(lengths > self.seq_length)
         if long.size:
             first = ", ".join(f"{i} ({lengths[i]} tokens)" for i in long[:3].tolist())
             raise BadInputError(
-                f"{where}: {long.size} of {len(lengths)} conversations are longer than seq_length ({self.seq_length}): "
+                f"{prefix}: {long.size} of {len(lengths)} conversations are longer than seq_length ({self.seq_length}): "
                 f"number {first}{', ...' if long.size > 3 else ''}; build the data again for this length, which lists them"
             )
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._cuts) - 1
-
-    def __getitem__(self, index: int) -> Batch:
-        """Return one sample."""
-        return {name: array[0] for name, array in self.batch([index]).items()}
 
     def pieces(self, sample: int) -> np.ndarray:
         """Return what a sample holds, int64 ``[pieces, 3]``: document, first token of it, and tokens."""
@@ -220,24 +205,19 @@ class WholeDataset:
         return np.stack([document, begin, np.minimum(left, self.seq_length)], axis=1)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return samples stacked along a first axis.
-
-        Raises:
-            IndexError: If an index is outside [0, len).
-            BadInputError: If a token is outside the vocabulary.
-        """
-        wanted = np.asarray(indices, dtype=np.int64)
-        check_range(wanted, len(self))
+        """See :meth:`SampleSource.batch`."""
+        samples = np.asarray(indices, dtype=np.int64)
+        check_range(samples, len(self))
         S = self.seq_length
         filler = ~max(self.options.pad, 0)  # as a token of a conversation that is not learned
-        stored = np.full((len(wanted), S + 1), filler, np.int32)
+        stored = np.full((len(samples), S + 1), filler, np.int32)
         stored[:, S] = ~0
-        is_end_BS = np.zeros((len(wanted), S), bool)
-        learned_BS = np.ones((len(wanted), S), bool)
-        for row, sample in enumerate(wanted.tolist()):
+        is_end_BS = np.zeros((len(samples), S), bool)
+        learned_BS = np.ones((len(samples), S), bool)
+        for row, sample in enumerate(samples.tolist()):
             pieces = self.pieces(sample)
             # A full piece brings the token after it, the label of its last one.
-            parts = [self.source[i][at : at + S + 1] for i, at, _ in pieces.tolist()]
+            parts = [self.source[i][begin : begin + S + 1] for i, begin, _ in pieces.tolist()]
             tokens, ends = np.concatenate(parts), np.cumsum(pieces[:, 2])
             stored[row, : len(tokens)] = tokens
             is_end_BS[row, ends - 1] = True
@@ -245,7 +225,7 @@ class WholeDataset:
         learned_BS &= stored[:, 1:] >= 0
         tokens = bare(stored)
         checked = tokens if self.conversations else np.where(stored == filler, 0, stored)
-        check_vocabulary(self.source, checked, wanted, self.options)
+        check_vocabulary(self.source, checked, samples, self.options)
         batch = {
             "input_ids": tokens[:, :S].copy(),
             "labels": tokens[:, 1:].copy(),
@@ -255,30 +235,23 @@ class WholeDataset:
 
     def index_problems(self) -> list[str]:
         """Say which documents are not served once for each epoch, and which samples are too long."""
-        found, where = [], self.source.prefix
+        problems, prefix = [], self.source.prefix
         wrong = int((np.bincount(self._row, minlength=self._first[-1]) != self.epochs).sum())
         if wrong:
-            found.append(f"{where}: {wrong} document(s) are not served {self.epochs} time(s)")
+            problems.append(f"{prefix}: {wrong} document(s) are not served {self.epochs} time(s)")
         tokens = np.add.reduceat(self._describe(self._row)[:, 2], self._cuts[:-1])
         long = int((tokens > self.seq_length).sum())
         if long:
-            found.append(f"{where}: {long} sample(s) hold more than {self.seq_length} tokens")
-        return found
+            problems.append(f"{prefix}: {long} sample(s) hold more than {self.seq_length} tokens")
+        return problems
 
     def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        check_range(wanted, len(self))
-        pairs_B = np.empty(len(wanted), np.int64)
-        for row, sample in enumerate(wanted.tolist()):
+        """See :meth:`SampleSource.visible_pairs`."""
+        samples = np.asarray(indices, dtype=np.int64)
+        check_range(samples, len(self))
+        pairs_B = np.empty(len(samples), np.int64)
+        for row, sample in enumerate(samples.tolist()):
             length = self.pieces(sample)[:, 2]
             length = np.append(length, self.seq_length - length.sum())  # the padding sees itself
             pairs_B[row] = (length * (length + 1) // 2).sum()
         return pairs_B
-
-    def fingerprint(self) -> str:
-        """Return a hash of the index file and of all settings that decide the samples."""
-        options = asdict(self.options) | {"vocab_size": None}
-        return hash_settings(
-            {"index": self.source.fingerprint(), **self._settings, "options": options}
-        )

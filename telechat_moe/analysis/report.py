@@ -10,16 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.moe.analysis import (
-    ALPHA,
-    Array,
-    Pairs,
-    Specialisation,
-    dead_experts,
-    entropy,
-    hot_experts,
-    overload,
-)
+from telechat_moe.analysis.statistics import ALPHA, ExpertPairs, Specialisation, overload
+from telechat_moe.moe.loads import dead_experts, entropy, hot_experts
+from telechat_moe.numerics import Array
 
 PAIRS = 8
 """Pairs of experts of a layer that are listed."""
@@ -107,8 +100,8 @@ class ExpertReport:
     domains: dict[str, int] = field(default_factory=dict[str, int])
     checkpoints: list[RouterState] = field(default_factory=list[RouterState])
     specialisation: Specialisation | None = None
-    together: list[Pairs] = field(default_factory=list[Pairs])
-    following: list[Pairs] = field(default_factory=list[Pairs])
+    together: list[ExpertPairs] = field(default_factory=list[ExpertPairs])
+    following: list[ExpertPairs] = field(default_factory=list[ExpertPairs])
     favourites: list[list[list[Favourite]]] = field(default_factory=list[list[list[Favourite]]])
     problems: list[str] = field(default_factory=list[str])
     not_judged: dict[str, str] = field(default_factory=dict[str, str])
@@ -126,7 +119,7 @@ class ExpertReport:
         return "pass" if self.load is not None else "not judged"
 
     def says(self) -> str:
-        """Say the verdict in a sentence."""
+        """Return the verdict as a part of a sentence for the user."""
         if self.load is None:
             return "dead experts are not judged"
         return "an expert is dead" if self.problems else "no expert is dead at the end"
@@ -144,19 +137,22 @@ class ExpertReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers but the matrices of pairs, which are only drawn, as plain data; NaN is None."""
-        known = ("run", "layers", "experts", "top_k", "tokens", "text", "domains")
-        found: dict[str, Any] = {"verdict": self.verdict}
-        found |= {name: getattr(self, name) for name in known}
-        found["load"] = self._load()
-        found["checkpoints"] = [_plain(vars(state)) for state in self.checkpoints]
-        found["specialisation"] = self._specialisation()
-        found["coactivation"] = _pairs(self.layers, self.together, True)
-        found["succession"] = _pairs(self.neighbours, self.following, False)
-        found["favourites"] = {
-            layer: [[vars(token) for token in tokens] for tokens in experts]
-            for layer, experts in zip(self.layers, self.favourites, strict=False)
+        keys = ("run", "layers", "experts", "top_k", "tokens", "text", "domains")
+        return {
+            "verdict": self.verdict,
+            **{name: getattr(self, name) for name in keys},
+            "load": self._load(),
+            "checkpoints": [_plain(vars(state)) for state in self.checkpoints],
+            "specialisation": self._specialisation(),
+            "coactivation": _pairs(self.layers, self.together, True),
+            "succession": _pairs(self.neighbours, self.following, False),
+            "favourites": {
+                layer: [[vars(token) for token in tokens] for tokens in experts]
+                for layer, experts in zip(self.layers, self.favourites, strict=False)
+            },
+            "problems": self.problems,
+            "not_judged": self.not_judged,
         }
-        return found | {"problems": self.problems, "not_judged": self.not_judged}
 
     def _load(self) -> dict[str, Any] | None:
         if self.load is None:
@@ -197,18 +193,20 @@ class ExpertReport:
         )
 
 
-def _pairs(names: Sequence[str], pairs: Sequence[Pairs], symmetric: bool) -> list[dict[str, Any]]:
+def _pairs(
+    names: Sequence[str], pairs: Sequence[ExpertPairs], symmetric: bool
+) -> list[dict[str, Any]]:
     keys = ("one", "other", "share", "over_chance")
     return [
         {
             "layer": name,
-            "strength": _plain(found.strength),
+            "strength": _plain(matrices.strength),
             "pairs": [
                 _plain(dict(zip(keys, pair, strict=True)))
-                for pair in found.strongest(PAIRS, symmetric)
+                for pair in matrices.strongest(PAIRS, symmetric)
             ],
         }
-        for name, found in zip(names, pairs, strict=False)
+        for name, matrices in zip(names, pairs, strict=False)
     ]
 
 
@@ -217,9 +215,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if np.isfinite(value) else None
     return value

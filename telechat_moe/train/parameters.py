@@ -14,7 +14,7 @@ from telechat_moe.tensor_files import DTYPES, TensorOutput
 from telechat_moe.train.optimizer import AdamW
 
 
-def kept(model: nn.Cell) -> dict[str, Parameter]:
+def saved_weights(model: nn.Cell) -> dict[str, Parameter]:
     """Return the parameters of a model that a checkpoint holds, by name."""
     return {p.name: p for p in model.get_parameters() if not is_transient(p.name)}
 
@@ -22,7 +22,7 @@ def kept(model: nn.Cell) -> dict[str, Parameter]:
 def parameters(model: nn.Cell, optimizer: AdamW) -> dict[str, dict[str, Parameter]]:
     """Return all parameters that a checkpoint holds, by group and name."""
     moments = [*optimizer.moment1, *optimizer.moment2]
-    return {"model": kept(model), "optimizer": {p.name: p for p in moments}}
+    return {"model": saved_weights(model), "optimizer": {p.name: p for p in moments}}
 
 
 def put(
@@ -44,12 +44,12 @@ def put(
         BadInputError: Tensors are missing, unknown, or of another shape or data type; lists all.
     """
     problems: list[str] = []
-    for group, found in groups.items():
-        problems += _differences(group, found, arrays.get(group, {}))
+    for group, cells in groups.items():
+        problems += _differences(group, cells, arrays.get(group, {}))
     if problems:
         raise BadInputError(f"{source} does not fit the model:\n  " + "\n  ".join(problems))
-    for group, found in groups.items():
-        for name, parameter in found.items():
+    for group, cells in groups.items():
+        for name, parameter in cells.items():
             value = Tensor(arrays[group][name])
             if in_place and not isinstance(parameter, PooledTensor):
                 ops.assign(parameter, value)
@@ -60,16 +60,16 @@ def put(
 def _differences(
     group: str, parameters: Mapping[str, Parameter], saved: Mapping[str, np.ndarray]
 ) -> list[str]:
-    found = [f"{group}: {name} is missing" for name in parameters.keys() - saved.keys()]
-    found += [f"{group}: {name} is unknown" for name in saved.keys() - parameters.keys()]
+    problems = [f"{group}: {name} is missing" for name in parameters.keys() - saved.keys()]
+    problems += [f"{group}: {name} is unknown" for name in saved.keys() - parameters.keys()]
     for name in parameters.keys() & saved.keys():
         now, was = parameters[name].asnumpy(), saved[name]
         if now.shape != was.shape or now.dtype != was.dtype:
-            found.append(
+            problems.append(
                 f"{group}: {name} is {was.dtype}{list(was.shape)}, "
                 f"the model has {now.dtype}{list(now.shape)}"
             )
-    return sorted(found)
+    return sorted(problems)
 
 
 def load_weights(
@@ -86,7 +86,7 @@ def load_weights(
         BadInputError: Tensors are missing, unknown or of another shape.
     """
     arrays = {w.name: _widen(w.dtype, w.shape, np.concatenate([*w.chunks()])) for w in weights}
-    put({"weights": kept(model)}, {"weights": arrays}, source, in_place)
+    put({"weights": saved_weights(model)}, {"weights": arrays}, source, in_place)
 
 
 def _widen(dtype: str, shape: Sequence[int], data: np.ndarray) -> np.ndarray:

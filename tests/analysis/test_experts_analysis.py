@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 
+from telechat_moe.analysis import statistics
+from telechat_moe.analysis.page import experts_page
+from telechat_moe.analysis.report import ExpertReport, LoadHistory
 from telechat_moe.errors import BadInputError
-from telechat_moe.moe import analysis
+from telechat_moe.moe import loads
 from telechat_moe.moe.loads import LoadRecorder, loads_per_step, scalars
-from telechat_moe.moe.page import experts_page
-from telechat_moe.moe.report import ExpertReport, LoadHistory
 
 E, K, T = 7, 3, 60
 
@@ -26,17 +27,17 @@ def generator() -> np.random.Generator:
 
 def test_loads() -> None:
     load_E = np.array([0.0, 0.9, 1.1, 250, 149, 99, 200])  # mean 100
-    assert analysis.overload(load_E) == pytest.approx(2.5)
-    assert analysis.dead_experts(load_E) == [0, 1]
-    assert analysis.hot_experts(load_E) == [3]
-    assert math.isnan(analysis.overload(np.zeros(4)))
-    assert analysis.dead_experts(np.ones(4)) == analysis.hot_experts(np.ones(4)) == []
+    assert statistics.overload(load_E) == pytest.approx(2.5)
+    assert loads.dead_experts(load_E) == [0, 1]
+    assert loads.hot_experts(load_E) == [3]
+    assert math.isnan(statistics.overload(np.zeros(4)))
+    assert loads.dead_experts(np.ones(4)) == loads.hot_experts(np.ones(4)) == []
 
 
 def test_entropy() -> None:
     weight = np.array([[1, 1, 1, 1], [5, 0, 0, 0], [3, 1, 0, 0], [0, 0, 0, 0]], np.float32)
     third = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
-    np.testing.assert_allclose(analysis.entropy(weight), [1, 0, third, np.nan], atol=1e-12)
+    np.testing.assert_allclose(loads.entropy(weight), [1, 0, third, np.nan], atol=1e-12)
 
 
 def test_margins(generator: np.random.Generator) -> None:
@@ -44,21 +45,21 @@ def test_margins(generator: np.random.Generator) -> None:
     score_TE[:20, :2] = -np.inf  # excluded by a group limit
     index_TK = np.argsort(-score_TE, 1)[:, :K]
     for score_E, index_K, margin in zip(
-        score_TE, index_TK, analysis.margins(score_TE, index_TK), strict=True
+        score_TE, index_TK, statistics.margins(score_TE, index_TK), strict=True
     ):
         rest = [s for e, s in enumerate(score_E) if e not in index_K]
         assert margin == pytest.approx(min(score_E[index_K]) - max(rest))
-    assert np.isnan(analysis.margins(score_TE, np.argsort(-score_TE, 1))).all()
+    assert np.isnan(statistics.margins(score_TE, np.argsort(-score_TE, 1))).all()
     score_TE[:, : E - K] = -np.inf
     index_TK = np.argsort(-score_TE, 1)[:, :K]
-    assert np.isnan(analysis.margins(score_TE, index_TK)).all()
+    assert np.isnan(statistics.margins(score_TE, index_TK)).all()
 
 
 def test_flips(generator: np.random.Generator) -> None:
     one_TK, two_TK = choices(generator), choices(generator)
     two_TK[:30] = generator.permuted(one_TK[:30], axis=1)  # the same set in another order
     sets = [(set(a), set(b)) for a, b in zip(one_TK.tolist(), two_TK.tolist(), strict=True)]
-    flipped, replaced = analysis.flips(one_TK, two_TK)
+    flipped, replaced = statistics.flips(one_TK, two_TK)
     assert flipped == pytest.approx(np.mean([a != b for a, b in sets]))
     assert replaced == pytest.approx(np.mean([len(a - b) / K for a, b in sets]))
     assert 0 < replaced < flipped <= 0.5
@@ -66,8 +67,8 @@ def test_flips(generator: np.random.Generator) -> None:
 
 def test_pairs_are_counted(generator: np.random.Generator) -> None:
     one_TK, two_TK = choices(generator), choices(generator)
-    together = analysis.coactivation(one_TK, E)
-    after = analysis.succession(one_TK, two_TK, E)
+    together = statistics.coactivation(one_TK, E)
+    after = statistics.succession(one_TK, two_TK, E)
     load = [np.mean([e in row for row in one_TK]) for e in range(E)]
     following = [np.mean([e in row for row in two_TK]) for e in range(E)]
     for i, j in itertools.product(range(E), range(E)):
@@ -89,32 +90,32 @@ def test_pairs_are_counted(generator: np.random.Generator) -> None:
 
 def test_pairs_find_what_was_planted(generator: np.random.Generator) -> None:
     one_TK = choices(generator, 4000, 2)
-    noise = analysis.coactivation(one_TK, E)
+    noise = statistics.coactivation(one_TK, E)
     assert noise.strength < 0.05
     one_TK[:1000] = [2, 5]
-    found = analysis.coactivation(one_TK, E)
+    found = statistics.coactivation(one_TK, E)
     i, j, share, over = found.strongest(1, symmetric=True)[0]
     assert (i, j) == (2, 5)
     assert share == pytest.approx(found.share_EE[2, 5])
     assert over > 2
     assert found.strength > 3 * noise.strength
     next_TK = choices(generator, 4000, 2)
-    assert analysis.succession(one_TK, next_TK, E).strength < 0.05
+    assert statistics.succession(one_TK, next_TK, E).strength < 0.05
     next_TK[:1000] = [4, 0]
-    ahead = analysis.succession(one_TK, next_TK, E).strongest(4, symmetric=False)
+    ahead = statistics.succession(one_TK, next_TK, E).strongest(4, symmetric=False)
     assert {pair[:2] for pair in ahead} == {(2, 4), (2, 0), (5, 4), (5, 0)}
 
 
 def test_counts_of_sequences(generator: np.random.Generator) -> None:
     index_TK = choices(generator)
-    counts_UE = analysis.chosen_counts(index_TK, 4, E)
+    counts_UE = statistics.chosen_counts(index_TK, 4, E)
     for u, part in enumerate(index_TK.reshape(4, -1)):
         assert counts_UE[u].tolist() == [part.tolist().count(e) for e in range(E)]
 
 
 def test_mutual_information_by_its_definition(generator: np.random.Generator) -> None:
     counts_DLE = generator.integers(0, 9, (3, 2, E))
-    for layer, found in enumerate(analysis.mutual_information(counts_DLE)):
+    for layer, found in enumerate(statistics.mutual_information(counts_DLE)):
         total, bits = counts_DLE[:, layer].sum(), 0.0
         for d, e in itertools.product(range(3), range(E)):
             p = counts_DLE[d, layer, e] / total
@@ -122,12 +123,12 @@ def test_mutual_information_by_its_definition(generator: np.random.Generator) ->
             bits += p * math.log2(p / (p_d * p_e)) if p else 0.0
         assert found == pytest.approx(bits)
     split = np.array([[[8, 0]], [[0, 8]]])  # the domain says everything: one bit
-    assert analysis.mutual_information(split) == pytest.approx([1.0])
+    assert statistics.mutual_information(split) == pytest.approx([1.0])
 
 
 def test_arrangements() -> None:
-    assert analysis.arrangements(np.array([0, 0, 0, 1, 1, 2])) == pytest.approx(60)
-    assert analysis.arrangements(np.repeat([0, 1], 5)) == pytest.approx(math.comb(10, 5))
+    assert statistics.arrangements(np.array([0, 0, 0, 1, 1, 2])) == pytest.approx(60)
+    assert statistics.arrangements(np.repeat([0, 1], 5)) == pytest.approx(math.comb(10, 5))
 
 
 def sequences(generator: np.random.Generator, U: int, L: int) -> np.ndarray:
@@ -138,12 +139,12 @@ def sequences(generator: np.random.Generator, U: int, L: int) -> np.ndarray:
 
 def test_permutations_against_all_arrangements(generator: np.random.Generator) -> None:
     counts_ULE = sequences(generator, 8, 2)
-    found = analysis.specialisation(counts_ULE, np.repeat([0, 1], 4), 4000)
+    found = statistics.specialisation(counts_ULE, np.repeat([0, 1], 4), 4000)
     by_all = []
     for chosen in itertools.combinations(range(8), 4):
         first = np.isin(np.arange(8), chosen)
         by_domain = np.stack([counts_ULE[first].sum(0), counts_ULE[~first].sum(0)])
-        by_all.append(analysis.mutual_information(by_domain))
+        by_all.append(statistics.mutual_information(by_domain))
     np.testing.assert_allclose(found.by_chance_L, np.mean(by_all, 0), rtol=0.02)
     exact = np.mean(np.array(by_all) >= by_all[0] - 1e-9, 0)
     assert np.abs(found.p_L - exact).max() < 3 * math.sqrt(0.25 / 4000)
@@ -153,14 +154,14 @@ def test_noise_is_seldom_significant(generator: np.random.Generator) -> None:
     """In each layer, and for all layers together, in at most 5 % of the runs (plus three deviations of 300)."""
     domain_U = np.repeat([0, 1, 2], 8)
     runs = [
-        analysis.specialisation(sequences(generator, 24, 6), domain_U, 99, seed)
+        statistics.specialisation(sequences(generator, 24, 6), domain_U, 99, seed)
         for seed in range(300)
     ]
     limit = 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
-    assert (np.array([run.p_L for run in runs]) < analysis.ALPHA).mean(0).max() < limit
-    any_layer = np.mean([(run.adjusted_p_L < analysis.ALPHA).any() for run in runs])
+    assert (np.array([run.p_L for run in runs]) < statistics.ALPHA).mean(0).max() < limit
+    any_layer = np.mean([(run.adjusted_p_L < statistics.ALPHA).any() for run in runs])
     assert 0.005 < any_layer < limit
-    at_all = np.mean([(run.p_L < analysis.ALPHA).any() for run in runs])
+    at_all = np.mean([(run.p_L < statistics.ALPHA).any() for run in runs])
     assert at_all > 2 * limit  # without the adjustment some of six layers often stands out
     bias = np.mean([run.information_L - run.by_chance_L for run in runs])
     assert abs(bias) < 0.1 * np.mean([run.by_chance_L for run in runs])
@@ -170,8 +171,8 @@ def test_planted_specialisation_is_found_in_its_layer(generator: np.random.Gener
     domain_U = np.repeat([0, 1, 2], 8)
     counts_ULE = sequences(generator, 24, 6)
     counts_ULE[domain_U == 2, 4, 3] += 100  # domain 2 likes expert 3 of layer 4
-    found = analysis.specialisation(counts_ULE, domain_U, 499)
-    assert (found.adjusted_p_L < analysis.ALPHA).tolist() == [False] * 4 + [True, False]
+    found = statistics.specialisation(counts_ULE, domain_U, 499)
+    assert (found.adjusted_p_L < statistics.ALPHA).tolist() == [False] * 4 + [True, False]
     share = counts_ULE[domain_U == 2, 4, 3].sum() / counts_ULE[domain_U == 2, 4].sum()
     overall = counts_ULE[:, 4, 3].sum() / counts_ULE[:, 4].sum()
     assert found.strongest(4) == (2, 3, pytest.approx(share / overall))
@@ -182,13 +183,13 @@ def test_planted_specialisation_is_found_in_its_layer(generator: np.random.Gener
 def test_favourite_tokens(generator: np.random.Generator) -> None:
     index_TK, token_T = choices(generator, 600), generator.integers(0, 5, 600)
     index_TK[token_T == 3] = [1, 4, 6]
-    found = analysis.favourites(token_T, index_TK, E, most=1)
+    found = statistics.favourites(token_T, index_TK, E, count=1)
     takes = [i for i in range(E) if found[i] and found[i][0][0] == 3]
     assert takes == [1, 4, 6]
     _, times, ratio = found[4][0]
     assert times == (token_T == 3).sum()
     assert ratio == pytest.approx(1 / np.mean([4 in row for row in index_TK]))
-    assert analysis.favourites(token_T, index_TK, E, least=601) == [[]] * E
+    assert statistics.favourites(token_T, index_TK, E, minimum=601) == [[]] * E
 
 
 # ------------------------------------------------------------------------------------------- loads

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from telechat_moe.analysis import statistics
+from telechat_moe.analysis.report import ExpertReport, Favourite, LoadHistory, RouterState
 from telechat_moe.checkpoint import folder
 from telechat_moe.data import IndexedDataset, Tokenizer, load_tokenizer
 from telechat_moe.data.conversations import bare
@@ -17,16 +19,14 @@ from telechat_moe.data.corpus import open_corpus
 from telechat_moe.data.recipe import options_of, valid_prefixes
 from telechat_moe.data.sample import collate
 from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.moe import analysis
-from telechat_moe.moe.analysis import Array
 from telechat_moe.moe.loads import loads_per_step
-from telechat_moe.moe.report import ExpertReport, Favourite, LoadHistory, RouterState
+from telechat_moe.numerics import Array
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import metrics
 from telechat_moe.train.preflight import tokenizer_path
 
 if TYPE_CHECKING:
-    from telechat_moe.train.observe import Observation
+    from telechat_moe.analysis.observe import Observation
 
 DOCUMENTS = 8
 """Documents that are compared where the text has one source."""
@@ -41,15 +41,15 @@ SECTIONS = ("routers", "flips", "specialisation", "co-activation", "succession",
 Say = Callable[[str], None]
 
 
-class Text(NamedTuple):
+class ObservedText(NamedTuple):
     """A text to watch routers on.
 
     Attributes:
-        said: What it is, for people.
+        description: What it is, for people.
         windows: int32 ``[n, width]`` of each domain.
     """
 
-    said: str
+    description: str
     windows: dict[str, Array]
 
 
@@ -92,14 +92,14 @@ def analyse(
     report.load = _loads(run, recipe, report.not_judged)
     if report.load is not None:
         report.judge_load()
-    found = folder.list_checkpoints(run / "checkpoints")[::-1]
-    said = f"{run / 'checkpoints'} holds none; a CheckpointMonitor in callbacks saves them"
-    text = _text(recipe, texts or {}, sequences, report.not_judged) if found else None
+    paths = folder.list_checkpoints(run / "checkpoints")[::-1]
+    reason = f"{run / 'checkpoints'} holds none; a CheckpointMonitor in callbacks saves them"
+    text = _text(recipe, texts or {}, sequences, report.not_judged) if paths else None
     if text is None:
-        said = report.not_judged.pop("text", said)
-        report.not_judged |= dict.fromkeys(SECTIONS, said)
+        reason = report.not_judged.pop("text", reason)
+        report.not_judged |= dict.fromkeys(SECTIONS, reason)
         return report
-    _routers(report, recipe, _spread(found, checkpoints), text, permutations, say)
+    _routers(report, recipe, _spread(paths, checkpoints), text, permutations, say)
     return report
 
 
@@ -107,8 +107,8 @@ def _loads(run: Path, recipe: Recipe, not_judged: dict[str, str]) -> LoadHistory
     """Return the loads that a run recorded."""
     path, config = run / metrics.FILE, recipe.model_config
     records = metrics.read(path)
-    found = [r for r in records if r["event"] == "expert_loads"]
-    if not found:
+    due = [r for r in records if r["event"] == "expert_loads"]
+    if not due:
         every = recipe.telechat_moe.moe.load_interval
         not_judged["load"] = (
             f"{path} has no record of it; telechat_moe.moe.load_interval is {every}, and a record is due every so many steps"
@@ -122,19 +122,19 @@ def _loads(run: Path, recipe: Recipe, not_judged: dict[str, str]) -> LoadHistory
         (len(config.moe_layer_names), config.n_routed_experts),
         config.num_experts_per_tok,
     )
-    loads = [loads_per_step(r, tokens, shape, top_k, str(path)) for r in found]
-    seconds = sum(float(r.get("seconds") or 0.0) for r in found)
+    loads = [loads_per_step(r, tokens, shape, top_k, str(path)) for r in due]
+    seconds = sum(float(r.get("seconds") or 0.0) for r in due)
     total = sum(float(r["seconds"] or 0.0) for r in steps)
     return LoadHistory(
-        step_N=[r["step"] for r in found],
+        step_N=[r["step"] for r in due],
         load_NLE=np.stack(loads),
         recording_share=seconds / total if total else float("nan"),
     )
 
 
-def _spread(paths: Sequence[Path], most: int) -> list[Path]:
+def _spread(paths: Sequence[Path], limit: int) -> list[Path]:
     """Return at most so many of the paths, evenly spread, the last among them."""
-    places = np.linspace(len(paths) - 1, 0, min(max(most, 1), len(paths))).round().astype(int)
+    places = np.linspace(len(paths) - 1, 0, min(max(limit, 1), len(paths))).round().astype(int)
     return [paths[i] for i in sorted(set(places.tolist()))]
 
 
@@ -142,26 +142,26 @@ def _spread(paths: Sequence[Path], most: int) -> list[Path]:
 
 
 def _text(
-    recipe: Recipe, given: Mapping[str, Sequence[str]], sequences: int, not_judged: dict[str, str]
-) -> Text | None:
+    recipe: Recipe, texts: Mapping[str, Sequence[str]], sequences: int, not_judged: dict[str, str]
+) -> ObservedText | None:
     """Return the text to watch routers on; None, and why, if the run's validation data are not there."""
     options = options_of(recipe)
     width = recipe.model_config.seq_length + options.add_extra_token_to_sequence
-    if given:
+    if texts:
         tokenizer = load_tokenizer(tokenizer_path(recipe))
-        each = max(LEAST, sequences // len(given))
+        count = max(LEAST, sequences // len(texts))
         windows = {
-            name: _windows(_encoded(paths, tokenizer, 4 * each * width), width, each, name)
-            for name, paths in given.items()
+            name: _windows(_encoded(paths, tokenizer, 4 * count * width), width, count, name)
+            for name, paths in texts.items()
         }
-        return Text("texts given with --text", windows)
+        return ObservedText("texts given with --text", windows)
     try:
         prefixes = valid_prefixes(recipe)
         sources = {prefix: IndexedDataset(prefix) for prefix in prefixes}
         if len(sources) > 1:
-            each = max(LEAST, sequences // len(sources))
-            windows = {p: _windows([s.tokens], width, each, p) for p, s in sources.items()}
-            return Text("the validation data, a domain for each of their sources", windows)
+            count = max(LEAST, sequences // len(sources))
+            windows = {p: _windows([s.tokens], width, count, p) for p, s in sources.items()}
+            return ObservedText("the validation data, a domain for each of their sources", windows)
         (prefix, source), *_ = sources.items()
         return _documents(recipe, prefix, source, width, sequences)
     except TelechatMoeError as error:
@@ -171,20 +171,20 @@ def _text(
 
 def _documents(
     recipe: Recipe, prefix: str, source: IndexedDataset, width: int, sequences: int
-) -> Text:
+) -> ObservedText:
     """Return the longest documents of a source as domains; the whole source if there are not two long ones."""
     lengths = source.sequence_lengths
     longest = np.argsort(-lengths, kind="stable")[:DOCUMENTS]
     longest = np.sort(longest[lengths[longest] >= LEAST * width]).tolist()
     if len(longest) < 2:
         windows = {prefix: _windows([source.tokens], width, sequences, prefix)}
-        return Text(f"{prefix}, one source", windows)
-    path, each = tokenizer_path(recipe), max(LEAST, sequences // len(longest))
+        return ObservedText(f"{prefix}, one source", windows)
+    path, count = tokenizer_path(recipe), max(LEAST, sequences // len(longest))
     tokenizer = load_tokenizer(path) if path.is_file() else None
-    return Text(
+    return ObservedText(
         f"{prefix}, a domain for each of its {len(longest)} longest documents",
         {
-            _name(i, source[i], tokenizer): _windows([source[i]], width, each, prefix)
+            _name(i, source[i], tokenizer): _windows([source[i]], width, count, prefix)
             for i in longest
         },
     )
@@ -198,25 +198,27 @@ def _name(number: int, tokens: Array, tokenizer: Tokenizer | None) -> str:
 
 def _encoded(paths: Sequence[str], tokenizer: Tokenizer, enough: int) -> list[Array]:
     """Return the tokens of some files and folders, until there are enough."""
-    found: list[Array] = []
+    documents: list[Array] = []
     for document in open_corpus(list(paths)).documents():
-        found += tokenizer.encode_documents([document.text])
-        if sum(map(len, found)) >= enough:
+        documents += tokenizer.encode_documents([document.text])
+        if sum(map(len, documents)) >= enough:
             break
-    return found
+    return documents
 
 
 def _windows(documents: Iterable[Array], width: int, count: int, name: str) -> Array:
     """Cut documents, one after another, into sequences and return so many of them, evenly spread: int32 ``[n, width]``."""
     parts = list(documents)
     tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    there = len(tokens) // width
-    if there < 1:
+    available = len(tokens) // width
+    if available < 1:
         raise BadInputError(
             f"{name}: {len(tokens)} tokens, fewer than a sequence of {width}; give more text"
         )
-    places = np.unique(np.linspace(0, there - 1, min(count, there)).round().astype(np.int64))
-    return bare(tokens[: there * width].reshape(there, width)[places].astype(np.int32))
+    places = np.unique(
+        np.linspace(0, available - 1, min(count, available)).round().astype(np.int64)
+    )
+    return bare(tokens[: available * width].reshape(available, width)[places].astype(np.int32))
 
 
 # ---------------------------------------------------------------------------------------- routers
@@ -226,12 +228,12 @@ def _routers(
     report: ExpertReport,
     recipe: Recipe,
     paths: Sequence[Path],
-    text: Text,
+    text: ObservedText,
     permutations: int,
     say: Say,
 ) -> None:
     """Watch the routers of some checkpoints on a text, and judge the last."""
-    from telechat_moe.train.observe import Observer
+    from telechat_moe.analysis.observe import Observer
 
     S, options = recipe.model_config.seq_length, options_of(recipe)
     window_UX = np.concatenate([*text.windows.values()])
@@ -239,10 +241,10 @@ def _routers(
     domain_U = np.repeat(np.arange(len(counts)), counts)
     if window_UX.max() >= recipe.model_config.vocab_size:
         raise BadInputError(
-            f"{text.said}: token {window_UX.max()}, but the model's vocab_size is {recipe.model_config.vocab_size}; the text "
+            f"{text.description}: token {window_UX.max()}, but the model's vocab_size is {recipe.model_config.vocab_size}; the text "
             "must be encoded with the model's tokenizer"
         )
-    report.text, report.tokens = text.said, len(window_UX) * S
+    report.text, report.tokens = text.description, len(window_UX) * S
     report.domains = dict(zip(text.windows, counts, strict=True))
     rows = min(recipe.runner_config.batch_size, len(window_UX))
     padded = window_UX[np.arange(-(-len(window_UX) // rows) * rows) % len(window_UX)]
@@ -252,9 +254,9 @@ def _routers(
     for path in paths:
         say(f"computing {report.tokens:,} tokens with {path.name}")
         observer.load(path)
-        seen = observer.run(batches, report.tokens)
-        report.checkpoints.append(_state(folder.step_of(path), seen, before, report.experts))
-        before = seen
+        observation = observer.run(batches, report.tokens)
+        report.checkpoints.append(_state(folder.step_of(path), observation, before, report.experts))
+        before = observation
     assert before is not None
     if len(paths) < 2:
         report.not_judged["flips"] = "the run has one checkpoint; flips compare two"
@@ -269,28 +271,28 @@ def _judge(report: ExpertReport, index_LTK: Array, domain_U: Array, permutations
     E = report.experts
     layers = list(index_LTK)
     if report.top_k > 1:
-        report.together = [analysis.coactivation(index_TK, E) for index_TK in layers]
+        report.together = [statistics.coactivation(index_TK, E) for index_TK in layers]
     else:
         report.not_judged["co-activation"] = "each token has one expert"
     report.following = [
-        analysis.succession(one_TK, two_TK, E) for one_TK, two_TK in pairwise(layers)
+        statistics.succession(one_TK, two_TK, E) for one_TK, two_TK in pairwise(layers)
     ]
     if not report.following:
         report.not_judged["succession"] = "the model has one layer with experts"
     if len(report.domains) < 2:
         report.not_judged["specialisation"] = ONE_SOURCE
         return
-    least = max(1 / analysis.arrangements(domain_U), 1 / (1 + permutations))
-    if least >= analysis.ALPHA:
+    smallest_p = max(1 / statistics.arrangements(domain_U), 1 / (1 + permutations))
+    if smallest_p >= statistics.ALPHA:
         report.not_judged["specialisation"] = (
             f"{len(domain_U)} sequences of {len(report.domains)} domains and {permutations} permutations cannot reach a "
-            f"level of {analysis.ALPHA}; more text or permutations can"
+            f"level of {statistics.ALPHA}; more text or permutations can"
         )
         return
     counts_ULE = np.stack(
-        [analysis.chosen_counts(index_TK, len(domain_U), E) for index_TK in layers], 1
+        [statistics.chosen_counts(index_TK, len(domain_U), E) for index_TK in layers], 1
     )
-    report.specialisation = analysis.specialisation(counts_ULE, domain_U, permutations)
+    report.specialisation = statistics.specialisation(counts_ULE, domain_U, permutations)
 
 
 def _favourites(report: ExpertReport, recipe: Recipe, index_LTK: Array, token_T: Array) -> None:
@@ -303,28 +305,28 @@ def _favourites(report: ExpertReport, recipe: Recipe, index_LTK: Array, token_T:
     report.favourites = [
         [
             [Favourite(tokenizer.decode([token]), times, ratio) for token, times, ratio in tokens]
-            for tokens in analysis.favourites(token_T, index_TK, report.experts)
+            for tokens in statistics.favourites(token_T, index_TK, report.experts)
         ]
         for index_TK in index_LTK
     ]
 
 
 def _state(
-    step: int, seen: "Observation", before: "Observation | None", experts: int
+    step: int, observation: "Observation", before: "Observation | None", experts: int
 ) -> RouterState:
     """Return what the routers of a checkpoint do, in numbers."""
-    load_LE = np.stack([np.bincount(i.ravel(), minlength=experts) for i in seen.index_LTK])
-    pairs = zip(before.index_LTK, seen.index_LTK, strict=True) if before is not None else ()
-    changes = [analysis.flips(one_TK, two_TK) for one_TK, two_TK in pairs]
-    share_LT = seen.routed_LT / (seen.routed_LT + seen.shared_LT)
+    load_LE = np.stack([np.bincount(i.ravel(), minlength=experts) for i in observation.index_LTK])
+    pairs = zip(before.index_LTK, observation.index_LTK, strict=True) if before is not None else ()
+    changes = [statistics.flips(one_TK, two_TK) for one_TK, two_TK in pairs]
+    share_LT = observation.routed_LT / (observation.routed_LT + observation.shared_LT)
     return RouterState(
         step=step,
-        overload=analysis.overload(load_LE).tolist(),
-        entropy=seen.entropy_LT.mean(1).tolist(),
-        margin=_known(np.median(seen.margin_LT, 1)),
-        margin_low=_known(np.quantile(seen.margin_LT, 0.1, axis=1)),
-        routed=(seen.routed_LT / seen.residual_LT).mean(1).tolist(),
-        shared=_known((seen.shared_LT / seen.residual_LT).mean(1)),
+        overload=statistics.overload(load_LE).tolist(),
+        entropy=observation.entropy_LT.mean(1).tolist(),
+        margin=_known(np.median(observation.margin_LT, 1)),
+        margin_low=_known(np.quantile(observation.margin_LT, 0.1, axis=1)),
+        routed=(observation.routed_LT / observation.residual_LT).mean(1).tolist(),
+        shared=_known((observation.shared_LT / observation.residual_LT).mean(1)),
         routed_share=_known(share_LT.mean(1)),
         flipped=[flipped for flipped, _ in changes] or None,
         replaced=[replaced for _, replaced in changes] or None,

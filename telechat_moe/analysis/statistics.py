@@ -11,8 +11,6 @@ import numpy as np
 
 from telechat_moe.numerics import Array
 
-DEAD, HOT = 0.01, 2.0
-"""An expert is dead below this share of the mean load of its layer, and hot above that multiple."""
 ALPHA = 0.05
 """Level of significance."""
 
@@ -21,28 +19,6 @@ def overload(load: Array) -> Array:
     """Return the load of the busiest expert over the mean, along the last axis; NaN without load."""
     with np.errstate(invalid="ignore"):
         return np.asarray(load.max(-1) / load.mean(-1))
-
-
-def dead_experts(load_E: Array) -> list[int]:
-    """Return the experts with less than :data:`DEAD` of the mean load."""
-    return np.flatnonzero(load_E < DEAD * np.mean(load_E)).tolist()
-
-
-def hot_experts(load_E: Array) -> list[int]:
-    """Return the experts with more than :data:`HOT` times the mean load."""
-    return np.flatnonzero(load_E > HOT * np.mean(load_E)).tolist()
-
-
-def entropy(weight: Array) -> Array:
-    """Return the entropy of non-negative weights along the last axis as a share of that of equal ones, 0 to 1.
-
-    1: all are equal; 0: one has everything. NaN where all are 0.
-    """
-    total = weight.sum(-1, keepdims=True, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p = weight / total
-        terms = np.where(p > 0, -p * np.log(p), p)
-    return terms.sum(-1) / math.log(weight.shape[-1])
 
 
 def margins(choice_TE: Array, index_TK: Array) -> Array:
@@ -91,7 +67,7 @@ def flips(before_TK: Array, after_TK: Array) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class ExpertPairs:
     """How often two experts serve the same token.
 
     Attributes:
@@ -111,21 +87,21 @@ class Pairs:
             excess_EE = np.where(np.triu(np.ones_like(excess_EE), 1) > 0, excess_EE, -np.inf)
         order = np.argsort(-excess_EE, axis=None, kind="stable")[:count]
         rows, columns = np.unravel_index(order, excess_EE.shape)
-        found: list[tuple[int, int, float, float]] = []
+        pairs: list[tuple[int, int, float, float]] = []
         for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
             if excess_EE[i, j] > 0:
                 share, chance = float(self.share_EE[i, j]), float(self.chance_EE[i, j])
-                found.append((i, j, share, share / chance))
-        return found
+                pairs.append((i, j, share, share / chance))
+        return pairs
 
 
-def _pairs(share_EE: Array, chance_EE: Array) -> Pairs:
+def _pairs(share_EE: Array, chance_EE: Array) -> ExpertPairs:
     total = share_EE.sum()
     apart = np.abs(share_EE - chance_EE).sum() / (2 * total) if total else math.nan
-    return Pairs(share_EE, chance_EE, float(apart))
+    return ExpertPairs(share_EE, chance_EE, float(apart))
 
 
-def coactivation(index_TK: Array, experts: int) -> Pairs:
+def coactivation(index_TK: Array, experts: int) -> ExpertPairs:
     """Return which experts of a layer serve the same tokens; needs K > 1.
 
     Chance is a pair's product of loads, scaled so that all pairs together are as many as there are.
@@ -139,7 +115,7 @@ def coactivation(index_TK: Array, experts: int) -> Pairs:
     return _pairs(share_EE, chance_EE * (share_EE.sum() / max(chance_EE.sum(), 1e-300)))
 
 
-def succession(index_TK: Array, next_TK: Array, experts: int) -> Pairs:
+def succession(index_TK: Array, next_TK: Array, experts: int) -> ExpertPairs:
     """Return which experts of a layer and of the next one serve the same tokens."""
     one_TE, two_TE = chosen(index_TK, experts), chosen(next_TK, experts)
     share_EE = (one_TE.T @ two_TE).astype(np.float64) / len(index_TK)
@@ -219,49 +195,47 @@ def specialisation(
         return (one_hot_DU[:, order_U] @ flat_UX).reshape(domains, *counts_ULE.shape[1:])
 
     counts_DLE = by_domain(np.arange(len(domain_U)))
-    found_L = mutual_information(counts_DLE)
+    information_L = mutual_information(counts_DLE)
     generator = np.random.default_rng(seed)
     orders = (generator.permutation(len(domain_U)) for _ in range(permutations))
     by_chance_PL = np.stack([mutual_information(by_domain(order_U)) for order_U in orders])
     mean_L, spread_L = by_chance_PL.mean(0), by_chance_PL.std(0) + 1e-12
-    tie = (
-        1e-9  # arrangements that only rename sequences give the same information, but for rounding
-    )
-    most_P = ((by_chance_PL - mean_L) / spread_L).max(1)
-    ahead_L = (found_L - mean_L) / spread_L
+    tie = 1e-9  # rounding: arrangements that only rename sequences give the same information
+    highest_P = ((by_chance_PL - mean_L) / spread_L).max(1)
+    ahead_L = (information_L - mean_L) / spread_L
     share_DLE = counts_DLE / counts_DLE.sum(2, keepdims=True)
     overall_LE = counts_DLE.sum(0) / counts_DLE.sum((0, 2))[:, None]
     ratio_DLE = share_DLE / np.where(overall_LE > 0, overall_LE, np.nan)
     return Specialisation(
-        found_L,
+        information_L,
         mean_L,
-        (1 + (by_chance_PL >= found_L - tie).sum(0)) / (1 + permutations),
-        (1 + (most_P[:, None] >= ahead_L - tie).sum(0)) / (1 + permutations),
+        (1 + (by_chance_PL >= information_L - tie).sum(0)) / (1 + permutations),
+        (1 + (highest_P[:, None] >= ahead_L - tie).sum(0)) / (1 + permutations),
         ratio_DLE.transpose(1, 0, 2),
         information_terms(counts_DLE).transpose(1, 0, 2),
     )
 
 
 def favourites(
-    token_T: Array, index_TK: Array, experts: int, most: int = 6, least: int = 8
+    token_T: Array, index_TK: Array, experts: int, count: int = 6, minimum: int = 8
 ) -> list[list[tuple[int, int, float]]]:
     """Return the tokens that each expert takes more often than its load explains.
 
     Args:
         token_T: Token ids.
-        most: Tokens to return for each expert.
-        least: An expert must have got a token so many times.
+        count: Tokens to return for each expert.
+        minimum: An expert must have got a token so many times.
 
     Returns:
         For each expert (token, times, ratio to what its load explains), sorted by the excess of times over that.
     """
-    found: list[list[tuple[int, int, float]]] = []
+    by_expert: list[list[tuple[int, int, float]]] = []
     times_V = np.bincount(token_T)
     for expert in range(experts):
-        mine_T = (index_TK == expert).any(1)
-        mine_V = np.bincount(token_T[mine_T], minlength=len(times_V))
-        expected_V = times_V * mine_T.mean()
-        order = np.argsort(expected_V - mine_V, kind="stable")[:most].tolist()
-        good = [v for v in order if mine_V[v] >= least and mine_V[v] > expected_V[v]]
-        found.append([(v, int(mine_V[v]), float(mine_V[v] / expected_V[v])) for v in good])
-    return found
+        chosen_T = (index_TK == expert).any(1)
+        count_V = np.bincount(token_T[chosen_T], minlength=len(times_V))
+        expected_V = times_V * chosen_T.mean()
+        order = np.argsort(expected_V - count_V, kind="stable")[:count].tolist()
+        good = [v for v in order if count_V[v] >= minimum and count_V[v] > expected_V[v]]
+        by_expert.append([(v, int(count_V[v]), float(count_V[v] / expected_V[v])) for v in good])
+    return by_expert
