@@ -137,7 +137,7 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> int:
-    """Build as the arguments say."""
+    """Build the libraries that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(description="Compile the native libraries.")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--checked", action="store_true", help="bounds checks, poisoned scratch")

@@ -45,11 +45,11 @@ class Fingerprint:
 
     @property
     def norm(self) -> float:
-        """L2 norm."""
+        """Return the L2 norm of the finite elements."""
         return math.sqrt(self.squares)
 
     def to_bytes(self) -> bytes:
-        """Return it in 1,976 bytes."""
+        """Return the fingerprint in 1,976 bytes: a header, then the buckets in float64."""
         numbers = (self.total, self.total, self.special, self.checksum, self.squares)
         header = _HEADER.pack(_MAGIC, _FLAGS, BUCKETS, *numbers)
         return header + self.buckets.astype("<f8").tobytes()

@@ -187,8 +187,8 @@ OPERATIONS: dict[str, Callable[..., ProgramValue]] = {
     "GreaterEqual": _same("greater_equal"),
     "LessEqual": _same("less_equal"),
     **{
-        theirs: _same(theirs.lower())
-        for theirs in (
+        primitive: _same(primitive.lower())
+        for primitive in (
             *("Abs", "Add", "Cos", "Div", "Equal", "Erf", "Exp", "Greater", "Less", "Log"),
             *("Maximum", "Minimum", "Mul", "Neg", "Pow", "Reciprocal", "Rsqrt", "Select"),
             *("Sigmoid", "Sin", "Sqrt", "Sub", "Tanh"),

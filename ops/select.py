@@ -156,7 +156,7 @@ def backend(operator: str) -> str:
 
 
 def table() -> list[BackendChoice]:
-    """Return the choice for every operator."""
+    """Return the backend that serves each operator now, and why."""
     return [choose(operator) for operator in sorted(OPERATORS)]
 
 

@@ -184,7 +184,7 @@ class FileContent:
 
     @property
     def sums(self) -> dict[str, Any]:
-        """``bytes`` and ``sha256``."""
+        """Return size and checksum as ``bytes`` and ``sha256``."""
         return {"bytes": self.nbytes, "sha256": self.sha256}
 
 

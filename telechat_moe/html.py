@@ -118,7 +118,7 @@ def _cell(name: str, value: object, right: bool) -> str:
 
 
 def items(texts: Iterable[object]) -> Html:
-    """Return a list with bullets."""
+    """Return a list with a bullet for each text."""
     return tag("ul", Html("".join(tag("li", text) for text in texts)))
 
 

@@ -246,7 +246,7 @@ class Control:
             )
 
     def write(self, name: str, text: str = "") -> None:
-        """Write a file at once."""
+        """Write a file of the folder so that readers see all of it or nothing."""
         partial = self.folder / f".{name}.{os.getpid()}"
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.folder / name)

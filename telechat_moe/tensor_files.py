@@ -346,12 +346,12 @@ class TensorOutput:
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """Return the bytes of an element."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.width
 
 
@@ -385,7 +385,7 @@ class TensorFile:
 
     @property
     def header(self) -> bytes:
-        """The bytes before the tensors."""
+        """Return the bytes of the file before its tensors."""
         entries: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
         offset = 0
         for output in self.outputs:
@@ -403,7 +403,7 @@ class TensorFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
+        """Return the size of the file in bytes."""
         return len(self.header) + sum(output.nbytes for output in self.outputs)
 
     def write(self, path: Path, advance: Advance = lambda _: None) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Pauses:
                 before, used, waited = now, cpu, delay
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that measures."""
         self._ends.set()
 
 
@@ -128,7 +128,7 @@ class CoreWaits:
                     self._known[name] = (file, int(os.pread(file, 64, 0).split()[1]))
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of all threads."""
         for file, _ in self._known.values():
             os.close(file)
         self._known = {}
@@ -142,7 +142,7 @@ class Links:
     ways: Callable[[], Iterable[tuple[float, float]]]
 
     def columns(self) -> list[str]:
-        """Return the names of their columns."""
+        """Return the names of the columns of these links."""
         return [f"{kind}.{peer}" for peer in self.peers for kind in LINKS]
 
 
@@ -243,7 +243,7 @@ class StepTimer:
             self._gc_seconds += time.perf_counter() - self._gc_began
 
     def close(self) -> None:
-        """Stop measuring."""
+        """Stop measuring and close the file."""
         if self._file is not None:
             gc.callbacks.remove(self._collected)
             self._pauses.close()

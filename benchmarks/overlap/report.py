@@ -8,7 +8,7 @@ from benchmarks.overlap.kernel_list import read_kernels
 from benchmarks.overlap.overlap import Prediction, predict
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.cost.expert_overlap import OverlapSummary
-from telechat_moe.tools.plan.report.timeline import Box, Table, Timeline
+from telechat_moe.tools.plan.report.timeline import StepTimeline, Table, TimelineBox
 
 
 def read_and_predict(path: str, launch_us: float, multiprocessors: int) -> Prediction:
@@ -97,23 +97,23 @@ def report(prediction: Prediction, path: str) -> dict[str, Any]:
     }
 
 
-def timeline(prediction: Prediction, path: str, compare: bool = True) -> Timeline:
+def timeline(prediction: Prediction, path: str, compare: bool = True) -> StepTimeline:
     """Return the predicted streams and, to compare, the measured ones under them."""
     known = prediction.measured_start_us if compare else None
     measured = [s - min(known) for s in known] if known else []
     streams = sorted({k.stream for k in prediction.kernels}, key=lambda s: (len(s), s))
     number = {s: i for i, s in enumerate(streams)}
-    boxes: list[Box] = []
+    boxes: list[TimelineBox] = []
     for offset, starts in ((0, prediction.start_us), (len(streams), measured)):
         for kernel, start in zip(prediction.kernels, starts, strict=False):
             kind = "C" if kernel.communicates else "K"
             boxes.append(
-                Box(offset + number[kernel.stream], start * 1e-6, kernel.duration_us * 1e-6, kind,
+                TimelineBox(offset + number[kernel.stream], start * 1e-6, kernel.duration_us * 1e-6, kind,
                     f"{kernel.name[:150]} {kernel.grid}", kernel.role)
             )  # fmt: skip
     names = [f"stream {s}, predicted" for s in streams]
     names += [f"stream {s}, measured" for s in streams] if measured else []
     table = Table("Figures", ("figure", "predicted ", "measured ", "difference "), rows(prediction))
-    return Timeline(
+    return StepTimeline(
         f"Kernels of {Path(path).name}", names, boxes, tables=(table,), notes=notes(prediction)
     )

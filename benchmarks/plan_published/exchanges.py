@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from telechat_moe.tools.plan.cost.device import Constants, Device, load_device
-from telechat_moe.tools.plan.cost.expert_exchange import Routing, hit
+from telechat_moe.tools.plan.cost.expert_exchange import ExpertRouting, hit
 
 DATA = Path(__file__).parent / "data" / "published_steps.yaml"
 EXPERTS, TOP_K, NODE, KEPT_NODES = 256, 8, 8, 4
@@ -29,7 +29,7 @@ HANDED_ON = 0.905
 EP16 against EP8."""
 
 
-def kernel_s(routing: Routing, members: int, device: Device) -> float:
+def kernel_s(routing: ExpertRouting, members: int, device: Device) -> float:
     """Return the seconds of DeepEP's kernel for each byte of a device's tokens.
 
     A token goes once to each node and there once to each device; links and ports are busy at once.
@@ -64,11 +64,13 @@ class Row:
     measured: float
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> ExpertRouting:
         """How tokens choose experts: V1 of some nodes only."""
         limited = self.name.startswith("v1") and self.nodes > KEPT_NODES
         return (
-            Routing(EXPERTS, TOP_K, self.nodes, KEPT_NODES) if limited else Routing(EXPERTS, TOP_K)
+            ExpertRouting(EXPERTS, TOP_K, self.nodes, KEPT_NODES)
+            if limited
+            else ExpertRouting(EXPERTS, TOP_K)
         )
 
     @property

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
 from telechat_moe.tools.plan.cost.device import FOLDER, Constants, Device, load_device
-from telechat_moe.tools.plan.cost.score import MeasuredStep, Scored
+from telechat_moe.tools.plan.cost.score import MeasuredStep, ScoredStep
 from telechat_moe.tools.plan.cost.step import evaluate_columns
 
 NEVER = {"inter_latency_s"}
@@ -156,11 +156,11 @@ def held_out(
 
 
 def refit(
-    scored: Sequence[Scored],
+    scored: Sequence[ScoredStep],
     default: str,
     by: str,
     moved: Callable[[str, int, int | None], None] | None = None,
-) -> list[Scored]:
+) -> list[ScoredStep]:
     """Replace predictions by those of constants fitted without the row's group.
 
     Args:

@@ -4,24 +4,24 @@ import numpy as np
 import pytest
 
 from benchmarks.plan_published import exchanges
-from telechat_moe.tools.plan.cost.expert_exchange import Routing, hit
+from telechat_moe.tools.plan.cost.expert_exchange import ExpertRouting, hit
 
 
 @pytest.mark.parametrize(
     ("routing", "parts"),
     [
-        (Routing(256, 8), 2),
-        (Routing(256, 8), 64),
-        (Routing(192, 4), 8),
-        (Routing(256, 8, 8, 4), 4),  # two groups on a node
-        (Routing(256, 8, 8, 4), 8),
-        (Routing(256, 8, 8, 4), 32),  # a group over four devices
-        (Routing(64, 6, 4, 1), 16),
+        (ExpertRouting(256, 8), 2),
+        (ExpertRouting(256, 8), 64),
+        (ExpertRouting(192, 4), 8),
+        (ExpertRouting(256, 8, 8, 4), 4),  # two groups on a node
+        (ExpertRouting(256, 8, 8, 4), 8),
+        (ExpertRouting(256, 8, 8, 4), 32),  # a group over four devices
+        (ExpertRouting(64, 6, 4, 1), 16),
     ],
 )
-def test_destinations_are_those_of_drawn_tokens(routing: Routing, parts: int) -> None:
+def test_destinations_are_those_of_drawn_tokens(routing: ExpertRouting, parts: int) -> None:
     rng, tokens = np.random.default_rng(0), 20000
-    kept = rng.random((tokens, routing.groups)).argsort(1) < routing.kept
+    kept = rng.random((tokens, routing.groups)).argsort(1) < routing.kept_groups
     score = rng.random((tokens, routing.experts))
     score[~np.repeat(kept, routing.experts // routing.groups, 1)] = -1
     chosen = np.argsort(-score, 1)[:, : routing.top_k] // (routing.experts // parts)

@@ -9,7 +9,7 @@ import math
 import time
 
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem
+from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem
 
 MS = 10**9
 """Picoseconds."""
@@ -25,17 +25,17 @@ SHAPES = (
 """Stages, chunks of a stage, micro-batches, layers."""
 
 
-def problem(stages: int, chunks: int, micro_batches: int, layers: int) -> Problem:
+def problem(stages: int, chunks: int, micro_batches: int, layers: int) -> PlacementProblem:
     """Return a placement problem."""
     kept = (0,) * stages
-    return Problem(
+    return PlacementProblem(
         schedule="interleaved",
         stages=stages,
         micro_batches=micro_batches,
         chunks=chunks,
         layers=(
-            Layers(count=3, times=(3 * MS, 6 * MS, 0), states=0, kept=kept),
-            Layers(count=layers - 3, times=(10 * MS, 20 * MS, 0), states=0, kept=kept),
+            LayerGroup(count=3, times=(3 * MS, 6 * MS, 0), states=0, activations=kept),
+            LayerGroup(count=layers - 3, times=(10 * MS, 20 * MS, 0), states=0, activations=kept),
         ),
         first=(MS, MS, 0),
         last=(17 * MS, 33 * MS, 0),

@@ -106,7 +106,7 @@ class DvmProgram:
         self._ints: list[int] | None = None
 
     def to_ints(self) -> list[int]:
-        """Return the flat form."""
+        """Return the flat form: a list of integers, as the opening of this file describes it."""
         if self._ints is None:
             flat = [MAGIC, self.inputs, self.outputs, len(self.symbols), len(self.nodes)]
             code = DTYPE_CODE

@@ -109,7 +109,7 @@ class Job:
 
     @staticmethod
     def read(folder: Path) -> "Job":
-        """Read what :meth:`write` wrote."""
+        """Return the job that :meth:`write` has written into a folder."""
         content = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
         ranks: list[RankGraph] = []
         for graph in content.pop("ranks"):

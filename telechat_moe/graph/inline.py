@@ -71,9 +71,8 @@ def order_writes(model: MindIR) -> None:
     editor = Editor(model, fresh.node)
 
     def after(value: str, write: Any, name: str | None = None) -> str:
-        depend = editor.primitive("Depend", side_effect_propagate=1)
         (shape, element), *_ = output_shapes(write)
-        return editor.node(depend, [value, write.name], shape, element, write.domain, name)
+        return editor.depend(value, write.name, shape, element, write.domain, name)
 
     for node in main.node:
         primitive = model.primitive(node)

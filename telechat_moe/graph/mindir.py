@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Name of the primitive."""
+        """Return the name of the primitive."""
         return self.primitive.op_type
 
     @property
@@ -199,7 +199,7 @@ class Editor:
         return node.name
 
     def zeros(self, shape: Sequence[int], kind: int) -> str:
-        """Add a tensor of zeros."""
+        """Add a constant tensor of zeros of an element type; return its name."""
         node = self._add(self.name("zeros"), "Constant")
         attribute = node.attribute.add()
         attribute.name = "value"
@@ -239,6 +239,19 @@ class Editor:
         attribute.name = "shape"
         _add_tensor(attribute, shape, element)
         return name
+
+    def depend(
+        self,
+        value: str,
+        behind: str,
+        shape: Sequence[int],
+        element: int,
+        scope: str,
+        name: str | None = None,
+    ) -> str:
+        """Add a node that gives ``value`` once ``behind`` is there."""
+        kind = self.primitive("Depend", side_effect_propagate=1)
+        return self.node(kind, [value, behind], shape, element, scope, name)
 
     def custom(
         self,

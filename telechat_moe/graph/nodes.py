@@ -53,7 +53,7 @@ class GraphNode(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its output."""
+        """Return the name of the node, which is that of its output."""
         return self.proto.name
 
     @property

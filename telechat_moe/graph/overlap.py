@@ -33,7 +33,7 @@ class Work(NamedTuple):
     bytes: float = 0.0
 
     def plus(self, other: "Work") -> "Work":
-        """Return the sum of both."""
+        """Return the work of both together."""
         return Work(
             self.operators + other.operators, self.flops + other.flops, self.bytes + other.bytes
         )

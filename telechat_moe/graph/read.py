@@ -345,7 +345,7 @@ class _Site:
         )
 
     def collective(self, times: int, micro: int | None) -> Collective:
-        """Return the collective."""
+        """Return what the report says of this collective, which a step runs ``times`` times."""
         kind, ranks = self.node.kind, self.ranks()
         size, floor = self._bytes(len(ranks))
         phase = self.function.phases[self.node.name]

@@ -284,10 +284,8 @@ class _Orderer:
         return next((a for a in self.nodes[name].attribute if a.name == "shape"), None)
 
     def _after(self, source: str, scope: str) -> str:
-        depend = self.editor.primitive("Depend", side_effect_propagate=1)
-        name = self.editor.node(depend, [source, self.token], (), FLOAT32, scope)
-        added = self.fresh.node[-1]
-        added.attribute[0].CopyFrom(self._shape(source))
+        name = self.editor.depend(source, self.token, (), FLOAT32, scope)
+        self.fresh.node[-1].attribute[0].CopyFrom(self._shape(source))
         return name
 
     def _make_token(self, fresh: Sequence[str], pass_: PassKey) -> str:
@@ -297,8 +295,7 @@ class _Orderer:
         scope = "/".join(map(str, ("pass", *pass_)))
         waits = self.editor.pack([*ends, *([self.token] if self.token else [])], (), FLOAT32, scope)
         zero = self.editor.zeros([1], FLOAT32)
-        depend = self.editor.primitive("Depend", side_effect_propagate=1)
-        start = self.editor.node(depend, [zero, waits], [1], FLOAT32, scope)
+        start = self.editor.depend(zero, waits, [1], FLOAT32, scope)
         self.tokens += 1
         # An operator that MindSpore does not fold. While taps record, it writes its number down: below zero, as the
         # taps of `graph/tap.py` count from zero.

@@ -441,7 +441,7 @@ def _stage_difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def difference_tables(result: dict[str, Any]) -> list[ReportTable]:
-    """Return the tables of :func:`difference`."""
+    """Return the tables of a :func:`difference` for a terminal: title, headers, rows."""
     report_tables: list[ReportTable] = []
     for stage in result["stages"]:
         name = "stage {} and {}".format(*stage["stages"])

@@ -239,11 +239,8 @@ def for_cpu(
                 )
             site = _Site(editor, operation, ranks, rank)
             if before is not None:
-                depend = editor.primitive("Depend", side_effect_propagate=1)
-                shape, element = _input_shape(site)
-                chained.input[0] = site.source = editor.node(
-                    depend, [site.source, before], shape, element, site.scope
-                )
+                site.source = editor.depend(site.source, before, *_input_shape(site), site.scope)
+                chained.input[0] = site.source
             before = site.name
             if not _rewrite(site, fresh, chained):
                 continue
@@ -273,10 +270,8 @@ def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[M
         rows = rows // times if name == "MoeDispatch" else rows * times
         place, input_shape = 0, [rows, *shape[1:]]
     if before is not None:
-        depend = editor.primitive("Depend", side_effect_propagate=1)
-        inputs = [operation.node.input[place], before]
-        chained = editor.node(depend, inputs, input_shape, element, operation.scope)
-        operation.node.input[place] = chained
+        inputs = operation.node.input
+        inputs[place] = editor.depend(inputs[place], before, input_shape, element, operation.scope)
     others = [rank for i, rank in enumerate(ranks) if i != member]
     return {(rank, operation.attribute("tag"), ()) for rank in others}
 

@@ -103,7 +103,7 @@ class _Rewriter:
         self.tokens: dict[int, str] = {}  # of copies under way
 
     def rewrite(self, proto: Any, updates: Sequence[GraphNode]) -> None:
-        """Rewrite the function."""
+        """Put starts and waits around the updates of a function, group by group."""
         nodes, fresh = list(proto.node), type(proto)()
         self.editor, self.scope = Editor(self.model, fresh.node), updates[0].proto.domain
         sizes = [sum(s.nbytes for s in self.states[2 * i : 2 * i + 2]) for i in range(len(updates))]
@@ -160,9 +160,8 @@ class _Rewriter:
         return self.editor.node(primitive, inputs, shape, FLOAT32, self.scope)
 
     def _depend(self, value: str, behind: str, index: int | None = None) -> str:
-        primitive = self.editor.primitive("Depend", side_effect_propagate=1)
         shape = () if index is None else self.states[index].shape
-        return self.editor.node(primitive, [value, behind], shape, FLOAT32, self.scope)
+        return self.editor.depend(value, behind, shape, FLOAT32, self.scope)
 
 
 def _states_of(groups: Sequence[range]) -> list[int]:

@@ -54,7 +54,7 @@ class State(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Return its size in bytes."""
         return size_of((tuple(self.shape), FLOAT32)) or 0
 
 
@@ -89,7 +89,7 @@ class PooledTensor:
         )
 
     def set_data(self, value: Any) -> None:
-        """Take the values of a tensor."""
+        """Copy the values of a tensor into the pool."""
         self.memory[...] = value.asnumpy()
 
     def asnumpy(self) -> np.ndarray:
@@ -97,7 +97,7 @@ class PooledTensor:
         return self.memory
 
     def data_ptr(self) -> int:
-        """Return where they are."""
+        """Return the address of its first value."""
         return self.memory.ctypes.data
 
 
@@ -304,9 +304,8 @@ def _rewrite(model: MindIR, graph: Graph, moves: Sequence[_Move], places: Sequen
             value = tokens[number]
             add("SwapBackWait", number, [value])
             behind = tokens[number]
-        depend = editor.primitive("Depend", side_effect_propagate=1)
         shape, element = output_shapes(node)[0]
-        editor.node(depend, [value, behind], shape, element, node.domain, node.name)
+        editor.depend(value, behind, shape, element, node.domain, node.name)
     del main.node[:]
     main.node.extend(fresh.node)
 
@@ -336,10 +335,8 @@ def in_turn(model: MindIR, function: Any) -> None:
                 source = node.input[i]
                 for before in waits:
                     if before != source:
-                        depend = editor.primitive("Depend", side_effect_propagate=1)
-                        added.input[i] = editor.node(
-                            depend, [added.input[i], before], (), FLOAT32, node.domain
-                        )
+                        chained = added.input[i], before
+                        added.input[i] = editor.depend(*chained, (), FLOAT32, node.domain)
                         fresh.node[-1].attribute[0].CopyFrom(shapes[source])
             waits = [node.name] if tensor_inputs else [*waits, node.name]
         fresh.node.add().CopyFrom(added)

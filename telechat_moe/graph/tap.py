@@ -158,7 +158,11 @@ class _Tapper:
     # ------------------------------------------------------------------ one graph
 
     def run(self, graph: Any, arguments: list[_Named] | None) -> None:
-        """Tap a graph."""
+        """Put taps behind the selected operators of a graph.
+
+        Args:
+            arguments: What the graph is called with, where that is known.
+        """
         self.graph = graph
         self.env: dict[str, Any] = {}
         self.fresh = type(graph)()
@@ -448,7 +452,7 @@ class Tapped:
     plan: TapPlan = field(default_factory=TapPlan)
 
     def compile(self, *inputs: Any) -> None:
-        """Compile for inputs like these."""
+        """Compile the net, with its taps, for inputs of these shapes and types."""
         native.load()
         phase, _ = executor.compile(self.net, *inputs, phase="export.mindir")
         mindir = executor._get_func_graph_proto(self.net, phase, "mind_ir")

@@ -35,5 +35,5 @@ def initialize(model: nn.Cell, seed: int) -> None:
 
 
 def count_parameters(model: nn.Cell) -> int:
-    """Return the number of trainable values."""
+    """Return the number of values of a model that are trained."""
     return sum(math.prod(p.shape) for p in model.trainable_params())

@@ -56,12 +56,12 @@ class Mesh:
 
     @property
     def stage_devices(self) -> int:
-        """Devices of a pipeline stage."""
+        """Return the number of devices of a pipeline stage."""
         return self.dp * self.cp * self.tp
 
     @property
     def devices(self) -> int:
-        """All devices."""
+        """Return the number of devices of all stages."""
         return self.stage_devices * self.pp
 
     @cached_property

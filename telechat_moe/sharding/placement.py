@@ -106,7 +106,7 @@ class ModelPlacement:
         primitive.shard(inputs, outputs)
 
     def of(self, layout: str) -> Any:
-        """Return MindSpore's layout."""
+        """Return MindSpore's layout object for a layout in words, such as ``token tp``."""
         return self.layout(*(_axes(axes) for axes in dimensions(layout, self.mesh)))
 
     def of_degrees(self, layout: str) -> Any:

@@ -78,5 +78,5 @@ def assign_layers(
     order = [StageChunk(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
     if v_shape:
         order[stages:] = order[: stages - 1 : -1]
-    placed = [at for at in order for _ in range(counts[at.chunk][at.stage])]
+    placed = [place for place in order for _ in range(counts[place.chunk][place.stage])]
     return Stages(tuple(placed), order[-1], v_shape)

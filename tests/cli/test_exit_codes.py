@@ -35,13 +35,13 @@ def test_a_recipe_that_is_absent_or_broken_is_bad_input(
     if text is not None:
         Path("mine.yaml").write_text(text)
     code = main([*words, "mine.yaml", *NEEDED.get(" ".join(words), NEEDED.get(words[0], []))])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     if words == ("cp",) and text is not None:
         assert code == 0  # copies any file
         return
-    assert code == 3, said.err
-    assert "mine.yaml" in said.err
-    assert len(said.err.splitlines()) < 40
+    assert code == 3, output.err
+    assert "mine.yaml" in output.err
+    assert len(output.err.splitlines()) < 40
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_the_command_line_asks_is_usage(
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (
             "ckpt show run",
@@ -93,9 +93,9 @@ def test_what_the_command_line_asks_is_usage(
     ],
 )
 def test_what_is_read_is_bad_input(
-    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint.save(Path("run"), 1, {"model": {"x": np.ones(2, np.float32)}}, {})
     assert main(line.split()) == 3
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -100,9 +100,9 @@ def test_a_second_signal_ends_at_once(apart_s: float, saves: bool, tmp_path: Pat
     process.send_signal(signal.SIGINT)
     time.sleep(apart_s + 0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate()
+    _, error = process.communicate()
     assert process.returncode == 130
-    assert said == ("interrupted: saved\n" if saves else "interrupted\n")
+    assert error == ("interrupted: saved\n" if saves else "interrupted\n")
     assert (tmp_path / "saved").exists() == saves
 
 
@@ -115,15 +115,15 @@ def test_what_the_user_can_do_is_said(tmp_path: Path):
 @pytest.mark.parametrize("code", [0, 1, 3, 130])
 def test_the_exit_code_is_the_work_s(code: int, tmp_path: Path):
     command = program(tmp_path, f"print('out')\nreturn {code}")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", "")
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (code, "out\n", "")
 
 
 def test_work_that_is_killed_is_said_to_be(tmp_path: Path):
     command = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: the process was killed by SIGKILL")
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: the process was killed by SIGKILL")
 
 
 def test_work_dies_with_its_parent(tmp_path: Path):
@@ -149,8 +149,8 @@ def test_a_signal_to_the_work_alone_is_passed_on(tmp_path: Path):
 def test_without_a_place_for_temporary_files_it_works(tmp_path: Path):
     env = {**os.environ, "TMPDIR": str(tmp_path / "missing")}
     command = program(tmp_path, "print('out')")
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)  # fmt: skip
-    assert done.stdout == "out\n"
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)  # fmt: skip
+    assert process.stdout == "out\n"
 
 
 @pytest.mark.parametrize("after_s", [0.4, 0.6, 0.9])
@@ -245,13 +245,13 @@ class Whole:
             folder.mkdir()
             self.prepare(verb, folder)
             command, began = [*COMMAND, *words(verb, folder, self.data)], time.monotonic()
-            done = subprocess.run(
+            process = subprocess.run(
                 command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
             )
             self.took[verb] = time.monotonic() - began
             if verb == "train":  # the recipe lets the model write no sample
-                said = f"done: {folder}/out/loss.png, summary.json, checkpoints\n"
-                assert done.stdout == said
+                summary = f"done: {folder}/out/loss.png, summary.json, checkpoints\n"
+                assert process.stdout == summary
         return self.took[verb]
 
 

@@ -26,10 +26,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_long_things_are_told_one_by_one(clock: Clock, capsys: Capture):
     with progress.counted("compiling", 2) as one_more:
         assert capsys.readouterr().err == "compiling: 0 of 2 (0 s)\n"  # before the first minutes
-        for done in (1, 2):
+        for number in (1, 2):
             clock.now += 40
             one_more()
-            assert capsys.readouterr().err == f"compiling: {done} of 2 ({40 * done} s)\n"
+            assert capsys.readouterr().err == f"compiling: {number} of 2 ({40 * number} s)\n"
 
 
 def test_many_things_are_told_now_and_then(clock: Clock, capsys: Capture):
@@ -45,8 +45,8 @@ def test_many_things_are_told_now_and_then(clock: Clock, capsys: Capture):
 
 def test_two_counts_and_bytes(clock: Clock, capsys: Capture):
     with progress.bars(in_bytes=True) as move:
-        for done in range(4):
+        for number in range(4):
             clock.now += 10
-            move("a", done << 20, 3 << 20)
-            move("b", done << 20, None)
+            move("a", number << 20, 3 << 20)
+            move("b", number << 20, None)
     assert capsys.readouterr().err == "a: 2.00 MiB of 3.00 MiB (30 s)\nb: 2.00 MiB (30 s)\n"

@@ -94,21 +94,22 @@ def line(random_: random.Random) -> list[str]:
         }
         return [value(action) for _ in range(many.get(action.nargs, 1))]  # pyright: ignore
 
-    found = list(words)
+    arguments = list(words)
     for action in parser._actions:
         if not isinstance(action, argparse._HelpAction):
             odds = 0.95 if action.required else 0.25
             while random_.random() < odds:
                 name = random_.choice(action.option_strings) if action.option_strings else ""
-                found += [*filter(None, [name]), *values(action)]
+                arguments += [*filter(None, [name]), *values(action)]
                 odds = 0.1  # now and then once more than there should be
     if random_.random() < 0.1:
-        found.insert(
-            random_.randint(0, len(found)), random_.choice(["--hlep", "--sett", "--jsn=-", *WORDS])
+        arguments.insert(
+            random_.randint(0, len(arguments)),
+            random_.choice(["--hlep", "--sett", "--jsn=-", *WORDS]),
         )
     if random_.random() < 0.05:
-        found[len(words) - 1] = found[len(words) - 1][:-1]
-    return found + ALWAYS.get(" ".join(words), [])
+        arguments[len(words) - 1] = arguments[len(words) - 1][:-1]
+    return arguments + ALWAYS.get(" ".join(words), [])
 
 
 def check(seeds: range, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,11 +118,11 @@ def check(seeds: range, capsys: pytest.CaptureFixture[str]) -> None:
         make_inputs()
         arguments = line(random.Random(seed))
         code = main(arguments)
-        said = "".join(capsys.readouterr())
+        output = "".join(capsys.readouterr())
         assert code in CODES, (seed, arguments)
-        assert "Traceback" not in said, (seed, arguments, said)
+        assert "Traceback" not in output, (seed, arguments, output)
         if code in (2, 3):
-            assert "error: " in said or "problem" in said, (seed, arguments, said)
+            assert "error: " in output or "problem" in output, (seed, arguments, output)
 
 
 def test_a_hundred_random_lines(

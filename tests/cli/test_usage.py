@@ -18,7 +18,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("line", "usage", "said"),
+    ("line", "usage", "message"),
     [
         ("chek mine.yaml", "telechat-moe [-h]", "did you mean check?"),
         ("data biuld", "telechat-moe data [-h]", "did you mean build?"),
@@ -30,17 +30,17 @@ Capture = pytest.CaptureFixture[str]
     ],
 )  # fmt: skip
 def test_a_usage_error_shows_the_verb_s_usage(
-    line: str, usage: str, said: str, capsys: Capture
+    line: str, usage: str, message: str, capsys: Capture
 ) -> None:
     assert main(line.split()) == 2
     text = capsys.readouterr().err
     assert text.startswith(f"usage: {usage}")
-    assert said in text
+    assert message in text
     assert " --help` explains all arguments." in text
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "suggestion"),
     [
         ("planned.yaml", ""),
         ("telechat3_moe/pretrain_tinny.yaml", TINY),
@@ -49,13 +49,13 @@ def test_a_usage_error_shows_the_verb_s_usage(
     ],
 )
 def test_only_a_near_name_is_suggested_for_a_file_that_is_absent(
-    name: str, near: str, capsys: Capture
+    name: str, suggestion: str, capsys: Capture
 ) -> None:
     assert main(["show", name]) == 3
     text = capsys.readouterr().err
     assert "; expected a file, or a recipe that `telechat-moe ls` lists" in text
-    assert ("did you mean" in text) == bool(near)
-    assert near in text
+    assert ("did you mean" in text) == bool(suggestion)
+    assert suggestion in text
 
 
 @pytest.mark.parametrize("words", [words for words, _ in LEAVES], ids=" ".join)
@@ -78,11 +78,11 @@ def test_data_build_takes_settings_of_its_recipe(tmp_path: Path, capsys: Capture
     assert main(line) == 2
     assert "name it with --recipe" in capsys.readouterr().err
     paths = f"telechat_moe.corpus.paths=['{tmp_path}/text.txt', '{tmp_path}/more.txt']"
-    more = ["--set", paths, "--set", "telechat_moe.corpus.valid_fraction=0.5", "--json", "-"]
-    code = main([*line, "--recipe", TINY, *more])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    assert '"seed": 7' in said.out
+    settings = ["--set", paths, "--set", "telechat_moe.corpus.valid_fraction=0.5", "--json", "-"]
+    code = main([*line, "--recipe", TINY, *settings])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert '"seed": 7' in output.out
 
 
 def test_equal_lines_are_counted_as_one_text(tmp_path: Path, capsys: Capture) -> None:
@@ -129,9 +129,9 @@ def test_no_warning_of_a_library_is_shown(tmp_path: Path) -> None:
     code = "import sys; from telechat_moe.cli import main; sys.exit(main())"
     line = ["align", "loss", "a.jsonl", "b.jsonl"]
     command = [sys.executable, "-c", code, *line]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode in (1, 4)
-    assert done.stderr == ""
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode in (1, 4)
+    assert process.stderr == ""
     verbose = [sys.executable, "-W", "default", *command[1:]]
     shown = subprocess.run(verbose, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "RuntimeWarning: overflow" in shown.stderr

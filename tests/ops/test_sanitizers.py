@@ -9,7 +9,7 @@ import pytest
 from other_library import run_kernel_tests
 
 SHORT = ["test_attention.py", "dvm/test_programs.py", "test_tap.py", "test_copy.py"]
-SHORT += ["../plan/test_pipeline.py", "../plan/test_placement.py"]
+SHORT += ["../plan/search/test_pipeline.py", "../plan/search/test_placement.py"]
 CHOICE = ["-m", "not mindspore and not torch and not slow", "-k", "not no_scores_in_memory"]
 
 

@@ -8,8 +8,8 @@ from telechat_moe.tools import plan
 
 
 def test_no_module_of_the_planner_loads_mindspore_or_a_solver() -> None:
-    found = pkgutil.walk_packages(plan.__path__, "telechat_moe.tools.plan.")
-    names = [m.name for m in found if not m.name.endswith(".libtelechat_planner")]
+    modules = pkgutil.walk_packages(plan.__path__, "telechat_moe.tools.plan.")
+    names = [m.name for m in modules if not m.name.endswith(".libtelechat_planner")]
     assert len(names) > 30
     heavy = ("mindspore", "torch", "scipy", "ortools", "matplotlib", "rich")
     code = (

@@ -25,7 +25,14 @@ from telechat_moe.graph.exchanges import split
 from telechat_moe.graph.mindir import Editor, MindIR, output_shapes
 from telechat_moe.graph.swapping import in_pool
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times, loop_route, v_route
+from telechat_moe.tools.plan.schedules.program import (
+    Op,
+    OpKind,
+    Program,
+    Times,
+    loop_route,
+    v_route,
+)
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
 from telechat_moe.tools.plan.schedules.ranks import stage_order
 from telechat_moe.tools.plan.schedules.synthesise import synthesise
@@ -76,7 +83,7 @@ def random_program(stages: int, route: tuple[int, ...], micro_batches: int, seed
         part = rng.choice([p for p in left if ready(*p)])
         left.remove(part)
         done.add(part)
-        ops[route[part[1]]].append(Op(Kind(part[0]), *part[1:]))
+        ops[route[part[1]]].append(Op(OpKind(part[0]), *part[1:]))
     name = f"random {seed}"
     return Program(name, stages, micro_batches, (route,), tuple(map(tuple, ops)))
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.search.placement import PS, PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem
+from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Program:
 class _Rows:
     """The rows ``a x <= b`` of a structure; x = [n, r, q, ends of operations, makespan, U_0, U_1, rest]."""
 
-    def __init__(self, p: Problem, structure: tuple[int, ...]) -> None:
+    def __init__(self, p: PlacementProblem, structure: tuple[int, ...]) -> None:
         self.p, self.route, n = p, p.pipeline.route, p.number
         self.few = few = np.array(structure)
         self.bulk = p.layers[p.bulk]
@@ -64,7 +64,7 @@ class _Rows:
             closed = slice(0, held[-1]) if p.bulk else slice(held[0] + 1, None)
             self.low[closed] = self.high[closed] = 0
         some = np.bincount(self.route, weights=p.lowest, minlength=p.stages) > 0
-        self.room = np.array(p.memory) - np.maximum(np.where(some, p.held, 0), p.buffer)
+        self.room = np.array(p.memory) - np.maximum(np.where(some, p.working, 0), p.buffer)
         self.orders = [[int(op) for op in own] for own in p.pipeline.orders]
         ops = [op for own in self.orders for op in own]
         self.at = {op: 3 * n + i for i, op in enumerate(ops)}
@@ -72,7 +72,7 @@ class _Rows:
         self.rows: list[np.ndarray] = []
         self.right: list[float] = []
         # layers that stand, the column of those that do not, the column of recomputed ones
-        self.kinds: list[tuple[Layers, np.ndarray, int, int]] = [(self.bulk, 0 * few, 0, n)]
+        self.kinds: list[tuple[LayerGroup, np.ndarray, int, int]] = [(self.bulk, 0 * few, 0, n)]
         if len(p.layers) > 1:
             self.kinds.append((p.layers[1 - p.bulk], few, -1, 2 * n))
 
@@ -117,25 +117,25 @@ class _Rows:
             own = [int(c) for c in np.flatnonzero(self.route == s)]
             terms, have = {}, float(self.room[s])
             for layer, held, column, recomputed in self.kinds:
-                each = layer.states + layer.kept[s]
+                each = layer.states + layer.activations[s]
                 have -= float(held[own].sum()) * each
                 terms |= dict.fromkeys((c + column for c in own if column >= 0), float(each))
-                saved = layer.kept[s] - (layer.entry or layer.kept)[s]
+                saved = layer.activations[s] - (layer.inputs or layer.activations)[s]
                 terms |= dict.fromkeys((c + recomputed for c in own), -float(saved))
             self.add(terms, have)
             for i in range(2):
-                fixed = p.weight[i, s]
+                fixed = p.stage_weights[i, s]
                 fixed += sum(float(h[own].sum()) * g.weights[i] for g, h, _, _ in self.kinds)
                 terms = dict.fromkeys(own, float(bulk.weights[i]))
                 self.add({**terms, self.last + 1 + i: -1.0}, -fixed)
-        slope = (np.array(p.rest.reduce) + np.array(p.rest.update)) / PS
+        slope = (np.array(p.tail.reduce) + np.array(p.tail.update)) / PS
         step = {self.last + 1: slope[0], self.last + 2: slope[1], self.last + 3: -1.0}
-        self.add(step, -(p.rest.base + p.rest.start) / PS)
+        self.add(step, -(p.tail.base + p.tail.start) / PS)
 
 
-def _program(p: Problem, structure: tuple[int, ...]) -> _Program:
+def _program(p: PlacementProblem, structure: tuple[int, ...]) -> _Program:
     """Return the program of a structure."""
-    if p.rest.exposed < 1.0:
+    if p.tail.exposed < 1.0:
         raise BadInputError(
             "cross-check: reduction that hides behind the backward pass is not convex"
         )
@@ -150,7 +150,7 @@ def _program(p: Problem, structure: tuple[int, ...]) -> _Program:
     return _Program(cost, np.array(made.rows), np.array(made.right), low, high, 3 * n)
 
 
-def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
+def highs(p: PlacementProblem, limit_s: float = 30.0) -> Crossed:
     """Solve with HiGHS as scipy brings it, in floats.
 
     Raises:
@@ -183,7 +183,7 @@ def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
     return Crossed(best, float(bound), proven, time.perf_counter() - began)
 
 
-def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
+def cp_sat(p: PlacementProblem, limit_s: float = 30.0) -> Crossed:
     """Solve with OR-Tools' CP-SAT, 2 threads; all coefficients must be whole, as in problems without a rest.
 
     Raises:
@@ -196,7 +196,7 @@ def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
     work = p.fixed.sum() + sum(g.count * (sum(g.times) + g.recompute_time) for g in p.layers)
     sends = 2 * p.number * p.micro_batches * p.send
     far = int(p.micro_batches * work + sends)  # one operation after the other
-    far += int(p.weight.sum()) + sum(g.count * sum(g.weights) for g in p.layers)
+    far += int(p.stage_weights.sum()) + sum(g.count * sum(g.weights) for g in p.layers)
     for structure in PlacementSearch(p, PathPool()).structures():
         m, model = _program(p, structure), cp_model.CpModel()
         x = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.schedules.simulate import Result
+from telechat_moe.tools.plan.schedules.simulate import Simulation
 
 
 class Convention(str, Enum):
@@ -158,7 +158,7 @@ def idle_share(idle: float, micro_batches: int, chunks: int, times: Chunk) -> fl
     return idle / (micro_batches * chunks * (times.forward + times.backward) + idle)
 
 
-def measured(result: Result, convention: Convention) -> float:
+def measured(result: Simulation, convention: Convention) -> float:
     """Return what a formula of this convention should be equal to, from a simulation.
 
     The most idle of all stages; in the unit of the times.

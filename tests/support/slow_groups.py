@@ -104,7 +104,7 @@ LAYOUTS = {f"layouts-{turn}": Group(7, ()) for turn in range(TURNS)}
 BY_HAND: dict[str, tuple[str, ...]] = {
     "kills": ("tests/checkpoint/test_checkpoint_kills",),
     "programs": ("tests/ops/dvm",),
-    "schedules": ("tests/plan/test_schedules",),
+    "schedules": ("tests/plan/schedules/",),
     "wiring": ("tests/align/test_wiring.py::test_a_doubled_input_is_seen_in_every_layout",),
     "faults": ("benchmarks/align_faults/test_faults.py::test_the_whole",),
     "diagnose": ("tests/diagnose",),

@@ -8,10 +8,7 @@ from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
-Measures products at the recipe's shapes, the memory, an AllReduce between two processes and seven short training
-steps, one thread each (of plain operators in two processes at once), and fits the constants of the cost model to the
-steps. Times are processor seconds: on an idle machine they equal elapsed time. Takes
-less than a minute on an idle machine. Needs mindspore.
+Takes less than a minute on an idle machine and needs mindspore; docs/plan_step.md says what is measured.
 """
 EXAMPLES = """\
 telechat-moe plan calibrate --out this-machine.yaml
@@ -41,25 +38,30 @@ def run(args: argparse.Namespace) -> int:
 
     with bars() as move:
 
-        def progress(_: str, done: int, total: int) -> None:
-            move("measuring", done, total)
+        def progress(_: str, completed: int, total: int) -> None:
+            move("measuring", completed, total)
 
         recipe = args.recipe or here.RECIPE
-        found: Any = here.calibrate(recipe, operators=args.operators, progress=progress)
-    write_text("--out ", args.out, lambda: here.as_yaml(found))
-    products = [{"m": m, "n": n, "k": k, "flops_per_s": rate} for (m, n, k), rate in found.products]
+        calibration: Any = here.calibrate(recipe, operators=args.operators, progress=progress)
+    write_text("--out ", args.out, lambda: here.as_yaml(calibration))
+    products = [
+        {"m": m, "n": n, "k": k, "flops_per_s": rate} for (m, n, k), rate in calibration.products
+    ]
     steps = [
         {"step": name, "measured_s": measured, "fitted_s": fitted}
-        for name, measured, fitted in found.steps
+        for name, measured, fitted in calibration.steps
     ]
     if write_json(args.json, {"out": args.out, "products": products, "steps": steps}):
         return 0
-    rows = [[f"{m} x {n} x {k}", f"{rate / 1e9:.1f} GFLOP/s"] for (m, n, k), rate in found.products]
+    rows = [
+        [f"{m} x {n} x {k}", f"{rate / 1e9:.1f} GFLOP/s"]
+        for (m, n, k), rate in calibration.products
+    ]
     show_table(["product (m x n x k)", "rate "], rows)
     print()
     differences = [
         [name, f"{measured:.3f} s", f"{fitted:.3f} s", f"{(fitted / measured - 1) * 100:+.1f} %"]
-        for name, measured, fitted in found.steps
+        for name, measured, fitted in calibration.steps
     ]
     show_table(["step", "measured ", "fitted ", "difference "], differences)
     print(f"\nwrote {args.out}")

@@ -13,14 +13,10 @@ from telechat_moe.errors import UsageError
 from telechat_moe.units import parse_size
 
 NOTES = """\
-Searches data, tensor, context, pipeline, expert and expert-tensor parallelism, chunks a stage, sequence parallelism,
-optimizer sharding, micro-batches, schedule, recomputation and the placement of every layer, with the global batch of
-the recipe. The result is the optimum when the step is simulated operation by operation (docs/plan_layout.md); a time
-limit gives the best found with its true gap. --fix takes dp, tp, cp, pp, vpp, ep, etp, micro_batch, micro_batches, sp
-(false, true), zero, schedule (1f1b, interleaved, zb-v), recompute (none, full, norm+activation, swap) and ends (last,
-mtp-before); zb-v, swap, mtp-before, and zero=2 and 3 need --beyond-recipes, and --out refuses them.
---certificate writes every configuration and why it is not faster, which python -m
-telechat_moe.tools.plan.check_certificate checks by itself; both take minutes.
+--fix takes dp, tp, cp, pp, vpp, ep, etp, micro_batch, micro_batches, sp (false, true), zero, schedule (1f1b, interleaved,
+zb-v), recompute (none, full, norm+activation, swap) and ends (last, mtp-before); zb-v, swap, mtp-before, and zero=2 and 3
+need --beyond-recipes, and --out refuses them. python -m telechat_moe.tools.plan.check_certificate checks a certificate by
+itself; both take minutes. docs/plan_layout.md says what is proven.
 """
 EXAMPLES = """\
 telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 --device ascend-910b --memory 55GiB \\
@@ -82,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     with bars() as move:
 
-        def done(_: float, solved: int) -> None:
+        def progress(solved: int) -> None:
             move("layouts solved", solved, None)
 
         plan: Any = planner.find(
@@ -97,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             args.documents,
             top=args.top,
             limit_s=args.limit,
-            done=done,
+            progress=progress,
         )
     data: Any = report.summary(plan, args.top)
     if not write_json(args.json, data):
@@ -128,8 +124,8 @@ def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
         for note in notes:
             print(note)
         print()
-        for name, said in report.placement(data["layouts"][0]):
-            print(f"{name}: {said}")
+        for name, value in report.placement(data["layouts"][0]):
+            print(f"{name}: {value}")
 
 
 def _writable(file: str | None) -> None:

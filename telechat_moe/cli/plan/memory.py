@@ -10,9 +10,8 @@ from telechat_moe.errors import UsageError
 from telechat_moe.units import parse_size
 
 NOTES = """\
-The peak is that of the recipe's schedule run operation by operation, with the tensors that the compiled graph keeps
-(docs/plan_memory.md). The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes.
---expert-loads shows how full the fullest device would have been with the loads of a run, record by record.
+The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes
+(docs/plan_memory.md).
 """
 
 
@@ -47,16 +46,16 @@ def run(args: argparse.Namespace) -> int:
     room = args.memory and parse_size("--memory", args.memory)
     host = parse_size("--host-memory", args.host_memory) if args.host_memory else float("inf")
     device = load_device(args.device)
-    found: Any = memory.answer(
+    forecast: Any = memory.answer(
         args.recipe, args.overrides, device, margin, room, args.expert_loads, host
     )
-    code = 0 if found.fits(found.step) else 1
-    if write_json(args.json, memory.report(found)):
+    code = 0 if forecast.fits(forecast.step) else 1
+    if write_json(args.json, memory.report(forecast)):
         return code
-    for line in (memory.sentence(found), *memory.routing(found), memory.next_thing(found)):
+    for line in (memory.sentence(forecast), *memory.routing(forecast), memory.next_thing(forecast)):
         if line:
             print(line)
-    for table in memory.tables(found):
+    for table in memory.tables(forecast):
         print(f"\n{table.title}\n")
         show_table(table.headers, table.rows)
     return code

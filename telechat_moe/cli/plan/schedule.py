@@ -8,10 +8,8 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 NOTES = """\
-Bubble is the idle share of the makespan over all stages, start-up included. The bound is proven: no schedule on the
-allowed placements under the same memory and rules is shorter. Memory is in units of 1F1B's (P micro-batches of a
-stage's activations); times are of a whole stage, in any unit. (2x weights: the schedule holds every weight on two
-stages.)
+Bubble is the idle share of the makespan over all stages, start-up included; no schedule on the allowed placements under
+the same memory and rules is shorter than the bound. Memory is in units of 1F1B's, times are of a whole stage, in any unit.
 """
 EXAMPLES = """\
 telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2
@@ -63,31 +61,21 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"schedule: {count:,} stages x chunks x micro-batches; at most {MOST:,} are simulated"
         )
-    same = (
-        "stages",
-        "micro_batches",
-        "chunks",
-        "backward",
-        "comm",
-        "memory",
-        "overlap",
-        "placement",
-        "effort",
-        "seed",
-    )
-    found: Any = report.find(
+    names = ("stages", "micro_batches", "chunks", "backward", "comm", "memory", "overlap", "placement", "effort", "seed")  # fmt: skip
+    request: Any = report.ScheduleRequest(
         times=_numbers(args.times),
         scale=_scales(args.scale),
         kept_for_w=args.kept_for_dw,
         split=not args.no_split,
-        **{name: getattr(args, name) for name in same},
+        **{name: getattr(args, name) for name in names},
     )
-    write_text("--html ", args.html, lambda: report.html(found, args.memory))
-    if write_json(args.json, report.data(found)):
+    schedule: Any = report.find(request)
+    write_text("--html ", args.html, lambda: report.html(schedule, args.memory))
+    if write_json(args.json, report.data(schedule)):
         return 0
-    show_table(report.HEADERS, report.rows(found))
+    show_table(report.HEADERS, report.rows(schedule))
     print()
-    for line in report.summary(found, args.memory):
+    for line in report.summary(schedule, args.memory):
         print(line)
     return 0
 

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     result = report(scored, list(dict.fromkeys(row.table for row in rows)))
     if not write_json(args.json, result):
         show_report(result, args.rows)
-    if all(one.error is None and one.memory_error is None for one in scored):
+    if all(step.error is None and step.memory_error is None for step in scored):
         raise BadInputError("no row could be scored; the reasons are listed above")
     return 0
 

@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
     extra = ["placed: tokens/s ", "step, s ", "gap ", "layout"]
     front = [row(c) + planned(p) for c, p in zip(shown, placed, strict=True)]
-    refused = ", ".join(f"{n:,} {why}" for why, n in result.refused.most_common() if n)
-    said = f"{result.number:,} architectures: {len(result.scored):,} scored; refused: {refused or 'none'}"
-    write_text("--html ", args.html, lambda: _page(said, headers, result, row))
+    refused = ", ".join(f"{n:,} {reason}" for reason, n in result.refused.most_common() if n)
+    summary = f"{result.number:,} architectures: {len(result.scored):,} scored; refused: {refused or 'none'}"
+    write_text("--html ", args.html, lambda: _page(summary, headers, result, row))
     data: dict[str, Any] = {
         "architectures": result.number,
         "scored": len(result.scored),
@@ -87,23 +87,23 @@ def run(args: argparse.Namespace) -> int:
         "fastest": [row(c) for c in result.scored[: args.top]],
     }
     if not write_json(args.json, data):
-        print(said + "\n\nfront")
+        print(summary + "\n\nfront")
         show_table([*headers, *extra], front)
         print("\nfastest")
         show_table(headers, data["fastest"])
     return 0 if result.scored else 1
 
 
-def _page(said: str, headers: list[str], result: Any, row: Any) -> str:
+def _page(summary: str, headers: list[str], result: Any, row: Any) -> str:
     from telechat_moe import html
 
-    def points(found: Any) -> list[tuple[float, float, str]]:
-        rows = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in found]
+    def points(scored: Any) -> list[tuple[float, float, str]]:
+        rows = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in scored]
         return [(x, y, f"{text}: {x:.1f}B, {y:.1f} tokens/s") for x, y, text in rows]
 
     labels = ("parameters, 10^9", "tokens/s a device")
     parts = [
-        html.tag("p", said, "sentence"),
+        html.tag("p", summary, "sentence"),
         html.front_chart(points(result.front), points(result.scored[:4000]), labels),
         "<h2>Front</h2>",
         html.table(["# ", *headers], [[i, *row(c)] for i, c in enumerate(result.front, 1)]),

@@ -9,10 +9,7 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 NOTES = """\
-The cost model gives the time of each chunk, the recipe's schedule is simulated event by event. Times are predictions:
-see benchmarks/plan_published/README.md for how far they are from published measurements.
---expert-loads plans each placement from the four records before the one that judges it, and counts the moves that repay
-their time until the next record (docs/experts.md).
+Times are predictions; benchmarks/plan_published compares them with published measurements.
 """
 
 
@@ -86,9 +83,9 @@ def _loads(args: argparse.Namespace, step: Any, figures: dict[str, Any]) -> list
         return []
     from telechat_moe.tools.plan.report import expert_loads
 
-    found = expert_loads.judge(step, args.expert_loads, args.expert_copies)
-    figures["expert_loads"] = expert_loads.data(found)
-    return [expert_loads.table(found)]
+    placements = expert_loads.judge(step, args.expert_loads, args.expert_copies)
+    figures["expert_loads"] = expert_loads.data(placements)
+    return [expert_loads.table(placements)]
 
 
 VERB = Verb(

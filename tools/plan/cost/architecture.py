@@ -231,5 +231,5 @@ class Architecture:
     @classmethod
     def from_recipe(cls, recipe: Recipe, pair_share: float = 0.0) -> "Architecture":
         """Return the architecture of a recipe's model; attention counts only the pairs within documents."""
-        found = cls.from_model(recipe.model_config, recipe.source.stem if recipe.source else "")
-        return replace(found, pair_share=pair_share)
+        name = recipe.source.stem if recipe.source else ""
+        return replace(cls.from_model(recipe.model_config, name), pair_share=pair_share)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import STACK, Exchange, Layout
+from telechat_moe.tools.plan.cost.layout import STACK, Layout, TokenExchange
 
 Array = NDArray[np.float64]
 
@@ -120,7 +120,7 @@ _DERIVED: dict[str, Callable[[Layout], float]] = {
     "one_graph": lambda x: x.micro_batches == 1,
     "last_stage": lambda x: stage_of_chunk(x)[-1],
     "mtp_apart": lambda x: x.ends != "last",
-    "exchange": lambda x: get_args(Exchange).index(x.exchange),
+    "exchange": lambda x: get_args(TokenExchange).index(x.exchange),
     "mtp_stage": lambda x: stage_of_chunk(x)[-1 - (x.ends != "last")],
     # recipes that count recomputed layers leave MTP out; it is never swapped
     "mtp_recomputed": lambda x: (

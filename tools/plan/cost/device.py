@@ -119,8 +119,8 @@ class Device:
             BadInputError: The device has none.
         """
         if compute not in self.peak_flops:
-            known = ", ".join(sorted(self.peak_flops))
-            raise BadInputError(f"device {self.name}: no peak for {compute}; it has {known}")
+            types = ", ".join(sorted(self.peak_flops))
+            raise BadInputError(f"device {self.name}: no peak for {compute}; it has {types}")
         return self.peak_flops[compute]
 
 
@@ -137,12 +137,12 @@ def load_device(name: str | Path) -> Device:
     """
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
-        found = _by_name(str(name))
-        if found is None:
+        shipped = _by_name(str(name))
+        if shipped is None:
             raise BadInputError(
                 f"device {name}: no such description; there are {', '.join(names())}, or give a YAML file"
             )
-        file = found
+        file = shipped
     if not file.is_file():
         raise BadInputError(f"device {name}: no file {file}")
     return _read(file)
@@ -153,10 +153,10 @@ def _key(text: str) -> str:
 
 
 def _by_name(name: str) -> Path | None:
-    files, wanted = sorted(FOLDER.glob("*.yaml")), _key(name)
-    named = [file for file in files if _key(file.stem) == wanted]
+    files, key = sorted(FOLDER.glob("*.yaml")), _key(name)
+    named = [file for file in files if _key(file.stem) == key]
     return next(iter(named), None) or next(
-        (file for file in files if wanted in map(_key, _read(file).aliases)), None
+        (file for file in files if key in map(_key, _read(file).aliases)), None
     )
 
 
@@ -171,15 +171,19 @@ def _parsed(file: Path, changed: int) -> Device:
     raw = _merged(file)
     values, fitted, notes = _constants(file, raw.pop("constants", None) or {})
     measured = tuple(name for name in values if name not in fitted)
-    given: dict[str, str] = raw.pop("sources", None) or {}
-    sources = {**given, **notes}
-    known = {
+    figures_sources: dict[str, str] = raw.pop("sources", None) or {}
+    sources = {**figures_sources, **notes}
+    is_required = {
         f.name: f.default is f.default_factory for f in fields(Device)
     }  # both MISSING: required
-    wrong = [key for key in raw if key not in known]
+    wrong = [key for key in raw if key not in is_required]
     if wrong:
-        raise BadInputError(f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(known))}")
-    lacks = [name for name, required in known.items() if required and name not in {"name", *raw}]
+        raise BadInputError(
+            f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(is_required))}"
+        )
+    lacks = [
+        name for name, required in is_required.items() if required and name not in {"name", *raw}
+    ]
     if lacks:
         raise BadInputError(f"{file}: missing {', '.join(lacks)}")
     raw.setdefault("name", file.stem)
@@ -216,9 +220,9 @@ def read_mapping(file: Path) -> dict[str, Any]:
     """
     problems: list[str] = []
 
-    def report(line: int, key: str, found: str, expected: str) -> None:
-        where = f"{file}:{line}: " + (f"{key}: " if key else "")
-        problems.append(f"{where}not a YAML file that can be read: {found}; {expected}")
+    def report(line: int, key: str, problem: str, expected: str) -> None:
+        place = f"{file}:{line}: " + (f"{key}: " if key else "")
+        problems.append(f"{place}not a YAML file that can be read: {problem}; {expected}")
 
     root = tree.read(read_text(file), report)
     nodes: Iterable[tree.YamlNode] = () if root is None else root.scalars()
@@ -229,11 +233,11 @@ def read_mapping(file: Path) -> dict[str, Any]:
         raise BadInputError(problems[0])
     if root.kind != "map":
         raise BadInputError(f"{file}:{root.line}: expected a mapping, found {root.show()}")
-    found: dict[str, Any] = root.plain()
+    settings: dict[str, Any] = root.plain()
     for key in ("constants", "sources"):
-        if not isinstance(found.get(key) or {}, dict):
-            raise BadInputError(f"{file}: {key} is {found[key]!r}, expected a mapping")
-    return found
+        if not isinstance(settings.get(key) or {}, dict):
+            raise BadInputError(f"{file}: {key} is {settings[key]!r}, expected a mapping")
+    return settings
 
 
 def _merged(file: Path) -> dict[str, Any]:
@@ -244,25 +248,28 @@ def _merged(file: Path) -> dict[str, Any]:
     name = f"{raw.pop('base')}.yaml"
     beside = file.parent / name
     base = read_mapping(beside if os.path.isfile(beside) else FOLDER / name)  # noqa: PTH113 (any text)
-    own: dict[str, Any] = {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
+    identity: dict[str, Any] = {
+        "aliases": raw.get("aliases") or [],
+        "name": raw.get("name", file.stem),
+    }
     both: dict[str, Any] = {
         key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")
     }
-    return {**base, **raw, **both, **own}
+    return {**base, **raw, **both, **identity}
 
 
 def _constants(
-    file: Path, given: dict[str, Any]
+    file: Path, entries: dict[str, Any]
 ) -> tuple[dict[str, float], tuple[str, ...], dict[str, str]]:
     """Return the constants' values, the names of the fitted ones, and the sources of those that have one."""
-    known = {f.name for f in fields(Constants)}
+    names = {f.name for f in fields(Constants)}
     fitted: list[str] = []
     values: dict[str, float] = {}
     notes: dict[str, str] = {}
-    for key, entry in given.items():
-        if key not in known:
+    for key, entry in entries.items():
+        if key not in names:
             raise BadInputError(
-                f"{file}: constants.{key} is unknown; there are {', '.join(sorted(known))}"
+                f"{file}: constants.{key} is unknown; there are {', '.join(sorted(names))}"
             )
         detail = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {"value": entry}
         if "source" in detail:

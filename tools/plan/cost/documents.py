@@ -58,7 +58,7 @@ def read_lengths(path: str) -> Lengths:
         lines = file.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: cannot be read as lengths of documents: {error}") from None
-    found: list[int] = []
+    lengths: list[int] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -66,10 +66,10 @@ def read_lengths(path: str) -> Lengths:
             raise BadInputError(
                 f"{path}, line {number}: {line.strip()[:40]!r}, expected a document's tokens"
             )
-        found.append(int(line))
-    if not found:
+        lengths.append(int(line))
+    if not lengths:
         raise BadInputError(f"{path}: no lengths, expected a document's tokens on each line")
-    return np.array(found, dtype=np.int64)
+    return np.array(lengths, dtype=np.int64)
 
 
 def pack(lengths: Lengths, seq: int) -> Packed:

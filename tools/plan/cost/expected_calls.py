@@ -24,7 +24,7 @@ from telechat_moe.tools.plan.cost.columns import stage_of_chunk
 from telechat_moe.tools.plan.cost.layout import Layout
 
 
-class Call(NamedTuple):
+class ExpectedCall(NamedTuple):
     """A collective of a step."""
 
     phase: str
@@ -46,13 +46,13 @@ WIDTH = 2
 REVERSE = {"AllGather": "ReduceScatter", "ReduceScatter": "AllGather"}
 
 
-class _Once(NamedTuple):
+class _ForwardCall(NamedTuple):
     """A collective of the forward pass, and whether recompute and the backward pass have it too."""
 
     kind: str
     axes: tuple[str, ...]
     bytes: int
-    back: bool = True
+    backward: bool = True
     """Whether it has a counterpart in the backward pass."""
 
     recomputed: bool = True
@@ -77,10 +77,10 @@ class Calls:
         self.token = self.whole // x.cp
         self.pairs = self.token // (1 if x.etp > 1 else x.tp) * a.top_k
 
-    def of(self, rank: int) -> Counter[Call]:
+    def of(self, rank: int) -> Counter[ExpectedCall]:
         """Return the calls of a step of a device."""
         stage = self.mesh.stage(rank)
-        self.rank, self.calls = rank, Counter[Call]()
+        self.rank, self.calls = rank, Counter[ExpectedCall]()
         self._passes(stage)
         self._batch(stage)
         self._boundaries(stage)
@@ -116,7 +116,7 @@ class Calls:
 
     def _put(self, phase: str, kind: str, ranks: Sequence[int], size: int, times: int = 1) -> None:
         if len(ranks) > 1 and times:
-            self.calls[Call(phase, kind, tuple(ranks), size)] += times
+            self.calls[ExpectedCall(phase, kind, tuple(ranks), size)] += times
 
     def _passes(self, stage: int) -> None:
         """Add the collectives of all micro-batches' forward and backward passes."""
@@ -136,37 +136,37 @@ class Calls:
             if chunk == last:
                 # with MTP's layers the head's inputs are gathered again, in a pipeline the first one, too: MindSpore does
                 # so, nothing asks for it
-                whole = full and x.recompute_layers is None and a.mtp > 0
+                gathered_twice = full and x.recompute_layers is None and a.mtp > 0
                 for depth in range(1 + a.mtp):
-                    self._run(self._loss(), whole and (depth > 0 or x.pp > 1))
+                    self._run(self._loss(), gathered_twice and (depth > 0 or x.pp > 1))
             if any(kind == "moe" for kind, _ in layers):  # one gradient for all routers of the pass
                 ranks = self.mesh.group(self.rank, self.mesh.axes("dp", "cp", "tp"))
                 self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
 
-    def _run(self, once: Sequence[_Once], recomputed: bool) -> None:
+    def _run(self, once: Sequence[_ForwardCall], recomputed: bool) -> None:
         for call in once:
             ranks = self.mesh.group(self.rank, call.axes)
             times = self.x.micro_batches
             self._put("forward", call.kind, ranks, call.bytes, times)
             if recomputed and call.recomputed:
                 self._put(call.by, call.kind, ranks, call.bytes, times)
-            if call.back:
+            if call.backward:
                 kind = REVERSE.get(call.kind, call.kind)
                 self._put("backward", kind, ranks, call.bytes, times)
 
-    def _gather_tp(self, size: int) -> list[_Once]:
+    def _gather_tp(self, size: int) -> list[_ForwardCall]:
         """Return the gather of rows that sequence parallelism divides."""
-        return [_Once("AllGather", self.mesh.axes("tp"), size)] if self.mesh.sp else []
+        return [_ForwardCall("AllGather", self.mesh.axes("tp"), size)] if self.mesh.sp else []
 
-    def _sum_tp(self, element: int | None = None, recomputed: bool = False) -> list[_Once]:
+    def _sum_tp(self, element: int | None = None, recomputed: bool = False) -> list[_ForwardCall]:
         """Return the sum over tp of `[T, H]`."""
         kind = "ReduceScatter" if self.mesh.sp else "AllReduce"
         size = (element or WIDTH) * self.token * self.a.hidden
-        return [_Once(kind, self.mesh.axes("tp"), size, recomputed=recomputed)]
+        return [_ForwardCall(kind, self.mesh.axes("tp"), size, recomputed=recomputed)]
 
-    def _block(self, kind: str) -> list[_Once]:
+    def _block(self, kind: str) -> list[_ForwardCall]:
         a, mesh = self.a, self.mesh
-        calls: list[_Once] = []
+        calls: list[_ForwardCall] = []
         if a.q_lora_rank:
             calls += self._gather_tp(WIDTH * self.token * a.q_lora_rank)
         else:
@@ -175,14 +175,14 @@ class Calls:
             size = WIDTH * self.whole * width
             # MindSpore gathers a latent over both at once where other rows stay divided over dp.
             if mesh.sp and mesh.cp > 1 and mesh.dp > 1 and width == a.kv_lora_rank:
-                calls.append(_Once("AllGather", mesh.axes("cp", "tp"), size))
+                calls.append(_ForwardCall("AllGather", mesh.axes("cp", "tp"), size))
                 continue
             calls += self._gather_tp(WIDTH * self.token * width)
             # The rotary key comes from a function on slices, whose gather MindSpore repeats among backward operators,
             # unmarked, in a network that micro-batches share.
             shared = self.x.micro_batches > 1
             by = "backward" if width == a.qk_rope and shared else "recompute"
-            calls.append(_Once("AllGather", mesh.axes("cp"), size, by=by))
+            calls.append(_ForwardCall("AllGather", mesh.axes("cp"), size, by=by))
         calls += self._sum_tp(recomputed=True)
         rows = self._gather_tp(WIDTH * self.token * a.hidden)
         if kind == "dense":
@@ -191,43 +191,48 @@ class Calls:
             calls += self._sum_tp()
         return calls + self._experts() + self._balance()
 
-    def _experts(self) -> list[_Once]:
+    def _experts(self) -> list[_ForwardCall]:
         a, mesh = self.a, self.mesh
-        calls: list[_Once] = []
+        calls: list[_ForwardCall] = []
         tp, ep = mesh.axes("tp"), mesh.axes("ep")
         if mesh.expert_tp:
             calls += self._gather_tp(WIDTH * self.token * a.hidden)
             size = 4 * self.token * a.top_k
-            calls += [_Once("AllGather", tp, size, back=False), _Once("AllGather", tp, size)]
+            calls += [
+                _ForwardCall("AllGather", tp, size, backward=False),
+                _ForwardCall("AllGather", tp, size),
+            ]
         if self.x.ep > 1:
-            calls.append(_Once("AlltoAll", ep, 4 * a.experts, back=False))
-            calls += [_Once("AlltoAllV", ep, WIDTH * self.pairs * a.hidden)] * 2
+            calls.append(_ForwardCall("AlltoAll", ep, 4 * a.experts, backward=False))
+            calls += [_ForwardCall("AlltoAllV", ep, WIDTH * self.pairs * a.hidden)] * 2
         if mesh.expert_tp:
             calls += self._sum_tp()
         elif not mesh.sp:
-            calls.append(_Once("AllGather", tp, WIDTH * self.token * a.hidden, recomputed=False))
+            calls.append(
+                _ForwardCall("AllGather", tp, WIDTH * self.token * a.hidden, recomputed=False)
+            )
         return calls
 
-    def _balance(self) -> list[_Once]:
+    def _balance(self) -> list[_ForwardCall]:
         mesh, size = self.mesh, 4 * self.x.micro_batch * self.a.experts
         within, stage = mesh.axes("cp", "tp"), mesh.axes("dp", "cp", "tp")
-        counts = _Once("AllReduce", within, size, back=False, recomputed=False)
-        return [counts, _Once("AllReduce", stage, 4, back=False, recomputed=False)]
+        counts = _ForwardCall("AllReduce", within, size, backward=False, recomputed=False)
+        return [counts, _ForwardCall("AllReduce", stage, 4, backward=False, recomputed=False)]
 
-    def _loss(self) -> list[_Once]:
+    def _loss(self) -> list[_ForwardCall]:
         """Return the collectives of head and cross-entropy: maximum, sum, the label's logit; sum and number of tokens."""
         mesh, tp = self.mesh, self.mesh.axes("tp")
         tokens = mesh.axes("dp", "cp")
         part = 4 * self.token
         calls = self._gather_tp(WIDTH * self.token * self.a.hidden)
-        for axes, size, back in (
+        for axes, size, backward in (
             (tp, part, False),
             (tp, part, True),
             (tp, part, True),
             (tokens, 4, True),
             (tokens, 4, False),
         ):
-            calls.append(_Once("AllReduce", axes, size, back, recomputed=False))
+            calls.append(_ForwardCall("AllReduce", axes, size, backward, recomputed=False))
         return calls
 
     def _batch(self, stage: int) -> None:
@@ -238,7 +243,9 @@ class Calls:
         place = stage_of_chunk(x)
         first, last = place[0] == stage, place[-1] == stage
         layers = any(
-            n for n, at in zip(x.chunk_layers(len(a.layers)), place, strict=True) if at == stage
+            n
+            for n, stage_number in zip(x.chunk_layers(len(a.layers)), place, strict=True)
+            if stage_number == stage
         )
         columns = [first, last or (first and a.mtp > 0), last, layers or (last and a.mtp > 0)]
         size = 4 * x.dp * x.micro_batch * x.micro_batches * a.seq
@@ -250,19 +257,19 @@ class Calls:
         a, x = self.a, self.x
         place = stage_of_chunk(x)
         rows = self.token // (x.tp if self.mesh.sp else 1) * a.hidden
-        at = 0
+        end = 0
         borders: list[tuple[int, int, int]] = []
         for chunk, count in enumerate(x.chunk_layers(len(a.layers))[:-1]):
-            at += count
-            sizes = [x.residual_bytes * rows, *([4] if "moe" in a.layers[:at] else [])]
+            end += count
+            sizes = [x.residual_bytes * rows, *([4] if "moe" in a.layers[:end] else [])]
             borders += [(place[chunk], place[chunk + 1], size) for size in sizes]
         borders += [(place[0], place[-1], WIDTH * rows)] * a.mtp
-        for here, there, size in borders:
-            if here == there or stage not in (here, there):
+        for source, target, size in borders:
+            if source == target or stage not in (source, target):
                 continue
-            other = there if stage == here else here
+            other = target if stage == source else source
             peer = self.rank + (other - stage) * self.mesh.stage_devices
-            kinds = ("Send", "Receive") if stage == here else ("Receive", "Send")
+            kinds = ("Send", "Receive") if stage == source else ("Receive", "Send")
             for phase, kind in zip(("forward", "backward"), kinds, strict=True):
                 self._put(phase, kind, sorted((self.rank, peer)), size, x.micro_batches)
 

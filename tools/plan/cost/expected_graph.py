@@ -15,7 +15,7 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
+from telechat_moe.tools.plan.cost.expected_calls import Calls, ExpectedCall
 from telechat_moe.tools.plan.cost.layout import MODULES, Layout
 from telechat_moe.tools.plan.cost.saved_activations import ChunkActivations
 from telechat_moe.tools.plan.cost.simulate_step import make_program
@@ -33,7 +33,7 @@ class ExpectedRank:
     elements: int
     """Trained parameters whose gradients the device holds: of one graph with shared optimizer's states, its share."""
 
-    calls: Counter[Call]
+    calls: Counter[ExpectedCall]
     """Collectives of a step."""
 
     activations: int
@@ -65,7 +65,7 @@ def refuse(recipe: Recipe) -> None:
     """
     c, data = recipe.model_config, recipe.train_dataset.data_loader.config
     others = sorted({*recipe.telechat_moe.sharding.recompute} - {*MODULES.values()})
-    given: list[tuple[str, object, object]] = [
+    settings: list[tuple[str, object, object]] = [
         ("model_type", type(c) is ModelConfig, True),
         ("moe_router_load_balancing_type", c.moe_router_load_balancing_type, "seq_aux_loss"),
         ("moe_aux_loss_coeff", bool(c.moe_aux_loss_coeff), True),
@@ -84,59 +84,64 @@ def refuse(recipe: Recipe) -> None:
         ("swap_config.swap", recipe.swap_config.swap, False),
         ("telechat_moe.sharding.recompute: other modules", others, []),
     ]
-    for name, found, expected in given:
-        if found != expected:
+    for name, value, expected in settings:
+        if value != expected:
             raise BadInputError(
-                f"{recipe.source}: {name} is {found}; the compiled graph is predicted for {expected} only"
+                f"{recipe.source}: {name} is {value}; the compiled graph is predicted for {expected} only"
             )
 
 
 def activations(a: Architecture, x: Layout) -> list[int]:
     """Return the most bytes of activations that are alive at once on each stage, by `ChunkActivations`."""
-    kept, working = ChunkActivations(a, x).all()
-    none = np.zeros_like(kept)
-    times = Times(none, none, none, activation=kept, working=working)
-    return [round(float(held.max(initial=0.0))) for held in memory(make_program(x), times)]
+    activation, working = ChunkActivations(a, x).all()
+    none = np.zeros_like(activation)
+    times = Times(none, none, none, activation=activation, working=working)
+    return [
+        round(float(operation_bytes.max(initial=0.0)))
+        for operation_bytes in memory(make_program(x), times)
+    ]
 
 
 def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return expected and found figures, and their differences, for each stage of a report of `telechat-moe dryrun --json`."""
-    found: list[dict[str, Any]] = []
+    stages: list[dict[str, Any]] = []
     for stage in report["stages"]:
-        one = predict(recipe, stage["rank"])
+        expected = predict(recipe, stage["rank"])
         compiled = calls_of(stage)
         lines = [
             f"{c.phase} {c.kind} over {len(c.ranks)} ranks {list(c.ranks[:3])}..., {c.bytes} bytes: "
-            f"{one.calls[c]} predicted, {compiled[c]} compiled"
-            for c in sorted(one.calls.keys() | compiled.keys())
-            if one.calls[c] != compiled[c]
+            f"{expected.calls[c]} predicted, {compiled[c]} compiled"
+            for c in sorted(expected.calls.keys() | compiled.keys())
+            if expected.calls[c] != compiled[c]
         ]
         memory = stage["memory"]
         elements, alive = memory["gradients"] // 4, memory["activations"]
-        if elements != one.elements:
-            lines.append(f"trained parameters: {one.elements} predicted, {elements} compiled")
-        off = one.activations / alive - 1
+        if elements != expected.elements:
+            lines.append(f"trained parameters: {expected.elements} predicted, {elements} compiled")
+        off = expected.activations / alive - 1
         if abs(off) > TOLERANCE:
             lines.append(
-                f"activations at the peak: {one.activations} bytes predicted, {alive} compiled"
+                f"activations at the peak: {expected.activations} bytes predicted, {alive} compiled"
             )
-        found.append(
+        stages.append(
             {
                 "stage": stage["stage"],
-                "parameters": [one.elements, elements],
-                "calls": [sum(c.values()) for c in (one.calls, compiled)],
-                "bytes": [sum(n * c.bytes for c, n in m.items()) for m in (one.calls, compiled)],
-                "activations": [one.activations, alive],
+                "parameters": [expected.elements, elements],
+                "calls": [sum(c.values()) for c in (expected.calls, compiled)],
+                "bytes": [
+                    sum(n * c.bytes for c, n in m.items()) for m in (expected.calls, compiled)
+                ],
+                "activations": [expected.activations, alive],
                 "differences": lines,
             }
         )
-    return found
+    return stages
 
 
-def calls_of(stage: dict[str, Any]) -> Counter[Call]:
+def calls_of(stage: dict[str, Any]) -> Counter[ExpectedCall]:
     """Return the collectives of a stage of a dry run's report, as its first device has them."""
-    found: Counter[Call] = Counter()
+    calls: Counter[ExpectedCall] = Counter()
     for row in stage["collectives"]:
         size = row["bytes"] // row["count"]
-        found[Call(row["phase"], row["kind"], tuple(row["ranks"]), size)] += row["count"]
-    return found
+        calls[ExpectedCall(row["phase"], row["kind"], tuple(row["ranks"]), size)] += row["count"]
+    return calls

@@ -20,40 +20,40 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_to_all, latency
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
 from telechat_moe.tools.plan.cost.device import Device
-from telechat_moe.tools.plan.cost.layout import Exchange, Layout
+from telechat_moe.tools.plan.cost.layout import Layout, TokenExchange
 
-EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+EXCHANGES: tuple[TokenExchange, ...] = get_args(TokenExchange)
 
 
-class Routing(NamedTuple):
-    """How tokens choose experts: K of E, and with `groups` only from `kept` of them (contiguous, equal)."""
+class ExpertRouting(NamedTuple):
+    """How tokens choose experts: K of E, and with `groups` only from `kept_groups` of them (contiguous, equal)."""
 
     experts: int
     top_k: int
     groups: int = 1
-    kept: int = 1
+    kept_groups: int = 1
 
 
-def hit(routing: Routing, parts: int) -> float:
+def hit(routing: ExpertRouting, parts: int) -> float:
     """Return how many of equal contiguous parts of the experts (nodes, devices) a token goes to, expected.
 
     It is ``parts`` times the probability that one part has one of its K experts.
     """
-    e, k, groups, kept = routing
-    groups, kept = (groups, kept) if groups > 1 else (1, 1)
-    allowed, group, part = e * kept // groups, e // groups, e // parts
+    e, k, groups, kept_groups = routing
+    groups, kept_groups = (groups, kept_groups) if groups > 1 else (1, 1)
+    allowed, group, part = e * kept_groups // groups, e // groups, e // parts
 
     def missed(size: int) -> float:
         """Return the probability that none of K of the allowed experts is among `size` of them."""
         return comb(allowed - size, k) / comb(allowed, k)
 
     if part <= group:  # within one group, which may be kept or not
-        return parts * kept / groups * (1 - missed(part))
+        return parts * kept_groups / groups * (1 - missed(part))
     inside = part // group
-    ways = comb(groups, kept)
+    ways = comb(groups, kept_groups)
     chance = sum(
-        comb(inside, j) * comb(groups - inside, kept - j) / ways * (1 - missed(j * group))
-        for j in range(1, min(inside, kept) + 1)
+        comb(inside, j) * comb(groups - inside, kept_groups - j) / ways * (1 - missed(j * group))
+        for j in range(1, min(inside, kept_groups) + 1)
     )
     return parts * chance
 
@@ -65,8 +65,8 @@ def reached(x: Columns, nodes: Array) -> Array:
 
 
 @lru_cache(4096)
-def _hit(experts: int, top_k: int, groups: int, kept: int, nodes: int) -> float:
-    return hit(Routing(experts, top_k, groups, kept), nodes) if experts else 0.0
+def _hit(experts: int, top_k: int, groups: int, kept_groups: int, nodes: int) -> float:
+    return hit(ExpertRouting(experts, top_k, groups, kept_groups), nodes) if experts else 0.0
 
 
 def spans(members: Array, device: Device) -> Array:
@@ -75,7 +75,7 @@ def spans(members: Array, device: Device) -> Array:
     return np.where((members > node) & (members % node == 0), members // node, 1.0)
 
 
-def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device) -> Array:
+def exchange_s(kind: TokenExchange, x: Columns, size: Array, device: Device) -> Array:
     """Return the seconds of one dispatch or one combine among ``ep x etp`` neighbouring devices.
 
     Where these are not several whole nodes, rows go straight whatever the kind.
@@ -83,13 +83,13 @@ def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device) -> Array
     Args:
         size: Bytes of the tokens of a device, each counted once.
     """
-    members, one = x.ep * x.etp, np.ones_like(x.ep)
+    members, stride = x.ep * x.etp, np.ones_like(x.ep)
     nodes, pairs = spans(members, device), size * x.top_k
-    direct = all_to_all(pairs, members, one, device)
+    direct = all_to_all(pairs, members, stride, device)
     if kind == "alltoall":
         return direct
-    node = one * device.node_devices
-    within = all_to_all(pairs, node, one, device)
+    node = stride * device.node_devices
+    within = all_to_all(pairs, node, stride, device)
     if kind == "alltoall_deredundency":
         across = all_gather(size * nodes, nodes, node, device)
     else:
@@ -100,7 +100,9 @@ def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device) -> Array
     return np.where(nodes > 1, within + across, direct)
 
 
-def choices(architecture: Architecture, layout: Layout, device: Device) -> dict[Exchange, float]:
+def choices(
+    architecture: Architecture, layout: Layout, device: Device
+) -> dict[TokenExchange, float]:
     """Return the seconds of one dispatch by each way that the layout allows, the fastest first.
 
     Empty without experts on several devices; within a node, or where the group is not several whole nodes, or where devices
@@ -111,7 +113,7 @@ def choices(architecture: Architecture, layout: Layout, device: Device) -> dict[
     x = columns([(architecture, layout)])
     by_node = layout.etp == 1 and spans(x.ep, device)[0] > 1
     size = 2 * x.micro_batch * x.seq / x.cp / x.tp * x.hidden * x.imbalance
-    times: dict[Exchange, float] = {
+    times: dict[TokenExchange, float] = {
         kind: float(exchange_s(kind, x, size, device)[0])
         for kind in (EXCHANGES if by_node else EXCHANGES[:1])
     }

@@ -117,9 +117,9 @@ def layer_times(architecture: Architecture, layout: Layout, device: Device) -> L
         alone, top_k=1, moe_ffn=1
     )  # next to no routed experts: what is left is attention
     x = columns([(m, layout.with_changes(ep_overlap=False)) for m in (a, alone, bare)])
-    one = layer(x, rates(x, device), True)
+    block = layer(x, rates(x, device), True)
 
-    f, b, repeated = one.forward, one.backward, one.recompute
+    f, b, repeated = block.forward, block.backward, block.recompute
     dw_s = b.matmul / 2
     dx_s = (
         dw_s + b.attention + b.memory + b.tensor
@@ -128,8 +128,8 @@ def layer_times(architecture: Architecture, layout: Layout, device: Device) -> L
 
     def split(seconds: Array) -> tuple[float, float, float]:
         """Return the seconds of attention, of shared and of routed experts."""
-        whole, routed, attention = seconds
-        return float(attention), float(whole - routed), float(routed - attention)
+        everything, routed, attention = seconds
+        return float(attention), float(everything - routed), float(routed - attention)
 
     once = float(f.expert[0]) / 2
     forward = split(f.matmul + f.attention + f.memory + f.tensor)
@@ -205,9 +205,9 @@ def _backwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
             s.compute(p.experts_dw + p.shared_dw)
         gradients: list[float] = []
         for end in returned:
-            here = s.compute(p.attention_dx, end)
+            end_dx = s.compute(p.attention_dx, end)
             if i + 1 < layers:
-                gradients.append(dispatch(here))
+                gradients.append(dispatch(end_dx))
         for _ in range(halves):
             s.compute(p.attention_dw)
     return s.summary()
@@ -223,7 +223,7 @@ def hidden(
     Raises:
         BadInputError: There is no all-to-all.
     """
-    whole = layer_times(architecture, layout, device)
+    full = layer_times(architecture, layout, device)
     if layout.micro_batch > 1:
         half = layer_times(
             architecture, layout.with_changes(micro_batch=layout.micro_batch // 2), device
@@ -232,13 +232,13 @@ def hidden(
         half = layer_times(replace(architecture, seq=architecture.seq // 2), layout, device)
         half = replace(
             half,
-            attention=max(half.attention, whole.attention / 2),
-            attention_dx=max(half.attention_dx, whole.attention_dx / 2),
+            attention=max(half.attention, full.attention / 2),
+            attention_dx=max(half.attention_dx, full.attention_dx / 2),
         )
     return Hidden(
-        _steady(whole, layers, pairs),
+        _steady(full, layers, pairs),
         _forwards(half, layers, 2),
         _backwards(half, layers, 2),
-        _forwards(whole, layers, 1),
-        _backwards(whole, layers, 1),
+        _forwards(full, layers, 1),
+        _backwards(full, layers, 1),
     )

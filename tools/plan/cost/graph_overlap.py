@@ -44,10 +44,10 @@ def hide(pairs: list[dict[str, Any]], device: Device) -> None:
             letter: [compute_s(work, device) for work in pair[name]]
             for letter, name in (("F", "forward"), ("B", "backward"))
         }
-        found = {(row["pass"], row["index"]): row for row in pair["exchanges"]}
-        for row in found.values():
+        exchanges = {(row["pass"], row["index"]): row for row in pair["exchanges"]}
+        for row in exchanges.values():
             row["seconds"] = exchange_s(row, device)
-        seconds = {key: row["seconds"] for key, row in found.items()}
+        seconds = {key: row["seconds"] for key, row in exchanges.items()}
         slots = _run(_order(parts, pair["free"]), parts, seconds)
         compute = [(s.start, s.end) for s in slots if s.lane == "compute"]
         counted = [s for s in slots if s.repeat == COUNTED]
@@ -64,7 +64,7 @@ def hide(pairs: list[dict[str, Any]], device: Device) -> None:
                 beside = [(max(a, s.start), min(b, s.end)) for a, b in compute]
                 covered = union_us((a, b) for a, b in beside if a < b)
                 length = s.end - s.start
-                found[s.letter, s.part]["hidden"] = covered / length if length else 1.0
+                exchanges[s.letter, s.part]["hidden"] = covered / length if length else 1.0
 
 
 def share(pairs: list[dict[str, Any]]) -> float:

@@ -10,12 +10,12 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.parallel import ParallelConfig
 from telechat_moe.recipe.swap import swapped
 
-Schedule = Literal[
+ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
 ]
 Compute = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 Ends = Literal["last", "mtp-before"]
-Exchange = Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy"]
+TokenExchange = Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy"]
 """How tokens reach their experts: values of `moe_token_dispatcher_type`; see `expert_exchange`."""
 MODULES = {"norm": "norms", "activation": "swiglu"}
 """Words of `Layout.recompute`, and the names that recipes use for these modules."""
@@ -125,7 +125,7 @@ class Layout:
     prefetch: int = 1
     """How many operators before its reader the way back of a swapped activation begins."""
 
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     chunks: tuple[int, ...] | None = None
     """Decoder layers of each global chunk, in the model's order (`pp x vpp` numbers); None: as even as possible, with
     one more in the first chunks. The embedding is in the first chunk, MTP and the head are in the last."""
@@ -151,7 +151,7 @@ class Layout:
     own_graph: bool = False
     """Whether the step is this package's, whose graph keeps what `saved` lists; else it keeps what frameworks share."""
 
-    exchange: Exchange = "alltoall"
+    exchange: TokenExchange = "alltoall"
     """How tokens reach experts on other devices; other than direct where `ep` is several whole nodes."""
 
     skips: bool = True
@@ -175,10 +175,10 @@ class Layout:
                 f"layout: {self.ends} needs two stages at least, and no layers in the last chunk"
             )
         for name in ("chunks", "recompute_layers"):
-            given = getattr(self, name)
-            if given is not None and len(given) != self.pp * self.vpp:
+            counts = getattr(self, name)
+            if counts is not None and len(counts) != self.pp * self.vpp:
                 raise BadInputError(
-                    f"layout: {name} has {len(given)} numbers, expected pp x vpp = {self.pp * self.vpp}"
+                    f"layout: {name} has {len(counts)} numbers, expected pp x vpp = {self.pp * self.vpp}"
                 )
 
     @property
@@ -222,8 +222,8 @@ class Layout:
             return [[(layers[i], i in named) for i in chunk] for chunk in numbers]
         marked = self.recompute_layers or counts
         return [
-            [(kind, i < most) for i, kind in enumerate(layers[end - count : end])]
-            for count, end, most in zip(counts, accumulate(counts), marked, strict=True)
+            [(kind, i < marked_layers) for i, kind in enumerate(layers[end - count : end])]
+            for count, end, marked_layers in zip(counts, accumulate(counts), marked, strict=True)
         ]
 
     def short(self) -> str:
@@ -242,22 +242,22 @@ class Layout:
 
     def with_changes(self, **changes: object) -> "Layout":
         """Return a copy with some fields of the layout or of its stack changed."""
-        own = {name: changes.pop(name) for name in STACK if name in changes}
-        if own:
-            changes["stack"] = replace(self.stack, **own)  # type: ignore[arg-type]
+        stack = {name: changes.pop(name) for name in STACK if name in changes}
+        if stack:
+            changes["stack"] = replace(self.stack, **stack)  # type: ignore[arg-type]
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Layout":
         """Return the layout that a recipe describes."""
-        c, run, here = recipe.model_config, recipe.runner_config, recipe.use_parallel
+        c, run, parallel = recipe.model_config, recipe.runner_config, recipe.use_parallel
         data = recipe.train_dataset.data_loader.config
-        p = recipe.parallel_config if here else ParallelConfig()
+        p = recipe.parallel_config if parallel else ParallelConfig()
         pipeline = recipe.parallel.pipeline_config
         pp = p.pipeline_stage
         interleaved = bool(pipeline and pipeline.pipeline_interleave and c.pp_interleave_num > 1)
-        vpp = c.pp_interleave_num if interleaved and here else 1
-        zero = 1 if recipe.parallel.enable_parallel_optimizer and here else 0
+        vpp = c.pp_interleave_num if interleaved and parallel else 1
+        zero = 1 if recipe.parallel.enable_parallel_optimizer and parallel else 0
         detail = recipe.parallel.parallel_optimizer_config
         if zero and detail and detail.optimizer_level:
             zero = {"level1": 1, "level2": 2, "level3": 3}[detail.optimizer_level]
@@ -295,16 +295,16 @@ class Layout:
             optimizer_bytes=(0 if width == 4 else 4) + 8 * (not recipe.optimizer.swap),
             host_bytes=8 * recipe.optimizer.swap,
             residual_bytes=4 if c.fp32_residual_connection else 2,
-            exchange=cast("Exchange", kind)
-            if (kind := c.moe_token_dispatcher_type) in get_args(Exchange)
+            exchange=cast("TokenExchange", kind)
+            if (kind := c.moe_token_dispatcher_type) in get_args(TokenExchange)
             else "alltoall",
             skips=not (data and data.create_attention_mask),
             own_graph=True,
         )
 
 
-def _schedule(word: str, vpp: int) -> Schedule:
-    named: dict[str, Schedule] = {"gpipe": "gpipe", "zero_bubble_v": "zb-v"}
+def _schedule(word: str, vpp: int) -> ScheduleName:
+    named: dict[str, ScheduleName] = {"gpipe": "gpipe", "zero_bubble_v": "zb-v"}
     return named.get(word, "interleaved" if vpp > 1 else "1f1b")
 
 
@@ -329,11 +329,11 @@ def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] |
 def _recompute(recipe: Recipe, chunks: int) -> tuple[str, tuple[int, ...] | None]:
     """Return the policy and, where a recipe lists layers, how many of each global chunk."""
     section = recipe.recompute_config
-    whole = section.recompute
-    asked = recipe.telechat_moe.sharding.recompute
-    modules = [word for word, name in MODULES.items() if name in asked]
-    if whole:
-        flat = _flat(whole) if isinstance(whole, list) else []
+    layers = section.recompute
+    module_names = recipe.telechat_moe.sharding.recompute
+    modules = [word for word, name in MODULES.items() if name in module_names]
+    if layers:
+        flat = _flat(layers) if isinstance(layers, list) else []
         counts = len(flat) == chunks and not recipe.swap_config.swap  # else they name layers
         return "full", tuple(flat) if counts else None
     if modules:

@@ -172,9 +172,9 @@ def main(arguments: Sequence[str]) -> None:
         print_json({"all_reduce": all_reduce_seconds(job["all_reduce"])})
 
 
-def print_json(what: dict[str, Any]) -> None:
+def print_json(result: dict[str, Any]) -> None:
     """Print one result."""
-    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 

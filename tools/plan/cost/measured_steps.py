@@ -9,7 +9,7 @@ from typing import Any, get_args
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import Layout, Schedule
+from telechat_moe.tools.plan.cost.layout import Layout, ScheduleName
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 from telechat_moe.units import GIB
 
@@ -71,7 +71,7 @@ COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "micro_batches": (_count, "micro-batches of a step on one data-parallel copy"),
     "sequence_parallel": (_yes, "true or false; empty: the recipe's, or false"),
     "recompute": (_one_of("none", "selective", "full"), "none, selective or full; empty: the recipe's, or none"),
-    "schedule": (_one_of(*get_args(Schedule)), "pipeline schedule; empty: the recipe's, or 1f1b"),
+    "schedule": (_one_of(*get_args(ScheduleName)), "pipeline schedule; empty: the recipe's, or 1f1b"),
     "device": (str, "description of the device, a name or a file; empty: --device"),
     "step_s": (_positive, "measured seconds of a step"),
     "memory_gib": (_positive, "measured peak memory of a device, GiB (2^30 bytes)"),
@@ -152,7 +152,7 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
         BadInputError: It describes no model, or a layout that cannot be.
     """
     dimensions = {name: values[name] for name in DIMENSIONS if values[name] is not None}
-    given = {name: values[name] for name in LAYOUT if values[name] is not None}
+    degrees = {name: values[name] for name in LAYOUT if values[name] is not None}
     if values["recipe"]:
         if dimensions:
             raise BadInputError(f"one model (a recipe and {', '.join(dimensions)} are given)")
@@ -160,10 +160,10 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
         architecture = Architecture.from_model(
             recipe.model_config, values["recipe"], seq=values["seq"]
         )
-        return architecture, Layout.from_recipe(recipe).with_changes(**given)
+        return architecture, Layout.from_recipe(recipe).with_changes(**degrees)
     lacks = [n for n in ("hidden", "layers", "heads", "vocab", "seq") if values[n] is None]
     if lacks:
         raise BadInputError(f"a recipe, or {', '.join(lacks)}")
     dimensions["layers"] = ("dense",) * dimensions["layers"]
     name, seq = values["model"] or "", values["seq"]
-    return Architecture(name=name, seq=seq, **dimensions), Layout(**given)
+    return Architecture(name=name, seq=seq, **dimensions), Layout(**degrees)

@@ -40,21 +40,21 @@ def local_parameters(x: Columns) -> tuple[Array, Array]:
     """Return parameters of a device by stage [n, P]: those that all data-parallel copies hold, and experts."""
     layers = x.stage_dense + x.stage_moe
     tp = x.tp[:, None]
-    one = x.attention_weights / x.tp + x.small_weights
+    layer = x.attention_weights / x.tp + x.small_weights
     shared = x.shared_weights / x.tp
-    dense = layers * _column(one, x) + x.stage_dense * _column(x.dense_weights / x.tp, x)
+    dense = layers * _column(layer, x) + x.stage_dense * _column(x.dense_weights / x.tp, x)
     dense = dense + x.stage_moe * _column(shared, x)
     rows = np.arange(len(x))
     dense[:, 0] += (x.vocab / x.tp + x.positions) * x.hidden
     last = x.last_stage.astype(int)
     spare = x.vocab * x.hidden / x.tp * np.where((x.tied > 0) & (last == 0), 0.0, 1.0)
     dense[rows, last] += spare + x.hidden
-    held = x.experts * x.expert_weights / (x.ep * x.etp)
-    experts = x.stage_moe * _column(held, x)
+    layer_experts = x.experts * x.expert_weights / (x.ep * x.etp)
+    experts = x.stage_moe * _column(layer_experts, x)
     moe_mtp, mtp_stage = x.mtp * x.mtp_moe, x.mtp_stage.astype(int)
-    dense[rows, mtp_stage] += x.mtp * (2 * x.hidden**2 / x.tp + one) + moe_mtp * shared
+    dense[rows, mtp_stage] += x.mtp * (2 * x.hidden**2 / x.tp + layer) + moe_mtp * shared
     dense[rows, mtp_stage] += (x.mtp - moe_mtp) * x.dense_weights / x.tp
-    experts[rows, mtp_stage] += moe_mtp * held
+    experts[rows, mtp_stage] += moe_mtp * layer_experts
     if np.any(x.own_graph):
         dense = dense + _uncut(x, layers) * (x.own_graph * (1 - 1 / x.tp))[:, None]
     inside = np.arange(layers.shape[1])[None, :] < x.pp[:, None]
@@ -74,10 +74,10 @@ def _uncut(x: Columns, layers: Array) -> Array:
     down = x.hidden * (x.q_lora_rank + x.kv_lora_rank + x.qk_rope) * x.mla
     shared = x.matrices * x.hidden * x.shared_width * x.sequence_parallel
     router = x.hidden * x.experts
-    found = layers * _column(down, x) + x.stage_moe * _column(router + shared, x)
+    elements = layers * _column(down, x) + x.stage_moe * _column(router + shared, x)
     block = down + x.mtp_moe * (router + shared)
-    found[np.arange(len(x)), x.mtp_stage.astype(int)] += x.mtp * (2 * x.hidden**2 + block)
-    return found
+    elements[np.arange(len(x)), x.mtp_stage.astype(int)] += x.mtp * (2 * x.hidden**2 + block)
+    return elements
 
 
 def _column(values: Array, x: Columns) -> Array:
@@ -88,9 +88,11 @@ def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
     """Return the bytes that a dense and a MoE layer keep for one micro-batch, and those of a layer's input alone."""
     if not np.any(x.own_graph):
         return _common(x)
-    s, own = saved(x), x.own_graph > 0
+    s, own_graph = saved(x), x.own_graph > 0
     pairs = zip((s.dense, s.moe, s.entry), _common(x), strict=True)
-    dense, moe, entry = (np.where(own, mine, other) for mine, other in pairs)
+    dense, moe, entry = (
+        np.where(own_graph, package_bytes, other) for package_bytes, other in pairs
+    )
     return dense, moe, entry
 
 
@@ -116,11 +118,11 @@ def _common(x: Columns) -> tuple[Array, Array, Array]:
     residual = np.where(x.fused > 0, 0.0, 2.0) * rows * h * (1 - x.re_full)
     f = x.ffn / tp
     # of an element of the inner width: the first products' results, and the last one's input
-    kept = width * (x.matrices - 1) + entered * (1 - x.re_activation)
-    dense = t * f * kept * (1 - x.re_mlp)
+    inner = width * (x.matrices - 1) + entered * (1 - x.re_activation)
+    dense = t * f * inner * (1 - x.re_mlp)
     pairs = t / tp * x.top_k * x.etp * x.imbalance
     g = x.moe_ffn / np.maximum(x.etp, 1)
-    moe = pairs * ((width + entered) * h + g * kept) + t * x.shared_width / tp * kept
+    moe = pairs * ((width + entered) * h + g * inner) + t * x.shared_width / tp * inner
     moe = (moe + 4 * t / tp * x.experts) * (1 - x.re_mlp)
     entry = width * rows * h
     common = attention + (norm + residual) * (1 - x.re_full) + entry
@@ -159,20 +161,22 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
     # without accumulators a gradient is summed as soon as it is there, and only its shard stays
     early = (x.one_graph > 0) & (x.own_graph > 0)
     gradients = held(np.where(early, 1, 2)) * x.gradient_bytes[:, None]
-    whole, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
-    parameters = np.where(x.gathered[:, None] > 0, shard + 2 * whole, parameters)
-    gradients = np.where(x.gathered[:, None] > 0, whole * x.gradient_bytes[:, None], gradients)
+    full_parameters, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
+    parameters = np.where(x.gathered[:, None] > 0, shard + 2 * full_parameters, parameters)
+    gradients = np.where(
+        x.gathered[:, None] > 0, full_parameters * x.gradient_bytes[:, None], gradients
+    )
     optimizer = held(1) * x.optimizer_bytes[:, None]
     one_dense, one_moe, entry = (_column(a, x) for a in layer_activations(x))
     moe_entry = entry
     if np.any(x.own_graph):
         moe_entry = np.where(x.own_graph[:, None] > 0, _column(saved(x).moe_entry, x), entry)
     full, swapped = x.re_full[:, None], x.re_swap[:, None]
-    kept = np.where(full > 0, entry, one_dense) * (1 - swapped)
+    kept_dense = np.where(full > 0, entry, one_dense) * (1 - swapped)
     kept_moe = np.where(full > 0, moe_entry, one_moe) * (1 - swapped)
     whole_dense, whole_moe = (_column(a, x) for a in whole_layers(x))
     per_micro = (
-        x.stage_dense_recomputed * kept
+        x.stage_dense_recomputed * kept_dense
         + x.stage_moe_recomputed * kept_moe
         + (x.stage_dense - x.stage_dense_recomputed) * whole_dense
         + (x.stage_moe - x.stage_moe_recomputed) * whole_moe
@@ -201,8 +205,8 @@ def _constant(x: Columns, parameters: Array) -> Array:
     """Return the bytes that are there all the time, [n]: the workspace, and a layer that ZeRO-3 has gathered."""
     layers = np.maximum((x.stage_dense + x.stage_moe).max(axis=1), 1)
     gathered = np.where(x.own_graph > 0, _largest_layer(x), parameters.max(axis=1) / layers)
-    held: Array = np.where(x.zero == 3, 4.0 * gathered, 0.0)
-    return held + WORKSPACE
+    gathered_bytes: Array = np.where(x.zero == 3, 4.0 * gathered, 0.0)
+    return gathered_bytes + WORKSPACE
 
 
 def late_peak(x: Columns) -> Array:
@@ -215,7 +219,7 @@ def late_peak(x: Columns) -> Array:
         return np.zeros(len(x))
     s = saved(x)
     dense_late, moe_late = (
-        np.where(x.re_full > 0, late.recomputed, late.kept) for late in (s.dense_late, s.moe_late)
+        np.where(x.re_full > 0, late.recomputed, late.plain) for late in (s.dense_late, s.moe_late)
     )
     dense, moe = x.stage_dense.sum(axis=1), x.stage_moe.sum(axis=1)
     block = np.where(x.mtp_moe > 0, moe_late, dense_late)
@@ -224,9 +228,9 @@ def late_peak(x: Columns) -> Array:
     embedded = 2 * x.mtp * s.entry
     first_dense = embedded + layers - dense_late + s.dense + s.dense_working
     first_moe = embedded + (moe - 1) * moe_late + dense * s.dense + s.moe + s.moe_working
-    most = np.maximum(layers + s.table_gradient, np.where(dense > 0, first_dense, 0))
-    most = ends + np.maximum(most, np.where(moe > 0, first_moe, 0))
-    return np.where((x.own_graph > 0) & (x.one_graph > 0) & (x.pp == 1), most, 0.0)
+    peak = np.maximum(layers + s.table_gradient, np.where(dense > 0, first_dense, 0))
+    peak = ends + np.maximum(peak, np.where(moe > 0, first_moe, 0))
+    return np.where((x.own_graph > 0) & (x.one_graph > 0) & (x.pp == 1), peak, 0.0)
 
 
 def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -> Array:
@@ -245,14 +249,16 @@ def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -
     s = saved(x)
     one_dense, one_moe = _column(s.dense_working, x), _column(s.moe_working, x)
     has_moe = _column(x.moe_layers, x) > 0
-    mine = np.where(has_moe, np.maximum(one_dense, one_moe), one_dense)
-    for layers, working, (kept, entry) in (
+    largest = np.where(has_moe, np.maximum(one_dense, one_moe), one_dense)
+    for layers, working, (plain, entry) in (
         (x.stage_dense_recomputed, one_dense, dense),
         (x.stage_moe_recomputed, one_moe, moe),
     ):
-        besides = np.where(swapped, 2 * kept, kept - entry)
-        mine = np.maximum(mine, np.where((layers > 0) & (full | swapped), working + besides, 0.0))
-    return np.where(x.own_graph[:, None] > 0, mine, recompute)
+        besides = np.where(swapped, 2 * plain, plain - entry)
+        largest = np.maximum(
+            largest, np.where((layers > 0) & (full | swapped), working + besides, 0.0)
+        )
+    return np.where(x.own_graph[:, None] > 0, largest, recompute)
 
 
 def _end(x: Columns, moe: Array, dense: Array) -> Array:
@@ -275,16 +281,16 @@ def _end(x: Columns, moe: Array, dense: Array) -> Array:
     mtp = x.mtp * np.where(x.mtp_apart > 0, s.entry, 3 * s.entry + np.where(marked, s.entry, layer))
     # MTP's loss goes back first, then its layer, then the other loss, last the head's gradient; of one graph the other loss
     # before MTP's layer runs, and what both leave for the head's gradient stays
-    one = x.one_graph > 0
-    mine = s.entry + mtp + (1 + x.mtp) * s.loss + s.loss_working
-    mine = mine + np.where(one & (x.mtp > 0), s.logits / 2, 0)
-    left = np.where(one, x.mtp * (s.loss + s.logits / 2), 0)
+    one_graph = x.one_graph > 0
+    needed = s.entry + mtp + (1 + x.mtp) * s.loss + s.loss_working
+    needed = needed + np.where(one_graph & (x.mtp > 0), s.logits / 2, 0)
+    left = np.where(one_graph, x.mtp * (s.loss + s.logits / 2), 0)
     block = s.entry + mtp + s.loss + s.logits / 2 + needs + left
     head = s.entry + s.loss + s.head_gradient + (x.mtp - 1.5) * s.logits
-    head = np.where(one, 0, head)
+    head = np.where(one_graph, 0, head)
     together = (x.mtp > 0) & (x.mtp_apart == 0)
-    mine = np.maximum(mine, np.maximum(np.where(together, block, 0.0), head))
-    return np.where(x.own_graph > 0, mine, logits)
+    needed = np.maximum(needed, np.maximum(np.where(together, block, 0.0), head))
+    return np.where(x.own_graph > 0, needed, logits)
 
 
 def _besides(x: Columns, dense: Array, moe: Array) -> Array:
@@ -293,16 +299,16 @@ def _besides(x: Columns, dense: Array, moe: Array) -> Array:
     MTP's layer is included where it comes before the last chunk; its working set is that of its chunk's layers.
     """
     s, flight = saved(x), in_flight(x)
-    found = flight * _column(s.ends * x.vpp * x.own_graph, x)
-    found[:, 0] += (flight[:, 0] + x.one_graph) * x.mtp * s.entry * x.own_graph
+    extra = flight * _column(s.ends * x.vpp * x.own_graph, x)
+    extra[:, 0] += (flight[:, 0] + x.one_graph) * x.mtp * s.entry * x.own_graph
     if np.any(x.mtp_apart > 0):
         layer = 3 * s.entry + np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
         ahead = np.minimum(
             np.where(x.vpp > 1, 3, 2), x.micro_batches
         )  # forward passes of that chunk
-        kept = ahead * x.mtp * layer * x.own_graph * x.mtp_apart
-        found[np.arange(len(x)), x.mtp_stage.astype(int)] += kept
-    return found
+        mtp_bytes = ahead * x.mtp * layer * x.own_graph * x.mtp_apart
+        extra[np.arange(len(x)), x.mtp_stage.astype(int)] += mtp_bytes
+    return extra
 
 
 def whole_layers(x: Columns) -> tuple[Array, Array]:

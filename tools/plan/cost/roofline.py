@@ -73,11 +73,11 @@ class Pass:
         """Device time, or the host's where that is longer."""
         busy, floor = self.device + START * self.host, self.host + self.wait
         scale = np.maximum(np.maximum(busy, floor), 1e-30)  # so that powers stay in range
-        found = busy / scale, floor / scale
+        powers = busy / scale, floor / scale
         # No np.power: it ends in other bits in other versions of NumPy.
         for _ in range(SQUARINGS):
-            found = found[0] * found[0], found[1] * found[1]
-        both: Array = found[0] + found[1]
+            powers = powers[0] * powers[0], powers[1] * powers[1]
+        both: Array = powers[0] + powers[1]
         for _ in range(SQUARINGS):
             both = np.sqrt(both)
         return scale * both
@@ -177,17 +177,20 @@ def casts(x: Columns, r: Rates, moe: bool) -> tuple[Array, Array]:
     t = tokens(x)
     q, v = x.heads * x.head_dim / x.tp, x.heads * x.value_dim / x.tp
     kv = x.kv_heads * (x.head_dim + x.value_dim) / x.tp
-    ahead, back = t * v, t * (q + kv + x.hidden)
+    forward, backward = t * v, t * (q + kv + x.hidden)
     rows, f, entry = t, x.ffn / x.tp, np.zeros_like(x.hidden)  # norms write float8 themselves
     if moe:
         rows = t / x.tp * x.top_k * x.etp * x.imbalance
         f = np.where(x.fused_experts > 0, 0.0, np.maximum(x.moe_ffn / x.etp, 1))
         entry = x.hidden
         shared = x.shared_width / x.tp
-        ahead = ahead + t * shared * (x.shared_width > 0)
-        back = back + t * (x.matrices - 1) * shared * (x.shared_width > 0)
-    ahead, back = ahead + rows * (entry + f), back + rows * ((x.matrices - 1) * f + x.hidden)
-    return CAST_BYTES * ahead * x.fp8 / r.stream, CAST_BYTES * back * x.fp8 / r.stream
+        forward = forward + t * shared * (x.shared_width > 0)
+        backward = backward + t * (x.matrices - 1) * shared * (x.shared_width > 0)
+    forward, backward = (
+        forward + rows * (entry + f),
+        backward + rows * ((x.matrices - 1) * f + x.hidden),
+    )
+    return CAST_BYTES * forward * x.fp8 / r.stream, CAST_BYTES * backward * x.fp8 / r.stream
 
 
 def norms(x: Columns, r: Rates) -> Array:
@@ -209,10 +212,11 @@ def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
     t, h = tokens(x), x.hidden
     rows = t / x.tp * x.top_k * x.etp * x.imbalance  # on one device, over all its experts
     local = np.maximum(x.experts / x.ep, 1)
-    each = np.maximum(rows / local, 1)
+    expert_rows = np.maximum(rows / local, 1)
     f = np.maximum(x.moe_ffn / x.etp, 1)
     matmul = local * (
-        product(each, f * (x.matrices - 1), h, r, r.linear) + product(each, h, f, r, r.linear)
+        product(expert_rows, f * (x.matrices - 1), h, r, r.linear)
+        + product(expert_rows, h, f, r, r.linear)
     )
     shared = np.maximum(x.shared_width / x.tp, 1)
     matmul = matmul + np.where(
@@ -229,10 +233,10 @@ def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
 
 def tensor_forward(x: Columns, r: Rates) -> Array:
     """Return the time of a layer's tensor-parallel collectives, forward."""
-    t, one = tokens(x), np.ones_like(x.tp)
+    t, stride = tokens(x), np.ones_like(x.tp)
     size = 2 * t * x.hidden
-    reduce = all_reduce(size, x.tp, one, r.device)
-    gather = 2 * all_gather(size, x.tp, one, r.device)
+    reduce = all_reduce(size, x.tp, stride, r.device)
+    gather = 2 * all_gather(size, x.tp, stride, r.device)
     once: Array = np.where(x.sequence_parallel > 0, gather, reduce)
     shown: Array = np.where(x.tp_overlap > 0, r.constants.tensor_exposed, 1.0)
     return 2 * once * shown * (x.tp > 1)
@@ -247,9 +251,9 @@ def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
     """
     t, overlapped = tokens(x), x.cp_overlap > 0
     heads = np.where((x.mla > 0) | ~overlapped, x.heads, x.kv_heads)
-    whole = t * x.cp * heads * (x.head_dim + x.value_dim) / x.tp
-    ring = all_gather(2 * whole, x.cp, x.tp, r.device)
-    gradients = all_gather(4 * whole, x.cp, x.tp, r.device)
+    elements = t * x.cp * heads * (x.head_dim + x.value_dim) / x.tp
+    ring = all_gather(2 * elements, x.cp, x.tp, r.device)
+    gradients = all_gather(4 * elements, x.cp, x.tp, r.device)
     merges = MERGE_BYTES * (x.cp - 1) * t * x.heads * x.value_dim / x.tp / r.stream
     forward: Array = np.where(overlapped, ring * r.constants.exposed, ring + merges)
     backward: Array = np.where(
@@ -302,7 +306,7 @@ class Layer:
     recompute: Pass
 
 
-def swap_wait(kept: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
+def swap_wait(size: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
     """Return by how much copying a layer's activations, bytes, to the host and back exceeds the passes that hide it.
 
     Raises:
@@ -312,8 +316,10 @@ def swap_wait(kept: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
         raise BadInputError(
             f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
         )
-    copy = kept / (r.device.host_bandwidth * r.constants.intra_share)
-    waits: list[Array] = [np.maximum(copy - one.time, 0.0) for one in (forward, backward)]
+    copy = size / (r.device.host_bandwidth * r.constants.intra_share)
+    waits: list[Array] = [
+        np.maximum(copy - direction.time, 0.0) for direction in (forward, backward)
+    ]
     return waits[0] + waits[1]
 
 

@@ -35,16 +35,16 @@ BACKWARD_OPERATORS: Final = (130, 195)
 """Operators of the backward pass of a dense and a MoE layer, in the same graph, to about five."""
 
 
-class Late(NamedTuple):
+class LateBytes(NamedTuple):
     """Bytes of a layer that stay until the gradients of weights are computed; see the module."""
 
-    kept: Array
+    plain: Array
     recomputed: Array
     """The same of a recomputed layer."""
 
 
 @dataclass
-class Saved:
+class SavedActivations:
     """Bytes of one micro-batch."""
 
     dense: Array
@@ -61,10 +61,10 @@ class Saved:
     """The most bytes that a layer's backward pass needs in addition, at its beginning or in its attention."""
 
     moe_working: Array
-    dense_late: Late
+    dense_late: LateBytes
     """Bytes that a layer leaves behind for the gradients of its weights."""
 
-    moe_late: Late
+    moe_late: LateBytes
     loss: Array
     """Bytes that one cross-entropy keeps, with its head's input."""
 
@@ -88,7 +88,7 @@ class Saved:
 class _Rows:
     """Rows of a device; the module explains the symbols."""
 
-    whole: Array
+    sequence: Array
     token: Array
     stream: Array
     device: Array
@@ -96,19 +96,19 @@ class _Rows:
 
 
 def _rows(x: Columns) -> _Rows:
-    whole = x.micro_batch * x.seq
-    token = whole / x.cp
+    sequence = x.micro_batch * x.seq
+    token = sequence / x.cp
     device = token / x.tp
     spread = np.where(x.sequence_parallel > 0, x.tp, 1)
     pairs = np.where(x.etp > 1, token, device) * x.top_k * x.imbalance
-    return _Rows(whole, token, token / spread, device, pairs)
+    return _Rows(sequence, token, token / spread, device, pairs)
 
 
 @dataclass
 class _Attention:
     """Bytes of attention."""
 
-    kept: Array
+    activations: Array
     operands: Array
     """Queries, keys and values of its core."""
 
@@ -128,31 +128,31 @@ def _attention(x: Columns, r: _Rows, norm: Array) -> _Attention:
     latents = x.q_lora_rank + x.kv_lora_rank
     attention = 2 * r.stream * h + np.where(norm > 0, 2, 4) * r.stream * latents
     up_q = np.where(cut, r.token, r.stream) * x.q_lora_rank
-    up_kv = np.where(apart, r.whole, r.stream) * x.kv_lora_rank
+    up_kv = np.where(apart, r.sequence, r.stream) * x.kv_lora_rank
     attention = attention + 2 * up_q * np.where(cut, 1, 1 - norm)
     attention = attention + 2 * up_kv * np.where(apart, 1, 1 - norm)
     query = 2 * r.token * heads * x.head_dim
-    keys = 2 * r.whole * heads * (x.head_dim + x.value_dim)
+    keys = 2 * r.sequence * heads * (x.head_dim + x.value_dim)
     out = 2 * r.token * heads * x.value_dim
     attention = attention + query + keys + 2 * out + 64 * r.token * heads
     # what products read: both down-projections, both up-projections, the last one; and their results' gradients
     late = 2 * r.stream * h + 2 * (up_q + up_kv) + out
     late = late + 2 * r.stream * (latents + x.qk_rope) + query + 2 * r.token * h
-    late = late + 2 * r.whole * heads * (x.head_dim - x.qk_rope + x.value_dim)
+    late = late + 2 * r.sequence * heads * (x.head_dim - x.qk_rope + x.value_dim)
     return _Attention(attention, query + keys, out, late)
 
 
-def saved(x: Columns) -> Saved:
+def saved(x: Columns) -> SavedActivations:
     """Return the bytes of layers and ends.
 
     Args:
         x: Configurations; MLA and gated feed-forwards. Of those that recompute whole layers: what the others keep.
     """
-    r, h, one = _rows(x), x.hidden, x.one_graph > 0
+    r, h, single = _rows(x), x.hidden, x.one_graph > 0
     norm, act = x.re_norm * (1 - x.re_full), x.re_activation * (1 - x.re_full)
     residual = x.residual_bytes * r.stream * h
     attention = _attention(x, r, norm)
-    common = attention.kept + 2 * residual  # the layer's input, and the sum behind attention
+    common = attention.activations + 2 * residual  # the layer's input, and the sum behind attention
 
     dense_act = 2 * r.token * x.ffn / x.tp
     dense = 2 * r.token * h + dense_act * np.where(act > 0, 2, 3)
@@ -179,43 +179,43 @@ def saved(x: Columns) -> Saved:
     # come at once, what these read is gone, and the shared experts' gradients are in place of what was kept
     weights = 2 * h * x.ffn / x.tp
     at_once = np.maximum(2 * dense_act, 2 * r.token * h + weights)
-    dense_first = residual + np.where(one, 2 * r.token * h + 3 * dense_act, at_once)
-    gone = np.where(one, -2 * r.stream * h, inputs + shared_act * np.where(act > 0, 0, 1))
+    dense_first = residual + np.where(single, 2 * r.token * h + 3 * dense_act, at_once)
+    gone = np.where(single, -2 * r.stream * h, inputs + shared_act * np.where(act > 0, 0, 1))
     moe_first = residual + 4 * r.device * h + 4 * r.pairs * h - gone
     # or, for large experts, the gradient of one of their weights: results and their float32 copies are gone
     weights = 2 * x.experts / np.maximum(x.ep, 1) * h * moe_ffn
     moe_weights = residual - gone - r.pairs * np.where(exchanged, 4, 2) * h + weights
+    moe_first = np.maximum(moe_first, np.where(single, 0, moe_weights))
     # or attention's, when what the feed-forward kept is gone
-    core = attention.operands + np.where(one, attention.out + 2 * r.token * h, 0)
-    return Saved(
+    late = attention.late
+    core = attention.operands + np.where(single, attention.out + 2 * r.token * h, 0)
+    return SavedActivations(
         dense=common + dense,
         moe=common + moe,
         entry=residual,
-        moe_entry=residual + one * shapes,
-        dense_working=np.maximum(dense_first, core - dense + one * dense_late),
-        moe_working=np.maximum(
-            np.maximum(moe_first, np.where(one, 0, moe_weights)), core - moe + one * moe_late
-        ),
-        dense_late=Late(*(one * (attention.late + dense_late + n * dense_act) for n in (0, 1))),
-        moe_late=Late(*(one * (attention.late + moe_late + n * shared_act) for n in (0, 1))),
+        moe_entry=residual + single * shapes,
+        dense_working=np.maximum(dense_first, core - dense + single * dense_late),
+        moe_working=np.maximum(moe_first, core - moe + single * moe_late),
+        dense_late=LateBytes(*(single * (late + dense_late + n * dense_act) for n in (0, 1))),
+        moe_late=LateBytes(*(single * (late + moe_late + n * shared_act) for n in (0, 1))),
         **_ends(x, r),
     )
 
 
 def _ends(x: Columns, r: _Rows) -> dict[str, Array]:
     """Return the bytes of losses, embeddings and tables."""
-    logits, one = 4 * r.token * x.vocab / x.tp, x.one_graph > 0
-    loss = 2 * r.token * x.hidden + np.where(one, 1, 2) * logits
+    logits, single = 4 * r.token * x.vocab / x.tp, x.one_graph > 0
+    loss = 2 * r.token * x.hidden + np.where(single, 1, 2) * logits
     table = 4 * x.vocab / x.tp * x.hidden
     # one graph adds up the gradients of all uses before copies are summed
     summed = x.dp * x.cp > 1
     tables = np.where(x.mtp > 0, 1 + x.mtp + summed, summed)
     return {
         "loss": loss,
-        "loss_working": np.where(one, 3, 2) * logits,
+        "loss_working": np.where(single, 3, 2) * logits,
         "logits": logits,
         "head_gradient": 2 * x.vocab / x.tp * x.hidden,
-        "table_gradient": np.where(one, tables, 1) * table,
+        "table_gradient": np.where(single, tables, 1) * table,
         "ends": 4 * r.token * x.qk_rope,
     }
 
@@ -231,7 +231,7 @@ all of them moved, with two layers' on the device while the stage's backward pas
 class _Item(NamedTuple):
     """A section of a chunk, and the bytes of a micro-batch in it."""
 
-    kept: Array | float
+    activations: Array | float
     working: Array | float = 0.0
     """Bytes that only its backward pass needs."""
 
@@ -268,14 +268,14 @@ class ChunkActivations:
             if "swap" in layout.recompute
             else KEPT
         )
-        found: list[tuple[Array, Array]] = []
+        chunks: list[tuple[Array, Array]] = []
         for chunk, layers in enumerate(layout.chunk_kinds(kinds)):
             ways = [marked if recomputed else KEPT for _, recomputed in layers]
             swapped = [next(numbers) in layout.swapped for _ in layers]
             ways = [SWAPPED if away else way for way, away in zip(ways, swapped, strict=True)]
-            found.append(self.of(chunk, [kind for kind, _ in layers], ways))
-        kept, working = zip(*found, strict=True)
-        return np.array(kept, np.float64), np.array(working, np.float64)
+            chunks.append(self.of(chunk, [kind for kind, _ in layers], ways))
+        activations, working = zip(*chunks, strict=True)
+        return np.array(activations, np.float64), np.array(working, np.float64)
 
     def of(
         self, chunk: int, kinds: Sequence[str], ways: Sequence[ArrayLike]
@@ -295,23 +295,23 @@ class ChunkActivations:
         ]
         items += self._end(chunk)
         left: Array = np.zeros(())
-        most = left
+        peak = left
         for item in reversed(items):
-            most = np.maximum(most, left + item.working)
-            left = left + (item.late - item.kept) * self.frees
-        return np.asarray(sum(item.kept for item in items)), most
+            peak = np.maximum(peak, left + item.working)
+            left = left + (item.late - item.activations) * self.frees
+        return np.asarray(sum(item.activations for item in items)), peak
 
     def _layer(self, kind: str, way: NDArray[np.int64]) -> _Item:
-        kept, working, least = self.kinds[kind]
+        activations, working, inputs = self.kinds[kind]
         late = self.saved.moe_late if kind == "moe" else self.saved.dense_late
-        whole, recomputed = float(late.kept[0]), float(late.recomputed[0])
+        plain, recomputed = float(late.plain[0]), float(late.recomputed[0])
         # the gradient of MTP's embeddings comes first: of one graph it stays
         working += self.architecture.mtp * self.entry * self.one
-        moved = kept * (1 - FREED[kind == "moe"])
+        moved = activations * (1 - FREED[kind == "moe"])
         return _Item(
-            np.choose(way, (kept, least, moved, 0.0)),
-            working + np.choose(way, (0.0, kept - least, 0.0, 2 * kept)),
-            np.choose(way, (whole, recomputed, whole, whole)),
+            np.choose(way, (activations, inputs, moved, 0.0)),
+            working + np.choose(way, (0.0, activations - inputs, 0.0, 2 * activations)),
+            np.choose(way, (plain, recomputed, plain, plain)),
         )
 
     def _begin(self, chunk: int) -> list[_Item]:

@@ -45,7 +45,7 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class ScoredStep:
     """A row with its predictions."""
 
     row: MeasuredStep
@@ -119,9 +119,9 @@ def _empty(row: MeasuredStep) -> str:
     return next((f"{name} of the model" for name, size in sizes.items() if size < 1), "")
 
 
-def score(rows: Sequence[MeasuredStep], default: str) -> list[Scored]:
+def score(rows: Sequence[MeasuredStep], default: str) -> list[ScoredStep]:
     """Predict rows with the devices' frozen constants; rows with a reason are passed through."""
-    out: list[Scored] = [Scored(row=row) for row in rows]
+    out: list[ScoredStep] = [ScoredStep(row=row) for row in rows]
     by_device: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if not row.reason:
@@ -131,16 +131,16 @@ def score(rows: Sequence[MeasuredStep], default: str) -> list[Scored]:
         architectures = [rows[i].architecture for i in index]
         layouts = [rows[i].layout for i in index]
         table = evaluate(architectures, layouts, device)  # type: ignore[arg-type]
-        for at, i in enumerate(index):
-            row, peak, used = rows[i], table.memory.peak[at], None
+        for entry, i in enumerate(index):
+            row, peak, used = rows[i], table.memory.peak[entry], None
             stage = int(peak.argmax()) if row.memory_stage is None else row.memory_stage
             if (a := row.architecture) and (x := row.layout) and row.step_s:
                 used = utilisation(a, x, row.step_s, device.peak("bf16"))["model"]
-            out[i] = Scored(
+            out[i] = ScoredStep(
                 row=row,
-                step_s=float(table.step_s[at]) if row.step_s else None,
+                step_s=float(table.step_s[entry]) if row.step_s else None,
                 memory_bytes=float(peak[stage]) if row.memory_bytes else None,
-                fits=bool(table.fits[at]),
+                fits=bool(table.fits[entry]),
                 mfu=used,
             )
     return out
@@ -160,16 +160,16 @@ def statistics(errors: Sequence[float]) -> dict[str, float]:
     }
 
 
-def report(scored: Sequence[Scored], tables: Sequence[str]) -> dict[str, Any]:
+def report(scored: Sequence[ScoredStep], tables: Sequence[str]) -> dict[str, Any]:
     """Return the whole result as plain data."""
     summary: dict[str, Any] = {}
     for name in tables:
-        mine = [s for s in scored if s.row.table == name]
+        of_table = [s for s in scored if s.row.table == name]
         summary[name] = {
-            **statistics([s.error for s in mine if s.error is not None]),
-            "memory": statistics([s.memory_error for s in mine if s.memory_error is not None]),
-            "rejected": sum(bool(s.row.reason) for s in mine),
-            "of": len(mine),
+            **statistics([s.error for s in of_table if s.error is not None]),
+            "memory": statistics([s.memory_error for s in of_table if s.memory_error is not None]),
+            "rejected": sum(bool(s.row.reason) for s in of_table),
+            "of": len(of_table),
         }
     fits = [s.fits for s in scored if s.fits is not None]
     return {
@@ -182,7 +182,7 @@ def report(scored: Sequence[Scored], tables: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _plain(s: Scored) -> dict[str, Any]:
+def _plain(s: ScoredStep) -> dict[str, Any]:
     return {
         "table": s.row.table,
         "line": s.row.line,

@@ -31,11 +31,11 @@ from telechat_moe.tools.plan.cost.saved_activations import (
     MOVED,
     ChunkActivations,
 )
-from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
+from telechat_moe.tools.plan.cost.step import StepTable, evaluate, send, stage_times
 from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b
 from telechat_moe.tools.plan.schedules.program import Program, Times
 from telechat_moe.tools.plan.schedules.published import GENERATORS
-from telechat_moe.tools.plan.schedules.simulate import Result, memory, simulate
+from telechat_moe.tools.plan.schedules.simulate import Simulation, memory, simulate
 
 PAIRED = ("overlap", "dualpipe", "dualpipev")
 """Schedules that hide experts' all-to-all in pairs of a forward and a backward."""
@@ -57,7 +57,7 @@ class Bubble:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """One simulated step."""
 
     architecture: Architecture
@@ -70,8 +70,8 @@ class Step:
     """Seconds of each chunk's recomputation, included in its backward."""
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
-    result: Result
-    table: Table
+    result: Simulation
+    table: StepTable
     """The closed forms of the same layout, as one entry: data parallelism, optimizer, host, breakdown."""
     fixed_bytes: Array
     """Bytes of parameters, gradients, optimizer and constant buffers of each stage; of other frameworks all buffers."""
@@ -104,10 +104,12 @@ class Step:
         """Most bytes that micro-batches in flight keep on each stage, without what backward passes need besides."""
         return self._most(self.times.activation)
 
-    def _most(self, kept: Array) -> Array:
+    def _most(self, activation: Array) -> Array:
         """Return the most that micro-batches in flight keep on each stage, of what one keeps of each chunk."""
-        alone = replace(self.times, activation=kept, working=np.zeros(self.program.chunks))
-        return np.array([held.max(initial=0.0) for held in memory(self.program, alone)])
+        alone = replace(self.times, activation=activation, working=np.zeros(self.program.chunks))
+        return np.array(
+            [operation_bytes.max(initial=0.0) for operation_bytes in memory(self.program, alone)]
+        )
 
     @property
     def peak_bytes(self) -> Array:
@@ -134,7 +136,7 @@ def make_program(layout: Layout) -> Program:
 
 
 @dataclass(frozen=True)
-class Swap:
+class SwapCost:
     """What swapping a layer does, of a dense and of a MoE layer."""
 
     moved: tuple[float, float]
@@ -151,7 +153,7 @@ class Swap:
     at most a whole layer."""
 
 
-def swap_of(architecture: Architecture, layout: Layout, device: Device) -> Swap:
+def swap_of(architecture: Architecture, layout: Layout, device: Device) -> SwapCost:
     """Return what swapping does to a layer of each kind; our graph keeps some of its activations on the device.
 
     Raises:
@@ -160,7 +162,7 @@ def swap_of(architecture: Architecture, layout: Layout, device: Device) -> Swap:
     x = columns([(architecture, layout)])
     r = rates(x, device)
     full = "full" in layout.recompute.split("+")
-    kept = whole_layers(x) if full else layer_activations(x)[:2]
+    layer_bytes = whole_layers(x) if full else layer_activations(x)[:2]
     shares = (MOVED, FREED) if layout.own_graph else ((1.0, 1.0), (1.0, 1.0))
     moved: list[float] = []
     freed: list[float] = []
@@ -170,24 +172,24 @@ def swap_of(architecture: Architecture, layout: Layout, device: Device) -> Swap:
         if moe and not architecture.moe_layers:
             moved, freed, wait = [*moved, 0.0], [*freed, 0.0], [*wait, 0.0]
             continue
-        one, size = layer(x, r, moe), kept[moe] * shares[0][moe]
+        block, size = layer(x, r, moe), layer_bytes[moe] * shares[0][moe]
         moved.append(float(size[0]))
-        freed.append(float(kept[moe][0]) * shares[1][moe])
-        wait.append(float(swap_wait(size, r, one.forward, one.backward)[0]))
+        freed.append(float(layer_bytes[moe][0]) * shares[1][moe])
+        wait.append(float(swap_wait(size, r, block.forward, block.backward)[0]))
         copy = moved[-1] / (device.host_bandwidth * device.constants.intra_share)
-        operator = float(one.backward.time[0]) / BACKWARD_OPERATORS[moe]
+        operator = float(block.backward.time[0]) / BACKWARD_OPERATORS[moe]
         ahead = max(ahead, min(int(np.ceil(copy / operator)), BACKWARD_OPERATORS[moe]))
-    return Swap((moved[0], moved[1]), (freed[0], freed[1]), (wait[0], wait[1]), ahead)
+    return SwapCost((moved[0], moved[1]), (freed[0], freed[1]), (wait[0], wait[1]), ahead)
 
 
 def _swapped(architecture: Architecture, layout: Layout) -> Array:
     """Return the swapped dense and MoE layers of each chunk, [2, chunks]."""
     counts = layout.chunk_layers(len(architecture.layers))
-    found, end = np.zeros((2, len(counts))), np.cumsum(counts)
+    counts_2C, end = np.zeros((2, len(counts))), np.cumsum(counts)
     for number in layout.swapped:
         chunk = int(np.searchsorted(end, number, side="right"))
-        found[int(architecture.layers[number] == "moe"), chunk] += 1
-    return found
+        counts_2C[int(architecture.layers[number] == "moe"), chunk] += 1
+    return counts_2C
 
 
 def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> tuple[Times, Array]:
@@ -213,15 +215,15 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     backward = stages.backward[0]
     weights = np.minimum(weights, backward - stages.recompute[0])
     exposed = x.stage_moe[0] * (moe.forward.expert[0] if moe else 0.0)
-    held, working = _activations(architecture, layout, x)
+    activation, working = _activations(architecture, layout, x)
     paired = layout.schedule in PAIRED
     once = float(np.max(send(x, device)))
     recompute = stages.recompute[0]
     if layout.swapped:
-        one, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
-        wait = np.array(one.wait_s) @ count_2C
+        swap, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
+        wait = np.array(swap.wait_s) @ count_2C
         if not layout.own_graph:
-            held = held - np.array(one.freed) @ count_2C
+            activation = activation - np.array(swap.freed) @ count_2C
         backward, recompute = backward + wait, recompute + wait
     times = Times(
         stages.forward[0],
@@ -230,7 +232,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         comm=once if layout.pp > 1 else 0.0,
         forward_exposed=exposed if paired else np.zeros(count),
         backward_exposed=exposed if paired else np.zeros(count),
-        activation=held,
+        activation=activation,
         working=working,
     )
     return times, recompute
@@ -246,10 +248,10 @@ def _activations(architecture: Architecture, layout: Layout, flat: Columns) -> t
     return step_memory(flat).activations[0], np.zeros(layout.pp * layout.vpp)
 
 
-def weight_gradient(one: Layer) -> Array:
+def weight_gradient(block: Layer) -> Array:
     """Return the seconds of a layer's dW: half of its backward products, with their share of the host's time."""
-    device = np.maximum(one.backward.device, 1e-30)
-    return 0.5 * one.backward.matmul / device * one.backward.time
+    device = np.maximum(block.backward.device, 1e-30)
+    return 0.5 * block.backward.matmul / device * block.backward.time
 
 
 def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> Array:
@@ -262,7 +264,7 @@ def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> 
     return weights
 
 
-def simulate_step(architecture: Architecture, layout: Layout, device: Device) -> Step:
+def simulate_step(architecture: Architecture, layout: Layout, device: Device) -> SimulatedStep:
     """Simulate one step.
 
     Raises:
@@ -272,17 +274,19 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
     times, recompute = chunk_times(architecture, layout, device)
     result = simulate(program, times)
     table = evaluate(architecture, [layout], device)
-    held = table.memory
-    buffers = held.constant if layout.own_graph else held.buffers
-    fixed = (held.parameters + held.gradients + held.optimizer + buffers)[0, : layout.pp]
+    footprint = table.memory
+    buffers = footprint.constant if layout.own_graph else footprint.buffers
+    fixed = (footprint.parameters + footprint.gradients + footprint.optimizer + buffers)[
+        0, : layout.pp
+    ]
     moved = np.zeros(program.chunks)
     if layout.swapped:  # two layers' are on the device: one in use and one being copied
-        one, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
-        moved = np.array(one.moved) @ count_2C
+        swap, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
+        moved = np.array(swap.moved) @ count_2C
         for stage, chunks in enumerate(program.chunks_of_stage):
-            here = count_2C[:, list(chunks)].sum(axis=1) > 0
-            fixed[stage] += 2 * np.max(np.array(one.moved) * here)
-    return Step(
+            swapped_kinds = count_2C[:, list(chunks)].sum(axis=1) > 0
+            fixed[stage] += 2 * np.max(np.array(swap.moved) * swapped_kinds)
+    return SimulatedStep(
         architecture,
         layout,
         device,
@@ -305,8 +309,10 @@ def _bubble(program: Program, times: Times, recompute: Array, total: float) -> B
 
     alone = times.dx - recompute
     forward, dx, dw = (mean(a) for a in (times.forward, times.dx, times.dw))
-    ahead, back = mean(times.forward_exposed), mean(times.backward_exposed)
-    equal = Times(forward, dx, dw, forward_exposed=ahead, backward_exposed=back)
+    exposed_forward, exposed_backward = mean(times.forward_exposed), mean(times.backward_exposed)
+    equal = Times(
+        forward, dx, dw, forward_exposed=exposed_forward, backward_exposed=exposed_backward
+    )
     ideal = simulate(program, equal).bubble
     uneven = simulate(program, replace(times, dx=alone + recompute.mean(), comm=0.0)).bubble
     recomputed = simulate(program, replace(times, comm=0.0)).bubble

@@ -33,7 +33,7 @@ Index = NDArray[np.int64]
 
 
 @dataclass
-class Stages:
+class StageTimes:
     """Seconds of each stage for one micro-batch, [n, P]; zero where a configuration has fewer stages."""
 
     forward: Array
@@ -46,7 +46,7 @@ class Stages:
 
 
 @dataclass
-class Table:
+class StepTable:
     """What `evaluate` returns: one entry a configuration."""
 
     step_s: Array
@@ -62,7 +62,7 @@ class Table:
     parts: dict[str, Array]
     """Seconds of the slowest stage over the step, by kind of operator."""
 
-    stages: Stages
+    stages: StageTimes
     memory: Memory
     fits: Array
     """1 where every stage's peak is below the device's memory."""
@@ -76,11 +76,11 @@ def _mtp(x: Columns, r: Rates, block: Layer, head: Pass) -> tuple[Pass, Pass, Pa
     t = tokens(x)
     extra = head * (1 - x.mtp_apart)
     extra.matmul = extra.matmul + product(t, x.hidden / x.tp, 2 * x.hidden, r, r.linear)
-    ahead, back = block.forward + extra, block.backward + extra * 2.0
+    forward, backward = block.forward + extra, block.backward + extra * 2.0
     if np.any(x.mtp_apart > 0):
         once = send(x, r.device) * x.mtp_apart
-        ahead.tensor, back.tensor = ahead.tensor + once, back.tensor + once
-    return ahead, back, block.recompute
+        forward.tensor, backward.tensor = forward.tensor + once, backward.tensor + once
+    return forward, backward, block.recompute
 
 
 def send(x: Columns, device: Device) -> Array:
@@ -90,7 +90,7 @@ def send(x: Columns, device: Device) -> Array:
     return point_to_point(2 * rows * x.hidden, outside, device)
 
 
-def stage_times(x: Columns, r: Rates) -> Stages:
+def stage_times(x: Columns, r: Rates) -> StageTimes:
     """Return the time of each stage for one micro-batch."""
     kinds = [(layer(x, r, False), x.stage_dense, x.stage_dense_recomputed)]
     if np.any(x.experts > 0):
@@ -98,21 +98,21 @@ def stage_times(x: Columns, r: Rates) -> Stages:
     head, embedding = head_forward(x, r), embedding_forward(x, r)
     rows = len(x)
     forward, backward, recompute = (np.zeros_like(x.stage_dense) for _ in range(3))
-    for one, here, more in kinds:
-        forward += here * one.forward.time[:, None]
-        backward += here * one.backward.time[:, None]
-        recompute += more * one.recompute.time[:, None]
+    for block, layers, recomputed in kinds:
+        forward += layers * block.forward.time[:, None]
+        backward += layers * block.backward.time[:, None]
+        recompute += recomputed * block.recompute.time[:, None]
     ends: list[tuple[Index, Pass, Pass, Pass | None]] = [
         (np.zeros(rows, dtype=int), embedding, embedding * 1.0, None),
         (x.last_stage.astype(int), head, head * 2.0, None),
     ]
     if np.any(x.mtp > 0):
-        ahead, back, once_more = _mtp(x, r, kinds[-1][0], head)
+        forward_pass, backward_pass, once_more = _mtp(x, r, kinds[-1][0], head)
         ends.append(
             (
                 x.mtp_stage.astype(int),
-                ahead * x.mtp,
-                back * x.mtp,
+                forward_pass * x.mtp,
+                backward_pass * x.mtp,
                 once_more * x.mtp * x.mtp_recomputed,
             )
         )
@@ -120,14 +120,14 @@ def stage_times(x: Columns, r: Rates) -> Stages:
             apart = head * (x.mtp * x.mtp_apart)
             ends.append((x.last_stage.astype(int), apart, apart * 2.0, None))
     index = np.arange(rows)
-    for stage, ahead, back, more in ends:
-        forward[index, stage] += ahead.time
-        backward[index, stage] += back.time
-        if more is not None:
-            recompute[index, stage] += more.time
+    for stage, forward_pass, backward_pass, recomputed in ends:
+        forward[index, stage] += forward_pass.time
+        backward[index, stage] += backward_pass.time
+        if recomputed is not None:
+            recompute[index, stage] += recomputed.time
     backward = backward + recompute
     slowest: Index = (forward + backward).argmax(axis=1)
-    return Stages(forward, backward, recompute, _parts(slowest, kinds, ends))
+    return StageTimes(forward, backward, recompute, _parts(slowest, kinds, ends))
 
 
 def _parts(
@@ -146,30 +146,30 @@ def _parts(
             key = word or name
             parts[key] = parts.get(key, 0.0) + count * seconds
 
-    for one, here, more in kinds:
-        add(one.forward, here[index, slowest])
-        add(one.backward, here[index, slowest])
-        add(one.recompute, more[index, slowest], "recompute")
-    for stage, ahead, back, more in ends:
-        here = (stage == slowest).astype(float)
-        add(ahead, here)
-        add(back, here)
-        if more is not None:
-            add(more, here, "recompute")
+    for block, layers, recomputed in kinds:
+        add(block.forward, layers[index, slowest])
+        add(block.backward, layers[index, slowest])
+        add(block.recompute, recomputed[index, slowest], "recompute")
+    for stage, forward, backward, recomputed in ends:
+        layers = (stage == slowest).astype(float)
+        add(forward, layers)
+        add(backward, layers)
+        if recomputed is not None:
+            add(recomputed, layers, "recompute")
     return parts
 
 
-def pipeline(x: Columns, s: Stages) -> Array:
+def pipeline(x: Columns, s: StageTimes) -> Array:
     """Return the makespan in seconds.
 
     Closed forms: m times the slowest stage, and a start-up that the schedule shortens: the sum of the other
     stages' times for one micro-batch, divided by V when interleaved. `schedules.simulate` is exact; this is its
     approximation for many configurations.
     """
-    whole = s.forward + s.backward
-    slow = whole.max(axis=1)
-    others = whole.sum(axis=1) - slow
-    mean = whole.sum(axis=1) / x.pp
+    passes = s.forward + s.backward
+    slow = passes.max(axis=1)
+    others = passes.sum(axis=1) - slow
+    mean = passes.sum(axis=1) / x.pp
     # the share of the start-up that remains: all; 1/V; with B = 2W and F = W a third (ZB-H1) or almost nothing (ZB-H2)
     share = np.select(
         [x.order == 0, x.order == 1, x.order == 2, x.order == 3],
@@ -185,9 +185,9 @@ def neighbours(x: Columns, device: Device) -> Array:
     """Return the time of sending activations between stages that is not hidden in a step."""
     stage = x.dp * x.cp * x.tp
     outside = (stage >= device.node_devices).astype(float)
-    whole = 2 * tokens(x) * x.hidden  # each tensor-parallel rank sends its share
-    once = point_to_point(whole / x.tp, outside, device)
-    gather = all_gather(whole, x.tp, np.ones_like(x.tp), device)
+    size = 2 * tokens(x) * x.hidden  # each tensor-parallel rank sends its share
+    once = point_to_point(size / x.tp, outside, device)
+    gather = all_gather(size, x.tp, np.ones_like(x.tp), device)
     once = once + np.where((x.tp > 1) & (x.sequence_parallel == 0), gather, 0.0)
     shown = np.where(x.vpp > 1, device.constants.exposed, 1.0)  # interleaved schedules send ahead
     steady = 2 * x.micro_batches * x.vpp * once * shown
@@ -195,7 +195,7 @@ def neighbours(x: Columns, device: Device) -> Array:
     return np.where(x.pp > 1, steady + start, 0.0)
 
 
-def data_parallel(x: Columns, device: Device, s: Stages, dense: Array, experts: Array) -> Array:
+def data_parallel(x: Columns, device: Device, s: StageTimes, dense: Array, experts: Array) -> Array:
     """Return the time of gradient reduction and parameter gathering that is not hidden in a step; see `reduction`."""
     exposed = device.constants.exposed
     total, repeated = reduction(x, device, dense, experts)
@@ -203,8 +203,8 @@ def data_parallel(x: Columns, device: Device, s: Stages, dense: Array, experts: 
     hidden = np.maximum(total - last, exposed * total)
     step = np.where(x.overlap > 0, hidden, total)
     compute = (s.forward * hides_forward(x)[:, None] + s.backward).max(axis=1)
-    each = np.maximum(repeated, compute) + exposed * np.minimum(repeated, compute) - compute
-    return np.where((x.zero >= 2) & (x.dp * x.cp > 1), each * x.micro_batches, step)
+    exposed_s = np.maximum(repeated, compute) + exposed * np.minimum(repeated, compute) - compute
+    return np.where((x.zero >= 2) & (x.dp * x.cp > 1), exposed_s * x.micro_batches, step)
 
 
 def hides_forward(x: Columns) -> Array:
@@ -276,7 +276,7 @@ def update(x: Columns, device: Device, dense: Array, experts: Array) -> Array:
     return np.where(x.host_bytes > 0, np.maximum(seconds, copy) + copy / 8, seconds)
 
 
-def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) -> Table:
+def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) -> StepTable:
     """Predict steps from arrays; see `evaluate`. With `steps_only` the memory is all zeros."""
     s = stage_times(x, rates(x, device))
     makespan = pipeline(x, s)
@@ -286,21 +286,23 @@ def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) ->
     optimizer = update(x, device, dense, experts)
     host = np.full_like(makespan, device.constants.step_host_s)
     used = (s.forward + s.backward).sum(axis=1) * x.micro_batches
-    whole = makespan + sends
+    pipeline_s = makespan + sends
     parts = {name: seconds * x.micro_batches for name, seconds in s.parts.items()}
     parts["neighbours"] = sends
-    held = Memory(*[np.zeros_like(s.forward)] * 7) if steps_only else memory(x)
-    return Table(
-        step_s=whole + data + optimizer + host,
-        pipeline_s=whole,
+    footprint = Memory(*[np.zeros_like(s.forward)] * 7) if steps_only else memory(x)
+    return StepTable(
+        step_s=pipeline_s + data + optimizer + host,
+        pipeline_s=pipeline_s,
         data_s=data,
         optimizer_s=optimizer,
         host_s=host,
-        bubble=1 - used / (whole * x.pp),
+        bubble=1 - used / (pipeline_s * x.pp),
         parts=parts,
         stages=s,
-        memory=held,
-        fits=(held.peak.max(axis=1) <= device.memory_bytes - device.reserved_bytes).astype(float),
+        memory=footprint,
+        fits=(footprint.peak.max(axis=1) <= device.memory_bytes - device.reserved_bytes).astype(
+            float
+        ),
     )
 
 
@@ -308,7 +310,7 @@ def evaluate(
     architecture: Architecture | Sequence[Architecture],
     layouts: Sequence[Layout],
     device: Device,
-) -> Table:
+) -> StepTable:
     """Predict time and memory of steps, one entry a layout.
 
     The architecture is that of all, or one for each layout.

@@ -81,7 +81,9 @@ def variant(name: str, **changes: int) -> StepCase:
         "seq": ("seq_length", "max_position_embeddings"),
         "batch": ("batch_size",),
     }
-    overrides = [f"{model}{key}={value}" for what, value in changes.items() for key in keys[what]]
+    overrides = [
+        f"{model}{key}={value}" for option, value in changes.items() for key in keys[option]
+    ]
     if "batch" in changes:
         overrides.append(f"runner_config.batch_size={changes['batch']}")
     if "seq" in changes:
@@ -122,7 +124,7 @@ def run_measurement(
     environment = {**environment_of_msrun(), "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
     job_arguments = [str(Path(__file__).with_name("measure_here.py")), json.dumps(job)]
     results: dict[str, Any] = {}
-    said: list[str] = []
+    output: list[str] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         command = [sys.executable, *job_arguments]
         log = Path(folder, "worker_0.log")
@@ -142,13 +144,13 @@ def run_measurement(
         )
         for line in _lines(process, log):
             if not line.startswith("{"):
-                said.append(line.rstrip())
+                output.append(line.rstrip())
                 continue
             result = json.loads(line)
             results |= result
             on_result(result)
     if process.returncode or not results:
-        tail = "\n".join(said[-5:])
+        tail = "\n".join(output[-5:])
         raise MeasurementError(
             f"the measurement ended with exit code {process.returncode}; its last lines:\n{tail}\n"
             "it needs mindspore: pip install 'telechat-moe[train]'"
@@ -189,8 +191,8 @@ def product_shapes(architecture: Architecture, layout: Layout) -> list[tuple[int
         (t, a.vocab, a.hidden),
     ]
     if a.experts:
-        each = max(t * a.top_k // a.experts, 1)
-        shapes += [(each, 2 * a.moe_ffn, a.hidden), (each, a.hidden, a.moe_ffn)]
+        expert_rows = max(t * a.top_k // a.experts, 1)
+        shapes += [(expert_rows, 2 * a.moe_ffn, a.hidden), (expert_rows, a.hidden, a.moe_ffn)]
     return shapes
 
 
@@ -259,13 +261,13 @@ def calibrate(
         MeasurementError: A measurement failed.
     """
     shapes = product_shapes(*of_case(StepCase("recipe", (), recipe)))
-    total, done = len(CALIBRATION) + 3 + network, 0
+    total, completed = len(CALIBRATION) + 3 + network, 0
 
     def step(result: dict[str, Any]) -> None:
-        nonlocal done
-        done += 1
+        nonlocal completed
+        completed += 1
         if progress:
-            progress(str(result.get("ready", "rates")), done, total)
+            progress(str(result.get("ready", "rates")), completed, total)
 
     cases = as_job(CALIBRATION, operators)
     job = {"shapes": shapes, "cases": cases}
@@ -273,8 +275,10 @@ def calibrate(
     rates, seconds = results["flops"], medians(results)
     link, start = 1e9, 1e-4
     if network:
-        found = run_measurement({"all_reduce": ALL_REDUCE_BYTES}, processes=2, on_result=step)
-        small, large = found["all_reduce"]
+        network_results = run_measurement(
+            {"all_reduce": ALL_REDUCE_BYTES}, processes=2, on_result=step
+        )
+        small, large = network_results["all_reduce"]
         link, start = ALL_REDUCE_BYTES[1] / max(large - small, 1e-9), small
     base = Device(
         name="this-machine" if operators == "fused" else "this-machine-plain",
@@ -289,21 +293,21 @@ def calibrate(
     )
     pairs = [of_case(c, operators) for c in CALIBRATION]
     took = [seconds[c.name] for c in CALIBRATION]
-    own = cpu_step.fit(pairs, took)
-    device = replace(base, constants=fit(pairs, took, base), fitted=FITTED, step=own)
-    fitted = [cpu_step.predict(*pair, own) for pair in pairs]
+    coefficients = cpu_step.fit(pairs, took)
+    device = replace(base, constants=fit(pairs, took, base), fitted=FITTED, step=coefficients)
+    fitted = [cpu_step.predict(*pair, coefficients) for pair in pairs]
     steps = zip((c.name for c in CALIBRATION), took, fitted, strict=True)
     return Calibration(device, tuple(zip(shapes, rates, strict=True)), tuple(steps))
 
 
-def as_yaml(found: Calibration) -> str:
+def as_yaml(calibration: Calibration) -> str:
     """Return the description in the format of `devices/*.yaml`."""
     import yaml
 
     def short(value: float) -> float:
         return float(f"{value:.6g}")
 
-    d, usual = found.device, vars(Constants())
+    d, usual = calibration.device, vars(Constants())
     how = {True: "fitted to seven training steps", False: "AllReduce between two processes"}
     constants = {
         name: {

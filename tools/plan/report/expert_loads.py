@@ -17,7 +17,7 @@ from telechat_moe.moe.loads import summed_loads
 from telechat_moe.moe.placement import SlotMap
 from telechat_moe.moe.planner import MoveRule, copied, plan
 from telechat_moe.reading import parse_json
-from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
+from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.timeline import Table
 from telechat_moe.units import gib_text, seconds_text
 
@@ -29,7 +29,7 @@ PROBE = 1.5
 
 
 @dataclass(frozen=True)
-class Placed:
+class ExpertPlacementStep:
     """A step with one way to place experts."""
 
     name: str
@@ -58,29 +58,29 @@ def read(path: str, layers: int, experts: int) -> tuple[NDArray[np.float64], int
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: cannot be read as a run's metrics: {error}") from None
-    found: list[NDArray[np.float64]] = []
+    loads: list[NDArray[np.float64]] = []
     steps = 1
     for number, line in enumerate(lines, 1):
         if '"expert_loads"' not in line:
             continue
-        where = f"{path}, line {number}"
+        place = f"{path}, line {number}"
         try:
             record = parse_json(line)
         except ValueError as error:
-            raise BadInputError(f"{where}: no record of expert loads ({error})") from None
-        load_LE, steps = summed_loads(record, (layers, experts), where)
+            raise BadInputError(f"{place}: no record of expert loads ({error})") from None
+        load_LE, steps = summed_loads(record, (layers, experts), place)
         try:
-            found.append(check_loads(load_LE[None] / steps)[0])
+            loads.append(check_loads(load_LE[None] / steps)[0])
         except BadInputError as error:
-            raise BadInputError(f"{where}: {error}") from None
-    if len(found) < 2:
+            raise BadInputError(f"{place}: {error}") from None
+    if len(loads) < 2:
         raise BadInputError(
-            f"{path}: {len(found)} lines of expert loads, expected two at least: one to plan from and one to judge"
+            f"{path}: {len(loads)} lines of expert loads, expected two at least: one to plan from and one to judge"
         )
-    return np.stack(found), steps
+    return np.stack(loads), steps
 
 
-def read_for(step: Step, path: str) -> tuple[NDArray[np.float64], int]:
+def read_for(step: SimulatedStep, path: str) -> tuple[NDArray[np.float64], int]:
     """Return what `read` does, for the model and the layout of a step.
 
     Raises:
@@ -89,16 +89,16 @@ def read_for(step: Step, path: str) -> tuple[NDArray[np.float64], int]:
     """
     a, layout = step.architecture, step.layout
     if not a.moe_layers or layout.ep == 1:
-        why = (
+        reason = (
             "has no experts"
             if not a.moe_layers
             else "keeps all experts on each device (expert_parallel 1)"
         )
-        raise UsageError(f"--expert-loads {path}: has no effect, as the recipe {why}")
+        raise UsageError(f"--expert-loads {path}: has no effect, as the recipe {reason}")
     return read(path, a.moe_layers + (a.mtp if a.layers[-1] == "moe" else 0), a.experts)
 
 
-def judge(step: Step, path: str, spare: int = 0) -> list[Placed]:
+def judge(step: SimulatedStep, path: str, spare: int = 0) -> list[ExpertPlacementStep]:
     """Return the step with equal loads, with the recorded loads in the recipe's order, and with experts moved where it pays.
 
     Each placement is planned from the records before the one that judges it. With `spare` slots of each device for copies of
@@ -130,12 +130,14 @@ def judge(step: Step, path: str, spare: int = 0) -> list[Placed]:
             expert_LS, owner_LS, _ = copied(known_NLE.mean(axis=0), layout.ep, spare)
             copies.append(_imbalance(copy_loads(next_LE, expert_LS), owner_LS, layout.ep))
     recorded = "recorded loads, "
-    found = [
+    steps_placed = [
         _placed(step, "equal loads", [1.0]),
         _placed(step, recorded + "the recipe's order", before),
         _placed(step, recorded + "moved where it pays", after, float(np.mean(moved)), float(np.mean(move_s))),
     ]  # fmt: skip
-    return found + ([_placed(step, f"{recorded}{spare} copies a device", copies)] if spare else [])
+    return steps_placed + (
+        [_placed(step, f"{recorded}{spare} copies a device", copies)] if spare else []
+    )
 
 
 def _imbalance(
@@ -146,7 +148,7 @@ def _imbalance(
     return float((load_LD.max(axis=1) / load_LD.mean(axis=1)).mean())
 
 
-def _rule(step: Step, steps: int, mean: float, layers: int) -> MoveRule:
+def _rule(step: SimulatedStep, steps: int, mean: float, layers: int) -> MoveRule:
     """Return what balance is worth in this step, all layers alike, and what moves cost on this device.
 
     An expert moves with its weights and its device's share of the optimizer. Moves go between nodes if the group does.
@@ -166,38 +168,40 @@ def _rule(step: Step, steps: int, mean: float, layers: int) -> MoveRule:
 
 
 def _placed(
-    step: Step,
+    step: SimulatedStep,
     name: str,
     imbalances: list[float],
     moved: float | None = None,
     move_s: float | None = None,
-) -> Placed:
+) -> ExpertPlacementStep:
     """Return the step at the mean of these imbalances."""
     imbalance = float(np.mean(imbalances))
-    one = simulate_step(
+    simulated = simulate_step(
         step.architecture, step.layout.with_changes(imbalance=imbalance), step.device
     )
-    return Placed(name, imbalance, one.step_s, float(one.peak_bytes.max()), moved, move_s)
+    return ExpertPlacementStep(
+        name, imbalance, simulated.step_s, float(simulated.peak_bytes.max()), moved, move_s
+    )
 
 
-def table(found: list[Placed]) -> Table:
+def table(placements: list[ExpertPlacementStep]) -> Table:
     """Return what the command prints."""
     rows = [
         [
             p.name,
             f"{p.imbalance:.3f}",
             seconds_text(p.step_s),
-            f"{(p.step_s / found[0].step_s - 1) * 100:+.2f} %",
+            f"{(p.step_s / placements[0].step_s - 1) * 100:+.2f} %",
             gib_text(p.peak_bytes),
             "-" if p.moved is None else f"{p.moved:.1f}",
             "-" if p.move_s is None else seconds_text(p.move_s),
         ]
-        for p in found
+        for p in placements
     ]
     heads = ("experts", "busiest / mean ", "step ", "longer by ", "peak ", "moved a record ", "in ")
     return Table("Expert loads", heads, rows)
 
 
-def data(found: list[Placed]) -> list[dict[str, Any]]:
+def data(placements: list[ExpertPlacementStep]) -> list[dict[str, Any]]:
     """Return the table as plain data."""
-    return [asdict(p) for p in found]
+    return [asdict(p) for p in placements]

@@ -13,7 +13,7 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.expert_exchange import choices
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
-from telechat_moe.tools.plan.search.search import Candidate, SearchResult
+from telechat_moe.tools.plan.search.search import PlacedLayout, SearchResult
 from telechat_moe.tools.plan.search.space import describe
 from telechat_moe.units import GIB, gib_text, seconds_text
 
@@ -21,12 +21,12 @@ EXACT = 1e-6
 """Relative difference below which steps and bounds count as equal, because times are rounded to ps."""
 
 
-def distinct(plan: SearchResult) -> list[Candidate]:
+def distinct(plan: SearchResult) -> list[PlacedLayout]:
     """Return the layouts found; those that may recompute layers but recompute none are left out if others remain."""
-    found = [
+    candidates = [
         c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
     ]
-    return found or plan.best
+    return candidates or plan.best
 
 
 def question(data: dict[str, Any]) -> str:
@@ -45,20 +45,20 @@ def counts(data: dict[str, Any]) -> str:
     )
 
 
-def placement(one: dict[str, Any]) -> list[tuple[str, str]]:
+def placement(layout: dict[str, Any]) -> list[tuple[str, str]]:
     """Return where a layout of `summary` puts the layers, and how other programs are told so: names and values."""
-    said = [("layers of each chunk", str(list(one["chunks"])))]
-    if one["recompute_layers"] is not None:
-        word = "swapped" if one["recompute"] == "swap" else "recomputed"
-        said.append((f"{word} of them", str(list(one["recompute_layers"]))))
-    string = one["megatron_layout"]  # or why there is none
+    facts = [("layers of each chunk", str(list(layout["chunks"])))]
+    if layout["recompute_layers"] is not None:
+        word = "swapped" if layout["recompute"] == "swap" else "recomputed"
+        facts.append((f"{word} of them", str(list(layout["recompute_layers"]))))
+    string = layout["megatron_layout"]  # or why there is none
     option = f"--pipeline-model-parallel-layout '{string}'"
-    words = one["mindspeed_arguments"]
-    if one["exchange_s"]:
-        ways = ", ".join(f"{kind} {s * 1e3:.3g} ms" for kind, s in one["exchange_s"].items())
-        said.append(("tokens to experts, a dispatch", ways))
+    words = layout["mindspeed_arguments"]
+    if layout["exchange_s"]:
+        ways = ", ".join(f"{kind} {s * 1e3:.3g} ms" for kind, s in layout["exchange_s"].items())
+        facts.append(("tokens to experts, a dispatch", ways))
     return [
-        *said,
+        *facts,
         ("Megatron", option if string.startswith("E") else string),
         ("MindSpeed", words if isinstance(words, str) else " ".join(words)),
     ]
@@ -70,13 +70,13 @@ def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             str(i),
-            f"{one['step_s']:.4f}",
-            f"{one['bound_s']:.4f}",
-            f"{one['simulated_peak_bytes'] / GIB:.1f}",
-            f"{one['bubble']:.1%}",
-            one["layout"],
+            f"{layout['step_s']:.4f}",
+            f"{layout['bound_s']:.4f}",
+            f"{layout['simulated_peak_bytes'] / GIB:.1f}",
+            f"{layout['bubble']:.1%}",
+            layout["layout"],
         ]
-        for i, one in enumerate(data["layouts"], 1)
+        for i, layout in enumerate(data["layouts"], 1)
     ]
     return headers, rows
 
@@ -85,16 +85,16 @@ def too_large(data: dict[str, Any]) -> list[str]:
     """Return a line if listed layouts need more memory in the simulation than the search counted."""
     room = data["memory_bytes"]
     over = [
-        (i, one["simulated_peak_bytes"])
-        for i, one in enumerate(data["layouts"], 1)
-        if one["simulated_peak_bytes"] > room * (1 + EXACT)
+        (i, layout["simulated_peak_bytes"])
+        for i, layout in enumerate(data["layouts"], 1)
+        if layout["simulated_peak_bytes"] > room * (1 + EXACT)
     ]
     if not over:
         return []
     numbers = ", ".join(str(i) for i, _ in over)
-    most = max(peak for _, peak in over) / GIB
+    largest = max(peak for _, peak in over) / GIB
     return [
-        f"note: run operation by operation, layout {numbers} of the table needs more than {room / GIB:.2f} GiB, up to {most:.2f}: the search "
+        f"note: run operation by operation, layout {numbers} of the table needs more than {room / GIB:.2f} GiB, up to {largest:.2f}: the search "
         "counts a stage's micro-batches in flight as a mean over its chunks, and these differ. Take another with --pick, or "
         "less --memory"
     ]
@@ -104,7 +104,7 @@ def why_not(plan: SearchResult) -> Iterator[str]:
     """Yield one line for every layout that was not chosen."""
     chosen = plan.best[0].row if plan.best else -1
     best = plan.best[0].step_s if plan.best else math.inf
-    found = {c.row: c for c in plan.best}
+    candidates = {c.row: c for c in plan.best}
     for row, bound in enumerate(plan.bound_s):
         if row == chosen:
             continue
@@ -115,8 +115,8 @@ def why_not(plan: SearchResult) -> Iterator[str]:
                 yield f"{name}: out of memory by at least {missing / GIB:.2f} GiB on stage {stage:.0f}"
             else:
                 yield f"{name}: out of memory: whole layers do not fit, stage {stage:.0f} is the tightest"
-        elif row in found:
-            yield f"{name}: {found[row].step_s:.4f} s, {found[row].step_s / best - 1:.2%} slower"
+        elif row in candidates:
+            yield f"{name}: {candidates[row].step_s:.4f} s, {candidates[row].step_s / best - 1:.2%} slower"
         elif bound >= best * (1 - EXACT):
             yield f"{name}: dominated: at least {bound:.4f} s"
         else:
@@ -172,7 +172,7 @@ def summary(plan: SearchResult, top: int) -> dict[str, Any]:
     }
 
 
-def _layout(plan: SearchResult, c: Candidate) -> dict[str, Any]:
+def _layout(plan: SearchResult, c: PlacedLayout) -> dict[str, Any]:
     def said(make: Callable[[Architecture, Layout], Any]) -> Any:
         try:
             return make(plan.architecture, c.layout)
@@ -197,7 +197,7 @@ def _layout(plan: SearchResult, c: Candidate) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, order=True)
-class Point:
+class FrontPoint:
     """A layout in memory and time."""
 
     peak_bytes: float
@@ -212,25 +212,25 @@ class Point:
         return "proven" if self.gap <= EXACT else f"within {self.gap:.2%}"
 
 
-def front_points(plans: list[SearchResult]) -> list[Point]:
+def front_points(plans: list[SearchResult]) -> list[FrontPoint]:
     """Return the best layouts under falling memory limits, and others as certain, without dominated ones."""
-    found = [(i, p, c) for p in plans for i, c in enumerate(distinct(p))]
-    points: list[Point] = []
+    candidates = [(i, p, c) for p in plans for i, c in enumerate(distinct(p))]
+    points: list[FrontPoint] = []
     worst = 0.0
-    for number, plan, c in sorted(found, key=lambda one: one[0] > 0):
+    for number, plan, c in sorted(candidates, key=lambda entry: entry[0] > 0):
         # a bound with more memory also holds with less
         bound = max(p.lower_bound_s for p in plans if p.room_bytes >= c.peak_bytes * (1 - EXACT))
         gap = max(c.step_s / bound - 1, 0.0)
         worst = max(worst, gap) if number == 0 else worst
         if gap <= worst:
-            points.append(Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row]), gap))
-    kept: list[Point] = []
+            points.append(FrontPoint(c.peak_bytes, c.step_s, describe(plan.rows[c.row]), gap))
+    front: list[FrontPoint] = []
     best = math.inf
     for point in sorted(points):
         if point.step_s < best:
             best = point.step_s
-            kept.append(point)
-    return kept
+            front.append(point)
+    return front
 
 
 FRONT = (
@@ -252,7 +252,7 @@ def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) ->
     shown = lines[:2000]
     title = f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
     reasons = f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all"
-    others = [Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
+    others = [FrontPoint(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
     drawn = html.front_chart(
         list(map(_on_chart, points)),
         list(map(_on_chart, others)),
@@ -275,19 +275,19 @@ def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) ->
     return html.page(title, parts)
 
 
-def _fastest(one: dict[str, Any]) -> str:
-    peaks = [gib_text(one[key]) for key in ("simulated_peak_bytes", "peak_bytes")]
+def _fastest(layout: dict[str, Any]) -> str:
+    peaks = [gib_text(layout[key]) for key in ("simulated_peak_bytes", "peak_bytes")]
     rows = [
-        ("layout", one["layout"]),
-        ("step", f"{seconds_text(one['step_s'])}, at least {seconds_text(one['bound_s'])}"),
+        ("layout", layout["layout"]),
+        ("step", f"{seconds_text(layout['step_s'])}, at least {seconds_text(layout['bound_s'])}"),
         ("peak memory of a device", f"{peaks[0]} as simulated, {peaks[1]} as searched"),
-        ("bubble", f"{one['bubble']:.1%} of the makespan"),
-        *placement(one),
+        ("bubble", f"{layout['bubble']:.1%} of the makespan"),
+        *placement(layout),
     ]
     return "<h2>The fastest layout</h2>" + html.facts(rows)
 
 
-def _on_chart(point: Point) -> tuple[float, float, str]:
+def _on_chart(point: FrontPoint) -> tuple[float, float, str]:
     sure = "" if math.isnan(point.gap) else f", {point.sure}"
     gib = point.peak_bytes / GIB
     return gib, point.step_s, f"{point.layout}: {point.step_s:.4f} s, {gib:.1f} GiB{sure}"

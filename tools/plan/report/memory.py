@@ -14,7 +14,7 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
+from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.expert_loads import read_for
 from telechat_moe.tools.plan.report.step import per_stage
 from telechat_moe.tools.plan.report.timeline import Table
@@ -34,14 +34,14 @@ class Change:
 
     name: str
     overrides: tuple[str, ...]
-    step: Step
+    step: SimulatedStep
 
 
 @dataclass(frozen=True)
-class Answer:
+class MemoryForecast:
     """What `plan memory` says of a recipe."""
 
-    step: Step
+    step: SimulatedStep
     limit_bytes: float
     """What the step may use of a device: `--memory`, `context.max_device_memory`, or the device without what it reserves."""
 
@@ -60,11 +60,11 @@ class Answer:
     changes: tuple[Change, ...]
     """Those that recipes can say, fastest first; those that do not fit come last."""
 
-    def needs(self, step: Step) -> float:
+    def needs(self, step: SimulatedStep) -> float:
         """Return the bytes that the fullest stage needs, with the margin."""
         return float(step.peak_bytes.max()) * (1 + self.margin)
 
-    def fits(self, step: Step) -> bool:
+    def fits(self, step: SimulatedStep) -> bool:
         """Return whether all stages fit, with the margin."""
         return self.needs(step) <= self.limit_bytes
 
@@ -85,7 +85,7 @@ def answer(
     memory: int | None = None,
     expert_loads: str | None = None,
     host: float = np.inf,
-) -> Answer:
+) -> MemoryForecast:
     """Predict the memory of a recipe's step and of the steps with one thing changed.
 
     Args:
@@ -109,10 +109,10 @@ def answer(
     changes.sort(key=lambda c: (c.step.peak_bytes.max() > top, c.step.step_s))
     recorded = _recorded(step, expert_loads) if expert_loads else ()
     factor = _largest_factor(recipe, step, top)
-    return Answer(step, limit, source, margin, factor, recorded, host, tuple(changes))
+    return MemoryForecast(step, limit, source, margin, factor, recorded, host, tuple(changes))
 
 
-def _step(recipe: Recipe, device: Device) -> Step:
+def _step(recipe: Recipe, device: Device) -> SimulatedStep:
     return simulate_step(Architecture.from_recipe(recipe), Layout.from_recipe(recipe), device)
 
 
@@ -120,27 +120,27 @@ def _limit(recipe: Recipe, device: Device) -> tuple[float, str]:
     """Return the bytes of a device that the step may use, and what says so."""
     room = device.memory_bytes - device.reserved_bytes
     told: str | None = getattr(recipe.context, "max_device_memory", None)  # a key of the table
-    own = float(told.removesuffix("GB")) * GIB if told else room
-    if own < room:
-        return own, f"context.max_device_memory {told}"
+    limit = float(told.removesuffix("GB")) * GIB if told else room
+    if limit < room:
+        return limit, f"context.max_device_memory {told}"
     return room, f"{device.name}, of which the runtime has {gib_text(device.reserved_bytes)}"
 
 
-def _with_factor(step: Step, factor: float) -> Step:
+def _with_factor(step: SimulatedStep, factor: float) -> SimulatedStep:
     return simulate_step(step.architecture, step.layout.with_changes(imbalance=factor), step.device)
 
 
-def _largest_factor(recipe: Recipe, step: Step, top: float) -> float | None:
+def _largest_factor(recipe: Recipe, step: SimulatedStep, top: float) -> float | None:
     """Return the largest load factor at which all stages have at most `top` bytes, by bisection."""
-    c, most = recipe.model_config, float(step.layout.ep)
+    c, highest = recipe.model_config, float(step.layout.ep)
     dropless = not (c.moe_token_drop_policy and c.moe_expert_capacity_factor)
-    if most == 1 or not step.architecture.moe_layers or not dropless:
+    if highest == 1 or not step.architecture.moe_layers or not dropless:
         return None
-    low, high = 1.0, most
+    low, high = 1.0, highest
     if step.peak_bytes.max() > top:
         return None
-    if _with_factor(step, most).peak_bytes.max() <= top:
-        return most
+    if _with_factor(step, highest).peak_bytes.max() <= top:
+        return highest
     while high - low > 0.005:
         middle = (low + high) / 2
         if _with_factor(step, middle).peak_bytes.max() <= top:
@@ -150,7 +150,7 @@ def _largest_factor(recipe: Recipe, step: Step, top: float) -> float | None:
     return low
 
 
-def _recorded(step: Step, path: str) -> tuple[tuple[int, float, float], ...]:
+def _recorded(step: SimulatedStep, path: str) -> tuple[tuple[int, float, float], ...]:
     """Return percentiles of the load factors of a run's records: what the fullest device has of all MoE layers, over the mean."""
     load_NLE, _ = read_for(step, path)
     devices = step.layout.ep
@@ -162,7 +162,7 @@ def _recorded(step: Step, path: str) -> tuple[tuple[int, float, float], ...]:
     return tuple(zip(PERCENTILES, factors, peaks, strict=True))
 
 
-def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
+def _variants(step: SimulatedStep, top: float, host: float) -> Iterator[tuple[str, Layout]]:
     """Yield what could be changed, with the layout that it gives; not all are legal."""
     now = step.layout
     yield from _activations(step, top, host)
@@ -180,7 +180,7 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
     if now.dp % 2:
         return
     fewer = {"dp": now.dp // 2, "micro_batches": now.micro_batches * 2}
-    for what, degree in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
+    for kind, degree in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
         changes: dict[str, Any] = {**fewer, degree: getattr(now, degree) * 2}
         if degree == "pp":
             changes.update(chunks=None, recompute_layers=None)
@@ -188,10 +188,10 @@ def _variants(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout
             layout = now.with_changes(**changes)
         except BadInputError:
             continue
-        yield f"{what} parallelism {changes[degree]}, data parallelism {fewer['dp']}", layout
+        yield f"{kind} parallelism {changes[degree]}, data parallelism {fewer['dp']}", layout
 
 
-def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Layout]]:
+def _activations(step: SimulatedStep, top: float, host: float) -> Iterator[tuple[str, Layout]]:
     """Yield what could be kept, recomputed or swapped."""
     now = step.layout.with_changes(recomputed=None, swapped=(), prefetch=1)
     if now.recompute != "none" or now != step.layout:
@@ -208,12 +208,12 @@ def _activations(step: Step, top: float, host: float) -> Iterator[tuple[str, Lay
         yield "keep, recompute or swap each layer", mixed
 
 
-def _fewest_layers(step: Step, top: float) -> Layout | None:
+def _fewest_layers(step: SimulatedStep, top: float) -> Layout | None:
     """Return the layout that recomputes whole layers where a stage needs it, as few as fit; None: that is all or none."""
     now, layers = step.layout, step.layers
-    counts, held = [0] * len(layers), step.program.chunks_of_stage
+    counts, chunks_of_stage = [0] * len(layers), step.program.chunks_of_stage
 
-    def full() -> Step:
+    def full() -> SimulatedStep:
         layout = now.with_changes(recompute="full", recompute_layers=tuple(counts))
         return simulate_step(step.architecture, layout, step.device)
 
@@ -222,7 +222,7 @@ def _fewest_layers(step: Step, top: float) -> Layout | None:
         if not over:
             break
         for stage in over:
-            free = [c for c in held[stage] if counts[c] < layers[c]]
+            free = [c for c in chunks_of_stage[stage] if counts[c] < layers[c]]
             if not free:
                 return None
             counts[min(free, key=counts.__getitem__)] += 1
@@ -246,14 +246,14 @@ def _legal(
         plain = layout.schedule if layout.schedule in named else named[layout.vpp > 1]
         return settings(layout.with_changes(schedule=plain), source.model_config.num_hidden_layers)
 
-    given = said(Layout.from_recipe(source))
+    current = said(Layout.from_recipe(source))
     columns = source.train_dataset.construct_args_key or source.train_dataset.input_columns or []
-    for what, layout in variants:
+    for change, layout in variants:
         try:
-            wanted = said(layout)
-            changed = {key: value for key, value in wanted.items() if value != given.get(key)}
+            target = said(layout)
+            changed = {key: value for key, value in target.items() if value != current.get(key)}
             off = {"swap_config.swap": False, "swap_config.layer_swap": "null"}
-            changed |= {key: off[key] for key in given.keys() - wanted.keys()}
+            changed |= {key: off[key] for key in current.keys() - target.keys()}
             if "parallel_config.data_parallel" in changed:
                 changed["parallel.dataset_strategy"] = [[layout.dp, 1]] * len(columns)
             sets = tuple(f"{key}={value}".replace(" ", "") for key, value in changed.items())
@@ -261,10 +261,10 @@ def _legal(
         except TelechatMoeError:  # the model or the recipe's other settings do not allow it
             continue
         if sets:
-            yield Change(what, sets, step)
+            yield Change(change, sets, step)
 
 
-def sentence(a: Answer) -> str:
+def sentence(a: MemoryForecast) -> str:
     """Return the answer in a sentence."""
     peak_P = a.step.peak_bytes
     stage = int(peak_P.argmax())
@@ -276,7 +276,7 @@ def sentence(a: Answer) -> str:
     )
 
 
-def next_thing(a: Answer) -> str:
+def next_thing(a: MemoryForecast) -> str:
     """Return what to change first, with the settings; empty where the recipe fits and no change is faster."""
     if a.first is None and a.fits(a.step):
         return ""
@@ -292,7 +292,7 @@ def next_thing(a: Answer) -> str:
     )
 
 
-def routing(a: Answer) -> list[str]:
+def routing(a: MemoryForecast) -> list[str]:
     """Return what imbalance of the experts' load still fits."""
     ep = a.step.layout.ep
     if a.largest_factor is None:
@@ -305,33 +305,33 @@ def routing(a: Answer) -> list[str]:
     ]
 
 
-def tables(a: Answer) -> list[Table]:
+def tables(a: MemoryForecast) -> list[Table]:
     """Return what the command prints: stages, recorded loads, changes."""
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
     stages = [
         [
-            str(one["stage"]),
-            "+".join(map(str, one["layers"])),
-            *(gib_text(one[f"{part}_bytes"]) for part in parts),
-            f"{one['peak_bytes'] * (1 + a.margin) / a.limit_bytes * 100:.1f} %",
+            str(stage["stage"]),
+            "+".join(map(str, stage["layers"])),
+            *(gib_text(stage[f"{part}_bytes"]) for part in parts),
+            f"{stage['peak_bytes'] * (1 + a.margin) / a.limit_bytes * 100:.1f} %",
         ]
-        for one in per_stage(a.step)
+        for stage in per_stage(a.step)
     ]
     heads = ["stage ", "layers", *(f"{p} " for p in parts), "with margin, of the limit "]
-    found = [Table("Stages", heads, stages)]
+    printed = [Table("Stages", heads, stages)]
     if a.recorded:
         rows = [
             [f"{p} %", f"{factor:.3f}", gib_text(peak * (1 + a.margin)), _fits(peak * (1 + a.margin) <= a.limit_bytes)]
             for p, factor, peak in a.recorded
         ]  # fmt: skip
         title = "Recorded loads: fullest device over the mean, over the records of a run"
-        found.append(Table(title, ("percentile ", "factor ", "with margin ", "fits"), rows))
+        printed.append(Table(title, ("percentile ", "factor ", "with margin ", "fits"), rows))
     changes = [
         [_name(c), gib_text(a.needs(c.step)), _fits(a.fits(c.step)), seconds_text(c.step.step_s), " ".join(c.overrides)]
         for c in a.changes
     ]  # fmt: skip
     heads = ["change", "with margin ", "fits", "step ", "settings"]
-    return [*found, Table("One change at a time, same devices and sequences", heads, changes)]
+    return [*printed, Table("One change at a time, same devices and sequences", heads, changes)]
 
 
 def _name(change: Change) -> str:
@@ -344,7 +344,7 @@ def _fits(fits: bool) -> str:
     return "yes" if fits else "no"
 
 
-def report(a: Answer) -> dict[str, Any]:
+def report(a: MemoryForecast) -> dict[str, Any]:
     """Return the answer as plain data."""
     return {
         "model": a.step.architecture.name,

@@ -1,18 +1,23 @@
 """Report what `telechat-moe plan schedule` prints and writes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.report.timeline import Table, Timeline, activations, operations, page
+from telechat_moe.tools.plan.report.timeline import (
+    StepTimeline,
+    Table,
+    activations,
+    operations,
+    page,
+)
 from telechat_moe.tools.plan.schedules.bounds import Rules
 from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import Times
-from telechat_moe.tools.plan.schedules.simulate import Result
+from telechat_moe.tools.plan.schedules.simulate import Simulation
 from telechat_moe.tools.plan.schedules.synthesise import EFFORT, PLACEMENTS, Synthesis, synthesise
 
 HEADERS = ["schedule", "chunks a stage ", "bubble ", "makespan ", "memory (1F1B = 1) ", "fits"]
@@ -22,107 +27,112 @@ LONGEST = 1e100
 """The longest time that is accepted; sums of longer ones may exceed the range of a float."""
 
 
-def find(
-    stages: int,
-    micro_batches: int,
-    chunks: int,
-    times: Sequence[float],
-    backward: float | None = None,
-    scale: Mapping[int, float] | None = None,
-    comm: float = 0.0,
-    memory: float = 1.0,
-    kept_for_w: float = 1.0,
-    overlap: float = 0.0,
-    split: bool = True,
-    placement: str | None = None,
-    effort: float | None = None,
-    seed: int = 0,
-) -> Synthesis:
-    """Synthesise from a stage's times.
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRequest:
+    """What a schedule is searched for."""
 
-    Args:
-        times: F, D and W of a whole stage.
-        backward: B of a whole stage; D + W where it is None.
-        scale: Factors of single chunks' times and activations.
-        comm: Between neighbouring stages.
-        memory: The most activations a stage may hold, 1F1B's = 1.
-        kept_for_w: Share of the activations that only dW frees.
-        overlap: Share of F and D that communicates and can be hidden; pairs are allowed where it is positive.
-        split: Whether dX and dW may be separate operations.
-        placement: A key of `PLACEMENTS`; all where it is None.
+    stages: int
+    micro_batches: int
+    chunks: int
+    """Chunks of a stage."""
+
+    times: Sequence[float]
+    """F, D and W of a whole stage."""
+
+    backward: float | None = None
+    """B of a whole stage; D + W where it is None."""
+
+    scale: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Factors of single chunks' times and activations."""
+
+    comm: float = 0.0
+    """Time between neighbouring stages."""
+
+    memory: float = 1.0
+    """The most activations that a stage may hold, 1F1B's = 1."""
+
+    kept_for_w: float = 1.0
+    """Share of the activations that only dW frees."""
+
+    overlap: float = 0.0
+    """Share of F and D that communicates and can be hidden; pairs are allowed where it is positive."""
+
+    split: bool = True
+    """Whether dX and dW may be separate operations."""
+
+    placement: str | None = None
+    """A key of `PLACEMENTS`; all where it is None."""
+
+    effort: float | None = None
+    seed: int = 0
+
+
+def find(request: ScheduleRequest) -> Synthesis:
+    """Search the schedule of a request.
 
     Raises:
         BadInputError: The numbers make no schedule.
     """
-    if min(stages, micro_batches, chunks) < 1:
+    r = request
+    if min(r.stages, r.micro_batches, r.chunks) < 1:
         raise BadInputError(
-            f"schedule: {stages} stages, {micro_batches} micro-batches, {chunks} chunks a stage; "
+            f"schedule: {r.stages} stages, {r.micro_batches} micro-batches, {r.chunks} chunks a stage; "
             "expected at least one of each"
         )
-    if not memory > 0 or not 0 <= (effort or 0) < np.inf or seed < 0:
+    if not r.memory > 0 or not 0 <= (r.effort or 0) < np.inf or r.seed < 0:
         raise BadInputError(
-            f"schedule: memory {memory}, effort {effort}, seed {seed}; expected memory above 0, the others "
+            f"schedule: memory {r.memory}, effort {r.effort}, seed {r.seed}; expected memory above 0, the others "
             "finite and not negative"
         )
-    given = _chunk_times(times, backward, _factors(stages * chunks, scale), chunks, overlap)
     synthesis = synthesise(
-        replace(given, comm=comm, kept_for_w=kept_for_w),
-        stages,
-        micro_batches,
-        memory * stages,
-        Rules(split, overlap > 0),
-        tuple(PLACEMENTS) if placement is None else (placement,),
-        EFFORT if effort is None else int(effort),
-        seed,
+        _chunk_times(r),
+        r.stages,
+        r.micro_batches,
+        r.memory * r.stages,
+        Rules(r.split, r.overlap > 0),
+        tuple(PLACEMENTS) if r.placement is None else (r.placement,),
+        EFFORT if r.effort is None else int(r.effort),
+        r.seed,
     )
     check(synthesis.program)
     return synthesis
 
 
-def _factors(chunks: int, scale: Mapping[int, float] | None) -> NDArray[np.float64]:
-    """Return the factor of every chunk's times and activations, [chunks]."""
-    found = np.ones(chunks)
-    for chunk, value in (scale or {}).items():
-        if not 0 <= chunk < chunks or not value >= 0:
+def _chunk_times(r: ScheduleRequest) -> Times:
+    """Return the times of every chunk, [P V], from those of a whole stage and the chunk's factor."""
+    factor = np.ones(r.stages * r.chunks)
+    for chunk, value in r.scale.items():
+        if not 0 <= chunk < len(factor) or not value >= 0:
             raise BadInputError(
-                f"schedule: chunk {chunk} times {value}; expected a chunk from 0 to {chunks - 1} "
+                f"schedule: chunk {chunk} times {value}; expected a chunk from 0 to {len(factor) - 1} "
                 "and a factor that is not negative"
             )
-        found[chunk] = value
-    return found
-
-
-def _chunk_times(
-    times: Sequence[float],
-    backward: float | None,
-    factor: NDArray[np.float64],
-    chunks: int,
-    overlap: float,
-) -> Times:
-    """Return the times of every chunk from those of a whole stage and the chunk's factor, [P V]."""
-    if not 0 <= overlap < 1:
-        raise BadInputError(f"schedule: overlap {overlap}, expected from 0 to below 1")
-    if not max(*times, backward or 0.0) <= LONGEST:  # nan is none
+        factor[chunk] = value
+    if not 0 <= r.overlap < 1:
+        raise BadInputError(f"schedule: overlap {r.overlap}, expected from 0 to below 1")
+    if not max(*r.times, r.backward or 0.0) <= LONGEST:  # nan is none
         raise BadInputError(
-            f"schedule: times {list(times)}, B {backward}; expected up to {LONGEST:g}"
+            f"schedule: times {list(r.times)}, B {r.backward}; expected up to {LONGEST:g}"
         )
-    forward, dx, dw = (factor * t / chunks for t in times)
+    forward, dx, dw = (factor * t / r.chunks for t in r.times)
     return Times(
         forward,
         dx,
         dw,
-        backward=np.zeros(0) if backward is None else factor * backward / chunks,
-        forward_exposed=forward * overlap,
-        backward_exposed=dx * overlap,
-        activation=factor / chunks,
+        r.comm,
+        backward=np.zeros(0) if r.backward is None else factor * r.backward / r.chunks,
+        forward_exposed=forward * r.overlap,
+        backward_exposed=dx * r.overlap,
+        activation=factor / r.chunks,
+        kept_for_w=r.kept_for_w,
     )
 
 
 def rows(s: Synthesis) -> list[list[str]]:
     """Return the table: our schedule, then the published ones from shortest to longest."""
     p = s.program.stages
-    ours = "ours" if s.source == "synthesised" else f"ours = {s.source}"
-    result = [_row(ours, s.program.chunks // p, s.result, p, "yes")]
+    name = "ours" if s.source == "synthesised" else f"ours = {s.source}"
+    result = [_row(name, s.program.chunks // p, s.result, p, "yes")]
     for k in sorted(s.table, key=lambda k: k.result.makespan):
         fits = "yes" if k.fits else "no"
         if k.copies > 1:
@@ -131,7 +141,7 @@ def rows(s: Synthesis) -> list[list[str]]:
     return result
 
 
-def _row(name: str, chunks: int, result: Result, stages: int, fits: str) -> list[str]:
+def _row(name: str, chunks: int, result: Simulation, stages: int, fits: str) -> list[str]:
     return [
         name,
         str(chunks),
@@ -151,7 +161,7 @@ def ideal_bubble(s: Synthesis) -> float:
 def summary(s: Synthesis, memory: float) -> list[str]:
     """Return what to print below the table; `memory` is what was allowed, 1F1B's = 1."""
     p = s.program.stages
-    peak, least = s.result.peak.max() / p, s.result.peak.min() / p
+    peak, lowest = s.result.peak.max() / p, s.result.peak.min() / p
     chunks = s.program.chunks // p
     zigzag = s.program.routes[0] == PLACEMENTS["v"](p, chunks)
     placement = "zigzag (v)" if zigzag else "round-robin (loop)"
@@ -161,7 +171,7 @@ def summary(s: Synthesis, memory: float) -> list[str]:
         f"bubble {s.result.bubble:.2%} of the makespan, start-up included; makespan {s.result.makespan:.6g}",
         f"proven lower bound {s.bound.makespan:.6g} ({s.bound.reason}): bubble at least {ideal_bubble(s):.2%}",
         f"gap {s.gap:.2%} of the makespan" + (", proven optimal" if s.gap < 1e-9 else ""),
-        f"memory {least:.3f} to {peak:.3f} of 1F1B's, allowed {memory:.3f}",
+        f"memory {lowest:.3f} to {peak:.3f} of 1F1B's, allowed {memory:.3f}",
         f"placement: {placement}; found by {s.source}, {s.tries:,} schedules tried",
         "deadlock: none, every operation ran in the simulation",
     ]
@@ -212,15 +222,15 @@ def html(s: Synthesis, memory: float) -> str:
     memory_curves = activations(s.result, [0.0] * p.stages, s.result.makespan)
     table = Table("Schedules on the same times", HEADERS, rows(s))
     names = [f"stage {i}" for i in range(p.stages)]
-    said = ["; ".join(summary(s, memory)[:4]) + "."]
+    notes = ["; ".join(summary(s, memory)[:4]) + "."]
     return page(
-        Timeline(
+        StepTimeline(
             title,
             names,
             operations(s.result),
             memory=memory_curves,
             tables=[table],
-            notes=said,
+            notes=notes,
             units=False,
         )
     )

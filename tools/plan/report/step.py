@@ -12,16 +12,16 @@ from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.expert_exchange import choices, told
 from telechat_moe.tools.plan.cost.expert_overlap import hidden
 from telechat_moe.tools.plan.cost.flops import utilisation as utilisation_of
-from telechat_moe.tools.plan.cost.layout import Layout, Schedule
-from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
+from telechat_moe.tools.plan.cost.layout import Layout, ScheduleName
+from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.timeline import (
-    Box,
+    StepTimeline,
     Table,
-    Timeline,
+    TimelineBox,
     activations,
     operations,
 )
-from telechat_moe.tools.plan.schedules.program import Kind, Op
+from telechat_moe.tools.plan.schedules.program import Op, OpKind
 from telechat_moe.units import count_text, gib_text, seconds_text
 
 PARTS = {
@@ -39,7 +39,7 @@ PARTS = {
 
 def of_recipe(
     recipe: Recipe, device: str, schedule: str | None = None, pair_share: float = 0.0
-) -> Step:
+) -> SimulatedStep:
     """Simulate a recipe, with its own schedule or another; `pair_share`: see `Architecture`.
 
     Raises:
@@ -48,22 +48,22 @@ def of_recipe(
     """
     layout = Layout.from_recipe(recipe)
     if schedule is not None:
-        known = get_args(Schedule)
-        if schedule not in known:
-            raise UsageError(f"--schedule {schedule}: there are {', '.join(known)}")
+        schedules = get_args(ScheduleName)
+        if schedule not in schedules:
+            raise UsageError(f"--schedule {schedule}: there are {', '.join(schedules)}")
         layout = layout.with_changes(schedule=schedule)
     return simulate_step(Architecture.from_recipe(recipe, pair_share), layout, load_device(device))
 
 
-def tables(step: Step) -> list[Table]:
+def tables(step: SimulatedStep) -> list[Table]:
     """Return what the command prints: step, breakdown, bubble, utilisation, stages, hidden all-to-all."""
-    found = [summary(step), breakdown(step), bubble(step), utilisation(step), stages(step)]
+    printed = [summary(step), breakdown(step), bubble(step), utilisation(step), stages(step)]
     if step.architecture.moe_layers and step.layout.ep * step.layout.etp > 1:
-        found.append(exchange(step))
-    return found
+        printed.append(exchange(step))
+    return printed
 
 
-def exchange(step: Step) -> Table:
+def exchange(step: SimulatedStep) -> Table:
     """Return how much of the experts' all-to-all overlapped schedules hide, whichever the recipe has."""
     h = hidden(step.architecture, step.layout, step.device, layers=max(*step.layers, 1))
     rows = [
@@ -88,24 +88,24 @@ def exchange(step: Step) -> Table:
     )
 
 
-def summary(step: Step) -> Table:
+def summary(step: SimulatedStep) -> Table:
     """Return the sections of the step in their order."""
-    t, whole = step.table, step.step_s
+    t, total_s = step.table, step.step_s
     parts = [
         ("pipeline", step.result.makespan),
         ("gradients between copies, what shows", float(t.data_s[0])),
         ("optimizer", float(t.optimizer_s[0])),
         ("host", float(t.host_s[0])),
-        ("step", whole),
+        ("step", total_s),
     ]
-    rows = [[name, seconds_text(s), f"{s / whole * 100:.2f} %"] for name, s in parts]
+    rows = [[name, seconds_text(s), f"{s / total_s * 100:.2f} %"] for name, s in parts]
     tokens = step.layout.global_batch * step.architecture.seq
-    each = f"{tokens / whole / step.layout.devices:,.1f} tokens/s and device"
-    rows.append(["throughput", f"{tokens / whole:,.0f} tokens/s", each])
-    return Table("Step", ("part", "time ", "share "), rows)
+    device_rate = f"{tokens / total_s / step.layout.devices:,.1f} tokens/s and device"
+    rows.append(["throughput", f"{tokens / total_s:,.0f} tokens/s", device_rate])
+    return Table("SimulatedStep", ("part", "time ", "share "), rows)
 
 
-def breakdown(step: Step) -> Table:
+def breakdown(step: SimulatedStep) -> Table:
     """Return the slowest stage's seconds by kind of operator."""
     parts = {k: float(np.atleast_1d(v)[0]) for k, v in step.table.parts.items()}
     total = sum(parts.values()) or 1.0
@@ -117,7 +117,7 @@ def breakdown(step: Step) -> Table:
     return Table("Slowest stage, by kind of operator", ("kind", "time ", "share "), rows)
 
 
-def bubble(step: Step) -> Table:
+def bubble(step: SimulatedStep) -> Table:
     """Return the bubble by cause."""
     b = step.bubble
     causes = {
@@ -137,7 +137,7 @@ def bubble(step: Step) -> Table:
     )
 
 
-def utilisation(step: Step) -> Table:
+def utilisation(step: SimulatedStep) -> Table:
     """Return the model FLOPs utilisation under each convention."""
     rows = [
         [CONVENTIONS[name], f"{flops / 1e12:,.1f} TFLOP", f"{share * 100:.2f} %"]
@@ -157,7 +157,7 @@ CONVENTIONS = {
 """Conventions of `flops.utilisation`, as printed."""
 
 
-def utilisations(step: Step) -> list[tuple[str, float, float]]:
+def utilisations(step: SimulatedStep) -> list[tuple[str, float, float]]:
     """Return convention, FLOPs of a step and their share of what all devices could do."""
     peak = step.device.peak(step.layout.compute)
     shares = utilisation_of(step.architecture, step.layout, step.step_s, peak)
@@ -165,18 +165,18 @@ def utilisations(step: Step) -> list[tuple[str, float, float]]:
     return [(name, shares[name] * could, shares[name]) for name in CONVENTIONS]
 
 
-def per_stage(step: Step) -> list[dict[str, Any]]:
+def per_stage(step: SimulatedStep) -> list[dict[str, Any]]:
     """Return the layers, the idle share and the memory of each stage, as `report` writes them."""
-    held = step.table.memory
-    states = (held.parameters + held.gradients + held.optimizer)[0]
+    footprint = step.table.memory
+    states = (footprint.parameters + footprint.gradients + footprint.optimizer)[0]
     return [
         {
             "stage": s,
             "layers": [step.layers[c] for c in chunks],
             "idle": float(step.result.idle[s]),
-            "parameters_bytes": float(held.parameters[0, s]),
-            "gradients_bytes": float(held.gradients[0, s]),
-            "optimizer_bytes": float(held.optimizer[0, s]),
+            "parameters_bytes": float(footprint.parameters[0, s]),
+            "gradients_bytes": float(footprint.gradients[0, s]),
+            "optimizer_bytes": float(footprint.optimizer[0, s]),
             "activations_bytes": float(step.kept_bytes[s]),
             "buffers_bytes": float(step.peak_bytes[s] - step.kept_bytes[s] - states[s]),
             "peak_bytes": float(step.peak_bytes[s]),
@@ -185,20 +185,20 @@ def per_stage(step: Step) -> list[dict[str, Any]]:
     ]
 
 
-def stages(step: Step) -> Table:
+def stages(step: SimulatedStep) -> Table:
     """Return time and memory of each stage."""
     rows: list[list[str]] = []
     limit, t = step.device.memory_bytes - step.device.reserved_bytes, step.times
-    for one, chunks in zip(per_stage(step), step.program.chunks_of_stage, strict=True):
+    for row, chunks in zip(per_stage(step), step.program.chunks_of_stage, strict=True):
         times = (float(a[list(chunks)].sum()) for a in (t.forward, t.dx + t.dw, step.recompute_s))
-        over = one["peak_bytes"] - limit
+        over = row["peak_bytes"] - limit
         rows.append(
             [
-                str(one["stage"]),
-                "+".join(map(str, one["layers"])),
+                str(row["stage"]),
+                "+".join(map(str, row["layers"])),
                 *(seconds_text(seconds * step.layout.micro_batches) for seconds in times),
-                f"{one['idle'] * 100:.2f} %",
-                *(gib_text(value) for name, value in one.items() if name.endswith("_bytes")),
+                f"{row['idle'] * 100:.2f} %",
+                *(gib_text(value) for name, value in row.items() if name.endswith("_bytes")),
                 "yes" if over <= 0 else f"no, {gib_text(over)} too much",
             ]
         )
@@ -209,19 +209,21 @@ def stages(step: Step) -> Table:
     return Table("Stages", headers, rows)
 
 
-def notes(step: Step) -> list[str]:
+def notes(step: SimulatedStep) -> list[str]:
     """Return what was simulated."""
     a, layout = step.architecture, step.layout
-    own: list[str] = []
+    measured: list[str] = []
     if step.device.step and layout.devices == 1:
         seconds = cpu_step.predict(a, layout, step.device.step)
-        own = [f"one CPU thread, as this machine measured itself: {seconds_text(seconds)} a step"]
+        measured = [
+            f"one CPU thread, as this machine measured itself: {seconds_text(seconds)} a step"
+        ]
     ways = told(a, layout, step.device)
     exchange = (
         [f"one dispatch of tokens to experts ({layout.exchange} here): {ways}"] if ways else []
     )
     return [
-        *own,
+        *measured,
         f"{a.name}: {count_text(a.parameters)} parameters, {count_text(a.active_parameters)} active; "
         f"{layout.short()} on {layout.devices} x {step.device.name}; schedule {step.program.name}, "
         f"global batch {layout.global_batch} sequences of {a.seq} tokens",
@@ -231,19 +233,19 @@ def notes(step: Step) -> list[str]:
     ]
 
 
-def timeline(step: Step) -> Timeline:
+def timeline(step: SimulatedStep) -> StepTimeline:
     """Return every operation of every stage, what follows the pipeline, and memory over time."""
     result, boxes = step.result, operations(step.result)
-    sends: list[Box] = []
+    sends: list[TimelineBox] = []
     for s, ops in enumerate(step.program.ops):
         for op, finish in zip(ops, result.end[s], strict=True):
             sends += _sends(step, s, op, float(finish))
         _after(step, s, result.makespan, boxes)
     names = [
-        f"stage {s}: {'+'.join(str(step.layers[c]) for c in held)} layers"
-        for s, held in enumerate(step.program.chunks_of_stage)
+        f"stage {s}: {'+'.join(str(step.layers[c]) for c in chunks)} layers"
+        for s, chunks in enumerate(step.program.chunks_of_stage)
     ]
-    return Timeline(
+    return StepTimeline(
         f"Step of {step.architecture.name}, {step.layout.short()}",
         names,
         boxes,
@@ -255,22 +257,22 @@ def timeline(step: Step) -> Timeline:
     )
 
 
-def _sends(step: Step, stage: int, op: Op, at: float) -> list[Box]:
+def _sends(step: SimulatedStep, stage: int, op: Op, end: float) -> list[TimelineBox]:
     """Return what an operation sends to other stages when it ends."""
-    found: list[Box] = []
+    boxes: list[TimelineBox] = []
     for kind, chunk, micro in op.parts():
-        to = chunk + 1 if kind is Kind.F else chunk - 1
-        if kind is Kind.W or not 0 <= to < step.program.chunks or not step.times.comm:
+        to = chunk + 1 if kind is OpKind.F else chunk - 1
+        if kind is OpKind.W or not 0 <= to < step.program.chunks or not step.times.comm:
             continue
         other = step.program.stage(to, micro)
         if other != stage:
-            what = "activations" if kind is Kind.F else "gradients"
-            text = f"{what} of chunk {chunk}, micro-batch {micro} to stage {other}"
-            found.append(Box(stage, at, step.times.comm, "S", text))
-    return found
+            content = "activations" if kind is OpKind.F else "gradients"
+            text = f"{content} of chunk {chunk}, micro-batch {micro} to stage {other}"
+            boxes.append(TimelineBox(stage, end, step.times.comm, "S", text))
+    return boxes
 
 
-def _after(step: Step, stage: int, at: float, boxes: list[Box]) -> None:
+def _after(step: SimulatedStep, stage: int, start: float, boxes: list[TimelineBox]) -> None:
     t = step.table
     for seconds, kind, text, label in (
         (float(t.data_s[0]), "C", "gradients between copies, what shows", "gradients"),
@@ -278,17 +280,17 @@ def _after(step: Step, stage: int, at: float, boxes: list[Box]) -> None:
         (float(t.host_s[0]), "O", "host: what no operator accounts for", "host"),
     ):
         if seconds > 0:
-            boxes.append(Box(stage, at, seconds, kind, text, label))
-        at += seconds
+            boxes.append(TimelineBox(stage, start, seconds, kind, text, label))
+        start += seconds
 
 
-def layout_exchange(step: Step) -> dict[str, Any]:
+def layout_exchange(step: SimulatedStep) -> dict[str, Any]:
     """Return how tokens reach their experts, and the seconds of a dispatch by each way that the layout allows."""
     times = choices(step.architecture, step.layout, step.device)
     return {"chosen": step.layout.exchange, "dispatch_s": times}
 
 
-def report(step: Step) -> dict[str, Any]:
+def report(step: SimulatedStep) -> dict[str, Any]:
     """Return the figures as plain data."""
     t = step.table
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from telechat_moe import html
 from telechat_moe.tools.plan.schedules.program import Op
-from telechat_moe.tools.plan.schedules.simulate import Result
+from telechat_moe.tools.plan.schedules.simulate import Simulation
 
 SCRIPT = Path(__file__).with_name("timeline.js")
 CANVAS = """
@@ -36,7 +36,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Box:
+class TimelineBox:
     """One activity of a row, from its start to its end."""
 
     row: int
@@ -51,7 +51,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Curve:
+class MemoryCurve:
     """Memory of a row over time: steps that hold until the next."""
 
     row: int
@@ -69,15 +69,15 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """Everything that a page or trace shows."""
 
     title: str
     rows: Sequence[str]
-    boxes: Sequence[Box]
-    sends: Sequence[Box] = ()
+    boxes: Sequence[TimelineBox]
+    sends: Sequence[TimelineBox] = ()
     """Drawn as thin strips below the boxes of their row, because they run beside them."""
-    memory: Sequence[Curve] = ()
+    memory: Sequence[MemoryCurve] = ()
     limit_bytes: float | None = None
     """Memory of a device: a line in the memory panel."""
     tables: Sequence[Table] = ()
@@ -86,10 +86,10 @@ class Timeline:
     """Whether times are seconds and memory bytes; else the page shows bare numbers."""
 
 
-def operations(result: Result) -> list[Box]:
+def operations(result: Simulation) -> list[TimelineBox]:
     """Return a box for each operation of a simulated schedule; a stage is a row."""
     return [
-        Box(s, float(begin), float(end - begin), op.kind.value, str(op), _label(op))
+        TimelineBox(s, float(begin), float(end - begin), op.kind.value, str(op), _label(op))
         for s, ops in enumerate(result.program.ops)
         for op, begin, end in zip(ops, result.start[s], result.end[s], strict=True)
     ]
@@ -99,17 +99,22 @@ def _label(op: Op) -> str:
     return "/".join(f"{k.value}{m}" for k, _, m in op.parts())
 
 
-def activations(result: Result, fixed: Sequence[float], end: float) -> list[Curve]:
+def activations(result: Simulation, fixed: Sequence[float], end: float) -> list[MemoryCurve]:
     """Return the memory of each stage: what is fixed and the activations that are held, until `end`."""
-    curves: list[Curve] = []
-    for s, (start, own) in enumerate(zip(result.start, fixed, strict=True)):
+    curves: list[MemoryCurve] = []
+    for s, (start, fixed_bytes) in enumerate(zip(result.start, fixed, strict=True)):
         t = [0.0, *map(float, start), float(result.end[s][-1]), end]
-        held = [own, *(own + float(v) for v in result.memory[s]), own, own]
-        curves.append(Curve(s, t, held))
+        bytes_ = [
+            fixed_bytes,
+            *(fixed_bytes + float(v) for v in result.memory[s]),
+            fixed_bytes,
+            fixed_bytes,
+        ]
+        curves.append(MemoryCurve(s, t, bytes_))
     return curves
 
 
-def page(timeline: Timeline) -> str:
+def page(timeline: StepTimeline) -> str:
     """Return a self-contained page."""
     used = {box.kind for box in (*timeline.boxes, *timeline.sends)}
     amount = round if timeline.units else _short
@@ -135,7 +140,7 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.7g}")
 
 
-def _columns(boxes: Sequence[Box], rows: int) -> list[list[object]]:
+def _columns(boxes: Sequence[TimelineBox], rows: int) -> list[list[object]]:
     """Return the boxes of each row in order of time, as short lists."""
     per_row: list[list[object]] = [[] for _ in range(rows)]
     for box in sorted(boxes, key=lambda b: b.start_s):
@@ -145,7 +150,7 @@ def _columns(boxes: Sequence[Box], rows: int) -> list[list[object]]:
     return per_row
 
 
-def chrome_trace(timeline: Timeline) -> str:
+def chrome_trace(timeline: StepTimeline) -> str:
     """Return the timeline as Chrome's trace events (JSON): opens in Perfetto and chrome://tracing.
 
     Each row is a thread; memory is a counter. Times are microseconds.

@@ -35,7 +35,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Bound:
+class MakespanBound:
     """A proven lower bound of the makespan."""
 
     makespan: float
@@ -55,7 +55,7 @@ class _Ways:
     """Time from the end of F to the end of the step."""
     tail_b: NDArray[Any]
     """Time from the end of D (or B) to the end of the step."""
-    back: NDArray[Any]
+    dx: NDArray[Any]
     """Time of D, or of B where dX and dW are one operation."""
     weight: NDArray[Any]
     """Time of W, or zero where it is included in B."""
@@ -67,25 +67,25 @@ def _ways(times: Times, route: tuple[int, ...], rules: Rules) -> _Ways:
     if rules.split:
         # B may replace D and W where it is shorter than both together
         weight = np.minimum(times.dw, np.maximum(times.backward - times.dx, 0.0))
-        back = np.minimum(times.dx, times.backward)
+        dx = np.minimum(times.dx, times.backward)
     else:
-        weight, back = np.zeros(len(stage)), times.backward
+        weight, dx = np.zeros(len(stage)), times.backward
     head_f = np.concatenate([[0.0], np.cumsum(times.forward[:-1] + link)])
     turn = head_f[-1] + times.forward[-1]
-    steps = (back[1:] + link)[::-1]
+    steps = (dx[1:] + link)[::-1]
     head_b = turn + np.concatenate([[0.0], np.cumsum(steps)])[::-1]
     tail_b = np.empty(len(stage))
     longest = 0.0
     for c in range(len(stage)):
-        onward = link[c - 1] + back[c - 1] + longest if c else 0.0
+        onward = link[c - 1] + dx[c - 1] + longest if c else 0.0
         longest = tail_b[c] = max(float(weight[c]), float(onward))
     tail_f = np.empty(len(stage))
-    after = float(back[-1] + tail_b[-1])
+    after = float(dx[-1] + tail_b[-1])
     for c in range(len(stage) - 1, -1, -1):
         tail_f[c] = after
         if c:
             after += float(times.forward[c] + link[c - 1])
-    return _Ways(head_f, head_b, tail_f, tail_b, back, weight)
+    return _Ways(head_f, head_b, tail_f, tail_b, dx, weight)
 
 
 def lower_bound(
@@ -95,38 +95,43 @@ def lower_bound(
     micro_batches: int,
     memory: NDArray[Any],
     rules: Rules,
-) -> Bound:
+) -> MakespanBound:
     """Return the largest of the bounds that the module describes.
 
     Times are filled in (`Times.full`); `memory` is the most activations of each stage.
     """
     ways = _ways(times, route, rules)
-    best = Bound(float(ways.head_b[0] + ways.back[0] + ways.tail_b[0]), "path of one micro-batch")
-    kept = times.kept_for_w if rules.split else 0.0
+    best = MakespanBound(
+        float(ways.head_b[0] + ways.dx[0] + ways.tail_b[0]), "path of one micro-batch"
+    )
+    kept_share = times.kept_for_w if rules.split else 0.0
     # from the start of F to the end of D, and of W
-    stay = ways.head_b + ways.back - ways.head_f + kept * ways.weight
-    where = np.array(route)
+    stay = ways.head_b + ways.dx - ways.head_f + kept_share * ways.weight
+    stage = np.array(route)
     for s in range(stages):
-        own = np.flatnonzero(where == s)
-        if not len(own):
+        chunks = np.flatnonzero(stage == s)
+        if not len(chunks):
             continue
-        cap = _usable(times, own, float(memory[s]), kept)
-        needed = micro_batches * float((times.activation[own] * stay[own]).sum())
+        cap = _usable(times, chunks, float(memory[s]), kept_share)
+        needed = micro_batches * float((times.activation[chunks] * stay[chunks]).sum())
         candidates = [
-            (_stage_bound(times, ways, own, micro_batches, rules), "work"),
-            (float(ways.head_f[own].min()) + needed / cap, "memory"),
-            (_edges_bound(times, ways, own, micro_batches, rules, cap, kept), "start and end"),
+            (_stage_bound(times, ways, chunks, micro_batches, rules), "work"),
+            (float(ways.head_f[chunks].min()) + needed / cap, "memory"),
+            (
+                _edges_bound(times, ways, chunks, micro_batches, rules, cap, kept_share),
+                "start and end",
+            ),
         ]
         for value, reason in candidates:
             if value > best.makespan:
-                best = Bound(value, f"{reason} of stage {s}")
+                best = MakespanBound(value, f"{reason} of stage {s}")
     return best
 
 
-def _usable(times: Times, own: NDArray[Any], cap: float, kept: float) -> float:
+def _usable(times: Times, chunks: NDArray[Any], cap: float, kept_share: float) -> float:
     """Return the memory that whole activations can fill, without the remainder that fits none."""
-    sizes = times.activation[own]
-    if kept not in (0.0, 1.0) or np.ptp(sizes) > 1e-12 * sizes.max() or not sizes[0]:
+    sizes = times.activation[chunks]
+    if kept_share not in (0.0, 1.0) or np.ptp(sizes) > 1e-12 * sizes.max() or not sizes[0]:
         return cap
     return float(np.floor(cap / sizes[0] * (1 + 1e-9)) * sizes[0])
 
@@ -134,52 +139,63 @@ def _usable(times: Times, own: NDArray[Any], cap: float, kept: float) -> float:
 def _edges_bound(
     times: Times,
     ways: _Ways,
-    own: NDArray[Any],
+    chunks: NDArray[Any],
     micro_batches: int,
     rules: Rules,
     cap: float,
-    kept: float,
+    kept_share: float,
 ) -> float:
     """Return a stage's work and the idle time that its memory forces at start and end."""
-    f, b, w, a = times.forward[own], ways.back[own], ways.weight[own], times.activation[own]
-    saved = _savings(times, ways, own, np.ones(3 * len(own), bool)) if rules.pairs else 0.0
+    f, b, w, a = (
+        times.forward[chunks],
+        ways.dx[chunks],
+        ways.weight[chunks],
+        times.activation[chunks],
+    )
+    saved = _savings(times, ways, chunks, np.ones(3 * len(chunks), bool)) if rules.pairs else 0.0
     work = micro_batches * (float((f + b + w).sum()) - saved)
     with np.errstate(divide="ignore", invalid="ignore"):
         filling = cap * float(np.max(np.where(a > 0, f / a, np.inf)))
         draining = cap * float(np.max(np.where(a > 0, (b + w) / a, np.inf)))
-        if kept and w.any():
-            draining = max(draining, cap * float(np.max(np.where(a > 0, w / (kept * a), np.inf))))
+        if kept_share and w.any():
+            draining = max(
+                draining, cap * float(np.max(np.where(a > 0, w / (kept_share * a), np.inf)))
+            )
         elif w.any():
             draining = np.inf
     # until its first D it can do no more forwards than fit; after its last F no more than what it holds
-    start = max(float(ways.head_f[own].min()), float(ways.head_b[own].min()) - filling)
-    end = max(0.0, float(ways.tail_f[own].min()) - draining)
+    start = max(float(ways.head_f[chunks].min()), float(ways.head_b[chunks].min()) - filling)
+    end = max(0.0, float(ways.tail_f[chunks].min()) - draining)
     if micro_batches * float(a.sum()) > cap * (1 + 1e-9):  # so the last F comes after the first D
         return start + work + end
     return work + max(start, end)
 
 
 def _stage_bound(
-    times: Times, ways: _Ways, own: NDArray[Any], micro_batches: int, rules: Rules
+    times: Times, ways: _Ways, chunks: NDArray[Any], micro_batches: int, rules: Rules
 ) -> float:
-    head = np.concatenate([ways.head_f[own], ways.head_b[own], ways.head_b[own] + ways.back[own]])
-    tail = np.concatenate([ways.tail_f[own], ways.tail_b[own], np.zeros(len(own))])
-    work = np.concatenate([times.forward[own], ways.back[own], ways.weight[own]])
-    talk = times.backward_exposed[own]
-    quiet = np.concatenate([times.forward_exposed[own], talk, np.maximum(talk - ways.back[own], 0)])
+    head = np.concatenate(
+        [ways.head_f[chunks], ways.head_b[chunks], ways.head_b[chunks] + ways.dx[chunks]]
+    )
+    tail = np.concatenate([ways.tail_f[chunks], ways.tail_b[chunks], np.zeros(len(chunks))])
+    work = np.concatenate([times.forward[chunks], ways.dx[chunks], ways.weight[chunks]])
+    talk = times.backward_exposed[chunks]
+    quiet = np.concatenate(
+        [times.forward_exposed[chunks], talk, np.maximum(talk - ways.dx[chunks], 0)]
+    )
     best = 0.0
     for h in np.unique(head):
         for t in np.unique(tail):
             inside = (head >= h) & (tail >= t)
             if not inside.any():
                 continue
-            saved = _savings(times, ways, own, inside) if rules.pairs else 0.0
+            saved = _savings(times, ways, chunks, inside) if rules.pairs else 0.0
             total = max(work[inside].sum() - saved, np.maximum(work - quiet, 0)[inside].sum())
             best = max(best, float(h + micro_batches * total + t))
     return best
 
 
-def _savings(times: Times, ways: _Ways, own: NDArray[Any], inside: NDArray[Any]) -> float:
+def _savings(times: Times, ways: _Ways, chunks: NDArray[Any], inside: NDArray[Any]) -> float:
     """Return the most time that overlapped pairs can save on a set of operations, for one micro-batch.
 
     A pair has one forward and one backward, so all pairs save no more than the forwards can, and no more than the
@@ -187,11 +203,11 @@ def _savings(times: Times, ways: _Ways, own: NDArray[Any], inside: NDArray[Any])
     time. A forward hides more beside D and W as one backward (FB) than beside D alone.
     `inside` says of F, D and W of each chunk of the stage whether it is in the set.
     """
-    f, back, weight = times.forward[own][:, None], ways.back[own], ways.weight[own]
+    f, dx, weight = times.forward[chunks][:, None], ways.dx[chunks], ways.weight[chunks]
     has_f, has_d, has_w = inside.reshape(3, -1)
-    part = np.where(has_d, back, 0.0) + np.where(has_w, weight, 0.0)
-    whole = np.where(has_w, back + weight, back)[None, :]
-    talk = times.forward_exposed[own][:, None] + times.backward_exposed[own][None, :]
-    lasting = np.maximum(np.maximum(f, whole), np.maximum(f + whole - talk, talk))
+    part = np.where(has_d, dx, 0.0) + np.where(has_w, weight, 0.0)
+    both = np.where(has_w, dx + weight, dx)[None, :]
+    talk = times.forward_exposed[chunks][:, None] + times.backward_exposed[chunks][None, :]
+    lasting = np.maximum(np.maximum(f, both), np.maximum(f + both - talk, talk))
     saved = np.maximum(f + part - lasting, 0.0)[has_f][:, has_d | has_w]
     return float(min(saved.max(1).sum(), saved.max(0).sum())) if saved.size else 0.0

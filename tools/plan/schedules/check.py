@@ -3,7 +3,7 @@
 from collections import Counter
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.schedules.program import Kind, Program, Times
+from telechat_moe.tools.plan.schedules.program import OpKind, Program, Times
 from telechat_moe.tools.plan.schedules.simulate import simulate
 
 
@@ -34,7 +34,7 @@ def _incompleteness(program: Program) -> list[str]:
                 stage = program.stage(chunk, micro)
                 if stage != s:
                     problems.append(f"{op} is on stage {s}, its chunk on stage {stage}")
-                for letter in "DW" if kind is Kind.B else kind.value:
+                for letter in "DW" if kind is OpKind.B else kind.value:
                     counts[letter, chunk, micro] += 1
     for letter in "FDW":
         for chunk in range(program.chunks):

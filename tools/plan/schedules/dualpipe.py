@@ -8,10 +8,10 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.program import Op, Program, StageWriter, loop_route, v_route
 
 
-def _fill(to: StageWriter, rank: int, ranks: int, each: int) -> tuple[Op, ...]:
+def _fill(to: StageWriter, rank: int, ranks: int, micro_batches: int) -> tuple[Op, ...]:
     """Write the eight phases of a rank; rank `ranks - 1` is in the middle, `each` micro-batches a lane."""
     outer = ranks - 1 - rank  # ranks between this one and the middle
-    pairs = each - 2 * ranks + rank + 1
+    pairs = micro_batches - 2 * ranks + rank + 1
     to.put("F0", 2 * outer)
     to.put("F0 F1", rank + 1)
     to.put("D1 W1 F1", outer)
@@ -54,12 +54,12 @@ def dualpipe(stages: int, micro_batches: int) -> Program:
         # lane 0 enters at this stage's nearer end; both lanes see the same chunk numbers on the upper half
         to = StageWriter((rank, stages - 1 - rank), lanes if lower else lanes[::-1])
         ops.append(_fill(to, rank, stages // 2, half))
-    there = loop_route(stages, 1)
+    route = loop_route(stages, 1)
     return Program(
         "dualpipe",
         stages,
         micro_batches,
-        (there, there[::-1]),
+        (route, route[::-1]),
         tuple(ops),
         (0,) * half + (1,) * half,
     )

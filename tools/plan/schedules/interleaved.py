@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, loop_route
+from telechat_moe.tools.plan.schedules.program import Op, OpKind, Program, loop_route
 
 
 def gpipe(stages: int, micro_batches: int) -> Program:
@@ -50,19 +50,22 @@ def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True)
         BadInputError: m is not a multiple of P.
     """
     _need_rounds(stages, micro_batches)
-    name, pair = ("1f1b-overlap", Kind.FD) if split else ("1f1b-overlap-full", Kind.FB)
+    name, pair = ("1f1b-overlap", OpKind.FD) if split else ("1f1b-overlap-full", OpKind.FB)
     ahead = [n + 1 for n in interleaved_warm_up(stages, chunks)]
     plain = _in_turn(name, stages, micro_batches, chunks, ahead)
     ops: list[tuple[Op, ...]] = []
-    for own, first in zip(plain.ops, ahead, strict=True):
-        first = min(first, len(own) // 2)
-        steady, last = own[first : len(own) - first], own[len(own) - first :]
-        new = list(own[:first])
+    for stage_ops, first in zip(plain.ops, ahead, strict=True):
+        first = min(first, len(stage_ops) // 2)
+        steady, last = (
+            stage_ops[first : len(stage_ops) - first],
+            stage_ops[len(stage_ops) - first :],
+        )
+        new = list(stage_ops[:first])
         for f, b in zip(steady[::2], steady[1::2], strict=True):
             new.append(Op(pair, f.chunk, f.micro, b.chunk, b.micro))
-            new += [b._replace(kind=Kind.W)] * split
+            new += [b._replace(kind=OpKind.W)] * split
         for b in last:
-            new += [b._replace(kind=Kind.D), b._replace(kind=Kind.W)] if split else [b]
+            new += [b._replace(kind=OpKind.D), b._replace(kind=OpKind.W)] if split else [b]
         ops.append(tuple(new))
     return Program(name, stages, micro_batches, plain.routes, tuple(ops))
 
@@ -91,10 +94,10 @@ def orders(
     turn, micro = np.zeros(m, dtype=np.int64), np.arange(m)  # chunk of the stage, micro-batch
     if chunks > 1:
         _need_rounds(stages, m)
-        rounds, each = m // stages, np.arange(stages)
+        rounds, group = m // stages, np.arange(stages)
         turn = np.tile(np.repeat(np.arange(chunks), stages), rounds)
-        micro = np.tile(each, rounds * chunks) + np.repeat(np.arange(0, m, stages), number)
-    found: list[NDArray[np.int32]] = []
+        micro = np.tile(group, rounds * chunks) + np.repeat(np.arange(0, m, stages), number)
+    stage_orders: list[NDArray[np.int32]] = []
     for s in range(stages):
         forward = (turn * stages + s) * m + micro
         backward = (number + (chunks - 1 - turn) * stages + s) * m + micro
@@ -103,18 +106,18 @@ def orders(
         )  # Megatron-LM runs all forwards first where m = P; so does this
         both = np.stack([forward[first:], backward[: total - first]], axis=1).ravel()
         order = np.concatenate([forward[:first], both, backward[total - first :]])
-        found.append(order.astype(np.int32))
-    return found
+        stage_orders.append(order.astype(np.int32))
+    return stage_orders
 
 
 def _in_turn(
     name: str, stages: int, micro_batches: int, chunks: int, ahead: Sequence[int]
 ) -> Program:
     """Return the program of `orders`."""
-    number, m, kinds = stages * chunks, micro_batches, (Kind.F, Kind.B)
+    number, m, kinds = stages * chunks, micro_batches, (OpKind.F, OpKind.B)
     ops = tuple(
-        tuple(Op(kinds[op // m // number], op // m % number, op % m) for op in own.tolist())
-        for own in orders(stages, m, chunks, ahead)
+        tuple(Op(kinds[op // m // number], op // m % number, op % m) for op in order.tolist())
+        for order in orders(stages, m, chunks, ahead)
     )
     return Program(name, stages, m, (loop_route(stages, chunks),), ops)
 

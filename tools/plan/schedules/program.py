@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 
 
-class Kind(str, Enum):
+class OpKind(str, Enum):
     """What one operation computes for a chunk and a micro-batch."""
 
     F = "F"
@@ -34,14 +34,14 @@ class Kind(str, Enum):
 
 
 PROGRAM_FILE = "what `telechat-moe plan schedule --json` writes as `program`"
-PAIRS = frozenset({Kind.FB, Kind.FD})
+PAIRS = frozenset({OpKind.FB, OpKind.FD})
 """Kinds that compute two micro-batches."""
 
 
 class Op(NamedTuple):
     """One operation of a stage."""
 
-    kind: Kind
+    kind: OpKind
     chunk: int
     """Number of the chunk in the model's order, 0 .. chunks-1; for FB and FD that of the forward."""
     micro: int
@@ -51,12 +51,12 @@ class Op(NamedTuple):
     back_micro: int = -1
     """Micro-batch of the backward of FB and FD."""
 
-    def parts(self) -> tuple[tuple[Kind, int, int], ...]:
+    def parts(self) -> tuple[tuple[OpKind, int, int], ...]:
         """Return the computations of the operation as (F, B, D or W; chunk; micro-batch)."""
         if self.kind not in PAIRS:
             return ((self.kind, self.chunk, self.micro),)
-        back = Kind.B if self.kind is Kind.FB else Kind.D
-        return ((Kind.F, self.chunk, self.micro), (back, self.back_chunk, self.back_micro))
+        backward = OpKind.B if self.kind is OpKind.FB else OpKind.D
+        return ((OpKind.F, self.chunk, self.micro), (backward, self.back_chunk, self.back_micro))
 
     def __str__(self) -> str:
         """Write it as `F(chunk 3, micro-batch 0)`."""
@@ -70,20 +70,24 @@ class StageWriter:
         self.chunks = chunks
         self.left: dict[str, deque[int]] = {}
         """Micro-batches that still go forward (`F0` for lane 0) and backward (`D0`), and those whose dW waits (`W0`)."""
-        for lane, own in enumerate(micros):
-            self.left |= {f"F{lane}": deque(own), f"D{lane}": deque(own), f"W{lane}": deque()}
+        for lane, micro_batches in enumerate(micros):
+            self.left |= {
+                f"F{lane}": deque(micro_batches),
+                f"D{lane}": deque(micro_batches),
+                f"W{lane}": deque(),
+            }
         self.ops: list[Op] = []
 
     def put(self, pattern: str, times: int = 1) -> None:
         """Write a pattern: `F1 D1` is the next forward and dX of lane 1, `FB01` a forward of lane 0 beside a B of lane 1."""
         for word in pattern.split() * times:
-            kind, lanes = Kind(word.rstrip("01")), word.lstrip("FBDW")
-            what: list[int] = []
+            kind, lanes = OpKind(word.rstrip("01")), word.lstrip("FBDW")
+            numbers: list[int] = []
             for way, lane in zip(kind.value.replace("B", "D"), lanes, strict=True):
-                what += (self.chunks[int(lane)], self.left[way + lane].popleft())
-            if kind is Kind.D:
-                self.left["W" + lanes].append(what[1])
-            self.ops.append(Op(kind, *what))
+                numbers += (self.chunks[int(lane)], self.left[way + lane].popleft())
+            if kind is OpKind.D:
+                self.left["W" + lanes].append(numbers[1])
+            self.ops.append(Op(kind, *numbers))
 
 
 @dataclass(frozen=True)
@@ -115,16 +119,17 @@ class Program:
     @cached_property
     def chunks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         """Chunks whose weights each stage holds, in ascending order."""
-        held: list[set[int]] = [set() for _ in range(self.stages)]
+        chunks: list[set[int]] = [set() for _ in range(self.stages)]
         for route in self.routes:
             for chunk, stage in enumerate(route):
-                held[stage].add(chunk)
-        return tuple(tuple(sorted(h)) for h in held)
+                chunks[stage].add(chunk)
+        return tuple(tuple(sorted(h)) for h in chunks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the program as plain data that `Program.from_json` reads."""
         ops = [
-            [[op.kind.value, *op[1 : 3 + 2 * (op.kind in PAIRS)]] for op in own] for own in self.ops
+            [[op.kind.value, *op[1 : 3 + 2 * (op.kind in PAIRS)]] for op in stage_ops]
+            for stage_ops in self.ops
         ]
         return {
             "name": self.name,
@@ -148,7 +153,10 @@ class Program:
                 int(data["stages"]),
                 int(data["micro_batches"]),
                 tuple(tuple(int(s) for s in r) for r in data["routes"]),
-                tuple(tuple(Op(Kind(k), *map(int, of)) for k, *of in own) for own in data["ops"]),
+                tuple(
+                    tuple(Op(OpKind(k), *map(int, of)) for k, *of in stage_ops)
+                    for stage_ops in data["ops"]
+                ),
                 tuple(int(r) for r in data["route_of"]),
             )
         except KeyError as error:
@@ -211,8 +219,8 @@ class Times:
         comm: float = 0.0,
     ) -> "Times":
         """Return equal chunks; times are those of a whole stage, so a chunk takes the share ``1 / chunks`` of them."""
-        one = np.full(stages * chunks, 1.0 / chunks)
-        return Times(one * forward, one * dx, one * dw, comm)
+        share = np.full(stages * chunks, 1.0 / chunks)
+        return Times(share * forward, share * dx, share * dw, comm)
 
     def full(self, stages: int) -> "Times":
         """Return these times with every empty array filled in; the stages give the unit of activations.
@@ -229,8 +237,8 @@ class Times:
             "activation": np.full(n, stages / n),
             "working": np.zeros(n),
         }
-        given = {name: getattr(self, name) for name in usual}
-        filled = {k: _array(a, n) if len(a) else usual[k] for k, a in given.items()}
+        arrays = {name: getattr(self, name) for name in usual}
+        filled = {k: _array(a, n) if len(a) else usual[k] for k, a in arrays.items()}
         result = Times(
             forward, dx, dw, float(self.comm), **filled, kept_for_w=float(self.kept_for_w)
         )
@@ -254,8 +262,8 @@ def _array(values: NDArray[Any], length: int) -> NDArray[Any]:
 
 def v_route(stages: int, chunks: int) -> tuple[int, ...]:
     """Return the zigzag placement: chunks 0..P-1 on stages 0..P-1, the next P on P-1..0, and so on."""
-    there = list(range(stages))
-    return tuple(s for k in range(chunks) for s in (there if k % 2 == 0 else there[::-1]))
+    forward = list(range(stages))
+    return tuple(s for k in range(chunks) for s in (forward if k % 2 == 0 else forward[::-1]))
 
 
 def loop_route(stages: int, chunks: int) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from telechat_moe.tools.plan.schedules.interleaved import (
     one_f_one_b,
     overlapped,
 )
-from telechat_moe.tools.plan.schedules.program import Kind, Program, Times
-from telechat_moe.tools.plan.schedules.simulate import Result, simulate
+from telechat_moe.tools.plan.schedules.program import OpKind, Program, Times
+from telechat_moe.tools.plan.schedules.simulate import Simulation, simulate
 from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 Generator = Callable[[int, int, int], Program]
@@ -57,14 +57,14 @@ def generate(name: str, stages: int, micro_batches: int, chunks: int) -> Program
 
 
 @dataclass(frozen=True)
-class Known:
+class PublishedSchedule:
     """A published schedule on the given times."""
 
     chunks: int
     """Chunks of a stage that it uses; the given chunks are merged into these."""
     times: Times
     """Times of these merged chunks."""
-    result: Result
+    result: Simulation
     fits: bool
     """Whether no stage holds more activations than it may."""
 
@@ -97,7 +97,7 @@ def allowed(times: Times, rules: Rules) -> Times:
 
 def known(
     times: Times, stages: int, micro_batches: int, memory: NDArray[Any], rules: Rules
-) -> Iterator[Known]:
+) -> Iterator[PublishedSchedule]:
     """Yield every published schedule that these numbers and rules allow, simulated.
 
     Times are filled in (`Times.full`), of each chunk of the finest division; `memory` is the most activations of each
@@ -118,9 +118,9 @@ def known(
                 continue
             result = simulate(program, merged)
             fits = bool((result.peak <= memory * (1 + 1e-9)).all())
-            yield Known(chunks, merged, result, fits)
+            yield PublishedSchedule(chunks, merged, result, fits)
 
 
 def uses_split(program: Program) -> bool:
     """Return whether some dX and dW are separate operations."""
-    return any(op.kind in (Kind.D, Kind.W, Kind.FD) for ops in program.ops for op in ops)
+    return any(op.kind in (OpKind.D, OpKind.W, OpKind.FD) for ops in program.ops for op in ops)

@@ -37,35 +37,35 @@ def rank_orders(recipe: Recipe) -> dict[int, RankOrder] | None:
     program, paired = program_of(recipe), recipe.telechat_moe.sharding.overlap_exchange
     if program is None:
         return None
-    if paired and not any(op.kind in PAIRS for own in program.ops for op in own):
-        found = (
+    if paired and not any(op.kind in PAIRS for ops in program.ops for op in ops):
+        problem = (
             f"{program.name} with {program.micro_batches} micro-batches has no pair of a forward and a backward, so "
             "telechat_moe.sharding.overlap_exchange would have no effect"
         )
         expected = "a program with pairs, such as 1f1b-overlap, or more micro-batches"
-        raise RecipeError([recipe.problem(KEY, found, expected)])
+        raise RecipeError([recipe.problem(KEY, problem, expected)])
     mesh = mesh_of(recipe)
     return {rank: stage_order(program, mesh.stage(rank), paired) for rank in range(mesh.devices)}
 
 
 def stage_order(program: Program, stage: int, paired: bool = False) -> RankOrder:
     """Return the passes of a stage; ``paired``: with its pairs, else the forward of each, then the backward."""
-    held = program.chunks_of_stage[stage]
+    chunks = program.chunks_of_stage[stage]
     order: RankOrder = []
     for op in program.ops[stage]:
         if paired and op.kind in PAIRS:
-            at = (held.index(op.chunk), op.micro, held.index(op.back_chunk), op.back_micro)
-            order.append((op.kind.value, *at))
+            place = (chunks.index(op.chunk), op.micro, chunks.index(op.back_chunk), op.back_micro)
+            order.append((op.kind.value, *place))
         else:
-            order += [(kind.value, held.index(chunk), micro) for kind, chunk, micro in op.parts()]
+            order += [(kind.value, chunks.index(chunk), micro) for kind, chunk, micro in op.parts()]
     return order
 
 
 def program_of(recipe: Recipe) -> Program | None:
     """Return the program that a recipe chooses, checked against its layout; None: it chooses none."""
-    own, stages = recipe.telechat_moe.sharding, stages_of(recipe)
-    name, pp, micro = own.pipeline_schedule, mesh_of(recipe).pp, recipe.micro_batches
-    if stages is None and own.overlap_exchange:
+    sharding, stages = recipe.telechat_moe.sharding, stages_of(recipe)
+    name, pp, micro = sharding.pipeline_schedule, mesh_of(recipe).pp, recipe.micro_batches
+    if stages is None and sharding.overlap_exchange:
         return generate(ONE_STAGE, 1, micro, 1)
     if name is None or stages is None:
         return None
@@ -76,8 +76,8 @@ def program_of(recipe: Recipe) -> Program | None:
         _check_fit(program, pp, micro, route)
         check(program)
     except BadInputError as error:
-        found, _, expected = str(error).partition("; expected ")
-        problem = recipe.problem(KEY, f"{name}: {found}", expected or "a program that can run")
+        reason, _, expected = str(error).partition("; expected ")
+        problem = recipe.problem(KEY, f"{name}: {reason}", expected or "a program that can run")
         raise RecipeError([problem]) from None
     return program
 
@@ -91,9 +91,9 @@ def _program(name: str, stages: int, micro: int, chunks: int, placement: str) ->
     if name in GENERATORS:
         return generate(name, stages, micro, chunks)
     if not name.endswith(".json"):
-        known = ", ".join(GENERATORS)
+        names = ", ".join(GENERATORS)
         raise BadInputError(
-            f"no such schedule; expected one of {known}, synthesised, or a JSON file of a program"
+            f"no such schedule; expected one of {names}, synthesised, or a JSON file of a program"
         )
     try:
         data = parse_json(Path(name).read_bytes())

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
+from telechat_moe.tools.plan.schedules.program import Op, OpKind, Program, Times
 
 
 @dataclass(frozen=True)
-class Result:
+class Simulation:
     """A program with the times of its operations."""
 
     program: Program
@@ -43,7 +43,12 @@ def durations(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     alone.
     """
     times = times.full(program.stages)
-    alone = {Kind.F: times.forward, Kind.B: times.backward, Kind.D: times.dx, Kind.W: times.dw}
+    alone = {
+        OpKind.F: times.forward,
+        OpKind.B: times.backward,
+        OpKind.D: times.dx,
+        OpKind.W: times.dw,
+    }
 
     def lasts(op: Op) -> float:
         first, *paired = (float(alone[kind][chunk]) for kind, chunk, _ in op.parts())
@@ -63,23 +68,28 @@ def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     So only the order matters, not the times.
     """
     times = times.full(program.stages)
-    freed = {Kind.F: 0.0, Kind.B: 1.0, Kind.D: 1.0 - times.kept_for_w, Kind.W: times.kept_for_w}
+    freed = {
+        OpKind.F: 0.0,
+        OpKind.B: 1.0,
+        OpKind.D: 1.0 - times.kept_for_w,
+        OpKind.W: times.kept_for_w,
+    }
     result: list[NDArray[Any]] = []
     for ops in program.ops:
         during = np.empty(len(ops))
-        held = 0.0
+        activations = 0.0
         for i, op in enumerate(ops):
             parts = op.parts()
-            held += sum(float(times.activation[c]) for k, c, _ in parts if k is Kind.F)
-            during[i] = held + sum(
-                float(times.working[c]) for k, c, _ in parts if k in (Kind.D, Kind.B)
+            activations += sum(float(times.activation[c]) for k, c, _ in parts if k is OpKind.F)
+            during[i] = activations + sum(
+                float(times.working[c]) for k, c, _ in parts if k in (OpKind.D, OpKind.B)
             )
-            held -= sum(freed[k] * float(times.activation[c]) for k, c, _ in parts)
+            activations -= sum(freed[k] * float(times.activation[c]) for k, c, _ in parts)
         result.append(during)
     return tuple(result)
 
 
-def simulate(program: Program, times: Times) -> Result:
+def simulate(program: Program, times: Times) -> Simulation:
     """Return the start and end of every operation; times are of each of the program's chunks.
 
     Raises:
@@ -94,42 +104,42 @@ def simulate(program: Program, times: Times) -> Result:
     makespan = max((e[-1] for e in end if len(e)), default=0.0)
     busy = np.array([sum(d) for d in lasting])
     idle = 1.0 - busy / makespan if makespan else np.zeros(program.stages)
-    held = memory(program, times)
-    return Result(
+    activations = memory(program, times)
+    return Simulation(
         program,
         tuple(np.array(s) for s in start),
         tuple(np.array(e) for e in end),
         makespan,
         idle,
         float(idle.mean()),
-        held,
-        np.array([h.max(initial=0.0) for h in held]),
+        activations,
+        np.array([h.max(initial=0.0) for h in activations]),
     )
 
 
-Key = tuple[str, int, int]
+ResultKey = tuple[str, int, int]
 """A result that an operation waits for or makes: "F", or "D" for the gradient of D or B; chunk; micro-batch."""
 
 
-def needs(op: Op, chunks: int) -> list[Key]:
+def needs(op: Op, chunks: int) -> list[ResultKey]:
     """Return the results that an operation needs before it starts."""
-    found: list[Key] = []
+    results: list[ResultKey] = []
     for kind, chunk, micro in op.parts():
-        if kind is Kind.F:
+        if kind is OpKind.F:
             if chunk:
-                found.append(("F", chunk - 1, micro))
-        elif kind is Kind.W:
-            found.append(("D", chunk, micro))
+                results.append(("F", chunk - 1, micro))
+        elif kind is OpKind.W:
+            results.append(("D", chunk, micro))
         else:
-            found.append(("F", chunk, micro))
+            results.append(("F", chunk, micro))
             if chunk < chunks - 1:
-                found.append(("D", chunk + 1, micro))
-    return found
+                results.append(("D", chunk + 1, micro))
+    return results
 
 
-def makes(op: Op) -> list[Key]:
+def makes(op: Op) -> list[ResultKey]:
     """Return the results of an operation that others wait for."""
-    return [("F" if k is Kind.F else "D", c, m) for k, c, m in op.parts() if k is not Kind.W]
+    return [("F" if k is OpKind.F else "D", c, m) for k, c, m in op.parts() if k is not OpKind.W]
 
 
 def longest_paths(
@@ -144,8 +154,8 @@ def longest_paths(
     Raises:
         BadInputError: The program cannot finish.
     """
-    done: dict[Key, tuple[float, int]] = {}  # when, and on which stage
-    waiting: dict[Key, list[int]] = {}
+    finished: dict[ResultKey, tuple[float, int]] = {}  # when, and on which stage
+    waiting: dict[ResultKey, list[int]] = {}
     clock = [0.0] * program.stages
     start: list[list[float]] = [[] for _ in clock]
     end: list[list[float]] = [[] for _ in clock]
@@ -158,35 +168,38 @@ def longest_paths(
             op = ops[i]
             begin = clock[s]
             for key in needs(op, chunks):
-                known = done.get(key)
-                if known is None:
+                maker = finished.get(key)
+                if maker is None:
                     waiting.setdefault(key, []).append(s)
                     break
-                begin = max(begin, known[0] if known[1] == s else known[0] + comm)
+                begin = max(begin, maker[0] if maker[1] == s else maker[0] + comm)
             else:
                 clock[s] = finish = begin + lasting[s][i]
                 start[s].append(begin)
                 end[s].append(finish)
                 for key in makes(op):
-                    done[key] = (finish, s)
+                    finished[key] = (finish, s)
                     todo += waiting.pop(key, ())
                 continue
             break
     stuck = [s for s in range(program.stages) if len(end[s]) < len(program.ops[s])]
     if stuck:
-        raise BadInputError(_deadlock(program, stuck, [len(e) for e in end], done))
+        raise BadInputError(_deadlock(program, stuck, [len(e) for e in end], finished))
     return start, end
 
 
 def _deadlock(
-    program: Program, stuck: list[int], at: list[int], done: dict[Key, tuple[float, int]]
+    program: Program,
+    stuck: list[int],
+    position: list[int],
+    finished: dict[ResultKey, tuple[float, int]],
 ) -> str:
     lines: list[str] = []
     for s in stuck[:8]:
-        op = program.ops[s][at[s]]
-        missing = next(k for k in needs(op, program.chunks) if k not in done)
+        op = program.ops[s][position[s]]
+        missing = next(k for k in needs(op, program.chunks) if k not in finished)
         lines.append(
-            f"  stage {s} is stopped at its operation {at[s]}, {op}, and waits for "
+            f"  stage {s} is stopped at its operation {position[s]}, {op}, and waits for "
             f"{missing[0]}(chunk {missing[1]}, micro-batch {missing[2]})"
         )
     return f"program {program.name} cannot finish (deadlock):\n" + "\n".join(lines)

@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.native import address, load
-from telechat_moe.tools.plan.schedules.bounds import Bound, Rules, lower_bound
+from telechat_moe.tools.plan.schedules.bounds import MakespanBound, Rules, lower_bound
 from telechat_moe.tools.plan.schedules.program import (
-    Kind,
     Op,
+    OpKind,
     Program,
     Times,
     loop_route,
     v_route,
 )
-from telechat_moe.tools.plan.schedules.published import Known, allowed, known, merge
-from telechat_moe.tools.plan.schedules.simulate import Result, simulate
+from telechat_moe.tools.plan.schedules.published import PublishedSchedule, allowed, known, merge
+from telechat_moe.tools.plan.schedules.simulate import Simulation, simulate
 
 EFFORT = 20_000_000
 """Operations that all tries together may schedule, which takes about 2 s."""
@@ -99,15 +99,15 @@ PATTERNS = (
 class Synthesis:
     """The best schedule found."""
 
-    result: Result
+    result: Simulation
     """The simulated schedule; its program may have fewer chunks than were given, because some were merged."""
     times: Times
     """Times of the program's chunks."""
-    bound: Bound
+    bound: MakespanBound
     """Lower bound: no schedule on any allowed placement is shorter."""
     source: str
     """How it was found: `synthesised`, or the name of a published schedule."""
-    table: tuple[Known, ...] = field(repr=False)
+    table: tuple[PublishedSchedule, ...] = field(repr=False)
     """The published schedules on the same times."""
     tries: int
     """Number of schedules that were made."""
@@ -208,15 +208,15 @@ class _Instance:
     def follow(self, pattern: Pattern) -> "_Policy":
         """Return the due dates of a pattern, and when each micro-batch may enter."""
         t, n = self.times, len(self.route)
-        back = self._arrays[2]
-        mean = float((t.forward + back + self._arrays[3]).sum()) / (
+        dx = self._arrays[2]
+        mean = float((t.forward + dx + self._arrays[3]).sum()) / (
             n * (3 if self.rules.split else 2)
         )
         stage = np.array(self.route)
         link = np.append(np.where(stage[1:] != stage[:-1], t.comm, 0.0), 0.0)
         turns = np.append((np.arange(1, n) % self.stages == 0) * pattern.jump_b * mean, 0.0)
         hop_f = pattern.hop_f * (t.forward + mean) / 2 + link
-        hop_b = pattern.hop_b * (back + mean) / 2 + np.roll(link, 1) + np.roll(turns, 1)
+        hop_b = pattern.hop_b * (dx + mean) / 2 + np.roll(link, 1) + np.roll(turns, 1)
         forward = np.cumsum(hop_f) - hop_f
         last = float(hop_f.sum()) + pattern.turn * mean
         backward = last + (np.cumsum(hop_b[::-1]) - hop_b[::-1])[::-1]
@@ -230,53 +230,56 @@ class _Instance:
             offsets[:, :, None] + begin, release, np.array([pattern.wait, pattern.eager], float)
         )
 
-    def imitate(self, result: Result) -> "_Policy":
+    def imitate(self, result: Simulation) -> "_Policy":
         """Return the due dates that reproduce a schedule on this placement: its start times."""
         due = np.zeros((3, len(self.route), self.micro_batches))
         for ops, starts in zip(result.program.ops, result.start, strict=True):
             for op, start in zip(ops, starts.tolist(), strict=True):
                 for kind, chunk, micro in op.parts():
-                    at = {Kind.F: (0,), Kind.D: (1,), Kind.W: (2,), Kind.B: (1, 2)}[kind]
-                    due[at, chunk, micro] = start
+                    kinds = {OpKind.F: (0,), OpKind.D: (1,), OpKind.W: (2,), OpKind.B: (1, 2)}[kind]
+                    due[kinds, chunk, micro] = start
         return _Policy(due, np.zeros(self.micro_batches), np.zeros(2))
 
     def climb(
         self, policy: "_Policy", steps: int, seed: int = 0
     ) -> tuple[float, "_Policy", "_Order"]:
         """Return makespan, improved policy and order; infinity where the memory does not suffice."""
-        found = _Policy(*(array.copy() for array in policy))
+        improved = _Policy(*(array.copy() for array in policy))
         out = np.empty(self.operations, np.int32)
         lengths = np.empty(self.stages, np.int32)
         makespan = load().telechat_schedule_pipeline(
             ctypes.byref(self._problem),
-            *map(address, (found.due, found.release, found.wait_eager, found.wait_eager[1:])),
+            *map(
+                address,
+                (improved.due, improved.release, improved.wait_eager, improved.wait_eager[1:]),
+            ),
             seed,
             steps,
             self.bound.makespan * (1 + 1e-12),
             *map(address, (out, lengths)),
         )
-        return makespan, found, (out, lengths)
+        return makespan, improved, (out, lengths)
 
     def decode(self, order: "_Order") -> tuple[tuple[Op, ...], ...]:
         """Return the operations of each stage."""
         out, lengths = order
         n, m = len(self.route), self.micro_batches
-        kinds = (Kind.F, Kind.D, Kind.W) if self.rules.split else (Kind.F, Kind.B)
-        pair = Kind.FD if self.rules.split else Kind.FB
+        kinds = (OpKind.F, OpKind.D, OpKind.W) if self.rules.split else (OpKind.F, OpKind.B)
+        pair = OpKind.FD if self.rules.split else OpKind.FB
         result: list[tuple[Op, ...]] = []
-        at = 0
+        start = 0
         for length in lengths.tolist():
             ops: list[Op] = []
-            for code in out[at : at + length].tolist():
-                k, rest = divmod(code & (_PAIR - 1), n * m)
-                chunk, micro = divmod(rest, m)
+            for code in out[start : start + length].tolist():
+                k, remainder = divmod(code & (_PAIR - 1), n * m)
+                chunk, micro = divmod(remainder, m)
                 if code & _PAIR:
                     first = ops.pop()
                     ops.append(Op(pair, first.chunk, first.micro, chunk, micro))
                 else:
                     ops.append(Op(kinds[k], chunk, micro))
             result.append(tuple(ops))
-            at += length
+            start += length
         return tuple(result)
 
     def program(self, ops: tuple[tuple[Op, ...], ...]) -> Program:
@@ -299,7 +302,7 @@ class _Policy(NamedTuple):
     """`Pattern.wait` and `Pattern.eager`."""
 
 
-_Found = tuple[Result, Times, str]
+_Found = tuple[Simulation, Times, str]
 """A schedule, the times of its chunks, and how it was found."""
 
 
@@ -339,14 +342,14 @@ class _Search:
     def _instances(self, placements: Sequence[str]) -> Iterator[_Instance]:
         finest = len(self.times.forward) // self.stages
         merged = [v for v in range(1, finest) if finest % v == 0] if len(placements) > 1 else []
-        seen: set[tuple[int, ...]] = set()
+        routes: set[tuple[int, ...]] = set()
         for chunks in (finest, *merged):
             times = merge(self.times, self.stages * chunks)
             for name in placements:
                 route = PLACEMENTS[name](self.stages, chunks)
-                if route in seen:
+                if route in routes:
                     continue
-                seen.add(route)
+                routes.add(route)
                 need = np.bincount(route, times.activation, minlength=self.stages)
                 if (need <= self.memory * (1 + 1e-9)).all():
                     yield _Instance(
@@ -358,16 +361,18 @@ class _Search:
         usable = [k for k in table if k.fits and k.copies == 1]
         usable = [k for k in usable if k.program.routes[0] in self.routes]
         bound = min((i.bound for i in self.instances), key=lambda b: b.makespan)
-        found: list[_Found] = [(k.result, k.times, k.program.name) for k in usable]
+        schedules: list[_Found] = [(k.result, k.times, k.program.name) for k in usable]
         enough = bound.makespan * (1 + 1e-12)
-        if all(result.makespan > enough for result, _, _ in found):
-            found += self._search(usable, effort, enough)
-        result, times, source = min(found, key=lambda one: one[0].makespan)
+        if all(result.makespan > enough for result, _, _ in schedules):
+            schedules += self._search(usable, effort, enough)
+        result, times, source = min(schedules, key=lambda schedule: schedule[0].makespan)
         if result.makespan < bound.makespan * (1 - 1e-9):
             raise AssertionError(f"{result.makespan} is below the bound {bound}")
         return Synthesis(result, times, bound, source, table, self.tries)
 
-    def _search(self, usable: Sequence[Known], effort: int, enough: float) -> list[_Found]:
+    def _search(
+        self, usable: Sequence[PublishedSchedule], effort: int, enough: float
+    ) -> list[_Found]:
         """Return the best schedule that the scheduler makes, if it makes one."""
         first: list[tuple[float, int, _Policy]] = []
         best: tuple[float, int, _Order | None] = (np.inf, -1, None)
@@ -394,16 +399,16 @@ class _Search:
             first.sort(key=lambda f: f[0])
             first = first[:4]
             _, index, policy = first.pop(0 if len(first) == 1 else self._below(len(first)))
-            rest = max(effort - spent, 0) // self.instances[index].operations
-            attempt(index, policy, int(min(200, max(rest, 1))))
+            steps_left = max(effort - spent, 0) // self.instances[index].operations
+            attempt(index, policy, int(min(200, max(steps_left, 1))))
         claimed, index, order = best
         if order is None:
             return []
         instance = self.instances[index]
         return [self._judge(instance, instance.decode(order), claimed)]
 
-    def _below(self, most: int) -> int:
-        return int(self.random.integers(most))  # type: ignore[reportUnknownMemberType]
+    def _below(self, limit: int) -> int:
+        return int(self.random.integers(limit))  # type: ignore[reportUnknownMemberType]
 
     def _judge(
         self, instance: _Instance, ops: tuple[tuple[Op, ...], ...], claimed: float
@@ -428,12 +433,12 @@ class _Search:
 def _fuse(ops: tuple[tuple[Op, ...], ...], chunk: int) -> tuple[tuple[Op, ...], ...]:
     """Write B where D and W of a chunk and the same micro-batch follow each other."""
     result: list[tuple[Op, ...]] = []
-    for own in ops:
+    for stage_ops in ops:
         new: list[Op] = []
-        for op in own:
-            before = op._replace(kind=Kind.D)
-            if op.kind is Kind.W and op.chunk == chunk and new and new[-1] == before:
-                new[-1] = op._replace(kind=Kind.B)
+        for op in stage_ops:
+            before = op._replace(kind=OpKind.D)
+            if op.kind is OpKind.W and op.chunk == chunk and new and new[-1] == before:
+                new[-1] = op._replace(kind=OpKind.B)
             else:
                 new.append(op)
         result.append(tuple(new))

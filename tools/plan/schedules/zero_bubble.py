@@ -22,12 +22,12 @@ def _handcrafted(name: str, stages: int, micro_batches: int, factor: int) -> Pro
     for s in range(stages):
         to = StageWriter((s,), (range(micro_batches),))
         ahead = min(factor * (stages - 1 - s), micro_batches)
-        held = min(factor * s, micro_batches - ahead)
+        delayed = min(factor * s, micro_batches - ahead)
         to.put("F0", ahead)
-        to.put("F0 D0", held)
-        to.put("F0 D0 W0", micro_batches - ahead - held)
+        to.put("F0 D0", delayed)
+        to.put("F0 D0 W0", micro_batches - ahead - delayed)
         to.put("D0 W0", ahead)
-        to.put("W0", held)
+        to.put("W0", delayed)
         ops.append(tuple(to.ops))
     return Program(name, stages, micro_batches, (loop_route(stages, 1),), tuple(ops))
 

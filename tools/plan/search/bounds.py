@@ -1,6 +1,6 @@
 """Probe what layers, embedding and head cost in every configuration, and prove lower bounds from these costs.
 
-A step is the makespan of the schedule, operation by operation, and a rest that depends on the largest stage: gradient
+A step is the makespan of the schedule, operation by operation, and a tail that depends on the largest stage: gradient
 reduction, update and host (`simulate_step`). Except for maxima, both are linear in the layers of the stages; `Costs`
 holds the coefficients of all configurations of one depth, found by probing the cost model with single layers.
 """
@@ -19,13 +19,21 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import WORKSPACE, late_peak, local_parameters, memory
 from telechat_moe.tools.plan.cost.roofline import Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.cost.simulate_step import weight_gradient
-from telechat_moe.tools.plan.cost.step import hides_forward, reduction, send, stage_times, update
+from telechat_moe.tools.plan.cost.step import (
+    StageTimes,
+    hides_forward,
+    reduction,
+    send,
+    stage_times,
+    update,
+)
 from telechat_moe.tools.plan.search.placement import PS, Multipliers
 from telechat_moe.tools.plan.search.placement_problem import (
-    Layers,
-    Problem,
-    Rest,
-    Times,
+    BISECTIONS,
+    LayerGroup,
+    PassTimes,
+    PlacementProblem,
+    StepTail,
     least_largest,
 )
 
@@ -34,15 +42,57 @@ PLAIN, DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED, BEFORE, END = range(7)
 
 
 @dataclass
-class Costs:
-    """Costs of each configuration [n]: seconds a micro-batch, bytes and parameters a device; kinds: dense, MoE."""
+class LayerCosts:
+    """Costs of one layer of each kind, dense and MoE: seconds a micro-batch, bytes and parameters a device."""
 
     times: Array
-    """F, B (D where dW is separate) and W of a layer of each kind, [n, 2, 3]."""
+    """F, B (D where dW is separate) and W, [n, 2, 3]."""
 
     recompute_time: Array
     """Further backward time of a recomputed layer, [n, 2]."""
 
+    states: Array
+    """Bytes of parameters, gradients and optimizer, [n, 2]."""
+
+    activations: Array
+    """Bytes kept at the peak of each stage, not recomputed, [n, 2, P]."""
+
+    inputs: Array
+    """The same, recomputed."""
+
+    working: Array
+    """Working set of a stage that recomputes a layer, [n, 2]."""
+
+    weights: Array
+    """Parameters that all data-parallel copies hold, and experts' parameters, [n, 2 kinds, 2]."""
+
+
+@dataclass
+class StageCosts:
+    """Costs of each stage without its layers."""
+
+    memory: Array
+    """Bytes without `logits`, [n, P]."""
+
+    logits: Array
+    """Bytes of the last stage that its layers' working set may use as well, [n]."""
+
+    working: Array
+    """Working set that a stage needs as soon as it has layers, [n]."""
+
+    last: NDArray[Any]
+    """Number of the stage with the head, [n]."""
+
+    weights: Array
+    """Parameters as in `LayerCosts.weights`, [n, 2, P]."""
+
+
+@dataclass
+class Costs:
+    """Costs of each configuration [n]."""
+
+    layers: LayerCosts
+    stages: StageCosts
     first: Array
     """F, B, W of the embedding, [n, 3]."""
 
@@ -53,49 +103,13 @@ class Costs:
     """The same for head and MTP."""
 
     send: Array
-    states: Array
-    """Bytes of parameters, gradients and optimizer of a layer, [n, 2]."""
+    """Seconds of a send from one stage to another, [n]."""
 
-    kept: Array
-    """Bytes that a layer keeps at the peak of each stage, not recomputed, [n, 2, P]."""
-
-    entry: Array
-    """The same, recomputed."""
-
-    working: Array
-    """Working set of a stage that recomputes a layer, [n, 2]."""
-
-    held: Array
-    """Working set of a stage that has layers."""
-
-    fixed: Array
-    """Bytes of each stage without layers and without `logits`, [n, P]."""
-
-    logits: Array
-    """Bytes of the last stage that its layers' working set may use as well."""
-
-    last_stage: NDArray[Any]
-    weights: Array
-    """Parameters of a layer that all data-parallel copies hold, and its experts' parameters, [n, 2 kinds, 2]."""
-
-    fixed_weights: Array
-    """The same for each stage without layers, [n, 2, P]."""
+    tail: Columns
+    """The fields of `StepTail`, [n] or [n, 2]."""
 
     count: tuple[int, int]
     """Dense and MoE layers of the model."""
-
-    base: Array
-    start: Array
-    reduce: Array
-    """Seconds of gradient reduction for each parameter, [n, 2]; `start` holds the seconds without any."""
-
-    update: Array
-    exposed: Array
-    late: Array
-    """`Rest.late`, [n, 2]."""
-
-    hides: Array
-    """`Rest.hides`, [n, 2]."""
 
     micro_batches: Array
     choice: NDArray[Any]
@@ -106,45 +120,40 @@ class Costs:
         """The kind with the most layers."""
         return int(self.count[1] >= self.count[0])
 
-    def rest(self, row: int) -> Rest:
-        """Return the rest of a configuration's step after the pipeline."""
-        return Rest(
-            base=float(self.base[row]),
-            start=float(self.start[row]),
-            reduce=(float(self.reduce[row, 0]), float(self.reduce[row, 1])),
-            update=(float(self.update[row, 0]), float(self.update[row, 1])),
-            exposed=float(self.exposed[row]),
-            late=(float(self.late[row, 0]), float(self.late[row, 1])),
-            hides=(float(self.hides[row, 0]), float(self.hides[row, 1])),
-        )
+    def tail_of(self, row: int) -> StepTail:
+        """Return the end of a configuration's step, after the pipeline."""
+        values: dict[str, Any] = {name: v[row].tolist() for name, v in vars(self.tail).items()}
+        return StepTail(**values)
 
     @cached_property
     def least_weights(self) -> Array:
         """The least parameters that the largest stage can have, [n, 2]."""
-        return least_largest(self.fixed_weights, self.weights[:, self.bulk], max(self.count))
+        layer = self.layers.weights[:, self.bulk]
+        return least_largest(self.stages.weights, layer, max(self.count))
 
-    def least_rest(self, makespan: Array) -> Array:
-        """Return a lower bound on the rest of the step after a pipeline of at most `makespan` seconds, [n].
+    def shortest_tail(self, makespan: Array) -> Array:
+        """Return a lower bound on the step's tail after a pipeline of at most `makespan` seconds, [n].
 
         Some stage has at least the average number of layers.
         """
-        largest = self.least_weights
-        whole = self.start + (self.reduce * largest).sum(axis=1)
-        hidden = self.late[:, 0] * makespan / self.micro_batches + self.late[:, 1]
-        shown = np.maximum(whole - hidden, self.exposed * whole)
-        return shown + (self.update * largest).sum(axis=1) + self.base
+        weights, tail = self.least_weights, self.tail
+        reduction = tail.start + (tail.reduce * weights).sum(axis=1)
+        limit = tail.overlap_limit
+        hidden = limit[:, 0] * makespan / self.micro_batches + limit[:, 1]
+        exposed = np.maximum(reduction - hidden, tail.exposed * reduction)
+        return exposed + (tail.update * weights).sum(axis=1) + tail.base
 
 
 def with_stages(x: Columns, **arrays: Array) -> Columns:
     """Return the columns with other layers on the stages, `[n, any number]`."""
     width = next(iter(arrays.values())).shape[1]
     zero = np.zeros((len(x), width))
-    stages = {name: arrays.get(name, zero) for name in STAGE_COLUMNS}
-    whole = np.full(len(x), float(width))
-    last: Array = whole - 1.0
+    layers = {name: arrays.get(name, zero) for name in STAGE_COLUMNS}
+    stages = np.full(len(x), float(width))
+    last: Array = stages - 1.0
     mtp: Array = last - x.mtp_apart
-    values: dict[str, Array] = {**vars(x), **stages}
-    return Columns(values | {"pp": whole, "last_stage": last, "mtp_stage": mtp})
+    values: dict[str, Array] = {**vars(x), **layers}
+    return Columns(values | {"pp": stages, "last_stage": last, "mtp_stage": mtp})
 
 
 def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Costs:
@@ -152,88 +161,93 @@ def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Cost
 
     Where there is a `choice`, the number of recomputed layers is free; else all layers are, by the policy.
     """
-    n = len(x)
-    probe = np.zeros((4, n, END + 1))
-    probe[0, :, [DENSE, DENSE_RECOMPUTED]] = probe[1, :, [MOE, MOE_RECOMPUTED]] = 1
-    probe[2, :, DENSE_RECOMPUTED] = probe[3, :, MOE_RECOMPUTED] = 1
-    seen = with_stages(x, **dict(zip(STAGE_COLUMNS, probe, strict=True)))
-    r = rates(seen, device)
-    s = stage_times(seen, r)
-    held = memory(seen, with_late=False)
-    states = held.parameters + held.gradients + held.optimizer
-    weights = np.stack(local_parameters(seen), axis=-1)  # [n, 7, 2]
-    always = choice[:, None]  # else every layer is recomputed by its policy
-    forward = s.forward[:, [DENSE, MOE]]
-    backward = np.where(
-        always, s.backward[:, [DENSE, MOE]], s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]]
-    )
-    recompute_time = s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - s.backward[:, [DENSE, MOE]]
-    own, head = _weight_gradients(x, seen, r, s.backward)
-    zero = np.zeros(n)
-    kept, entry, idle = _kept(x, choice)
-    least = _least(x)[:, None]
-    often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
-    start, reduce, updates = _after(x, device, often)
-    each = np.where(often, x.micro_batches * (1 - device.constants.exposed), 1.0)
-    hides = np.column_stack([each * hides_forward(x) * often, each])
+    counts = np.zeros((4, len(x), END + 1))
+    counts[0, :, [DENSE, DENSE_RECOMPUTED]] = counts[1, :, [MOE, MOE_RECOMPUTED]] = 1
+    counts[2, :, DENSE_RECOMPUTED] = counts[3, :, MOE_RECOMPUTED] = 1
+    probe = with_stages(x, **dict(zip(STAGE_COLUMNS, counts, strict=True)))
+    r = rates(probe, device)
+    s = stage_times(probe, r)
+    footprint = memory(probe, with_late=False)
+    states = footprint.parameters + footprint.gradients + footprint.optimizer
+    buffers = footprint.buffers
+    weights = np.stack(local_parameters(probe), axis=-1)  # [n, 7, 2]
+    free = choice[:, None]  # else every layer is recomputed by its policy
+    forward, plain = s.forward[:, [DENSE, MOE]], s.backward[:, [DENSE, MOE]]
+    recomputed = s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]]
+    layer_dw, head_dw = _weight_gradients(x, probe, r, s.backward)
+    activations, inputs, idle = _activations(x, choice)
+    least_bytes, zero = _least_memory(x)[:, None], np.zeros(len(x))
     return Costs(
-        times=np.stack([forward, backward - own, own], axis=-1),
-        recompute_time=np.where(always, recompute_time, 0.0),
+        layers=LayerCosts(
+            times=np.stack(
+                [forward, np.where(free, plain, recomputed) - layer_dw, layer_dw], axis=-1
+            ),
+            recompute_time=np.where(free, recomputed - plain, 0.0),
+            states=states[:, [DENSE, MOE]],
+            activations=activations,
+            inputs=inputs,
+            working=buffers[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - buffers[:, :1],
+            weights=weights[:, [DENSE, MOE]],
+        ),
+        stages=StageCosts(
+            memory=np.where(least_bytes > room, least_bytes, idle),
+            logits=buffers[:, END] - buffers[:, PLAIN],
+            working=buffers[:, DENSE] - buffers[:, PLAIN],
+            last=x.last_stage.astype(int),
+            weights=np.stack(local_parameters(x), axis=1),
+        ),
         first=np.column_stack([s.forward[:, PLAIN], s.backward[:, PLAIN], zero]),
         before=np.column_stack([s.forward[:, BEFORE], s.backward[:, BEFORE], zero]),
-        last=np.column_stack([s.forward[:, END], s.backward[:, END] - head, head]),
-        send=np.broadcast_to(send(x, device), (n,)) * (x.pp > 1),
-        states=states[:, [DENSE, MOE]],
-        kept=kept,
-        entry=entry,
-        working=held.buffers[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - held.buffers[:, :1],
-        held=held.buffers[:, DENSE] - held.buffers[:, PLAIN],
-        fixed=np.where(least > room, least, idle),
-        logits=held.buffers[:, END] - held.buffers[:, PLAIN],
-        last_stage=x.last_stage.astype(int),
-        weights=weights[:, [DENSE, MOE]],
-        fixed_weights=np.stack(local_parameters(x), axis=1),
+        last=np.column_stack([s.forward[:, END], s.backward[:, END] - head_dw, head_dw]),
+        send=np.broadcast_to(send(x, device), (len(x),)) * (x.pp > 1),
+        tail=_tail(x, device, s),
         count=(int(x.dense_layers[0]), int(x.moe_layers[0])),
-        base=np.full(n, device.constants.step_host_s),
-        start=start,
-        reduce=reduce,
-        update=updates,
-        exposed=np.where(often | (x.overlap > 0), device.constants.exposed, 1.0),
-        late=_late(x, hides, s.forward, s.backward),
-        hides=hides,
         micro_batches=x.micro_batches,
         choice=choice,
     )
 
 
-def _weight_gradients(x: Columns, seen: Columns, r: Rates, backward: Array) -> tuple[Array, Array]:
+def _weight_gradients(x: Columns, probe: Columns, r: Rates, backward: Array) -> tuple[Array, Array]:
     """Return W of a layer of each kind, [n, 2], and of the head, [n]; 0 where the schedule does not separate dW."""
     n, split = len(x), x.order >= 2
-    own = [weight_gradient(layer(seen, r, moe)) for moe in (False, True)]
-    own = np.column_stack([np.broadcast_to(o, (n,)) for o in own]) * split[:, None]
-    head = np.broadcast_to(head_forward(seen, r).matmul * (1 + x.mtp), (n,))
-    layers = np.minimum(own, backward[:, [DENSE, MOE]])
+    kinds = [weight_gradient(layer(probe, r, moe)) for moe in (False, True)]
+    layers = np.column_stack([np.broadcast_to(dw, (n,)) for dw in kinds]) * split[:, None]
+    head = np.broadcast_to(head_forward(probe, r).matmul * (1 + x.mtp), (n,))
+    layers = np.minimum(layers, backward[:, [DENSE, MOE]])
     return layers, np.minimum(head * split, backward[:, END])
 
 
-def _after(x: Columns, device: Device, often: NDArray[Any]) -> tuple[Array, Array, Array]:
-    """Return the seconds to reduce no parameter, [n], and to reduce and to update one of each kind, [n, 2] each."""
-    few, many = np.zeros(len(x)), np.full(len(x), 1e9)
-    pairs = ((few, few), (many, few), (few, many))
-    each = [reduction(x, device, *pair) for pair in pairs]
-    start, *more = (np.where(often, f[1] * x.micro_batches, f[0]) for f in each)
+def _tail(x: Columns, device: Device, s: StageTimes) -> Columns:
+    """Return the fields of `StepTail`: what it takes to reduce no parameter, and to reduce and update one of each kind."""
+    c, n = device.constants, len(x)
+    often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
+    none, many = np.zeros(n), np.full(n, 1e9)
+    pairs = ((none, none), (many, none), (none, many))
+    reductions = [reduction(x, device, *pair) for pair in pairs]
+    start, *times = (np.where(often, r[1] * x.micro_batches, r[0]) for r in reductions)
     updates = [update(x, device, *pair) for pair in pairs[1:]]
-    return start, np.column_stack([(m - start) / 1e9 for m in more]), np.column_stack(updates) / 1e9
+    backward = np.where(often, x.micro_batches * (1 - c.exposed), 1.0)
+    weights = np.column_stack([backward * hides_forward(x) * often, backward])
+    fields: dict[str, Array] = {
+        "base": np.full(n, c.step_host_s),
+        "start": start,
+        "reduce": np.column_stack([(t - start) / 1e9 for t in times]),
+        "update": np.column_stack(updates) / 1e9,
+        "exposed": np.where(often | (x.overlap > 0), c.exposed, 1.0),
+        "overlap_limit": _overlap_limit(x, weights, s.forward, s.backward),
+        "overlap_weights": weights,
+    }
+    return Columns(fields)
 
 
-def _kept(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
+def _activations(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
     """Return the bytes at the peak of a layer of each kind, plain and recomputed, [n, 2, P] each, and of no layer."""
     ones = np.ones_like(x.stage_moe)
     zero = {name: np.zeros_like(ones) for name in STAGE_COLUMNS}
 
     def activations(*names: str) -> Array:
-        some = Columns(vars(x) | zero | dict.fromkeys(names, ones))
-        return memory(some, with_late=False).activations
+        layers = Columns(vars(x) | zero | dict.fromkeys(names, ones))
+        return memory(layers, with_late=False).activations
 
     empty = memory(Columns(vars(x) | zero), with_late=False)
     idle = empty.peak.copy()
@@ -243,136 +257,139 @@ def _kept(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
         other = np.where(last == 0, 1, 0)
         idle[rows, last] -= empty.buffers[rows, last] - empty.buffers[rows, other]
     else:
-        seen = with_stages(x, stage_dense=np.zeros((len(x), 2)))
-        buffers = memory(seen, with_late=False).buffers
+        apart = with_stages(x, stage_dense=np.zeros((len(x), 2)))
+        buffers = memory(apart, with_late=False).buffers
         idle[rows, last] -= buffers[:, 1] - buffers[:, 0]
     plain = [activations(name) - empty.activations for name in STAGE_COLUMNS[:2]]
-    more = [
-        activations(a, b) - empty.activations
-        for a, b in zip(STAGE_COLUMNS[:2], STAGE_COLUMNS[2:], strict=True)
+    recomputed = [
+        activations(*names) - empty.activations
+        for names in zip(STAGE_COLUMNS[:2], STAGE_COLUMNS[2:], strict=True)
     ]
-    entry = np.stack(more, axis=1)
-    kept = np.where(choice[:, None, None], np.stack(plain, axis=1), entry)
-    return kept, entry, idle
+    inputs = np.stack(recomputed, axis=1)
+    return np.where(choice[:, None, None], np.stack(plain, axis=1), inputs), inputs, idle
 
 
-def _least(x: Columns) -> Array:
+def _least_memory(x: Columns) -> Array:
     """Return the bytes that a step of one graph needs, however many layers are recomputed, [n]; 0 for other steps."""
-    there = {
+    layers = {
         name: np.broadcast_to(count[:, None], x.stage_moe.shape)
         for name, count in zip(STAGE_COLUMNS[:2], (x.dense_layers, x.moe_layers), strict=True)
     }
-    whole = Columns(vars(x) | there)
-    late, held = late_peak(whole), memory(whole)
-    states = (held.parameters + held.gradients + held.optimizer)[:, 0]
+    model = Columns(vars(x) | layers)
+    late, footprint = late_peak(model), memory(model)
+    states = (footprint.parameters + footprint.gradients + footprint.optimizer)[:, 0]
     return np.where(late > 0, late + states + WORKSPACE, 0.0)
 
 
-def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:
+def _overlap_limit(x: Columns, weights: Array, forward: Array, backward: Array) -> Array:
     """Return the most that a layer hides in a second of its time, and what embedding and head hide more, [n, 2]."""
     layers = [DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED]
-    there = np.column_stack([np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)])
-    whole, hidden = forward + backward, hides[:, :1] * forward + hides[:, 1:] * backward
-    share = hidden[:, layers] / np.maximum(whole[:, layers], 1e-30) * (np.tile(there, 2) > 0)
-    most = share.max(axis=1)
-    beyond = np.maximum(hidden - most[:, None] * whole, 0.0)
-    return np.column_stack([most, beyond[:, [PLAIN, BEFORE, END]].sum(axis=1)])
+    counts = np.column_stack(
+        [np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)]
+    )
+    both, hidden = forward + backward, weights[:, :1] * forward + weights[:, 1:] * backward
+    share = hidden[:, layers] / np.maximum(both[:, layers], 1e-30) * (np.tile(counts, 2) > 0)
+    limit = share.max(axis=1)
+    beyond = np.maximum(hidden - limit[:, None] * both, 0.0)
+    return np.column_stack([limit, beyond[:, [PLAIN, BEFORE, END]].sum(axis=1)])
 
 
-def problem_of(c: Costs, row: int, layout: Layout, room: float) -> Problem:
+def problem_of(c: Costs, row: int, layout: Layout, room: float) -> PlacementProblem:
     """Return the inner problem of a configuration."""
 
-    def ps(seconds: Array) -> Times:
+    def picoseconds(seconds: Array) -> PassTimes:
         f, b, w = (round(float(v) / PS) for v in seconds)
         return f, b, w
 
-    def whole(values: Array) -> tuple[int, ...]:
+    def upper(values: Array) -> tuple[int, ...]:
         return tuple(math.ceil(v) for v in values)
 
+    layer, stages, choice = c.layers, c.stages, bool(c.choice[row])
+    working = math.ceil(stages.working[row])
     kinds = [
-        Layers(
+        LayerGroup(
             count=count,
-            times=ps(c.times[row, g]),
-            states=math.ceil(c.states[row, g]),
-            kept=whole(c.kept[row, g]),
-            entry=whole(c.entry[row, g]),
-            recompute_time=round(float(c.recompute_time[row, g]) / PS),
-            working=math.ceil(c.working[row, g]) if c.choice[row] else math.ceil(c.held[row]),
-            weights=(math.ceil(c.weights[row, g, 0]), math.ceil(c.weights[row, g, 1])),
+            times=picoseconds(layer.times[row, g]),
+            states=math.ceil(layer.states[row, g]),
+            activations=upper(layer.activations[row, g]),
+            inputs=upper(layer.inputs[row, g]),
+            recompute_time=round(float(layer.recompute_time[row, g]) / PS),
+            working=math.ceil(layer.working[row, g]) if choice else working,
+            weights=(math.ceil(layer.weights[row, g, 0]), math.ceil(layer.weights[row, g, 1])),
         )
         for g, count in enumerate(c.count)
         if count
     ]
     total = sum(c.count)
     last = total if layout.ends == "last" else 0
-    most = (total,) * (layout.pp * layout.vpp - 1) + (last,)
     buffer = [0] * layout.pp
-    buffer[c.last_stage[row]] = math.ceil(c.logits[row])
-    dense, experts = (whole(w) for w in c.fixed_weights[row])
-    return Problem(
+    buffer[stages.last[row]] = math.ceil(stages.logits[row])
+    dense, experts = (upper(w) for w in stages.weights[row])
+    return PlacementProblem(
         schedule=layout.schedule,
         stages=layout.pp,
         micro_batches=layout.micro_batches,
         chunks=layout.vpp,
         layers=tuple(kinds),
-        most=most,
-        first=ps(c.first[row]),
-        before=ps(c.before[row]),
-        last=ps(c.last[row]),
+        limits=(total,) * (layout.pp * layout.vpp - 1) + (last,),
+        first=picoseconds(c.first[row]),
+        before=picoseconds(c.before[row]),
+        last=picoseconds(c.last[row]),
         send=round(float(c.send[row]) / PS),
-        memory=tuple(math.floor(room - f) for f in c.fixed[row]),
+        memory=tuple(math.floor(room - f) for f in stages.memory[row]),
         buffer=tuple(buffer),
-        choice=bool(c.choice[row]),
-        held=math.ceil(c.held[row]),
+        choice=choice,
+        working=working,
         weights=(dense, experts),
-        rest=c.rest(row),
+        tail=c.tail_of(row),
     )
 
 
 class StageCapacity:
     """How many layers of the larger kind a stage can hold within its memory and time, with recomputation."""
 
-    def __init__(self, c: Costs, room: float, some: NDArray[Any]) -> None:
-        g, n, stages = c.bulk, len(some), c.fixed.shape[1]
-        self.space = room - c.fixed[some]
-        self.space[np.arange(n), c.last_stage[some]] -= c.logits[some]
-        self.each = c.states[some, g, None] + c.entry[some, g]
-        most = np.floor((self.space + 0.1) / np.maximum(self.each, 1e-9))
-        self.fit = np.where(self.space < 0, -1, most)
-        self.spent = np.zeros((n, stages))
-        self.spent[:, 0] += c.first[some].sum(axis=1)
-        self.spent[np.arange(n), c.last_stage[some]] += c.last[some].sum(axis=1)
-        self.spent[np.arange(n), c.last_stage[some] - 1] += c.before[some].sum(axis=1)
-        self.one = c.times[some, g].sum(axis=1)[:, None]
-        self.m = c.micro_batches[some, None]
-        saved = c.kept[some, g] - c.entry[some, g]
-        self.whole = c.states[some, g, None] + c.kept[some, g]
-        recompute_time = np.where(c.choice[some], c.recompute_time[some, g], 0.0)[:, None]
+    def __init__(self, c: Costs, room: float, rows: NDArray[Any]) -> None:
+        g, n, stages = c.bulk, np.arange(len(rows)), c.stages
+        layer, last = c.layers, c.stages.last[rows]
+        self.space = room - stages.memory[rows]
+        self.space[n, last] -= stages.logits[rows]
+        self.recomputed = layer.states[rows, g, None] + layer.inputs[rows, g]
+        fit = np.floor((self.space + 0.1) / np.maximum(self.recomputed, 1e-9))
+        self.fit = np.where(self.space < 0, -1, fit)
+        self.spent = np.zeros(self.space.shape)
+        self.spent[:, 0] += c.first[rows].sum(axis=1)
+        self.spent[n, last] += c.last[rows].sum(axis=1)
+        self.spent[n, last - 1] += c.before[rows].sum(axis=1)
+        self.layer_s = layer.times[rows, g].sum(axis=1)[:, None]
+        self.m = c.micro_batches[rows, None]
+        saved = layer.activations[rows, g] - layer.inputs[rows, g]
+        self.plain = layer.states[rows, g, None] + layer.activations[rows, g]
+        recompute_time = np.where(c.choice[rows], layer.recompute_time[rows, g], 0.0)[:, None]
         self.seconds_per_byte = np.where(saved > 0, recompute_time / np.maximum(saved, 1.0), 0.0)
         """Recomputation time for each byte that layers need beyond `space`."""
 
-    def most(self, makespan: Array) -> Array:
+    def limit(self, makespan: Array) -> Array:
         """Return the most layers of each stage in pipelines of at most `makespan` seconds, [n, P]."""
         left = makespan[:, None] / self.m - self.spent
         within = np.minimum(
-            left / self.one,
+            left / self.layer_s,
             (left + self.seconds_per_byte * self.space)
-            / (self.one + self.seconds_per_byte * self.whole),
+            / (self.layer_s + self.seconds_per_byte * self.plain),
         )
         return np.minimum(self.fit, np.floor(within + 1e-9))
 
-    def shortest(self, number: int, steps: int = 45) -> tuple[Array, Array]:
+    def shortest(self, number: int) -> tuple[Array, Array]:
         """Return a makespan that is too short for `number` layers, [n], and whether any makespan is long enough."""
 
         def holds(makespan: Array) -> NDArray[Any]:
-            here = self.most(makespan)
-            return (here >= 0).all(axis=1) & (here.sum(axis=1) >= number)
+            limit = self.limit(makespan)
+            return (limit >= 0).all(axis=1) & (limit.sum(axis=1) >= number)
 
         low = (self.m * self.spent).max(axis=1)
-        all_recomputed = self.one + self.seconds_per_byte * (self.whole - self.each)
+        all_recomputed = self.layer_s + self.seconds_per_byte * (self.plain - self.recomputed)
         high = low + (self.m * all_recomputed).max(axis=1) * (number + 1)
         possible = (self.fit >= 0).all(axis=1) & (self.fit.sum(axis=1) >= number)
-        for _ in range(steps):
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             yes = holds(middle)
             high, low = np.where(yes, middle, high), np.where(yes, low, middle)
@@ -386,11 +403,11 @@ def lower_bound(c: Costs, room: float) -> tuple[Array, Array, Array]:
     them recomputed; together the stages must hold all layers. Infinity: they do not fit.
     """
     number = max(c.count)
-    s = StageCapacity(c, room, np.arange(len(c.fixed)))
+    s = StageCapacity(c, room, np.arange(len(c.choice)))
     low, possible = s.shortest(number)
-    lacking = (s.each * (number / s.fit.shape[1]) - s.space).mean(axis=1)
+    lacking = (s.recomputed * (number / s.fit.shape[1]) - s.space).mean(axis=1)
     return (
-        np.where(possible, low + c.least_rest(low), np.inf),
+        np.where(possible, low + c.shortest_tail(low), np.inf),
         np.maximum(lacking, (-s.space).max(axis=1)),
         s.space.argmin(axis=1),
     )
@@ -401,16 +418,15 @@ def estimate(c: Costs, chunks: NDArray[Any], bound: Array) -> Array:
 
     It orders the search and proves nothing.
     """
-    stages = c.fixed.shape[1]
-    total = (c.times.sum(axis=2) * np.array(c.count)).sum(axis=1) + (
-        c.first + c.before + c.last
-    ).sum(axis=1)
+    stages = c.stages.memory.shape[1]
+    ends = (c.first + c.before + c.last).sum(axis=1)
+    total = (c.layers.times.sum(axis=2) * np.array(c.count)).sum(axis=1) + ends
     return bound + (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
 
 
 def prove(
     c: Costs,
-    some: NDArray[Any],
+    rows: NDArray[Any],
     proofs: list[Multipliers],
     stages_of: NDArray[Any],
     room: float,
@@ -418,71 +434,74 @@ def prove(
 ) -> Array:
     """Return the bounds that multipliers prove for any placement of configurations with the same schedule.
 
-    The proofs may be of any of these: one for each stage that may be among the longest, or one for all. `some` are rows
+    The proofs may be of any of these: one for each stage that may be among the longest, or one for all. `rows` are those
     of the costs, `stages_of` the stage of each chunk, `room` the bytes of a device; only placements below `target`
     seconds are of interest.
     """
-    number, stages = max(c.count), c.fixed.shape[1]
-    held = StageCapacity(c, room, some)
-    exposed, least = c.exposed[some], c.least_weights[some]
-    rest = (exposed[:, None] * c.reduce[some] + c.update[some]) * least
-    after = c.base[some] + exposed * c.start[some] + rest.sum(axis=1)
-    most = np.minimum(held.most(target - after), number)
-    fewest = np.zeros((len(some), stages))
+    number, stages = max(c.count), c.stages.memory.shape[1]
+    capacity, tail = StageCapacity(c, room, rows), c.tail
+    exposed, weights = tail.exposed[rows], c.least_weights[rows]
+    after = (exposed[:, None] * tail.reduce[rows] + tail.update[rows]) * weights
+    after = tail.base[rows] + exposed * tail.start[rows] + after.sum(axis=1)
+    highest = np.minimum(capacity.limit(target - after), number)
+    fewest = np.zeros((len(rows), stages))
     if len(proofs) == stages > 1:
-        few = np.maximum(held.most(held.shortest(number)[0]), 0)
+        few = np.maximum(capacity.limit(capacity.shortest(number)[0]), 0)
         fewest = np.where(few.sum(axis=1, keepdims=True) < number, few + 1, 0)
-    found = np.full(len(some), np.inf)
+    bound = np.full(len(rows), np.inf)
     for stage, proof in enumerate(proofs):  # the first stage with more than `few`
-        value = _proved(c, some, proof, stages_of, held.space)
-        value += fewest[:, stage % stages] * proof.fewest[stage % stages] - most @ proof.most
-        found = np.minimum(found, np.where(most.sum(axis=1) < number, np.inf, value))
-        asked = fewest[:, stage % stages] > 0
-        most[asked, stage % stages] = np.minimum(most, fewest - 1)[asked, stage % stages]
-    return found
+        value = _proven_bound(c, rows, proof, stages_of, capacity.space)
+        value += fewest[:, stage % stages] * proof.fewest[stage % stages] - highest @ proof.limits
+        bound = np.minimum(bound, np.where(highest.sum(axis=1) < number, np.inf, value))
+        divided = fewest[:, stage % stages] > 0
+        highest[divided, stage % stages] = np.minimum(highest, fewest - 1)[divided, stage % stages]
+    return bound
 
 
-def _proved(
+def _proven_bound(
     c: Costs,
-    some: NDArray[Any],
+    rows: NDArray[Any],
     proof: Multipliers,
     stages_of: NDArray[Any],
     space: Array,
 ) -> Array:
-    chunks, g = len(stages_of), c.bulk
+    chunks, g, layer, tail = len(stages_of), c.bulk, c.layers, c.tail
     number, few = max(c.count), min(c.count)
-    m, share = c.micro_batches[some], proof.share
-    shown = share * c.exposed[some] + (1 - share)
-    k = share + (1 - share) * (1 - c.late[some, 0] / m)
-    constant = c.base[some] + shown * c.start[some] - (1 - share) * c.late[some, 1]
-    u = shown[:, None] * c.reduce[some] + c.update[some]
-    weigh = u[:, :, None] * proof.parameters  # [n, 2, P + 1]
-    least, weigh = weigh[:, :, -1], weigh[:, :, :-1]
-    total = constant + k * proof.sends * c.send[some] + (least * c.least_weights[some]).sum(axis=1)
-    fixed = c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1]
+    m, share, limit = c.micro_batches[rows], proof.share, tail.overlap_limit[rows]
+    shown = share * tail.exposed[rows] + (1 - share)
+    k = share + (1 - share) * (1 - limit[:, 0] / m)
+    constant = tail.base[rows] + shown * tail.start[rows] - (1 - share) * limit[:, 1]
+    slopes = shown[:, None] * tail.reduce[rows] + tail.update[rows]
+    weighted = slopes[:, :, None] * proof.parameters  # [n, 2, P + 1]
+    largest, weighted = weighted[:, :, -1], weighted[:, :, :-1]
+    total = (
+        constant + k * proof.sends * c.send[rows] + (largest * c.least_weights[rows]).sum(axis=1)
+    )
+    ends = c.first[rows] @ proof.counts[:, 0] + c.last[rows] @ proof.counts[:, -1]
     if chunks > 1:
-        fixed = fixed + c.before[some] @ proof.counts[:, -2]
-    total = total + k * fixed
-    total = total + (weigh * c.fixed_weights[some]).sum(axis=(1, 2)) - space @ proof.memory
+        ends = ends + c.before[rows] @ proof.counts[:, -2]
+    total = total + k * ends
+    total = total + (weighted * c.stages.weights[rows]).sum(axis=(1, 2)) - space @ proof.memory
 
-    def each(kind: int) -> Array:
-        found = k[:, None] * (c.times[some, kind] @ proof.counts)
-        stage = (c.weights[some, kind, :, None] * weigh).sum(axis=1)
-        stage = stage + proof.memory * (c.states[some, kind, None] + c.kept[some, kind])
-        saved = proof.memory * (c.kept[some, kind] - c.entry[some, kind])
-        more = (
-            k[:, None] * c.recompute_time[some, kind, None] * proof.counts[1] - saved[:, stages_of]
-        )
-        more = np.where(c.choice[some, None], np.minimum(more, 0.0), 0.0)
-        return found + stage[:, stages_of] + more
+    def seconds(kind: int) -> Array:
+        """Return the seconds that a layer of a kind adds to the bound in each chunk."""
+        time = k[:, None] * (layer.times[rows, kind] @ proof.counts)
+        stage = (layer.weights[rows, kind, :, None] * weighted).sum(axis=1)
+        activations = layer.activations[rows, kind]
+        stage = stage + proof.memory * (layer.states[rows, kind, None] + activations)
+        saved = proof.memory * (activations - layer.inputs[rows, kind])
+        recompute = k[:, None] * layer.recompute_time[rows, kind, None] * proof.counts[1]
+        recompute = np.minimum(recompute - saved[:, stages_of], 0.0)
+        recompute = np.where(c.choice[rows, None], recompute, 0.0)
+        return time + stage[:, stages_of] + recompute
 
     lowest = np.ones(chunks)
     lowest[[0, -1]] = 0
     if chunks == 1:
         lowest[0] = 1
     if few:
-        near = slice(0, few + 1) if g else slice(max(chunks - few - 1, 0), None)
-        lowest[near] = 0
-        total = total + few * each(1 - g)[:, near].min(axis=1)
-    one = each(g) + (proof.most - proof.fewest)[stages_of]
-    return total + one @ lowest + (number - lowest.sum()) * one.min(axis=1)
+        near_end = slice(0, few + 1) if g else slice(max(chunks - few - 1, 0), None)
+        lowest[near_end] = 0
+        total = total + few * seconds(1 - g)[:, near_end].min(axis=1)
+    bulk = seconds(g) + (proof.limits - proof.fewest)[stages_of]
+    return total + bulk @ lowest + (number - lowest.sum()) * bulk.min(axis=1)

@@ -30,7 +30,7 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     if unknown:
         raise BadInputError(f"layout {layout.short()}: recipes cannot recompute {unknown[0]} alone")
     many = layout.devices > 1
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "use_parallel": many,
         "runner_config.batch_size": layout.micro_batch,
         "runner_config.gradient_accumulation_steps": layout.micro_batches if pp == 1 else 1,
@@ -58,10 +58,10 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     }
     if layout.swapped:
         item = {"layers": list(layout.swapped), "backward_prefetch": layout.prefetch}
-        found |= {"swap_config.swap": True, "swap_config.layer_swap": [item]}
+        values |= {"swap_config.swap": True, "swap_config.layer_swap": [item]}
     if layout.schedule == "gpipe":
-        found["parallel.pipeline_config"]["pipeline_interleave"] = True
-    return found
+        values["parallel.pipeline_config"]["pipeline_interleave"] = True
+    return values
 
 
 def _refuse(
@@ -72,19 +72,19 @@ def _refuse(
     Raises:
         BadInputError: The program cannot express it; the message names the layout and the setting.
     """
-    found: list[str] = []
+    reasons: list[str] = []
     if layout.schedule not in ("1f1b", "interleaved", "gpipe"):
-        found.append(f"place layers for {layout.schedule}")
+        reasons.append(f"place layers for {layout.schedule}")
     swapped = layout.recompute_layers is None or any(layout.recompute_layers)
     if layout.recompute == "swap" and swapped and not swap:
-        found.append("swap whole layers")
+        reasons.append("swap whole layers")
     if layout.ends != "last" and not ends:
-        found.append("place MTP before its head")
+        reasons.append("place MTP before its head")
     if layout.zero > 1 and not zero:
-        found.append("shard gradients or parameters")
-    if found:
+        reasons.append("shard gradients or parameters")
+    if reasons:
         raise BadInputError(
-            f"layout {layout.short()}: {who} cannot {' or '.join(found)}; --pick another, or leave --beyond-recipes out"
+            f"layout {layout.short()}: {who} cannot {' or '.join(reasons)}; --pick another, or leave --beyond-recipes out"
         )
 
 
@@ -108,18 +108,18 @@ def write_recipe(
     import yaml
 
     source = load(name, overrides)
-    given = settings(layout, source.model_config.num_hidden_layers)
+    changes = settings(layout, source.model_config.num_hidden_layers)
     columns = len(
         source.train_dataset.construct_args_key or source.train_dataset.input_columns or []
     )
     if layout.devices > 1:
-        given["parallel.dataset_strategy"] = [[layout.dp, 1]] * columns
+        changes["parallel.dataset_strategy"] = [[layout.dp, 1]] * columns
     if layout.exchange != "alltoall" or source.model_config.moe_token_dispatcher_type:
-        given["model.model_config.moe_token_dispatcher_type"] = layout.exchange
+        changes["model.model_config.moe_token_dispatcher_type"] = layout.exchange
     if layout.exchange != "alltoall" and node is not None:
-        given["model.model_config.npu_nums_per_device"] = node
+        changes["model.model_config.npu_nums_per_device"] = node
     changed = source.to_dict()
-    for key, value in given.items():
+    for key, value in changes.items():
         _put(changed, key, value)
     changed["model"]["model_config"]["batch_size"] = layout.micro_batch
     callbacks: list[dict[str, Any]] = changed.get("callbacks") or []
@@ -127,7 +127,7 @@ def write_recipe(
         for name in ("micro_batch_num", "gradient_accumulation_steps"):
             section = "parallel_config" if name == "micro_batch_num" else "runner_config"
             if callback.get(name) is not None or "micro_batch_num" in callback:
-                callback[name] = given[f"{section}.{name}"]
+                callback[name] = changes[f"{section}.{name}"]
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     return head + yaml.safe_dump(changed, sort_keys=False, allow_unicode=True, width=100)
 
@@ -155,8 +155,8 @@ def layout_string(a: Architecture, layout: Layout) -> str:
     chunks[-1 - (layout.ends != "last")] += "m" * a.mtp
     chunks[-1] += "L"
     words: list[str] = []
-    for chunk, same in groupby(chunks):
-        number = len(list(same))
+    for chunk, group in groupby(chunks):
+        number = len(list(group))
         words.append(f"({chunk}|)*{number}" if number > 1 else chunk + "|")
     return "".join(words).removesuffix("|")
 
@@ -172,7 +172,7 @@ def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
     size = max(counts)
     # position of every layer that is not there, in a model whose chunks all have `size`
     idle = [c * size + i for c, n in enumerate(counts) for i in range(n, size)]
-    found = [
+    arguments = [
         "--tensor-model-parallel-size", layout.tp,
         "--pipeline-model-parallel-size", layout.pp,
         "--context-parallel-size", layout.cp,
@@ -181,33 +181,33 @@ def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
         "--num-layers", size * len(counts),
     ]  # fmt: skip
     if idle:
-        found += ["--noop-layers", ",".join(map(str, idle))]
+        arguments += ["--noop-layers", ",".join(map(str, idle))]
     if a.dense_layers and a.moe_layers:  # positions count the no-op layers before them
-        there = [i for i in range(size * len(counts)) if i not in idle]
-        found += ["--first-k-dense-replace", there[a.dense_layers - 1] + 1]
+        positions = [i for i in range(size * len(counts)) if i not in idle]
+        arguments += ["--first-k-dense-replace", positions[a.dense_layers - 1] + 1]
     if a.mtp:
-        found += ["--mtp-num-layers", a.mtp]
+        arguments += ["--mtp-num-layers", a.mtp]
     if layout.vpp > 1:
-        found += ["--num-layers-per-virtual-pipeline-stage", size]
+        arguments += ["--num-layers-per-virtual-pipeline-stage", size]
     if layout.sequence_parallel:
-        found.append("--sequence-parallel")
+        arguments.append("--sequence-parallel")
     if layout.zero:
-        found.append("--use-distributed-optimizer")
+        arguments.append("--use-distributed-optimizer")
     if layout.ep > 1 and layout.etp == 1 and layout.tp > 1:
         if layout.ep % layout.tp:
             raise BadInputError(
                 f"layout {layout.short()}: MindSpeed spreads experts over all {layout.tp} tensor-parallel ranks or none"
             )
-        found += ["--expert-model-parallel-size", layout.ep // layout.tp, "--moe-tp-extend-ep"]
+        arguments += ["--expert-model-parallel-size", layout.ep // layout.tp, "--moe-tp-extend-ep"]
     elif layout.ep > 1:
-        found += ["--expert-model-parallel-size", layout.ep]
+        arguments += ["--expert-model-parallel-size", layout.ep]
     if layout.etp > 1:
-        found += ["--expert-tensor-parallel-size", layout.etp]
+        arguments += ["--expert-tensor-parallel-size", layout.etp]
     recomputed = layout.recompute_layers
     if layout.recompute == "full" and (recomputed is None or any(recomputed)):
-        most = (
+        count = (
             size if recomputed is None else max(recomputed)
         )  # one number for all chunks: at least what each needs
-        found += ["--recompute-granularity", "full", "--recompute-method", "block"]
-        found += ["--recompute-num-layers", most]
-    return [str(word) for word in found]
+        arguments += ["--recompute-granularity", "full", "--recompute-method", "block"]
+        arguments += ["--recompute-num-layers", count]
+    return [str(word) for word in arguments]

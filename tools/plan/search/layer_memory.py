@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.tools.plan.cost.columns import columns
+from telechat_moe.tools.plan.cost.columns import Array, columns
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.roofline import layer, rates
 from telechat_moe.tools.plan.cost.saved_activations import (
@@ -20,15 +20,19 @@ from telechat_moe.tools.plan.cost.saved_activations import (
     SWAPPED,
     ChunkActivations,
 )
-from telechat_moe.tools.plan.cost.simulate_step import Step, Swap, simulate_step, swap_of
+from telechat_moe.tools.plan.cost.simulate_step import (
+    SimulatedStep,
+    SwapCost,
+    simulate_step,
+    swap_of,
+)
 from telechat_moe.tools.plan.schedules.simulate import memory
 
-Array = NDArray[np.float64]
 MOST = 300_000
 """Choices of a stage that are tried."""
 
 
-def choose(step: Step, top: float, host: float = np.inf) -> Layout | None:
+def choose(step: SimulatedStep, top: float, host: float = np.inf) -> Layout | None:
     """Return the layout of a step with each layer kept, recomputed or swapped, which adds the least time to every stage.
 
     Args:
@@ -42,10 +46,10 @@ def choose(step: Step, top: float, host: float = np.inf) -> Layout | None:
         BadInputError: The device's description has no link to its host.
     """
     a, counts = step.architecture, step.layers
-    kept = step.layout.with_changes(
+    plain = step.layout.with_changes(
         recompute="full", recompute_layers=None, recomputed=(), swapped=(), prefetch=1
     )
-    base, swap = simulate_step(a, kept, step.device), swap_of(a, kept, step.device)
+    base, swap = simulate_step(a, plain, step.device), swap_of(a, plain, step.device)
     numbers = np.split(np.arange(len(a.layers)), np.cumsum(counts)[:-1])
     of_kind = [
         [[int(i) for i in x if (a.layers[i] == "moe") == k] for k in (0, 1)] for x in numbers
@@ -66,10 +70,10 @@ def choose(step: Step, top: float, host: float = np.inf) -> Layout | None:
         best = n[fits[np.lexsort((peak[fits], away[fits], added[fits]))[0]]].astype(int)
         for chunk, of_chunk in zip(chunks, best, strict=True):
             for kind, layers in enumerate(of_kind[chunk]):
-                first, more = of_chunk[0, kind], of_chunk[1, kind]
+                first, moved = of_chunk[0, kind], of_chunk[1, kind]
                 recomputed += layers[:first]
-                swapped += layers[first : first + more]
-    return kept.with_changes(
+                swapped += layers[first : first + moved]
+    return plain.with_changes(
         recomputed=tuple(sorted(recomputed)),
         swapped=tuple(sorted(swapped)),
         prefetch=swap.prefetch if swapped else 1,
@@ -84,21 +88,23 @@ class _Costs:
         of_kind: Dense and MoE layers of each chunk, by their numbers.
     """
 
-    def __init__(self, base: Step, swap: Swap, of_kind: list[list[list[int]]]) -> None:
+    def __init__(self, base: SimulatedStep, swap: SwapCost, of_kind: list[list[list[int]]]) -> None:
         self.base, self.swap, self.of_kind = base, swap, of_kind
         a, device, chunks = base.architecture, base.device, len(of_kind)
         x = columns([(a, base.layout)])
         r = rates(x, device)
         kinds, none = (False, True) if a.moe_layers else (False,), [0.0] * (not a.moe_layers)
         self.recompute_s = [float(layer(x, r, kind).recompute.time[0]) for kind in kinds] + none
-        self.kept, self.kinds = ChunkActivations(a, base.layout), a.layers
+        self.activations, self.kinds = ChunkActivations(a, base.layout), a.layers
         # of each operation of each stage: micro-batches of each chunk that it finds, and whose backward pass it is
-        zero, each = np.zeros(chunks), np.eye(chunks)
+        zero, units = np.zeros(chunks), np.eye(chunks)
         self.flight = [
-            memory(base.program, replace(base.times, activation=one, working=zero)) for one in each
+            memory(base.program, replace(base.times, activation=unit, working=zero))
+            for unit in units
         ]
         self.back = [
-            memory(base.program, replace(base.times, activation=zero, working=one)) for one in each
+            memory(base.program, replace(base.times, activation=zero, working=unit))
+            for unit in units
         ]
 
     def of(self, stage: int, chunks: tuple[int, ...], n: Array) -> tuple[Array, Array, Array]:
@@ -106,8 +112,8 @@ class _Costs:
         cost = n.sum(axis=1) @ np.array([self.recompute_s, self.swap.wait_s]).T
         away_NC = n[:, :, 1] @ np.array(self.swap.moved)
         bytes_NC2 = np.stack([self._chunk(c, n[:, i]) for i, c in enumerate(chunks)], axis=1)
-        found = [self.flight[c][stage] for c in chunks] + [self.back[c][stage] for c in chunks]
-        often = np.unique(np.stack(found, axis=1), axis=0)
+        held_NC = [self.flight[c][stage] for c in chunks] + [self.back[c][stage] for c in chunks]
+        often = np.unique(np.stack(held_NC, axis=1), axis=0)
         peak = (often @ bytes_NC2.transpose(2, 1, 0).reshape(2 * len(chunks), -1)).max(axis=0)
         away = (often[:, : len(chunks)] @ away_NC.T).max(axis=0)
         copied = 2 * ((n.sum(axis=1)[:, 1] > 0) * self.swap.moved).max(axis=1)
@@ -120,16 +126,18 @@ class _Costs:
         ways: list[NDArray[np.int64]] = []
         for number in numbers:
             kind = int(self.kinds[number] == "moe")
-            at = self.of_kind[chunk][kind].index(number)
+            position = self.of_kind[chunk][kind].index(number)
             recomputed, away = once[:, kind], once[:, 2 + kind]
             ways.append(
                 np.where(
-                    at < recomputed, RECOMPUTED, np.where(at < recomputed + away, SWAPPED, KEPT)
+                    position < recomputed,
+                    RECOMPUTED,
+                    np.where(position < recomputed + away, SWAPPED, KEPT),
                 )
             )
-        found = self.kept.of(chunk, [self.kinds[i] for i in numbers], ways)
-        found = np.broadcast_arrays(*found, once[:, 0])[:2]
-        return np.stack(found, axis=-1)[which.ravel()]
+        kept_and_working = self.activations.of(chunk, [self.kinds[i] for i in numbers], ways)
+        kept_and_working = np.broadcast_arrays(*kept_and_working, once[:, 0])[:2]
+        return np.stack(kept_and_working, axis=-1)[which.ravel()]
 
 
 def _options(dense: int, moe: int) -> NDArray[np.int64]:

@@ -60,7 +60,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredModel:
     """An architecture with its fastest layout."""
 
     architecture: Architecture
@@ -75,13 +75,13 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Result:
+class ModelSearchResult:
     """What a model search finds."""
 
-    scored: list[Scored]
+    scored: list[ScoredModel]
     """Scored architectures, fastest in tokens a second first."""
 
-    front: list[Scored]
+    front: list[ScoredModel]
     """Those that no other exceeds or equals in both parameters and tokens a second."""
 
     refused: Counter[str]
@@ -121,17 +121,19 @@ def read_space(file: str) -> Choices:
     )
 
 
-def _mapping(file: str, name: str, given: Any, known: tuple[str, ...]) -> dict[str, Any]:
+def _mapping(file: str, name: str, section: Any, keys: tuple[str, ...]) -> dict[str, Any]:
     """Return a mapping whose keys are all known; `name` is empty for the whole file."""
-    if not isinstance(given, dict):
-        what = f"{name} is {given!r}, expected" if name else "expected"
-        raise BadInputError(f"{file}: {what} a mapping with {', '.join(known)}")
-    found: dict[str, Any] = {str(key): value for key, value in cast(dict[Any, Any], given).items()}
-    for key in found:
-        if key not in known:
-            at = f"{name}.{key}" if name else key
-            raise BadInputError(f"{file}: {at} is unknown; there are {', '.join(known)}")
-    return found
+    if not isinstance(section, dict):
+        problem = f"{name} is {section!r}, expected" if name else "expected"
+        raise BadInputError(f"{file}: {problem} a mapping with {', '.join(keys)}")
+    mapping: dict[str, Any] = {
+        str(key): value for key, value in cast(dict[Any, Any], section).items()
+    }
+    for key in mapping:
+        if key not in keys:
+            place = f"{name}.{key}" if name else key
+            raise BadInputError(f"{file}: {place} is unknown; there are {', '.join(keys)}")
+    return mapping
 
 
 def _numbers(file: str, key: str, value: Any) -> list[int]:
@@ -197,43 +199,43 @@ def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
     )
 
 
-def search_models(s: Choices) -> Result:
+def search_models(s: Choices) -> ModelSearchResult:
     """Score every architecture of the space."""
     refused = Counter[str]()
     allowed: list[Architecture] = []
     for a in architectures(s):
-        if why := refusal(s, a):
-            refused[why] += 1
+        if reason := refusal(s, a):
+            refused[reason] += 1
         else:
             allowed.append(a)
     number = len(allowed) + refused.total()
     layouts = _layouts(s, allowed[0]) if allowed else []
-    scored: list[Scored] = []
+    scored: list[ScoredModel] = []
     for start in range(0, len(allowed), BATCH):
         scored += _score(s, allowed[start : start + BATCH], layouts, refused)
     scored.sort(key=lambda c: -c.tokens_per_s)
-    front: list[Scored] = []
-    most = -1
+    front: list[ScoredModel] = []
+    largest = -1
     for c in scored:
-        if c.architecture.parameters > most:
-            most = c.architecture.parameters
+        if c.architecture.parameters > largest:
+            largest = c.architecture.parameters
             front.append(c)
-    return Result(scored, front, refused, number)
+    return ModelSearchResult(scored, front, refused, number)
 
 
 def _layouts(s: Choices, a: Architecture) -> list[Layout]:
     """Return the degrees of the best layouts of one architecture; layers are spread evenly."""
     space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, most_vpp=2)
-    found: dict[Layout, None] = {}
+    layouts: dict[Layout, None] = {}
     for share in (1.0, 0.7, 0.5):  # with less memory, too: larger models need it
         room = s.device.memory_bytes - s.device.reserved_bytes
         plan = search(a, space, usable(s.device, room * share), top=s.layouts, limit_s=60.0)
         for c in plan.best[: s.layouts]:
-            found[c.layout.with_changes(chunks=None, recompute_layers=None)] = None
-    return list(found)
+            layouts[c.layout.with_changes(chunks=None, recompute_layers=None)] = None
+    return list(layouts)
 
 
-def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored | None]:
+def plan_models(s: Choices, some: list[ScoredModel], limit_s: float) -> list[ScoredModel | None]:
     """Plan architectures one by one; see `search`. Each device's shard of a width stays in whole blocks.
 
     All together take `limit_s` seconds; the next ones may use the time that one does not need.
@@ -242,7 +244,7 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
         One plan for each architecture; None: no layout was found in its time.
     """
     until = time.perf_counter() + limit_s
-    found: list[Scored | None] = []
+    plans: list[ScoredModel | None] = []
     for i, c in enumerate(some):
         degrees = range(1, Space.most_tp + 1)
         fixed = {
@@ -253,23 +255,23 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored |
         share = max(until - time.perf_counter(), 0.0) / (len(some) - i)
         plan = search(c.architecture, space, s.device, top=1, limit_s=share)
         tokens = s.global_batch * s.base.seq / s.devices
-        found += [
-            Scored(
+        plans += [
+            ScoredModel(
                 c.architecture,
-                one.layout,
-                one.step_s,
-                tokens / one.step_s,
-                one.simulated_bytes,
+                candidate.layout,
+                candidate.step_s,
+                tokens / candidate.step_s,
+                candidate.simulated_bytes,
                 plan.gap,
             )
-            for one in plan.best[:1]
+            for candidate in plan.best[:1]
         ] or [None]
-    return found
+    return plans
 
 
 def _score(
     s: Choices, some: list[Architecture], layouts: list[Layout], refused: Counter[str]
-) -> list[Scored]:
+) -> list[ScoredModel]:
     pairs = [(a, x, i) for i, a in enumerate(some) for x in layouts if _fits_layout(s, a, x)]
     divided = {i for _, _, i in pairs}
     refused["no layout divides it"] += len(some) - len(divided)
@@ -283,7 +285,7 @@ def _score(
     refused["does not fit in memory"] += len(divided) - len(best)
     tokens = s.global_batch * s.base.seq / s.devices
     return [
-        Scored(
+        ScoredModel(
             pairs[k][0],
             pairs[k][1],
             float(table.step_s[k]),

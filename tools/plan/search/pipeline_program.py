@@ -21,7 +21,7 @@ from telechat_moe.tools.plan.schedules.interleaved import (
     orders,
     plain_warm_up,
 )
-from telechat_moe.tools.plan.schedules.program import Kind
+from telechat_moe.tools.plan.schedules.program import OpKind
 
 
 class PipelineProgram:
@@ -40,15 +40,15 @@ class PipelineProgram:
             self.route[stages:] = self.route[:stages][::-1]
         self.operations = sum(map(len, self.orders))
         lengths = np.array([len(o) for o in self.orders], dtype=np.int32)
-        self.at = load().telechat_pipeline_new(
+        self.handle = load().telechat_pipeline_new(
             stages,
             self.chunks,
             micro_batches,
             *map(address, (self.route, lengths, np.concatenate(self.orders))),
         )
-        if not self.at:
+        if not self.handle:
             raise BadInputError(f"schedule {schedule}: its operations wait for each other")
-        weakref.finalize(self, load().telechat_pipeline_delete, self.at)
+        weakref.finalize(self, load().telechat_pipeline_delete, self.handle)
 
 
 @lru_cache(maxsize=256)
@@ -65,11 +65,11 @@ def _listed(schedule: str, stages: int, micro_batches: int, chunks: int) -> list
     layout = Layout(
         pp=stages, vpp=chunks, micro_batches=micro_batches, schedule=schedule  # type: ignore[arg-type]
     )  # fmt: skip
-    number = {Kind.F: 0, Kind.B: 1, Kind.D: 1, Kind.W: 2}
+    number = {OpKind.F: 0, OpKind.B: 1, OpKind.D: 1, OpKind.W: 2}
     return [
         np.array(
-            [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in own],
+            [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in ops],
             dtype=np.int32,
         )
-        for own in make_program(layout).ops
+        for ops in make_program(layout).ops
     ]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.native import address, load
 from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram
-from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
+from telechat_moe.tools.plan.search.placement_problem import LayerPlacement, PlacementProblem
 
 PS = 1e-12
 CLOSE = 1e-7
@@ -47,7 +47,7 @@ class Multipliers:
     """Weights that combine rows of the program into one bound; any weights that are not negative prove a bound."""
 
     share: float
-    """Weight of the first of the two lines of `Rest.lines`; the second has 1 minus this weight."""
+    """Weight of the first of the two lines of `StepTail.lines`; the second has 1 minus this weight."""
 
     paths: tuple[tuple[int, float], ...]
     """Number of a path in its pool and its weight; they add up to 1."""
@@ -62,7 +62,7 @@ class Multipliers:
     memory: NDArray[np.float64]
     """Seconds for each byte of each stage."""
 
-    most: NDArray[np.float64]
+    limits: NDArray[np.float64]
     """Seconds for a layer of each stage, from the rows that limit the layers by memory and time."""
 
     fewest: NDArray[np.float64]
@@ -89,24 +89,24 @@ class PathPool:
     """Paths of one schedule, shared by the configurations that have it; `pool[number]` is the operations of one."""
 
     def __init__(self) -> None:
-        self.at = load().telechat_paths_new()
-        weakref.finalize(self, load().telechat_paths_delete, self.at)
+        self.handle = load().telechat_paths_new()
+        weakref.finalize(self, load().telechat_paths_delete, self.handle)
         self.pipeline: PipelineProgram | None = None
 
     def __getitem__(self, number: int) -> NDArray[np.int32]:
         if self.pipeline is None:
             raise IndexError(number)
         ops = np.empty(self.pipeline.operations, dtype=np.int32)
-        length = load().telechat_paths_at(self.at, number, address(ops))
+        length = load().telechat_paths_at(self.handle, number, address(ops))
         return ops[:length]
 
 
 @dataclass
-class Answer:
+class PlacementAnswer:
     """What `PlacementSearch.solve` returns."""
 
     search: "PlacementSearch"
-    best: Placed | None
+    best: LayerPlacement | None
     bound: float
     """Lower bound of all placements, but no more than the target that was asked for."""
 
@@ -128,19 +128,19 @@ class Answer:
 class PlacementSearch:
     """One configuration and what is known of its placements."""
 
-    def __init__(self, problem: Problem, pool: PathPool) -> None:
+    def __init__(self, problem: PlacementProblem, pool: PathPool) -> None:
         self.p, self.pool = problem, pool
         pool.pipeline = problem.pipeline
         self._program = problem.pipeline  # the search reads it
         longest = np.zeros(problem.stages, dtype=np.int32)
-        self._at = load().telechat_placement_new(
-            self._program.at, pool.at, *map(address, (*_flat(problem), longest))
+        self._handle = load().telechat_placement_new(
+            self._program.handle, pool.handle, *map(address, (*_flat(problem), longest))
         )
-        weakref.finalize(self, load().telechat_placement_delete, self._at)
+        weakref.finalize(self, load().telechat_placement_delete, self._handle)
         self.longest: tuple[int, ...] = tuple(longest.tolist()) if longest[0] >= 0 else ()
         """Layers of every stage that are too few together: some stage has more. Empty: nothing is known."""
 
-    def solve(self, target: float, *, nodes: int = 400, until: float = math.inf) -> Answer:
+    def solve(self, target: float, *, nodes: int = 400, until: float = math.inf) -> PlacementAnswer:
         """Prove that no placement takes less than `target`, or find those that do; continue where the last call ended.
 
         Args:
@@ -150,21 +150,21 @@ class PlacementSearch:
         """
         bound, size = ctypes.c_double(), np.zeros(4, dtype=np.int32)
         load().telechat_placement_solve(
-            self._at,
+            self._handle,
             target,
             nodes,
             until - time.perf_counter(),
             ctypes.byref(bound),
             address(size),
         )
-        seen, count, first, _ = map(int, size)
+        examined, count, first, _ = map(int, size)
         boxes, proofs = np.zeros((count, 6), dtype=np.int32), np.zeros(first, dtype=np.int32)
-        load().telechat_placement_tree(self._at, address(boxes), address(proofs))
-        return Answer(
+        load().telechat_placement_tree(self._handle, address(boxes), address(proofs))
+        return PlacementAnswer(
             search=self,
             best=self._best(),
             bound=bound.value,
-            nodes=seen,
+            nodes=examined,
             tree=ProofTree(self, boxes, self.longest),
             first_proofs=tuple(int(number) for number in proofs if number >= 0),
         )
@@ -173,14 +173,19 @@ class PlacementSearch:
         """Return whether a tree, possibly of another search, proves that no placement takes less than `target`."""
         longest = np.array(tree.longest, dtype=np.int32)
         return load().telechat_placement_proves(
-            self._at, tree.search._at, address(tree.boxes), address(longest), len(longest), target
+            self._handle,
+            tree.search._handle,
+            address(tree.boxes),
+            address(longest),
+            len(longest),
+            target,
         )
 
     def empty(self) -> ProofTree:
         """Return the tree that proves a problem without placements."""
         return ProofTree(self, np.array([[0, 0, 0, -1, 0, EMPTY]], dtype=np.int32), ())
 
-    def with_first(self, answer: Answer) -> ProofTree:
+    def with_first(self, answer: PlacementAnswer) -> ProofTree:
         """Return the tree of the first boxes, proven with another configuration's multipliers."""
         proofs = answer.first_proofs
         boxes = [[0, 0, 0, -1, 0, proofs[0]]]
@@ -191,14 +196,14 @@ class PlacementSearch:
 
     def structures(self) -> list[tuple[int, ...]]:
         """Return every way to put the layers of the smaller kind into chunks: how many each has."""
-        number = load().telechat_placement_structures(self._at, None)
-        found = np.zeros((number, self.p.number), dtype=np.int32)
-        load().telechat_placement_structures(self._at, address(found))
-        return [tuple(row) for row in found.tolist()]
+        number = load().telechat_placement_structures(self._handle, None)
+        counts = np.zeros((number, self.p.number), dtype=np.int32)
+        load().telechat_placement_structures(self._handle, address(counts))
+        return [tuple(row) for row in counts.tolist()]
 
     def improve(
         self, counts: NDArray[Any], patience: int = 4, until: float = math.inf
-    ) -> Placed | None:
+    ) -> LayerPlacement | None:
         """Move single layers off the longest path while that helps; None: the placement does not fit.
 
         It begins with these layers of every chunk, continues `patience` times from a few layers moved at random after no
@@ -208,10 +213,10 @@ class PlacementSearch:
 
     def _best(
         self, start: NDArray[np.int32] | None = None, patience: int = 0, until: float = math.inf
-    ) -> Placed | None:
+    ) -> LayerPlacement | None:
         layers, recomputed = np.zeros((2, self.p.number), dtype=np.int32)
         seconds = load().telechat_placement_best(
-            self._at,
+            self._handle,
             None if start is None else address(start),
             patience,
             until - time.perf_counter(),
@@ -220,19 +225,19 @@ class PlacementSearch:
         )
         if not seconds:
             return None
-        return Placed(
+        return LayerPlacement(
             layers=tuple(layers.tolist()), recomputed=tuple(recomputed.tolist()), seconds=seconds
         )
 
     def multipliers(self, number: int) -> Multipliers:
         """Return a proof by its number."""
         p, look = self.p, load().telechat_placement_proof
-        length = look(self._at, number, None, None, None, None)
+        length = look(self._handle, number, None, None, None, None)
         per = 2 * (p.stages + 1)
         weights, shares = np.zeros(1 + per + 3 * p.stages), np.zeros(length)
         paths, counts = np.zeros(length, dtype=np.int32), np.zeros(3 * p.number + 1)
-        look(self._at, number, *map(address, (weights, paths, shares, counts)))
-        memory, most, fewest = weights[1 + per :].reshape(3, p.stages)
+        look(self._handle, number, *map(address, (weights, paths, shares, counts)))
+        memory, limits, fewest = weights[1 + per :].reshape(3, p.stages)
         return Multipliers(
             share=float(weights[0]),
             paths=tuple(zip(paths.tolist(), shares.tolist(), strict=True)),
@@ -240,7 +245,7 @@ class PlacementSearch:
             sends=float(counts[-1]),
             parameters=weights[1 : 1 + per].reshape(2, p.stages + 1),
             memory=memory,
-            most=most,
+            limits=limits,
             fewest=fewest,
         )
 
@@ -262,20 +267,20 @@ class PlacementSearch:
         return counts
 
 
-def _flat(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _flat(p: PlacementProblem) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the whole numbers and the reals of a problem in the order in which placement.cc takes them."""
-    bulk, rest = p.layers[p.bulk], p.rest
+    bulk, tail = p.layers[p.bulk], p.tail
     kinds = [bulk, *(layer for layer in p.layers if layer is not bulk)]
-    whole: list[Any] = [(p.stages, len(kinds), p.bulk, p.choice, p.send, p.held)]
-    whole += [p.lowest, p.highest, p.fixed.ravel(), p.memory, p.buffer]
-    reals: list[Any] = [p.weight.ravel(), p.least_weight]
-    reals += [(k, c, *u) for k, c, u in rest.lines(p.micro_batches)]
-    reals += [(rest.base, rest.start, rest.exposed), rest.reduce, rest.update, rest.hides]
+    integers: list[Any] = [(p.stages, len(kinds), p.bulk, p.choice, p.send, p.working)]
+    integers += [p.lowest, p.highest, p.fixed.ravel(), p.memory, p.buffer]
+    reals: list[Any] = [p.stage_weights.ravel(), p.least_weight]
+    reals += [(k, c, *u) for k, c, u in tail.lines(p.micro_batches)]
+    reals += [(tail.base, tail.start, tail.exposed), tail.reduce, tail.update, tail.overlap_weights]
     for layer in kinds:
-        whole += [(layer.count, *layer.times, layer.states, layer.recompute_time, layer.working)]
-        whole += [layer.kept, layer.entry or layer.kept]
+        integers += [(layer.count, *layer.times, layer.states, layer.recompute_time, layer.working)]
+        integers += [layer.activations, layer.inputs or layer.activations]
         reals += [layer.weights]
     return (
-        np.concatenate(whole, dtype=np.int64, casting="unsafe"),
+        np.concatenate(integers, dtype=np.int64, casting="unsafe"),
         np.concatenate(reals, dtype=np.float64, casting="unsafe"),
     )

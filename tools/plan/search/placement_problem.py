@@ -3,10 +3,10 @@
 Decoder layers come in one or two kinds that follow each other (dense, then MoE); a chunk holds consecutive layers. The
 aim is the shortest step
 
-    makespan(times of the chunks)  +  rest(largest stage)
+    makespan(times of the chunks)  +  tail(largest stage)
 
 so that no stage needs more memory than it has. The makespan is that of the schedule, operation by operation
-(:mod:`.pipeline`); the rest is gradient reduction, update and host. Times are whole picoseconds, memory whole bytes.
+(:mod:`.pipeline_program`); the tail is gradient reduction, update and host. Times are whole picoseconds, memory whole bytes.
 """
 
 from dataclasses import dataclass
@@ -19,29 +19,32 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram, pipeline
 
+BISECTIONS = 45
+"""Halvings of an interval after which a bound is close enough."""
+
 ScheduleKey = tuple[str, int, int, int]
 """Schedule, stages, micro-batches and chunks of a stage: problems with the same key share paths."""
 
-Times = tuple[int, int, int]
+PassTimes = tuple[int, int, int]
 """F, B (D where the schedule separates dW) and W of one micro-batch, ps."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
+class LayerGroup:
     """Equal layers that follow each other in the model."""
 
     count: int
-    times: Times
+    times: PassTimes
     states: int
     """Bytes of one layer's parameters, gradients and optimizer."""
 
-    kept: tuple[int, ...]
+    activations: tuple[int, ...]
     """Bytes that one layer keeps at the peak of each stage, for all micro-batches in flight."""
 
     recompute_time: int = 0
     """Additional backward time of a recomputed layer, ps."""
 
-    entry: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
     """Bytes that a recomputed layer keeps."""
 
     working: int = 0
@@ -52,11 +55,11 @@ class Layers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rest:
-    """The rest of the step after the pipeline, s: ``max(all - hidden, exposed * all) + update + base``.
+class StepTail:
+    """The end of the step after the pipeline, s: ``max(all - hidden, exposed * all) + update + base``.
 
     ``all = sum_i reduce_i U_i + start``, ``update = sum_i update_i U_i``, with U_0 and U_1 the parameters of the largest
-    stage that all copies hold and experts; hidden behind the longest backward pass of a stage, or more of it (`hides`).
+    stage that all copies hold and experts; hidden behind the longest backward pass of a stage, or more of it (`overlap_weights`).
     """
 
     base: float = 0.0
@@ -64,10 +67,10 @@ class Rest:
     reduce: tuple[float, float] = (0.0, 0.0)
     update: tuple[float, float] = (0.0, 0.0)
     exposed: float = 1.0
-    late: tuple[float, float] = (0.0, 0.0)
-    """A stage whose micro-batch takes t hides at most ``late[0] t + late[1]``."""
+    overlap_limit: tuple[float, float] = (0.0, 0.0)
+    """A stage whose micro-batch takes t hides at most ``overlap_limit[0] t + overlap_limit[1]``."""
 
-    hides: tuple[float, float] = (0.0, 1.0)
+    overlap_weights: tuple[float, float] = (0.0, 1.0)
     """Seconds hidden for a second of forward and of backward of the stage that hides most; ZeRO 2 and 3 reduce in every
     micro-batch."""
 
@@ -78,13 +81,13 @@ class Rest:
         """
         update = np.array(self.update)
         shown = (1.0, self.exposed * self.start, self.exposed * np.array(self.reduce) + update)
-        share = self.late[0] / micro_batches
-        hidden = (1.0 - share, self.start - self.late[1], np.array(self.reduce) + update)
+        share = self.overlap_limit[0] / micro_batches
+        hidden = (1.0 - share, self.start - self.overlap_limit[1], np.array(self.reduce) + update)
         return [(k, c + self.base, u) for k, c, u in (shown, hidden)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlacementProblem:
     """The layers to place, and the stages that they are placed on."""
 
     schedule: str
@@ -93,14 +96,14 @@ class Problem:
     chunks: int = 1
     """Chunks of a stage."""
 
-    layers: tuple[Layers, ...]
-    first: Times = (0, 0, 0)
+    layers: tuple[LayerGroup, ...]
+    first: PassTimes = (0, 0, 0)
     """Times of the first chunk without its layers: the embedding."""
 
-    before: Times = (0, 0, 0)
+    before: PassTimes = (0, 0, 0)
     """The same of the chunk before the last one: MTP without its head."""
 
-    last: Times = (0, 0, 0)
+    last: PassTimes = (0, 0, 0)
     """The same of the last chunk: MTP and head, or only heads."""
 
     send: int = 0
@@ -115,14 +118,14 @@ class Problem:
     choice: bool = False
     """Whether the number of recomputed layers of each chunk is free (its first ones); else none is recomputed."""
 
-    held: int = 0
+    working: int = 0
     """Working set of every stage that has layers."""
 
     weights: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Parameters of each stage without its layers, as in `Layers.weights`."""
+    """Parameters of each stage without its layers, as in `LayerGroup.weights`."""
 
-    rest: Rest = Rest()
-    most: tuple[int, ...] = ()
+    tail: StepTail = StepTail()
+    limits: tuple[int, ...] = ()
     """Most layers of each chunk; none: any number."""
 
     def __post_init__(self) -> None:
@@ -154,17 +157,17 @@ class Problem:
     @cached_property
     def lowest(self) -> NDArray[Any]:
         """Fewest layers of each chunk: recipes leave only the first and the last one empty."""
-        least = np.ones(self.number, dtype=np.int64)
-        least[[0, -1]] = 0
+        counts = np.ones(self.number, dtype=np.int64)
+        counts[[0, -1]] = 0
         if self.number == 1:
-            least[0] = 1
-        return least
+            counts[0] = 1
+        return counts
 
     @cached_property
     def highest(self) -> NDArray[Any]:
         """Most layers of each chunk."""
         total = sum(g.count for g in self.layers)
-        return np.minimum(np.array(self.most or (total,) * self.number, dtype=np.int64), total)
+        return np.minimum(np.array(self.limits or (total,) * self.number, dtype=np.int64), total)
 
     @cached_property
     def bulk(self) -> int:
@@ -174,15 +177,15 @@ class Problem:
     @cached_property
     def fixed(self) -> NDArray[Any]:
         """Times of every chunk without its layers, [3, chunks]."""
-        found = np.zeros((3, self.number), dtype=np.int64)
-        found[:, 0] += self.first
-        found[:, -1] += self.last
+        times = np.zeros((3, self.number), dtype=np.int64)
+        times[:, 0] += self.first
+        times[:, -1] += self.last
         if self.number > 1:
-            found[:, -2] += self.before
-        return found
+            times[:, -2] += self.before
+        return times
 
     @cached_property
-    def weight(self) -> NDArray[Any]:
+    def stage_weights(self) -> NDArray[Any]:
         """Parameters of every stage without its layers, [2, stages]."""
         return np.array([w or (0,) * self.stages for w in self.weights], dtype=np.float64)
 
@@ -190,8 +193,8 @@ class Problem:
     def least_weight(self) -> NDArray[Any]:
         """Parameters that the largest stage has at least, [2]."""
         bulk = self.layers[self.bulk]
-        own = tuple(w or (0,) * self.stages for w in self.weights)
-        return _least_largest(own, bulk.weights, bulk.count)
+        stages = tuple(w or (0,) * self.stages for w in self.weights)
+        return _least_largest(stages, bulk.weights, bulk.count)
 
     def kinds(self, counts: NDArray[Any]) -> NDArray[Any]:
         """Return the layers of every kind, [kinds, chunks], of chunks with `counts` layers in all, [chunks]."""
@@ -202,34 +205,34 @@ class Problem:
         return np.stack([first, counts - first])
 
 
-def least_largest(fixed: NDArray[Any], each: NDArray[Any], number: int) -> NDArray[Any]:
+def least_largest(stages: NDArray[Any], layer: NDArray[Any], number: int) -> NDArray[Any]:
     """Return a lower bound on the parameters of the largest stage when equal layers are divided among the stages.
 
-    Stages have `fixed` without them, [n, any, stages]; a layer has `each`, [n, any]. The bound, [n, any], is reduced
-    slightly for rounding.
+    `stages` are the parameters without them, [n, any, stages], `layer` those of a layer, [n, any]. The bound, [n, any],
+    is reduced slightly for rounding.
     """
-    low = fixed.max(axis=2)
-    high = low + each * number
-    for _ in range(45):
+    low = stages.max(axis=2)
+    high = low + layer * number
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        whole = np.floor((middle[..., None] - fixed) / np.maximum(each, 1e-9)[..., None])
-        enough = (whole.sum(axis=2) >= number) | (each <= 0)
+        fit = np.floor((middle[..., None] - stages) / np.maximum(layer, 1e-9)[..., None])
+        enough = (fit.sum(axis=2) >= number) | (layer <= 0)
         high, low = np.where(enough, middle, high), np.where(enough, low, middle)
     return low
 
 
 @lru_cache(4096)
 def _least_largest(
-    fixed: tuple[tuple[int, ...], ...], each: tuple[int, int], number: int
+    stages: tuple[tuple[int, ...], ...], layer: tuple[int, int], number: int
 ) -> NDArray[Any]:
     """Return the bound for one problem; it is cached, because many problems have the same parameters."""
-    one, more = np.array(fixed, dtype=np.float64), np.array(each, dtype=np.float64)
-    return least_largest(one[None], more[None], number)[0]
+    fixed, weights = np.array(stages, dtype=np.float64), np.array(layer, dtype=np.float64)
+    return least_largest(fixed[None], weights[None], number)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A placement."""
+class LayerPlacement:
+    """The layers of each chunk, and the step that they take."""
 
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""

@@ -37,10 +37,10 @@ def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int
         UsageError: There is no such layout.
         RecipeError: It breaks a rule of recipes.
     """
-    found = distinct(plan)
-    if not 1 <= pick <= len(found):
-        raise UsageError(f"--pick {pick}: {len(found)} layouts were found")
-    best, word = found[pick - 1], "proven optimal under the event simulation"
+    layouts = distinct(plan)
+    if not 1 <= pick <= len(layouts):
+        raise UsageError(f"--pick {pick}: {len(layouts)} layouts were found")
+    best, word = layouts[pick - 1], "proven optimal under the event simulation"
     if pick > 1 or not plan.optimal:
         word = f"within {best.step_s / plan.lower_bound_s - 1:.2%} of the proven bound"
     comment = (
@@ -76,7 +76,7 @@ def find(
     """Find the fastest layouts of a recipe's model.
 
     Where it is None, `memory_bytes` is all that the device does not reserve, `global_batch` the recipe's, and each
-    sequence is one document. `fixed` are settings `name=value` of the layout, `options` the `top`, `limit_s` and `done`
+    sequence is one document. `fixed` are settings `name=value` of the layout, `options` the `top`, `limit_s` and `progress`
     of `search`.
 
     Raises:

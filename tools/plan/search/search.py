@@ -31,8 +31,17 @@ from telechat_moe.tools.plan.search.bounds import (
     problem_of,
     prove,
 )
-from telechat_moe.tools.plan.search.placement import CLOSE, Answer, PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Placed, Problem, ScheduleKey
+from telechat_moe.tools.plan.search.placement import (
+    CLOSE,
+    PathPool,
+    PlacementAnswer,
+    PlacementSearch,
+)
+from telechat_moe.tools.plan.search.placement_problem import (
+    LayerPlacement,
+    PlacementProblem,
+    ScheduleKey,
+)
 from telechat_moe.tools.plan.search.space import (
     CHOSEN,
     NAMES,
@@ -62,12 +71,8 @@ AGREE = 1e-6
 """Relative difference between the planner's step and the simulator's that rounding to ps explains."""
 
 
-Done = Callable[[float, int], object]
-"""Callback with the share that is done (0 where it is not known) and the number of solved configurations."""
-
-
 @dataclass
-class Candidate:
+class PlacedLayout:
     """A configuration whose layers were placed."""
 
     row: int
@@ -86,8 +91,8 @@ class Candidate:
     """Peak memory of the simulation, operation by operation."""
 
     bubble: float
-    problem: Problem
-    placed: Placed
+    problem: PlacementProblem
+    placed: LayerPlacement
 
 
 @dataclass
@@ -107,10 +112,10 @@ class SearchResult:
     missing: NDArray[np.float64]
     """Bytes that each lacks where it does not fit, and the stage with the least room, [n, 2]."""
 
-    by: NDArray[np.int64]
+    proven_by: NDArray[np.int64]
     """Which of `proofs` prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
 
-    best: list[Candidate] = field(default_factory=list[Candidate])
+    best: list[PlacedLayout] = field(default_factory=list[PlacedLayout])
     """Candidates that were found, fastest first."""
 
     lower_bound_s: float = math.inf
@@ -118,10 +123,10 @@ class SearchResult:
 
     seconds: float = 0.0
     solved: int = 0
-    proofs: list[Answer] = field(default_factory=list[Answer])
+    proofs: list[PlacementAnswer] = field(default_factory=list[PlacementAnswer])
     """Answers whose multipliers for the first boxes prune whole schedules."""
 
-    answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
+    answers: dict[int, PlacementAnswer] = field(default_factory=dict[int, PlacementAnswer])
     pools: dict[ScheduleKey, PathPool] = field(default_factory=dict[ScheduleKey, PathPool])
     costs: dict[int, tuple[Costs, NDArray[np.int64]]] = field(
         default_factory=dict[int, tuple[Costs, NDArray[np.int64]]]
@@ -140,12 +145,11 @@ class SearchResult:
         """Whether nothing is faster, apart from rounding."""
         return bool(self.best) and self.gap <= 1e-6
 
-    def problem(self, row: int) -> Problem:
+    def problem(self, row: int) -> PlacementProblem:
         """Return the inner problem of a configuration."""
         layout = layout_of(self.rows[row], self.space)
-        c, here = self.costs[layout.pp]
-        at = int(np.searchsorted(here, row))
-        return problem_of(c, at, layout, self.room_bytes)
+        c, rows = self.costs[layout.pp]
+        return problem_of(c, int(np.searchsorted(rows, row)), layout, self.room_bytes)
 
 
 def usable(device: Device, memory_bytes: float | None) -> Device:
@@ -162,19 +166,19 @@ def search(
     *,
     top: int = 10,
     limit_s: float = 300.0,
-    done: Done = lambda _share, _solved: None,
+    progress: Callable[[int], object] = lambda _solved: None,
 ) -> SearchResult:
     """Find the `top` fastest layouts: the first with its proof, the others without one.
 
     The limit of a stage is the memory of the device less what is reserved. After `limit_s` seconds the best layout found
-    is returned with the bound proven so far; for `done` see `Done`.
+    is returned with the bound proven so far; `progress` is called with the number of solved configurations.
 
     Raises:
         CheckFailedError: The planner's and the simulator's step differ: one of them was changed alone.
     """
     began, rows = time.perf_counter(), enumerate_space(a, space)
     n = len(rows)
-    found = SearchResult(
+    plan = SearchResult(
         architecture=a,
         device=device,
         space=space,
@@ -182,49 +186,56 @@ def search(
         rows=rows,
         bound_s=np.full(n, np.inf),
         missing=np.zeros((n, 2)),
-        by=np.full(n, -1),
+        proven_by=np.full(n, -1),
     )
-    _Search(found, top, began + limit_s, done).run()
-    found.seconds = time.perf_counter() - began
-    return found
+    _LayoutSearch(plan, top, began + limit_s, progress).run()
+    plan.seconds = time.perf_counter() - began
+    return plan
 
 
-class _Search:
+class _LayoutSearch:
     """A search in progress, which fills in a result."""
 
-    def __init__(self, found: SearchResult, top: int, until: float, done: Done) -> None:
-        self.found, self.top, self.until, self.done = found, top, until, done
-        self.guess = np.full(len(found.rows), np.inf)
+    def __init__(
+        self,
+        plan: SearchResult,
+        top: int,
+        until: float,
+        progress: Callable[[int], object],
+    ) -> None:
+        self.plan, self.top, self.until, self.progress = plan, top, until, progress
+        self.guess = np.full(len(plan.rows), np.inf)
         """Estimated step of each configuration, which orders the search."""
 
         self.groups: dict[ScheduleKey, NDArray[np.int64]] = {}
         self.searches: dict[int, PlacementSearch] = {}
-        self.placed: dict[int, Placed] = {}
+        self.placed: dict[int, LayerPlacement] = {}
         self.best = math.inf
         self.rng = random.Random(1)
 
     def run(self) -> None:
-        """Search; the result is in `found`."""
+        """Search; the result is in `plan`."""
         self._start()
-        first = np.argsort(self.guess, kind="stable")
-        seen: set[ScheduleKey] = set()
-        for row in first:
-            if len(seen) >= FIRST or not np.isfinite(self.guess[row]) or self._late():
+        tried: set[ScheduleKey] = set()
+        for row in np.argsort(self.guess, kind="stable"):
+            if len(tried) >= FIRST or not np.isfinite(self.guess[row]) or self._late():
                 break
-            if (key := self._key(row)) not in seen:
-                seen.add(key)
+            if (key := self._key(row)) not in tried:
+                tried.add(key)
                 self._try(int(row))
-        self.found.timed_out = self._prove()
+        self.plan.timed_out = self._prove()
         self._runners_up()
-        first = sorted(self.placed, key=lambda row: self.placed[row].seconds)[: SHOWN + self.top]
-        best = self.found.best
-        for row in first:  # simulated in full; of the best one only where time is up
+        fastest = sorted(self.placed, key=lambda row: self.placed[row].seconds)
+        best = self.plan.best
+        for row in fastest[
+            : SHOWN + self.top
+        ]:  # simulated in full; of the best one only where time is up
             if best and self._late():
                 break
             best.append(self._candidate(row, self.placed[row]))
         best.sort(key=lambda c: (round(c.step_s, 7), c.row))
-        bound = self.found.bound_s
-        self.found.lower_bound_s = float(
+        bound = self.plan.bound_s
+        self.plan.lower_bound_s = float(
             min([c.step_s for c in best[:1]] + [*bound[np.isfinite(bound)]], default=math.inf)
         )
         for c in best:
@@ -232,30 +243,30 @@ class _Search:
 
     def _start(self) -> None:
         """Bound every configuration by its longest stage."""
-        column = {name: self.found.rows[:, NAMES.index(name)] for name in NAMES}
+        column = {name: self.plan.rows[:, NAMES.index(name)] for name in NAMES}
 
         def bounds(pp: int) -> tuple[Costs, tuple[NDArray[Any], ...]]:
-            here = np.flatnonzero(column["pp"] == pp)
-            x = space_columns(self.found.architecture, self.found.rows[here], self.found.space)
-            choice, room = np.isin(column["policy"][here], CHOSEN), self.found.room_bytes
-            c = costs(x, self.found.device, choice, room)
-            bound, lacks, stage = lower_bound(c, room)
-            guess = estimate(c, column["vpp"][here], bound)
-            return c, (here, bound, guess, np.column_stack([lacks, stage]))
+            rows = np.flatnonzero(column["pp"] == pp)
+            x = space_columns(self.plan.architecture, self.plan.rows[rows], self.plan.space)
+            choice, room = np.isin(column["policy"][rows], CHOSEN), self.plan.room_bytes
+            c = costs(x, self.plan.device, choice, room)
+            bound, missing, stage = lower_bound(c, room)
+            guess = estimate(c, column["vpp"][rows], bound)
+            return c, (rows, bound, guess, np.column_stack([missing, stage]))
 
         depths = [int(pp) for pp in np.unique(column["pp"])]
         with ThreadPoolExecutor(WORKERS) as pool:
-            for pp, (c, (here, *found)) in zip(depths, pool.map(bounds, depths), strict=True):
-                self.found.costs[pp] = (c, here)
-                self.found.bound_s[here], self.guess[here], self.found.missing[here] = found
+            for pp, (c, (rows, *values)) in zip(depths, pool.map(bounds, depths), strict=True):
+                self.plan.costs[pp] = (c, rows)
+                self.plan.bound_s[rows], self.guess[rows], self.plan.missing[rows] = values
         keys = np.column_stack([column[n] for n in ("schedule", "pp", "micro_batches", "vpp")])
         unique, which = np.unique(keys, axis=0, return_inverse=True)
         for i, _ in enumerate(unique):
-            some = np.flatnonzero(which.ravel() == i)
-            self.groups[self._key(some[0])] = some
+            rows = np.flatnonzero(which.ravel() == i)
+            self.groups[self._key(rows[0])] = rows
 
     def _key(self, row: int) -> ScheduleKey:
-        layout = layout_of(self.found.rows[row], self.found.space)
+        layout = layout_of(self.plan.rows[row], self.plan.space)
         return layout.schedule, layout.pp, layout.micro_batches, layout.vpp
 
     def _late(self) -> bool:
@@ -263,12 +274,12 @@ class _Search:
 
     def _placements(self, row: int) -> PlacementSearch:
         if row not in self.searches:
-            problem = self.found.problem(row)
-            pool = self.found.pools.setdefault(problem.key, PathPool())
+            problem = self.plan.problem(row)
+            pool = self.plan.pools.setdefault(problem.key, PathPool())
             self.searches[row] = PlacementSearch(problem, pool)
         return self.searches[row]
 
-    def _keep(self, row: int, placed: Placed | None) -> None:
+    def _keep(self, row: int, placed: LayerPlacement | None) -> None:
         if placed and not any(placed.recomputed) and (twin := self._twin(row)) != row:
             self._keep(twin, placed)  # it recomputes nothing: that is the other configuration
         if placed and (row not in self.placed or placed.seconds < self.placed[row].seconds):
@@ -277,12 +288,12 @@ class _Search:
 
     def _twin(self, row: int) -> int:
         """Return the same configuration without recomputation, or this one if that is not searched."""
-        rows, at = self.found.rows, NAMES.index("policy")
-        if rows[row, at] not in CHOSEN:
+        rows, policy = self.plan.rows, NAMES.index("policy")
+        if rows[row, policy] not in CHOSEN:
             return row
-        twin = row - int(rows[row, at]) + POLICIES.index("none")
+        twin = row - int(rows[row, policy]) + POLICIES.index("none")
         expected = rows[row].copy()
-        expected[at] = POLICIES.index("none")
+        expected[policy] = POLICIES.index("none")
         return twin if twin >= 0 and (rows[twin] == expected).all() else row
 
     def _try(self, row: int) -> None:
@@ -290,101 +301,102 @@ class _Search:
         placements = self._placements(row)
         self._keep(row, placements.improve(placements.even(self.rng), 1, self.until))
 
-    def _prune(self, key: ScheduleKey, answer: Answer) -> None:
+    def _prune(self, key: ScheduleKey, answer: PlacementAnswer) -> None:
         """Bound all configurations with the same schedule by the multipliers of one."""
-        found, some = self.found, self.groups[key]
-        some = some[(found.bound_s[some] < self.best) & np.isfinite(found.bound_s[some])]
-        if not len(some):
+        plan, rows = self.plan, self.groups[key]
+        rows = rows[(plan.bound_s[rows] < self.best) & np.isfinite(plan.bound_s[rows])]
+        if not len(rows):
             return
-        c, here = found.costs[key[1]]
-        at, route = np.searchsorted(here, some), answer.search.p.pipeline.route
-        bound = prove(c, at, answer.first, route, found.room_bytes, self.best)
-        better = bound > found.bound_s[some]
-        found.proofs.append(answer)
-        found.bound_s[some[better]] = bound[better]
-        found.by[some[better]] = len(found.proofs) - 1
+        c, of_costs = plan.costs[key[1]]
+        route = answer.search.p.pipeline.route
+        numbers = np.searchsorted(of_costs, rows)
+        bound = prove(c, numbers, answer.first, route, plan.room_bytes, self.best)
+        better = bound > plan.bound_s[rows]
+        plan.proofs.append(answer)
+        plan.bound_s[rows[better]] = bound[better]
+        plan.proven_by[rows[better]] = len(plan.proofs) - 1
 
     def _prove(self) -> bool:
         """Close configurations until no bound is below the best step; return whether time was up.
 
         The first boxes of all, in the order of their bounds; then more and more boxes of those with the least bounds.
         """
-        first = np.ones(len(self.found.rows), dtype=bool)
-        nodes = np.full(len(self.found.rows), BOXES[0])
+        first = np.ones(len(self.plan.rows), dtype=bool)
+        nodes = np.full(len(self.plan.rows), BOXES[0])
         with ThreadPoolExecutor(WORKERS) as pool:
             while rows := self._next(first) or self._next(np.ones_like(first)):
                 if self._late():
                     return True
                 searches = [self._placements(row) for row in rows]
-                each = [0 if first[row] else int(nodes[row]) for row in rows]
-                answers = pool.map(self._solve, searches, each)
+                boxes = [0 if first[row] else int(nodes[row]) for row in rows]
+                answers = pool.map(self._solve, searches, boxes)
                 for row, answer in zip(rows, list(answers), strict=True):
                     self._take(row, answer)
                     nodes[row] = min(nodes[row] * (1 if first[row] else 3), BOXES[1])
                     first[row] = False
-                    self.done(0.0, self.found.solved)
+                    self.progress(self.plan.solved)
         return False
 
-    def _solve(self, placements: PlacementSearch, nodes: int) -> Answer:
+    def _solve(self, placements: PlacementSearch, nodes: int) -> PlacementAnswer:
         return placements.solve(self.best, nodes=nodes, until=self.until)
 
-    def _next(self, some: NDArray[Any]) -> list[int]:
+    def _next(self, candidates: NDArray[Any]) -> list[int]:
         """Return the open configurations with the least bounds, no two with one schedule."""
-        found: dict[ScheduleKey, int] = {}
+        chosen: dict[ScheduleKey, int] = {}
         value = np.where(
-            some & (self.found.bound_s < self.best * (1 - CLOSE)), self.found.bound_s, np.inf
+            candidates & (self.plan.bound_s < self.best * (1 - CLOSE)), self.plan.bound_s, np.inf
         )
         for row in map(int, np.argsort(value, kind="stable")[: 4 * WORKERS]):
-            if not np.isfinite(value[row]) or len(found) == WORKERS:
+            if not np.isfinite(value[row]) or len(chosen) == WORKERS:
                 break
             twin = self._twin(row)  # the smaller problem first: its proof is often valid for both
             row = twin if np.isfinite(value[twin]) else row
-            found.setdefault(self._key(row), row)
-        return list(found.values())
+            chosen.setdefault(self._key(row), row)
+        return list(chosen.values())
 
-    def _take(self, row: int, answer: Answer) -> None:
+    def _take(self, row: int, answer: PlacementAnswer) -> None:
         """Keep the bound and the placement of a configuration."""
-        initial = row not in self.found.answers
-        self.found.solved += initial
-        self.found.answers[row] = answer
+        initial = row not in self.plan.answers
+        self.plan.solved += initial
+        self.plan.answers[row] = answer
         self._keep(row, answer.best)
-        if answer.bound > self.found.bound_s[row]:
-            self.found.bound_s[row], self.found.by[row] = answer.bound, -2
+        if answer.bound > self.plan.bound_s[row]:
+            self.plan.bound_s[row], self.plan.proven_by[row] = answer.bound, -2
         if initial and len(answer.first_proofs) in (1, answer.search.p.stages):
             self._prune(self._key(row), answer)
 
     def _runners_up(self) -> None:
         """Place more configurations, for the ranked table."""
-        least = np.maximum(self.guess, self.found.bound_s)
-        order = np.lexsort((self.guess, np.where(np.isfinite(self.guess), least, np.inf)))
+        lowest = np.maximum(self.guess, self.plan.bound_s)
+        order = np.lexsort((self.guess, np.where(np.isfinite(self.guess), lowest, np.inf)))
         tried = 0
         for row in order:
             steps = sorted(p.seconds for p in self.placed.values())
             if tried >= RUNNERS_UP * self.top or not np.isfinite(self.guess[row]) or self._late():
                 break
-            if len(steps) >= self.top and self.found.bound_s[row] >= steps[self.top - 1]:
+            if len(steps) >= self.top and self.plan.bound_s[row] >= steps[self.top - 1]:
                 continue
             if int(row) not in self.placed:
                 tried += 1
                 self._try(int(row))
 
-    def _candidate(self, row: int, placed: Placed) -> Candidate:
-        layout = layout_of(self.found.rows[row], self.found.space)
+    def _candidate(self, row: int, placed: LayerPlacement) -> PlacedLayout:
+        layout = layout_of(self.plan.rows[row], self.plan.space)
         problem = self._placements(row).p
         recomputed = placed.recomputed if problem.choice else None
         layout = layout.with_changes(chunks=placed.layers, recompute_layers=recomputed)
-        step = simulate_step(self.found.architecture, layout, self.found.device)
+        step = simulate_step(self.plan.architecture, layout, self.plan.device)
         if abs(step.step_s / placed.seconds - 1) > AGREE:
             raise CheckFailedError(
                 f"plan: {layout.short()}: the planner has {placed.seconds:.6f} s for the step, the simulator "
                 f"{step.step_s:.6f} s; tools/plan/search/bounds.py and simulate_step.py disagree"
             )
         peak = float(step.table.memory.peak[0].max())
-        if peak > self.found.room_bytes * (1 + AGREE):
+        if peak > self.plan.room_bytes * (1 + AGREE):
             raise CheckFailedError(
-                f"plan: {layout.short()}: {peak:.0f} bytes of {self.found.room_bytes:.0f}; tools/plan/search/bounds.py and memory.py disagree"
+                f"plan: {layout.short()}: {peak:.0f} bytes of {self.plan.room_bytes:.0f}; tools/plan/search/bounds.py and memory.py disagree"
             )
-        return Candidate(
+        return PlacedLayout(
             row=row,
             layout=layout,
             step_s=step.step_s,

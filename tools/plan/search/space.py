@@ -80,7 +80,7 @@ def parse_fixed(settings: list[str]) -> dict[str, tuple[int, ...]]:
     Raises:
         UsageError: An unknown name, a value that it cannot have, or two settings of one name.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    columns_fixed: dict[str, tuple[int, ...]] = {}
     for text in settings:
         name, _, value = text.partition("=")
         column = FIXABLE.get(name.strip())
@@ -88,18 +88,18 @@ def parse_fixed(settings: list[str]) -> dict[str, tuple[int, ...]]:
             raise UsageError(
                 f"--fix {text}: expected name=value with a name of {', '.join(FIXABLE)}"
             )
-        if column in found:
+        if column in columns_fixed:
             raise UsageError(
                 f"--fix {text}: {name.strip()} is fixed twice; give all values as {name}=A,B"
             )
         words = WORDS.get(column)
-        given = [word.strip().lower() for word in value.split(",")]
-        if not all(word in words if words else word.isdecimal() for word in given):
+        texts = [word.strip().lower() for word in value.split(",")]
+        if not all(word in words if words else word.isdecimal() for word in texts):
             raise UsageError(
                 f"--fix {text}: expected {' or '.join(words) if words else 'a number'}"
             )
-        found[column] = tuple(words.index(word) if words else int(word) for word in given)
-    return found
+        columns_fixed[column] = tuple(words.index(word) if words else int(word) for word in texts)
+    return columns_fixed
 
 
 def enumerate_space(a: Architecture, space: Space) -> NDArray[Any]:
@@ -113,21 +113,21 @@ def enumerate_space(a: Architecture, space: Space) -> NDArray[Any]:
 def explain_empty(a: Architecture, space: Space) -> str:
     """Return why a space is empty."""
     rows = enumerate_space(a, replace(space, fixed={}))
-    said = {**dict(zip(NAMES, NAMES, strict=True)), "policy": "recompute"}
+    names = {**dict(zip(NAMES, NAMES, strict=True)), "policy": "recompute"}
     if not len(rows):
         return f"no layout has {space.devices} devices and {space.global_batch} sequences a step; recipes refuse all"
     for name, value in space.fixed.items():
         words = WORDS.get(name)
-        known: list[int] = np.unique(rows[:, NAMES.index(name)]).tolist()
-        if not np.isin(known, value).any():
-            values = ", ".join(words[i] if words else str(i) for i in known)
-            more = "" if space.beyond_recipes or not words else " (more with --beyond-recipes)"
-            return f"--fix: no layout has this {said[name]}; it can be {values}{more}"
-    return f"--fix: each of {', '.join(said[n] for n in space.fixed)} can be so, but not together"
+        possible: list[int] = np.unique(rows[:, NAMES.index(name)]).tolist()
+        if not np.isin(possible, value).any():
+            values = ", ".join(words[i] if words else str(i) for i in possible)
+            hint = "" if space.beyond_recipes or not words else " (more with --beyond-recipes)"
+            return f"--fix: no layout has this {names[name]}; it can be {values}{hint}"
+    return f"--fix: each of {', '.join(names[n] for n in space.fixed)} can be so, but not together"
 
 
-def _divisors(n: int, most: int) -> list[int]:
-    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+def _divisors(n: int, limit: int) -> list[int]:
+    return [d for d in range(1, min(n, limit) + 1) if n % d == 0]
 
 
 def _rows(a: Architecture, space: Space) -> Iterator[tuple[int, ...]]:
@@ -222,23 +222,27 @@ def space_columns(a: Architecture, rows: NDArray[Any], space: Space) -> Columns:
         )
         for policy, schedule, end in kinds
     ]
-    n, own = len(rows), dict(zip(NAMES, rows.T, strict=True))
-    kind = (own["policy"] * len(SCHEDULES) + own["schedule"]) * len(ENDS) + own["ends"]
+    n, settings = len(rows), dict(zip(NAMES, rows.T, strict=True))
+    kind = (settings["policy"] * len(SCHEDULES) + settings["schedule"]) * len(ENDS) + settings[
+        "ends"
+    ]
     values: dict[str, Any] = {
         name: value[kind] if len(value) == len(layouts) else np.broadcast_to(value, (n,))
         for name, value in vars(columns([(a, x) for x in layouts])).items()
     }
-    own = {name: column.astype(np.float64) for name, column in own.items()}
-    values |= {name: own[name] for name in NAMES[:9]}
-    values["sequence_parallel"], values["zero"] = own["sp"], own["zero"]
+    settings = {name: column.astype(np.float64) for name, column in settings.items()}
+    values |= {name: settings[name] for name in NAMES[:9]}
+    values["sequence_parallel"], values["zero"] = settings["sp"], settings["zero"]
     values["opt_shards"] = np.zeros(n)
-    values["fsdp"] = (own["zero"] == 3).astype(float)
-    values["one_graph"] = (own["micro_batches"] == 1).astype(float)
-    values["devices"] = own["dp"] * own["tp"] * own["cp"] * own["pp"]
-    values["expert_copies"] = own["dp"] * own["cp"] * own["tp"] / (own["ep"] * own["etp"])
+    values["fsdp"] = (settings["zero"] == 3).astype(float)
+    values["one_graph"] = (settings["micro_batches"] == 1).astype(float)
+    values["devices"] = settings["dp"] * settings["tp"] * settings["cp"] * settings["pp"]
+    values["expert_copies"] = (
+        settings["dp"] * settings["cp"] * settings["tp"] / (settings["ep"] * settings["etp"])
+    )
     values |= dict.fromkeys(STAGE_COLUMNS, np.zeros((n, int(rows[0, NAMES.index("pp")]))))
-    values["last_stage"] = np.where(own["schedule"] == 2, 0.0, own["pp"] - 1)
-    values["mtp_stage"] = values["last_stage"] - own["ends"]
+    values["last_stage"] = np.where(settings["schedule"] == 2, 0.0, settings["pp"] - 1)
+    values["mtp_stage"] = values["last_stage"] - settings["ends"]
     return Columns(values)
 
 

@@ -26,15 +26,17 @@ def counted(kind, a, members, tokens=4000):
     """Return bytes (in tokens) that a device sends over its node's links and through its port, from drawn tokens."""
     rng = np.random.default_rng(1)
     chosen = rng.random((tokens, a.experts)).argsort(1)[:, : a.top_k] // (a.experts // members)
-    nodes, here = members // NODE, chosen // NODE
+    nodes, node = members // NODE, chosen // NODE
     inside, links = members // nodes, a.top_k * (1 - 1 / NODE)
     assert inside == NODE
     if kind == "alltoall":
-        mine = 0
-        return np.mean((here == mine) & (chosen != 0)) * a.top_k, np.mean(here != mine) * a.top_k
+        own_node = 0
+        return np.mean((node == own_node) & (chosen != 0)) * a.top_k, np.mean(
+            node != own_node
+        ) * a.top_k
     if kind == "alltoall_deredundency":
         return links, nodes - 1.0
-    return links, np.mean([len(set(row) - {0}) for row in here])
+    return links, np.mean([len(set(row) - {0}) for row in node])
 
 
 @pytest.mark.parametrize("members", [16, 32, 64])
@@ -43,21 +45,21 @@ def test_the_time_is_that_of_the_bytes_of_drawn_tokens(kind, members):
     c = replace(DEVICE.constants, collective_host_s=0.0, inter_latency_s=0.0)
     x = columns([(A, LAYOUT.with_changes(ep=members))])
     device = replace(DEVICE, constants=c)
-    found = float(exchange_s(kind, x, np.array([1e9]), device)[0])
+    seconds = float(exchange_s(kind, x, np.array([1e9]), device)[0])
     links, port = counted(kind, A, members)
     link_s = links * 1e9 / (DEVICE.intra_bandwidth * c.intra_share)
     port_s = port * 1e9 / (DEVICE.inter_bandwidth * c.inter_share)
     both = max(link_s, port_s) if kind == "alltoall" else link_s + port_s
     if kind == "alltoall_deredundency":  # the ring's port is the device's own
         assert port_s == pytest.approx((members // NODE - 1) * 1e9 / (25e9 * c.inter_share))
-    assert found == pytest.approx(both, rel=0.02)
+    assert seconds == pytest.approx(both, rel=0.02)
 
 
 def test_a_layout_gets_only_the_ways_that_it_allows():
     for ep, etp, ways in ((1, 1, 0), (4, 1, 1), (8, 1, 1), (12, 1, 1), (16, 1, 3), (16, 2, 1)):
-        found = choices(A, LAYOUT.with_changes(dp=96, ep=ep, etp=etp), DEVICE)
-        assert len(found) == ways, (ep, etp)
-        assert list(found.values()) == sorted(found.values())
+        times = choices(A, LAYOUT.with_changes(dp=96, ep=ep, etp=etp), DEVICE)
+        assert len(times) == ways, (ep, etp)
+        assert list(times.values()) == sorted(times.values())
 
 
 def test_the_choice_follows_top_k_nodes_and_bandwidths():

@@ -109,25 +109,25 @@ def test_time_limit_is_honest() -> None:
     a, base = _small(13)
     device = usable(load_device("ascend-910b"), 20 * 2**30)
     space = Space(devices=64, global_batch=64, base=base)
-    whole, cut = search(a, space, device, top=1), search(a, space, device, top=1, limit_s=0.0)
-    assert whole.optimal
+    unlimited, cut = search(a, space, device, top=1), search(a, space, device, top=1, limit_s=0.0)
+    assert unlimited.optimal
     assert not cut.best
     assert not cut.optimal
-    assert cut.lower_bound_s <= whole.best[0].step_s
+    assert cut.lower_bound_s <= unlimited.best[0].step_s
 
 
 def test_time_that_is_up_ends_the_table(monkeypatch) -> None:
     a, base = _small(9)
     device = usable(load_device("ascend-910b"), 30 * 2**30)
     space = Space(devices=16, global_batch=32, base=base, most_vpp=2)
-    whole = search(a, space, device, top=5)
-    assert len(whole.best) > 5
-    monkeypatch.setattr(search_module._Search, "_late", lambda self: bool(self.placed))
+    unlimited = search(a, space, device, top=5)
+    assert len(unlimited.best) > 5
+    monkeypatch.setattr(search_module._LayoutSearch, "_late", lambda self: bool(self.placed))
     cut = search(a, space, device, top=5)
     assert len(cut.best) == 1
     assert cut.timed_out
     assert not cut.optimal
-    assert cut.lower_bound_s <= whole.best[0].step_s <= cut.best[0].step_s
+    assert cut.lower_bound_s <= unlimited.best[0].step_s <= cut.best[0].step_s
 
 
 def test_the_front_says_how_sure_it_is() -> None:
@@ -190,11 +190,11 @@ def test_recipe_is_accepted_and_says_the_same() -> None:
             continue
         layout = plan.best[0].layout
         text = write_recipe(LARGE, [], layout, "test")
-        again = Layout.from_recipe(loads(text))
-        table = evaluate(a, [layout, again], device)
+        repeated = Layout.from_recipe(loads(text))
+        table = evaluate(a, [layout, repeated], device)
         assert table.step_s[0] == pytest.approx(table.step_s[1], rel=1e-12)
-        assert again.devices == 256
-        assert again.global_batch == 64
+        assert repeated.devices == 256
+        assert repeated.global_batch == 64
 
 
 def test_layout_string_and_mindspeed() -> None:

@@ -1,6 +1,6 @@
 """The real graph of planned recipes: MindSpore compiles them, and every stage has what was predicted.
 
-pytest -m slow tests/plan/test_dryrun_plans.py        about half a minute a stage
+pytest -m slow tests/plan/cost/test_dryrun_plans.py        about half a minute a stage
 """
 
 import copy
@@ -59,10 +59,10 @@ def test_stages_have_what_was_planned(fixed, mib, tmp_path) -> None:
         assert any(layout.recompute_layers)
     for stage in compiled(file, tmp_path)["confirm"]:
         for name in ("parameters", "calls", "bytes"):
-            mine, theirs = stage[name]
-            assert mine == theirs
-        mine, theirs = stage["activations"]
-        assert mine == pytest.approx(theirs, rel=0.05)
+            predicted, compiled_value = stage[name]
+            assert predicted == compiled_value
+        predicted, compiled_value = stage["activations"]
+        assert predicted == pytest.approx(compiled_value, rel=0.05)
 
 
 TWO_LAYERS = [*SETTINGS, "model.model_config.num_hidden_layers=2"]
@@ -76,8 +76,8 @@ def test_a_small_plan_is_compiled_as_predicted_and_a_fault_shows(tmp_path) -> No
     for change in (_without_a_gather, _larger, _more_alive):
         wrong = copy.deepcopy(report)
         change(wrong["stages"][0])
-        (found,) = differences(load(str(file)), wrong)
-        assert len(found["differences"]) == 1
+        (stage,) = differences(load(str(file)), wrong)
+        assert len(stage["differences"]) == 1
 
 
 def _without_a_gather(stage) -> None:

@@ -44,9 +44,9 @@ def test_architecture_of_a_recipe_has_the_parameters_and_flops_of_the_recipe(nam
     ],
 )  # fmt: skip
 def test_names_of_tables_mean_the_right_model(name, means):
-    found = published(name)
-    assert found is not None
-    assert found.name == means
+    model = published(name)
+    assert model is not None
+    assert model.name == means
 
 
 def test_megatron_formula():

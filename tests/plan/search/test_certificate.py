@@ -21,9 +21,9 @@ from telechat_moe.tools.plan.check_certificate import check, main
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.search.certify import Writer, certificate
+from telechat_moe.tools.plan.search.certify import CertificateWriter, certificate
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
+from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem, StepTail
 from telechat_moe.tools.plan.search.search import SearchResult, search, usable
 from telechat_moe.tools.plan.search.space import Space
 
@@ -56,10 +56,10 @@ def stated() -> Any:
     return json.loads(_text())
 
 
-def columns(found: Any, name: str) -> Iterator[tuple[list[int], int]]:
+def columns(stated: Any, name: str) -> Iterator[tuple[list[int], int]]:
     """Yield where configurations have the number of an array: a list and its index."""
-    at = found["columns"].index(name)
-    yield from ((row[2], at) for row in found["configurations"])
+    column = stated["columns"].index(name)
+    yield from ((row[2], column) for row in stated["configurations"])
 
 
 def leaves(tree: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[Any, tuple[int, ...]]]:
@@ -80,19 +80,21 @@ def nodes(tree: Any) -> Iterator[list[Any]]:
 
 
 def test_a_true_certificate_passes() -> None:
-    found = stated()
-    assert check(found) == f"{len(found['configurations']):,} configurations, gap 0.000%"
-    assert len(found["configurations"]) > 100
-    assert found["layout"]["step_s"] == pytest.approx(found["bound_s"], rel=1e-6)
+    certificate_ = stated()
+    assert (
+        check(certificate_) == f"{len(certificate_['configurations']):,} configurations, gap 0.000%"
+    )
+    assert len(certificate_["configurations"]) > 100
+    assert certificate_["layout"]["step_s"] == pytest.approx(certificate_["bound_s"], rel=1e-6)
 
 
 def test_a_proof_may_have_no_paths() -> None:
-    found = stated()
-    found["proofs"].append(found["proofs"][0] | {"paths": []})
-    check(found)
-    _leaves(len(found["proofs"]) - 1)(found)
+    certificate_ = stated()
+    certificate_["proofs"].append(certificate_["proofs"][0] | {"paths": []})
+    check(certificate_)
+    _leaves(len(certificate_["proofs"]) - 1)(certificate_)
     with pytest.raises(ValueError, match="not proven"):
-        check(found)
+        check(certificate_)
 
 
 def test_the_checker_stays_small_and_alone() -> None:
@@ -104,10 +106,10 @@ def test_the_checker_stays_small_and_alone() -> None:
 def _cheaper(name: str, share: float = 0.5) -> Callable[[Any], None]:
     """Return a change: a cost is less in every configuration, so what was proven does not hold."""
 
-    def change(found: Any) -> None:
-        for row, at in columns(found, name):
-            found["lists"].append(_times(found["lists"][row[at]], share))
-            row[at] = len(found["lists"]) - 1
+    def change(stated: Any) -> None:
+        for row, column in columns(stated, name):
+            stated["lists"].append(_times(stated["lists"][row[column]], share))
+            row[column] = len(stated["lists"]) - 1
 
     return change
 
@@ -119,25 +121,25 @@ def _times(values: Any, factor: float) -> Any:
 def _proofs(name: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
     """Return a change of an entry of every proof."""
 
-    def apply(found: Any) -> None:
-        for proof in found["proofs"]:
+    def apply(stated: Any) -> None:
+        for proof in stated["proofs"]:
             proof[name] = change(proof[name])
 
     return apply
 
 
 def _paths(change: Callable[[list[int]], list[int]]) -> Callable[[Any], None]:
-    def apply(found: Any) -> None:
-        for *_, paths in found["schedules"]:
+    def apply(stated: Any) -> None:
+        for *_, paths in stated["schedules"]:
             for number in paths:
                 paths[number] = change(paths[number])
 
     return apply
 
 
-def _before_the_start(found: Any) -> None:
+def _before_the_start(stated: Any) -> None:
     """Let every path begin with what its first operation would read if it were not the first."""
-    for _, m, _, paths in found["schedules"]:
+    for _, m, _, paths in stated["schedules"]:
         for ops in paths.values():
             ops.insert(0, ops[0] - m)
 
@@ -145,8 +147,8 @@ def _before_the_start(found: Any) -> None:
 def _trees(change: Callable[[list[Any]], None]) -> Callable[[Any], None]:
     """Return a change of every node that parts placements."""
 
-    def apply(found: Any) -> None:
-        for row in found["configurations"]:
+    def apply(stated: Any) -> None:
+        for row in stated["configurations"]:
             for node in list(nodes(row[3])):
                 change(node)
 
@@ -156,18 +158,18 @@ def _trees(change: Callable[[list[Any]], None]) -> Callable[[Any], None]:
 def _leaves(to: Any) -> Callable[[Any], None]:
     """Return a change: whole trees become a leaf."""
 
-    def apply(found: Any) -> None:
-        for row in found["configurations"]:
+    def apply(stated: Any) -> None:
+        for row in stated["configurations"]:
             row[3] = to
 
     return apply
 
 
 def _set(*where: Any, to: Any) -> Callable[[Any], None]:
-    def apply(found: Any) -> None:
+    def apply(stated: Any) -> None:
         for key in where[:-1]:
-            found = found[key]
-        found[where[-1]] = to(found[where[-1]]) if callable(to) else to
+            stated = stated[key]
+        stated[where[-1]] = to(stated[where[-1]]) if callable(to) else to
 
     return apply
 
@@ -255,24 +257,24 @@ def written(rng: random.Random) -> Any:
         pool = PathPool()
         answer = PlacementSearch(p, pool).solve(math.inf, nodes=4000)
         if answer.best and answer.bound >= answer.best.seconds * (1 - 1e-7):
-            write = Writer({(p.schedule, p.stages, p.micro_batches, p.chunks): pool})
+            write = CertificateWriter({(p.schedule, p.stages, p.micro_batches, p.chunks): pool})
             write.add(0, "instance", p, answer.tree)
             return json.loads(json.dumps(write.certificate(answer.bound, 0, p, answer.best)))
 
 
-def read(found: Any) -> Problem:
+def read(stated: Any) -> PlacementProblem:
     """Return the problem that a certificate states; a single number stands for all of a list."""
-    row, c = found["configurations"][0][2], {}
-    for i, name in enumerate(found["columns"]):
-        c[name] = found["lists"][row[i]]
-    p, m, v, _ = found["schedules"][int(c["schedule"])]
+    row, c = stated["configurations"][0][2], {}
+    for i, name in enumerate(stated["columns"]):
+        c[name] = stated["lists"][row[i]]
+    p, m, v, _ = stated["schedules"][int(c["schedule"])]
     shapes = {"count": 2, "time": (2, 2), "again": 2, "full": (2, p), "entry": (2, p), "working": 2}
     shapes |= {"weight": (2, 2), "fixed": (2, p * v), "memory": p, "buffer": p, "weights": (2, p)}
     shapes |= {"reduce": 2, "update": 2, "highest": p * v, "hides": 2}
     c |= {name: np.broadcast_to(c[name], shape).tolist() for name, shape in shapes.items()}
-    names = {"kept": "full", "entry": "entry", "weights": "weight"}
+    names = {"activations": "full", "inputs": "entry", "weights": "weight"}
     layers = tuple(
-        Layers(
+        LayerGroup(
             count=int(count),
             times=(*c["time"][k], 0),
             states=0,
@@ -284,7 +286,7 @@ def read(found: Any) -> Problem:
         if count
     )
     (f, *_, last_f), (b, *_, last_b) = c["fixed"] if p * v > 1 else np.pad(c["fixed"], (0, 1))[:2]
-    return Problem(
+    return PlacementProblem(
         schedule="1f1b" if v == 1 else "interleaved",
         stages=p,
         micro_batches=m,
@@ -295,65 +297,67 @@ def read(found: Any) -> Problem:
         choice=bool(c["choice"]),
         weights=(tuple(c["weights"][0]), tuple(c["weights"][1])),
         **{name: tuple(c[name]) for name in ("memory", "buffer")},
-        most=tuple(map(math.floor, c["highest"])),
-        **{name: np.array(c[name]).item() for name in ("send", "held")},  # or a list of one
-        rest=Rest(
+        limits=tuple(map(math.floor, c["highest"])),
+        send=np.array(c["send"]).item(),  # or a list of one
+        working=np.array(c["held"]).item(),
+        tail=StepTail(
             **{name: c[name] for name in ("base", "start", "exposed")},
-            **{name: tuple(c[name]) for name in ("reduce", "update", "hides")},
+            **{name: tuple(c[name]) for name in ("reduce", "update")},
+            overlap_weights=tuple(c["hides"]),
         ),
     )
 
 
-def entry(found: Any, name: str) -> Any:
+def entry(stated: Any, name: str) -> Any:
     """Return an array of the only configuration."""
-    return found["lists"][found["configurations"][0][2][found["columns"].index(name)]]
+    return stated["lists"][stated["configurations"][0][2][stated["columns"].index(name)]]
 
 
-def holds(found: Any) -> bool:
+def holds(stated: Any) -> bool:
     """Return whether what a certificate states is true."""
-    p = read(found)
+    p = read(stated)
     steps = steps_of(p)
-    layout = found["layout"]
+    layout = stated["layout"]
     layers = tuple(sum(map(int, some)) for some in zip(*layout["kinds"], strict=True))
-    own = steps[layers, tuple(map(int, layout["again"])) if p.choice else (0,) * len(layers)]
-    least = min(step for step in steps.values() if step is not None)
-    right = own is not None and abs(own / layout["step_s"] - 1) < 3e-6
-    return bool(right) and least >= found["bound_s"] * (1 - 3e-6)
+    step_s = steps[layers, tuple(map(int, layout["again"])) if p.choice else (0,) * len(layers)]
+    fastest = min(step for step in steps.values() if step is not None)
+    right = step_s is not None and abs(step_s / layout["step_s"] - 1) < 3e-6
+    return bool(right) and fastest >= stated["bound_s"] * (1 - 3e-6)
 
 
-def numbers(found: Any, where: tuple = ()) -> Iterator[tuple]:
+def numbers(stated: Any, path: tuple = ()) -> Iterator[tuple]:
     """Yield where numbers and empty leaves stand."""
-    if isinstance(found, dict | list):
-        for key, value in found.items() if isinstance(found, dict) else enumerate(found):
-            yield from numbers(value, (*where, key))
-    elif not isinstance(found, str):
-        yield where
+    if isinstance(stated, dict | list):
+        for key, value in stated.items() if isinstance(stated, dict) else enumerate(stated):
+            yield from numbers(value, (*path, key))
+    elif not isinstance(stated, str):
+        yield path
 
 
-def spoil(rng: random.Random, found: Any) -> Any:
+def spoil(rng: random.Random, stated: Any) -> Any:
     """Return a copy with one number changed, or two entries of a list exchanged, or one left out."""
-    found = copy.deepcopy(found)
+    stated = copy.deepcopy(stated)
     groups: dict[str, list[tuple]] = {}
-    for where in numbers(found):  # every kind of entry as often as any other
-        kind = where[:1] if where[0] != "proofs" else (where[0], where[2])
-        groups.setdefault(str(kind), []).append(where)
-    where = rng.choice(groups[rng.choice(sorted(groups))])
-    inside = found
-    for key in where[:-1]:
+    for path in numbers(stated):  # every kind of entry as often as any other
+        kind = path[:1] if path[0] != "proofs" else (path[0], path[2])
+        groups.setdefault(str(kind), []).append(path)
+    path = rng.choice(groups[rng.choice(sorted(groups))])
+    inside = stated
+    for key in path[:-1]:
         inside = inside[key]
-    old, how = inside[where[-1]], rng.random()
+    old, how = inside[path[-1]], rng.random()
     if isinstance(inside, list) and len(inside) > 1 and how < 0.15:
         i, j = rng.sample(range(len(inside)), 2)
         inside[i], inside[j] = inside[j], inside[i]
     elif isinstance(inside, list) and how < 0.2:
-        inside.pop(where[-1])
+        inside.pop(path[-1])
     elif old is None:
-        inside[where[-1]] = rng.choice([0, -1])
+        inside[path[-1]] = rng.choice([0, -1])
     else:
-        inside[where[-1]] = rng.choice(
+        inside[path[-1]] = rng.choice(
             [0, 1, -1, old + 1, old - 1, -old, old * 2, old / 2, old * 0.9, old * 1.1, None]
         )
-    return found
+    return stated
 
 
 def changed_certificates_are_refused_or_true(seed: int, instances: int, changes: int) -> None:
@@ -364,17 +368,17 @@ def changed_certificates_are_refused_or_true(seed: int, instances: int, changes:
         assert holds(good)
         points += any(leaf == -1 for leaf, _ in leaves(good["configurations"][0][3]))
         for _ in range(changes):
-            found = spoil(rng, good)
+            stated = spoil(rng, good)
             try:
-                check(found)
+                check(stated)
             except Exception:
                 refused += 1
                 continue
-            if np.atleast_2d(entry(found, "fixed"))[:, 1:-1].any():
+            if np.atleast_2d(entry(stated, "fixed"))[:, 1:-1].any():
                 continue  # brute force knows the ends only
-            if np.mod(entry(found, "count"), 1).any() or np.ndim(entry(found, "highest")) > 1:
+            if np.mod(entry(stated, "count"), 1).any() or np.ndim(entry(stated, "highest")) > 1:
                 continue  # whole layers, and one limit for both kinds
-            assert holds(found), found
+            assert holds(stated), stated
             true += 1
     assert refused > changes * instances / 4
     assert true

@@ -57,15 +57,15 @@ def test_fit_finds_what_made_the_times():
     truth = replace(DEVICE, constants=replace(Constants(), **TRUE))
     pairs = [of_case(c) for c in CALIBRATION]
     seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], truth).step_s
-    found = fit(pairs, seconds, DEVICE)
-    device = replace(DEVICE, constants=found)
+    constants = fit(pairs, seconds, DEVICE)
+    device = replace(DEVICE, constants=constants)
     others = [of_case(variant("a", layers=6)), of_case(variant("b", batch=1, layers=3, seq=256))]
     for some in (pairs, others):
         models, layouts = [a for a, _ in some], [x for _, x in some]
         expected = evaluate(models, layouts, truth).step_s
         np.testing.assert_allclose(evaluate(models, layouts, device).step_s, expected, rtol=0.02)
     untouched = set(vars(Constants())) - set(FITTED)
-    assert all(getattr(found, name) == getattr(Constants(), name) for name in untouched)
+    assert all(getattr(constants, name) == getattr(Constants(), name) for name in untouched)
 
 
 def test_noise_does_not_carry_the_fit_away():
@@ -76,8 +76,8 @@ def test_noise_does_not_carry_the_fit_away():
     a, layout = of_case(StepCase("whole", ()))
     expected = evaluate(a, [layout], truth).step_s
     device = replace(DEVICE, constants=fit(pairs, noisy, DEVICE))
-    found = evaluate(a, [layout], device).step_s
-    np.testing.assert_allclose(found, expected, rtol=0.10)
+    predicted = evaluate(a, [layout], device).step_s
+    np.testing.assert_allclose(predicted, expected, rtol=0.10)
 
 
 def test_cpu_step_by_hand():
@@ -111,14 +111,14 @@ MOE = Architecture(
 )
 def test_experts_compute_on_padding(layout, experts, rows):
     """The same step with experts twice as wide costs twice the experts' products more."""
-    one, two = (cpu_step.terms(replace(MOE, moe_ffn=w), layout)[0] for w in (3, 6))
-    assert two - one == pytest.approx(3 * 2 * experts * rows * 3 * 4 * 3)
+    narrow, wide = (cpu_step.terms(replace(MOE, moe_ffn=w), layout)[0] for w in (3, 6))
+    assert wide - narrow == pytest.approx(3 * 2 * experts * rows * 3 * 4 * 3)
 
 
 def test_cpu_step_fit_finds_what_made_the_times():
     pairs = [of_case(c) for c in CALIBRATION]
-    found = cpu_step.fit(pairs, [cpu_step.predict(*p, SUM) for p in pairs])
-    assert found == pytest.approx(SUM, rel=1e-6)
+    coefficients = cpu_step.fit(pairs, [cpu_step.predict(*p, SUM) for p in pairs])
+    assert coefficients == pytest.approx(SUM, rel=1e-6)
 
 
 def test_file_is_read_back(tmp_path):
@@ -126,12 +126,12 @@ def test_file_is_read_back(tmp_path):
     device = replace(DEVICE, constants=constants, fitted=FITTED, step={"products": 2e-11})
     path = tmp_path / "here.yaml"
     path.write_text(as_yaml(Calibration(device, (), ())))
-    again = load_device(path)
-    assert again.constants == constants
-    assert again.step == device.step
-    assert set(again.fitted) == set(FITTED)
-    assert again.peak_flops == device.peak_flops
-    assert all("measured here" in again.sources[f"constants.{name}"] for name in FITTED)
+    loaded = load_device(path)
+    assert loaded.constants == constants
+    assert loaded.step == device.step
+    assert set(loaded.fitted) == set(FITTED)
+    assert loaded.peak_flops == device.peak_flops
+    assert all("measured here" in loaded.sources[f"constants.{name}"] for name in FITTED)
 
 
 def test_variants_are_recipes():
@@ -162,8 +162,8 @@ def test_plain_operators_keep_scores():
 
 
 def test_medians_of_rounds():
-    found = medians({"ready": "a", "steps": {"a": [3.0, 1.0, 2.0], "b": [5.0]}})
-    assert found == {"a": 2.0, "b": 5.0}
+    times = medians({"ready": "a", "steps": {"a": [3.0, 1.0, 2.0], "b": [5.0]}})
+    assert times == {"a": 2.0, "b": 5.0}
     job = as_job(CALIBRATION[:1], "plain")
     assert job[0]["overrides"][-1] == "telechat_moe.operators.default=plain"
 
@@ -220,7 +220,7 @@ def test_product_rates():
 @pytest.mark.mindspore
 @pytest.mark.slow
 def test_calibrate(tmp_path, capsys, monkeypatch):
-    """pytest -m slow tests/plan/test_this_machine.py: a minute; longer on a busy machine."""
+    """pytest -m slow tests/plan/cost/test_this_machine.py: a minute; longer on a busy machine."""
     from telechat_moe.cli import main
 
     monkeypatch.setenv("PATH", "/usr/bin:/bin")

@@ -37,8 +37,8 @@ def test_stages_hold_every_parameter_once(name, pp):
     assert a is not None
     dense, experts = local_parameters(columns([(a, Layout(pp=pp, dp=8, ep=8))]))
     spare = a.vocab * a.hidden if a.tied and pp > 1 else 0  # first and last stage hold a copy each
-    whole = dense.sum() + experts.sum() * 8 - spare
-    assert whole == pytest.approx(a.parameters, rel=2e-5)  # shifts of the last norm
+    elements = dense.sum() + experts.sum() * 8 - spare
+    assert elements == pytest.approx(a.parameters, rel=2e-5)  # shifts of the last norm
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -77,8 +77,8 @@ def test_zero_levels_divide_what_they_say():
     for level, (name, since) in enumerate((("optimizer", 1), ("gradients", 2), ("parameters", 3))):
         del level
         for z, table in enumerate(tables):
-            whole = getattr(tables[0], name)[0, 0]
-            assert getattr(table, name)[0, 0] == pytest.approx(whole / (8 if z >= since else 1))
+            total = getattr(tables[0], name)[0, 0]
+            assert getattr(table, name)[0, 0] == pytest.approx(total / (8 if z >= since else 1))
 
 
 OWN = [
@@ -110,8 +110,8 @@ def test_our_own_step_by_its_tensors(change):
     ).with_changes(**change)
     x = x.with_changes(schedule="interleaved" if x.vpp > 1 else "1f1b")
     table = columns([(a, x)])
-    found = memory(table)
-    alive = (found.activations + found.buffers)[0] - WORKSPACE
+    footprint = memory(table)
+    alive = (footprint.activations + footprint.buffers)[0] - WORKSPACE
     assert alive == pytest.approx(activations(a, x), rel=0.06)
     dense, experts = local_parameters(table)
     sp, named = x.sequence_parallel and x.tp > 1, {w.name: w for w in weights(recipe.model_config)}
@@ -156,12 +156,12 @@ def test_what_fsdp_keeps_from_the_first_micro_batch_to_the_last():
     x = Layout(
         dp=8, pp=2, zero=2, micro_batches=4, parameter_bytes=4, optimizer_bytes=8
     ).with_changes(gathered=True)
-    kept, shards = (
-        memory(columns([(a, one)])) for one in (x, x.with_changes(gathered=False, zero=3))
+    gathered, shards = (
+        memory(columns([(a, single)])) for single in (x, x.with_changes(gathered=False, zero=3))
     )
     dense = local_parameters(columns([(a, x)]))[0]
-    assert (kept.parameters - shards.parameters) == pytest.approx(2 * dense)
-    assert kept.gradients == pytest.approx(4 * dense)
+    assert (gathered.parameters - shards.parameters) == pytest.approx(2 * dense)
+    assert gathered.gradients == pytest.approx(4 * dense)
     ahead = (
         memory(columns([(a, x.with_changes(gathered=on))])).buffers[0, 1] for on in (True, False)
     )
@@ -172,19 +172,19 @@ def test_swapped_moments_are_not_on_the_device_and_take_the_link():
     """8 bytes of each parameter of a device, over its link to the host; the update waits for the slower of both."""
     a = Architecture(hidden=4096, layers=("dense",) * 8, heads=32, ffn=16384, seq=2048, vocab=32000)
     device = load_device("ascend-910b")
-    kept = Layout(dp=8, zero=1)
-    away = kept.with_changes(optimizer_bytes=4, host_bytes=8)
-    x, y = columns([(a, kept)]), columns([(a, away)])
+    on_device = Layout(dp=8, zero=1)
+    away = on_device.with_changes(optimizer_bytes=4, host_bytes=8)
+    x, y = columns([(a, on_device)]), columns([(a, away)])
     count = a.parameters / 8
     freed = memory(x).optimizer[0, 0] - memory(y).optimizer[0, 0]
     assert freed == pytest.approx(8 * count, rel=1e-4)
     copy = 8 * count / (device.host_bandwidth * device.constants.intra_share)
-    found = evaluate([a], [away], device).optimizer_s[0]
-    assert found == pytest.approx(copy * 9 / 8, rel=1e-4)
-    assert evaluate([a], [kept], device).optimizer_s[0] < copy
+    seconds = evaluate([a], [away], device).optimizer_s[0]
+    assert seconds == pytest.approx(copy * 9 / 8, rel=1e-4)
+    assert evaluate([a], [on_device], device).optimizer_s[0] < copy
     fast = replace(device, host_bandwidth=1e30)
     assert evaluate([a], [away], fast).optimizer_s == pytest.approx(
-        evaluate([a], [kept], device).optimizer_s
+        evaluate([a], [on_device], device).optimizer_s
     )
     with pytest.raises(BadInputError, match="host_bandwidth is missing"):
         evaluate([a], [away], replace(device, host_bandwidth=0.0))
@@ -227,13 +227,18 @@ OF_GRAPHS = [
 def test_activations_are_those_of_compiled_graphs(change, recomputed, compiled):
     """Bytes by the liveness analysis of MindSpore 2.9's graphs of `benchmarks.plan_memory`."""
     a = Architecture.from_recipe(load(RECIPE, SETTINGS))
-    given = {"chunks": (6,), "micro_batches": 1, "recompute": "full", "residual_bytes": 4} | change
-    x = Layout(**given, recompute_layers=recomputed, own_graph=True)
+    layout = {"chunks": (6,), "micro_batches": 1, "recompute": "full", "residual_bytes": 4} | change
+    x = Layout(**layout, recompute_layers=recomputed, own_graph=True)
     x = x.with_changes(schedule="interleaved" if x.vpp > 1 else "1f1b")
     assert activations(a, x) == pytest.approx(compiled, rel=0.023)
     step = simulate_step(a, x, load_device("ascend-910b"))
-    held = step.table.memory
-    states = held.parameters + held.gradients + held.optimizer + held.constant
+    activation_bytes = step.table.memory
+    states = (
+        activation_bytes.parameters
+        + activation_bytes.gradients
+        + activation_bytes.optimizer
+        + activation_bytes.constant
+    )
     assert step.peak_bytes - states[0] == pytest.approx(compiled, rel=0.023)
 
 

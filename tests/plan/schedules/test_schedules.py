@@ -19,7 +19,7 @@ from schedule_formulas import (
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.bounds import Rules
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
+from telechat_moe.tools.plan.schedules.program import Op, OpKind, Program, Times
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate, known, merge
 from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
 
@@ -41,10 +41,10 @@ def naive_duration(op, t):
         kind, c, _ = parts[0]
         return {"F": t.forward, "B": t.backward, "D": t.dx, "W": t.dw}[kind.value][c]
     (_, f, _), (kind, b, _) = parts
-    back = t.backward[b] if kind is Kind.B else t.dx[b]
-    compute = t.forward[f] - t.forward_exposed[f] + back - t.backward_exposed[b]
+    backward = t.backward[b] if kind is OpKind.B else t.dx[b]
+    compute = t.forward[f] - t.forward_exposed[f] + backward - t.backward_exposed[b]
     talk = t.forward_exposed[f] + t.backward_exposed[b]
-    return max(t.forward[f], back, compute, talk)
+    return max(t.forward[f], backward, compute, talk)
 
 
 def by_rounds(program, times):
@@ -60,12 +60,12 @@ def by_rounds(program, times):
                 start = end[s][i - 1] if i else 0.0
                 for kind, c, m in op.parts():
                     want = []
-                    if kind is Kind.F and c:
-                        want = [(Kind.F, c - 1, m)]
-                    if kind in (Kind.B, Kind.D):
-                        want = [(Kind.F, c, m)] + [(k, c + 1, m) for k in (Kind.B, Kind.D) if c + 1 < program.chunks]  # fmt: skip
-                    if kind is Kind.W:
-                        want = [(Kind.D, c, m)]
+                    if kind is OpKind.F and c:
+                        want = [(OpKind.F, c - 1, m)]
+                    if kind in (OpKind.B, OpKind.D):
+                        want = [(OpKind.F, c, m)] + [(k, c + 1, m) for k in (OpKind.B, OpKind.D) if c + 1 < program.chunks]  # fmt: skip
+                    if kind is OpKind.W:
+                        want = [(OpKind.D, c, m)]
                     for w in want:
                         if w in last:
                             other, j = last[w]
@@ -102,8 +102,8 @@ def programs_and_times(draw):
 def test_simulation_is_the_least_solution_of_the_recurrences(case):
     program, times = case
     result = simulate(program, times)
-    for mine, naive in zip(result.end, by_rounds(program, times), strict=True):
-        np.testing.assert_allclose(mine, naive, rtol=1e-12)
+    for solution, naive in zip(result.end, by_rounds(program, times), strict=True):
+        np.testing.assert_allclose(solution, naive, rtol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,10 +128,10 @@ def test_peak_memory_is_that_of_a_count_over_time(case):
         for op, start, end in zip(ops, result.start[s], result.end[s], strict=True):
             for kind, c, _ in op.parts():
                 a = t.activation[c]
-                if kind is Kind.F:
+                if kind is OpKind.F:
                     events.append((start, 1, a))
                 else:
-                    share = {Kind.B: 1, Kind.D: 1 - t.kept_for_w, Kind.W: t.kept_for_w}[kind]
+                    share = {OpKind.B: 1, OpKind.D: 1 - t.kept_for_w, OpKind.W: t.kept_for_w}[kind]
                     events.append((end, 0, -a * share))
         peak = np.cumsum([e[2] for e in sorted(events)]).max()
         assert math.isclose(result.peak[s], peak, rel_tol=1e-9)
@@ -182,7 +182,7 @@ def test_closed_forms_anywhere(stages, micro_batches, which):
     assert formula_case(*case) <= 1e-9, case
 
 
-@pytest.mark.slow  # python -m pytest -m slow tests/plan/test_schedules.py -k up_to: every P, edges and some of m
+@pytest.mark.slow  # python -m pytest -m slow tests/plan/schedules/test_schedules.py -k up_to: every P, edges and some of m
 @pytest.mark.parametrize("stages", range(1, 65))
 def test_closed_forms_up_to_64_stages_and_512_micro_batches(stages):
     edges = {1, 2, stages, 2 * stages - 1, 2 * stages, 2 * stages + 1, 511, 512}
@@ -251,7 +251,7 @@ def broken(program, edit):
 
 def test_check_finds_a_missing_operation():
     with pytest.raises(BadInputError, match="F of chunk 1, micro-batch 2: 0 times"):
-        check(broken(generate("1f1b", 3, 4, 1), lambda ops: ops[1].remove(Op(Kind.F, 1, 2))))
+        check(broken(generate("1f1b", 3, 4, 1), lambda ops: ops[1].remove(Op(OpKind.F, 1, 2))))
 
 
 def test_check_finds_an_operation_on_the_wrong_stage():
@@ -265,8 +265,8 @@ def test_check_finds_an_operation_on_the_wrong_stage():
 def test_a_deadlock_names_what_each_stage_waits_for():
     def edit(ops):
         # stage 0 wants the backward of micro-batch 0 before the forward of 1, stage 1 the other way round
-        ops[0][1], ops[0][2] = Op(Kind.B, 0, 0), Op(Kind.F, 0, 1)
-        ops[1][1], ops[1][2] = Op(Kind.F, 1, 1), Op(Kind.B, 1, 0)
+        ops[0][1], ops[0][2] = Op(OpKind.B, 0, 0), Op(OpKind.F, 0, 1)
+        ops[1][1], ops[1][2] = Op(OpKind.F, 1, 1), Op(OpKind.B, 1, 0)
 
     with pytest.raises(BadInputError, match="stage 0 is stopped at its operation 1") as error:
         check(broken(generate("1f1b", 2, 3, 1), edit))
@@ -332,12 +332,14 @@ def test_rules_leave_out_what_they_forbid():
 
 
 def test_nothing_hides_where_pairs_may_not_overlap():
-    one = np.ones(8)
-    talk = Times(one, one, one, forward_exposed=0.4 * one, backward_exposed=0.4 * one).full(4)
+    times = np.ones(8)
+    talk = Times(
+        times, times, times, forward_exposed=0.4 * times, backward_exposed=0.4 * times
+    ).full(4)
     memory = np.full(4, 99.0)
     for pairs, faster in ((False, False), (True, True)):
         by_name = {k.program.name: k for k in known(talk, 4, 8, memory, Rules(pairs=pairs))}
-        quiet = simulate(by_name["dualpipev"].program, Times(one, one, one))
+        quiet = simulate(by_name["dualpipev"].program, Times(times, times, times))
         assert (by_name["dualpipev"].result.makespan < quiet.makespan) == faster
 
 

@@ -38,8 +38,8 @@ def test_an_ideal_device_takes_flops_over_peak():
     x = columns([(GPT, layout)])
     forward = layer(x, rates(x, replace(fast, constants=ideal)), False).forward
     causal = GPT.seq / 2 * 2 * 2 * GPT.heads * GPT.head_dim
-    each = 2 * (GPT.attention_weights + GPT.dense_weights) + causal
-    assert forward.time[0] == pytest.approx(each * 2 * 2048 / 312e12, rel=1e-7)
+    layer_flops = 2 * (GPT.attention_weights + GPT.dense_weights) + causal
+    assert forward.time[0] == pytest.approx(layer_flops * 2 * 2048 / 312e12, rel=1e-7)
     step = evaluate(GPT, [layout], replace(fast, constants=ideal)).step_s[0]
     lowest = model_flops(GPT).training * 2 * 2048 / 312e12
     assert lowest < step < 1.08 * lowest  # flash computes the scores once more
@@ -58,9 +58,9 @@ def test_pipeline_bubble_of_equal_stages_is_the_closed_form():
 def test_parts_add_up_to_the_slowest_stage():
     layout = Layout(pp=4, tp=2, micro_batches=8, recompute="full")
     table = one(layout)
-    whole = (table.stages.forward + table.stages.backward).max(axis=1) * 8
+    step_s = (table.stages.forward + table.stages.backward).max(axis=1) * 8
     inside = sum(float(v[0]) for k, v in table.parts.items() if k != "neighbours")
-    assert inside == pytest.approx(whole[0], rel=1e-9)
+    assert inside == pytest.approx(step_s[0], rel=1e-9)
 
 
 degrees = st.sampled_from([1, 2, 4, 8])
@@ -153,9 +153,9 @@ def test_float8_products_need_casts_written_for_both_passes():
     stream = h100.memory_bandwidth * h100.constants.memory_share
     gated = 2 if model.gated else 1
     ahead = 256 * (512 + 1024) * 4 / stream
-    back = 256 * (3 * 512 + 512 + gated * 1024 + 512) * 4 / stream
+    backward = 256 * (3 * 512 + 512 + gated * 1024 + 512) * 4 / stream
     assert narrow.forward.memory - wide.forward.memory == pytest.approx(ahead, rel=1e-6)
-    assert narrow.backward.memory - wide.backward.memory == pytest.approx(back, rel=1e-6)
+    assert narrow.backward.memory - wide.backward.memory == pytest.approx(backward, rel=1e-6)
 
 
 def test_sharding_inside_a_node_reduces_the_shards_between_nodes():

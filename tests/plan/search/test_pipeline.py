@@ -5,7 +5,7 @@ import pytest
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
-from telechat_moe.tools.plan.schedules.program import Kind
+from telechat_moe.tools.plan.schedules.program import OpKind
 from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram, pipeline
 
 SHAPES = [
@@ -24,10 +24,10 @@ def test_orders_are_the_programs(shape: tuple[str, int, int, int]) -> None:
     made = pipeline(*shape)
     layout = Layout(pp=stages, vpp=chunks, micro_batches=micro_batches, schedule=schedule)  # type: ignore[arg-type]
     program = make_program(layout)
-    number = {Kind.F: 0, Kind.B: 1, Kind.D: 1, Kind.W: 2}
+    number = {OpKind.F: 0, OpKind.B: 1, OpKind.D: 1, OpKind.W: 2}
     listed = [
-        [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in own]
-        for own in program.ops
+        [(number[k] * stages * chunks + c) * micro_batches + i for k, c, i, *_ in ops]
+        for ops in program.ops
     ]
     assert [o.tolist() for o in made.orders] == listed
 

@@ -8,10 +8,10 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.report.schedule import find, ideal_bubble
+from telechat_moe.tools.plan.report.schedule import ScheduleRequest, find, ideal_bubble
 from telechat_moe.tools.plan.schedules.bounds import Rules, lower_bound
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.program import Kind, Program, Times, v_route
+from telechat_moe.tools.plan.schedules.program import OpKind, Program, Times, v_route
 from telechat_moe.tools.plan.schedules.published import GENERATORS, allowed, generate, merge
 from telechat_moe.tools.plan.schedules.simulate import simulate
 from telechat_moe.tools.plan.schedules.synthesise import synthesise
@@ -23,10 +23,10 @@ QUICK = 50_000
     ("chunks", "most", "bound"), [(2, 0.040, 7.5 / 199.5), (4, 0.023, 3.75 / 195.75)]
 )
 def test_16_stages_64_micro_batches_under_the_memory_of_1f1b(chunks, most, bound):
-    found = find(16, 64, chunks, (1, 1, 1))
-    assert found.result.bubble <= most
-    assert ideal_bubble(found) == pytest.approx(bound, abs=1e-12)
-    assert found.result.peak.max() <= 16 * (1 + 1e-9)
+    synthesis = find(ScheduleRequest(stages=16, micro_batches=64, chunks=chunks, times=(1, 1, 1)))
+    assert synthesis.result.bubble <= most
+    assert ideal_bubble(synthesis) == pytest.approx(bound, abs=1e-12)
+    assert synthesis.result.peak.max() <= 16 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(16, 2), (8, 2)])
@@ -78,7 +78,7 @@ def compare(seed):
     assert (again.peak <= memory * (1 + 1e-9)).all()
     kinds = {op.kind for ops in s.program.ops for op in ops}
     if not rules.split:
-        assert not kinds & {Kind.D, Kind.W, Kind.FD}
+        assert not kinds & {OpKind.D, OpKind.W, OpKind.FD}
     assert again.makespan >= s.bound.makespan * (1 - 1e-9)
     published = [k.result.makespan for k in s.table if k.fits and k.copies == 1]
     if published:
@@ -91,7 +91,7 @@ def test_the_table_has_every_published_schedule_that_fits():
     for seed in range(40):
         times, stages, micro_batches, memory, rules = random_case(np.random.default_rng([7, seed]))
         s = synthesise(times, stages, micro_batches, memory, rules, effort=QUICK, seed=seed)
-        found = {(k.program.name, k.chunks) for k in s.table if k.fits}
+        names = {(k.program.name, k.chunks) for k in s.table if k.fits}
         filled, finest = allowed(times.full(stages), rules), len(times.forward) // stages
         for name, chunks in itertools.product(GENERATORS, range(1, finest + 1)):
             if finest % chunks or (name, chunks) == ("interleaved", 1):
@@ -100,10 +100,12 @@ def test_the_table_has_every_published_schedule_that_fits():
                 program = generate(name, stages, micro_batches, chunks)
             except BadInputError:
                 continue
-            split = any(op.kind in (Kind.D, Kind.W, Kind.FD) for ops in program.ops for op in ops)
+            split = any(
+                op.kind in (OpKind.D, OpKind.W, OpKind.FD) for ops in program.ops for op in ops
+            )
             result = simulate(program, merge(filled, stages * chunks))
             fits = (result.peak <= memory * (1 + 1e-9)).all() and (rules.split or not split)
-            assert ((program.name, chunks) in found) == fits, (seed, name, chunks)
+            assert ((program.name, chunks) in names) == fits, (seed, name, chunks)
 
 
 def test_never_worse_than_the_published_under_the_same_memory():
@@ -112,7 +114,7 @@ def test_never_worse_than_the_published_under_the_same_memory():
     assert np.mean([g for g in gains if g]) > 1.01
 
 
-@pytest.mark.slow  # python -m pytest -m slow tests/plan/test_schedules_synthesis.py
+@pytest.mark.slow  # python -m pytest -m slow tests/plan/schedules/test_schedules_synthesis.py
 @pytest.mark.parametrize("block", range(100))
 def test_never_worse_than_the_published_on_10000_cases(block):
     for seed in range(100 * block, 100 * block + 100):
@@ -241,7 +243,7 @@ def test_pairs_hide_communication_and_respect_memory():
     alone = synthesise(times, 4, 16, effort=QUICK)
     pairs = synthesise(times, 4, 16, rules=Rules(pairs=True), effort=QUICK)
     assert pairs.result.makespan < alone.result.makespan
-    assert any(op.kind is Kind.FD for ops in pairs.program.ops for op in ops)
+    assert any(op.kind is OpKind.FD for ops in pairs.program.ops for op in ops)
 
 
 def test_a_fused_backward_is_used_where_it_is_shorter():
@@ -253,7 +255,7 @@ def test_a_fused_backward_is_used_where_it_is_shorter():
     assert s.source == "synthesised"
     # stage 1 ends at 4 + 1 + 4 in any order; on stage 0 nothing waits for the last D
     assert s.result.makespan == 9
-    assert any(op.kind is Kind.B for ops in s.program.ops for op in ops)
+    assert any(op.kind is OpKind.B for ops in s.program.ops for op in ops)
 
 
 def test_the_verb_prints_bubble_bound_gap_and_writes_program_and_page(capsys, tmp_path):
@@ -300,4 +302,4 @@ def test_refusals():
     with pytest.raises(BadInputError, match=r"may hold 0\.5 activations"):
         synthesise(Times.even(2, 2), 2, 4, memory=0.5)
     with pytest.raises(BadInputError, match="expected a chunk from 0 to 3"):
-        find(2, 4, 2, (1, 1, 1), scale={4: 2.0})
+        find(ScheduleRequest(stages=2, micro_batches=4, chunks=2, times=(1, 1, 1), scale={4: 2.0}))

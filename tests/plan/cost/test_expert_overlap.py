@@ -51,18 +51,20 @@ def test_pieces_add_up_to_the_layer(pangu):
     architecture, layout, device = pangu
     p = layer_times(architecture, layout, device)
     x = columns([(architecture, layout)])
-    one = layer(x, rates(x, device), True)
+    moe = layer(x, rates(x, device), True)
     assert p.attention + p.shared + p.experts + 2 * p.exchange == pytest.approx(
-        float(one.forward.device[0])
+        float(moe.forward.device[0])
     )
-    back = p.attention_dx + p.shared_dx + p.experts_dx + p.attention_dw + p.shared_dw + p.experts_dw
+    backward = (
+        p.attention_dx + p.shared_dx + p.experts_dx + p.attention_dw + p.shared_dw + p.experts_dw
+    )
     both = (
-        one.backward.device[0]
-        + one.recompute.device[0]
-        - one.recompute.expert[0]
-        - one.recompute.tensor[0]
+        moe.backward.device[0]
+        + moe.recompute.device[0]
+        - moe.recompute.expert[0]
+        - moe.recompute.tensor[0]
     )
-    assert back + 2 * p.exchange == pytest.approx(float(both))
+    assert backward + 2 * p.exchange == pytest.approx(float(both))
 
 
 def test_slower_network_hides_less(pangu):
@@ -87,9 +89,9 @@ def test_even_pieces_by_hand():
     assert halves.communication_us == pytest.approx(24e6)
     assert halves.span_us == pytest.approx(27e6)
     assert halves.exposed_us == pytest.approx(3e6)
-    back = _backwards(EVEN, 2, 1)
-    assert back.exposed_us == pytest.approx(3e6)  # only the first dispatch
-    assert back.span_us == pytest.approx((2 * 4 * 3 + 3) * 1e6)
+    backward = _backwards(EVEN, 2, 1)
+    assert backward.exposed_us == pytest.approx(3e6)  # only the first dispatch
+    assert backward.span_us == pytest.approx((2 * 4 * 3 + 3) * 1e6)
     backs = _backwards(EVEN, 2, 2)
     assert backs.exposed_us == pytest.approx(3e6)
     assert backs.span_us == pytest.approx((2 * 2 * 4 * 3 + 3) * 1e6)

@@ -9,16 +9,16 @@ import pytest
 from test_placement import random_problem
 
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Problem, Rest
+from telechat_moe.tools.plan.search.placement_problem import PlacementProblem, StepTail
 from telechat_moe.tools.plan.search.planner import find
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 
 
-def plain(p: Problem) -> Problem:
+def plain(p: PlacementProblem) -> PlacementProblem:
     """Return a problem as the programs can say it: working sets need further integers, a hidden rest is not convex."""
     layers = tuple(replace(g, working=0) for g in p.layers)
-    return replace(p, layers=layers, held=0, rest=Rest())
+    return replace(p, layers=layers, working=0, tail=StepTail())
 
 
 def _agree(solver, number: int, seed: int, rel: float) -> int:
@@ -50,7 +50,7 @@ def test_cp_sat_agrees() -> None:
 
 
 @lru_cache(3)
-def real(fixed: str) -> Problem:
+def real(fixed: str) -> PlacementProblem:
     """Return how the layers of the 105B model are placed on 256 devices, for the best configuration with these degrees."""
     device, memory = "ascend-910b", 55 * 2**30
     plan = find(LARGE, [], 256, device, memory, None, fixed.split(), top=1)

@@ -84,13 +84,13 @@ def test_the_command_prints_and_writes_them(tmp_path: Path, capsys):
     file, out = metrics(tmp_path / "m", uneven(3)), tmp_path / "out.json"
     words = ["plan", "simulate", RECIPE, "--device", "ascend-910b", "--expert-loads", file]
     assert main([*words, "--json", str(out)]) == 0
-    found = json.loads(out.read_text())["expert_loads"]
-    assert [row["name"].split(", ")[-1] for row in found] == [
+    rows = json.loads(out.read_text())["expert_loads"]
+    assert [row["name"].split(", ")[-1] for row in rows] == [
         "equal loads", "the recipe's order", "moved where it pays",
     ]  # fmt: skip
     assert main([*words, "--expert-copies", "1"]) == 0
     said = capsys.readouterr().out
-    for row in found:
+    for row in rows:
         assert f"{row['imbalance']:.3f}" in said
     assert "recorded loads, 1 copies a device" in said
 

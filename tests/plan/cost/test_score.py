@@ -106,7 +106,7 @@ def test_files_that_are_no_table_are_refused(text: str, said: str, tmp_path: Pat
 def test_page_and_help_describe_every_column(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "score", "--help"]) == 0
     told = capsys.readouterr().out
-    page = (Path(__file__).parents[2] / "docs" / "plan_step.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "plan_step.md").read_text(encoding="utf-8")
     for name in COLUMNS:
         assert f"`{name}`" in page, name
         assert f"\n  {name} " in told, name

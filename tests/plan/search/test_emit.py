@@ -51,13 +51,13 @@ def test_megatron_reads_the_same_chunks() -> None:
     rng = random.Random(3)
     for _ in range(200):
         a, layout = _random(rng)
-        found = _stages(layout_string(a, layout))
-        assert tuple(stage.count("t") for stage in found) == layout.chunks
-        whole = "".join(found)
-        assert whole == "E" + "t" * len(a.layers) + "m" * a.mtp + "L"
-        assert found[-1].endswith("L")
-        at = len(found) - 1 - (layout.ends != "last")
-        assert [i for i, stage in enumerate(found) if "m" in stage] == [at] * bool(a.mtp)
+        chunks = _stages(layout_string(a, layout))
+        assert tuple(stage.count("t") for stage in chunks) == layout.chunks
+        layers = "".join(chunks)
+        assert layers == "E" + "t" * len(a.layers) + "m" * a.mtp + "L"
+        assert chunks[-1].endswith("L")
+        at = len(chunks) - 1 - (layout.ends != "last")
+        assert [i for i, stage in enumerate(chunks) if "m" in stage] == [at] * bool(a.mtp)
 
 
 def test_mindspeed_builds_the_same_model() -> None:

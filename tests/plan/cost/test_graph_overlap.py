@@ -47,18 +47,18 @@ def test_seconds_of_parts_and_exchanges() -> None:
     ],
 )
 def test_share_hidden_by_the_paired_pass(seconds: float, forward: float, backward: float) -> None:
-    found = [pair(seconds)]
-    hide(found, UNIT)
-    rows = found[0]["exchanges"]
+    shares = [pair(seconds)]
+    hide(shares, UNIT)
+    rows = shares[0]["exchanges"]
     assert isinstance(rows, list)
     assert [row["hidden"] for row in rows] == pytest.approx([forward, backward])
-    assert share(found) == pytest.approx((forward + backward) / 2)
+    assert share(shares) == pytest.approx((forward + backward) / 2)
 
 
 def test_passes_one_after_the_other_hide_nothing() -> None:
-    found = [pair(1.0, free=False)]
-    hide(found, UNIT)
-    assert share(found) == 0.0
+    shares = [pair(1.0, free=False)]
+    hide(shares, UNIT)
+    assert share(shares) == 0.0
 
 
 def test_without_exchanges_there_is_no_share() -> None:

@@ -61,15 +61,15 @@ def test_models_are_planned(tmp_path: Path) -> None:
     """Placed steps are the simulator's, in blocks of each device, and not slower than the same degrees spread evenly."""
     space = _space(tmp_path, SPACE.replace("top_k: [2, 4]", "top_k: [2]"))
     scored = search_models(space).front[:1]
-    (found,) = plan_models(space, scored, 20.0)
-    assert found is not None
-    a, layout = scored[0].architecture, found.layout
-    assert simulate_step(a, layout, space.device).step_s == pytest.approx(found.step_s)
-    assert found.tokens_per_s == pytest.approx(128 * 4096 / 64 / found.step_s)
-    assert found.gap >= -1e-9
+    (plans,) = plan_models(space, scored, 20.0)
+    assert plans is not None
+    a, layout = scored[0].architecture, plans.layout
+    assert simulate_step(a, layout, space.device).step_s == pytest.approx(plans.step_s)
+    assert plans.tokens_per_s == pytest.approx(128 * 4096 / 64 / plans.step_s)
+    assert plans.gap >= -1e-9
     assert a.hidden % (layout.tp * space.block) == a.vocab % (layout.tp * space.block) == 0
     even = simulate_step(a, scored[0].layout, space.device)
-    assert found.step_s / (1 + found.gap) <= even.step_s * (1 + 1e-9)
+    assert plans.step_s / (1 + plans.gap) <= even.step_s * (1 + 1e-9)
     assert plan_models(space, scored, 1e-9) == [None]
 
 

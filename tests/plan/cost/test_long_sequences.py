@@ -12,7 +12,7 @@ from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.expected_graph import predict
 
 SHORT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
-PAGE = Path(__file__).parents[2] / "docs" / "long_sequences.md"
+PAGE = Path(__file__).parents[3] / "docs" / "long_sequences.md"
 OF_LENGTH = {"seq_length", "max_position_embeddings", "rope_theta"}
 
 
@@ -30,17 +30,17 @@ def test_a_long_recipe(kilo: int, devices: int, context: int, tmp_path: Path) ->
     assert parallel.expert_parallel == context * parallel.model_parallel
     out = tmp_path / "step.json"
     assert main(["plan", "simulate", name, "--device", "ascend-910b", "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
+    figures = json.loads(out.read_text())
     page = PAGE.read_text(encoding="utf-8")
-    assert f"{found['step_s']:.2f} s" in page
+    assert f"{figures['step_s']:.2f} s" in page
     for stage in (0, 1, 7):
         row = re.search(rf"^\| {kilo}K \| {stage}\b[^|]*\|(.*GiB)?(.*)\|$", page, re.M)
         assert row
-        sizes = {k: v / 2**30 for k, v in found["stages"][stage].items() if k.endswith("_bytes")}
+        sizes = {k: v / 2**30 for k, v in figures["stages"][stage].items() if k.endswith("_bytes")}
         kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
         columns = [sizes[f"{kind}_bytes"] for kind in kinds]
-        said = [float(x) for x in row[2].split("|")]
-        assert said == pytest.approx([*columns, sizes["peak_bytes"]], abs=0.006)
+        printed = [float(x) for x in row[2].split("|")]
+        assert printed == pytest.approx([*columns, sizes["peak_bytes"]], abs=0.006)
 
 
 @pytest.mark.parametrize(("copies", "gathers"), [(1, {8: 32768, 4: 131072}), (2, {32: 131072})])

@@ -38,13 +38,13 @@ def test_pairs_are_those_of_the_mask(lengths: list[int], seq: int) -> None:
 
 def test_attention_costs_what_the_mask_leaves() -> None:
     recipe = load(RECIPE)
-    whole = Architecture.from_recipe(recipe)
+    causal = Architecture.from_recipe(recipe)
     short = Architecture.from_recipe(recipe, pair_share=pack(np.full(64, 512), 4096).share)
     x = Layout.from_recipe(recipe)
-    shares = causal_share(columns([(whole, x), (short, x), (short, x.with_changes(skips=False))]))
+    shares = causal_share(columns([(causal, x), (short, x), (short, x.with_changes(skips=False))]))
     assert shares == pytest.approx([0.5, 513 / 2 / 4096, 1.0])
     assert keys_per_token(short) == pytest.approx(513 / 2)
-    steps = [of_recipe(recipe, "ascend-910b", pair_share=a.pair_share) for a in (whole, short)]
+    steps = [of_recipe(recipe, "ascend-910b", pair_share=a.pair_share) for a in (causal, short)]
     core = [s.step_s for s in steps]
     assert core[1] < core[0]
     masked = load(

@@ -30,19 +30,19 @@ def asked(*words: str, tmp_path: Path, name: str = NAME) -> tuple[int, dict[str,
 
 @pytest.mark.parametrize("name", [NAME, "pangu_ultra_moe/pretrain_718b_overlap.yaml"])
 def test_each_change_is_the_recipe_with_its_settings(name: str) -> None:
-    found = answer(name, [], DEVICE)
+    forecast = answer(name, [], DEVICE)
     before = Layout.from_recipe(load(name, use="plan"))
-    assert len(found.changes) >= 4
-    for change in found.changes:
+    assert len(forecast.changes) >= 4
+    for change in forecast.changes:
         recipe = load(name, list(change.overrides), use="plan")
         layout = Layout.from_recipe(recipe)
         assert (layout.devices, layout.global_batch) == (before.devices, before.global_batch)
         step = simulate_step(Architecture.from_recipe(recipe), layout, DEVICE)
         assert step.step_s == change.step.step_s
         assert (step.peak_bytes == change.step.peak_bytes).all()
-    fit = [found.fits(change.step) for change in found.changes]
+    fit = [forecast.fits(change.step) for change in forecast.changes]
     assert fit == sorted(fit, reverse=True)
-    times = [c.step.step_s for c, fits in zip(found.changes, fit, strict=True) if fits]
+    times = [c.step.step_s for c, fits in zip(forecast.changes, fit, strict=True) if fits]
     assert times == sorted(times)
 
 
@@ -64,12 +64,12 @@ def test_as_few_layers_as_fit_is_the_least_of_all_counts() -> None:
     }
     fullest = [peak.max() for peak in peaks.values()]
     room = int((min(fullest) + 2 * max(fullest)) / 3)
-    found = answer(NAME, sets, DEVICE, 0.0, room)
+    forecast = answer(NAME, sets, DEVICE, 0.0, room)
     legal = [counts for counts, peak in peaks.items() if (peak <= room).all()]
-    least = tuple(min(c[s] for c in legal) for s in range(2))
-    assert 0 < sum(least) < 6
-    (change,) = [c for c in found.changes if c.name == "recompute as few layers as fit"]
-    assert change.step.layout.recompute_layers == least
+    fewest = tuple(min(c[s] for c in legal) for s in range(2))
+    assert 0 < sum(fewest) < 6
+    (change,) = [c for c in forecast.changes if c.name == "recompute as few layers as fit"]
+    assert change.step.layout.recompute_layers == fewest
 
 
 def test_the_load_factor_is_the_largest_that_fits() -> None:
@@ -110,9 +110,9 @@ def test_recorded_loads_are_summed_over_layers_and_devices(tmp_path: Path) -> No
         )
     file = tmp_path / "metrics.jsonl"
     file.write_text("\n".join(rows) + "\n")
-    code, found = asked("--expert-loads", str(file), tmp_path=tmp_path)
+    code, recorded = asked("--expert-loads", str(file), tmp_path=tmp_path)
     assert code == 0
-    factors = {row["percentile"]: row["factor"] for row in found["recorded_loads"]}
+    factors = {row["percentile"]: row["factor"] for row in recorded["recorded_loads"]}
     assert set(factors) == set(PERCENTILES)
     assert factors[100] == pytest.approx(1.6)
     assert factors[50] == pytest.approx(1.4)
@@ -125,11 +125,11 @@ def test_a_recipe_that_does_not_fit_exits_with_1_and_says_what_to_change(
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("It does not fit, ")
     assert "Change first: experts over 32 devices" in said[1]
-    code, found = asked(
+    code, report = asked(
         "--memory", "12GiB", "--set", "parallel_config.expert_parallel=32", tmp_path=tmp_path
     )
-    assert (code, found["fits"]) == (0, True)
-    assert max(s["peak_bytes"] for s in found["stages"]) * 1.05 <= 12 * GIB
+    assert (code, report["fits"]) == (0, True)
+    assert max(s["peak_bytes"] for s in report["stages"]) * 1.05 <= 12 * GIB
     assert main(["plan", "memory", NAME, *ON, "--memory", "2GiB"]) == 1
     assert "No single change below makes it fit" in capsys.readouterr().out
 

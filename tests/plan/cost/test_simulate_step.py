@@ -14,7 +14,13 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program, simulate_step
 from telechat_moe.tools.plan.cost.step import evaluate
 from telechat_moe.tools.plan.report import step as step_report
-from telechat_moe.tools.plan.report.timeline import Box, Curve, Timeline, chrome_trace, page
+from telechat_moe.tools.plan.report.timeline import (
+    MemoryCurve,
+    StepTimeline,
+    TimelineBox,
+    chrome_trace,
+    page,
+)
 
 PANGU = "pangu_ultra_moe/pretrain_718b.yaml"
 TELECHAT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
@@ -42,19 +48,19 @@ def test_pangu_schedule(device):
 
 def test_bubble_by_cause(device):
     """Recomputation that is the same everywhere adds no bubble; on one stage only, it does."""
-    same = Layout(tp=8, pp=4, micro_batches=8, recompute="full")
-    b = simulate_step(model(), same, device).bubble
+    equal = Layout(tp=8, pp=4, micro_batches=8, recompute="full")
+    b = simulate_step(model(), equal, device).bubble
     assert b.recompute == pytest.approx(0, abs=1e-12)
     assert b.imbalance > 0  # the head
-    one = same.with_changes(recompute_layers=(0, 4, 0, 0))
-    assert simulate_step(model(), one, device).bubble.recompute > 0.01
+    uneven = equal.with_changes(recompute_layers=(0, 4, 0, 0))
+    assert simulate_step(model(), uneven, device).bubble.recompute > 0.01
 
 
 def test_one_stage_is_the_sum_of_its_micro_batches(device):
     layout = Layout(dp=2, micro_batches=5)
     step = simulate_step(model(), layout, device)
-    each = step.times.forward.sum() + step.times.dx.sum() + step.times.dw.sum()
-    assert step.result.makespan == pytest.approx(5 * each)
+    micro_s = step.times.forward.sum() + step.times.dx.sum() + step.times.dw.sum()
+    assert step.result.makespan == pytest.approx(5 * micro_s)
     assert step.bubble.total == pytest.approx(0)
     assert step.step_s == pytest.approx(
         float(evaluate(model(), [layout], device).step_s[0]), rel=1e-6
@@ -77,8 +83,8 @@ def test_chunks_add_up_to_stages(layout, device):
     for s, chunks in enumerate(step.program.chunks_of_stage):
         chunks = list(chunks)
         assert step.times.forward[chunks].sum() == pytest.approx(stages.forward[0, s])
-        back = (step.times.dx + step.times.dw)[chunks].sum()
-        assert back == pytest.approx(stages.backward[0, s])
+        backward = (step.times.dx + step.times.dw)[chunks].sum()
+        assert backward == pytest.approx(stages.backward[0, s])
         assert step.recompute_s[chunks].sum() == pytest.approx(stages.recompute[0, s])
     assert (step.times.dw > 0).all()
     assert (step.times.dx > step.recompute_s).all()
@@ -111,15 +117,15 @@ def test_utilisation_by_hand(device):
     """A dense model: 6 N, and 12 L h s per token for the whole square of attention."""
     a = model(8)
     step = simulate_step(a, Layout(micro_batches=2), device)
-    found = {name: flops for name, flops, _ in step_report.utilisations(step)}
+    shares = {name: flops for name, flops, _ in step_report.utilisations(step)}
     tokens = 2 * a.seq
-    assert found["six_n"] == pytest.approx(6 * a.parameters * tokens)
+    assert shares["six_n"] == pytest.approx(6 * a.parameters * tokens)
     square = 12 * 8 * a.hidden * a.seq * tokens
-    assert found["full_attention"] - found["model"] == pytest.approx(square / 2, rel=1e-3)
-    assert found["hardware"] == pytest.approx(found["model"])
-    again = simulate_step(a, Layout(micro_batches=2, recompute="full"), device)
-    more = {name: flops for name, flops, _ in step_report.utilisations(again)}
-    assert more["model"] == pytest.approx(found["model"])
+    assert shares["full_attention"] - shares["model"] == pytest.approx(square / 2, rel=1e-3)
+    assert shares["hardware"] == pytest.approx(shares["model"])
+    recompute = simulate_step(a, Layout(micro_batches=2, recompute="full"), device)
+    more = {name: flops for name, flops, _ in step_report.utilisations(recompute)}
+    assert more["model"] == pytest.approx(shares["model"])
     assert 1.2 < more["hardware"] / more["model"] <= 4 / 3
     _, flops, share = step_report.utilisations(step)[0]
     assert share == pytest.approx(flops / (step.step_s * device.peak("bf16")))
@@ -213,8 +219,11 @@ def test_errors_say_what_to_do(options, code, said, capsys):
 
 def test_text_cannot_leave_the_page():
     evil = "</script><b>"
-    shown = Timeline(
-        evil, [evil], [Box(0, 0.0, 1.0, "F", evil, evil)], memory=[Curve(0, [0.0], [1.0])]
+    shown = StepTimeline(
+        evil,
+        [evil],
+        [TimelineBox(0, 0.0, 1.0, "F", evil, evil)],
+        memory=[MemoryCurve(0, [0.0], [1.0])],
     )
     text = page(shown)
     assert evil not in text

@@ -12,7 +12,12 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.saved_activations import BACKWARD_OPERATORS, FREED, MOVED
-from telechat_moe.tools.plan.cost.simulate_step import Step, chunk_times, simulate_step, swap_of
+from telechat_moe.tools.plan.cost.simulate_step import (
+    SimulatedStep,
+    chunk_times,
+    simulate_step,
+    swap_of,
+)
 from telechat_moe.tools.plan.report.memory import answer
 from telechat_moe.tools.plan.search import layer_memory
 from telechat_moe.tools.plan.search.layer_memory import choose
@@ -43,22 +48,22 @@ CHUNKS = {
 }
 
 
-def base(changes: dict[str, object], device: Device = DEVICE) -> Step:
+def base(changes: dict[str, object], device: Device = DEVICE) -> SimulatedStep:
     recipe = load(NAME, [f"{key}={value}" for key, value in changes.items()], use="plan")
     return simulate_step(Architecture.from_recipe(recipe), Layout.from_recipe(recipe), device)
 
 
-def every(step: Step) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Step]:
+def every(step: SimulatedStep) -> dict[tuple[tuple[int, ...], tuple[int, ...]], SimulatedStep]:
     """Return the step of every choice for every layer, without the planner's search."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], Step] = {}
+    steps: dict[tuple[tuple[int, ...], tuple[int, ...]], SimulatedStep] = {}
     layers = range(len(step.architecture.layers))
     for ways in itertools.product("krs", repeat=len(layers)):
-        again, away = (tuple(i for i in layers if ways[i] == word) for word in "rs")
+        recomputed, away = (tuple(i for i in layers if ways[i] == word) for word in "rs")
         layout = step.layout.with_changes(
-            recompute="full", recompute_layers=None, recomputed=again, swapped=away
+            recompute="full", recompute_layers=None, recomputed=recomputed, swapped=away
         )
-        found[again, away] = simulate_step(step.architecture, layout, step.device)
-    return found
+        steps[recomputed, away] = simulate_step(step.architecture, layout, step.device)
+    return steps
 
 
 @pytest.mark.slow
@@ -82,10 +87,10 @@ def test_the_choice_is_the_fastest_of_all(
             if chosen is None:
                 assert not fits.any()
                 continue
-            found = simulate_step(step.architecture, chosen, step.device)
-            assert found.peak_bytes.max() <= top
-            assert found.host_bytes.max() <= host
-            assert found.step_s == pytest.approx(times[fits].min(), rel=1e-12)
+            choice = simulate_step(step.architecture, chosen, step.device)
+            assert choice.peak_bytes.max() <= top
+            assert choice.host_bytes.max() <= host
+            assert choice.step_s == pytest.approx(times[fits].min(), rel=1e-12)
             seen.add((bool(chosen.recomputed), bool(chosen.swapped)))
     if (
         changes is DEEP and gigabytes_per_s > 6
@@ -126,15 +131,15 @@ def test_what_swapping_a_layer_does() -> None:
         assert 1 <= ahead <= max(BACKWARD_OPERATORS)
         if copy < backward / BACKWARD_OPERATORS[1]:
             assert ahead == 1
-    one, both = (
+    swap, both = (
         simulate_step(step.architecture, kept.with_changes(swapped=x), DEVICE)
         for x in ((4,), (3, 4))
     )
     # the last stage has one micro-batch in flight; what is being copied stays on the device, for two layers
-    assert one.host_bytes.tolist() == pytest.approx([0.0, moved])
+    assert swap.host_bytes.tolist() == pytest.approx([0.0, moved])
     assert both.host_bytes.tolist() == pytest.approx([0.0, 2 * moved])
     whole = simulate_step(step.architecture, kept, DEVICE)
-    assert one.peak_bytes[1] == pytest.approx(whole.peak_bytes[1] + 2 * moved - freed)
+    assert swap.peak_bytes[1] == pytest.approx(whole.peak_bytes[1] + 2 * moved - freed)
     assert both.peak_bytes[1] == pytest.approx(whole.peak_bytes[1] + 2 * moved - 2 * freed)
 
 
@@ -155,14 +160,14 @@ def test_a_device_without_a_link_swaps_nothing() -> None:
 
 def test_plan_memory_says_it_in_the_recipe_s_words() -> None:
     room = 35 * 2**30
-    found = answer(NAME, [], DEVICE, memory=room)
-    (mixed,) = [c for c in found.changes if c.name == "keep, recompute or swap each layer"]
-    few = next(c for c in found.changes if c.name == "recompute as few layers as fit")
-    assert found.fits(mixed.step)
+    report = answer(NAME, [], DEVICE, memory=room)
+    (mixed,) = [c for c in report.changes if c.name == "keep, recompute or swap each layer"]
+    few = next(c for c in report.changes if c.name == "recompute as few layers as fit")
+    assert report.fits(mixed.step)
     assert mixed.step.step_s < few.step.step_s
     recipe = load(NAME, list(mixed.overrides), use="plan")
-    again = simulate_step(Architecture.from_recipe(recipe), Layout.from_recipe(recipe), DEVICE)
-    assert again.step_s == mixed.step.step_s
+    repeated = simulate_step(Architecture.from_recipe(recipe), Layout.from_recipe(recipe), DEVICE)
+    assert repeated.step_s == mixed.step.step_s
     assert recipe.swap_config.swap
     # a limit of the host's memory leaves less to swap, and then to recompute is what is left
     half = answer(NAME, [], DEVICE, memory=room, host=mixed.step.host_bytes.max() / 4)

@@ -12,16 +12,16 @@ import pytest
 
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
-from telechat_moe.tools.plan.schedules.program import Kind, Times
+from telechat_moe.tools.plan.schedules.program import OpKind, Times
 from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
+from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem, StepTail
 
 MS = 10**9
 """Picoseconds."""
 
 
-def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
+def random_problem(rng: random.Random, hidden: bool = True) -> PlacementProblem:
     """Return a small instance; without `hidden` no reduction hides behind the backward pass."""
     schedule, stages, micro_batches, chunks = rng.choice(
         [
@@ -38,18 +38,18 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
     )
     number = stages * chunks
 
-    def bytes_of_stages(most: int) -> tuple[int, ...]:
-        return tuple(rng.randint(0, most) for _ in range(stages))
+    def bytes_of_stages(limit: int) -> tuple[int, ...]:
+        return tuple(rng.randint(0, limit) for _ in range(stages))
 
-    def layers(count: int) -> Layers:
-        kept = bytes_of_stages(8)
+    def layers(count: int) -> LayerGroup:
+        activations = bytes_of_stages(8)
         w = rng.randint(0, 4) if schedule == "zb-v" else 0
-        return Layers(
+        return LayerGroup(
             count=count,
             times=(rng.randint(1, 9) * MS, rng.randint(1, 12) * MS, w * MS),
             states=rng.randint(0, 4),
-            kept=kept,
-            entry=tuple(rng.randint(0, k) for k in kept),
+            activations=activations,
+            inputs=tuple(rng.randint(0, k) for k in activations),
             recompute_time=rng.randint(0, 9) * MS,
             working=rng.randint(0, 4),
             weights=(rng.randint(0, 5), rng.randint(0, 5)),
@@ -61,15 +61,15 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
     reduce = (rng.random() * 2e-3, rng.random() * 2e-3)
     share = rng.choice([1.0, 0.3, 0.0]) if hidden else 1.0
     times = [layer.times for layer in kinds]
-    back = max(
+    backward_share = max(
         (b + w + g.recompute_time) / (f + b + w + g.recompute_time)
         for g, (f, b, w) in zip(kinds, times, strict=True)
     )
-    hides, late = (0.0, 1.0), (back, 12 * MS * 1e-12 + 3 * MS * 1e-12)
+    hides, late = (0.0, 1.0), (backward_share, 12 * MS * 1e-12 + 3 * MS * 1e-12)
     if hidden and rng.random() < 0.3:  # as ZeRO 2 and 3
         often = micro_batches * (1 - share)
         hides, late = (often, often), (often, 0.0)
-    return Problem(
+    return PlacementProblem(
         schedule=schedule,
         stages=stages,
         micro_batches=micro_batches,
@@ -81,19 +81,19 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
         memory=tuple(rng.randint(6, 60) for _ in range(stages)),
         buffer=bytes_of_stages(4),
         choice=rng.random() < 0.4,
-        held=rng.randint(0, 2),
+        working=rng.randint(0, 2),
         weights=(bytes_of_stages(6), bytes_of_stages(6)),
-        most=tuple(rng.randint(c in range(1, number - 1), 3) for c in range(number))
+        limits=tuple(rng.randint(c in range(1, number - 1), 3) for c in range(number))
         if rng.random() < 0.2
         else (),
-        rest=Rest(
+        tail=StepTail(
             base=rng.random() * 1e-2,
             start=rng.random() * 1e-2,
             reduce=reduce,
             update=(rng.random() * 1e-3, rng.random() * 1e-3),
             exposed=share,
-            late=late,
-            hides=hides,
+            overlap_limit=late,
+            overlap_weights=hides,
         ),
     )  # fmt: skip
 
@@ -101,17 +101,17 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
 Placement = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def placements(p: Problem) -> Iterator[Placement]:
+def placements(p: PlacementProblem) -> Iterator[Placement]:
     """Yield the layers of every chunk, and how many of them are recomputed."""
     number, total = p.stages * p.chunks, sum(g.count for g in p.layers)
 
     def divided(left: int, chunk: int) -> Iterator[tuple[int, ...]]:
-        most = min(left, p.most[chunk]) if p.most else left
+        limit = min(left, p.limits[chunk]) if p.limits else left
         if chunk == number - 1:
-            yield from [(left,)] * (most == left)
+            yield from [(left,)] * (limit == left)
             return
-        for here in range(1 if chunk else 0, most + 1):
-            yield from ((here, *more) for more in divided(left - here, chunk + 1))
+        for count in range(1 if chunk else 0, limit + 1):
+            yield from ((count, *more) for more in divided(left - count, chunk + 1))
 
     for counts in divided(total, 0):
         ranges = [range(n + 1 if p.choice else 1) for n in counts]
@@ -119,7 +119,9 @@ def placements(p: Problem) -> Iterator[Placement]:
             yield counts, recomputed
 
 
-def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> float | None:
+def scored(
+    p: PlacementProblem, counts: tuple[int, ...], recomputed: tuple[int, ...]
+) -> float | None:
     """Return the step of a placement by the definitions alone; None: it does not fit."""
     number, layout = p.stages * p.chunks, Layout(
         pp=p.stages, vpp=p.chunks, micro_batches=p.micro_batches, schedule=p.schedule  # type: ignore[arg-type]
@@ -127,7 +129,7 @@ def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> 
     program = make_program(layout)
     model = [g for g in p.layers for _ in range(g.count)]
     times = [[0.0, 0.0, 0.0] for _ in range(number)]
-    held, work = [0] * p.stages, [0] * p.stages
+    used, work = [0] * p.stages, [0] * p.stages
     weights = [list(w) for w in p.weights]
     at = 0
     for c, (n, recomputed_here) in enumerate(zip(counts, recomputed, strict=True)):
@@ -136,35 +138,35 @@ def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> 
             for kind in range(3):
                 times[c][kind] += layer.times[kind]
             times[c][1] += layer.recompute_time * (i < recomputed_here)
-            held[stage] += (
-                layer.states + (layer.entry if i < recomputed_here else layer.kept)[stage]
+            used[stage] += (
+                layer.states + (layer.inputs if i < recomputed_here else layer.activations)[stage]
             )
-            work[stage] = max(work[stage], p.held, layer.working * (i < recomputed_here))
+            work[stage] = max(work[stage], p.working, layer.working * (i < recomputed_here))
             for w in range(2):
                 weights[w][stage] += layer.weights[w]
         at += n
     for kind in range(3):
         times[0][kind] += p.first[kind]
         times[-1][kind] += p.last[kind]
-    if any(h + max(w, b) > m for h, w, b, m in zip(held, work, p.buffer, p.memory, strict=True)):
+    if any(h + max(w, b) > m for h, w, b, m in zip(used, work, p.buffer, p.memory, strict=True)):
         return None
     f, b, w = (np.array(t) for t in zip(*times, strict=True))
     makespan = simulate(program, Times(f, b, w, comm=p.send)).makespan * 1e-12
-    back = [0.0] * p.stages
+    backward = [0.0] * p.stages
     for c in range(number):
-        hidden = p.rest.hides[0] * f[c] + p.rest.hides[1] * (b[c] + w[c])
-        back[program.stage(c)] += hidden * 1e-12
+        hidden = p.tail.overlap_weights[0] * f[c] + p.tail.overlap_weights[1] * (b[c] + w[c])
+        backward[program.stage(c)] += hidden * 1e-12
     largest = [max(w) for w in weights]
-    r = p.rest
-    whole = r.start + sum(x * y for x, y in zip(r.reduce, largest, strict=True))
-    shown = max(whole - max(back), r.exposed * whole)
+    r = p.tail
+    reduction = r.start + sum(x * y for x, y in zip(r.reduce, largest, strict=True))
+    shown = max(reduction - max(backward), r.exposed * reduction)
     return makespan + shown + sum(x * y for x, y in zip(r.update, largest, strict=True)) + r.base
 
 
 @lru_cache
 def waits(
     schedule: str, stages: int, micro_batches: int, chunks: int
-) -> list[tuple[Kind, int, int, list[tuple[int, bool]]]]:
+) -> list[tuple[OpKind, int, int, list[tuple[int, bool]]]]:
     """Return the operations of a schedule: kind, chunk, stage, and which they wait for, with whether it is on another stage.
 
     Each after those.
@@ -187,7 +189,7 @@ def waits(
     return found
 
 
-def steps_of(p: Problem) -> dict[Placement, float | None]:
+def steps_of(p: PlacementProblem) -> dict[Placement, float | None]:
     """Return the step of every placement, `scored` for all at once; None: it does not fit."""
     ways, number = list(placements(p)), p.stages * p.chunks
     if not ways:
@@ -202,53 +204,53 @@ def steps_of(p: Problem) -> dict[Placement, float | None]:
     both = [(first, np.minimum(recomputed, first))]
     both.append((counts - first, recomputed - both[0][1]))
     took = np.zeros((3, len(ways), number))
-    held, weights = np.zeros((2, len(ways), p.stages)), np.array(p.weights)[:, None]
-    held, work = held[0], np.where(counts @ on > 0, p.held, 0)
+    used, weights = np.zeros((2, len(ways), p.stages)), np.array(p.weights)[:, None]
+    used, work = used[0], np.where(counts @ on > 0, p.working, 0)
     for layer, (own, recomputed_here) in zip(p.layers, both, strict=False):
         took += np.array(layer.times)[:, None, None] * own
         took[1] += layer.recompute_time * recomputed_here
-        held = held + (own - recomputed_here) @ on * (layer.states + np.array(layer.kept))
-        held = held + recomputed_here @ on * (layer.states + np.array(layer.entry))
+        used = used + (own - recomputed_here) @ on * (layer.states + np.array(layer.activations))
+        used = used + recomputed_here @ on * (layer.states + np.array(layer.inputs))
         work = np.where(recomputed_here @ on > 0, np.maximum(work, layer.working), work)
         weights = weights + np.array(layer.weights)[:, None, None] * (own @ on)
     took[:, :, 0] += np.array(p.first)[:, None]
     took[:, :, -1] += np.array(p.last)[:, None]
-    lasts = {Kind.F: took[0], Kind.B: took[1] + took[2], Kind.D: took[1], Kind.W: took[2]}
+    lasts = {OpKind.F: took[0], OpKind.B: took[1] + took[2], OpKind.D: took[1], OpKind.W: took[2]}
     end: list[np.ndarray] = []
     for kind, chunk, _, before in ops:
         begin = np.zeros(len(ways))
         for i, sent in before:
             begin = np.maximum(begin, end[i] + p.send * sent)
         end.append(begin + lasts[kind][:, chunk])
-    largest, r = weights.max(axis=2), p.rest
-    hidden = r.hides[0] * took[0] + r.hides[1] * (took[1] + took[2])
-    back = (hidden @ on).max(axis=1) * 1e-12
-    whole = r.start + np.array(r.reduce) @ largest
-    shown = np.maximum(whole - back, r.exposed * whole)
+    largest, r = weights.max(axis=2), p.tail
+    hidden = r.overlap_weights[0] * took[0] + r.overlap_weights[1] * (took[1] + took[2])
+    backward = (hidden @ on).max(axis=1) * 1e-12
+    reduction = r.start + np.array(r.reduce) @ largest
+    shown = np.maximum(reduction - backward, r.exposed * reduction)
     step = np.max(end, axis=0) * 1e-12 + shown + np.array(r.update) @ largest + r.base
-    fits = (held + np.maximum(work, p.buffer) <= p.memory).all(axis=1)
+    fits = (used + np.maximum(work, p.buffer) <= p.memory).all(axis=1)
     return {way: float(s) if ok else None for way, s, ok in zip(ways, step, fits, strict=True)}
 
 
-def agree(p: Problem, rng: random.Random) -> bool:
+def agree(p: PlacementProblem, rng: random.Random) -> bool:
     """Compare one instance with brute force; return whether it was closed."""
-    found = PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000)
+    answer = PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000)
     all_steps = steps_of(p)
     for one in rng.sample(sorted(all_steps), min(3, len(all_steps))):
         step = scored(p, *one)
         assert all_steps[one] == (step and pytest.approx(step, rel=1e-12))
     steps = [s for s in all_steps.values() if s is not None]
     if not steps:
-        assert found.best is None
+        assert answer.best is None
         return False
-    assert found.best is not None
-    assert found.best.seconds == pytest.approx(
-        scored(p, found.best.layers, found.best.recomputed), rel=1e-9
+    assert answer.best is not None
+    assert answer.best.seconds == pytest.approx(
+        scored(p, answer.best.layers, answer.best.recomputed), rel=1e-9
     )
-    assert found.bound <= min(steps) * (1 + 1e-9)
-    assert found.best.seconds >= min(steps) * (1 - 1e-9)
-    if found.bound >= found.best.seconds * (1 - 1e-6):
-        assert found.best.seconds == pytest.approx(min(steps), rel=1e-6)
+    assert answer.bound <= min(steps) * (1 + 1e-9)
+    assert answer.best.seconds >= min(steps) * (1 - 1e-9)
+    if answer.bound >= answer.best.seconds * (1 - 1e-6):
+        assert answer.best.seconds == pytest.approx(min(steps), rel=1e-6)
         return True
     return False
 
@@ -259,7 +261,7 @@ def test_brute_force_agrees() -> None:
     assert closed > 150
 
 
-def relaxed(p: Problem, rng: random.Random) -> Iterator[Problem]:
+def relaxed(p: PlacementProblem, rng: random.Random) -> Iterator[PlacementProblem]:
     """Yield what can only be faster: more memory, less to keep, to compute, to send, to reduce; recomputation allowed.
 
     Not a backward pass that hides reduction: where it is shorter, more of it shows.
@@ -270,17 +272,17 @@ def relaxed(p: Problem, rng: random.Random) -> Iterator[Problem]:
 
     yield replace(p, memory=tuple(m + rng.randint(0, 9) for m in p.memory))
     yield replace(p, buffer=less(p.buffer))
-    yield replace(p, most=tuple(most + rng.randint(0, 1) for most in p.most))
+    yield replace(p, limits=tuple(most + rng.randint(0, 1) for most in p.limits))
     yield replace(p, send=rng.randint(0, p.send))
     yield replace(p, choice=True)
     yield replace(p, weights=(less(p.weights[0]), less(p.weights[1])))
-    yield replace(p, rest=replace(p.rest, base=p.rest.base / 2, update=(0.0, p.rest.update[1])))
-    yield replace(p, rest=replace(p.rest, start=p.rest.start / 2, reduce=(0.0, p.rest.reduce[1])))
+    yield replace(p, tail=replace(p.tail, base=p.tail.base / 2, update=(0.0, p.tail.update[1])))
+    yield replace(p, tail=replace(p.tail, start=p.tail.start / 2, reduce=(0.0, p.tail.reduce[1])))
     for g, layers in enumerate(p.layers):
-        kept = less(layers.kept)
-        entry = tuple(min(a, b) for a, b in zip(less(layers.entry), kept, strict=True))
-        changes = [{"kept": kept, "entry": entry}, {"states": 0}]
-        if p.rest.exposed == 1:
+        kept = less(layers.activations)
+        entry = tuple(min(a, b) for a, b in zip(less(layers.inputs), kept, strict=True))
+        changes = [{"activations": kept, "inputs": entry}, {"states": 0}]
+        if p.tail.exposed == 1:
             changes += [{"times": less(layers.times)}, {"recompute_time": 0}]
         for change in changes:
             new = replace(layers, **change)
@@ -320,18 +322,18 @@ def test_a_search_goes_on_where_it_ended() -> None:
     rng = random.Random(9)
     for _ in range(20):
         p = random_problem(rng)
-        whole, parts = (
+        uninterrupted, parts = (
             PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000),
             PlacementSearch(p, PathPool()),
         )
         bounds = [parts.solve(math.inf, nodes=2).bound for _ in range(60)]
         last = parts.solve(math.inf, nodes=4000)
         assert bounds == sorted(bounds)
-        if whole.best is None:
+        if uninterrupted.best is None:
             assert last.best is None
             continue
         assert last.best is not None
-        assert last.best.seconds == pytest.approx(whole.best.seconds, rel=1e-6)
+        assert last.best.seconds == pytest.approx(uninterrupted.best.seconds, rel=1e-6)
 
 
 @pytest.mark.slow
