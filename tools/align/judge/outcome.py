@@ -26,7 +26,7 @@ class Finding:
     order: float  # position in the order of the run
     verdict: Verdict  # what is wrong with it
     call: Call | None  # the call; None: the target lacks it
-    # Kind of fault, see `fault_kind.py`; `unknown` where no kind explains it
+    # Kind of fault, see `explain/`; `unknown` where no kind explains it
     family: str = "unknown"
     evidence: str = ""  # why it is that kind
     # Difference from what it should be, over the bound, where both are known
