@@ -21,10 +21,10 @@ from telechat_moe.files import Progress
 from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
-from telechat_moe.tools.align.explain.sides import Sides
+from telechat_moe.tools.align.explain.sides import ComparedPrograms
 from telechat_moe.tools.align.judge.collectives import with_groups
-from telechat_moe.tools.align.judge.comparison import Known
-from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
+from telechat_moe.tools.align.judge.comparison import ReferenceCache
+from telechat_moe.tools.align.judge.coverage import SHARED, CoverageShare, answer
 from telechat_moe.tools.align.judge.distance import (
     VAGUE,
     factor_between,
@@ -33,9 +33,15 @@ from telechat_moe.tools.align.judge.distance import (
 )
 from telechat_moe.tools.align.judge.outcome import Explanation, Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import named_differently, narrowest_of
-from telechat_moe.tools.align.judge.pins import Believed, Held, chose_otherwise, narrowest, set_part
-from telechat_moe.tools.align.judge.points import STATES, Point, at_worst, by_weight
-from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
+from telechat_moe.tools.align.judge.pins import (
+    ReferenceChoices,
+    TrackedValue,
+    chose_otherwise,
+    narrowest,
+    set_part,
+)
+from telechat_moe.tools.align.judge.points import STATES, SharedTensor, at_worst, by_weight
+from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import in_shards
 from telechat_moe.tools.align.judge.standard import Standard
@@ -100,11 +106,11 @@ def across(
         links = tensor_map(reference, target)
     grouped = with_groups(target)
     believed = grouped if links else in_shards(reference, grouped)
-    outcome = bisect(believed, target, Known(), itself=True, progress=progress)
+    outcome = bisect(believed, target, ReferenceCache(), itself=True, progress=progress)
     findings, judged = list(outcome.findings), dict(outcome.judged)
     recomputed = sum(judged.values())
     points, unknown = _Points(outcome, tolerance, standard), Counter(outcome.unknown)
-    outcome.coverage.shares[SHARED] = Share()
+    outcome.coverage.shares[SHARED] = CoverageShare()
     for step in steps:
         a, b = reference.at(step), target.at(step)
         pairs = linked(a, b, links) if links else by_weight(a, b)
@@ -149,8 +155,8 @@ class _Points:
         self.tolerance, self.coverage, self.standard = tolerance, outcome.coverage, standard
         wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
         self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
-        self.believed: Believed | None = None
-        self.followed: Followed | None = None
+        self.believed: ReferenceChoices | None = None
+        self.followed: Propagation | None = None
         self.flipped = 0  # rows that chose otherwise, in this step or before
         self.kinds = "float32", "float32"
         """The narrowest types that reference and target compute in."""
@@ -161,8 +167,8 @@ class _Points:
         self.late = False  # whether steps are not in the dumps that this one follows from
         self.last: dict[str, tuple[Array | None, Array | None]] = {}
         """Results of the updates of the step before, of both runs."""
-        self.sides = Sides([], [])
-        self.wrong: list[tuple[Point, Point]] = []
+        self.sides = ComparedPrograms([], [])
+        self.wrong: list[tuple[SharedTensor, SharedTensor]] = []
         self.settings: list[str] = []
 
     def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
@@ -172,10 +178,10 @@ class _Points:
         self.coarser = max(1.0, one / other)
         self.last = self.last if step == self.step + 1 else {}
         self.late = not self.last and step > 0
-        self.step, self.sides = step, Sides(a, b)
-        self.believed = Believed(a, self.kinds[0], self.coarser) if pinned else None
+        self.step, self.sides = step, ComparedPrograms(a, b)
+        self.believed = ReferenceChoices(a, self.kinds[0], self.coarser) if pinned else None
         able = self.tolerance is None and can_follow(b)
-        self.followed = Followed(b, self.believed, self.followed) if able else None
+        self.followed = Propagation(b, self.believed, self.followed) if able else None
         if pinned:
             self.flipped += chose_otherwise(a, b)
 
@@ -207,12 +213,15 @@ class _Points:
             yield self._counted(Finding(step, chosen.rank, order, verdict, call), "int32")
 
     def at(
-        self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
+        self,
+        step: int,
+        b: Sequence[RankDump],
+        pairs: Iterable[tuple[str, SharedTensor, SharedTensor]],
     ) -> list[Finding]:
         """Return a finding for each point of a step; those that diverged in the order of the data flow."""
         made: dict[str, tuple[Array | None, Array | None]] = {}
         found: list[Finding] = []
-        compared: list[tuple[Finding, tuple[Point, Point]]] = []
+        compared: list[tuple[Finding, tuple[SharedTensor, SharedTensor]]] = []
         for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair[0])):
             own = [*weight]
             near = {name: (one, other) for name, one, other in own}
@@ -244,7 +253,7 @@ class _Points:
         diverged = self.in_order([f for f in found if f.verdict.status == "diverged"])
         return [*(f for f in found if f.verdict.status != "diverged"), *diverged]
 
-    def _otherwise(self, verdict: Verdict, family: str, other: Point) -> Verdict:
+    def _otherwise(self, verdict: Verdict, family: str, other: SharedTensor) -> Verdict:
         """Return a verdict that allows for two programs: what differs, but makes the same of it, is not wrong."""
         status = "not judged" if family == _ROWS else verdict.status
         if self.sides.rejoins(other):
@@ -258,7 +267,7 @@ class _Points:
         factors = Counter(f.evidence for f in findings if f.evidence)
         # One wrong gradient changes the norm, so clipping scales all others by one factor.
         clipped = {f.verdict.key for f in findings if factors[f.evidence] > _FEW}
-        placed: list[tuple[Finding, Point, Point]] = []
+        placed: list[tuple[Finding, SharedTensor, SharedTensor]] = []
         for f, (one, other) in zip(findings, points, strict=True):
             late = _BEHIND * (f.verdict.key in clipped)
             placed.append((replace(f, order=self.sides.position(other) + late), one, other))
@@ -291,7 +300,7 @@ class _Points:
         self,
         name: str,
         finding: Finding,
-        near: Mapping[str, tuple[Point, Point]],
+        near: Mapping[str, tuple[SharedTensor, SharedTensor]],
         judged: Mapping[str, Status],
     ) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
@@ -318,7 +327,12 @@ class _Points:
         return ""
 
     def _compare(
-        self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump]
+        self,
+        name: str,
+        one: SharedTensor,
+        other: SharedTensor,
+        step: int,
+        ranks: Sequence[RankDump],
     ) -> Finding:
         """Return the finding for a point."""
         owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
@@ -347,7 +361,13 @@ class _Points:
         return finding(*self._by_distance(name, one, other, ranks, x, y))
 
     def _by_distance(
-        self, name: str, one: Point, other: Point, ranks: Sequence[RankDump], x: Array, y: Array
+        self,
+        name: str,
+        one: SharedTensor,
+        other: SharedTensor,
+        ranks: Sequence[RankDump],
+        x: Array,
+        y: Array,
     ) -> tuple[Status, str, float, Explanation]:
         """Return what a point comes to by how far the whole tensors x of the target and y are apart."""
         state, _, when = name.rpartition(" ")
@@ -385,7 +405,7 @@ class _Points:
         return "diverged", said, off, kind
 
     def _by_standard(
-        self, standard: Standard, name: str, one: Point, other: Point, step: int
+        self, standard: Standard, name: str, one: SharedTensor, other: SharedTensor, step: int
     ) -> tuple[Status, str, float]:
         assert one.values is not None
         assert other.values is not None
@@ -395,8 +415,8 @@ class _Points:
         return found.status, f"{name}: {found.reason}", found.ratio
 
     def _held(
-        self, other: Point, ranks: Sequence[RankDump]
-    ) -> Iterator[tuple[int, TensorRecord, Held | None]]:
+        self, other: SharedTensor, ranks: Sequence[RankDump]
+    ) -> Iterator[tuple[int, TensorRecord, TrackedValue | None]]:
         """Yield of each rank that has a tensor its record, and it as the followed program makes it."""
         for dump in ranks:
             if dump.rank in other.ranks and other.key in dump.calls:
@@ -404,7 +424,7 @@ class _Points:
                 yield dump.rank, dict(dump.calls[other.key].tensors())[other.place], held
 
     def _followed(
-        self, other: Point, y: Array, ranks: Sequence[RankDump]
+        self, other: SharedTensor, y: Array, ranks: Sequence[RankDump]
     ) -> tuple[Array, float] | None:
         """Return a tensor as the followed program makes it, and its sum of squared deviations; None: not known."""
         if self.followed is None or other.place.removeprefix("input.") in STATES:
@@ -417,7 +437,7 @@ class _Points:
             set_part(squares, record, rank, np.square(sigma, dtype=np.float64))
         return None if np.isnan(whole).any() else (whole, float(squares.sum()))
 
-    def _squares(self, other: Point, ranks: Sequence[RankDump], size: int) -> float | None:
+    def _squares(self, other: SharedTensor, ranks: Sequence[RankDump], size: int) -> float | None:
         """Return the sum of squared deviations of a tensor of so many elements; None: not known."""
         found = [held for _, _, held in self._held(other, ranks)]
         known = [np.mean(np.square(h.sigma, dtype=np.float64)) for h in found if h is not None]
@@ -426,7 +446,7 @@ class _Points:
         return float(np.mean(known)) * size
 
     def _limit(
-        self, one: Point, other: Point, y: Array, squares: float | None, before: bool
+        self, one: SharedTensor, other: SharedTensor, y: Array, squares: float | None, before: bool
     ) -> float:
         """Return how far apart whole tensors may be: derived where the program is followed, else by type."""
         if self.tolerance is not None:
@@ -443,7 +463,7 @@ class _Points:
         return found + AMPLIFIED * self.drift
 
 
-def _same_rule(update: Call, near: Mapping[str, tuple[Point, Point]]) -> bool:
+def _same_rule(update: Call, near: Mapping[str, tuple[SharedTensor, SharedTensor]]) -> bool:
     """Return whether the reference's update is what the target's makes of the reference's gradient and states."""
     found: dict[tuple[str, str], TensorRecord] = {}
     for name, (one, _) in near.items():

@@ -5,7 +5,7 @@ from dataclasses import replace
 from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Dump
 from telechat_moe.tools.align.explain.kinds import explained
-from telechat_moe.tools.align.judge.comparison import Known, compare
+from telechat_moe.tools.align.judge.comparison import ReferenceCache, compare
 from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.judge.standard import Standard
 
@@ -13,7 +13,7 @@ from telechat_moe.tools.align.judge.standard import Standard
 def bisect(
     reference: Dump,
     target: Dump,
-    known: Known | None = None,
+    known: ReferenceCache | None = None,
     itself: bool = False,
     progress: Progress | None = None,
     standard: Standard | None = None,

@@ -56,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists():
         raise UsageError(f"{out} exists; name a folder to make")
-    said: Any = merger.Said.read(Path(args.said)) if args.said else merger.Said()
+    said: Any = (
+        merger.LayoutDescription.read(Path(args.said)) if args.said else merger.LayoutDescription()
+    )
     model: Any = msprobe.read(args.reference) if args.reference else None
-    bound = logical.Bound(args.rtol, args.atol, args.ulp)
+    bound = logical.CopyBound(args.rtol, args.atol, args.ulp)
     bound = bound if any(bound) else None
     out.parent.mkdir(parents=True, exist_ok=True)
     merged: list[Any] = []

@@ -316,7 +316,7 @@ class Mixed(Measure):
         return found
 
 
-class Equal(_OfElements):
+class EqualValues(_OfElements):
     """Equality of integers and booleans, whatever their width; of other values, equality of the numbers."""
 
     metric = "unequal elements"
@@ -334,7 +334,7 @@ class Equal(_OfElements):
         return target != golden
 
 
-class Bitwise(Equal):
+class Bitwise(EqualValues):
     """Equality of bytes: -0 is not 0, and NaN are equal only if their payloads are."""
 
     metric = "elements with other bits"

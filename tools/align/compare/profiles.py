@@ -17,7 +17,7 @@ from telechat_moe.tools.align.compare.measures import (
     Bitwise,
     Close,
     DoubleBenchmark,
-    Equal,
+    EqualValues,
     Measure,
     Mixed,
     Relative,
@@ -139,7 +139,7 @@ class Profile:
     def measure(self, dtype: str, golden: str) -> Measure | None:
         """Return a measure for types of target and golden tensor; None: the standard does not cover them."""
         if not is_float(dtype) and not dtype.startswith("complex") and self.name != "bitwise":
-            return Equal()
+            return EqualValues()
         return self.measures(self.line(dtype), golden)
 
 

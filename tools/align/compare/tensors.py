@@ -16,7 +16,7 @@ CHUNK = 1 << 13
 """Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
 
 
-class Compared(NamedTuple):
+class TensorComparison(NamedTuple):
     """What a standard says of a tensor."""
 
     status: Literal["pass", "diverged", "not judged"]  # `not judged`: the standard does not apply
@@ -33,7 +33,7 @@ class Compared(NamedTuple):
 
 def compare(
     profile: Profile, arrays: Sequence[Array | Logical], dtype: str, golden_dtype: str
-) -> Compared:
+) -> TensorComparison:
     """Compare a tensor with the reference's.
 
     Args:
@@ -43,17 +43,17 @@ def compare(
     target, golden = arrays[:2]
     if golden.shape != target.shape:
         said = f"shape {list(target.shape)}, reference {list(golden.shape)}"
-        return Compared("diverged", [], said)
+        return TensorComparison("diverged", [], said)
     said = f"type {dtype}, reference {golden_dtype}"
     if dtype != golden_dtype and profile.same_dtype:
-        return Compared("diverged", [], said)
+        return TensorComparison("diverged", [], said)
     if is_float(dtype) != is_float(golden_dtype):
-        return Compared("not judged", [], said)
+        return TensorComparison("not judged", [], said)
     measure = profile.measure(dtype, golden_dtype)
     if measure is None:
-        return Compared("not judged", [], f"{profile.name} has no line for {said}")
+        return TensorComparison("not judged", [], f"{profile.name} has no line for {said}")
     if not math.prod(target.shape):
-        return Compared("pass", [])
+        return TensorComparison("pass", [])
     with np.errstate(invalid="ignore"):  # signalling NaN
         for chunk in chunks(arrays):
             measure.add(chunk)
@@ -99,11 +99,13 @@ def _reals(x: Array) -> Array:
     return x.view(x.real.dtype)
 
 
-def _result(measure: Measure, shape: tuple[int, ...], pairs: bool) -> Compared:
+def _result(measure: Measure, shape: tuple[int, ...], pairs: bool) -> TensorComparison:
     checks = measure.checks()
     if measure.undefined:
-        return Compared("not judged", [], measure.undefined)
-    found = Compared("pass" if all(c.ok for c in checks) else "diverged", checks, measure.note)
+        return TensorComparison("not judged", [], measure.undefined)
+    found = TensorComparison(
+        "pass" if all(c.ok for c in checks) else "diverged", checks, measure.note
+    )
     at = found.worst.at if found.worst else None
     if at is None or not shape:
         return found

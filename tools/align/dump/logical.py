@@ -18,11 +18,11 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import is_float, ulps
 from telechat_moe.tools.align.dump.ranges import (
-    Indices,
     LayoutError,
     ShardIndices,
     ShardKey,
     ShardMap,
+    ShardPositions,
     locate,
     locate_regions,
 )
@@ -30,7 +30,7 @@ from telechat_moe.tools.align.dump.records import Array, TensorLayout, TensorRec
 from telechat_moe.tools.align.dump.value_files import boxes
 
 BLOCK_BYTES = 16 << 20
-Box = tuple[slice, ...]
+BlockSlices = tuple[slice, ...]
 Indexer = slice | Array
 """Positions along a dimension: a range, or their numbers."""
 
@@ -46,7 +46,7 @@ class Shard(NamedTuple):
     call: int = 0
 
 
-class Bound(NamedTuple):
+class CopyBound(NamedTuple):
     """How far copies of one shard may differ: ``atol + rtol |x|`` or a number of ULPs, whichever is more."""
 
     rtol: float = 0.0
@@ -55,7 +55,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Difference:
+class CopyDifference:
     """A copy that is not equal to the first one."""
 
     key: ShardKey  # rank, and call, that holds it
@@ -80,7 +80,9 @@ class Copies:
     compared: set[ShardKey] = field(default_factory=set[ShardKey])
     bitwise: bool = True  # whether all copies are equal to the last bit
     # Copies beyond the bound, by rank and call
-    differences: dict[ShardKey, Difference] = field(default_factory=dict[ShardKey, Difference])
+    differences: dict[ShardKey, CopyDifference] = field(
+        default_factory=dict[ShardKey, CopyDifference]
+    )
 
     @property
     def verdict(self) -> str:
@@ -129,7 +131,7 @@ class Logical:
         self,
         shards: Mapping[ShardKey, TensorRecord],
         where: ShardMap,
-        bound: Bound | None = None,
+        bound: CopyBound | None = None,
         keep: bool = False,
     ) -> None:
         self.shape, self.bound, self.keep, self.copies = where.shape, bound, keep, Copies()
@@ -150,7 +152,7 @@ class Logical:
         """Whether values are means of terms."""
         return self._plan.divide > 1
 
-    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[Box, Array]]:
+    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[BlockSlices, Array]]:
         """Yield the whole tensor in C order, block by block; a tensor without elements as one block.
 
         Args:
@@ -199,7 +201,7 @@ class Logical:
                     _NPY.write_array_header_1_0(file, header)
                 file.write(np.ascontiguousarray(block, stored).data)
 
-    def _block(self, box: Box) -> Array:
+    def _block(self, box: BlockSlices) -> Array:
         """Return a block of the whole, with terms combined."""
         reduce, terms = self._plan.reduce, dict[int, list[ShardKey]]()
         for key in self._keys:
@@ -212,7 +214,7 @@ class Logical:
             _COMBINE[reduce](total, self._term(keys, box), out=total, casting="unsafe")
         return total / self._plan.divide if self._plan.divide > 1 else total
 
-    def _term(self, keys: Sequence[ShardKey], box: Box) -> Array:
+    def _term(self, keys: Sequence[ShardKey], box: BlockSlices) -> Array:
         """Return a block of one term from the first copy of each element; compare the others with it."""
         extent = [s.stop - s.start for s in box]
         found: Array | None = None
@@ -245,7 +247,7 @@ class Logical:
         self,
         key: ShardKey,
         keys: Sequence[ShardKey],
-        box: Box,
+        box: BlockSlices,
         at: Any,
         values: Array,
         found: Array,
@@ -270,7 +272,7 @@ class Logical:
         number = np.arange(found.size).reshape(found.shape)[at][one]
         place = np.unravel_index(int(number), found.shape)
         index = tuple(s.start + int(i) for s, i in zip(box, place, strict=True))
-        self.copies.differences[key] = Difference(
+        self.copies.differences[key] = CopyDifference(
             key, keys[int(holder[at][one]) - 1], count, index, values[one].item(), first[one].item()
         )
 
@@ -280,7 +282,7 @@ def logical(
     layout: TensorLayout | None = None,
     shape: Sequence[int] | None = None,
     *,
-    bound: Bound | None = None,
+    bound: CopyBound | None = None,
     keep: bool = False,
 ) -> Logical:
     """Return the tensor that shards form; nothing is read yet.
@@ -350,7 +352,7 @@ def _common_layout(records: Mapping[ShardKey, TensorRecord]) -> TensorLayout:
     return layout
 
 
-def _part(record: TensorRecord, place: ShardIndices, box: Box) -> tuple[Any, Array] | None:
+def _part(record: TensorRecord, place: ShardIndices, box: BlockSlices) -> tuple[Any, Array] | None:
     """Return the positions in a block of what a shard holds of it, as an index, and the values; None: it holds nothing."""
     found = [_overlap(held, s.start, s.stop) for held, s in zip(place.dims, box, strict=True)]
     pairs = [pair for pair in found if pair is not None]
@@ -380,7 +382,7 @@ def _part(record: TensorRecord, place: ShardIndices, box: Box) -> tuple[Any, Arr
     return tuple(a[n] for a, n in zip(at, np.nonzero(inside), strict=True)), values
 
 
-def _overlap(held: Indices, low: int, high: int) -> tuple[Indexer, Indexer] | None:
+def _overlap(held: ShardPositions, low: int, high: int) -> tuple[Indexer, Indexer] | None:
     """Return where a shard holds something between ``low`` and ``high``: counted from ``low``, and in it; None: nowhere."""
     if isinstance(held, range):
         begin, end = max(held.start, low), min(held.stop, high)
@@ -434,7 +436,7 @@ def _unequal_bits(a: Array, b: Array) -> Array:
     return np.asarray(a != b)
 
 
-def _beyond(a: Array, b: Array, bound: Bound, dtype: str) -> Array:
+def _beyond(a: Array, b: Array, bound: CopyBound, dtype: str) -> Array:
     """Return where two arrays differ by more than a bound; NaN against a number always does."""
     if a.dtype.kind not in "fiub":
         return np.ones(a.shape, np.bool_)

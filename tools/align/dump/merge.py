@@ -1,6 +1,6 @@
 """Merge a dump of many ranks into one of whole tensors, as a run on one device would have written it.
 
-A tensor's layout is the one in its records, else the one that the caller gives (:class:`Said`); without either, tensors
+A tensor's layout is the one in its records, else the one that the caller gives (:class:`LayoutDescription`); without either, tensors
 whose bits are equal on all their ranks are copies. A tensor whose shards contradict its layout is not merged, but reported.
 """
 
@@ -19,7 +19,13 @@ from telechat_moe.numerics import WIDENED, is_float
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layout_dict import from_dict
-from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, Shard, logical
+from telechat_moe.tools.align.dump.logical import (
+    CopiesDifferError,
+    CopyBound,
+    Logical,
+    Shard,
+    logical,
+)
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -37,7 +43,7 @@ _LAYER = re.compile(r"(?P<head>(?:^|\.)(?:layers|layer|h|blocks))\.(?P<number>\d
 _CHUNK = re.compile(r"^(Cell|Module)\.(\d+)\.")
 
 
-class Outcome(NamedTuple):
+class MergedTensor(NamedTuple):
     """The result of merging one tensor."""
 
     key: str  # key of the call in the merged dump
@@ -98,7 +104,7 @@ def _name(stage: tuple[int, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Said:
+class LayoutDescription:
     """Information that a dump lacks."""
 
     # TensorLayout and whole shape by a pattern for `KEY PLACE`; the first match counts
@@ -118,7 +124,7 @@ class Said:
     mesh: Mapping[str, int] | None = None
 
     @staticmethod
-    def read(path: Path) -> "Said":
+    def read(path: Path) -> "LayoutDescription":
         """Read a JSON file.
 
         ``tensors``: {pattern: layout, with ``Shape`` where filler hides it}, ``stages``: {rank: stage}, ``layers``:
@@ -139,12 +145,12 @@ class Said:
             for key, numbers in found.get("layers", {}).items():
                 stage, chunk = key.split(",")
                 layers[int(stage), int(chunk)] = _ints(numbers)
-            return Said(
+            return LayoutDescription(
                 tensors,
                 {int(rank): int(stage) for rank, stage in found.get("stages", {}).items()},
                 LayerNumbers(layers) if layers else None,
                 int(found.get("micro_batches", 1)),
-                tuple(map(str, found.get("batch_axes", Said.batch))),
+                tuple(map(str, found.get("batch_axes", LayoutDescription.batch))),
                 mesh={str(a): int(n) for a, n in found["mesh"].items()}
                 if "mesh" in found
                 else None,
@@ -181,11 +187,11 @@ Write = Callable[[str, str, Logical], TensorRecord]
 
 def merge_ranks(
     ranks: Sequence[RankDump],
-    said: Said,
+    said: LayoutDescription,
     write: Write,
-    bound: Bound | None = None,
+    bound: CopyBound | None = None,
     keep: bool = False,
-) -> tuple[RankDump, list[Outcome]]:
+) -> tuple[RankDump, list[MergedTensor]]:
     """Return the ranks of a step as one, rank 0, without tensors that could not be merged, and what came of each tensor.
 
     Args:
@@ -197,7 +203,7 @@ def merge_ranks(
     """
     if not ranks:
         raise BadInputError("this step has no ranks")
-    outcomes: list[Outcome] = []
+    outcomes: list[MergedTensor] = []
     calls: dict[str, Call] = {}
     for key, parts in _grouped(ranks, said).items():
         calls[key] = _Merger(key, parts, said, write, bound, keep, outcomes).call()
@@ -230,7 +236,7 @@ def _stored(dtype: str) -> str | None:
         return None
 
 
-def _grouped(ranks: Sequence[RankDump], said: Said) -> dict[str, list[_Part]]:
+def _grouped(ranks: Sequence[RankDump], said: LayoutDescription) -> dict[str, list[_Part]]:
     """Group calls by name, in the order of one device: forward by stage, backward in reverse."""
     found: dict[str, list[_Part]] = {}
     back = sorted(ranks, key=lambda r: (-said.stages.get(r.rank, 0), r.rank))
@@ -244,7 +250,7 @@ def _grouped(ranks: Sequence[RankDump], said: Said) -> dict[str, list[_Part]]:
 
 
 def _add(
-    rank: RankDump, groups: dict[str, list[_Part]], said: Said, phases: Sequence[Phase]
+    rank: RankDump, groups: dict[str, list[_Part]], said: LayoutDescription, phases: Sequence[Phase]
 ) -> None:
     totals = Counter((call.name, call.phase) for call in rank.calls.values())
     for key, call in rank.calls.items():
@@ -274,11 +280,11 @@ class _Merger:
 
     key: str
     parts: list[_Part]
-    said: Said
+    said: LayoutDescription
     write: Write
-    bound: Bound | None
+    bound: CopyBound | None
     keep: bool
-    outcomes: list[Outcome]
+    outcomes: list[MergedTensor]
 
     def call(self) -> Call:
         """Return the call with merged tensors; None replaces tensors that could not be merged."""
@@ -322,9 +328,11 @@ class _Merger:
                 copies, problem = "none", str(error)
             else:
                 verdict, differing = whole.copies.verdict, str(whole.copies) or None
-                self.outcomes.append(Outcome(self.key, place, ranks, how, verdict, differing))
+                self.outcomes.append(MergedTensor(self.key, place, ranks, how, verdict, differing))
                 return record
-        self.outcomes.append(Outcome(self.key, place, ranks, how, copies, problem, merged=False))
+        self.outcomes.append(
+            MergedTensor(self.key, place, ranks, how, copies, problem, merged=False)
+        )
         return None
 
     def _inferred(
@@ -370,7 +378,7 @@ class _Merger:
 
 
 def _with_calls(
-    layout: TensorLayout, said: Said, records: Sequence[TensorRecord]
+    layout: TensorLayout, said: LayoutDescription, records: Sequence[TensorRecord]
 ) -> Iterator[TensorLayout]:
     """Yield a layout with an axis of micro-batches, which shard the batch or hold copies."""
     more = replace(layout, mesh=(*layout.mesh, said.calls), axes=(*layout.axes, MICRO), calls=MICRO)

@@ -19,8 +19,8 @@ from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
 KINDS = ("sum", "mean", "max", "min", "prod", "all")
 """Reductions that a partial value may need."""
 
-Shape = tuple[int, ...]
-Indices = range | Array
+TensorShape = tuple[int, ...]
+ShardPositions = range | Array
 """Indices of a dimension of the whole, in the order in which a shard holds them."""
 
 _MAX_CELLS = 1 << 26
@@ -46,7 +46,7 @@ class ShardIndices(NamedTuple):
     """What a shard holds of the whole tensor."""
 
     # Its indices in each dimension of the whole; those beyond the end of a dimension are filler
-    dims: tuple[Indices, ...]
+    dims: tuple[ShardPositions, ...]
     term: int = 0  # the term of a reduction that it belongs to
     # Its range in the flattened region `dims`; None: it is the whole region
     flat: tuple[int, int] | None = None
@@ -62,14 +62,14 @@ class ShardIndices(NamedTuple):
 class ShardMap:
     """What all shards of a tensor hold; made and checked by :func:`locate` or :func:`locate_regions`."""
 
-    shape: Shape
+    shape: TensorShape
     places: Mapping[ShardKey, ShardIndices]
     reduce: str | None = None  # how the terms of a partial value combine; None: there is only one
     divide: int = 1  # divisor of their sum (`mean`)
 
 
 def locate(
-    layout: TensorLayout, shapes: Mapping[ShardKey, Shape], shape: Shape | None = None
+    layout: TensorLayout, shapes: Mapping[ShardKey, TensorShape], shape: TensorShape | None = None
 ) -> ShardMap:
     """Return what the shards of a layout hold; ``shape`` of the whole is needed where filler hides it.
 
@@ -106,8 +106,8 @@ def locate(
 
 def locate_regions(
     regions: Mapping[ShardKey, Sequence[tuple[int, int]]],
-    shapes: Mapping[ShardKey, Shape],
-    shape: Shape,
+    shapes: Mapping[ShardKey, TensorShape],
+    shape: TensorShape,
 ) -> ShardMap:
     """Return what shards hold whose regions are given, as (begin, end) of every dimension.
 
@@ -240,7 +240,10 @@ def _coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
 
 
 def _lengths(
-    layout: TensorLayout, shards: "_Shards", shapes: Mapping[ShardKey, Shape], shape: Shape | None
+    layout: TensorLayout,
+    shards: "_Shards",
+    shapes: Mapping[ShardKey, TensorShape],
+    shape: TensorShape | None,
 ) -> list[int]:
     """Return the length of each dimension, filler included."""
     rank, first = len(layout.dims), next(iter(shapes.values()))
@@ -268,7 +271,7 @@ class _Shards:
     def __init__(self, layout: TensorLayout) -> None:
         self.layout = layout
         self.sizes = dict(zip(layout.axes, layout.mesh, strict=True))
-        self.said: dict[int, list[Indices]] = {}
+        self.said: dict[int, list[ShardPositions]] = {}
         """The indices of each shard of a dimension, where the layout lists them."""
         for d, lengths in layout.sizes.items():
             if any(n < 0 for n in lengths):
@@ -307,12 +310,12 @@ class _Shards:
             raise LayoutError(f"the shards of {_name(d)} are {total} long together, it is {length}")
         return total
 
-    def indices(self, d: int, length: int, place: Mapping[str, int]) -> Indices:
+    def indices(self, d: int, length: int, place: Mapping[str, int]) -> ShardPositions:
         """Return the indices of one shard of a dimension."""
         if d in self.said:
             return self.said[d][_position(self.axes(d), self.sizes, place, self.layout.local)]
         block = dict(enumerate(self.layout.block)).get(d, 1)
-        parts: list[Indices] = [range(length)]
+        parts: list[ShardPositions] = [range(length)]
         for axis in self.axes(d):
             n = self.sizes[axis]
             choose: Sequence[int] = range(n) if axis in self.layout.local else (place[axis],)
@@ -335,7 +338,7 @@ def _position(
     return number
 
 
-def _cut(part: Indices, n: int, p: int, block: int, d: int, axis: str) -> Indices:
+def _cut(part: ShardPositions, n: int, p: int, block: int, d: int, axis: str) -> ShardPositions:
     """Return shard p of n of some indices; with blocks, shards take turns."""
     if len(part) % (n * max(block, 1)):
         what = "flattened elements" if d == FLAT else f"indices of dimension {d}"
@@ -349,7 +352,7 @@ def _cut(part: Indices, n: int, p: int, block: int, d: int, axis: str) -> Indice
     return part[p * each : (p + 1) * each]
 
 
-def _check_tiling(shape: Shape, regions: Iterable[Sequence[tuple[int, int]]]) -> None:
+def _check_tiling(shape: TensorShape, regions: Iterable[Sequence[tuple[int, int]]]) -> None:
     """Refuse regions that overlap or leave elements uncovered."""
     edges = [
         np.unique([0, n, *(x for region in regions for x in region[d])])

@@ -9,7 +9,7 @@ from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import RankDump
 from telechat_moe.tools.align.explain.differences import Difference, kind_of_integers
 from telechat_moe.tools.align.judge.collectives import (
-    Received,
+    ReceivedTensor,
     arguments_by_name,
     flat,
     kind_of,
@@ -21,7 +21,7 @@ from telechat_moe.tools.align.judge.verdict import values_of
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 
-def kind_of_exchange(received: Received, dumps: Mapping[int, RankDump]) -> Explanation:
+def kind_of_exchange(received: ReceivedTensor, dumps: Mapping[int, RankDump]) -> Explanation:
     """Return the kind of fault of what a rank received and the evidence for it; ``dumps`` has all ranks."""
     reduction = _wrong_reduction(received, dumps)
     if reduction is not None:
@@ -44,7 +44,7 @@ def kind_of_exchange(received: Received, dumps: Mapping[int, RankDump]) -> Expla
 
 
 def _elsewhere(
-    found: Array, received: Received, dumps: Mapping[int, RankDump]
+    found: Array, received: ReceivedTensor, dumps: Mapping[int, RankDump]
 ) -> Explanation | None:
     """Return which earlier tensor was received instead of the right one."""
     content = digest(found)
@@ -59,7 +59,7 @@ def _elsewhere(
     return None
 
 
-def _wrong_reduction(received: Received, dumps: Mapping[int, RankDump]) -> Explanation | None:
+def _wrong_reduction(received: ReceivedTensor, dumps: Mapping[int, RankDump]) -> Explanation | None:
     """Return what a wrong exchange did instead: no reduction, another group, a doubled term, another order.
 
     The weight of each rank's contribution is found by least squares; those that explain the whole tensor answer.
@@ -81,7 +81,7 @@ def _wrong_reduction(received: Received, dumps: Mapping[int, RankDump]) -> Expla
     return _weighed(x, parts, received, dtype) or _other_reduction(x, parts, group, dtype)
 
 
-def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
+def _parts(received: ReceivedTensor, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
     """Return what each rank contributed to this rank's tensor."""
     found: dict[int, Array] = {}
     kind, group, keys, _ = received.meeting
@@ -103,7 +103,7 @@ def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[
 
 
 def _weighed(
-    x: Array, parts: dict[int, Array], received: Received, dtype: str
+    x: Array, parts: dict[int, Array], received: ReceivedTensor, dtype: str
 ) -> Explanation | None:
     group, rank = received.meeting.group, received.rank
     ranks = [*(r for r in group if r in parts), *sorted(r for r in parts if r not in group)]

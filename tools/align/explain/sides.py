@@ -13,7 +13,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, walk
-from telechat_moe.tools.align.judge.points import Point, weight_of
+from telechat_moe.tools.align.judge.points import SharedTensor, weight_of
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import worst
 
@@ -24,7 +24,7 @@ _ALIKE = 1e-4  # settings may be stored in float32, and divided
 _SMALL = 1e-15  # smaller numbers, and larger than its inverse, keep a division or a mask from overflowing
 
 
-class Side(NamedTuple):
+class ProgramPart(NamedTuple):
     """What a run did to make a tensor."""
 
     module: str  # module, or weight, that it belongs to
@@ -37,19 +37,19 @@ class Side(NamedTuple):
         return f"{said} ({self.line})" if self.line else said
 
 
-class Sides:
+class ComparedPrograms:
     """Both runs in one step, and the tensors that were compared."""
 
     def __init__(self, reference: Sequence[RankDump], target: Sequence[RankDump]) -> None:
         self.reference, self.target = ([DataFlow(r) for r in run] for run in (reference, target))
-        self.agreed: list[tuple[Point, Point]] = []
+        self.agreed: list[tuple[SharedTensor, SharedTensor]] = []
 
-    def position(self, point: Point) -> float:
+    def position(self, point: SharedTensor) -> float:
         """Return where a tensor of the target stands in the data flow: at the call that made it, or that uses it first."""
         flow = _flow(self.target, point)
         return 0.0 if flow is None else flow.position((point.key, point.place))
 
-    def rejoins(self, point: Point) -> bool:
+    def rejoins(self, point: SharedTensor) -> bool:
         """Return whether all that the target computes from a tensor of the forward pass agrees with the reference.
 
         Then the programs compute it differently (router's weights before or after an expert's last product), legally.
@@ -71,7 +71,7 @@ class Sides:
             seen |= {c for c in made if c is not None}
         return reached and not waiting
 
-    def unmade(self, point: Point) -> tuple[int, Call, str] | None:
+    def unmade(self, point: SharedTensor) -> tuple[int, Call, str] | None:
         """Return rank, collective and place of what is sent on the way to a tensor although no call made it; None: nothing.
 
         Most of what is sent late must have been made, or the dump lacks the calls that make it.
@@ -89,7 +89,7 @@ class Sides:
                         return flow.dump.rank, call, lone[call.key]
         return None
 
-    def explained(self, one: Point, other: Point) -> tuple[str, str, tuple[str, str]]:
+    def explained(self, one: SharedTensor, other: SharedTensor) -> tuple[str, str, tuple[str, str]]:
         """Return the kind of a difference, why, and the modules of both runs in which it begins."""
         agreed = [*zip(*self.agreed, strict=True)] or [(), ()]
         theirs = self._side(self.reference, one, agreed[0])
@@ -105,7 +105,7 @@ class Sides:
             return "settings differ", f"{said}; {where}", modules
         return "programs differ", f"every call of both is right; {where}", modules
 
-    def settings(self, wrong: Sequence[tuple[Point, Point]]) -> list[str]:
+    def settings(self, wrong: Sequence[tuple[SharedTensor, SharedTensor]]) -> list[str]:
         """Return in words which settings differ in the calls that make each tensor from those compared before it."""
         found: dict[str, list[str]] = {}
         pairs = [*self.agreed, *wrong]
@@ -129,10 +129,12 @@ class Sides:
         found = worst(replay_call(call, dump.calls.get(call.forward_key)))
         return f"{call.key}: {found.reason}" if found.status == "diverged" else ""
 
-    def _side(self, run: Sequence[DataFlow], point: Point, agreed: Iterable[Point]) -> Side:
+    def _side(
+        self, run: Sequence[DataFlow], point: SharedTensor, agreed: Iterable[SharedTensor]
+    ) -> ProgramPart:
         flow = _flow(run, point)
         if flow is None:
-            return Side("", [], "")
+            return ProgramPart("", [], "")
         known = _contents(run, agreed)
         calls = [*_upstream(flow, (point.key, point.place), known)]
         last = calls[0] if calls else flow.dump.calls[point.key]
@@ -140,17 +142,17 @@ class Sides:
         path = (last.parent or "").partition(".")[2].partition(".forward.")[0].rpartition(".")[0]
         weight = weight_of(flow.dump.calls[point.key])
         if weight is not None and (point.place != "input.grad" or not path):
-            return Side(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
+            return ProgramPart(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
         own = last.name.partition(".")[2].rpartition(".")[0]  # names in a graph have the module
-        return Side(path or own, calls, line)
+        return ProgramPart(path or own, calls, line)
 
 
-def _flow(run: Sequence[DataFlow], point: Point) -> DataFlow | None:
+def _flow(run: Sequence[DataFlow], point: SharedTensor) -> DataFlow | None:
     """Return the data flow of the rank that has a tensor."""
     return next((f for f in run if f.dump.rank == point.rank and point.key in f.dump.calls), None)
 
 
-def _contents(run: Sequence[DataFlow], points: Iterable[Point]) -> set[bytes]:
+def _contents(run: Sequence[DataFlow], points: Iterable[SharedTensor]) -> set[bytes]:
     """Return the contents of tensors, or of the parts that they were put together from."""
     flows = ((_flow(run, p), p.parts or ((p.key, p.place),)) for p in points)
     found = (flow.content.get(place) for flow, places in flows if flow for place in places)

@@ -27,14 +27,14 @@ from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.joining import concatenate
 
-Pieces = Sequence[Approx | Array]
-Settings = Sequence[Mapping[str, Any]]
+RankTensors = Sequence[Approx | Array]
+ExchangeArguments = Sequence[Mapping[str, Any]]
 """The arguments of each rank's call, in the order of the group."""
 
 _FAMILIES = ("Distributed", "MintDistributed", "Primitive", "Comm")
 
 
-def _reduced(parts: Pieces, op: str) -> Approx | Array:
+def _reduced(parts: RankTensors, op: str) -> Approx | Array:
     if not isinstance(parts[0], Approx):
         arrays = np.stack([np.asarray(p) for p in parts])
         return {"sum": arrays.sum, "max": arrays.max, "min": arrays.min}[op](0)
@@ -46,7 +46,7 @@ def _reduced(parts: Pieces, op: str) -> Approx | Array:
     return known[0].constant(values.max(0) if op == "max" else values.min(0))
 
 
-def _joined(parts: Pieces) -> Approx | Array:
+def _joined(parts: RankTensors) -> Approx | Array:
     if isinstance(parts[0], Approx):
         return concatenate([p for p in parts if isinstance(p, Approx)], 0)
     return np.concatenate([np.asarray(p) for p in parts], 0)
@@ -57,20 +57,22 @@ def _slices(x: Approx | Array, sizes: Sequence[int]) -> list[Approx | Array]:
     return [x[e - s : e] for s, e in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _all_reduce(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _all_reduce(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     return [_reduced(parts, settings[0]["op"])] * len(parts)
 
 
-def _all_gather(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _all_gather(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     return [_joined(parts)] * len(parts)
 
 
-def _reduce_scatter(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _reduce_scatter(
+    parts: RankTensors, ranks: list[int], settings: ExchangeArguments
+) -> RankTensors:
     whole = _reduced(parts, settings[0]["op"])
     return _slices(whole, [whole.shape[0] // len(parts)] * len(parts))
 
 
-def _all_to_all(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _all_to_all(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     """Exchange slices of the first dimension, or MindSpore's: split along one dimension, concatenate along another."""
     n, split, joint = len(parts), settings[0].get("split_dim"), settings[0].get("concat_dim")
     split, joint = (0, 0) if split is None else (int(split), int(cast("Any", joint)))
@@ -89,14 +91,14 @@ def _all_to_all(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
     return [moved(_joined(received), 0, joint) for received in zip(*sent, strict=True)]
 
 
-def _broadcast(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _broadcast(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     source = settings[0].get("src", settings[0].get("root_rank", ranks[0]))
     return [parts[ranks.index(source) if source in ranks else 0]] * len(parts)
 
 
 _INTO = ("output", "input", "op", "group")
 _SPLIT = ("output", "input", "output_split_sizes", "input_split_sizes", "group")
-Replay = Callable[[Pieces, list[int], Settings], Pieces]
+Replay = Callable[[RankTensors, list[int], ExchangeArguments], RankTensors]
 KINDS: Mapping[str, tuple[Replay, Sequence[str]]] = {
     "allreduce": (_all_reduce, ("input", "op", "group")),
     "allgather": (_all_gather, _INTO),
@@ -141,7 +143,7 @@ class Meeting(NamedTuple):
     keys: dict[int, str]  # key of the call on each of them that is in the dump
     given: Call  # a call whose operation is believed
 
-    def received(self, bound: Mapping[int, Mapping[str, Any]]) -> Pieces:
+    def received(self, bound: Mapping[int, Mapping[str, Any]]) -> RankTensors:
         """Return what each rank of the group should receive, by what each has sent: its arguments, see :func:`bind`."""
         settings = [bound[r] for r in self.group if r in bound]
         parts = [own["input"] for own in settings]
@@ -155,20 +157,20 @@ class Meeting(NamedTuple):
         return self.group[:1] if self.kind == MESSAGE else self.group
 
 
-class Received(NamedTuple):
+class ReceivedTensor(NamedTuple):
     """What a rank received."""
 
     rank: int
     call: Call
     verdict: Verdict  # the verdict on what it received
     meeting: Meeting  # the calls that belong together
-    expected: Pieces = ()  # what each rank of the group should have received; empty: unknown
+    expected: RankTensors = ()  # what each rank of the group should have received; empty: unknown
 
 
-class Exchange(NamedTuple):
+class ExchangeContext(NamedTuple):
     """What a rank received, with all ranks of the step in both runs."""
 
-    received: Received
+    received: ReceivedTensor
     target: Mapping[int, RankDump]
     reference: Mapping[int, RankDump]
 
@@ -206,7 +208,7 @@ def meetings(
 
 def judged_collectives(
     dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
-) -> Iterator[Received]:
+) -> Iterator[ReceivedTensor]:
     """Yield what each rank received from each collective and each message; arguments as of :func:`meetings`."""
     by_rank = {dump.rank: dump for dump in dumps}
     for meeting in meetings(dumps, references):
@@ -256,7 +258,7 @@ def group_of(call: Call) -> list[int] | None:
     return None
 
 
-def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
+def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[ReceivedTensor]:
     kind, ranks, keys, given = meeting
     calls = {rank: by_rank[rank].calls[key] for rank, key in keys.items()}
     expected, why = None, ""
@@ -283,7 +285,7 @@ def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[R
         own = not_judged(call.key, why)
         if expected is not None:
             own = _judge_rank(call, expected[ranks.index(rank)])
-        yield Received(rank, call, own, meeting, expected or ())
+        yield ReceivedTensor(rank, call, own, meeting, expected or ())
 
 
 def _judge_rank(call: Call, expected: Approx | Array) -> Verdict:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import (
-    Exchange,
+    ExchangeContext,
     is_exchange,
     judged_collectives,
     kind_of,
@@ -23,24 +23,24 @@ from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
-from telechat_moe.tools.align.judge.fused_calls import Replaced
+from telechat_moe.tools.align.judge.fused_calls import FusedCallMatcher
 from telechat_moe.tools.align.judge.other_run import OtherRun
-from telechat_moe.tools.align.judge.outcome import Finding, Outcome, Seen
+from telechat_moe.tools.align.judge.outcome import CallStatus, Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import STEP, aligned, content_of, split, without_repeats
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import is_own
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
 
-Ranks = Mapping[int, RankDump]
-Run = tuple[int, tuple[str, ...]]
+RankDumps = Mapping[int, RankDump]
+RunKey = tuple[int, tuple[str, ...]]
 
 
 @dataclass
-class Known:
+class ReferenceCache:
     """What comparisons with the same reference share: its data flow, and verdicts on calls with equal contents."""
 
-    flows: dict[Run, DataFlow] = field(default_factory=dict[Run, DataFlow])
+    flows: dict[RunKey, DataFlow] = field(default_factory=dict[RunKey, DataFlow])
     verdicts: dict[bytes, list[Verdict]] = field(default_factory=dict[bytes, list[Verdict]])
 
     def flow(self, reference: RankDump) -> DataFlow:
@@ -54,7 +54,7 @@ class Known:
 def compare(
     reference: Dump,
     target: Dump,
-    known: Known | None = None,
+    known: ReferenceCache | None = None,
     itself: bool = False,
     progress: Progress | None = None,
     standard: Standard | None = None,
@@ -114,15 +114,19 @@ class _Comparison:
     """One comparison: its counts, and the results that are known already."""
 
     def __init__(
-        self, known: Known | None, itself: bool, progress: Progress, standard: Standard | None
+        self,
+        known: ReferenceCache | None,
+        itself: bool,
+        progress: Progress,
+        standard: Standard | None,
     ) -> None:
-        self.known, self.itself = known or Known(), itself
+        self.known, self.itself = known or ReferenceCache(), itself
         self.progress, self.standard = progress, standard
         self.remembers = known is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
         self.coverage = Coverage()
         self.open: dict[tuple[int, int, str], list[Verdict]] = {}  # of collectives and inputs
-        self.seen: list[Seen] = []
+        self.seen: list[CallStatus] = []
         self.theirs: dict[int, DataFlow] = {}
         self.confirmed = set[str]()  # by the other run, among others
 
@@ -134,7 +138,7 @@ class _Comparison:
             if call.kind == "api":
                 self.coverage.add(call, [not_judged(call.key, said)])
 
-    def of_rank(self, reference: RankDump, target: RankDump, others: Ranks) -> list[Finding]:
+    def of_rank(self, reference: RankDump, target: RankDump, others: RankDumps) -> list[Finding]:
         """Return the divergent calls of a rank, in order."""
         if self.standard is not None:
             return self._by_standard(self.standard, reference, target)
@@ -148,7 +152,7 @@ class _Comparison:
                 self._count(verdict, target)
             else:
                 wrong.setdefault(verdict.key, []).append(verdict)
-        replaced = Replaced(theirs, ours)
+        replaced = FusedCallMatcher(theirs, ours)
         for verdict in (*replaced.verdicts, *replaced.otherwise(), *replaced.by_other_run()):
             self._count(verdict, target)
             if verdict.status == "diverged":
@@ -280,7 +284,7 @@ class _Comparison:
             self._count(verdict, ours[rank])
             if verdict.status == "diverged":
                 order = list(ours[rank].calls).index(verdict.key)
-                about = Exchange(received, ours, believed)
+                about = ExchangeContext(received, ours, believed)
                 where = ours[rank].step, rank, order
                 found.append(Finding(*where, verdict, received.call, about=about))
         return found
@@ -406,7 +410,7 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
 
 
 def _divergent_call(
-    verdict: Verdict, call: Call, theirs: DataFlow, ours: DataFlow, others: Ranks
+    verdict: Verdict, call: Call, theirs: DataFlow, ours: DataFlow, others: RankDumps
 ) -> DivergentCall:
     """Return a divergent call with its surroundings."""
     wrong_outputs = 1

@@ -37,7 +37,7 @@ _ADVICE = {
 
 
 @dataclass
-class Share:
+class CoverageShare:
     """What was judged of a phase: calls (of `compare`: tensors), and bytes of their tensors."""
 
     calls: int = 0
@@ -57,14 +57,16 @@ class Share:
 class Coverage:
     """What was judged, by phase, and why the rest was not."""
 
-    shares: dict[str, Share] = field(default_factory=dict[str, Share])  # by phase, or `SHARED`
+    shares: dict[str, CoverageShare] = field(
+        default_factory=dict[str, CoverageShare]
+    )  # by phase, or `SHARED`
     # For each reason the number of calls and the bytes that were not judged
     reasons: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     by_other_run: int = 0  # tensors that were judged by the other run alone
 
     def count(self, phase: str, nbytes: int, lacking: Mapping[str, int]) -> None:
         """Count a call or tensor of some bytes; ``lacking`` has the bytes not judged, by reason."""
-        share = self.shares.setdefault(phase, Share())
+        share = self.shares.setdefault(phase, CoverageShare())
         share.calls += 1
         share.bytes += nbytes
         share.judged_calls += not lacking
@@ -113,7 +115,7 @@ class Coverage:
         }
 
 
-def _said(name: str, share: Share) -> str:
+def _said(name: str, share: CoverageShare) -> str:
     if not share.calls:
         return f"{name}: none was compared; name some with --map, or dump the updates of weights in both runs"
     size = share.judged_bytes / share.bytes if share.bytes else 0.0

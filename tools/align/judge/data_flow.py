@@ -18,7 +18,7 @@ from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
-Key = TypeVar("Key", bytes, tuple[str, str])
+GroupKey = TypeVar("GroupKey", bytes, tuple[str, str])
 Place = tuple[str, str]
 """A tensor of a call: the key of the call, and the tensor's position in it (``output.0``, ``input.weight``)."""
 
@@ -315,9 +315,9 @@ def significant(value: float) -> int:
     return len(f"{odd:b}".strip("0"))
 
 
-def _grouped(pairs: Iterable[tuple[Key, Place]]) -> dict[Key, list[Place]]:
+def _grouped(pairs: Iterable[tuple[GroupKey, Place]]) -> dict[GroupKey, list[Place]]:
     """Return the tensors of each key, in order."""
-    found: dict[Key, list[Place]] = {}
+    found: dict[GroupKey, list[Place]] = {}
     for key, place in pairs:
         found.setdefault(key, []).append(place)
     return found

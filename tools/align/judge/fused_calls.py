@@ -25,7 +25,7 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 _DEEP = 64
 
 
-class Replaced:
+class FusedCallMatcher:
     """The calls that only one of two runs makes; calls that belong together have the reference's keys in both."""
 
     def __init__(self, reference: DataFlow, target: DataFlow) -> None:

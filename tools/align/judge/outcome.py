@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telechat_moe.tools.align.dump.records import Call, Phase
-from telechat_moe.tools.align.judge.collectives import Exchange
+from telechat_moe.tools.align.judge.collectives import ExchangeContext
 from telechat_moe.tools.align.judge.context import layer_of
 from telechat_moe.tools.align.judge.coverage import Coverage
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.operators.approx import Array
 
-Seen = tuple[int, int, str, str, float]
+CallStatus = tuple[int, int, str, str, float]
 Explanation = tuple[str, str]
 """The kind of a fault, see ``explain/``, and the evidence for it."""
 
@@ -40,7 +40,7 @@ class Finding:
     # What the runs have at the worst element, by side; only of the first finding
     values: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
     # What is known around the call, for the first one of a rank; a reproducer is made from it
-    about: DivergentCall | Exchange | None = field(default=None, repr=False, compare=False)
+    about: DivergentCall | ExchangeContext | None = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as plain JSON types."""
@@ -80,7 +80,7 @@ class Outcome:
     unknown: Mapping[str, int] = field(default_factory=dict[str, int])
     reason: str = ""  # why nothing can be concluded
     # Every call in order, with its worst verdict (step, rank, key, status, ratio)
-    calls: list[Seen] = field(default_factory=list[Seen], repr=False)
+    calls: list[CallStatus] = field(default_factory=list[CallStatus], repr=False)
     coverage: Coverage = field(default_factory=Coverage)  # what was judged of each phase
     # Settings that differ between programs of two frameworks, by module
     settings: list[str] = field(default_factory=list[str])

@@ -28,7 +28,7 @@ _ROWS = 1 << 12  # of a table
 _AT_ONCE = 1 << 22  # elements that are compared at once
 
 
-class Held(NamedTuple):
+class TrackedValue(NamedTuple):
     """What a tensor holds where a program is followed, and the standard deviations of its errors (an array, or 0)."""
 
     value: Array
@@ -39,7 +39,7 @@ _MOSTLY = 0.5
 """Share of rows whose indices are those of the highest scores; the rest may be limited to groups."""
 
 
-class Choice(NamedTuple):
+class TopChoice(NamedTuple):
     """How a call chooses."""
 
     chosen: str  # place of the indices [..., slot]
@@ -86,7 +86,7 @@ class Choice(NamedTuple):
         return results
 
 
-def choice_of(call: Call) -> Choice | None:
+def choice_of(call: Call) -> TopChoice | None:
     """Return how a forward call chooses; None: it does not."""
     if call.phase is not Phase.FORWARD:
         return None
@@ -104,7 +104,7 @@ def choice_of(call: Call) -> Choice | None:
     return best
 
 
-def _candidates(call: Call) -> Iterator[Choice]:
+def _candidates(call: Call) -> Iterator[TopChoice]:
     """Yield what the scores of a choice may be: what the call makes before what it takes, biased before plain."""
     tensors = [(place, t) for place, t in call.tensors() if t.read is not None and t.shape]
     floats = [(p, t) for p, t in tensors if is_float(t.dtype)]
@@ -119,15 +119,15 @@ def _candidates(call: Call) -> Iterator[Choice]:
             biases = [p for p, t in floats if t.shape == (wide,) and p.startswith("input")]
             for bias in (*biases, ""):
                 if name != bias:
-                    yield from (Choice(place, name, bias, sign) for sign in (1.0, -1.0))
+                    yield from (TopChoice(place, name, bias, sign) for sign in (1.0, -1.0))
 
 
-class Chosen(NamedTuple):
+class ChoiceComparison(NamedTuple):
     """The scores of a call that chooses, against those of the other run."""
 
     rank: int  # rank of the call
     call: Call
-    choice: Choice  # how it chooses
+    choice: TopChoice  # how it chooses
     ratio: Array  # largest difference of a score over what is allowed, by row
     apart: Array  # largest difference of a score, by row
     flipped: Array  # whether this run chose otherwise, by row
@@ -140,7 +140,7 @@ class Chosen(NamedTuple):
 
 
 @dataclass(eq=False)
-class Believed:
+class ReferenceChoices:
     """What a step of a trusted run determines."""
 
     ranks: Sequence[RankDump]  # all ranks of its step
@@ -148,7 +148,7 @@ class Believed:
     factor: float = 1.0  # how much coarser that is than the other run's; at least 1
 
     def __post_init__(self) -> None:
-        self.seen: list[Chosen] = []
+        self.seen: list[ChoiceComparison] = []
         self._updates = named(self.ranks, weight_of)
         self._whole = cache(self._merged)
         self.outside = cache(self._from_outside)
@@ -215,7 +215,9 @@ class Believed:
         merged = put_together(self._updates.get(weight, ()), place)
         return merged and merged.values
 
-    def chosen(self, dump: RankDump, call: Call, choice: Choice, scores: Held) -> Array | None:
+    def chosen(
+        self, dump: RankDump, call: Call, choice: TopChoice, scores: TrackedValue
+    ) -> Array | None:
         """Return the indices that the trusted run chose from such scores; None: not known."""
         _, mine = choice.of(call)
         known = self._choices.get((scores.value.shape[1], mine.shape[1]))
@@ -232,7 +234,9 @@ class Believed:
         ratio = np.max(apart / np.maximum(limit, np.finfo(np.float64).tiny), 1)
         flipped = (np.sort(index, 1) != np.sort(mine, 1)).any(1)
         picked = [np.take_along_axis(_finite(right), i, 1).sum(1) for i in (index, mine)]
-        found = Chosen(dump.rank, call, choice, ratio, apart.max(1), flipped, picked[0] - picked[1])
+        found = ChoiceComparison(
+            dump.rank, call, choice, ratio, apart.max(1), flipped, picked[0] - picked[1]
+        )
         self.seen.append(found)
         return index if found.comparable else None
 
@@ -273,12 +277,12 @@ def _index(whole: tuple[int, ...], record: TensorRecord, rank: int) -> Array | N
 
 def chose_otherwise(reference: Sequence[RankDump], target: Sequence[RankDump]) -> int:
     """Return how many rows chose differently in a step of two runs, by the scores in their dumps."""
-    believed = Believed(reference, "float32")
+    believed = ReferenceChoices(reference, "float32")
     for dump in target:
         for call in dump.calls.values():
             if (choice := choice_of(call)) is not None:
                 scores, _ = choice.of(call)
-                believed.chosen(dump, call, choice, Held(scores, np.zeros(())))
+                believed.chosen(dump, call, choice, TrackedValue(scores, np.zeros(())))
     return sum(int(chosen.flipped.sum()) for chosen in believed.seen)
 
 
@@ -303,7 +307,7 @@ def by_own_scores(reference: Call, target: Call, place: str) -> bool | None:
         if not alike or any(r.read is None for r in records):
             continue
         for axis, sign in product(_axes(record.shape, index.shape), (1.0, -1.0)):
-            choice = Choice(place, name, "", sign, axis)
+            choice = TopChoice(place, name, "", sign, axis)
             scores, right = choice.of(reference)
             wide = scores.shape[1]
             if right.size and not 0 <= right.min() <= right.max() < wide:

@@ -18,7 +18,7 @@ from telechat_moe.tools.align.dump.records import Call, RankDump, TensorRecord
 STATES = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-class Point(NamedTuple):
+class SharedTensor(NamedTuple):
     """A tensor that both runs must have."""
 
     values: Array | None  # the whole tensor; None: not known
@@ -34,7 +34,9 @@ class Point(NamedTuple):
     sizes: tuple[int, ...] = ()  # their numbers of elements
 
 
-def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
+def by_weight(
+    a: Sequence[RankDump], b: Sequence[RankDump]
+) -> Iterator[tuple[str, SharedTensor, SharedTensor]]:
     """Yield the gradients, weights and states that both runs have, in the order of the target."""
     theirs = named(a, weight_of)
     for weight, calls in named(b, weight_of).items():
@@ -85,14 +87,14 @@ def weight_of(call: Call) -> str | None:
     return next(said, None)
 
 
-def point(ranks: Sequence[RankDump], key: str, place: str) -> Point:
+def point(ranks: Sequence[RankDump], key: str, place: str) -> SharedTensor:
     """Return a tensor merged over all ranks that have it."""
     calls = [(dump.rank, dump.calls[key]) for dump in ranks if key in dump.calls]
-    missing = Point(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
+    missing = SharedTensor(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
     return put_together(calls, place) or missing
 
 
-def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
+def put_together(calls: Sequence[tuple[int, Call]], place: str) -> SharedTensor | None:
     """Merge one tensor of calls of several ranks, several calls of a rank in order; None: no rank has it."""
     pieces: list[Shard] = []
     count: Counter[int] = Counter()
@@ -111,14 +113,14 @@ def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
         values = first.load() if alone else logical(pieces, first.layout).values
     except (LayoutError, BadInputError, LookupError) as error:
         differs = isinstance(error, CopiesDifferError)
-        return Point(None, first.dtype, have[0], key, place, str(error), have, differs)
+        return SharedTensor(None, first.dtype, have[0], key, place, str(error), have, differs)
     factor = factor_of(calls[0][1], place)
     if factor is not None:
         values = values * factor.load().astype(np.float64)
-    return Point(values, first.dtype, have[0], key, place, ranks=have)
+    return SharedTensor(values, first.dtype, have[0], key, place, ranks=have)
 
 
-def at_worst(one: Point, other: Point) -> Point:
+def at_worst(one: SharedTensor, other: SharedTensor) -> SharedTensor:
     """Return a point without its values, at the part (of a stack of experts) that differs most."""
     x, y = one.values, other.values
     if len(one.parts) > 1 and x is not None and y is not None and x.size == y.size:

@@ -22,7 +22,7 @@ from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import bind, is_exchange, is_send, meetings
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, content_of, significant
-from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
+from telechat_moe.tools.align.judge.pins import ReferenceChoices, TopChoice, TrackedValue, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
 from telechat_moe.tools.align.operators import find
@@ -33,14 +33,14 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 MOST = 1 << 26
 """The most elements in a step that is followed: values and deviations need twelve bytes each."""
 
-Numbers = tuple[int, ...]
+RowCounts = tuple[int, ...]
 
 _COUNTS = 4096  # the most integers that a program may use as sizes
 _FEW = 8  # different values of a constant
 _BITS = 4  # significant bits of each
 
 
-class Followed:
+class Propagation:
     """The values and deviations of a step's tensors, whose dump must have values.
 
     Args:
@@ -53,20 +53,20 @@ class Followed:
     def __init__(
         self,
         ranks: Sequence[RankDump],
-        pins: Believed | None = None,
-        before: "Followed | None" = None,
+        pins: ReferenceChoices | None = None,
+        before: "Propagation | None" = None,
     ) -> None:
         self.pins = pins
-        self.made: dict[tuple[int, Place], Held] = {}
+        self.made: dict[tuple[int, Place], TrackedValue] = {}
         """Tensors by rank, call and place; one is missing where its call, or a call before it, cannot be recomputed."""
         self._flows = {dump.rank: DataFlow(dump) for dump in ranks}
-        self._held: dict[int, dict[Any, Held | None]] = {r: {} for r in self._flows}
+        self._held: dict[int, dict[Any, TrackedValue | None]] = {r: {} for r in self._flows}
         """By the tensor's file, which all its uses may share, and by content."""
         self._before = before._held if before is not None else {}
         self._meetings = {(r, k): m for m in meetings(ranks) for r, k in m.keys.items()}
         self._sites: dict[int, dict[int, dict[str, Any]]] = {}
         self._stuck = False
-        self._sizes = {r: Sizes() for r in self._flows}
+        self._sizes = {r: ExchangeSizes() for r in self._flows}
         running = {dump.rank: self._rank(dump) for dump in ranks}
         while running:
             moved = False
@@ -78,13 +78,13 @@ class Followed:
             self._stuck |= not moved
         self._before = {}
 
-    def of(self, rank: int, place: Place) -> Held | None:
+    def of(self, rank: int, place: Place) -> TrackedValue | None:
         """Return a tensor; None: not known."""
         if (rank, place) in self.made:
             return self.made[rank, place]
         return self._taken(rank, place, self._flows[rank].tensors[place])
 
-    def applied(self, rank: int, key: str, place: str) -> Held | None:
+    def applied(self, rank: int, key: str, place: str) -> TrackedValue | None:
         """Return a tensor; of a gradient as its update applies it; None: not known."""
         own, call = self.of(rank, (key, place)), self._flows[rank].dump.calls[key]
         if own is None or factor_of(call, place) is None:
@@ -93,7 +93,7 @@ class Followed:
         if factor is None:
             return None
         sigma = np.hypot(own.sigma * factor.value, own.value * factor.sigma)
-        return Held(own.value * factor.value, sigma)
+        return TrackedValue(own.value * factor.value, sigma)
 
     def _rank(self, dump: RankDump) -> Generator[bool, None, None]:
         """Follow a rank; yield whenever it waits for others, and whether it has got on since."""
@@ -101,7 +101,7 @@ class Followed:
         pinned = self.pins.weights(dump) if self.pins is not None else {}
         narrow = [d for d in dump.dtypes if is_float(d) and FLOATS[d].bits < 32]
         for place, values in pinned.items():
-            own = Held(values, np.zeros(()))
+            own = TrackedValue(values, np.zeros(()))
             self.made[dump.rank, place] = own
             held |= dict.fromkeys(_keys(tensors[place]), own)
             for dtype in narrow:  # copies of the weight that the step before left
@@ -116,7 +116,7 @@ class Followed:
                 own = self._taken(dump.rank, (call.key, place), record)
                 if own is not None:  # what the call takes now, whatever is equal to it later
                     self.made.setdefault((dump.rank, (call.key, place)), own)
-            found: dict[str, Held] = {}
+            found: dict[str, TrackedValue] = {}
             try:
                 if is_exchange(call):
                     yield True
@@ -127,13 +127,13 @@ class Followed:
                 pass
             self._keep(dump.rank, call, found)
 
-    def _keep(self, rank: int, call: Call, found: dict[str, Held]) -> None:
+    def _keep(self, rank: int, call: Call, found: dict[str, TrackedValue]) -> None:
         for place, record in call.made():
             if record.read is None:
                 continue
             own, keys = found.get(place), _keys(record)
             if own is not None and self._fits(own.value.shape, record):
-                own = _shaped(Held(own.value, own.sigma.astype(np.float32)), record)
+                own = _shaped(TrackedValue(own.value, own.sigma.astype(np.float32)), record)
                 self.made[rank, (call.key, place)] = own
                 empty = not math.prod(record.shape) and own.value.size  # as many others are
                 self._held[rank] |= dict.fromkeys(keys, None if empty else own)
@@ -150,7 +150,7 @@ class Followed:
         rows = len(shape) == len(record.shape) and shape[1:] == record.shape[1:]
         return rows and any(sizes.differ for sizes in self._sizes.values())
 
-    def _taken(self, rank: int, place: Place, record: TensorRecord) -> Held | None:
+    def _taken(self, rank: int, place: Place, record: TensorRecord) -> TrackedValue | None:
         """Return what a call is given here; None: not known."""
         values, keys = record.load(), _keys(record)
         for known in (self._held[rank], self._before.get(rank, {})):
@@ -159,18 +159,18 @@ class Followed:
                     own = known[key]
                     return own and _shaped(own, record)
         if not self._comes_back(rank, place) or _is_constant(values):
-            own = Held(values, np.zeros(()))
+            own = TrackedValue(values, np.zeros(()))
             if self.pins is None or self._finer(record.dtype) == record.dtype:
                 return own
             exact = self.pins.exact(values, record.dtype)
-            return _rounded(own, record.dtype) if exact is None else Held(exact, own.sigma)
+            return _rounded(own, record.dtype) if exact is None else TrackedValue(exact, own.sigma)
         flow = self._flows[rank]
         parts = [self.made.get((rank, p)) for p in flow.summed_from(place)]
         known = [_shaped(p, record) for p in parts if p is not None]
         if not parts or len(known) < len(parts) or len({p.value.shape for p in known}) > 1:
             return None
         squares = [np.square(np.broadcast_to(p.sigma, p.value.shape)) for p in known]
-        total = Held(np.sum([p.value for p in known], 0), np.sqrt(np.sum(squares, 0)))
+        total = TrackedValue(np.sum([p.value for p in known], 0), np.sqrt(np.sum(squares, 0)))
         # The dump's rounding hides small terms, unless all that was sent back is known.
         hidden = self._finer(record.dtype) != record.dtype and not flow.sent_back(place)
         return _rounded(total, record.dtype) if hidden else total
@@ -186,7 +186,7 @@ class Followed:
         back = flow.dump.calls[place[0]].phase is Phase.BACKWARD
         return back or place[1] == "input.grad" or place[0] in flow.late
 
-    def _fed(self, rank: int, call: Call) -> dict[str, Held]:
+    def _fed(self, rank: int, call: Call) -> dict[str, TrackedValue]:
         """Return the tensors that a call is given here, by place."""
         given = {place: self.of(rank, (call.key, place)) for place, _ in call.given()}
         known = {place: own for place, own in given.items() if own is not None}
@@ -200,7 +200,7 @@ class Followed:
             return replace(value, value=self.pins.kind == "bfloat16")
         return value
 
-    def _operator(self, dump: RankDump, call: Call) -> dict[str, Held]:
+    def _operator(self, dump: RankDump, call: Call) -> dict[str, TrackedValue]:
         back = call.phase is Phase.BACKWARD
         forward = dump.calls.get(call.forward_key)
         formula = find(forward.name) if forward is not None else None
@@ -227,14 +227,14 @@ class Followed:
             floats = [x for x in coming if isinstance(x, Approx)]
             seeds = list(zip(outputs, floats, strict=False))
             results = [g for g in gradients(seeds, tensors) if g is not None]
-        found, left = dict[str, Held](), iter(results)
+        found, left = dict[str, TrackedValue](), iter(results)
         for place, record in call.made():
             x = next((r for r in left if not back or self._fits(r.shape, record)), None)
             if x is not None:
                 found[place] = _stored(x, self._finer(record.dtype), formula.exact)
         return found
 
-    def _exchange(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
+    def _exchange(self, rank: int, call: Call) -> Generator[bool, None, dict[str, TrackedValue]]:
         """Return what an exchange gives, as soon as all its ranks have come to it."""
         meeting = self._meetings[rank, call.key]
         site = self._sites.setdefault(id(meeting), {})
@@ -267,14 +267,14 @@ class Followed:
         x = meeting.received(site)[meeting.group.index(rank)]
         return {p: _stored(x, self._finer(t.dtype), True) for p, t in made}
 
-    def _split(self, rank: int, bound: Mapping[str, Any], rows: int) -> dict[str, set[Numbers]]:
+    def _split(self, rank: int, bound: Mapping[str, Any], rows: int) -> dict[str, set[RowCounts]]:
         """Return how many rows a rank may send to each rank, and receive from each."""
         sizes, received = self._sizes[rank], bound.get("output_split_sizes")
         sent = sizes.options(bound["input_split_sizes"], rows)
         return {"sent": sent, "received": sizes.options(received) if received else set()}
 
 
-def _leaf(held: Held, dtype: str, stores: bool) -> Approx | Array:
+def _leaf(held: TrackedValue, dtype: str, stores: bool) -> Approx | Array:
     """Return a tensor as an argument, with the deviations of its errors."""
     if not is_float(dtype):
         return held.value
@@ -285,23 +285,27 @@ def _leaf(held: Held, dtype: str, stores: bool) -> Approx | Array:
     return x
 
 
-def _scores(choice: Choice, given: dict[str, Held], results: Sequence[Any]) -> Held:
+def _scores(
+    choice: TopChoice, given: dict[str, TrackedValue], results: Sequence[Any]
+) -> TrackedValue:
     """Return the scores [row, candidate] that a choice is made by here."""
 
-    def of(place: str) -> Held:
+    def of(place: str) -> TrackedValue:
         if place.startswith("input"):
             return given[place]
         x = results[int(place.split(".")[1])]
-        return Held(x.value, x.sigma)
+        return TrackedValue(x.value, x.sigma)
 
     own = of(choice.scores)
     wide = own.value.shape[-1]
     value = own.value.reshape(-1, wide).astype(np.float64)
     sigma = np.broadcast_to(own.sigma, own.value.shape).reshape(-1, wide)
-    return Held(choice.sign * (value + given[choice.bias].value if choice.bias else value), sigma)
+    return TrackedValue(
+        choice.sign * (value + given[choice.bias].value if choice.bias else value), sigma
+    )
 
 
-def _term(held: Held, dtype: str) -> Approx | Array:
+def _term(held: TrackedValue, dtype: str) -> Approx | Array:
     if not is_float(dtype):
         return held.value
     sigma = held.sigma.astype(np.float64)
@@ -322,28 +326,30 @@ def _is_constant(values: Array) -> bool:
     return all(significant(float(v)) <= _BITS for v in few)
 
 
-def _shaped(own: Held, record: TensorRecord) -> Held:
+def _shaped(own: TrackedValue, record: TensorRecord) -> TrackedValue:
     """Return a tensor in the shape of its record, unless other choices gave it other rows."""
     if own.value.size != math.prod(record.shape):
         return own
     sigma = own.sigma.reshape(record.shape) if own.sigma.ndim else own.sigma
-    return Held(own.value.reshape(record.shape), sigma)
+    return TrackedValue(own.value.reshape(record.shape), sigma)
 
 
-def _stored(x: Approx | Array, dtype: str, exact: bool) -> Held:
+def _stored(x: Approx | Array, dtype: str, exact: bool) -> TrackedValue:
     """Return a result after it is stored in its tensor; integers are exact."""
     if not isinstance(x, Approx):
-        return Held(np.asarray(x), np.zeros(()))
-    own = Held(x.value, np.broadcast_to(x.sigma, x.shape))
+        return TrackedValue(np.asarray(x), np.zeros(()))
+    own = TrackedValue(x.value, np.broadcast_to(x.sigma, x.shape))
     rounds = is_float(dtype) and not exact and FLOATS[dtype].unit > x.unit
     return _rounded(own, dtype) if rounds else own
 
 
-def _rounded(own: Held, dtype: str) -> Held:
+def _rounded(own: TrackedValue, dtype: str) -> TrackedValue:
     """Return the same values with the error of being rounded to a type."""
     least = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
     rounding = FLOATS[dtype].unit * 3**-0.5  # errors are uniform within one unit roundoff
-    return Held(own.value, np.hypot(own.sigma, rounding * np.maximum(np.abs(own.value), least)))
+    return TrackedValue(
+        own.value, np.hypot(own.sigma, rounding * np.maximum(np.abs(own.value), least))
+    )
 
 
 def allowed(squares: float, size: float) -> float:
@@ -366,7 +372,7 @@ def can_follow(ranks: Sequence[RankDump]) -> bool:
 # ------------------------------------------------------------------ sizes that follow from choices
 
 
-class Sizes:
+class ExchangeSizes:
     """The integers that the calls of a rank made in its dump, and what they make of other choices.
 
     Such as how many rows ranks exchange. A dump gives sizes as plain numbers, so a call's sizes are found by value: integers
@@ -375,7 +381,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self.differ = False
-        self._here: dict[Numbers, set[Numbers]] = {}
+        self._here: dict[RowCounts, set[RowCounts]] = {}
 
     def keep(self, dumped: Array, here: Array) -> None:
         """Keep a tensor of integers of the dump, and as it is with other choices."""
@@ -408,7 +414,7 @@ class Sizes:
             return [Scalar("int", n) for n in sizes]
         return value
 
-    def options(self, numbers: Sequence[int], rows: int | None = None) -> set[Numbers]:
+    def options(self, numbers: Sequence[int], rows: int | None = None) -> set[RowCounts]:
         """Return what the numbers of rows to or from each rank may be here; in all as many as ``rows``."""
         n = len(numbers)
         found = {
@@ -419,7 +425,7 @@ class Sizes:
         return {sizes for sizes in found if rows is None or sum(sizes) == rows}
 
 
-def agreed(sent: Sequence[set[Numbers]], received: Sequence[set[Numbers]]) -> list[Numbers]:
+def agreed(sent: Sequence[set[RowCounts]], received: Sequence[set[RowCounts]]) -> list[RowCounts]:
     """Return the rows that each rank sends to each, of what all ranks may send and may receive.
 
     Args:
@@ -447,7 +453,7 @@ def agreed(sent: Sequence[set[Numbers]], received: Sequence[set[Numbers]]) -> li
     return [next(iter(own)) for own in sent]
 
 
-def _summed(numbers: Numbers, groups: int) -> Numbers:
+def _summed(numbers: RowCounts, groups: int) -> RowCounts:
     """Return the sums of as many groups of numbers; nothing where they cannot be divided."""
     each = len(numbers) // groups if groups else 0
     starts = range(0, len(numbers), each) if each * groups == len(numbers) else ()

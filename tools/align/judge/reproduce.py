@@ -26,7 +26,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.judge.collectives import Exchange
+from telechat_moe.tools.align.judge.collectives import ExchangeContext
 from telechat_moe.tools.align.judge.comparison import compare
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.edges import origin
@@ -118,11 +118,11 @@ def _dump(root: Path, calls: list[_Place]) -> Dump:
 
 
 def _involved(
-    finding: Finding, about: DivergentCall | Exchange
+    finding: Finding, about: DivergentCall | ExchangeContext
 ) -> tuple[str, list[_Place], list[_Place]]:
     """Return what is wrong in words, and the calls of the reference and of the target that show it."""
     said = finding.verdict.reason
-    if isinstance(about, Exchange):
+    if isinstance(about, ExchangeContext):
         keys, step = about.received.meeting.keys.items(), finding.step
         runs = about.reference
         shared = [(r, k) for r, k in keys if r in runs and k in runs[r].calls]

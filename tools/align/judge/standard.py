@@ -16,7 +16,7 @@ from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.compare.checkpoints import merged
 from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
-from telechat_moe.tools.align.compare.tensors import Compared, compare, element
+from telechat_moe.tools.align.compare.tensors import TensorComparison, compare, element
 from telechat_moe.tools.align.dump.logical import Logical
 from telechat_moe.tools.align.dump.records import (
     Array,
@@ -43,7 +43,7 @@ LARGEST = 1 << 22
 _FOLLOWS = "follows from tokens that were routed differently"
 
 
-class Judged(NamedTuple):
+class JudgedTensor(NamedTuple):
     """What a standard says of a tensor of a step and rank; ``checks`` has its lines."""
 
     step: int
@@ -63,7 +63,7 @@ class Standard:
     replayed = 0  # how many tensors pass by isolated replay
 
     def __post_init__(self) -> None:
-        self.tensors: list[Judged] = []
+        self.tensors: list[JudgedTensor] = []
         self.flips: list[tuple[int, int, str]] = []
         """Choices that legally came out otherwise, as step, rank and key."""
         self._checks: dict[tuple[str, str], Sequence[Check]] = {}  # of the last call
@@ -93,7 +93,7 @@ class Standard:
         for v in found:
             key = split(v.key, step)[1]
             checks = self._checks.get((v.key, v.place), ())
-            self.tensors.append(Judged(step, rank, replace(v, key=key), checks))
+            self.tensors.append(JudgedTensor(step, rank, replace(v, key=key), checks))
         self._checks.clear()
 
     def of(
@@ -174,7 +174,9 @@ class Standard:
         said = "no values, which a standard needs; without --standard, statistics can show a fault"
         return not_judged(key, said, place)
 
-    def _verdict(self, key: str, place: str, found: Compared, values: Array | Logical) -> Verdict:
+    def _verdict(
+        self, key: str, place: str, found: TensorComparison, values: Array | Logical
+    ) -> Verdict:
         worst = found.worst
         self._checks[key, place] = found.checks
         said = [f"{worst.metric} {worst.observed:.3g}, limit {worst.limit:.3g}"] if worst else []

@@ -14,7 +14,7 @@ from telechat_moe.numerics import Array, is_float
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
-from telechat_moe.tools.align.judge.points import Point, point, weight_of
+from telechat_moe.tools.align.judge.points import SharedTensor, point, weight_of
 from telechat_moe.tools.align.operators import find
 
 _MANY = 2048  # rows of an expert that are not put in order
@@ -194,7 +194,7 @@ def _users(flow: DataFlow, place: Place, depth: int) -> Iterator[Place]:
 
 def linked(
     a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
-) -> Iterator[tuple[str, Point, Point]]:
+) -> Iterator[tuple[str, SharedTensor, SharedTensor]]:
     """Yield the entries of a map: the name, and the whole tensors of both runs."""
     theirs, ours = Uses(a), Uses(b)
     for link in links:
@@ -232,7 +232,7 @@ def exchanged(x: Array, tokens: Sequence[int]) -> Array:
     return x
 
 
-def _by_expert(one: Point, other: Point) -> Array:
+def _by_expert(one: SharedTensor, other: SharedTensor) -> Array:
     """Return the rows of each expert of the reference in the order of the nearest rows of the target."""
     from scipy import optimize
 
@@ -251,7 +251,7 @@ def _by_expert(one: Point, other: Point) -> Array:
     return found
 
 
-def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> Point:
+def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> SharedTensor:
     """Return the tensor with a name, or several tensors joined."""
     found = [point(uses.ranks, *uses.resolved(name)) for name in names]
     if link.joined == "first":  # an expert without tokens makes no call
