@@ -13,11 +13,11 @@ from telechat_moe.tools.align.judge.standard import Standard
 def bisect(
     reference: Dump,
     target: Dump,
-    known: ReferenceCache | None = None,
+    cache: ReferenceCache | None = None,
     itself: bool = False,
     progress: Progress | None = None,
     standard: Standard | None = None,
 ) -> Outcome:
     """Compare a run with a reference of the same layout and explain its findings; arguments as of :func:`compare`."""
-    outcome = compare(reference, target, known, itself, progress, standard)
+    outcome = compare(reference, target, cache, itself, progress, standard)
     return replace(outcome, findings=[explained(finding) for finding in outcome.findings])

@@ -92,9 +92,9 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
     )
     from telechat_moe.tools.align.capture import mindspore as capture
 
-    wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
+    filter = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
     dump = capture.capture_recipe(
-        recipe, args.out, steps, values=args.values, wanted=wanted, ranks=ranks
+        recipe, args.out, steps, values=args.values, wanted=filter, ranks=ranks
     )
     calls = sum(len(rank.calls) for rank in dump.ranks.values())
     if not calls:
@@ -114,8 +114,8 @@ def _steps(text: str) -> range:
 
 def _range(text: str) -> range | None:
     first, _, last = text.partition("-")
-    known = first.isdigit() and (last or first).isdigit()
-    return range(int(first), int(last or first) + 1) if known else None
+    numeric = first.isdigit() and (last or first).isdigit()
+    return range(int(first), int(last or first) + 1) if numeric else None
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

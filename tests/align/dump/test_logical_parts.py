@@ -415,7 +415,7 @@ def test_layouts_are_inferred_where_copies_decide() -> None:
     # tp is the inner axis: ranks 0 and 2 hold copies
     found = infer(shards(x[:2], x[2:], x[:2], x[2:]), (4, 6))
     assert found.layout is not None
-    assert "copies agree in this one of 2" in found.why
+    assert "copies agree in this one of 2" in found.reason
     assert (merge(shards(x[:2], x[2:], x[:2], x[2:]), found.layout).values == x).all()
     named = infer(shards(x[:2], x[:2], x[2:], x[2:]), (4, 6), {"dp": 2, "tp": 2})
     assert named.layout is not None
@@ -428,11 +428,11 @@ def test_ambiguous_layouts_are_not_comparable() -> None:
     parts = shards(x[:2, :3], x[:2, 3:], x[2:, :3], x[2:, 3:])
     found = infer(parts, (4, 6))  # rows outer or columns outer: nothing but values could tell
     assert found.layout is None
-    assert "2 layouts fit and give different tensors" in found.why
+    assert "2 layouts fit and give different tensors" in found.reason
     assert len({c.digest for c in found.candidates}) == 2
     unequal = infer(shards(x, x + 1), (4, 6))
     assert unequal.layout is None
-    assert "copies differ in each of 1" in unequal.why
+    assert "copies differ in each of 1" in unequal.reason
     assert infer(shards(x, x), (5, 6)).layout is None
 
 

@@ -201,14 +201,14 @@ class Call:
     @property
     def forward_key(self) -> str:
         """The key of the forward call that a backward call belongs to; of another call its own."""
-        back = self.phase is Phase.BACKWARD
-        return self.key.removesuffix("backward") + "forward" if back else self.key
+        is_backward = self.phase is Phase.BACKWARD
+        return self.key.removesuffix("backward") + "forward" if is_backward else self.key
 
     @cached_property
     def _places(self) -> tuple[tuple[str, TensorRecord], ...]:
-        given = [*_tensors("input", self.inputs), *_tensors("input", self.kwargs)]
-        rest = [*_tensors("parameters", self.parameters), *_tensors("output", self.outputs)]
-        return (*given, *rest)
+        arguments = [*_tensors("input", self.inputs), *_tensors("input", self.kwargs)]
+        others = [*_tensors("parameters", self.parameters), *_tensors("output", self.outputs)]
+        return (*arguments, *others)
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ class Outcome:
         if not self.findings:
             return []
         first = self.findings[0]
-        where = first.step, first.verdict.key
-        return sorted({f.rank for f in self.findings if (f.step, f.verdict.key) == where})
+        first_call = first.step, first.verdict.key
+        return sorted({f.rank for f in self.findings if (f.step, f.verdict.key) == first_call})
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as plain JSON types."""
