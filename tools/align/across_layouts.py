@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from telechat_moe.files import Progress
-from telechat_moe.numerics import FLOATS, is_float
+from telechat_moe.numerics import FLOATS, Array, is_float
 from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
 from telechat_moe.tools.align.explain.sides import ComparedPrograms
@@ -40,7 +39,13 @@ from telechat_moe.tools.align.judge.pins import (
     narrowest,
     set_part,
 )
-from telechat_moe.tools.align.judge.points import STATES, SharedTensor, at_worst, by_weight
+from telechat_moe.tools.align.judge.points import (
+    STATES,
+    SharedTensor,
+    TensorPair,
+    at_worst,
+    by_weight,
+)
 from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import in_shards
@@ -48,8 +53,6 @@ from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 AMPLIFIED = 8.0
 """How much further apart gradients may be than their weights (5 in the median of such pairs)."""
@@ -124,15 +127,15 @@ def across(
                 findings.append(finding)
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
-    keys_of_calls = {f.verdict.key for f in outcome.findings}
+    calls = {f.verdict.key for f in outcome.findings}
     findings.sort(
-        key=lambda f: (f.step, not _begins(f), f.verdict.key not in keys_of_calls, f.order, f.rank)
+        key=lambda f: (f.step, not _begins(f), f.verdict.key not in calls, f.order, f.rank)
     )
     word, reason = answer(bool(findings), outcome.coverage)
-    compared_outcome = replace(
-        outcome, verdict=word, reason=reason, findings=findings, settings=points.settings
-    )
-    return replace(compared_outcome, judged=judged, unknown=unknown)
+    return replace(
+        outcome, verdict=word, reason=reason, findings=findings, settings=points.settings,
+        judged=judged, unknown=unknown,
+    )  # fmt: skip
 
 
 def _begins(finding: Finding) -> bool:
@@ -220,39 +223,38 @@ class _Points:
         self,
         step: int,
         b: Sequence[RankDump],
-        pairs: Iterable[tuple[str, SharedTensor, SharedTensor]],
+        pairs: Iterable[TensorPair],
     ) -> list[Finding]:
         """Return a finding for each point of a step; those that diverged in the order of the data flow."""
         updated: dict[str, tuple[Array | None, Array | None]] = {}
         findings: list[Finding] = []
         compared: list[tuple[Finding, tuple[SharedTensor, SharedTensor]]] = []
-        for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair[0])):
-            tensors_of_weight = [*weight]
-            pairs_by_name = {
-                name: (reference, target) for name, reference, target in tensors_of_weight
-            }
+        for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair.name)):
+            pairs_of_weight = [*weight]
+            pairs_by_name = {pair.name: pair for pair in pairs_of_weight}
             judged: dict[str, Status] = {}
-            for name, reference, target in tensors_of_weight:
+            for pair in pairs_of_weight:
+                name = pair.name
                 if name.endswith(" after"):
-                    updated[name.removesuffix(" after")] = reference.values, target.values
-                finding = self._compare(name, reference, target, step, b)
-                cause = self._follows(name, finding, pairs_by_name, judged)
+                    updated[name.removesuffix(" after")] = pair.reference.values, pair.target.values
+                finding = self._compare(pair, step, b)
+                cause = self._follows(pair, finding, pairs_by_name, judged)
                 judged[name] = "pass" if cause else finding.verdict.status
                 if cause:
                     verdict = replace(finding.verdict, status="pass", reason=f"{name}: {cause}")
                     finding = replace(finding, verdict=verdict, family="unknown", evidence="")
-                pair_without_values = at_worst(reference, target), target._replace(values=None)
+                bare_pair = at_worst(*pair[1:]), pair.target._replace(values=None)
                 if finding.verdict.status == "pass":
-                    self.sides.agreed.append(pair_without_values)
-                compared.append((finding, pair_without_values))
+                    self.sides.agreed.append(bare_pair)
+                compared.append((finding, bare_pair))
         self.last = updated
-        for finding, pair_without_values in compared:
+        for finding, bare_pair in compared:
             verdict = finding.verdict
             if verdict.status == "diverged" and self.believed is None:
-                verdict = self._otherwise(verdict, finding.family, pair_without_values[1])
+                verdict = self._otherwise(verdict, finding.family, bare_pair[1])
             if verdict.status == "diverged":
-                self.wrong.append(pair_without_values)
-            dtype = pair_without_values[1].dtype or "float32"
+                self.wrong.append(bare_pair)
+            dtype = bare_pair[1].dtype or "float32"
             findings.append(self._counted(replace(finding, verdict=verdict), dtype))
         if self.believed is None and not self.settings:
             self.settings = self.sides.settings(self.wrong)
@@ -304,17 +306,17 @@ class _Points:
 
     def _follows(
         self,
-        name: str,
+        pair: TensorPair,
         finding: Finding,
-        pairs_by_name: Mapping[str, tuple[SharedTensor, SharedTensor]],
+        pairs_by_name: Mapping[str, TensorPair],
         judged: Mapping[str, Status],
     ) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
 
         Adam divides by a root that may be almost zero: tiny differences can move a weight by the learning rate.
         """
+        name, reference, target = pair
         state, _, when = name.rpartition(" ")
-        reference, target = pairs_by_name[name]
         status = finding.verdict.status
         if status == "pass" or target.values is None or reference.values is None or self.exact:
             return ""
@@ -332,15 +334,10 @@ class _Points:
             return "what the update of the step before made"
         return ""
 
-    def _compare(
-        self,
-        name: str,
-        reference: SharedTensor,
-        target: SharedTensor,
-        step: int,
-        ranks: Sequence[RankDump],
-    ) -> Finding:
-        """Return the finding for a point."""
+    def _compare(self, pair: TensorPair, step: int, ranks: Sequence[RankDump]) -> Finding:
+        """Return the finding for a tensor that both runs have."""
+        name, reference, target = pair
+        x, y = target.values, reference.values
         owner = next((r for r in ranks if r.rank == target.rank and target.key in r.calls), None)
         call = owner.calls[target.key] if owner is not None else None
         order = list(owner.calls).index(target.key) if owner is not None else 0
@@ -348,13 +345,10 @@ class _Points:
         def finding(
             status: Status, reason: str, off: float = math.inf, kind: Explanation = _UNKNOWN
         ) -> Finding:
-            size = max(
-                (p.values.size for p in (reference, target) if p.values is not None), default=0
-            )
+            size = max((v.size for v in (x, y) if v is not None), default=0)
             verdict = Verdict(target.key, target.place, status, off, reason, elements=size)
             return Finding(step, target.rank, order, verdict, call, *kind)
 
-        x, y = target.values, reference.values
         if target.differs:
             kind = "missing reduction", "ranks that must hold the same do not"
             return finding("diverged", f"{name}: copies differ: {target.problem}", kind=kind)
@@ -365,28 +359,22 @@ class _Points:
             text = f"{list(x.shape)}, in the reference {list(y.shape)}"
             return finding("diverged", f"{name}: {text}", kind=("settings differ", text))
         if self.standard is not None:
-            return finding(*self._by_standard(self.standard, name, reference, target, step))
-        return finding(*self._by_distance(name, reference, target, ranks, x, y))
+            return finding(*self._by_standard(self.standard, pair, step))
+        return finding(*self._by_distance(pair, ranks, x, y))
 
     def _by_distance(
-        self,
-        name: str,
-        reference: SharedTensor,
-        target: SharedTensor,
-        ranks: Sequence[RankDump],
-        x: Array,
-        y: Array,
+        self, pair: TensorPair, ranks: Sequence[RankDump], x: Array, y: Array
     ) -> tuple[Status, str, float, Explanation]:
         """Return what a point comes to by how far the whole tensors x of the target and y are apart."""
+        name, _, target = pair
         state, _, when = name.rpartition(" ")
         self.exact = self.believed is not None and when == "before" and state in self.last
         if self.exact:
             last = self.last[state][1]
             equal = last is not None and np.array_equal(last, x)
             text = f"{name}: {'' if equal else 'not '}what the update of the step before made"
-            return (
-                ("pass", text, 0.0, _UNKNOWN) if equal else ("diverged", text, math.inf, _UNKNOWN)
-            )
+            status, off = ("pass", 0.0) if equal else ("diverged", math.inf)
+            return status, text, off, _UNKNOWN
         y = y.astype(np.float64)
         propagated = self._followed(target, y, ranks) if self.believed is not None else None
         if propagated is None and self.flipped and when != "before":
@@ -395,7 +383,7 @@ class _Points:
         x, squares = propagated or (x.astype(np.float64).reshape(y.shape), None)
         if self.believed is None:
             squares = self._squares(target, ranks, y.size)
-        limit = self._limit(reference, target, y, squares, when == "before")
+        limit = self._limit(pair, y, squares, when == "before")
         self.exact = propagated is not None and limit < _FIRST_ORDER
         if propagated is not None and limit > VAGUE:
             text = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
@@ -415,13 +403,9 @@ class _Points:
         return "diverged", text, off, kind
 
     def _by_standard(
-        self,
-        standard: Standard,
-        name: str,
-        reference: SharedTensor,
-        target: SharedTensor,
-        step: int,
+        self, standard: Standard, pair: TensorPair, step: int
     ) -> tuple[Status, str, float]:
+        name, reference, target = pair
         assert reference.values is not None
         assert target.values is not None
         arrays = [target.values, reference.values.reshape(target.values.shape)]
@@ -464,18 +448,11 @@ class _Points:
             return None
         return float(np.mean(mean_squares)) * size
 
-    def _limit(
-        self,
-        reference: SharedTensor,
-        target: SharedTensor,
-        y: Array,
-        squares: float | None,
-        before: bool,
-    ) -> float:
+    def _limit(self, pair: TensorPair, y: Array, squares: float | None, before: bool) -> float:
         """Return how far apart whole tensors may be: derived where the program is followed, else by type."""
         if self.tolerance is not None:
             return self.tolerance
-        kinds = [d for d in (reference.dtype, target.dtype) if is_float(d)]
+        kinds = [d for d in (pair.reference.dtype, pair.target.dtype) if is_float(d)]
         if not kinds:
             return 1e-12
         limit = max(FLOATS[d].unit for d in kinds)
@@ -487,12 +464,10 @@ class _Points:
         return limit + AMPLIFIED * self.drift
 
 
-def _same_rule(
-    update: Call, pairs_by_name: Mapping[str, tuple[SharedTensor, SharedTensor]]
-) -> bool:
+def _same_rule(update: Call, pairs_by_name: Mapping[str, TensorPair]) -> bool:
     """Return whether the reference's update is what the target's makes of the reference's gradient and states."""
     records: dict[tuple[str, str], TensorRecord] = {}
-    for name, (reference, _) in pairs_by_name.items():
+    for name, reference, _ in pairs_by_name.values():
         if reference.values is None:
             return True  # not known
         values = reference.values

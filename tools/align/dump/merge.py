@@ -346,7 +346,9 @@ class _Merger:
         self, place: str, records: list[tuple[_Part, TensorRecord]]
     ) -> TensorLayout | str | None:
         """Return a layout inferred from the reference's shape, or why there is none; None: inference is not wanted."""
-        call = self.description.reference.calls.get(self.key) if self.description.reference else None
+        call = (
+            self.description.reference.calls.get(self.key) if self.description.reference else None
+        )
         model = None if call is None else dict(call.tensors()).get(place)
         alone = len({part.rank for part, _ in records}) < len(records) or len(records) < 2
         if model is None or alone or self.description.of(self.key, place) is not None:

@@ -34,9 +34,15 @@ class SharedTensor(NamedTuple):
     sizes: tuple[int, ...] = ()  # their numbers of elements
 
 
-def by_weight(
-    a: Sequence[RankDump], b: Sequence[RankDump]
-) -> Iterator[tuple[str, SharedTensor, SharedTensor]]:
+class TensorPair(NamedTuple):
+    """A tensor of both runs, under its name in words."""
+
+    name: str
+    reference: SharedTensor
+    target: SharedTensor
+
+
+def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[TensorPair]:
     """Yield the gradients, weights and states that both runs have, in the order of the target."""
     reference_calls = named(a, weight_of)
     for weight, calls in named(b, weight_of).items():
@@ -49,7 +55,8 @@ def by_weight(
                 target_tensor = put_together(calls, place)
                 assert reference_tensor is not None
                 assert target_tensor is not None
-                yield f"{name[0]} of {weight}{name[1]}", reference_tensor, target_tensor
+                name = f"{name[0]} of {weight}{name[1]}"
+                yield TensorPair(name, reference_tensor, target_tensor)
 
 
 def named(

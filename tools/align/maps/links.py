@@ -14,7 +14,7 @@ from telechat_moe.numerics import Array, is_float
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
-from telechat_moe.tools.align.judge.points import SharedTensor, point, weight_of
+from telechat_moe.tools.align.judge.points import SharedTensor, TensorPair, point, weight_of
 from telechat_moe.tools.align.operators import find
 
 _MANY = 2048  # rows of an expert that are not put in order
@@ -194,7 +194,7 @@ def _users(flow: DataFlow, place: Place, depth: int) -> Iterator[Place]:
 
 def linked(
     a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
-) -> Iterator[tuple[str, SharedTensor, SharedTensor]]:
+) -> Iterator[TensorPair]:
     """Yield the entries of a map: the name, and the whole tensors of both runs."""
     theirs, ours = Uses(a), Uses(b)
     for link in links:
@@ -211,7 +211,7 @@ def linked(
             count = min(one.values.shape[-1], other.values.shape[-1])
             one = one._replace(values=_chosen(one.values, count))
             other = other._replace(values=_chosen(other.values, count))
-        yield link.name, one, other
+        yield TensorPair(link.name, one, other)
 
 
 def _chosen(x: Array, count: int) -> Array:
