@@ -183,10 +183,10 @@ class Call:
 
         inputs = [walk(f"input.{i}", v) for i, v in enumerate(self.inputs)]
         kwargs = {k: walk(f"input.{k}", v) for k, v in self.kwargs.items()}
-        outputs = [walk(f"output.{i}", v) for i, v in enumerate(self.outputs)]
-        return replace(
-            self, inputs=inputs, kwargs=kwargs, outputs=outputs if results else self.outputs
-        )
+        call = replace(self, inputs=inputs, kwargs=kwargs)
+        if not results:
+            return call
+        return replace(call, outputs=[walk(f"output.{i}", v) for i, v in enumerate(self.outputs)])
 
     @property
     def source(self) -> str | None:
