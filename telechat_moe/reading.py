@@ -161,6 +161,14 @@ def read_text(path: Path) -> str:
         raise BadInputError(f"{path}:{line}: a byte that is not UTF-8; save it as UTF-8") from None
 
 
+def json_or_none(path: Path) -> Any:
+    """Return what a JSON file of ours says; None: there is none, or a kill has torn it."""
+    try:
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 

@@ -31,7 +31,7 @@ from telechat_moe.launch.commands import environment
 from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
 from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
-from telechat_moe.recipe.uses import Use, use_of
+from telechat_moe.recipe.uses import trainer_of, use_with
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.train.ranks import RankCoordinator
 
@@ -117,17 +117,6 @@ def _run(args: argparse.Namespace) -> int:
         meet()
         return 0
     return _as_worker(recipe, args, control, processes, binding)
-
-
-def trainer_of(recipe: Recipe, through: str | None) -> str:
-    """Return whose trainer trains a recipe: ``through``, else ``own`` or ``mindformers``, as the recipe is written."""
-    return through or ("own" if use_of(recipe) == "train" else "mindformers")
-
-
-def use_with(through: str | None) -> Use:
-    """Return what a recipe is for with a trainer; None: with the one for which it is written."""
-    uses: dict[str | None, Use] = {None: "written", "own": "train", "mindformers": "mindformers"}
-    return uses[through]
 
 
 def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> None:

@@ -39,7 +39,8 @@ FLOORS = (
     ("interop",),
     ("launch",),
     ("tools",),
-    ("cli", "run"),
+    ("cli",),
+    ("run",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LONELY = {"Plan", "Part", "Node", "Case"}

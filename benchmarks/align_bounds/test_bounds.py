@@ -26,32 +26,30 @@ def tally(size, rounds=range(1), every=1, names=None):
     return tallies
 
 
-FUSED = set(
-    [
-        "flash_attention_score",
-        "flash_attn_func",
-        "flash_attn_varlen_func",
-        "fused_apply_rotary_pos_emb",
-        "gmm",
-        "grouped_matmul_v4",
-        "grouped_mm",
-        "moe_init_routing_v2",
-        "npu_add_rms_norm",
-        "npu_apply_adam_w",
-        "npu_apply_rotary_pos_emb",
-        "npu_cross_entropy_loss",
-        "npu_fusion_attention",
-        "npu_grouped_matmul",
-        "npu_moe_compute_expert_tokens",
-        "npu_moe_finalize_routing",
-        "npu_moe_gating_top_k",
-        "npu_moe_gating_top_k_softmax",
-        "npu_moe_init_routing",
-        "npu_moe_init_routing_v2",
-        "scaled_masked_softmax",
-        "scaled_upper_triang_masked_softmax",
-    ]
-)
+FUSED = {
+    "flash_attention_score",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "fused_apply_rotary_pos_emb",
+    "gmm",
+    "grouped_matmul_v4",
+    "grouped_mm",
+    "moe_init_routing_v2",
+    "npu_add_rms_norm",
+    "npu_apply_adam_w",
+    "npu_apply_rotary_pos_emb",
+    "npu_cross_entropy_loss",
+    "npu_fusion_attention",
+    "npu_grouped_matmul",
+    "npu_moe_compute_expert_tokens",
+    "npu_moe_finalize_routing",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing",
+    "npu_moe_init_routing_v2",
+    "scaled_masked_softmax",
+    "scaled_upper_triang_masked_softmax",
+}
 
 
 def test_every_operator_is_in_the_corpus():

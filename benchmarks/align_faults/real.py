@@ -17,7 +17,7 @@ import numpy as np
 
 from telechat_moe.numerics import Array
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord
-from telechat_moe.tools.align.dump.records import Value as Held
+from telechat_moe.tools.align.dump.records import Value as DumpValue
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
@@ -337,7 +337,7 @@ class RealStep:
 def _in_memory(calls: Mapping[str, Call]) -> dict[str, Call]:
     """Return calls whose tensors no longer need their files."""
 
-    def kept(value: Held) -> Held:
+    def kept(value: DumpValue) -> DumpValue:
         if isinstance(value, list):
             return [kept(v) for v in value]
         if isinstance(value, TensorRecord) and value.read is not None:

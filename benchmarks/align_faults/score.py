@@ -24,7 +24,7 @@ from benchmarks.align_faults.weights import Shape
 from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Dump
 from telechat_moe.tools.align.judge import reproduce
-from telechat_moe.tools.align.judge.comparison import Known
+from telechat_moe.tools.align.judge.comparison import ReferenceCache
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome
 
 
@@ -84,9 +84,9 @@ def run(base: Base, planted: Planted | None = None, seed: int = 0) -> Engine:
 
 
 @lru_cache(maxsize=2)
-def right(base: Base) -> tuple[Dump, Known]:
+def right(base: Base) -> tuple[Dump, ReferenceCache]:
     """Return the dump of a right run, and the data that all comparisons with it share."""
-    return run(base).dump(), Known()
+    return run(base).dump(), ReferenceCache()
 
 
 @lru_cache(maxsize=1024)

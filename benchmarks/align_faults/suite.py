@@ -34,7 +34,7 @@ from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Dump
-from telechat_moe.tools.align.judge.comparison import Known
+from telechat_moe.tools.align.judge.comparison import ReferenceCache
 from telechat_moe.tools.align.judge.pins import chose_otherwise
 
 BARS = {"detected": 1.0, "exact": 0.99, "family": 0.95, "reproducer": 1.0, "observable": 0.95}
@@ -375,7 +375,7 @@ def judge_pair(reference: Base, target: Base) -> Pair:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         one, two = run(reference).dump(), run(target).dump()
-        outcome = bisect(one, two, Known()) if same else across(one, two)
+        outcome = bisect(one, two, ReferenceCache()) if same else across(one, two)
     first = outcome.findings[0] if outcome.findings else None
     said = f"{first.verdict.key}: {first.verdict.reason}" if first else outcome.reason
     judged, unknown = outcome.judged.get("pass", 0), outcome.judged.get("not judged", 0)

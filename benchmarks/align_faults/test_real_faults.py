@@ -17,7 +17,7 @@ from benchmarks.align_faults.real_faults import GIVEN, LIES
 from benchmarks.align_faults.score import refires
 from telechat_moe.recipe import load
 from telechat_moe.tools.align.bisect import bisect
-from telechat_moe.tools.align.judge.comparison import Known
+from telechat_moe.tools.align.judge.comparison import ReferenceCache
 
 FEW = ("experts exchanged", "scale of attention", "gradient's sign")
 
@@ -30,7 +30,7 @@ def made(folder, steps):
     step = RealStep(
         load("telechat3_moe/pretrain_tiny.yaml", [x for x in given if x != "--set"]), steps
     )
-    return step, step.run()[0], Known()
+    return step, step.run()[0], ReferenceCache()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from benchmarks.overlap.kernel_list import read_kernels
 from benchmarks.overlap.overlap import Prediction, predict
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.cost.expert_overlap import OverlapSummary
-from telechat_moe.tools.plan.report.timeline import StepTimeline, Table, TimelineBox
+from telechat_moe.tools.plan.report.timeline import PipelineTimeline, Table, TimelineBox
 
 
 def read_and_predict(path: str, launch_us: float, multiprocessors: int) -> Prediction:
@@ -97,7 +97,7 @@ def report(prediction: Prediction, path: str) -> dict[str, Any]:
     }
 
 
-def timeline(prediction: Prediction, path: str, compare: bool = True) -> StepTimeline:
+def timeline(prediction: Prediction, path: str, compare: bool = True) -> PipelineTimeline:
     """Return the predicted streams and, to compare, the measured ones under them."""
     known = prediction.measured_start_us if compare else None
     measured = [s - min(known) for s in known] if known else []
@@ -114,6 +114,6 @@ def timeline(prediction: Prediction, path: str, compare: bool = True) -> StepTim
     names = [f"stream {s}, predicted" for s in streams]
     names += [f"stream {s}, measured" for s in streams] if measured else []
     table = Table("Figures", ("figure", "predicted ", "measured ", "difference "), rows(prediction))
-    return StepTimeline(
+    return PipelineTimeline(
         f"Kernels of {Path(path).name}", names, boxes, tables=(table,), notes=notes(prediction)
     )

@@ -55,7 +55,7 @@ def prepare(args: argparse.Namespace) -> None:
     optimizer = trainer.engine.optimizer
     plain = {p.name for p, on in zip(optimizer.params, optimizer.decayed, strict=True)
              if not on}  # fmt: skip
-    undecayed = [hf for pair in pairs(recipe.model_config) if pair.ours in plain for hf in pair.hf]
+    undecayed = [hf for pair in pairs(recipe.model_config) if pair.name in plain for hf in pair.hf]
     settings = {"rates": rates, "betas": given.betas, "eps": given.eps, "decay": given.weight_decay,
                 "undecayed": undecayed}  # fmt: skip
     (out / "settings.json").write_text(json.dumps(settings))

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from telechat_moe.graph.compile import LayoutEntry, RankGraph
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_dryrun import compile_mindformers
-from telechat_moe.interop.upstream_names import Shape
 from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe.weights import Shape
 
 # One device, all kinds of layers: the operators of the model without those of its layout. With few experts and
 # a small vocabulary, because a graph of one device holds all weights in memory (over 40 GB otherwise).
@@ -100,7 +100,7 @@ class Row:
     Attributes:
         upstream: Name.
         ours: Our names that it holds.
-        layout: How; see :class:`telechat_moe.interop.upstream_names.Pair`.
+        layout: How; see :class:`telechat_moe.interop.upstream_names.FusedWeight`.
         shape: Whole shape of upstream's, None: not in its graph.
         our_shapes: Whole shapes of ours, None: not in our graph.
         problem: How it differs from the table of names; empty where it does not.
@@ -158,21 +158,21 @@ def compare_parameters(
     rows = []
     for pair in upstream_names.pairs(recipe.model_config):
         shape = found.pop(pair.upstream, None)
-        our_shapes = tuple(own.pop(name, None) for name in pair.ours)
+        our_shapes = tuple(own.pop(name, None) for name in pair.names)
         if not pair.is_trained or (shape is None and not any(our_shapes)):
             continue
         problem, layout = "", pair.layout
-        first, apart = stage == 0, stage is not None and _MTP_INPUT.fullmatch(pair.ours[0])
-        if apart and first and shape is None and our_shapes == pair.our_shapes:
+        first, apart = stage == 0, stage is not None and _MTP_INPUT.fullmatch(pair.names[0])
+        if apart and first and shape is None and our_shapes == pair.shapes:
             layout = "MindFormers': on the last stage"
         elif apart and not first and shape == pair.shape and not any(our_shapes):
             layout = "ours: on the first stage"
         elif shape != pair.shape:
             problem = f"MindFormers has {_text(shape)}, expected {_text(pair.shape)}"
-        elif our_shapes != pair.our_shapes:
+        elif our_shapes != pair.shapes:
             said = ", ".join(map(_text, our_shapes))
-            problem = f"ours are {said}, expected {', '.join(map(_text, pair.our_shapes))}"
-        rows.append(Row(pair.upstream, pair.ours, layout, shape, our_shapes, problem))
+            problem = f"ours are {said}, expected {', '.join(map(_text, pair.shapes))}"
+        rows.append(Row(pair.upstream, pair.names, layout, shape, our_shapes, problem))
     rows += [Row(n, (), "", s, (), "MindFormers' only, in no table") for n, s in found.items()]
     rows += [Row("", (n,), "", None, (s,), "ours only, in no table") for n, s in own.items()]
     return rows

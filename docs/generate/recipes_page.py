@@ -122,7 +122,7 @@ def taken_text(field: dataclasses.Field[Any]) -> str:
     if takes is None:
         return "reads"
     values = [f"`{value!r}`" for value in takes.neutral(field) if value is not None]
-    return "any" if takes.why else "only " + ", ".join(values) if values else "no"
+    return "any" if takes.reason else "only " + ", ".join(values) if values else "no"
 
 
 def _cell(text: str) -> str:
@@ -146,10 +146,10 @@ def section_table(cls: type) -> str:
 def rules_table() -> str:
     """Return the Markdown table of the cross-field rules."""
 
-    def rows(own: bool) -> str:
+    def rows(effects: bool) -> str:
         return "".join(
             f"| `{rule.__name__}` | {_cell(' '.join((rule.__doc__ or '').split()))} |\n"
-            for rule in documented(own=own)
+            for rule in documented(effects=effects)
         )
 
     return RULES_INTRO + rows(False) + OWN_RULES_INTRO + rows(True)

@@ -90,13 +90,9 @@ def own_weights(
     stored = read_weights(source, verify=verify)
     entries = {name: entry for name, entry in stored.items() if not is_transient(name)}
     shapes = {w.name: w.shape for w in weights(config)}
-    problems = [f"{name} is missing" for name in shapes if name not in entries]
-    problems += [f"{name} is unknown" for name in entries if name not in shapes]
+    problems = differing_shapes(entries, shapes)
     for name in shapes.keys() & entries.keys():
-        shape, dtype = list(entries[name].shape), entries[name].dtype
-        if shape != list(shapes[name]):
-            problems.append(f"{name} is {shape} instead of {list(shapes[name])}")
-        elif dtype not in BYTES_OF_DTYPE:
+        if (dtype := entries[name].dtype) not in BYTES_OF_DTYPE:
             problems.append(f"{name} is {dtype}, weights are one of {', '.join(BYTES_OF_DTYPE)}")
     if problems:
         raise unfit(source, sorted(problems))
@@ -107,6 +103,20 @@ def own_weights(
     if not verify:
         glance(outputs, notes)
     return outputs
+
+
+def differing_shapes(
+    entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return a text for each tensor that is missing, unknown or of another shape than expected, sorted."""
+    problems = [f"{name} is missing" for name in shapes.keys() - entries.keys()]
+    problems += [f"{name} is unknown" for name in entries.keys() - shapes.keys()]
+    problems += [
+        f"{name} is {list(entries[name].shape)} instead of {list(shapes[name])}"
+        for name in shapes.keys() & entries.keys()
+        if entries[name].shape != tuple(shapes[name])
+    ]
+    return sorted(problems)
 
 
 def trained_with(source: Path) -> ModelConfig | None:

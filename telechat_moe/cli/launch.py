@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.cli.judge import require
     from telechat_moe.launch import hosts
     from telechat_moe.launch import job as launch
-    from telechat_moe.run import trainer_of, use_with
+    from telechat_moe.recipe.uses import trainer_of, use_with
     from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
     if args.restart < 0:
         raise UsageError(f"--restart {args.restart}: expected 0 or more")
-    known = hosts.read_hosts(Path(args.nodes)) if args.nodes else None
+    known_hosts = hosts.read_hosts(Path(args.nodes)) if args.nodes else None
     recipe = require(
         args.recipe,
         args.overrides,
@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         overwrite=args.overwrite,
         allow_outside=args.allow_outside,
-        local=known is None or known[0].is_here(),
-        alone=known is None,
+        local=known_hosts is None or known_hosts[0].is_here(),
+        alone=known_hosts is None,
     )
-    plan = _plan(args, recipe, trainer_of(recipe, args.through), known)
+    plan = _plan(args, recipe, trainer_of(recipe, args.through), known_hosts)
     resume = args.resume
     if args.only_print:
         _print_commands(recipe, plan, resume, args.overwrite)
@@ -109,15 +109,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(
-    args: argparse.Namespace, recipe: "Recipe", through: str, known: "list[Host] | None"
+    args: argparse.Namespace, recipe: "Recipe", through: str, known_hosts: "list[Host] | None"
 ) -> "LaunchPlan":
     """Return how to start the recipe, as asked."""
     from telechat_moe.launch import commands, hosts
     from telechat_moe.launch import job as launch
 
     chosen = launch.this_machine(recipe.devices)
-    if known is not None:
-        chosen = hosts.choose(known, recipe.devices, Path(args.nodes))
+    if known_hosts is not None:
+        chosen = hosts.choose(known_hosts, recipe.devices, Path(args.nodes))
     return launch.LaunchPlan(
         nodes=commands.make_nodes(chosen, args.master_port),
         through=through,

@@ -95,13 +95,13 @@ def describe(text: str) -> str:
     """Return the first sentence of the ``What:`` entry in a recipe's header comment."""
     words: list[str] = []
     for line in text.splitlines():
-        said = line.removeprefix("#").strip()
-        if words and (not said or not line.startswith("#   ")):
+        comment = line.removeprefix("#").strip()
+        if words and (not comment or not line.startswith("#   ")):
             break
         if words:
-            words.append(said)
-        elif said.startswith("What:"):
-            words.append(said.removeprefix("What:").strip())
+            words.append(comment)
+        elif comment.startswith("What:"):
+            words.append(comment.removeprefix("What:").strip())
     sentence, _, _ = " ".join(words).partition(". ")
     for end in (";", ":"):
         sentence = sentence.partition(end + " ")[0]
@@ -138,7 +138,7 @@ def _show_keys(recipe: Recipe, args: argparse.Namespace) -> int:
     from telechat_moe.recipe.uses import written
 
     report: list[dict[str, Any]] = [
-        {"line": recipe.problem(one.key, "", "").line, **one.row()} for one in written(recipe)
+        {"line": recipe.problem(entry.key, "", "").line, **entry.row()} for entry in written(recipe)
     ]
     if not write_json(args.json, {"source": str(recipe.source), "keys": report}):
         rows = [
@@ -238,9 +238,9 @@ def run_check(args: argparse.Namespace) -> int:
         missing = missing or not use
         ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}"
         lines += [str(problem) for problem in problems] or [ok]
-        for why in dict.fromkeys(open_keys.values()):
-            keys = ", ".join(key for key, said in open_keys.items() if said == why)
-            lines.append(f"{name}: not judged: {keys}: {why}")
+        for reason in dict.fromkeys(open_keys.values()):
+            keys = ", ".join(key for key, key_reason in open_keys.items() if key_reason == reason)
+            lines.append(f"{name}: not judged: {keys}: {reason}")
         lines += [f"{name}: note: {note}" for note in judged.notes]
         entries = [asdict(problem) for problem in problems]
         entry = {"use": use, "ok": not problems, "problems": entries, "not_judged": dict(open_keys)}
@@ -268,10 +268,10 @@ def run_cp(args: argparse.Namespace) -> int:
         data = hint + data.removeprefix(SCHEMA_COMMENT)
     if args.output_dir is not None:
         line = f"output_dir: {json.dumps(args.output_dir, ensure_ascii=False)}".encode()
-        data, found = re.subn(rb"^output_dir:[^\r\n]*", lambda _: line, data, flags=re.MULTILINE)
-        if found != 1:
+        data, count = re.subn(rb"^output_dir:[^\r\n]*", lambda _: line, data, flags=re.MULTILINE)
+        if count != 1:
             raise BadInputError(
-                f"{source}: --output-dir needs one line output_dir: in it, found {found}"
+                f"{source}: --output-dir needs one line output_dir: in it, found {count}"
             )
     try:
         write_atomic(dest, data, replace=args.force)

@@ -46,7 +46,7 @@ from telechat_moe.files import (
     sync_folder,
     write_atomic,
 )
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import json_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class _Job:
 
     def _refuse_foreign_files(self, force: bool) -> None:
         names = [path.name for side in SIDES for path in _pair(self.out / side) if path.exists()]
-        if names and not force and _read_json(self.partial / "inputs.json") != self.inputs:
+        if names and not force and json_or_none(self.partial / "inputs.json") != self.inputs:
             raise UsageError(
                 f"{self.out} holds {', '.join(names)} but no {MANIFEST} that belongs to them; "
                 "give --force to replace them, or another --out"
@@ -230,7 +230,7 @@ class _Job:
 
     def begin(self) -> None:
         """Make the folder of unfinished files, and remove what a build of other inputs left there."""
-        if _read_json(self.partial / "inputs.json") != self.inputs:
+        if json_or_none(self.partial / "inputs.json") != self.inputs:
             shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True, exist_ok=True)
         write_atomic(self.partial / "inputs.json", json_bytes(self.inputs))
@@ -276,7 +276,7 @@ class _Job:
         return self.partial / f"shard-{shard:06d}.json"
 
     def _is_done(self, shard: int) -> bool:
-        mark = _read_json(self._mark(shard))
+        mark = json_or_none(self._mark(shard))
         if mark is None:
             return False
         return all(
@@ -365,7 +365,7 @@ class _Job:
         files = [path for side in self.sides for path in _pair(self.partial / side)]
         files.append(self.partial / "tokenizer.json")
         if self.chat is not None:
-            marks = [_read_json(path) for path in sorted(self.partial.glob("shard-*.json"))]
+            marks = [json_or_none(path) for path in sorted(self.partial.glob("shard-*.json"))]
             sides["too_long"] = [entry for mark in marks for entry in mark["too_long"]]
             counts = sum((Counter(mark.get("counts", {})) for mark in marks), Counter[str]())
             sides["conversations"] = dict(sorted(counts.items()))
@@ -440,18 +440,11 @@ def _pair(prefix: Path) -> tuple[Path, Path]:
     return bin_path(prefix), idx_path(prefix)
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
 def _read_manifest(out: Path) -> dict[str, Any] | None:
     path = out / MANIFEST
     if not path.exists():
         return None
-    manifest = _read_json(path)
+    manifest = json_or_none(path)
     if not isinstance(manifest, dict) or not {"inputs", "sha256"} <= set(manifest):
         raise BadInputError(
             f"{path}: not a manifest of a dataset; remove it or choose another --out"

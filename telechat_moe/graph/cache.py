@@ -14,7 +14,7 @@ import platform
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,12 +88,18 @@ def compile_cache(
 def key(made_from: Any, graphs: int) -> str:
     """Return a hash of everything that the graphs of a step are made from."""
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)}
-    versions = [sys.version, ms.__version__, np.__version__, _processor()]
     cores = len(os.sched_getaffinity(0))
-    digest = hashlib.sha256(json.dumps([made_from, graphs, settings, versions, cores]).encode())
-    for file in sorted(set(_code())):
+    text = json.dumps([made_from, graphs, settings, _processor(), cores])
+    return source_hash(text, _foreign_code())[:32]
+
+
+def source_hash(text: str, more: Iterable[Path] = ()) -> str:
+    """Return a hash of a text, of versions and of all code that a graph is made of: this package and ``more`` files."""
+    versions = [sys.version, ms.__version__, np.__version__]
+    digest = hashlib.sha256(json.dumps([text, versions]).encode())
+    for file in sorted({*_own_code(), *more}):
         digest.update(f"{file}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 def _hindered() -> str:
@@ -109,12 +115,16 @@ def _hindered() -> str:
     return f"{switches[0]} is set" if switches else ""
 
 
-def _code() -> Iterator[Path]:
-    """Yield the files whose code may take part, but those of installed packages, whose versions are known."""
+def _own_code() -> Iterator[Path]:
+    """Yield the files of this package whose code may take part."""
     for module in (telechat_moe, native):
         yield from Path(str(module.__file__)).parent.rglob("*.py")
     if native.LIBRARY.exists():
         yield native.LIBRARY
+
+
+def _foreign_code() -> Iterator[Path]:
+    """Yield other files that are imported, but those of installed packages, whose versions are known."""
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""

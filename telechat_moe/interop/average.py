@@ -10,7 +10,7 @@ import numpy as np
 
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import manifest
-from telechat_moe.checkpoint.weights import is_transient, read_weights
+from telechat_moe.checkpoint.weights import differing_shapes, is_transient, read_weights
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import Progress
 from telechat_moe.interop.writing import Destination
@@ -58,20 +58,22 @@ def average(
         BadInputError: A source is broken or has other tensors than the first.
         TelechatMoeError: Writing failed; ``out`` was not made.
     """
-    given = list(weights) if weights is not None else [1.0] * len(sources)
-    if len(given) != len(sources) or not all(np.isfinite(w) and w > 0 for w in given):
+    factors = list(weights) if weights is not None else [1.0] * len(sources)
+    if len(factors) != len(sources) or not all(np.isfinite(w) and w > 0 for w in factors):
         raise UsageError(
-            f"--weights {' '.join(f'{w:g}' for w in given)}: expected {len(sources)} positive numbers, one for each checkpoint"
+            f"--weights {' '.join(f'{w:g}' for w in factors)}: expected {len(sources)} positive numbers, one for each checkpoint"
         )
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out} exists; remove it or name another --out")
-    found = [_open(source, ema) for source in sources]
-    for source, entries in zip(sources[1:], found[1:], strict=True):
-        _compare(sources[0], found[0], source, entries)
-    shares = [w / sum(given) for w in given]
+    sources_entries = [_open(source, ema) for source in sources]
+    for source, entries in zip(sources[1:], sources_entries[1:], strict=True):
+        _compare(sources[0], sources_entries[0], source, entries)
+    shares = [w / sum(factors) for w in factors]
     outputs = [
-        TensorOutput(name, "F32", entry.shape, lambda n=name: _mean([e[n] for e in found], shares))
-        for name, entry in found[0].items()
+        TensorOutput(
+            name, "F32", entry.shape, lambda n=name: _mean([e[n] for e in sources_entries], shares)
+        )
+        for name, entry in sources_entries[0].items()
     ]
     about = [_about(*x, ema) for x in zip(sources, shares, strict=True)]
     single = out.suffix == ".safetensors"
@@ -105,32 +107,26 @@ def _open(source: Path, ema: bool) -> dict[str, TensorEntry]:
 
 
 def _compare(
-    first: Path, wanted: dict[str, TensorEntry], source: Path, found: dict[str, TensorEntry]
+    first: Path, expected: dict[str, TensorEntry], source: Path, entries: dict[str, TensorEntry]
 ) -> None:
-    problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
-    problems += [f"{name} is unknown" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{name} is {list(found[name].shape)} instead of {list(wanted[name].shape)}"
-        for name in wanted.keys() & found.keys()
-        if found[name].shape != wanted[name].shape
-    ]
+    problems = differing_shapes(entries, {name: entry.shape for name, entry in expected.items()})
     if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        suffix = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise BadInputError(
-            f"{source} is of another model than {first}: {', '.join(sorted(problems)[:_SHOWN])}{more}; "
+            f"{source} is of another model than {first}: {', '.join(problems[:_SHOWN])}{suffix}; "
             "average checkpoints of one model"
         )
 
 
 def _about(source: Path, share: float, ema: bool) -> dict[str, Any]:
-    said: dict[str, Any] = {"path": str(source), "share": share, "group": EMA if ema else "model"}
+    origin: dict[str, Any] = {"path": str(source), "share": share, "group": EMA if ema else "model"}
     file = source / manifest.FILE
     if file.is_file():
-        said["checkpoint.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        origin["checkpoint.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
     else:
         stat = source.stat()
-        said["written"] = stat.st_mtime_ns
-    return said
+        origin["written"] = stat.st_mtime_ns
+    return origin
 
 
 def _mean(entries: Sequence[TensorEntry], shares: Sequence[float]) -> Iterator[Bytes]:

@@ -66,8 +66,8 @@ class Fp8Entry(TensorEntry):
 
     def read(self, offset: int = 0, count: int | None = None) -> Bytes:
         """See :meth:`TensorEntry.read`; offsets are those of the bfloat16 matrix."""
-        whole = np.concatenate([np.empty(0, np.uint8), *self.chunks()])
-        return whole[offset : self.nbytes if count is None else offset + count]
+        data = np.concatenate([np.empty(0, np.uint8), *self.chunks()])
+        return data[offset : self.nbytes if count is None else offset + count]
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield the bfloat16 bytes, a row of blocks at a time."""
@@ -95,11 +95,11 @@ def dequantised(
     Returns:
         The tensors without the scales, and what is wrong, a line each.
     """
-    found, problems = dict(entries), list[str]()
+    readable, problems = dict(entries), list[str]()
     for name, entry in entries.items():
         if entry.dtype != FP8:
             continue
-        scale = found.pop(name + SCALE, None)
+        scale = readable.pop(name + SCALE, None)
         if len(entry.shape) != 2 or scale is None:
             problems.append(
                 f"{name} is {FP8} of shape {list(entry.shape)} "
@@ -107,13 +107,15 @@ def dequantised(
                 + f"{name}{SCALE}; FP8 weights must be matrices with block scales"
             )
             continue
-        wanted = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=True))
-        if scale.dtype not in _SCALES or scale.shape != wanted:
+        scale_shape = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=True))
+        if scale.dtype not in _SCALES or scale.shape != scale_shape:
             problems.append(
                 f"{name}{SCALE} is {scale.dtype} {list(scale.shape)}; blocks of {block[0]} x {block[1]} "
-                f"of {list(entry.shape)} need F32 {list(wanted)}, or BF16 or F8_E8M0"
+                f"of {list(entry.shape)} need F32 {list(scale_shape)}, or BF16 or F8_E8M0"
             )
             continue
         nbytes = 2 * entry.shape[0] * entry.shape[1]
-        found[name] = Fp8Entry(entry.file, "BF16", entry.shape, entry.start, nbytes, scale, block)
-    return found, problems
+        readable[name] = Fp8Entry(
+            entry.file, "BF16", entry.shape, entry.start, nbytes, scale, block
+        )
+    return readable, problems

@@ -36,7 +36,7 @@ from telechat_moe.interop import fp8
 from telechat_moe.interop.names import (
     HF_STATE,
     OUR_STATE,
-    Pair,
+    WeightNames,
     empty_shared_experts,
     first_mtp_layer,
     mtp_layers,
@@ -44,7 +44,7 @@ from telechat_moe.interop.names import (
 )
 from telechat_moe.interop.writing import Destination
 from telechat_moe.recipe import ModelConfig, Recipe, hugging_face
-from telechat_moe.recipe.hugging_face import CONFIG, Difference, OtherModelError, hf_config
+from telechat_moe.recipe.hugging_face import CONFIG, ModelDifference, OtherModelError, hf_config
 from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, TensorEntry, TensorOutput, read_entries
 from telechat_moe.units import ranges_text
 
@@ -136,15 +136,15 @@ def convert(
     if dst.exists() or dst.is_symlink():
         raise UsageError(f"{dst} exists; remove it or name another destination")
     notes: list[str] = []
-    found = _open(src, _read(src, model_config), model_config, to, notes)
+    opened = _open(src, _read(src, model_config), model_config, to, notes)
     scan = _Scan()
-    outputs, extra = _outputs(found, model_config, to, scan.odd.append)
+    outputs, extra = _outputs(opened, model_config, to, scan.odd.append)
     outputs = scan.recorded(outputs)
     largest = 1 << 62 if dst.suffix == ".safetensors" else shard_bytes
     shards = tensor_files.split(outputs, largest)
     if len(shards) > 1:
         extra[tensor_files.INDEX] = tensor_files.index_of(shards)
-    destination = Destination(dst, src, found.files, shards, extra, _LABELS[to], progress)
+    destination = Destination(dst, src, opened.files, shards, extra, _LABELS[to], progress)
     files, resumed = destination.write()
     return Conversion(
         source=str(src),
@@ -152,11 +152,13 @@ def convert(
         to=to,
         files=files,
         tensors=len(outputs),
-        parameters=sum(int(np.prod(p.shape, dtype=np.int64)) for p in found.table if not p.is_bias),
+        parameters=sum(
+            int(np.prod(p.shape, dtype=np.int64)) for p in opened.table if not p.is_bias
+        ),
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
-        ignored=found.ignored,
-        notes=found.notes + scan.notes(outputs),
+        ignored=opened.ignored,
+        notes=opened.notes + scan.notes(outputs),
         resumed_files=resumed,
     )
 
@@ -216,15 +218,15 @@ def settings(
         if trained_with(source) is None:
             notes.append(f"{source}: {NO_SETTINGS}")
         return None
-    theirs = hugging_face.read(file)
-    if differing := hugging_face.differences(theirs, config):
+    hf_settings = hugging_face.read(file)
+    if differing := hugging_face.differences(hf_settings, config):
         raise OtherModelError(differing)
-    notes += theirs.notes
-    if theirs.longest is not None and theirs.longest < config.seq_length:
+    notes += hf_settings.notes
+    if hf_settings.longest is not None and hf_settings.longest < config.seq_length:
         notes.append(
-            f"{file}: max_position_embeddings {theirs.longest} is less than the recipe's seq_length {config.seq_length}"
+            f"{file}: max_position_embeddings {hf_settings.longest} is less than the recipe's seq_length {config.seq_length}"
         )
-    return theirs
+    return hf_settings
 
 
 def fitting(source: Path, recipe: Recipe) -> list[str]:
@@ -239,15 +241,17 @@ def fitting(source: Path, recipe: Recipe) -> list[str]:
         raise BadInputError(
             f"{source}: no {CONFIG} beside the weights, so no recipe follows from it"
         )
-    theirs, config = hugging_face.read(file), recipe.model_config
-    if theirs.refused:
-        raise OtherModelError(hugging_face.differences(theirs, config))
-    found = list(hugging_face.overrides(theirs, config, recipe.given["model"]["model_config"]))
+    hf_settings, config = hugging_face.read(file), recipe.model_config
+    if hf_settings.refused:
+        raise OtherModelError(hugging_face.differences(hf_settings, config))
+    overrides = list(
+        hugging_face.overrides(hf_settings, config, recipe.given["model"]["model_config"])
+    )
     if (depth := mtp_layers(read_entries(source))) != config.num_nextn_predict_layers:
-        found.append(f"model.model_config.num_nextn_predict_layers={depth}")
+        overrides.append(f"model.model_config.num_nextn_predict_layers={depth}")
         if depth and config.mtp_loss_factor is None:
-            found.append(f"model.model_config.mtp_loss_factor={_MTP_LOSS_FACTOR}")
-    return found
+            overrides.append(f"model.model_config.mtp_loss_factor={_MTP_LOSS_FACTOR}")
+    return overrides
 
 
 def _is_hf(entries: Mapping[str, TensorEntry]) -> bool:
@@ -267,7 +271,7 @@ class _Source(NamedTuple):
 
     entries: dict[str, TensorEntry]
     files: list[Path]
-    table: list[Pair]
+    table: list[WeightNames]
     ignored: list[str]
     notes: list[str]
 
@@ -282,7 +286,7 @@ def _open(
     contents: bool = True,
 ) -> _Source:
     """Compare a source with what the recipe needs, its settings first."""
-    theirs = settings(src, config, notes, hf=to == "telechat" and _is_hf(entries))
+    hf_settings = settings(src, config, notes, hf=to == "telechat" and _is_hf(entries))
     _check_expressible(config, to)
     files = sorted({entry.file for entry in entries.values()})
     notes += _notes(config, to)
@@ -290,13 +294,17 @@ def _open(
     if to == "telechat":
         mtp_layer = first_mtp_layer(entries, config)
         if _is_hf(entries) and (depth := mtp_layers(entries)) != config.num_nextn_predict_layers:
-            key, ours = "num_nextn_predict_layers", config.num_nextn_predict_layers
-            text = f"{ours}, but {src} holds {depth} MTP layers (model.layers.*.enorm.weight)"
-            raise OtherModelError([Difference(key, text, f"set it to {depth}")])
-        entries = _dequantised(src, entries, theirs.block if theirs else fp8.BLOCK, notes)
+            key, recipe_depth = "num_nextn_predict_layers", config.num_nextn_predict_layers
+            text = (
+                f"{recipe_depth}, but {src} holds {depth} MTP layers (model.layers.*.enorm.weight)"
+            )
+            raise OtherModelError([ModelDifference(key, text, f"set it to {depth}")])
+        entries = _dequantised(src, entries, hf_settings.block if hf_settings else fp8.BLOCK, notes)
     table = pairs(config, mtp_layer)
     hint = (
-        "" if theirs or to == "hf" else f"There is no {CONFIG} that says which model they are of."
+        ""
+        if hf_settings or to == "hf"
+        else f"There is no {CONFIG} that says which model they are of."
     )
     ignored = _check(src, entries, table, config, to, mtp_layer, contents, hint)
     return _Source(entries, files, table, ignored, notes)
@@ -337,17 +345,17 @@ class _Scan:
             if output.name not in self.read:
                 deque(output.chunks(), 0)
         odd = list(dict.fromkeys(self.odd))
-        more = [f"{len(odd) - _SHOWN} more tensors hold NaN or infinite values"]
-        return odd[:_SHOWN] + (more if len(odd) > _SHOWN else [])
+        suffix = [f"{len(odd) - _SHOWN} more tensors hold NaN or infinite values"]
+        return odd[:_SHOWN] + (suffix if len(odd) > _SHOWN else [])
 
 
 def _outputs(
-    found: _Source, config: ModelConfig, to: Format, report: ProblemHandler
+    opened: _Source, config: ModelConfig, to: Format, report: ProblemHandler
 ) -> tuple[list[TensorOutput], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
-        return list(_to_ours(found.table, found.entries, report)), {MODEL_CONFIG: asdict(config)}
-    outputs = list(_to_hf(found.table, found.entries, report))
+        return list(_to_ours(opened.table, opened.entries, report)), {MODEL_CONFIG: asdict(config)}
+    outputs = list(_to_hf(opened.table, opened.entries, report))
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)
     outputs += [TensorOutput(name, dtype, shape, list) for name, shape in empty.items()]
@@ -371,8 +379,6 @@ def _check_expressible(config: ModelConfig, to: Format) -> None:
         )
     if not config.qk_layernorm:
         problems.append("qk_layernorm is False, but there the latents always have an RMSNorm")
-    if config.scoring_func != "sigmoid":
-        problems.append(f"scoring_func is {config.scoring_func}, but there it is always sigmoid")
     width, unit = config.shared_width, config.moe_intermediate_size
     if width % unit:
         problems.append(
@@ -408,7 +414,7 @@ def _notes(config: ModelConfig, to: Format) -> list[str]:
 def _check(
     source: Path,
     entries: dict[str, TensorEntry],
-    table: list[Pair],
+    table: list[WeightNames],
     config: ModelConfig,
     to: Format,
     mtp_layer: int,
@@ -416,13 +422,13 @@ def _check(
     hint: str,
 ) -> list[str]:
     """Compare the source with what the recipe needs; return the names that are no weights."""
-    wanted: dict[str, tuple[int, ...]] = {}
+    needed: dict[str, tuple[int, ...]] = {}
     optional: dict[str, tuple[int, ...]] = {}
     for p in table:
         if to == "hf":
-            wanted[p.ours] = p.shape
+            needed[p.name] = p.shape
         else:
-            wanted |= dict.fromkeys(p.hf, p.hf_shape)
+            needed |= dict.fromkeys(p.hf, p.hf_shape)
             optional |= dict.fromkeys((*p.copies, *p.spare), p.hf_shape)
     state = OUR_STATE if to == "hf" else HF_STATE
     ignored = {n for n in entries if state.fullmatch(n)}
@@ -432,17 +438,17 @@ def _check(
             for n in empty_shared_experts(config, mtp_layer)
             if n in entries and not entries[n].nbytes
         }
-    unknown = [n for n in entries if n not in wanted and n not in optional and n not in ignored]
-    missing = [n for n in wanted if n not in entries]
+    unknown = [n for n in entries if n not in needed and n not in optional and n not in ignored]
+    missing = [n for n in needed if n not in entries]
     problems = [f"unknown tensor {n}" for n in _folded(unknown)]
     problems += [f"missing tensor {n}" for n in _folded(missing)]
-    for name, shape in (wanted | optional).items():
+    for name, shape in (needed | optional).items():
         if name in entries:
             problems += _mismatch(name, entries[name], shape)
     if not problems:
         problems = _differences(entries, table, config, to, contents)
     if problems:
-        other = {name for p in table for name in ((p.ours,) if to == "telechat" else p.hf)}
+        other = {name for p in table for name in ((p.name,) if to == "telechat" else p.hf)}
         if missing and unknown and other <= entries.keys():
             hint = f"The source already has the names of format {to!r}."
         raise WeightsError(source, problems, hint)
@@ -457,11 +463,11 @@ def _folded(names: list[str]) -> list[str]:
         key = name if match is None else name.replace(match[0], ".experts.*.", 1)
         experts.setdefault(key, []).extend([] if match is None else [int(match[1])])
     lines: list[str] = []
-    for key, found in experts.items():
-        if len(found) == 1:
-            lines.append(key.replace(".*.", f".{found[0]}."))
+    for key, numbers in experts.items():
+        if len(numbers) == 1:
+            lines.append(key.replace(".*.", f".{numbers[0]}."))
         else:
-            lines.append(f"{key} (* = {ranges_text(sorted(found))})" if found else key)
+            lines.append(f"{key} (* = {ranges_text(sorted(numbers))})" if numbers else key)
     return lines
 
 
@@ -470,23 +476,27 @@ def _mismatch(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> list[str
     if entry.shape != shape:
         problems.append(f"{name} has shape {list(entry.shape)}, the recipe needs {list(shape)}")
     if entry.dtype not in BYTES_OF_DTYPE:
-        known = ", ".join(BYTES_OF_DTYPE)
-        problems.append(f"{name} has type {entry.dtype}; weights must be one of {known}")
+        types = ", ".join(BYTES_OF_DTYPE)
+        problems.append(f"{name} has type {entry.dtype}; weights must be one of {types}")
     return problems
 
 
 def _differences(
-    entries: dict[str, TensorEntry], table: list[Pair], config: ModelConfig, to: Format, whole: bool
+    entries: dict[str, TensorEntry],
+    table: list[WeightNames],
+    config: ModelConfig,
+    to: Format,
+    entire: bool,
 ) -> list[str]:
     """Return what is wrong with contents; names, shapes and types are right already.
 
     Args:
-        whole: Compare all of two tensors that must be equal; False: their first 16 MiB.
+        entire: Compare all of two tensors that must be equal; False: their first 16 MiB.
     """
     problems: list[str] = []
     for p in table:
         if p.is_bias and not config.moe_router_enable_expert_bias:
-            name = p.ours if to == "hf" else p.hf[0]
+            name = p.name if to == "hf" else p.hf[0]
             if entries[name].read().any():
                 problems.append(f"{name} is not 0, but moe_router_enable_expert_bias is False")
         if to == "hf":
@@ -496,15 +506,15 @@ def _differences(
             kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
             problems.append(f"{_folded(list(p.hf))[0]} are of different types: {kinds}")
         for copy in (*p.copies, *p.spare):
-            if copy in entries and not _equal(entries[copy], entries[p.hf[0]], whole):
+            if copy in entries and not _equal(entries[copy], entries[p.hf[0]], entire):
                 problems.append(f"{copy} differs from {p.hf[0]}; this model shares the two")
     return problems
 
 
-def _equal(a: TensorEntry, b: TensorEntry, whole: bool) -> bool:
+def _equal(a: TensorEntry, b: TensorEntry, entire: bool) -> bool:
     if a.dtype != b.dtype:
         return False
-    chunks = islice(zip(a.chunks(), b.chunks(), strict=True), None if whole else 1)
+    chunks = islice(zip(a.chunks(), b.chunks(), strict=True), None if entire else 1)
     return all(np.array_equal(x, y) for x, y in chunks)
 
 
@@ -512,14 +522,14 @@ def _equal(a: TensorEntry, b: TensorEntry, whole: bool) -> bool:
 
 
 def _to_hf(
-    table: list[Pair], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
+    table: list[WeightNames], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
 ) -> Iterator[TensorOutput]:
     for p in table:
-        entry = entries[p.ours]
+        entry = entries[p.name]
         if not p.stacked:
             for name in (*p.hf, *p.copies):
                 yield TensorOutput(
-                    name, entry.dtype, p.hf_shape, partial(finite, p.ours, entry, report=report)
+                    name, entry.dtype, p.hf_shape, partial(finite, p.name, entry, report=report)
                 )
             continue
         _, rows, columns = p.shape
@@ -529,14 +539,15 @@ def _to_hf(
                 name,
                 entry.dtype,
                 p.hf_shape,
-                lambda n=p.ours, e=entry, at=j * size, size=size, r=rows, c=columns: (
-                    _transposed(raw, r, c) for raw in finite(n, e, [e.read(at, size)], at, report)
+                lambda n=p.name, e=entry, offset=j * size, size=size, r=rows, c=columns: (
+                    _transposed(raw, r, c)
+                    for raw in finite(n, e, [e.read(offset, size)], offset, report)
                 ),
             )
 
 
 def _to_ours(
-    table: list[Pair], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
+    table: list[WeightNames], entries: dict[str, TensorEntry], report: ProblemHandler = refuse
 ) -> Iterator[TensorOutput]:
     for p in table:
         parts = {name: entries[name] for name in p.hf}
@@ -544,7 +555,7 @@ def _to_ours(
         if p.stacked:
             rows, columns = p.hf_shape
             yield TensorOutput(
-                p.ours,
+                p.name,
                 first.dtype,
                 p.shape,
                 lambda parts=parts, r=rows, c=columns: (
@@ -555,7 +566,7 @@ def _to_ours(
             )
         else:
             yield TensorOutput(
-                p.ours, first.dtype, p.shape, partial(finite, name, first, report=report)
+                p.name, first.dtype, p.shape, partial(finite, name, first, report=report)
             )
 
 

@@ -70,8 +70,8 @@ def bridge_barrier() -> None:
     if old is _barrier:
         return
     for name, module in list(sys.modules.items()):
-        ours = name.split(".")[0] in ("mindformers", "mindspore")
-        if ours and getattr(module, "barrier", None) is old:
+        is_patched = name.split(".")[0] in ("mindformers", "mindspore")
+        if is_patched and getattr(module, "barrier", None) is old:
             module.barrier = _barrier  # type: ignore[attr-defined]
 
 

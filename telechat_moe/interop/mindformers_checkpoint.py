@@ -54,11 +54,11 @@ COMMON = "common.json"
 ITERATION = re.compile(r"iteration_(\d{8})")
 RANK_FILE = re.compile(r"(.+)_rank_(\d+)-(\d+)_(\d+)\.safetensors")
 
-Groups = dict[str, dict[str, Array]]
+MomentGroups = dict[str, dict[str, Array]]
 
 
 @dataclass(frozen=True)
-class Saved:
+class MindFormersCheckpoint:
     """A checkpoint of MindFormers.
 
     Attributes:
@@ -92,24 +92,24 @@ def newest(root: Path) -> Path | None:
             raise BadInputError(f"{marker}: {short(text)!r}, expected the number of a step")
         return root / f"iteration_{int(text):08d}"
     ranks = sorted(root.glob("rank_*"))
-    found: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[int, int], int] = {}
     for rank in ranks:
         for path in rank.glob("*.safetensors"):
             if match := RANK_FILE.fullmatch(path.name):
                 key = int(match[3]), int(match[4])
-                found[key] = found.get(key, 0) + 1
-    whole = [key for key, count in found.items() if count == len(ranks)]
-    if not whole:
+                counts[key] = counts.get(key, 0) + 1
+    complete = [key for key, count in counts.items() if count == len(ranks)]
+    if not complete:
         return None
-    epoch, step = max(whole)
+    epoch, step = max(complete)
     return next(ranks[0].glob(f"*_rank_*-{epoch}_{step}.safetensors"))
 
 
-def step_of(found: Path, recipe: Recipe) -> int:
+def step_of(checkpoint: Path, recipe: Recipe) -> int:
     """Return the finished steps of what :func:`newest` found, by its name."""
-    if match := ITERATION.fullmatch(found.name):
+    if match := ITERATION.fullmatch(checkpoint.name):
         return int(match[1])
-    match = RANK_FILE.fullmatch(found.name)
+    match = RANK_FILE.fullmatch(checkpoint.name)
     assert match is not None
     return (int(match[3]) - 1) * _steps_per_epoch(recipe) + int(match[4])
 
@@ -120,20 +120,24 @@ def resume_settings(root: Path, recipe: Recipe) -> dict[str, Any]:
     Raises:
         BadInputError: There is none.
     """
-    found = newest(root)
-    if found is None:
+    checkpoint = newest(root)
+    if checkpoint is None:
         raise BadInputError(f"{root}: no finished checkpoint of MindFormers to resume from")
     if recipe.devices == 1:
-        if not found.is_dir():
+        if not checkpoint.is_dir():
             raise BadInputError(
                 f"{root}: holds checkpoints in MindFormers' old format, from which it cannot resume one process; "
                 "train with use_legacy_format False"
             )
-        return {"use_legacy_format": False, "load_checkpoint": str(found), "resume_training": True}
-    return {"load_checkpoint": str(root), "resume_training": found.name}
+        return {
+            "use_legacy_format": False,
+            "load_checkpoint": str(checkpoint),
+            "resume_training": True,
+        }
+    return {"load_checkpoint": str(root), "resume_training": checkpoint.name}
 
 
-def read(path: Path, recipe: Recipe) -> Saved:
+def read(path: Path, recipe: Recipe) -> MindFormersCheckpoint:
     """Read a checkpoint of MindFormers that holds whole tensors.
 
     Args:
@@ -144,13 +148,13 @@ def read(path: Path, recipe: Recipe) -> Saved:
         BadInputError: There is none, or it is broken.
     """
     if path.is_dir() and not (path / COMMON).exists():
-        found = newest(path)
-        if found is None:
+        folder = newest(path)
+        if folder is None:
             raise BadInputError(
                 f"{path}: no checkpoint of MindFormers; expected an iteration_... folder with {COMMON}, or "
                 "rank_N folders with ..._rank_N-EPOCH_STEP.safetensors"
             )
-        path = found
+        path = folder
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     tensors: dict[str, Array] = {}
     for file in files:
@@ -176,16 +180,16 @@ def read(path: Path, recipe: Recipe) -> Saved:
             f"{path}: {step} steps, {updates} of them applied, of {batch} samples, {samples} in all; expected a batch from 1 "
             f"to the {recipe.epoch_samples} samples of the recipe (train_dataset.data_loader.sizes)"
         )
-    kept = {name: t for name, t in tensors.items() if not is_transient(name)}
-    groups = grouped(kept)
+    stored = {name: t for name, t in tensors.items() if not is_transient(name)}
+    groups = grouped(stored)
     if UPSTREAM_TABLE in groups["model"]:
         groups = _renamed(groups, upstream_names.to_ours, recipe, path)
-    return Saved(path, int(step), int(updates), int(batch), int(samples), groups)
+    return MindFormersCheckpoint(path, int(step), int(updates), int(batch), int(samples), groups)
 
 
 def _renamed(
-    groups: Groups, rename: Callable[..., dict[str, Array]], recipe: Recipe, path: Path
-) -> Groups:
+    groups: MomentGroups, rename: Callable[..., dict[str, Array]], recipe: Recipe, path: Path
+) -> MomentGroups:
     """Return the tensors of a checkpoint under the other model's names and in its layouts.
 
     Args:
@@ -197,13 +201,13 @@ def _renamed(
     config, optimizer = recipe.model_config, dict[str, Array]()
     try:
         for moment in MOMENTS:
-            mine = {
+            moments = {
                 name.removeprefix(f"{moment}."): tensor
                 for name, tensor in groups["optimizer"].items()
                 if name.startswith(f"{moment}.")
             }
-            found = rename(mine, config, only_trained=True)
-            optimizer |= {f"{moment}.{name}": tensor for name, tensor in found.items()}
+            renamed = rename(moments, config, only_trained=True)
+            optimizer |= {f"{moment}.{name}": tensor for name, tensor in renamed.items()}
         return {"model": rename(groups["model"], config), "optimizer": optimizer}
     except BadInputError as error:
         raise BadInputError(f"{path}: {error}") from None
@@ -255,11 +259,11 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     return trainer.state.root / f"step-{saved.step:08d}"
 
 
-def _on_one_device(given: dict[str, Any], batch: int) -> dict[str, Any]:
+def _on_one_device(sections: dict[str, Any], batch: int) -> dict[str, Any]:
     """Return what a recipe says, laid out for one device with the same global batch; checkpoints hold no layout."""
-    given = json.loads(json.dumps(given))
-    given["use_parallel"] = False
-    degrees = given.setdefault("parallel_config", {})
+    sections = json.loads(json.dumps(sections))
+    sections["use_parallel"] = False
+    degrees = sections.setdefault("parallel_config", {})
     for key in (
         "data_parallel",
         "model_parallel",
@@ -269,12 +273,12 @@ def _on_one_device(given: dict[str, Any], batch: int) -> dict[str, Any]:
     ):
         degrees[key] = 1
     degrees["use_seq_parallel"] = False
-    given["runner_config"]["batch_size"] = batch
-    for section in (given["train_dataset"], given["model"]["model_config"]):
+    sections["runner_config"]["batch_size"] = batch
+    for section in (sections["train_dataset"], sections["model"]["model_config"]):
         if section.get("batch_size"):
             section["batch_size"] = batch
-    given["train_dataset_task"]["dataset_config"] = given["train_dataset"]
-    return given
+    sections["train_dataset_task"]["dataset_config"] = sections["train_dataset"]
+    return sections
 
 
 def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:

@@ -53,17 +53,17 @@ def recipe_of(config: Any) -> Recipe:
     Raises:
         RecipeError: A key is unknown, a value wrong or without effect, or values do not fit together; all are listed.
     """
-    given = _plain(config)
-    given.update(_swap(given.pop("swap_config", None) or {}))
-    if not (given.get("monitor_config") or {}).get("monitor_on"):
-        given.pop("monitor_config", None)
+    sections = _plain(config)
+    sections.update(_swap(sections.pop("swap_config", None) or {}))
+    if not (sections.get("monitor_config") or {}).get("monitor_on"):
+        sections.pop("monitor_config", None)
     for path, keys in _FILLED_IN.items():
-        section: Any = given
+        section: Any = sections
         for part in path.split(".") if path else ():
             section = section.get(part) or {}
         for key in keys:
             section.pop(key, None)
-    return loads(yaml.safe_dump(given, allow_unicode=True), name=NAME, use="mindformers")
+    return loads(yaml.safe_dump(sections, allow_unicode=True), name=NAME, use="mindformers")
 
 
 def _swap(config: dict[str, Any]) -> dict[str, Any]:
@@ -101,9 +101,9 @@ def check_launch(recipe: Recipe, processes: int) -> None:
         BadInputError: Names the key, what it is and what it must be.
     """
     if recipe.trainer.type != TRAINER:
-        found = f"{recipe.trainer.type}, which builds MindFormers' own model"
+        problem = f"{recipe.trainer.type}, which builds MindFormers' own model"
         expected = f"{TRAINER}, with auto_register: {REFERENCE}"
-        raise RecipeError([recipe.problem("trainer.type", found, expected)])
+        raise RecipeError([recipe.problem("trainer.type", problem, expected)])
     if recipe.devices != processes:
         raise BadInputError(
             f"the recipe is laid out for {recipe.devices} device(s) ({recipe.degrees_text}), and {processes} process(es) run. MindFormers would feed zeros to the "

@@ -67,27 +67,29 @@ def compile_mindformers(
         CompileError: MindFormers or MindSpore refused; the message is theirs.
     """
     folder()
-    name, given = sections_of(path_or_recipe, overrides)
-    devices = devices_of(name, given)
+    name, written = sections_of(path_or_recipe, overrides)
+    devices = devices_of(name, written)
     wrong = [rank for rank in ranks if not 0 <= rank < devices]
     if wrong:
         raise BadInputError(
             f"{name}: no rank {wrong[0]}: its layout has {devices} devices, expected 0 to {devices - 1}"
         )
-    _refuse(name, given)
+    _refuse(name, written)
     try:
-        return compile_ranks(lambda rank: _build(given, rank, ours), ranks, devices, {}, done=done)
+        return compile_ranks(
+            lambda rank: _build(written, rank, ours), ranks, devices, {}, done=done
+        )
     except CompileError as error:
-        said = "" if isinstance(path_or_recipe, Recipe) else _checked(path_or_recipe, overrides)
-        raise CompileError(f"{error}{said}") from None
+        problems = "" if isinstance(path_or_recipe, Recipe) else _checked(path_or_recipe, overrides)
+        raise CompileError(f"{error}{problems}") from None
 
 
 def _checked(name: str | os.PathLike[str], overrides: Sequence[str]) -> str:
     """Return what `check` says of a recipe that MindFormers refused, often in words that are not the recipe's."""
     try:
         load(_file(name), overrides)
-    except RecipeError as found:
-        lines = [f"\n  {problem}" for problem in found.problems]
+    except RecipeError as refusal:
+        lines = [f"\n  {problem}" for problem in refusal.problems]
         return "".join(["\n`telechat-moe check` says of this recipe:", *lines])
     return ""
 
@@ -110,53 +112,55 @@ def sections_of(
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise BadInputError(f"{name}: cannot be read: {error}") from None
-    given = sections(text, overrides, name=name)
-    if isinstance(model := given.get("pretrained_model_dir"), str) and model:
-        given["pretrained_model_dir"] = str(Path(model).absolute())  # children have other folders
-    return name, given
+    written = sections(text, overrides, name=name)
+    if isinstance(model := written.get("pretrained_model_dir"), str) and model:
+        written["pretrained_model_dir"] = str(Path(model).absolute())  # children have other folders
+    return name, written
 
 
-def devices_of(name: str, given: Mapping[str, Any]) -> int:
+def devices_of(name: str, written: Mapping[str, Any]) -> int:
     """Return the number of devices of the layout that sections ask for.
 
     Raises:
         BadInputError: The recipe is not semi-automatic parallel, or a degree is no positive integer.
     """
-    old = _section(name, given, "model.arch").get("type")
+    old = _section(name, written, "model.arch").get("type")
     if not (
-        old or _section(name, given, MODEL).get("model_type") or given.get("pretrained_model_dir")
+        old
+        or _section(name, written, MODEL).get("model_type")
+        or written.get("pretrained_model_dir")
     ):
         raise BadInputError(
             f"{name}: names no model: neither {MODEL}.model_type nor pretrained_model_dir is written; expected a type "
             "such as deepseek_v3, or the folder of a Hugging Face model"
         )
-    run = given.get("run_mode", "train")
+    run = written.get("run_mode", "train")
     if run not in ("train", "finetune"):
         raise BadInputError(
             f"{name}: run_mode is {run}, and a training step is compiled: expected train or finetune"
         )
-    parallel = _section(name, given, "parallel")
+    parallel = _section(name, written, "parallel")
     mode = parallel.get("parallel_mode")
-    if not given.get("use_parallel") or mode not in SEMI_AUTO:
+    if not written.get("use_parallel") or mode not in SEMI_AUTO:
         raise BadInputError(
-            f"{name}: use_parallel is {given.get('use_parallel')}, parallel.parallel_mode {mode}; the graph of a rank "
+            f"{name}: use_parallel is {written.get('use_parallel')}, parallel.parallel_mode {mode}; the graph of a rank "
             "exists under semi-automatic parallelism only: expected use_parallel: True and parallel.parallel_mode: 1"
         )
     keys = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
-    return prod(_integer(name, given, f"parallel_config.{key}", 1) for key in keys)
+    return prod(_integer(name, written, f"parallel_config.{key}", 1) for key in keys)
 
 
-def _refuse(name: str, given: Mapping[str, Any]) -> None:
+def _refuse(name: str, written: Mapping[str, Any]) -> None:
     """Refuse what MindFormers and MindSpore refuse in words that name no key of the recipe."""
-    if not _section(name, given, "train_dataset.data_loader"):
+    if not _section(name, written, "train_dataset.data_loader"):
         raise BadInputError(
             f"{name}: train_dataset.data_loader is empty, and says which columns a batch has; expected a section with "
             "type and config, as in telechat3_moe/pretrain_telechat3_105b_a4b_4k.yaml"
         )
-    wrong = unlisted_columns(_section(name, given, "train_dataset"))
-    if wrong and _section(name, given, "parallel").get("dataset_strategy") is None:
+    wrong = unlisted_columns(_section(name, written, "train_dataset"))
+    if wrong and _section(name, written, "parallel").get("dataset_strategy") is None:
         raise BadInputError("{}: {}: {}; expected {}".format(name, *wrong))
-    model = _model(name, given)
+    model = _model(name, written)
     layers = next((model[key] for key in _MTP if model.get(key) is not None), 0)
     if layers and model.get("mtp_loss_factor", model.get("mtp_loss_scaling_factor")) is None:
         raise BadInputError(
@@ -164,39 +168,39 @@ def _refuse(name: str, given: Mapping[str, Any]) -> None:
             f"loss MindFormers multiplies by it; expected a factor (--set {MODEL}.mtp_loss_factor=0.3), or no such layer "
             f"(--set {MODEL}.num_nextn_predict_layers=0)"
         )
-    sample_length(name, given)
+    sample_length(name, written)
 
 
-def _section(name: str, given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+def _section(name: str, written: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Return a section by its dotted key, empty if it is not written."""
-    found: Any = given
+    section: Any = written
     for key in path.split("."):
-        found = found.get(key) or {}
-        if not isinstance(found, Mapping):
-            raise BadInputError(f"{name}: {path}: {key} is {found!r}, expected a section")
-    return found
+        section = section.get(key) or {}
+        if not isinstance(section, Mapping):
+            raise BadInputError(f"{name}: {path}: {key} is {section!r}, expected a section")
+    return section
 
 
-def _integer(name: str, given: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _integer(name: str, written: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return a positive integer by its dotted key; without a default, it must be written."""
     above, _, last = key.rpartition(".")
-    found = _section(name, given, above).get(last)
-    if found is None and default is not None:
+    number = _section(name, written, above).get(last)
+    if number is None and default is not None:
         return default
-    if not isinstance(found, int) or found < 1:
-        said = "is not written" if found is None else f"is {found}"
-        raise BadInputError(f"{name}: {key} {said}, expected an integer >= 1")
-    return found
+    if not isinstance(number, int) or number < 1:
+        text = "is not written" if number is None else f"is {number}"
+        raise BadInputError(f"{name}: {key} {text}, expected an integer >= 1")
+    return number
 
 
-def _hugging_face(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _hugging_face(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's configuration in the Hugging Face folder that a recipe names, empty if it names none."""
-    folder = given.get("pretrained_model_dir")
+    folder = written.get("pretrained_model_dir")
     if not folder:
         return {}
     try:
-        found = parse_json(Path(folder, "config.json").read_text(encoding="utf-8"))
-        return {"model": {"model_config": dict(found)}}
+        content = parse_json(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return {"model": {"model_config": dict(content)}}
     except (OSError, ValueError, TypeError):
         raise BadInputError(
             f"{name}: pretrained_model_dir is {folder}, where no config.json can be read, and MindFormers takes the "
@@ -204,7 +208,7 @@ def _hugging_face(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ) from None
 
 
-def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
+def subject_of(name: str, written: Mapping[str, Any]) -> Subject:
     """Return what a report on MindFormers' model says of itself.
 
     MindFormers spreads experts over the innermost ranks of a stage, as we do, and tokens of a micro-batch over tensor
@@ -218,47 +222,53 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
         "ep": "expert_parallel",
     }
     sizes: dict[str, Any] = {
-        short: _integer(name, given, f"parallel_config.{key}", 1) for short, key in keys.items()
+        short: _integer(name, written, f"parallel_config.{key}", 1) for short, key in keys.items()
     }
-    sp = bool(_section(name, given, "parallel_config").get("use_seq_parallel"))
-    zero1 = bool(_section(name, given, "parallel").get("enable_parallel_optimizer"))
-    model, node = _model(name, given), 0
+    sp = bool(_section(name, written, "parallel_config").get("use_seq_parallel"))
+    zero1 = bool(_section(name, written, "parallel").get("enable_parallel_optimizer"))
+    model, node = _model(name, written), 0
     if model.get("moe_token_dispatcher_type") == "alltoall_deredundency":
         model = {"model": {"model_config": model}}
         node = _integer(name, model, f"{MODEL}.npu_nums_per_device", NODE_DEVICES)
     mesh = Mesh(**sizes, sp=sp, zero1=zero1, node=node)
-    states = bool(_section(name, given, "optimizer").get("swap"))
+    states = bool(_section(name, written, "optimizer").get("swap"))
     model = f"MindFormers {MINDFORMERS}"
-    return Subject(name, mesh, _exchange(name, given, mesh), model, swaps_states=states)
+    return Subject(name, mesh, _exchange(name, written, mesh), model, swaps_states=states)
 
 
-def _model(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _model(name: str, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's configuration: written, in the Hugging Face folder, or MindFormers' default of its class."""
     written = {
-        **_section(name, _hugging_face(name, given), MODEL),
-        **_section(name, given, MODEL),
+        **_section(name, _hugging_face(name, sections), MODEL),
+        **_section(name, sections, MODEL),
     }
     return {**DEEPSEEK_V3, **written} if written.get("model_type") == "deepseek_v3" else written
 
 
-def _exchange(name: str, given: Mapping[str, Any], mesh: Mesh) -> Expected:
+def _exchange(name: str, sections: Mapping[str, Any], mesh: Mesh) -> Expected:
     """Return the sizes of an exchange of tokens that are spread evenly; none without experts."""
-    written = _model(name, given)
+    written = _model(name, sections)
     if not any(written.get(key) for key in ("n_routed_experts", "num_experts", "num_moe_experts")):
         return Expected(0, 0)
     model = {"model": {"model_config": written}}
-    tokens = _integer(name, given, "runner_config.batch_size", 1) * sample_length(name, given)
+    tokens = _integer(name, sections, "runner_config.batch_size", 1) * sample_length(name, sections)
     rows = tokens // (mesh.tp * mesh.cp) * _integer(name, model, f"{MODEL}.num_experts_per_tok", 8)
     return Expected(rows * _integer(name, model, f"{MODEL}.hidden_size"), rows)
 
 
-def sample_length(name: str, given: Mapping[str, Any]) -> int:
+def sample_length(name: str, sections: Mapping[str, Any]) -> int:
     """Return the tokens of a sample: the data set's (the last handler's that says it), else the model's."""
     both = [f"{section}.seq_length" for section in ("train_dataset.data_loader.config", MODEL)]
-    handlers = _section(name, given, "train_dataset.data_loader").get("handler")
+    handlers = _section(name, sections, "train_dataset.data_loader").get("handler")
     lengths = [h.get("seq_length") for h in handlers or () if isinstance(h, Mapping)]
-    said = {"handler": {"seq_length": next((n for n in reversed(lengths) if n is not None), None)}}
-    for written, key in ((given, both[0]), (said, "handler.seq_length"), (given, both[1])):
+    from_handlers = {
+        "handler": {"seq_length": next((n for n in reversed(lengths) if n is not None), None)}
+    }
+    for written, key in (
+        (sections, both[0]),
+        (from_handlers, "handler.seq_length"),
+        (sections, both[1]),
+    ):
         section, _, last = key.rpartition(".")
         if _section(name, written, section).get(last) is not None:
             return _integer(name, written, key)
@@ -272,12 +282,12 @@ def folder() -> Path:
     """Return the folder that MindFormers is installed in, if it can run here."""
     require_mindformers()
     spec = importlib.util.find_spec("mindformers")
-    if spec is None or spec.origin is None:
-        raise BadInputError("mindformers is not installed")
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parents[1]
 
 
-def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
+def _build(written: Mapping[str, Any], rank: int, our_model: bool) -> Built:
     """Build MindFormers' training step. Runs in the child process, in a temporary folder, and changes the process."""
     import mindspore as ms
 
@@ -286,7 +296,7 @@ def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
     ms.runtime.set_cpu_affinity = lambda *args, **kwargs: (
         None
     )  # it would bind the compiler to a core
-    config, length = _configuration(given), sample_length("recipe", given)
+    config, length = _configuration(written), sample_length("recipe", written)
 
     from mindformers.core.context import build_context
     from mindformers.core.parallel_config import build_parallel_config
@@ -302,7 +312,7 @@ def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
     config.metric = None  # of evaluation
     build_parallel_config(config)
 
-    trainer = _our_trainer(given) if ours else build_trainer(config.trainer)
+    trainer = _our_trainer(written) if our_model else build_trainer(config.trainer)
     config = trainer._train_dataset_preprocess(config)
     columns = config.train_dataset.pop("construct_args_key", None)
     config = trainer.set_config(config, True)
@@ -312,27 +322,30 @@ def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
     return Built(_step(trainer, columns), _batch(config, length))
 
 
-def _our_trainer(given: Mapping[str, Any]) -> Any:
+def _our_trainer(written: Mapping[str, Any]) -> Any:
     """Return the trainer that recipes of ours name, in its state when training begins."""
     from telechat_moe.interop.mindformers_model import TelechatMoeTrainer
 
     trainer = TelechatMoeTrainer()
-    trainer.recipe = loads(yaml.safe_dump(dict(given), allow_unicode=True))
+    trainer.recipe = loads(yaml.safe_dump(dict(written), allow_unicode=True))
     return trainer
 
 
-def _configuration(given: Mapping[str, Any]) -> Any:
+def _configuration(written: Mapping[str, Any]) -> Any:
     """Return MindFormers' configuration object, read by it from a file as ``run_mindformer.py`` does."""
     from mindformers import MindFormerConfig
 
-    kept = {key: value for key, value in given.items() if _DROPPED.get(key, ()) is not None}
+    settings = {key: value for key, value in written.items() if _DROPPED.get(key, ()) is not None}
     for key, below in _DROPPED.items():
-        if below and isinstance(kept.get(key), dict):
-            kept[key] = {k: v for k, v in kept[key].items() if k not in below}
-    kept["context"] = {**kept.get("context", {}), "device_target": "CPU"}  # until it is built
-    kept["load_checkpoint"] = ""
-    kept["trainer"] = {"type": UPSTREAM_TRAINER}  # ours would build our model
-    Path("recipe.yaml").write_text(yaml.safe_dump(kept, allow_unicode=True), encoding="utf-8")
+        if below and isinstance(settings.get(key), dict):
+            settings[key] = {k: v for k, v in settings[key].items() if k not in below}
+    settings["context"] = {
+        **settings.get("context", {}),
+        "device_target": "CPU",
+    }  # until it is built
+    settings["load_checkpoint"] = ""
+    settings["trainer"] = {"type": UPSTREAM_TRAINER}  # ours would build our model
+    Path("recipe.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
     return MindFormerConfig("recipe.yaml")
 
 

@@ -74,8 +74,8 @@ class TelechatMoeForCausalLM(PreTrainedModel):
         self.balance = _Balance(self.bias_rate, self.recipe.devices)
 
     def _build(self, recipe: Recipe) -> None:
-        own, target = recipe.telechat_moe, recipe.context.device_target
-        backends = own.operators
+        settings, target = recipe.telechat_moe, recipe.context.device_target
+        backends = settings.operators
         with select.using(backends.default, backends.backends(), target, backends.host):
             if is_split(recipe):
                 rank, shared = (
@@ -86,18 +86,18 @@ class TelechatMoeForCausalLM(PreTrainedModel):
                 self.model, routers = placed.model, placed.routers
                 if shared:  # MindSpore's lazy_inline: micro-batches call one graph
                     self.cell_init_args = f"lazy_inline_{type(self).__name__}"
-                here = [placed.placement.is_here(router.weight) for router in routers]
+                held_here = [placed.placement.is_here(router.weight) for router in routers]
             else:
                 self.model = CausalLM(
-                    recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens
+                    recipe.model_config, settings.moe_block_rows, settings.moe_capacity_tokens
                 )
                 routers = [c for _, c in self.model.cells_and_names() if isinstance(c, Router)]
-                here = [True] * len(routers)
+                held_here = [True] * len(routers)
                 if backends.fuse_plain:
                     fuse_cells(self.model)
         # A tuple, not a CellList: some belong to other stages.
         self.routers = tuple(
-            r if is_here else None for r, is_here in zip(routers, here, strict=True)
+            r if is_here else None for r, is_here in zip(routers, held_here, strict=True)
         )
 
     def initialize(self, seed: int) -> None:
@@ -272,8 +272,8 @@ class TelechatMoeTrainer(CausalLanguageModelingTrainer):
         try:
             super().train(config=config, **kwargs)
         except RuntimeError as error:
-            if said := reason(error):
-                raise BadInputError(said) from error
+            if text := reason(error):
+                raise BadInputError(text) from error
             raise
 
     def create_network(self, default_args: dict[str, Any] | None = None) -> nn.Cell:

@@ -46,10 +46,10 @@ def train(
     if recipe.devices == 1 and "use_legacy_format" not in recipe.given:
         settings["use_legacy_format"] = False  # the old one cannot be resumed in one process
     saved = Path(recipe.output_dir).absolute() / FOLDER
-    found = newest(saved) if resume else None
-    if found is not None:
-        if step_of(found, recipe) >= recipe.train_steps:  # MindSpore would stop with an error
-            sys.stderr.write(f"all {recipe.train_steps} steps are done: {found}\n")
+    checkpoint = newest(saved) if resume else None
+    if checkpoint is not None:
+        if step_of(checkpoint, recipe) >= recipe.train_steps:  # MindSpore would stop with an error
+            sys.stderr.write(f"all {recipe.train_steps} steps are done: {checkpoint}\n")
             return
         settings |= resume_settings(saved, recipe)
     config = MindFormerConfig(str(write_resolved(recipe, settings)))

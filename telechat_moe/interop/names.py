@@ -57,11 +57,11 @@ _LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(?:block\.)?(.*)")
 
 
 @dataclass(frozen=True)
-class Pair:
+class WeightNames:
     """One tensor of ours and what it is called in a Hugging Face checkpoint.
 
     Attributes:
-        ours: Our name.
+        name: Our name.
         shape: Our shape; three dimensions are a stack of experts.
         hf: Hugging Face's name, or with a stack one name for each expert.
         copies: Further tensors that Hugging Face's checkpoint holds with the same content.
@@ -70,7 +70,7 @@ class Pair:
         is_bias: The selection bias of a router.
     """
 
-    ours: str
+    name: str
     shape: Shape
     hf: tuple[str, ...]
     copies: tuple[str, ...] = ()
@@ -94,8 +94,8 @@ def first_mtp_layer(names: Iterable[str], config: ModelConfig) -> int:
     It is the one after the decoder's last; where they are numbered one higher (TeleChat3 in MindFormers), the next.
     """
     L = config.num_hidden_layers
-    found = _mtp_numbers(names)
-    return L + 1 if found and found[0] == L + 1 else L
+    numbers = _mtp_numbers(names)
+    return L + 1 if numbers and numbers[0] == L + 1 else L
 
 
 def mtp_layers(names: Iterable[str]) -> int:
@@ -108,7 +108,7 @@ def _mtp_numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
-def pairs(config: ModelConfig, mtp_layer: int | None = None) -> list[Pair]:
+def pairs(config: ModelConfig, mtp_layer: int | None = None) -> list[WeightNames]:
     """Return all tensors of a model, in the order of its layers.
 
     Args:
@@ -135,7 +135,7 @@ def empty_shared_experts(config: ModelConfig, mtp_layer: int | None = None) -> d
     }
 
 
-def _pair(weight: Weight, config: ModelConfig, mtp_layer: int) -> Pair:
+def _pair(weight: Weight, config: ModelConfig, mtp_layer: int) -> WeightNames:
     match = _LAYER.fullmatch(weight.name)
     if match:
         layer = int(match[2]) + (mtp_layer if match[1] == "mtp" else 0)
@@ -152,4 +152,4 @@ def _pair(weight: Weight, config: ModelConfig, mtp_layer: int) -> Pair:
     copies = tuple(f"model.layers.{i}.{name}.weight" for name in copied for i in mtp_layers)
     tied = config.tie_word_embeddings and weight.name == "embedding.weight"
     spare = ("lm_head.weight",) if tied else ()
-    return Pair(weight.name, weight.shape, names, copies, spare, is_bias=not weight.trained)
+    return WeightNames(weight.name, weight.shape, names, copies, spare, is_bias=not weight.trained)

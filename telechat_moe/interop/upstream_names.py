@@ -16,57 +16,56 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.interop import names
 from telechat_moe.recipe import ModelConfig
-from telechat_moe.recipe.weights import Weight, weights
+from telechat_moe.recipe.weights import Shape, Weight, weights
 
-Shape = tuple[int, ...]
-Arrays = dict[str, np.ndarray]
-Layout = Literal["same", "rows", "rows in turn", "experts: gate, up", "experts: down"]
+ArraysByName = dict[str, np.ndarray]
+Fusion = Literal["same", "rows", "rows in turn", "experts: gate, up", "experts: down"]
 
 STATE = re.compile(r".*\.router\.(expert_load|fi_accu)|.*\.max_logits_val")
 """Counters among upstream's parameters that are no weights."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class FusedWeight:
     """One parameter of upstream's class and those of ours that it holds.
 
     Attributes:
         upstream: Its name there.
         shape: Its shape there.
-        ours: Our names.
+        names: Our names.
         layout: ``same``; ``rows``: ours stacked by rows; ``rows in turn``: rows of the first and the second of
             ours alternate; ``experts: gate, up``: ours ``[E, H, F]`` side by side, experts stacked by rows;
             ``experts: down``: ours ``[E, F, H]``, experts stacked by rows.
-        our_shapes: Our shapes.
+        shapes: Our shapes.
         is_trained: False for the selection bias of a router.
     """
 
     upstream: str
     shape: Shape
-    ours: tuple[str, ...]
-    our_shapes: tuple[Shape, ...]
-    layout: Layout = "same"
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    layout: Fusion = "same"
     is_trained: bool = True
 
-    def join(self, ours: list[np.ndarray]) -> np.ndarray:
-        """Return upstream's array from ours, which come in the order of ``ours``."""
+    def join(self, arrays: list[np.ndarray]) -> np.ndarray:
+        """Return upstream's array from ours, which come in the order of ``names``."""
         if self.layout == "same":
-            return ours[0]
+            return arrays[0]
         if self.layout == "rows in turn":
-            return np.stack(ours, axis=1).reshape(self.shape)
+            return np.stack(arrays, axis=1).reshape(self.shape)
         axis = -1 if self.layout == "experts: gate, up" else 0
-        return np.concatenate(ours, axis=axis).reshape(self.shape)
+        return np.concatenate(arrays, axis=axis).reshape(self.shape)
 
     def split(self, upstream: np.ndarray) -> list[np.ndarray]:
         """Return our arrays from upstream's; the inverse of :meth:`join`."""
         if self.layout in ("same", "experts: down"):
-            return [upstream.reshape(self.our_shapes[0])]
+            return [upstream.reshape(self.shapes[0])]
         if self.layout == "rows in turn":
             return [upstream[0::2], upstream[1::2]]
         if self.layout == "rows":
-            ends = np.cumsum([shape[0] for shape in self.our_shapes])[:-1]
+            ends = np.cumsum([shape[0] for shape in self.shapes])[:-1]
             return np.split(upstream, ends, axis=0)
-        E, H, _ = self.our_shapes[0]
+        E, H, _ = self.shapes[0]
         return np.split(upstream.reshape(E, H, -1), 2, axis=-1)
 
 
@@ -78,15 +77,15 @@ def settings(config: ModelConfig) -> dict[str, object]:
     scores are then multiplied by ``(0.1 * 0.707 * ln 40 + 1)^2 = 1.59``. A query rank of 0 would be a latent of
     no width.
     """
-    found: dict[str, object] = {
+    values: dict[str, object] = {
         "qk_head_dim": config.qk_nope_head_dim,
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "rotary_scaling_factor": 1.0,
     }
-    return found if config.q_lora_rank else {**found, "q_lora_rank": None}
+    return values if config.q_lora_rank else {**values, "q_lora_rank": None}
 
 
-def pairs(config: ModelConfig) -> list[Pair]:
+def pairs(config: ModelConfig) -> list[FusedWeight]:
     """Return all parameters of upstream's class that are weights, or the routers' biases.
 
     Raises:
@@ -101,26 +100,26 @@ def pairs(config: ModelConfig) -> list[Pair]:
 
 
 def to_upstream(
-    ours: Mapping[str, np.ndarray], config: ModelConfig, *, only_trained: bool = False
-) -> Arrays:
+    arrays: Mapping[str, np.ndarray], config: ModelConfig, *, only_trained: bool = False
+) -> ArraysByName:
     """Return upstream's parameters from ours; arrays are copied where the layout differs.
 
     Args:
-        ours: All weights, or, with ``only_trained``, all but the biases of the routers, such as an optimizer's moments.
-        only_trained: See ``ours``.
+        arrays: All weights, or, with ``only_trained``, all but the biases of the routers, such as an optimizer's moments.
+        only_trained: See ``arrays``.
 
     Raises:
         BadInputError: A weight is missing, unknown or has another shape; all of them are named.
     """
     table = [pair for pair in pairs(config) if pair.is_trained or not only_trained]
-    known = {name: shape for p in table for name, shape in zip(p.ours, p.our_shapes, strict=True)}
-    _check(ours, known, names.OUR_STATE, "ours")
-    return {p.upstream: p.join([ours[name] for name in p.ours]) for p in table}
+    shapes = {name: shape for p in table for name, shape in zip(p.names, p.shapes, strict=True)}
+    _check(arrays, shapes, names.OUR_STATE, "ours")
+    return {p.upstream: p.join([arrays[name] for name in p.names]) for p in table}
 
 
 def to_ours(
     upstream: Mapping[str, np.ndarray], config: ModelConfig, *, only_trained: bool = False
-) -> Arrays:
+) -> ArraysByName:
     """Return our weights from upstream's parameters, or anything of their shapes, such as gradients.
 
     Raises:
@@ -131,20 +130,25 @@ def to_ours(
     return {
         name: part
         for p in table
-        for name, part in zip(p.ours, p.split(upstream[p.upstream]), strict=True)
+        for name, part in zip(p.names, p.split(upstream[p.upstream]), strict=True)
     }
 
 
 def _check(
-    found: Mapping[str, np.ndarray], known: Mapping[str, Shape], state: re.Pattern[str], whose: str
+    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+    state: re.Pattern[str],
+    whose: str,
 ) -> None:
-    problems = [f"{name}: missing, expected {list(known[name])}" for name in known.keys() - found]
-    for name in found:
-        if name not in known and not state.fullmatch(name):
+    problems = [
+        f"{name}: missing, expected {list(shapes[name])}" for name in shapes.keys() - arrays
+    ]
+    for name in arrays:
+        if name not in shapes and not state.fullmatch(name):
             problems.append(f"{name}: unknown")
-        elif name in known and found[name].shape != known[name]:
-            shape = list(found[name].shape)
-            problems.append(f"{name}: found shape {shape}, expected {list(known[name])}")
+        elif name in shapes and arrays[name].shape != shapes[name]:
+            shape = list(arrays[name].shape)
+            problems.append(f"{name}: found shape {shape}, expected {list(shapes[name])}")
     if problems:
         raise BadInputError(
             f"{len(problems)} problem(s) with the weights of {whose} model:\n  "
@@ -172,7 +176,7 @@ _IN_A_LAYER = {
     "moe.router.weight": "mlp.router.weight",
     "moe.router.expert_bias": "mlp.router.expert_bias",
 }
-_EXPERTS: dict[str, tuple[str, Layout]] = {
+_EXPERTS: dict[str, tuple[str, Fusion]] = {
     "moe.experts.gate": ("mlp.experts.weight1", "experts: gate, up"),
     "moe.experts.up": ("mlp.experts.weight1", "experts: gate, up"),
     "moe.experts.down": ("mlp.experts.weight2", "experts: down"),
@@ -188,8 +192,8 @@ _SEPARATE = {
 }
 
 
-def _table(config: ModelConfig) -> Iterator[Pair]:
-    found: dict[str, tuple[Layout, list[Weight]]] = {}
+def _table(config: ModelConfig) -> Iterator[FusedWeight]:
+    by_name: dict[str, tuple[Fusion, list[Weight]]] = {}
     # The head comes last in upstream's class, after the layers for multi-token prediction.
     for weight in sorted(weights(config), key=lambda w: w.name == "head.weight"):
         match = _LAYER.fullmatch(weight.name)
@@ -200,18 +204,18 @@ def _table(config: ModelConfig) -> Iterator[Pair]:
             stack = "decoder" if match[1] == "layers" else "mtp"
             block = ".transformer_layer" if match[3] else ""
             name = f"{stack}.layers.{match[2]}{block}.{inner}"
-        found.setdefault(name, (layout, []))[1].append(weight)
-    for name, (layout, ours) in found.items():
-        shape = ours[0].shape
+        by_name.setdefault(name, (layout, []))[1].append(weight)
+    for name, (layout, members) in by_name.items():
+        shape = members[0].shape
         if layout in ("rows", "rows in turn"):
-            shape = (sum(w.shape[0] for w in ours), shape[1])
+            shape = (sum(w.shape[0] for w in members), shape[1])
         elif layout != "same":
-            shape = (shape[0] * shape[1], shape[2] * len(ours))
-        names, shapes = tuple(w.name for w in ours), tuple(w.shape for w in ours)
-        yield Pair(name, shape, names, shapes, layout, ours[0].trained)
+            shape = (shape[0] * shape[1], shape[2] * len(members))
+        names, shapes = tuple(w.name for w in members), tuple(w.shape for w in members)
+        yield FusedWeight(name, shape, names, shapes, layout, members[0].trained)
 
 
-def _in_a_layer(name: str, config: ModelConfig) -> tuple[str, Layout]:
+def _in_a_layer(name: str, config: ModelConfig) -> tuple[str, Fusion]:
     """Return upstream's name of a weight within its layer, and its layout."""
     if name in _EXPERTS:
         return _EXPERTS[name]

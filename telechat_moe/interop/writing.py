@@ -37,7 +37,7 @@ from telechat_moe.files import (
     sync_folder,
     write_atomic,
 )
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import json_or_none, parse_json
 from telechat_moe.tensor_files import TensorFile, TensorOutput
 
 
@@ -62,7 +62,7 @@ class Destination:
     extra: Mapping[str, Mapping[str, Any]]
     label: str
     progress: Progress | None = None
-    kept: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
     def write(self) -> tuple[list[str], int]:
         """Write what is not written yet.
@@ -83,23 +83,23 @@ class Destination:
             with locked(self.work / "lock", busy):
                 return self._write(total)
         except OSError as error:
-            where = error.filename or self.work
+            path = error.filename or self.work
             raise TelechatMoeError(
-                f"cannot write {self.dst}: {error.strerror or error} ({where}); {total:,} bytes are needed. "
+                f"cannot write {self.dst}: {error.strerror or error} ({path}); {total:,} bytes are needed. "
                 + self._left()
             ) from error
         except BadInputError:
-            if not self.kept:
+            if not self.finished:
                 shutil.rmtree(self.work, ignore_errors=True)
             raise
 
     def _left(self) -> str:
         """Remove what is of no use to the next run; say what is left."""
-        if not self.kept:
+        if not self.finished:
             shutil.rmtree(self.work, ignore_errors=True)
             return "Nothing was left behind."
         return (
-            f"{len(self.kept)} of {len(self.shards)} files are finished and kept in {self.work}: the same command "
+            f"{len(self.finished)} of {len(self.shards)} files are finished and kept in {self.work}: the same command "
             "continues there; remove the folder to abandon it"
         )
 
@@ -110,17 +110,17 @@ class Destination:
         self._begin(names)
         sources = self._check_inputs()
         self._verify_finished()
-        resumed = sum(name in self.kept for name in names)
-        done = sum(
+        resumed = sum(name in self.finished for name in names)
+        finished_bytes = sum(
             o.nbytes
             for shard, name in zip(self.shards, names, strict=True)
             for o in shard
-            if name in self.kept
+            if name in self.finished
         )
-        advance = counter("writing", total, self.progress, done)
+        advance = counter("writing", total, self.progress, finished_bytes)
         advance(0)
         for name, shard in zip(names, self.shards, strict=True):
-            if name not in self.kept:
+            if name not in self.finished:
                 self._write_shard(name, shard, advance)
         changed = [path for path in self.inputs if _identity(path) != before[path]]
         if changed:
@@ -144,7 +144,7 @@ class Destination:
         }
         key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
         path = self.work / "plan.json"
-        if path.exists() and _json(path) == {"key": key}:
+        if json_or_none(path) == {"key": key}:
             return
         for name in ("plan.json", "inputs.jsonl", "done.jsonl"):
             (self.work / name).unlink(missing_ok=True)
@@ -155,35 +155,35 @@ class Destination:
     def _check_inputs(self) -> FileSums:
         """Return the checksums of the inputs; compare them with the ones beside them."""
         log = self.work / "inputs.jsonl"
-        known = {line["name"]: line for line in _lines(log)}
+        logged = {line["name"]: line for line in _lines(log)}
         total = sum(path.stat().st_size for path in self.inputs)
-        advance, found = counter("checking the source", total, self.progress), FileSums()
+        advance, sums = counter("checking the source", total, self.progress), FileSums()
         for path in self.inputs:
-            if path.name in known:
-                found[path.name] = {k: known[path.name][k] for k in ("bytes", "sha256")}
-                advance(found[path.name]["bytes"])
+            if path.name in logged:
+                sums[path.name] = {k: logged[path.name][k] for k in ("bytes", "sha256")}
+                advance(sums[path.name]["bytes"])
                 continue
-            found[path.name] = checksum(path, advance)
-            _append(log, {"name": path.name, **found[path.name]})
+            sums[path.name] = checksum(path, advance)
+            _append(log, {"name": path.name, **sums[path.name]})
         expected = read_checksums(self.source) or {}
         folder = checksums_path(self.source).parent
-        if problems := differences(folder, expected, found):
+        if problems := differences(folder, expected, sums):
             raise BadInputError(
                 f"{self.source}: the weights are not those that were written:\n  "
                 + "\n  ".join(problems)
             )
-        return found
+        return sums
 
     def _verify_finished(self) -> None:
         """Keep the finished files whose content is still right; remove everything else."""
         for line in _lines(self.work / "done.jsonl"):
             path = self.files / line["name"]
             if path.is_file() and path.stat().st_size == line["bytes"]:
-                found = checksum(path)
-                if found["sha256"] == line["sha256"]:
-                    self.kept[line["name"]] = found
+                checksums = checksum(path)
+                if checksums["sha256"] == line["sha256"]:
+                    self.finished[line["name"]] = checksums
         for path in self.files.iterdir():
-            if path.name not in self.kept:
+            if path.name not in self.finished:
                 path.unlink()
 
     # ------------------------------------------------------------------ writing
@@ -192,18 +192,18 @@ class Destination:
         self, name: str, shard: list[TensorOutput], advance: Callable[[int], None]
     ) -> None:
         part = self.files / f"{name}.part"
-        found = TensorFile(name, shard, {"format": self.label}).write(part, advance)
+        checksums = TensorFile(name, shard, {"format": self.label}).write(part, advance)
         part.rename(self.files / name)
         sync_folder(self.files)
-        _append(self.work / "done.jsonl", {"name": name, **found})
-        self.kept[name] = found
+        _append(self.work / "done.jsonl", {"name": name, **checksums})
+        self.finished[name] = checksums
 
     def _finish(self, names: list[str], sources: FileSums) -> list[str]:
         """Put the destination under its own name, complete."""
         extra = {} if self._single() else dict(self.extra)
-        for name, given in extra.items():
-            write_atomic(self.files / name, json_bytes(given))
-        files = {name: self.kept[name] for name in names}
+        for name, content in extra.items():
+            write_atomic(self.files / name, json_bytes(content))
+        files = {name: self.finished[name] for name in names}
         files |= {name: checksum(self.files / name) for name in extra}
         sums = checksums_path(self.files / self.dst.name if self._single() else self.files)
         write_atomic(sums, json_bytes(checksums_content(files, self.source, sources)))
@@ -223,13 +223,6 @@ class Destination:
 def _identity(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
-
-
-def _json(path: Path) -> Any:
-    try:
-        return parse_json(path.read_bytes())
-    except ValueError:
-        return None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ class Npu(NamedTuple):
     node: int
 
 
-class Share(NamedTuple):
+class CoreShare(NamedTuple):
     """What one process gets: CPUs of whole cores, their NUMA node, and its NPU if it has one; ``why`` this node."""
 
     cpus: list[int]
@@ -40,7 +40,7 @@ class Share(NamedTuple):
     why: str
 
     def describe(self) -> str:
-        """Say it in words."""
+        """Return CPUs, NUMA node and the reason as a text."""
         return f"CPUs {ranges_text(self.cpus, ',')}, NUMA node {self.node} ({self.why})"
 
 
@@ -79,10 +79,12 @@ class Topology:
             cpus[node] = set(parse_cpus(path.read_text())) & allowed
         if not any(cpus.values()):  # a kernel without NUMA
             cpus = {0: allowed}
-        nodes = {node: _cores(sys, here) for node, here in sorted(cpus.items()) if here}
+        nodes = {
+            node: _cores(sys, node_cpus) for node, node_cpus in sorted(cpus.items()) if node_cpus
+        }
         return Topology(nodes, _npus(sys, cpus))
 
-    def shares(self, processes: int) -> list[Share]:
+    def shares(self, processes: int) -> list[CoreShare]:
         """Return what each process gets.
 
         Process i drives NPU i and gets cores of its NUMA node while there is one for it. The others are put where a
@@ -102,21 +104,23 @@ class Topology:
             elif node is None:
                 places.append((None, "no NPU" if not self.npus else f"there is no NPU {i}"))
             else:
-                where = "is not known" if node < 0 else f"{node} has no core left"
-                places.append((None, f"that of NPU {i} {where}"))
-        rest: list[int] = []
+                reason = "is not known" if node < 0 else f"{node} has no core left"
+                places.append((None, f"that of NPU {i} {reason}"))
+        free: list[int] = []
         for _ in range(sum(node is None for node, _ in places)):
-            rest.append(max(count, key=lambda n: (len(self.nodes[n]) / (count[n] + 1), -n)))
-            count[rest[-1]] += 1
-        others = iter(sorted(rest))
-        wanted = [(next(others) if node is None else node, why) for node, why in places]
-        order = [node for node, _ in wanted]
-        found: list[Share] = []
-        for i, (node, why) in enumerate(wanted):
+            free.append(max(count, key=lambda n: (len(self.nodes[n]) / (count[n] + 1), -n)))
+            count[free[-1]] += 1
+        others = iter(sorted(free))
+        chosen = [
+            (next(others) if node is None else node, node_reason) for node, node_reason in places
+        ]
+        order = [node for node, _ in chosen]
+        shares: list[CoreShare] = []
+        for i, (node, node_reason) in enumerate(chosen):
             cores = _part(self.nodes[node], count[node], order[:i].count(node))
             npu = self.npus[i] if i < len(self.npus) else None
-            found.append(Share(sorted(chain(*cores)), node, npu, why))
-        return found
+            shares.append(CoreShare(sorted(chain(*cores)), node, npu, node_reason))
+        return shares
 
 
 def _part(cores: Sequence[Core], parts: int, index: int) -> Sequence[Core]:
@@ -129,11 +133,11 @@ def _part(cores: Sequence[Core], parts: int, index: int) -> Sequence[Core]:
 def _cores(sys: Path, cpus: Iterable[int]) -> list[Core]:
     """Group CPUs by the core that they are hardware threads of, in the order of their first ones."""
     cores: dict[Core, None] = {}
-    here = set(cpus)
-    for cpu in sorted(here):
+    usable = set(cpus)
+    for cpu in sorted(usable):
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         siblings = parse_cpus(path.read_text()) if path.exists() else [cpu]
-        cores[tuple(sorted({cpu, *(here & set(siblings))}))] = None
+        cores[tuple(sorted({cpu, *(usable & set(siblings))}))] = None
     return list(cores)
 
 
@@ -159,9 +163,11 @@ def _npus(sys: Path, cpus: dict[int, set[int]]) -> list[Npu]:
     order = npu_addresses() or sorted(by_address)
     npus = [Npu(address, by_address.get(address, -1)) for address in order]
     if any(npu.node < 0 for npu in npus):
-        near = npu_cpus()
+        near_cpus = npu_cpus()
         for i, npu in enumerate(npus):
-            shared = {node: len(here & set(near.get(i, []))) for node, here in cpus.items()}
+            shared = {
+                node: len(node_cpus & set(near_cpus.get(i, []))) for node, node_cpus in cpus.items()
+            }
             node = max(shared, key=lambda node: (shared[node], -node))
             if npu.node < 0 and shared[node]:
                 npus[i] = npu._replace(node=node)
@@ -176,17 +182,17 @@ def npu_addresses() -> list[str]:
     Without it the order of PCI addresses is taken for that of device numbers.
     """
     try:
-        found: dict[int, str] = {}
+        addresses: dict[int, str] = {}
         for line in _npu_smi("-m").splitlines()[1:]:
             npu, chip, number, *_ = line.split()
             if not number.isdecimal():  # a chip that only manages
                 continue
             board = _npu_smi("-t", "board", "-i", npu, "-c", chip)
             address = re.search(r"PCIe\s*Bus\s*Info\s*:\s*(\S+)", board)
-            found[int(number)] = address[1].lower() if address else ""
+            addresses[int(number)] = address[1].lower() if address else ""
     except (OSError, ValueError, subprocess.SubprocessError):
         return []
-    return [found.get(i, "") for i in range(max(found) + 1)] if found else []
+    return [addresses.get(i, "") for i in range(max(addresses) + 1)] if addresses else []
 
 
 def npu_cpus() -> dict[int, list[int]]:
@@ -198,12 +204,12 @@ def npu_cpus() -> dict[int, list[int]]:
         rows = [line.split() for line in _npu_smi("-t", "topo").splitlines()]
     except (OSError, subprocess.SubprocessError):
         return {}
-    found: dict[int, list[int]] = {}
-    for first, *rest in filter(None, rows):
+    by_npu: dict[int, list[int]] = {}
+    for first, *columns in filter(None, rows):
         number = re.fullmatch(r"NPU(\d+)", first)
-        if number is not None and rest and _LIST.fullmatch(rest[-1]):
-            found[int(number[1])] = parse_cpus(rest[-1])
-    return found
+        if number is not None and columns and _LIST.fullmatch(columns[-1]):
+            by_npu[int(number[1])] = parse_cpus(columns[-1])
+    return by_npu
 
 
 def _npu_smi(*arguments: str) -> str:
@@ -229,19 +235,19 @@ def interrupts(proc: Path = Path("/proc")) -> list[Interrupt]:
         header, *lines = (proc / "interrupts").read_text().splitlines()
     except (OSError, ValueError):
         return []
-    found: list[Interrupt] = []
+    listed: list[Interrupt] = []
     for line in lines:
-        number, _, rest = line.partition(":")
+        number, _, text = line.partition(":")
         if not number.strip().isdecimal():  # those of the processor itself
             continue
-        words = rest.split()[len(header.split()) :]
+        words = text.split()[len(header.split()) :]
         try:
             path = proc / "irq" / number.strip() / "smp_affinity_list"
             cpus = parse_cpus(path.read_text())
         except (OSError, ValueError):
             continue
-        found.append(Interrupt(int(number), words[-1] if words else "", cpus))
-    return found
+        listed.append(Interrupt(int(number), words[-1] if words else "", cpus))
+    return listed
 
 
 def npu_interrupts(
@@ -251,6 +257,10 @@ def npu_interrupts(
 
     The driver names them ``sq_send_trigger_irq`` and ``cq_update_irq``.
     """
-    mine = {path.name for path in sys.glob(f"bus/pci/devices/{npu.address or '-'}/msi_irqs/*")}
+    numbers = {path.name for path in sys.glob(f"bus/pci/devices/{npu.address or '-'}/msi_irqs/*")}
     named = ("sq_send_trigger_irq", "cq_update_irq")
-    return [one for one in interrupts(proc) if str(one.number) in mine and one.name in named]
+    return [
+        interrupt
+        for interrupt in interrupts(proc)
+        if str(interrupt.number) in numbers and interrupt.name in named
+    ]

@@ -49,24 +49,24 @@ class Binding:
         The first thread must have exactly these CPUs; the others may be bound to some of them. A process that is gone has
         no changes.
         """
-        found: list[str] = []
+        texts: list[str] = []
         others: dict[str, list[str]] = {}
         for thread, status in _threads(pid):
             cpus = status["Cpus_allowed_list"]
-            now, mine = set(parse_cpus(cpus)), set(self.cpus)
-            if now - mine or (thread == pid and now != mine):
+            now, bound_cpus = set(parse_cpus(cpus)), set(self.cpus)
+            if now - bound_cpus or (thread == pid and now != bound_cpus):
                 others.setdefault(cpus, []).append(f"{status['Name']} ({thread})")
             if thread == pid and self.mems and status.get("Mems_allowed_list") != self.mems:
                 mems = status.get("Mems_allowed_list", "unknown")
-                found.append(f"memory may come from NUMA nodes {mems}, before {self.mems}")
+                texts.append(f"memory may come from NUMA nodes {mems}, before {self.mems}")
         for cpus, names in others.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
             which = "thread" if len(names) == 1 else "threads"
             bound = ranges_text(self.cpus, ",")
-            found.append(
-                f"{which} {', '.join(names[:3])}{more} may run on CPUs {cpus}, bound to {bound}"
+            texts.append(
+                f"{which} {', '.join(names[:3])}{suffix} may run on CPUs {cpus}, bound to {bound}"
             )
-        return found
+        return texts
 
 
 def _threads(pid: int) -> Iterable[tuple[int, dict[str, str]]]:
@@ -99,9 +99,9 @@ def use_cores(processes: int, index: int, bind: bool) -> Binding | None:
     """
     threads, binding = max(1, len(os.sched_getaffinity(0)) // processes), None
     if bind:
-        if mine := next((name for name in _OF_MSRUN if os.environ.get(name)), None):
+        if variable := next((name for name in _OF_MSRUN if os.environ.get(name)), None):
             raise UsageError(
-                f"msrun has bound this process already (--bind_core or --bind_numa; {mine} is set), and --bind-cores "
+                f"msrun has bound this process already (--bind_core or --bind_numa; {variable} is set), and --bind-cores "
                 "would bind it again; expected one of them"
             )
         share = Topology.read().shares(processes)[index]
@@ -139,8 +139,8 @@ def plan(processes: int, first_rank: int) -> list[str]:
         lines.append(f"rank {first_rank + i}: {share.describe()}")
         if share.npu is not None:
             by_cpus: dict[tuple[str, str], int] = {}
-            for one in npu_interrupts(share.npu):
-                key = one.name, ranges_text(one.cpus, ",")
+            for interrupt in npu_interrupts(share.npu):
+                key = interrupt.name, ranges_text(interrupt.cpus, ",")
                 by_cpus[key] = by_cpus.get(key, 0) + 1
             lines += [f"  {n} x {name} on CPUs {cpus}" for (name, cpus), n in by_cpus.items()]
     return lines
@@ -152,17 +152,17 @@ def conflicts(recipe: Recipe) -> list[Problem]:
     It calls ``mindspore.runtime.set_cpu_affinity`` unless ``context.affinity_cpu_list`` is False, and binds processes with
     psutil where the environment sets ``CPU_AFFINITY`` (``mindformers/core/context/build_context.py``).
     """
-    context, found = recipe.given.get("context") or {}, list[Problem]()
+    context, problems = recipe.given.get("context") or {}, list[Problem]()
     if "affinity_config" in context:
         binds = "MindFormers binds threads with it, and --bind processes"
-        found.append(recipe.problem("context.affinity_config", binds, "one of them"))
+        problems.append(recipe.problem("context.affinity_config", binds, "one of them"))
     elif context.get("affinity_cpu_list") is not False:
         binds = f"{context.get('affinity_cpu_list')}, so MindFormers binds threads, too"
-        found.append(recipe.problem("context.affinity_cpu_list", binds, "False with --bind"))
+        problems.append(recipe.problem("context.affinity_cpu_list", binds, "False with --bind"))
     if os.environ.get("CPU_AFFINITY", "").lower() in ("1", "true"):
         binds = "CPU_AFFINITY is set in the environment, so MindFormers binds processes, too"
-        found.append(recipe.problem("context", binds, "unset CPU_AFFINITY, or no --bind"))
-    return found
+        problems.append(recipe.problem("context", binds, "unset CPU_AFFINITY, or no --bind"))
+    return problems
 
 
 # ------------------------------------------------------------------------------ reports
@@ -194,7 +194,7 @@ class BindingWatch:
     ranks: Iterable[int]
     say: Callable[[str], object]
     bound: dict[int, Binding] = field(default_factory=dict[int, Binding])
-    said: set[str] = field(default_factory=set[str])
+    reported: set[str] = field(default_factory=set[str])
     looked: float = 0.0
 
     def look(self) -> None:
@@ -223,15 +223,19 @@ class BindingWatch:
     def end(self) -> None:
         """Say what the ranks found as they ended."""
         ends = {rank: self.control.read(f"rank_{rank}.bound_at_end") for rank in self.ranks}
-        known = {rank: json.loads(text) for rank, text in ends.items() if text is not None}
-        for rank, changes in known.items():
+        changes_by_rank = {
+            rank: json.loads(text) for rank, text in ends.items() if text is not None
+        }
+        for rank, changes in changes_by_rank.items():
             self._say(rank, changes)
-        if known and not self.said:
-            self.say(f"ranks {ranges_text(sorted(known))}: bound at the end as at the start")
+        if changes_by_rank and not self.reported:
+            self.say(
+                f"ranks {ranges_text(sorted(changes_by_rank))}: bound at the end as at the start"
+            )
 
     def _say(self, rank: int, changes: Iterable[str]) -> None:
         for change in changes:
             kind = f"{rank} {change.rpartition(' may ')[2]}"  # which threads there are changes
-            if kind not in self.said:
-                self.said.add(kind)
+            if kind not in self.reported:
+                self.reported.add(kind)
                 self.say(f"binding changed: rank {rank}: {change}")

@@ -51,7 +51,7 @@ class LaunchNode:
 
     @property
     def ranks(self) -> range:
-        """Its ranks."""
+        """Global ranks of the processes on this host."""
         return range(self.number * self.local, (self.number + 1) * self.local)
 
     def msrun(self, logs: Path, program: Sequence[str], watched: bool = False) -> list[str]:

@@ -86,9 +86,9 @@ def _failed(message: str, code: int) -> dict[str, Any]:
     return {"kind": "failed", "message": message, "exit_code": code}
 
 
-def _say(what: dict[str, Any]) -> None:
+def _say(message: dict[str, Any]) -> None:
     try:
-        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
     except (BrokenPipeError, ValueError):  # the launcher is gone; standard input says so, too
         pass

@@ -63,12 +63,12 @@ class LogTail:
         with self.path.open("rb") as file:
             file.seek(self.shown)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self.shown += len(whole)
-        lines = whole.decode(errors="replace").splitlines(keepends=True)
-        if kept := [line for line in lines if not _CHATTER.match(line)]:
+        complete = text[: text.rfind(b"\n") + 1]
+        self.shown += len(complete)
+        lines = complete.decode(errors="replace").splitlines(keepends=True)
+        if shown := [line for line in lines if not _CHATTER.match(line)]:
             with suppress(BrokenPipeError):  # nobody reads it any more; the run goes on
-                self.out.write("".join(kept))
+                self.out.write("".join(shown))
                 self.out.flush()
 
 
@@ -152,10 +152,10 @@ class HostProcesses:
                 raise RankDiedError(self._obituary(dead, code))
             time.sleep(POLL_S)
 
-    def _reports(self, what: str) -> dict[int, str]:
+    def _reports(self, kind: str) -> dict[int, str]:
         """Return what the ranks of this host wrote into their files of a kind, those that did."""
-        found = {rank: self.control.read(f"rank_{rank}.{what}") for rank in self.node.ranks}
-        return {rank: text for rank, text in found.items() if text is not None}
+        texts = {rank: self.control.read(f"rank_{rank}.{kind}") for rank in self.node.ranks}
+        return {rank: text for rank, text in texts.items() if text is not None}
 
     def _finished(self) -> bool:
         return len(self._reports("done")) == self.node.local
@@ -164,34 +164,36 @@ class HostProcesses:
         return {rank: json.loads(text) for rank, text in self._reports("failed").items()}
 
     def _raise_failed(self) -> None:
-        said = self._failures()
-        if not said:
+        failures = self._failures()
+        if not failures:
             return
         # A message of our own says more than the echo of it in another process.
         deadline = time.monotonic() + PATIENCE_S
-        while not any(s["known"] for s in said.values()) and len(said) < self.node.local:
+        while not any(s["known"] for s in failures.values()) and len(failures) < self.node.local:
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-            said = self._failures()
-        first = min(said, key=lambda rank: (not said[rank]["known"], said[rank]["time"]))
-        message = said[first]["message"]
-        if said[first]["known"]:
-            raise RankFailedError(message, said[first]["exit_code"])
+            failures = self._failures()
+        first = min(
+            failures, key=lambda rank: (not failures[rank]["known"], failures[rank]["time"])
+        )
+        message = failures[first]["message"]
+        if failures[first]["known"]:
+            raise RankFailedError(message, failures[first]["exit_code"])
         raise RankDiedError(
             f"rank {first} failed{self._where()}: {message}{self._positions()}\n{self._last_lines(first)}",
             is_echo=True,  # of the death of another, often: its collectives break
         )
 
     def _raise_hanging(self) -> None:
-        begun, done = self._reports("at"), self._reports("done")
+        begun, finished = self._reports("at"), self._reports("done")
         for rank, pid in self._reports("pid").items():
-            if rank not in begun or rank in done:
+            if rank not in begun or rank in finished:
                 continue
             hangs = self.detector.hangs(int(pid), self.control.sign_of_life(f"rank_{rank}"))
-            if hangs and (found := state(int(pid))):
+            if hangs and (process_state := state(int(pid))):
                 raise RankDiedError(
-                    f"rank {rank} (process {pid}) hangs{self._where()}: its state is {found}, it has not moved for "
+                    f"rank {rank} (process {pid}) hangs{self._where()}: its state is {process_state}, it has not moved for "
                     f"{self.silence_s:.0f} s; all processes were ended{self._positions()}; {self._last_lines(rank)}"
                 )
 
@@ -200,13 +202,18 @@ class HostProcesses:
         pid = int(self.control.read(f"{SCHEDULER}.pid") or 0)
         if self.node.number or not pid or self._finished() or self._dead() is not None:
             return
-        found = state(pid)
-        if found is None:
+        process_state = state(pid)
+        if process_state is None:
             code = exit_code(pid)
             how = f"was killed by {death(code)}" if code < 0 else "ended before the ranks did"
         # One that waits in MindSpore gives no sign of life either, and wakes for moments only.
-        elif self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER)) and "stop" in found:
-            how = f"hangs: its state is {found}, it has not moved for {self.silence_s:.0f} s"
+        elif (
+            self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER))
+            and "stop" in process_state
+        ):
+            how = (
+                f"hangs: its state is {process_state}, it has not moved for {self.silence_s:.0f} s"
+            )
         else:
             return
         raise RankDiedError(
@@ -216,19 +223,19 @@ class HostProcesses:
 
     def _positions(self) -> str:
         """Say where in the run each process was, if they differ."""
-        at = {rank: self.control.read(f"rank_{rank}.at") for rank in range(self.node.total)}
-        if len(set(at.values())) < 2:
+        positions = {rank: self.control.read(f"rank_{rank}.at") for rank in range(self.node.total)}
+        if len(set(positions.values())) < 2:
             return ""
-        return "; " + ", ".join(f"rank {r}: {w or 'not begun'}" for r, w in at.items())
+        return "; " + ", ".join(f"rank {r}: {w or 'not begun'}" for r, w in positions.items())
 
     def _dead(self) -> int | None:
         """Return a process that ended without a message, -1 for one that is not known, or None."""
-        pids, done = self._reports("pid"), self._reports("done")
+        pids, finished = self._reports("pid"), self._reports("done")
         not_started = next((rank for rank in self.node.ranks if rank not in pids), -1)
-        if seen := _DEATH.search(self._msrun_log()):
-            return next((rank for rank, pid in pids.items() if pid == seen[1]), not_started)
+        if match := _DEATH.search(self._msrun_log()):
+            return next((rank for rank, pid in pids.items() if pid == match[1]), not_started)
         for rank, pid in pids.items():
-            if rank not in done and state(int(pid)) is None:
+            if rank not in finished and state(int(pid)) is None:
                 return rank
         return not_started if self.process.poll() is not None else None
 
@@ -246,15 +253,17 @@ class HostProcesses:
             if not (self.logs / f"worker_{rank}.log").exists():
                 lines += f"\nmsrun says:\n{last}"
             return f"rank {rank} did not start{self._where()}; {lines}"
-        seen = _DEATH.search(text)
-        code = code or (int(seen[2]) if seen else 0)
+        match = _DEATH.search(text)
+        code = code or (int(match[2]) if match else 0)
         how = f"was killed by {death(code)}" if code < 0 else "died"
         how += f" with exit code {code}" if code > 0 else ""
         return f"rank {rank} (process {pid}) {how}{self._where()}; all other processes were ended; {lines}"
 
     def _where(self) -> str:
-        where = self.describe()
-        return (f" {where}" if where else "") + (f" on {self.node.host}" if self.node.host else "")
+        position = self.describe()
+        return (f" {position}" if position else "") + (
+            f" on {self.node.host}" if self.node.host else ""
+        )
 
     def _last_lines(self, rank: int) -> str:
         path = self.logs / f"worker_{rank}.log"
@@ -262,8 +271,8 @@ class HostProcesses:
         lines = [line for line in text.splitlines() if not _CHATTER.match(line)]
         if not lines:
             return f"it wrote nothing into {path}"
-        said = [f"MindSpore says: {line}" for line in reasons(text)]  # its exceptions do not
-        shown = [f"the last lines of {path}:", *said, *lines[-LAST_LINES:]]
+        exceptions = [f"MindSpore says: {line}" for line in reasons(text)]  # its exceptions do not
+        shown = [f"the last lines of {path}:", *exceptions, *lines[-LAST_LINES:]]
         return "\n  ".join(line[:300] for line in shown)
 
     def _end(self) -> None:
@@ -285,8 +294,8 @@ def has_ended(pid: int) -> bool:
     import psutil
 
     try:
-        found = psutil.Process(pid)
-        return found.status() == psutil.STATUS_ZOMBIE and found.num_threads() <= 1
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
     except psutil.NoSuchProcess:
         return True
 

@@ -32,7 +32,7 @@ class Host:
 
     @property
     def reached_at(self) -> str:
-        """Address or name for other machines."""
+        """Address or name at which other machines reach this host."""
         return self.address or self.name.rpartition("@")[2]
 
     def is_here(self) -> bool:
@@ -47,7 +47,9 @@ def local_addresses() -> set[str]:
     """Return the addresses of this machine's interfaces."""
     import psutil
 
-    return {a.address.split("%")[0] for found in psutil.net_if_addrs().values() for a in found}
+    return {
+        a.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for a in addresses
+    }
 
 
 def _is_loopback(text: str) -> bool:
@@ -134,20 +136,20 @@ def choose(hosts: Sequence[Host], processes: int, path: Path) -> list[Host]:
         raise BadInputError(
             f"{path}: {room} slots on {len(hosts)} host(s), the recipe needs {processes}"
         )
-    each, rest = divmod(processes, len(chosen))
-    too_small = [h for h in chosen if h.slots < each]
-    if rest or too_small:
+    per_host, remainder = divmod(processes, len(chosen))
+    too_small = [h for h in chosen if h.slots < per_host]
+    if remainder or too_small:
         slots = ", ".join(f"{h.name} {h.slots}" for h in chosen)
         raise BadInputError(
             f"{path}: {processes} processes do not spread evenly over {len(chosen)} hosts (slots: {slots}); "
             "msrun runs equally many on each: change the slots, or the recipe's devices"
         )
-    here = [h.name for h in chosen if h.is_here()]
-    if len(here) > 1:
+    local_hosts = [h.name for h in chosen if h.is_here()]
+    if len(local_hosts) > 1:
         raise BadInputError(
-            f"{path}: {' and '.join(here)} are both this machine; give it one line with all its slots"
+            f"{path}: {' and '.join(local_hosts)} are both this machine; give it one line with all its slots"
         )
-    return [Host(h.name, each, h.address) for h in chosen]
+    return [Host(h.name, per_host, h.address) for h in chosen]
 
 
 def resolve(host: Host) -> str:
@@ -163,9 +165,9 @@ def resolve(host: Host) -> str:
     except ValueError:
         pass
     try:
-        found = socket.getaddrinfo(host.reached_at, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.reached_at, None, type=socket.SOCK_STREAM)
     except OSError:
         raise BadInputError(
             f"the address of host {host.name} is not known here; add addr=IP to its line of the hostfile"
         ) from None
-    return str(found[0][4][0])
+    return str(addresses[0][4][0])

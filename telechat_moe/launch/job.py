@@ -7,8 +7,6 @@ A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and
 Where the recipe chooses a pipeline schedule, the caller hands in the order of each rank's passes.
 """
 
-import hashlib
-import importlib.util
 import json
 import platform
 import sys
@@ -20,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out, locked, write_atomic
@@ -33,6 +30,7 @@ from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankDiedError, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.swap import require_pool
+from telechat_moe.recipe.uses import graph_settings
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.sharding.recipe import mesh_of, smaller_steps
 from telechat_moe.train import preflight
@@ -43,47 +41,8 @@ LOGS = "log"
 RESOLVED = "recipe.yaml"
 Orders = Mapping[int, Sequence[tuple[str, int, int] | tuple[str, int, int, int, int]]]
 """For each rank the order of its passes (:data:`telechat_moe.graph.reorder.PassKey`) and pairs of them."""
-_NOT_IN_GRAPH = (
-    *("callbacks", "load_checkpoint", "lr_schedule", "output_dir", "resume_training", "seed"),
-    *("telechat_moe", "train_dataset", "train_dataset_task"),
-)
-
 
 # ------------------------------------------------------------------------------ graphs
-
-
-def source_key(what: Mapping[str, Any]) -> str:
-    """Return a key of everything that a rank's graph depends on."""
-    from importlib.metadata import version
-
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode())
-    digest.update(f"{__version__} {version('mindspore')}".encode())
-    package = Path(__file__).parents[1]
-    ops = importlib.util.find_spec("telechat_moe.ops")
-    folders = [package / name for name in ("model", "sharding", "graph")]
-    names = ("rank_graph.py", "rank_step.py", "step.py", "optimizer.py")
-    files = [package / "train" / name for name in names]
-    if ops is not None and ops.origin is not None:
-        files += sorted(Path(ops.origin).parent.glob("*.py"))
-    for path in [*files, *(p for f in folders for p in sorted(f.rglob("*.py")))]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _graph_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of a recipe that a graph may depend on."""
-    settings = {k: v for k, v in recipe.to_dict().items() if k not in _NOT_IN_GRAPH}
-    own = recipe.telechat_moe
-    settings["telechat_moe"] = [
-        own.sharding,
-        own.weight_decay_exclude,
-        own.moe_block_rows,
-        own.moe_capacity_tokens,
-        own.moe.placement is not None,
-    ]
-    data = recipe.train_dataset.data_loader.config
-    settings["attention_mask"] = data is not None and data.create_attention_mask
-    return settings
 
 
 def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Path:
@@ -96,18 +55,24 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         RecipeError: The recipe chooses the order of passes and no orders are given, or more is swapped than it allows.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
+    from telechat_moe.graph.cache import source_hash
+
     keep_others_out()
-    own = recipe.telechat_moe.sharding
-    chosen = {"overlap_exchange": own.overlap_exchange, "pipeline_schedule": own.pipeline_schedule}
+    sharding = recipe.telechat_moe.sharding
+    chosen = {
+        "overlap_exchange": sharding.overlap_exchange,
+        "pipeline_schedule": sharding.pipeline_schedule,
+    }
     key = next((key for key, value in chosen.items() if value), None)
     if key is not None and orders is None:
-        found = f"{chosen[key]}, which this command does not take"
+        problem_text = f"{chosen[key]}, which this command does not take"
         expected = "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
-        problem = recipe.problem(f"telechat_moe.sharding.{key}", found, expected)
+        problem = recipe.problem(f"telechat_moe.sharding.{key}", problem_text, expected)
         raise RecipeError([problem])
     for count, smaller in smaller_steps(recipe).items():
         write_job(smaller, folder / f"micro_batches_{count}")
-    key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"
+    settings, written = {**graph_settings(recipe), "orders": orders}, folder / "key"
+    key = source_hash(json.dumps(settings, sort_keys=True, default=str))
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
     else:
@@ -128,21 +93,21 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
     from telechat_moe.graph.execute import Job
     from telechat_moe.graph.swapping import room
 
-    swapped = {rank: found for rank, found in enumerate(Job.read(job).swapped) if found}
+    swapped = {rank: swapping for rank, swapping in enumerate(Job.read(job).swapped) if swapping}
     if not swapped:
         return
-    rank, most = max(swapped.items(), key=lambda item: item[1].pool)
-    if most.tensors:
+    rank, largest = max(swapped.items(), key=lambda item: item[1].pool)
+    if largest.tensors:
         _say(
-            f"rank {rank}: {most.tensors} activations of {size_text(most.moved)} go out of its memory and back in a step, "
-            f"{size_text(most.pool - sum(room(s.nbytes) for s in most.states))} at once; {size_text(most.peak)} are in it at most"
+            f"rank {rank}: {largest.tensors} activations of {size_text(largest.moved)} go out of its memory and back in a step, "
+            f"{size_text(largest.pool - sum(room(s.nbytes) for s in largest.states))} at once; {size_text(largest.peak)} are in it at most"
         )
-    if most.states:
-        moments = size_text(sum(state.nbytes for state in most.states))
+    if largest.states:
+        moments = size_text(sum(state.nbytes for state in largest.states))
         _say(
-            f"rank {rank}: {len(most.states)} moments of {moments} are out of its memory between updates"
+            f"rank {rank}: {len(largest.states)} moments of {moments} are out of its memory between updates"
         )
-    require_pool(recipe, most.pool, f"rank {rank}")
+    require_pool(recipe, largest.pool, f"rank {rank}")
 
 
 def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
@@ -151,14 +116,14 @@ def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
     from telechat_moe.train.rank_graph import compile_recipe
 
     ranks = recipe.devices
-    each = f"compiling the graphs of {ranks} ranks, {recipe.micro_batches} micro-batches a step"
-    _say(f"layout {mesh_of(recipe).describe()}: {each}")
-    began, done = time.perf_counter(), 0
+    text = f"compiling the graphs of {ranks} ranks, {recipe.micro_batches} micro-batches a step"
+    _say(f"layout {mesh_of(recipe).describe()}: {text}")
+    began, count = time.perf_counter(), 0
 
     def one_more() -> None:
-        nonlocal done
-        done += 1
-        _say(f"compiled {done} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
+        nonlocal count
+        count += 1
+        _say(f"compiled {count} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
 
     graphs = compile_recipe(recipe, target="CPU", full_batch=True, on_rank=one_more)
     Job.write(folder, graphs, orders, recipe.optimizer.swap)
@@ -169,10 +134,10 @@ def ascend_operators(recipe: Recipe) -> dict[str, int]:
     from telechat_moe.graph.mindir import kinds
     from telechat_moe.train.rank_graph import compile_recipe
 
-    own = recipe.telechat_moe
-    if own.operators.attention == "fused":  # Ascend has its own
-        operators = replace(own.operators, attention=None)
-        recipe = replace(recipe, telechat_moe=replace(own, operators=operators))
+    settings = recipe.telechat_moe
+    if settings.operators.attention == "fused":  # Ascend has its own
+        operators = replace(settings.operators, attention=None)
+        recipe = replace(recipe, telechat_moe=replace(settings, operators=operators))
     graphs = compile_recipe(recipe, mesh_of(recipe).first_ranks(), full_batch=True)
     return dict(sum((kinds(graph.mindir) for graph in graphs), Counter()))
 
@@ -324,13 +289,13 @@ def _train_to_the_end(
     before = newest(recipe, plan)
     attempt = left = 0
     while True:
-        found = newest(recipe, plan)
+        checkpoint = newest(recipe, plan)
         try:
             _start(recipe, plan, resolved, logs, resume, overwrite)
             return
         except RankDiedError as error:
             now = newest(recipe, plan)
-            left = plan.restarts if now != found or not attempt else left
+            left = plan.restarts if now != checkpoint or not attempt else left
             last = _last_good(root) if plan.through == "own" else f"MindFormers' newest: {now}"
             message = f"{error}\n{last}"
             if not left:
@@ -373,15 +338,15 @@ def _start(
 
 def set_aside(logs: Path, attempt: int | None) -> None:
     """Move the logs of an attempt into their own folder; None: remove all that earlier launches left."""
-    mine = ("worker_*.log", "msrun*.log", "agent_*.log", "scheduler.log")
+    patterns = ("worker_*.log", "msrun*.log", "agent_*.log", "scheduler.log")
     if attempt is None:
-        for pattern in mine:
+        for pattern in patterns:
             for path in (*logs.glob(pattern), *logs.glob(f"attempt_*/{pattern}")):
                 path.unlink()
         return
     folder = logs / f"attempt_{attempt}"
     folder.mkdir(exist_ok=True)
-    for path in [path for pattern in mine for path in logs.glob(pattern)]:
+    for path in [path for pattern in patterns for path in logs.glob(pattern)]:
         path.rename(folder / path.name)
 
 
@@ -392,8 +357,8 @@ def newest(recipe: Recipe, plan: LaunchPlan) -> str | None:
     else:
         from telechat_moe.interop import mindformers_checkpoint as theirs
 
-        found = theirs.newest(Path(recipe.output_dir) / theirs.FOLDER)
-        paths = [found] if found is not None else []
+        folder = theirs.newest(Path(recipe.output_dir) / theirs.FOLDER)
+        paths = [folder] if folder is not None else []
     for path in paths:
         with suppress(FileNotFoundError):
             return f"{path} ({time.strftime('%F %T', time.localtime(path.stat().st_mtime))})"

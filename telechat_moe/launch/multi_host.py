@@ -49,11 +49,11 @@ class _Agent:
     has_closed: bool = False
     answer: dict[str, Any] | None = None
 
-    def tell(self, what: Any) -> None:
-        """Send a line."""
+    def tell(self, message: Any) -> None:
+        """Send a message as a line of JSON; an agent that is gone gets none."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
-            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
     def last_lines(self) -> str:
@@ -131,25 +131,25 @@ class MultiHostProcesses:
         assert agent.process.stdout is not None
         for line in agent.process.stdout:
             try:
-                said = json.loads(line)
+                message = json.loads(line)
             except ValueError:  # a remote host's greeting
                 continue
-            if isinstance(said, dict):
-                self.said.put((agent, said))
+            if isinstance(message, dict):
+                self.said.put((agent, message))
         self.said.put((agent, {"closed": True}))
 
     def _hear(self) -> None:
         """Take in what the agents said; raise what ends the run."""
         with suppress(queue.Empty):
             while True:
-                agent, said = self.said.get_nowait()
+                agent, message = self.said.get_nowait()
                 agent.heard = time.monotonic()
-                agent.is_up |= "up" in said
-                agent.has_closed |= "closed" in said
-                if "said" in said:
-                    self.out.write(f"{agent.node.host}: {said['said']}\n")
-                if "answer" in said:
-                    agent.answer = said["answer"]
+                agent.is_up |= "up" in message
+                agent.has_closed |= "closed" in message
+                if "said" in message:
+                    self.out.write(f"{agent.node.host}: {message['said']}\n")
+                if "answer" in message:
+                    agent.answer = message["answer"]
         for agent in self.agents:
             code = agent.process.poll()
             # Its answer may come after its end, until the connection is closed.
@@ -172,13 +172,13 @@ class MultiHostProcesses:
                 return
             if time.monotonic() > deadline:
                 host = (late or unseen)[0].node.host
-                what = (
+                reason = (
                     "its agent did not start"
                     if late
                     else f"what it writes into {self.control.folder} is not seen here; output_dir must be one "
                     "folder that all hosts see"
                 )
-                raise RankDiedError(f"host {host}: {what} within {START_S:.0f} s")
+                raise RankDiedError(f"host {host}: {reason} within {START_S:.0f} s")
             time.sleep(POLL_S)
 
     def _watch(self) -> None:
@@ -216,8 +216,8 @@ class MultiHostProcesses:
         """Return the bad answers, the one that says most first."""
         order = ("failed", "lost", "died", "echo")  # a lost host says more than a death on it
         answers = [a.answer for a in self.agents if a.answer is not None]
-        found = [answer for answer in answers if answer["kind"] != "done"]
-        return sorted(found, key=lambda answer: order.index(answer["kind"]))
+        failures = [answer for answer in answers if answer["kind"] != "done"]
+        return sorted(failures, key=lambda answer: order.index(answer["kind"]))
 
     def _end(self) -> None:
         """Let every agent end its processes and go."""

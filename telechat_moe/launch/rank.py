@@ -99,9 +99,9 @@ def run_supervised(
         else:
             traceback.print_exc()
         sys.stderr.flush()
-        said = describe_failure(error)
-        control.write(f"rank_{rank}.failed", json.dumps(said))
-        os._exit(said["exit_code"])  # MindSpore would wait for the others first
+        failure = describe_failure(error)
+        control.write(f"rank_{rank}.failed", json.dumps(failure))
+        os._exit(failure["exit_code"])  # MindSpore would wait for the others first
     if binding is not None:
         note_end(control, rank, binding)
     control.barrier("end", rank, int(os.environ["MS_WORKER_NUM"]))

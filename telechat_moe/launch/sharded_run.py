@@ -115,13 +115,13 @@ def run(
     preflight.require(recipe, overwrite=True, weights=hf.weights)
     output = Path(recipe.output_dir)
     folder = write_job(recipe, output / ".job", orders)
-    found = run_ranks(recipe, folder, output / LOGS, steps)
+    results = run_ranks(recipe, folder, output / LOGS, steps)
     report: dict[str, Any] = {
         "recipe": str(recipe.source),
         "layout": mesh_of(recipe).describe(),
         "processes": recipe.devices,
-        "finished": len(found) == steps,
-        "steps": found,
+        "finished": len(results) == steps,
+        "steps": results,
         "differences": differences(recipe, folder),
     }
     if keep is not None:
@@ -133,7 +133,7 @@ def run(
     if compare and report["finished"]:
         report["single"] = single_process(recipe, steps)
         pairs = zip(report["steps"], report["single"], strict=True)
-        report["relative_errors"] = [relative_errors(here, one) for here, one in pairs]
+        report["relative_errors"] = [relative_errors(sharded, single) for sharded, single in pairs]
     return report
 
 
@@ -162,9 +162,12 @@ def run_ranks(
     return _read_steps(control)
 
 
-def relative_errors(here: Mapping[str, float], one: Mapping[str, float]) -> dict[str, float]:
+def relative_errors(sharded: Mapping[str, float], single: Mapping[str, float]) -> dict[str, float]:
     """Return the relative error of what was measured in a step; 0 where both are 0."""
-    return {k: abs(here[k] - one[k]) / abs(one[k]) if one[k] else abs(here[k]) for k in MEASURED}
+    return {
+        k: abs(sharded[k] - single[k]) / abs(single[k]) if single[k] else abs(sharded[k])
+        for k in MEASURED
+    }
 
 
 def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -174,8 +177,8 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     from telechat_moe.graph.rewrite import FORMS
 
     job, mesh = Job.read(folder), mesh_of(recipe)
-    there: Counter[str] = Counter(ascend_operators(recipe))
-    here: Counter[str] = sum((Counter(job.operators[r]) for r in mesh.first_ranks()), Counter())
+    ascend: Counter[str] = Counter(ascend_operators(recipe))
+    cpu: Counter[str] = sum((Counter(job.operators[r]) for r in mesh.first_ranks()), Counter())
     rewritten: Counter[str] = sum((Counter(counts) for counts in job.rewritten), Counter())
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
     kind = dispatcher(recipe, "CPU")
@@ -187,13 +190,13 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "counted": f"operators on the first rank of each of {mesh.pp} stage(s), collectives on all ranks",
         "operators": [
             {"ascend": name, "count": count, "cpu": forms.get(name, "other primitives")}
-            for name, count in sorted(there.items())
-            if name not in here and name not in COLLECTIVES
+            for name, count in sorted(ascend.items())
+            if name not in cpu and name not in COLLECTIVES
         ],
         "only_cpu": {
             name: count
-            for name, count in sorted(here.items())
-            if name not in there and name not in COLLECTIVES
+            for name, count in sorted(cpu.items())
+            if name not in ascend and name not in COLLECTIVES
         },
         "collectives": [
             {"ascend": name, "count": rewritten[name], "cpu": FORMS[name]}
@@ -231,7 +234,7 @@ def one_process(recipe: Recipe) -> Recipe:
     sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)
     operators = replace(recipe.telechat_moe.operators, default="plain")
     moe = replace(recipe.telechat_moe.moe, balance_group="dp", placement=None)
-    own = replace(recipe.telechat_moe, operators=operators, sharding=sharding, moe=moe)
+    settings = replace(recipe.telechat_moe, operators=operators, sharding=sharding, moe=moe)
     states = replace(recipe.optimizer, swap=False)
     return replace(
         recipe,
@@ -239,7 +242,7 @@ def one_process(recipe: Recipe) -> Recipe:
         optimizer=states,
         runner_config=runner,
         parallel_config=pipeline,
-        telechat_moe=own,
+        telechat_moe=settings,
     )
 
 
@@ -270,7 +273,7 @@ class Recording(NamedTuple):
     values: str
 
     def of(self, step: int) -> AbstractContextManager[None]:
-        """Return what records a step."""
+        """Return the context in which the taps of a step are recorded, an empty one for steps that are not asked for."""
         if step not in self.steps:
             return nullcontext()
         return recording(self.folder / f"step{step}" / f"rank{self.rank}", self.values)
@@ -298,18 +301,18 @@ def record_steps(
     trainer: "Trainer", steps: int, watch: Recording | None = None, path: Path | None = None
 ) -> list[dict[str, float]]:
     """Run a trainer's next steps; nothing is saved but a line a step in ``path``."""
-    found: list[dict[str, float]] = []
+    results: list[dict[str, float]] = []
     loop = trainer.loop(SilentMonitor())
     with trainer.loader:
-        while len(found) < steps and not trainer.ranks.interrupted:
-            with watch.of(len(found)) if watch is not None else nullcontext():
+        while len(results) < steps and not trainer.ranks.interrupted:
+            with watch.of(len(results)) if watch is not None else nullcontext():
                 result = loop.compute_step()
             values = (result.loss, *result.losses, result.norm)
-            found.append({"step": trainer.state.step, **dict(zip(MEASURED, values, strict=True))})
+            results.append({"step": trainer.state.step, **dict(zip(MEASURED, values, strict=True))})
             if path is not None:
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found[-1]) + "\n")
-    return found
+                    file.write(json.dumps(results[-1]) + "\n")
+    return results
 
 
 def _read_steps(control: Control) -> list[dict[str, float]]:

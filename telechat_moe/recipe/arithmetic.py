@@ -41,12 +41,12 @@ class ModelPart:
 
     @property
     def total(self) -> int:
-        """Parameters of all."""
+        """Parameters of all layers or modules of this kind."""
         return self.count * self.each
 
     @property
     def total_active(self) -> int:
-        """Active parameters of all."""
+        """Parameters of all of them that one token uses."""
         return self.count * self.active
 
 
@@ -58,12 +58,12 @@ class Parameters:
 
     def totals(self) -> dict[str, int]:
         """Return all parameters (``total``) and those that a token uses (``active``), also those without MTP."""
-        own = [part for part in self.parts if not part.mtp]
+        without_mtp = [part for part in self.parts if not part.mtp]
         return {
             "total": sum(part.total for part in self.parts),
-            "total_without_mtp": sum(part.total for part in own),
+            "total_without_mtp": sum(part.total for part in without_mtp),
             "active": sum(part.total_active for part in self.parts),
-            "active_without_mtp": sum(part.total_active for part in own),
+            "active_without_mtp": sum(part.total_active for part in without_mtp),
         }
 
     @property
@@ -98,14 +98,16 @@ def parameters(c: ModelConfig) -> Parameters:
     trained = [weight for weight in weights(c) if weight.trained]
     parts: list[ModelPart] = []
     for name, pattern in _PARTS:
-        found = [weight for weight in trained if re.fullmatch(pattern, weight.name)]
-        if not found:
+        members = [weight for weight in trained if re.fullmatch(pattern, weight.name)]
+        if not members:
             continue
-        count = len({weight.name.split(".")[1] for weight in found})  # numbers of layers
-        total = sum(math.prod(weight.shape) for weight in found)
-        active = sum(_active(c, weight) for weight in found)
-        each, met = total // count, active // count
-        parts.append(ModelPart(name=name, count=count, each=each, active=met, mtp=name == "MTP"))
+        count = len({weight.name.split(".")[1] for weight in members})  # numbers of layers
+        total = sum(math.prod(weight.shape) for weight in members)
+        active = sum(_active(c, weight) for weight in members)
+        elements, met = total // count, active // count
+        parts.append(
+            ModelPart(name=name, count=count, each=elements, active=met, mtp=name == "MTP")
+        )
     return Parameters(parts=tuple(parts))
 
 
@@ -166,7 +168,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Sum of all."""
+        """Bytes of parameters, gradients and optimizer together."""
         return self.parameters + self.gradients + self.optimizer
 
 

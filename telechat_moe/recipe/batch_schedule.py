@@ -43,8 +43,10 @@ class BatchSchedule:
             ValueError: A number cannot be read, thresholds do not rise from 0 or a batch is 0; says which.
         """
         pairs = [entry.partition(":")[::2] for entry in text.replace(",", " ").split()]
-        entries = tuple((_number(at) // seq_length, _number(batch)) for at, batch in pairs)
-        thresholds = [at for at, _ in entries]
+        entries = tuple(
+            (_number(threshold) // seq_length, _number(batch)) for threshold, batch in pairs
+        )
+        thresholds = [threshold for threshold, _ in entries]
         if not thresholds or thresholds[0] != 0:
             raise ValueError("a first threshold of 0")
         if any(a >= b for a, b in pairwise(thresholds)):
@@ -81,19 +83,19 @@ class BatchSchedule:
         """Return how many steps, in parts of them too, have consumed so many samples."""
         for first, before, batch, count in self._runs():
             if count is None or consumed < before + count * batch:
-                steps, rest = divmod(consumed - before, batch)
-                return first + (steps + rest / batch if rest else steps)
+                steps, remainder = divmod(consumed - before, batch)
+                return first + (steps + remainder / batch if remainder else steps)
         raise AssertionError("the last run has no end")
 
     def steps(self, samples: int, consumed: int = 0) -> int:
         """Return how many whole steps so many samples give, after those that were consumed."""
-        done, end = 0, consumed + samples
+        step, end = 0, consumed + samples
         for first, before, batch, steps in self._runs(consumed):
             fit = max(0, (end - before) // batch)
-            done = first + (fit if steps is None else min(fit, steps))
+            step = first + (fit if steps is None else min(fit, steps))
             if steps is None or fit < steps:
                 break
-        return done
+        return step
 
     def total(self, epoch_samples: int, epochs: int) -> int:
         """Return the steps of a whole run."""

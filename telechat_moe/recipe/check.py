@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from telechat_moe.recipe.fields import Form, Length, Range, is_required
-from telechat_moe.recipe.tree import Entry, Kind, YamlNode
+from telechat_moe.recipe.tree import NodeKind, YamlEntry, YamlNode
 
 INVALID: Any = object()
 """Returned instead of a value that has a problem."""
 
-Report = Callable[["Entry", str, str, str, str], None]
+EntryReport = Callable[["YamlEntry", str, str, str, str], None]
 """Called with (place, dotted key, found, expected, suggestion)."""
 
 Choose = Callable[[tuple[Any, ...]], "type | None"]
@@ -32,12 +32,12 @@ class Checker:
             ``type`` key if it returns None.
     """
 
-    def __init__(self, report: Report, choose: Choose = lambda options: None) -> None:
+    def __init__(self, report: EntryReport, choose: Choose = lambda options: None) -> None:
         self.report = report
         self.choose = choose
         self._done: dict[tuple[int, int], Any] = {}
 
-    def check(self, entry: Entry, kind: Any, path: str) -> Any:
+    def check(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         """Return the Python value of ``entry`` as annotation ``kind`` wants it, or INVALID."""
         node = entry.node
         if node.kind == "broken":
@@ -52,7 +52,7 @@ class Checker:
             return INVALID
         return self._check(entry, kind, path)
 
-    def _check(self, entry: Entry, kind: Any, path: str) -> Any:
+    def _check(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         node = entry.node
         options = options_of(kind)
         fitting = [o for o in options if node.kind in _kinds(o)]
@@ -77,7 +77,7 @@ class Checker:
         )
         return INVALID
 
-    def _one(self, entry: Entry, kind: Any, path: str) -> Any:
+    def _one(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         node = entry.node
         base, limits = split_annotation(kind)
         if dataclasses.is_dataclass(base):
@@ -103,7 +103,7 @@ class Checker:
             return INVALID
         return value
 
-    def _list(self, entry: Entry, kind: Any, path: str) -> Any:
+    def _list(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         base, limits = split_annotation(kind)
         (item,) = get_args(base)
         if not all(limit.allows(len(entry.node.entries)) for limit in limits):
@@ -112,47 +112,47 @@ class Checker:
         values = [self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries]
         return INVALID if any(v is INVALID for v in values) else values
 
-    def _dict(self, entry: Entry, item: Any, path: str) -> Any:
+    def _dict(self, entry: YamlEntry, item: Any, path: str) -> Any:
         values = {e.key: self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries}
         return INVALID if any(v is INVALID for v in values.values()) else values
 
-    def _by_type(self, entry: Entry, options: list[Any], path: str) -> Any:
+    def _by_type(self, entry: YamlEntry, options: list[Any], path: str) -> Any:
         """Choose among sections by their ``type`` key (callbacks)."""
         written = entry.node.get("type")
-        found = [o for o in options if written and written.node.value in type_names(o)]
-        if found:
-            return self.section(entry, found[0], path)
-        known = [name for o in options for name in type_names(o)]
+        sections = [o for o in options if written and written.node.value in type_names(o)]
+        if sections:
+            return self.section(entry, sections[0], path)
+        type_words = [name for o in options for name in type_names(o)]
         if written is not None and written.node.kind == "broken":
             return INVALID  # reported where the text was read
         if written is None:
-            self.report(entry, path, "no key 'type'", f"type is one of {', '.join(known)}", "")
+            self.report(entry, path, "no key 'type'", f"type is one of {', '.join(type_words)}", "")
         else:
-            near = difflib.get_close_matches(str(written.node.value), known, 1)
-            expected = f"expected one of {', '.join(known)}"
-            self.report(written, f"{path}.type", written.node.show(), expected, "".join(near))
+            matches = difflib.get_close_matches(str(written.node.value), type_words, 1)
+            expected = f"expected one of {', '.join(type_words)}"
+            self.report(written, f"{path}.type", written.node.show(), expected, "".join(matches))
         return INVALID
 
-    def section(self, entry: Entry, cls: type, path: str) -> Any:
+    def section(self, entry: YamlEntry, cls: type, path: str) -> Any:
         """Check a map against a dataclass and build it; attributes with problems stay unset."""
         plan = section_keys(cls)
         built = cast(Any, object.__new__)(cls)
-        given: dict[str, Entry] = {}
+        entries: dict[str, YamlEntry] = {}
         meant: set[str] = set()  # fields that a misspelt key may set, of which nothing is known
         for child in entry.node.entries:
             below = f"{path}.{child.key}".lstrip(".")
             name = plan.names.get(child.key)
             if name is None:
                 meant.add(self._unknown(child, plan, path, below))
-            elif name in given:
-                what = f"{child.key} and {given[name].key} name the same setting"
-                self.report(child, below, what, f"write only {name}", "")
+            elif name in entries:
+                text = f"{child.key} and {entries[name].key} name the same setting"
+                self.report(child, below, text, f"write only {name}", "")
             else:
-                given[name] = child
+                entries[name] = child
         for name, field in plan.fields.items():
-            if name in given:
-                below = f"{path}.{given[name].key}".lstrip(".")
-                value = self.check(given[name], field.type, below)
+            if name in entries:
+                below = f"{path}.{entries[name].key}".lstrip(".")
+                value = self.check(entries[name], field.type, below)
             elif name in plan.required:
                 expected, value = f"expected {describe(field.type)}", INVALID
                 self.report(entry, f"{path}.{name}".lstrip("."), "is missing", expected, "")
@@ -165,15 +165,15 @@ class Checker:
                 object.__setattr__(built, name, value)
         return built
 
-    def _unknown(self, child: Entry, plan: "SectionKeys", path: str, below: str) -> str:
+    def _unknown(self, child: YamlEntry, plan: "SectionKeys", path: str, below: str) -> str:
         """Report a key that is not known; return the name of the field that it may mean, empty: none."""
-        where = f"the section {path}" if path else "a recipe"
-        near = plan.elsewhere.get(child.key) or "".join(
+        section_text = f"the section {path}" if path else "a recipe"
+        match = plan.elsewhere.get(child.key) or "".join(
             difflib.get_close_matches(child.key, plan.names, 1, 0.6)
         )
-        suggestion = f"{path}.{near}".lstrip(".") if near else ""
-        self.report(child, below, "unknown key", f"{where} has no such key", suggestion)
-        return plan.names.get(near, "")
+        suggestion = f"{path}.{match}".lstrip(".") if match else ""
+        self.report(child, below, "unknown key", f"{section_text} has no such key", suggestion)
+        return plan.names.get(match, "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,21 +227,21 @@ def split_annotation(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def parts_of(kind: Any) -> list[tuple[type, bool]]:
     """Return the sections that an annotation names, and whether each is in a list."""
-    found: list[tuple[type, bool]] = []
+    parts: list[tuple[type, bool]] = []
     for option in options_of(kind):
         base, _ = split_annotation(option)
         if dataclasses.is_dataclass(base):
-            found.append((cast(type, base), False))
+            parts.append((cast(type, base), False))
         elif get_origin(base) is list:
-            found += [(inner, True) for inner, _ in parts_of(get_args(base)[0])]
-    return found
+            parts += [(inner, True) for inner, _ in parts_of(get_args(base)[0])]
+    return parts
 
 
 def _bare(kind: Any) -> Any:
     return split_annotation(kind)[0]
 
 
-_SCALARS: dict[Any, tuple[Kind, ...]] = {
+_SCALARS: dict[Any, tuple[NodeKind, ...]] = {
     bool: ("bool",),
     int: ("int",),
     float: ("int", "float"),
@@ -252,7 +252,7 @@ _SCALARS: dict[Any, tuple[Kind, ...]] = {
 }
 
 
-def _kinds(kind: Any) -> tuple[Kind, ...]:
+def _kinds(kind: Any) -> tuple[NodeKind, ...]:
     base = _bare(kind)
     if dataclasses.is_dataclass(base) or get_origin(base) is dict:
         return ("map",)
@@ -274,7 +274,7 @@ def describe(kind: Any) -> str:
             return "a section with one of the known types"
         return " or ".join(dict.fromkeys(describe(o) for o in options))
     base, limits = split_annotation(kind)
-    said = " and ".join(str(limit) for limit in limits)
+    limits_text = " and ".join(str(limit) for limit in limits)
     if base is None or base is type(None):
         return "null"
     if dataclasses.is_dataclass(base):
@@ -285,12 +285,12 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(str(a) for a in args)
     if origin is list:
-        return f"a list of {said + ' x ' if said else ''}{describe(args[0])}"
+        return f"a list of {limits_text + ' x ' if limits_text else ''}{describe(args[0])}"
     if origin is dict:
         return f"a map to {describe(args[1])}"
-    if base is str and said:
-        return said
-    return f"{_WORDS[base]} {said}".rstrip()
+    if base is str and limits_text:
+        return limits_text
+    return f"{_WORDS[base]} {limits_text}".rstrip()
 
 
 def nearest_word(node: YamlNode, kind: Any) -> str:

@@ -31,10 +31,10 @@ def parse_split(text: str) -> list[float]:
         ValueError: Says what is expected.
     """
     shares = [_number(part) for part in text.split(",") if part.strip()]
-    known = [share for share in shares if share is not None and 0 <= share < math.inf]
-    if len(known) < len(shares) or not 1 <= len(known) <= 3 or not known[0] > 0:
+    fractions = [share for share in shares if share is not None and 0 <= share < math.inf]
+    if len(fractions) < len(shares) or not 1 <= len(fractions) <= 3 or not fractions[0] > 0:
         raise ValueError('shares such as "1, 0, 0", the first above 0')
-    return known
+    return fractions
 
 
 def _number(item: str | float) -> float | None:

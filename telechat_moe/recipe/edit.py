@@ -42,7 +42,7 @@ def edited(text: str, before: Recipe, after: Recipe, overrides: Sequence[str]) -
         lines[top:top] = [indent + line for line in added]
     result = "\n".join(lines) + "\n"
     try:
-        same = loads(result).to_dict() == after.to_dict()
+        is_same = loads(result).to_dict() == after.to_dict()
     except RecipeError:
         return None
-    return result if same else None
+    return result if is_same else None

@@ -27,16 +27,16 @@ def drops(model: ModelConfig | OtherModelConfig) -> bool:
 
 def dispatcher(recipe: Recipe, target: str) -> str:
     """Return how rows reach their experts on a target, within a node where there are two hops."""
-    asked = recipe.telechat_moe.sharding.dispatcher
+    form = recipe.telechat_moe.sharding.dispatcher
     config = recipe.model_config
-    if asked == "auto" and hop_between_nodes(config)[0] == "once":
+    if form == "auto" and hop_between_nodes(config)[0] == "once":
         return "alltoallv"  # buffers for the worst routing would take every token to every node
-    if asked == "auto":
+    if form == "auto":
         blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
         return (
             "alltoallv" if target == "Ascend" and not drops(config) and not blocks else "alltoall"
         )
-    return asked
+    return form
 
 
 def expert_shares(ep: int, degrees: Sequence[int]) -> list[int] | None:
@@ -61,8 +61,8 @@ def expert_degrees(degrees: Sequence[int]) -> list[int]:
     Args:
         degrees: Degrees of the devices, the innermost first.
     """
-    found, inner = {1}, 1
+    fitting, inner = {1}, 1
     for degree in degrees:
-        found |= {inner * d for d in range(1, degree + 1) if degree % d == 0}
+        fitting |= {inner * d for d in range(1, degree + 1) if degree % d == 0}
         inner *= degree
-    return sorted(found)
+    return sorted(fitting)

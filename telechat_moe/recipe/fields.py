@@ -79,11 +79,11 @@ Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 """What NumPy's generators take."""
-Layers = Annotated[int, Range(0, 10_000)]
+LayerCount = Annotated[int, Range(0, 10_000)]
 """Layers, which are listed one by one; published models have 126 at most."""
 Degree = Annotated[int, Range(1, 2**20)]
 """Into how many parts something is split; each is a process, and no cluster has a million devices."""
-Share = Annotated[float, Range(0, 1)]
+Fraction = Annotated[float, Range(0, 1)]
 """A fraction from 0 to 1."""
 NonNegative = Annotated[float, Range(0)]
 Above0 = Annotated[float, Range(0, above=True)]
@@ -119,15 +119,15 @@ class Takes:
 
     Attributes:
         values: Neutral values; None: the default.
-        why: Why every value is neutral; empty: not every value is.
+        reason: Why every value is neutral; empty: not every value is.
     """
 
     values: tuple[object, ...] | None = None
-    why: str = ""
+    reason: str = ""
 
     def allows(self, value: object, of: Field[Any]) -> bool:
         """Return whether a value of the field asks for nothing that our trainer does not do."""
-        return bool(self.why) or value is None or any(_same(value, v) for v in self.neutral(of))
+        return bool(self.reason) or value is None or any(_same(value, v) for v in self.neutral(of))
 
     def neutral(self, of: Field[Any]) -> tuple[object, ...]:
         """Return the neutral values of a field, beside None."""
@@ -136,7 +136,7 @@ class Takes:
         return () if of.default is MISSING else (of.default,)
 
     def expected(self, of: Field[Any]) -> str:
-        """Say what to write instead."""
+        """Return what to write instead of a value that is not allowed."""
         values = " or ".join(str(v) for v in self.neutral(of) if v is not None)
         if is_required(of):
             return values
@@ -162,15 +162,33 @@ def only(*values: object) -> dict[str, object]:
     return {"takes": Takes(values)}
 
 
-def any_value(why: str) -> dict[str, object]:
+def any_value(reason: str) -> dict[str, object]:
     """Return field metadata: our trainer does not read this key and takes any value, for a reason."""
-    return {"takes": Takes(why=why)}
+    return {"takes": Takes(reason=reason)}
+
+
+def decides(
+    *parts: Literal["graph", "plugin", "data", "weights"], inside: bool = True
+) -> dict[str, object]:
+    """Return field metadata: what a key decides beside the run, a section for every key in it that says nothing else.
+
+    `graph`: the compiled graph of a rank; `plugin`: our model in MindFormers' trainer; `data`: what `data build` writes;
+    `weights`: names and shapes of the weights.
+
+    Args:
+        inside: False: a section that decides it by being there, and no key in it does.
+    """
+    return {"decides": (parts, inside)}
+
+
+ONLY_OURS = {"only_ours": True}
+"""Field metadata: `telechat-moe train` does this and MindFormers' trainer does not, with our model either."""
 
 
 def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:
     """Return the field of a class attribute, MISSING if there is none, with further metadata."""
     if not isinstance(default, Field):
         return field(default=default, metadata=metadata)
-    known = cast("Field[Any]", default)
-    known.metadata = MappingProxyType({**known.metadata, **metadata})
-    return known
+    described = cast("Field[Any]", default)
+    described.metadata = MappingProxyType({**described.metadata, **metadata})
+    return described

@@ -77,7 +77,7 @@ FOREIGN = re.compile(
 """Fields of other families (hyper-connections, sparse or sliding attention, latent experts ...)."""
 
 
-class Difference(NamedTuple):
+class ModelDifference(NamedTuple):
     """What weights were made for, against what a recipe computes."""
 
     key: str
@@ -97,7 +97,7 @@ class OtherModelError(BadInputError):
         differences: All of them.
     """
 
-    def __init__(self, differences: Sequence[Difference]) -> None:
+    def __init__(self, differences: Sequence[ModelDifference]) -> None:
         self.differences = list(differences)
         lines = [
             f"{f'model.model_config.{d.key}: ' if d.key else ''}{d.found}; {d.expected}"
@@ -155,9 +155,9 @@ def config_beside(source: Path) -> Path | None:
 def of_recipe(config: ModelConfig) -> dict[str, Any]:
     """Return what a recipe's model computes, as :attr:`HfConfig.values`."""
     values = {key: getattr(config, key) for key in COMPARED}
-    whole, rest = divmod(config.shared_width, config.moe_intermediate_size)
+    shared, remainder = divmod(config.shared_width, config.moe_intermediate_size)
     values["n_shared_experts"] = (
-        whole if not rest else config.shared_width / config.moe_intermediate_size
+        shared if not remainder else config.shared_width / config.moe_intermediate_size
     )
     return _plain(values)
 
@@ -165,10 +165,12 @@ def of_recipe(config: ModelConfig) -> dict[str, Any]:
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Write what computes the same in the same way."""
     if values.keys() >= {"n_group", "topk_group"}:
-        groups, kept = values["n_group"], values["topk_group"]
-        limited = groups > 1 and kept < groups
+        groups, chosen = values["n_group"], values["topk_group"]
+        limited = groups > 1 and chosen < groups
         values |= (
-            {"n_group": groups, "topk_group": kept} if limited else {"n_group": 0, "topk_group": 0}
+            {"n_group": groups, "topk_group": chosen}
+            if limited
+            else {"n_group": 0, "topk_group": 0}
         )
     for key in _NULLABLE & values.keys():
         values[key] = values[key] or 0
@@ -177,9 +179,9 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def best_of_group(top_k: int, groups: int, kept: int) -> int | None:
+def best_of_group(top_k: int, groups: int, chosen: int) -> int | None:
     """Return by how many of its experts this model ranks a group; None: it has no group limit. transformers: always 2."""
-    return max(1, top_k // kept) if 0 < kept < groups else None
+    return max(1, top_k // chosen) if 0 < chosen < groups else None
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -213,30 +215,30 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def differences(theirs: HfConfig, config: ModelConfig) -> list[Difference]:
+def differences(hf: HfConfig, config: ModelConfig) -> list[ModelDifference]:
     """Return where a config.json and a recipe's model differ."""
-    ours = of_recipe(config)
-    found = [Difference("", f"{theirs.file}: {text}", why) for text, why in theirs.refused]
-    for key, value in theirs.values.items():
-        if ours[key] != value:
-            text = f"{_written(config, key)}, but {theirs.file}: {theirs.texts[key]}"
-            found.append(Difference(key, text, f"set it to {_yaml(value)}"))
-    return found
+    values = of_recipe(config)
+    differing = [ModelDifference("", f"{hf.file}: {text}", remedy) for text, remedy in hf.refused]
+    for key, value in hf.values.items():
+        if values[key] != value:
+            text = f"{_written(config, key)}, but {hf.file}: {hf.texts[key]}"
+            differing.append(ModelDifference(key, text, f"set it to {_yaml(value)}"))
+    return differing
 
 
-def changed(before: ModelConfig, now: ModelConfig) -> list[Difference]:
+def changed(before: ModelConfig, now: ModelConfig) -> list[ModelDifference]:
     """Return where a recipe's model computes something else than the one that a checkpoint was trained with."""
-    was, ours = of_recipe(before), of_recipe(now)
+    was, after = of_recipe(before), of_recipe(now)
     for key in ("qk_layernorm", "moe_router_enable_expert_bias"):
-        was[key], ours[key] = getattr(before, key), getattr(now, key)
+        was[key], after[key] = getattr(before, key), getattr(now, key)
     return [
-        Difference(
+        ModelDifference(
             key,
-            f"{ours[key]}, but the weights were trained with {value}",
+            f"{after[key]}, but the weights were trained with {value}",
             f"set it to {_yaml(value)}",
         )
         for key, value in was.items()
-        if ours[key] != value
+        if after[key] != value
     ]
 
 
@@ -312,8 +314,8 @@ def _family(fields: Mapping[str, Any], config: HfConfig) -> str | None:
         kind = by_class[classes[0]]
     if kind is None or (_is_text(kind) and kind in FAMILY):
         return str(kind or "")
-    why = f"weights of another family cannot be read; {' or '.join(FAMILY)}"
-    config.refused.append((f"model_type is {_json(kind)}", why))
+    expected = f"weights of another family cannot be read; {' or '.join(FAMILY)}"
+    config.refused.append((f"model_type is {_json(kind)}", expected))
     return None
 
 
@@ -328,16 +330,20 @@ def _rope(fields: Mapping[str, Any], config: HfConfig) -> tuple[str, Any] | None
         if not is_object(section):
             config.refused.append((f"{name} is {_json(section)}", "an object, or null"))
             continue
-        rest = {key: value for key, value in section.items() if value is not None}
-        if "rope_theta" in rest:
-            bases[f"{name}.rope_theta"] = rest.pop("rope_theta")
+        parameters = {key: value for key, value in section.items() if value is not None}
+        if "rope_theta" in parameters:
+            bases[f"{name}.rope_theta"] = parameters.pop("rope_theta")
         kinds = {
-            rest.pop(key, "default") for key in ("rope_type", "type") if _is_text(rest.get(key, ""))
+            parameters.pop(key, "default")
+            for key in ("rope_type", "type")
+            if _is_text(parameters.get(key, ""))
         }
         neutral = {"factor": 1, "partial_rotary_factor": 1}
-        if not kinds <= {"default", "linear"} or any(neutral.get(k) != v for k, v in rest.items()):
-            why = "cannot be expressed: this model has no scaled rotary frequencies"
-            config.refused.append((f"{name} is {_json(section)}", why))
+        if not kinds <= {"default", "linear"} or any(
+            neutral.get(k) != v for k, v in parameters.items()
+        ):
+            expected = "cannot be expressed: this model has no scaled rotary frequencies"
+            config.refused.append((f"{name} is {_json(section)}", expected))
     places = list(bases.items())
     for name, value in places[1:]:
         if value != places[0][1]:
@@ -359,28 +365,30 @@ def _consistent(fields: Mapping[str, Any], values: Mapping[str, Any], config: Hf
         derived["qk_head_dim"] = values["qk_rope_head_dim"] + values["qk_nope_head_dim"]
     for name, right in derived.items():
         if fields.get(name) not in (right, None):
-            why = f"cannot be expressed; {right} with the other fields"
-            config.refused.append((f"{name} is {_json(fields[name])}", why))
-    for name, (right, why) in FIXED.items():
+            expected = f"cannot be expressed; {right} with the other fields"
+            config.refused.append((f"{name} is {_json(fields[name])}", expected))
+    for name, (right, expected) in FIXED.items():
         if name in fields and not any(_same(fields[name], value) for value in right):
             config.refused.append(
                 (
                     f"{name} is {_json(fields[name])}",
-                    f"cannot be expressed: {why} ({_json(right[0])})",
+                    f"cannot be expressed: {expected} ({_json(right[0])})",
                 )
             )
 
 
 def _as_transformers(values: Mapping[str, Any], config: HfConfig) -> None:
     """Refuse what transformers computes in another way than this model and MindFormers do."""
-    top_k, groups, kept = (values[key] for key in ("num_experts_per_tok", "n_group", "topk_group"))
+    top_k, groups, chosen = (
+        values[key] for key in ("num_experts_per_tok", "n_group", "topk_group")
+    )
     if values["norm_topk_prob"] and top_k == 1:
-        why = "cannot be expressed: transformers weighs a single expert with 1, this model with its score"
-        config.refused.append(("norm_topk_prob is true with num_experts_per_tok 1", why))
-    if (best := best_of_group(top_k, groups, kept)) not in (None, 2):
-        why = f"cannot be expressed: transformers ranks a group by its best 2 experts, this model by its best {best}"
-        routing = f"num_experts_per_tok is {top_k}, n_group {groups}, topk_group {kept}"
-        config.refused.append((routing, why))
+        expected = "cannot be expressed: transformers weighs a single expert with 1, this model with its score"
+        config.refused.append(("norm_topk_prob is true with num_experts_per_tok 1", expected))
+    if (best := best_of_group(top_k, groups, chosen)) not in (None, 2):
+        expected = f"cannot be expressed: transformers ranks a group by its best 2 experts, this model by its best {best}"
+        routing = f"num_experts_per_tok is {top_k}, n_group {groups}, topk_group {chosen}"
+        config.refused.append((routing, expected))
 
 
 def _others(fields: Mapping[str, Any], config: HfConfig) -> None:
@@ -392,12 +400,12 @@ def _others(fields: Mapping[str, Any], config: HfConfig) -> None:
         if not FOREIGN.fullmatch(name):
             unknown += [name]
         elif _is_active(name, value, fields):
-            why = "cannot be expressed: a feature of another family"
-            config.refused.append((f"{name} is {_json(value)}", why))
+            expected = "cannot be expressed: a feature of another family"
+            config.refused.append((f"{name} is {_json(value)}", expected))
     if unknown:
         named = ", ".join(short(name) for name in sorted(unknown)[:_SHOWN])
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-        config.notes.append(f"{config.file}: not judged, unknown here: {named}{more}")
+        suffix = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        config.notes.append(f"{config.file}: not judged, unknown here: {named}{suffix}")
     if dropout := fields.get("attention_dropout"):
         config.notes.append(
             f"{config.file}: attention_dropout {_json(dropout)} acts in training only; here it is the recipe's"
@@ -417,14 +425,14 @@ def _block(fields: Mapping[str, Any], config: HfConfig) -> tuple[int, int]:
         or section.get("quant_method", "fp8") != "fp8"
         or section.get("fmt", "e4m3") != "e4m3"
     ):
-        why = "cannot be read: FP8 (e4m3) with block scales, or no quantisation"
-        config.refused.append((f"quantization_config is {_json(section)}", why))
+        expected = "cannot be read: FP8 (e4m3) with block scales, or no quantisation"
+        config.refused.append((f"quantization_config is {_json(section)}", expected))
         return HfConfig.block
     block = section.get("weight_block_size", list(HfConfig.block))
     if is_list(block) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
-    why = "cannot be read: rows and columns of a block, such as [128, 128]"
-    config.refused.append((f"quantization_config.weight_block_size is {_json(block)}", why))
+    expected = "cannot be read: rows and columns of a block, such as [128, 128]"
+    config.refused.append((f"quantization_config.weight_block_size is {_json(block)}", expected))
     return HfConfig.block
 
 
@@ -468,15 +476,15 @@ def _json(value: Any) -> str:
 # ----------------------------------------------------------------------------- a recipe that fits
 
 
-def overrides(theirs: HfConfig, config: ModelConfig, written: Mapping[str, Any]) -> Iterator[str]:
+def overrides(hf: HfConfig, config: ModelConfig, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield the overrides ``key=value`` with which a recipe's model is that of a config.json.
 
     Args:
-        theirs: The file, which no part of is refused.
+        hf: The file, which no part of is refused.
         written: The model section as the recipe writes it.
     """
-    values, ours = dict(theirs.values), of_recipe(config)
-    values = {key: value for key, value in values.items() if value != ours[key]}
+    values, recipe_values = dict(hf.values), of_recipe(config)
+    values = {key: value for key, value in values.items() if value != recipe_values[key]}
     second = {
         "num_key_value_heads": "num_attention_heads",
         "qk_pos_emb_head_dim": "qk_rope_head_dim",
@@ -490,7 +498,7 @@ def overrides(theirs: HfConfig, config: ModelConfig, written: Mapping[str, Any])
         "moe_intermediate_size",
     }:
         values["moe_shared_expert_intermediate_size"] = None
-    if theirs.longest is not None:
-        values["max_position_embeddings"] = max(theirs.longest, config.seq_length)
+    if hf.longest is not None:
+        values["max_position_embeddings"] = max(hf.longest, config.seq_length)
     for key, value in values.items():
         yield f"model.model_config.{key}={_yaml(value)}"

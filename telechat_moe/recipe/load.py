@@ -24,7 +24,7 @@ from telechat_moe.recipe.check import Checker, section_keys
 from telechat_moe.recipe.problems import Missing, Problem, RecipeError, label
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
-from telechat_moe.recipe.tree import Entry, YamlNode, locate, read
+from telechat_moe.recipe.tree import YamlEntry, YamlNode, locate, read
 from telechat_moe.recipe.uses import USES, Use, idle_overrides, unread
 
 Look = Callable[[Recipe, Sequence[Problem]], Iterable[Problem]]
@@ -60,22 +60,22 @@ def find(name: str | os.PathLike[str]) -> Path:
         RecipeError: If there is no such recipe.
     """
     text = os.fspath(name)
-    for known in shipped_names():
-        if text in (known, known.removesuffix(".yaml")):
-            return shipped_dir() / known
+    for shipped in shipped_names():
+        if text in (shipped, shipped.removesuffix(".yaml")):
+            return shipped_dir() / shipped
     path = Path(text)
     try:
-        found = "a folder" if path.is_dir() else "not found"
+        problem_text = "a folder" if path.is_dir() else "not found"
         if path.is_file():
             return path
     except OSError as error:  # a name that is too long, a folder that may not be read
-        found = error.strerror or str(error)
-    ends = {form: known for known in shipped_names() for form in (known, Path(known).name)}
-    near = difflib.get_close_matches(text.removesuffix(".yaml") + ".yaml", ends, 1, 0.8)
+        problem_text = error.strerror or str(error)
+    ends = {form: shipped for shipped in shipped_names() for form in (shipped, Path(shipped).name)}
+    matches = difflib.get_close_matches(text.removesuffix(".yaml") + ".yaml", ends, 1, 0.8)
     expected = "expected a file, or a recipe that `telechat-moe ls` lists"
-    suggestion = "".join(ends[form] for form in near)
+    suggestion = "".join(ends[form] for form in matches)
     problem = Problem(
-        file=text, line=0, key="", found=found, expected=expected, suggestion=suggestion
+        file=text, line=0, key="", found=problem_text, expected=expected, suggestion=suggestion
     )
     raise RecipeError([problem])
 
@@ -179,13 +179,13 @@ class _Loader:
         if self.use is None:
             return recipe
         for idle in idle_overrides(recipe, self.use):
-            rest = [override for override in overrides if override != idle]
+            others = [override for override in overrides if override != idle]
             try:
-                _Loader(self.path).parse(text, rest, devices)
+                _Loader(self.path).parse(text, others, devices)
             except RecipeError:
                 continue  # it makes the recipe consistent
-            found = f"an override that {USES[self.use]} does not read"
-            self.report(f"--set {idle}", 0, idle.partition("=")[0], found, "remove it")
+            text_found = f"an override that {USES[self.use]} does not read"
+            self.report(f"--set {idle}", 0, idle.partition("=")[0], text_found, "remove it")
         if self.problems:
             raise RecipeError(list(self.problems.values()))
         return recipe
@@ -206,9 +206,9 @@ class _Loader:
 
     def _resolve(self, root: YamlNode, devices: int | None) -> Recipe:
         model_class = _complete_model(root)
-        top = Entry("", 1, root)
+        top = YamlEntry("", 1, root)
 
-        def at(entry: Entry, key: str, found: str, expected: str, suggestion: str) -> None:
+        def at(entry: YamlEntry, key: str, found: str, expected: str, suggestion: str) -> None:
             origin = entry.node.origin
             line = 0 if origin else entry.line
             self.report(origin or self.file, line, key, found, expected, suggestion)
@@ -249,16 +249,16 @@ class _Loader:
         if node is None:
             return
         _mark(node, origin)
-        said = _put(root, parts, node, origin)
-        if said:
-            self.report(origin, 0, key, *said)
+        refusal = _put(root, parts, node, origin)
+        if refusal:
+            self.report(origin, 0, key, *refusal)
 
 
 def _hidden(problems: Sequence[Problem], missing: Missing) -> dict[str, str]:
     """Return the keys whose problems hide what else may be wrong, and that they do."""
-    why = "what follows from it"
+    reason = "what follows from it"
     keys = {p.key: p.suggestion or p.key for p in problems}
-    return {key: why for key, meant in keys.items() if meant.rpartition(".")[2] in missing.names}
+    return {key: reason for key, meant in keys.items() if meant.rpartition(".")[2] in missing.names}
 
 
 def _of_old_network(root: YamlNode, problems: list[Problem]) -> list[Problem]:
@@ -269,9 +269,9 @@ def _of_old_network(root: YamlNode, problems: list[Problem]) -> list[Problem]:
     old = [config.node.get("type") if config else None, model.node.get("arch") if model else None]
     if not first or not any(old):
         return problems
-    why = "a recipe of MindFormers' old networks (model.arch, model.model_config.type)"
+    reason = "a recipe of MindFormers' old networks (model.arch, model.model_config.type)"
     expected = "only recipes of the new ones can be checked: use_legacy: False and model.model_config.model_type"
-    return [replace(first[0], found=f"{first[0].found}; {why}", expected=expected)]
+    return [replace(first[0], found=f"{first[0].found}; {reason}", expected=expected)]
 
 
 def _mark(node: YamlNode, origin: str) -> None:
@@ -293,7 +293,7 @@ def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[
             return f"{'.'.join(parts[:depth])} is {node.show()}", "a key of a section"
         if entry is None:
             fresh = new if last else YamlNode("map", 0, origin=origin)
-            node.entries.append(Entry(part, 0, fresh))
+            node.entries.append(YamlEntry(part, 0, fresh))
             node = fresh
             continue
         shared = shared or entry.alias
@@ -308,13 +308,13 @@ def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[
 
 def _text(root: YamlNode, key: str) -> str:
     """Return the text that is written for a dotted key; empty: none."""
-    entry = locate(Entry("", 1, root), key)
+    entry = locate(YamlEntry("", 1, root), key)
     return entry.node.value if entry.node.kind == "str" and key.endswith(entry.key) else ""
 
 
 def _complete_model(root: YamlNode) -> type:
     """Fill in model keys from Hugging Face's configuration or MindFormers' defaults; return the section's class."""
-    section = locate(Entry("", 1, root), "model.model_config")
+    section = locate(YamlEntry("", 1, root), "model.model_config")
     kind, folder = _text(root, "model.model_config.model_type"), _text(root, "pretrained_model_dir")
     if section.key != "model_config" or section.node.kind != "map":
         return ModelConfig
@@ -335,14 +335,14 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
         data = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}, ""
-    known = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}
+    keys = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}
     if not isinstance(data, dict):
         return {}, ""
     fields = cast("dict[str, object]", data)
     rope = fields.get("rope_parameters")  # transformers 5
     if is_object(rope) and "rope_theta" in rope:
         fields.setdefault("rope_theta", rope["rope_theta"])
-    return {k: v for k, v in fields.items() if k in known}, str(path)
+    return {k: v for k, v in fields.items() if k in keys}, str(path)
 
 
 def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:

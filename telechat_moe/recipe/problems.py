@@ -54,7 +54,7 @@ class RecipeError(BadInputError):
         self.not_judged = dict(not_judged or {})
         count = len(self.problems)
         lines = [str(p) for p in self.problems]
-        lines += [f"not judged: {key}: {why}" for key, why in self.not_judged.items()]
+        lines += [f"not judged: {key}: {reason}" for key, reason in self.not_judged.items()]
         lines.append(f"{count} problem{'s' if count != 1 else ''}; nothing was started.")
         super().__init__("\n".join(lines))
 

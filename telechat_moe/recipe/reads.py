@@ -26,7 +26,7 @@ _SAME = {
 """Sections that the same code reads."""
 
 
-class Judged(NamedTuple):
+class KeyReading(NamedTuple):
     """What is known of a written key.
 
     Attributes:
@@ -49,45 +49,51 @@ def schema_names(top: type) -> set[str]:
     """Return the name of every key of a section and of all sections below it."""
     names: set[str] = set()
     todo = [top]
-    seen: set[type] = set()
+    visited: set[type] = set()
     while todo:
         cls = todo.pop()
-        if cls in seen:
+        if cls in visited:
             continue
-        seen.add(cls)
+        visited.add(cls)
         plan = section_keys(cls)
         names |= plan.names.keys()
         todo += [inner for field in plan.fields.values() for inner, _ in parts_of(field.type)]
     return names
 
 
-def judge(given: Mapping[str, Any], model_type: str | None) -> Iterator[Judged]:
+def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[KeyReading]:
     """Yield what is known of every written key, keys of our own section left out.
 
     Args:
-        given: A recipe's sections.
+        sections: A recipe's sections.
         model_type: Whose network MindFormers builds; None: not known, no model key is judged.
     """
-    loader = _loader(given)
+    loader = _loader(sections)
     unobserved = (
-        "" if given.get("run_mode") in ("train", "finetune") else "only training was observed"
+        "" if sections.get("run_mode") in ("train", "finetune") else "only training was observed"
     )
-    for key, pattern in _leaves(given):
+    for key, pattern in _leaves(sections):
         if key.startswith("telechat_moe."):
             continue
-        found = _judge(key, pattern, model_type)
-        why = unobserved
+        judged = _judge(key, pattern, model_type)
+        reason = unobserved
         if ".data_loader." in key and loader != LOADER:
-            why = f"{loader} was not observed"
-        yield Judged(key, "not judged", why) if why and found.verdict == "never" else found
+            reason = f"{loader} was not observed"
+        yield (
+            KeyReading(key, "not judged", reason)
+            if reason and judged.verdict == "never"
+            else judged
+        )
 
 
-def _loader(given: Mapping[str, Any]) -> Any:
+def _loader(sections: Mapping[str, Any]) -> Any:
     """Return the type of the data loader."""
-    found: Any = given
+    section: Any = sections
     for key in ("train_dataset", "data_loader", "type"):
-        found = cast("Mapping[str, Any]", found).get(key) if isinstance(found, Mapping) else None
-    return found or LOADER
+        section = (
+            cast("Mapping[str, Any]", section).get(key) if isinstance(section, Mapping) else None
+        )
+    return section or LOADER
 
 
 def _leaves(value: Any, key: str = "", pattern: str = "") -> Iterator[tuple[str, str]]:
@@ -108,33 +114,35 @@ def _sections(items: list[Any]) -> list[Mapping[str, Any]]:
     return items if all(isinstance(item, Mapping) for item in items) else []
 
 
-def _judge(key: str, pattern: str, model_type: str | None) -> Judged:
-    for section, same in _SAME.items():
+def _judge(key: str, pattern: str, model_type: str | None) -> KeyReading:
+    for section, section_read in _SAME.items():
         if pattern.startswith(section):
-            pattern = same + pattern.removeprefix(section)
-    known, name = _table(), pattern.rpartition(".")[2]
+            pattern = section_read + pattern.removeprefix(section)
+    table, name = _table(), pattern.rpartition(".")[2]
     if not key.startswith(MODEL):
         parts = pattern.split(".")
-        whole = {".".join([*parts[:depth], "*"]) for depth in range(1, len(parts))}
-        if _read() & {pattern, *whole}:  # MindSpore gets some sections whole
-            return Judged(key, "read")
-        return _unseen(key, known["named"].get(name))
-    model = known["model"].get(model_type)
+        wildcards = {".".join([*parts[:depth], "*"]) for depth in range(1, len(parts))}
+        if _read() & {pattern, *wildcards}:  # MindSpore gets some sections whole
+            return KeyReading(key, "read")
+        return _unseen(key, table["named"].get(name))
+    model = table["model"].get(model_type)
     name = pattern.removeprefix(MODEL).partition(".")[0]
     if model is None:
-        return Judged(key, "not judged", f"model type {model_type} was not observed")
+        return KeyReading(key, "not judged", f"model type {model_type} was not observed")
     if name in model["read"]:
-        return Judged(key, "read")
+        return KeyReading(key, "read")
     return _unseen(key, model["named"].get(name))
 
 
-def _unseen(key: str, place: str | None) -> Judged:
+def _unseen(key: str, place: str | None) -> KeyReading:
     """Return the judgement on a key whose reading was not seen, but perhaps is at a place of the source."""
     if place is None and key.rpartition(".")[2] not in _names():
-        return Judged(key, "not judged", "its section has keys of any name")
+        return KeyReading(key, "not judged", "its section has keys of any name")
     if place is None:
-        return Judged(key, "never")
-    return Judged(key, "not judged", f"read with other settings, or later (mindformers/{place})")
+        return KeyReading(key, "never")
+    return KeyReading(
+        key, "not judged", f"read with other settings, or later (mindformers/{place})"
+    )
 
 
 @functools.cache

@@ -70,10 +70,10 @@ _EXPECTED = {
 
 def path_of(recipe: Recipe) -> Path | None:
     """Return the file that a recipe names, absolute: in the recipe's folder, else in the working folder; None: none."""
-    given = recipe.context.ascend_config
-    if given is None or not given.parallel_speed_up_json_path:
+    ascend = recipe.context.ascend_config
+    if ascend is None or not ascend.parallel_speed_up_json_path:
         return None
-    name = given.parallel_speed_up_json_path
+    name = ascend.parallel_speed_up_json_path
     beside = real_path(recipe.source.parent / name)
     return beside if beside.exists() else real_path(name)
 
@@ -82,10 +82,10 @@ def switches(recipe: Recipe) -> dict[str, Any]:
     """Return what the file says, by the new names; empty without a file. Its problems are :func:`problems`' to tell."""
     path = path_of(recipe)
     try:
-        found: Any = parse_json(path.read_bytes()) if path is not None else {}
+        content: Any = parse_json(path.read_bytes()) if path is not None else {}
     except (OSError, ValueError):
         return {}
-    items = cast("dict[str, Any]", found).items() if isinstance(found, dict) else ()
+    items = cast("dict[str, Any]", content).items() if isinstance(content, dict) else ()
     return {_NEW.get(key, key): value for key, value in items}
 
 
@@ -99,36 +99,40 @@ def problems(recipe: Recipe) -> Iterator[Broken]:
         parse_json(text, unique=False)
         pairs: Any = json.loads(text, object_pairs_hook=list)
     except OSError as error:
-        found = f"{path} cannot be read: {error.strerror}"
-        yield KEY, found, "a JSON file beside the recipe or in the working folder"
+        problem = f"{path} cannot be read: {error.strerror}"
+        yield KEY, problem, "a JSON file beside the recipe or in the working folder"
         return
     except ValueError as error:
-        at = f"{path}:{error.line}" if isinstance(error, JsonError) and error.line else str(path)
-        yield KEY, f"{at}: not JSON ({error})", 'an object such as {"pp_1f1b_overlap": "AlltoAllV"}'
+        place = f"{path}:{error.line}" if isinstance(error, JsonError) and error.line else str(path)
+        yield (
+            KEY,
+            f"{place}: not JSON ({error})",
+            'an object such as {"pp_1f1b_overlap": "AlltoAllV"}',
+        )
         return
     if not text.lstrip().startswith("{"):
         yield KEY, f"{path}:1: not an object", 'an object such as {"pp_1f1b_overlap": "AlltoAllV"}'
         return
     if not pairs:
         yield KEY, f"{path}:1: no switch, so it has no effect", "remove it, or a switch"
-    seen: dict[str, str] = {}
+    written: dict[str, str] = {}
     for key, value in pairs:
         line = text[: text.find(f'"{key}"')].count("\n") + 1
-        for found, expected in _entry(key, value, seen):
-            yield KEY, f"{path.name}:{line}: {key}: {found}", expected
+        for problem, expected in _entry(key, value, written):
+            yield KEY, f"{path.name}:{line}: {key}: {problem}", expected
 
 
-def _entry(key: str, value: Any, seen: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _entry(key: str, value: Any, written: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (found, expected) of an entry that is wrong; remember its new name."""
     name = _NEW.get(key, key)
     if name not in SWITCHES:
-        near = difflib.get_close_matches(key, [*SWITCHES, *_NEW], 1, 0.6)
-        expected = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(SWITCHES)}"
+        matches = difflib.get_close_matches(key, [*SWITCHES, *_NEW], 1, 0.6)
+        expected = f"did you mean {matches[0]!r}?" if matches else f"one of {', '.join(SWITCHES)}"
         yield "unknown key", expected
         return
-    if name in seen:
-        yield f"written before as {seen[name]}", "write it once"
-    seen[name] = key
+    if name in written:
+        yield f"written before as {written[name]}", "write it once"
+    written[name] = key
     takes = SWITCHES[name].takes
     words = value.split(",") if isinstance(value, str) and "list" in takes else []
     fits = {
@@ -141,8 +145,8 @@ def _entry(key: str, value: Any, seen: dict[str, str]) -> Iterator[tuple[str, st
     if not fits:
         yield json.dumps(value), _EXPECTED[takes]
     for word in wrong:
-        near = difflib.get_close_matches(word.strip(), OPERATORS, 1, 0.6)
-        yield f"{word!r}", f"did you mean {near[0]!r}?" if near else _EXPECTED[takes]
+        matches = difflib.get_close_matches(word.strip(), OPERATORS, 1, 0.6)
+        yield f"{word!r}", f"did you mean {matches[0]!r}?" if matches else _EXPECTED[takes]
 
 
 def overlapped(recipe: Recipe) -> tuple[str, ...]:
@@ -159,5 +163,5 @@ def needs(recipe: Recipe) -> Iterator[Broken]:
     if named and (recipe.parallel_config.pipeline_stage == 1 or not fits):
         word = config.pipeline_scheduler if config is not None else "no pipeline_config"
         stages = recipe.parallel_config.pipeline_stage
-        found = f"pp_1f1b_overlap with {stages} stages and {word}, which pairs no passes"
-        yield KEY, found, "parallel.pipeline_config with pipeline_scheduler zero_bubble_v"
+        problem = f"pp_1f1b_overlap with {stages} stages and {word}, which pairs no passes"
+        yield KEY, problem, "parallel.pipeline_config with pipeline_scheduler zero_bubble_v"

@@ -32,34 +32,34 @@ def require_pool(recipe: Recipe, size: int, who: str) -> None:
     """
     pool = recipe.telechat_moe.swap
     if pool is not None and pool.pool_mib is not None and size > pool.pool_mib << 20:
-        found = f"{pool.pool_mib}, and {who} swaps {size_text(size)} at once"
+        problem = f"{pool.pool_mib}, and {who} swaps {size_text(size)} at once"
         expected = f"{-(-size >> 20)} at least, or swap less"
-        raise RecipeError([recipe.problem("telechat_moe.swap.pool_mib", found, expected)])
+        raise RecipeError([recipe.problem("telechat_moe.swap.pool_mib", problem, expected)])
 
 
 def parts(config: ModelConfig, layer: int) -> list[str]:
     """Return the parts of a decoder layer that can be swapped, by their dotted names."""
-    found = ["attention", "attention.core", "add_attention", "add_ffn"]
+    names = ["attention", "attention.core", "add_attention", "add_ffn"]
     if config.q_lora_rank:
-        found.append("attention.q_down")
+        names.append("attention.q_down")
     if layer < config.first_k_dense_replace or not config.n_routed_experts:
-        return [*found, "ffn", "ffn.act"]
-    found += ["moe", "moe.router", "moe.dispatch", "moe.experts"]
-    return [*found, "moe.shared", "moe.shared.act"] if config.shared_width else found
+        return [*names, "ffn", "ffn.act"]
+    names += ["moe", "moe.router", "moe.dispatch", "moe.experts"]
+    return [*names, "moe.shared", "moe.shared.act"] if config.shared_width else names
 
 
 def matched(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the names that a pattern matches, part by part; none if it is no regular expression, as a rule says."""
     try:
-        wanted = [re.compile(part) for part in pattern.split(r"\.")]
+        expressions = [re.compile(part) for part in pattern.split(r"\.")]
     except re.error:
         return []
     split = ((name, name.split(".")) for name in names)
     return [
         name
-        for name, own in split
-        if len(own) == len(wanted)
-        and all(w.fullmatch(part) for w, part in zip(wanted, own, strict=True))
+        for name, words in split
+        if len(words) == len(expressions)
+        and all(w.fullmatch(part) for w, part in zip(expressions, words, strict=True))
     ]
 
 
@@ -72,11 +72,11 @@ def patterns(config: SwapConfig) -> list[tuple[str, LayerSwap]]:
     """Return the patterns of operators, each with its layers and how early they come back."""
     if config.layer_swap is None and config.op_swap is None:
         return [(DEFAULT, LayerSwap(layers=True, backward_prefetch=config.default_prefetch))]
-    found: list[tuple[str, LayerSwap]] = []
+    pairs: list[tuple[str, LayerSwap]] = []
     for item in config.op_swap or ():
-        given = LayerSwap(layers=item.layers, backward_prefetch=item.backward_prefetch)
-        found += [(name, given) for name in patterns_of(item)]
-    return found
+        layer_swap = LayerSwap(layers=item.layers, backward_prefetch=item.backward_prefetch)
+        pairs += [(name, layer_swap) for name in patterns_of(item)]
+    return pairs
 
 
 def names_layer(item: LayerSwap | OpSwap, layer: int) -> bool:
@@ -96,20 +96,20 @@ def swapped(recipe: Recipe) -> dict[int, dict[str, int]]:
     A recipe that `check` accepts; a part that several items name has the prefetch of the first.
     """
     chosen, config = recipe.swap_config, recipe.model_config
-    found: dict[int, dict[str, int]] = {}
+    by_layer: dict[int, dict[str, int]] = {}
     if not chosen.swap:
-        return found
+        return by_layer
     for layer in range(config.num_hidden_layers):
         if recomputes_layer(recipe, layer):
             continue
-        here: dict[str, int] = {}
+        prefetches: dict[str, int] = {}
         for item in chosen.layer_swap or ():
             if names_layer(item, layer):
-                here.setdefault("", item.backward_prefetch)
+                prefetches.setdefault("", item.backward_prefetch)
         for pattern, item in patterns(chosen):
             if names_layer(item, layer):
                 for name in matched(pattern, parts(config, layer)):
-                    here.setdefault(name, item.backward_prefetch)
-        if here:
-            found[layer] = here
-    return found
+                    prefetches.setdefault(name, item.backward_prefetch)
+        if prefetches:
+            by_layer[layer] = prefetches
+    return by_layer

@@ -24,13 +24,13 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000
 MAX_CHARACTERS = 1_000_000
 
-Kind = Literal["map", "list", "bool", "int", "float", "str", "null", "broken"]
-Report = Callable[[int, str, str, str], None]
+NodeKind = Literal["map", "list", "bool", "int", "float", "str", "null", "broken"]
+LineReport = Callable[[int, str, str, str], None]
 """Called with (line, dotted key, found, expected) for each problem of the text."""
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class YamlEntry:
     """One position in a map or list: a key and its value."""
 
     key: str
@@ -44,7 +44,7 @@ class Entry:
 class YamlNode:
     """One value."""
 
-    kind: Kind
+    kind: NodeKind
     line: int
     value: Any = None
     """The Python value of a scalar."""
@@ -52,13 +52,13 @@ class YamlNode:
     """A scalar as it was written."""
     trap: str = ""
     """Why the scalar does not mean what it seems to mean; empty if it does."""
-    entries: list[Entry] = field(default_factory=list["Entry"])
+    entries: list[YamlEntry] = field(default_factory=list["YamlEntry"])
     size: int = 1
     """Number of values in the tree below, aliases counted as often as they occur."""
     origin: str = ""
     """Where the value comes from if not from the recipe file, such as ``--set a.b=c``."""
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> YamlEntry | None:
         """Return the entry with this key, or None."""
         return next((e for e in self.entries if e.key == key), None)
 
@@ -180,7 +180,7 @@ def _as_float(text: str) -> str:
 class _Builder:
     """Turn parser events into a tree; problems go to ``report`` and leave a broken node."""
 
-    def __init__(self, events: Iterator[Any], report: Report) -> None:
+    def __init__(self, events: Iterator[Any], report: LineReport) -> None:
         self.events = events
         self.report = report
         self.anchors: dict[str, YamlNode | None] = {}
@@ -193,8 +193,8 @@ class _Builder:
         anchor = cast("str | None", event.anchor)
         if anchor is not None:
             if anchor in self.anchors:
-                what = f"the anchor &{anchor} is defined a second time"
-                self.report(line, path, what, "give each anchor its own name")
+                problem = f"the anchor &{anchor} is defined a second time"
+                self.report(line, path, problem, "give each anchor its own name")
             self.anchors[anchor] = None  # open: an alias to it now would contain itself
         built = self._content(event, line, depth, path)
         if built.size > MAX_VALUES:
@@ -215,19 +215,21 @@ class _Builder:
             return self._list(line, depth, path)
         return self._map(line, depth, path)
 
-    def place(self, event: Any, key: str, line: int, depth: int, path: str) -> Entry:
+    def place(self, event: Any, key: str, line: int, depth: int, path: str) -> YamlEntry:
         """Read one value, or an alias of one."""
         if isinstance(event, yaml.AliasEvent):
-            return Entry(key, line, self._alias(event, path), alias=True)
-        return Entry(key, line, self.node(event, depth + 1, path))
+            return YamlEntry(key, line, self._alias(event, path), alias=True)
+        return YamlEntry(key, line, self.node(event, depth + 1, path))
 
     def _alias(self, event: Any, path: str) -> YamlNode:
         line, name = event.start_mark.line + 1, cast(str, event.anchor)
         target = self.anchors.get(name)
         if target is None:
-            known = [a for a, n in self.anchors.items() if n is not None]
-            what = f"*{name} is inside &{name}" if name in self.anchors else f"no anchor &{name}"
-            self.report(line, path, what, f"use one defined above: {', '.join(known) or 'none'}")
+            anchors = [a for a, n in self.anchors.items() if n is not None]
+            problem = f"*{name} is inside &{name}" if name in self.anchors else f"no anchor &{name}"
+            self.report(
+                line, path, problem, f"use one defined above: {', '.join(anchors) or 'none'}"
+            )
             return YamlNode("broken", line)
         return target
 
@@ -237,32 +239,34 @@ class _Builder:
             if isinstance(event, yaml.SequenceEndEvent):
                 break
             index = str(len(node.entries))
-            at = event.start_mark.line + 1
-            entry = self.place(event, index, at, depth, f"{path}.{index}".lstrip("."))
+            item_line = event.start_mark.line + 1
+            entry = self.place(event, index, item_line, depth, f"{path}.{index}".lstrip("."))
             node.entries.append(entry)
             node.size += entry.node.size
         return node
 
     def _map(self, line: int, depth: int, path: str) -> YamlNode:
-        node, seen, merged = YamlNode("map", line), dict[str, int](), list[Entry]()
+        node, lines, merged = YamlNode("map", line), dict[str, int](), list[YamlEntry]()
         for event in self.events:
             if isinstance(event, yaml.MappingEndEvent):
                 break
-            key, at = self._key(event, path)
+            key, key_line = self._key(event, path)
             below = f"{path}.{key}".lstrip(".")
-            value = self.place(next(self.events), key, at, depth, below)
+            value = self.place(next(self.events), key, key_line, depth, below)
             node.size += value.node.size
             if key == "<<" and event.implicit[0]:
                 merged += self._merge(value, path)
-            elif key in seen:
-                what = f"a second time, first on line {seen[key]}"
-                self.report(at, below, what, "write each key once (MindFormers takes the last)")
+            elif key in lines:
+                problem = f"a second time, first on line {lines[key]}"
+                self.report(
+                    key_line, below, problem, "write each key once (MindFormers takes the last)"
+                )
             else:
-                seen[key] = at
+                lines[key] = key_line
                 node.entries.append(value)
         for entry in merged:
-            if entry.key not in seen:
-                seen[entry.key] = entry.line
+            if entry.key not in lines:
+                lines[entry.key] = entry.line
                 node.entries.append(entry)
         return node
 
@@ -277,20 +281,20 @@ class _Builder:
         if cast(Any, event).anchor is not None or cast(Any, event).tag is not None:
             self.report(line, path, f"an anchor or tag on the key {text}", "remove it")
         if cast(Any, event).implicit[0] and _tag_of(text) not in ("str", "merge"):
-            what = f"the key {text}, which YAML reads as a {_tag_of(text)}"
-            self.report(line, path, what, "keys are plain words")
+            problem = f"the key {text}, which YAML reads as a {_tag_of(text)}"
+            self.report(line, path, problem, "keys are plain words")
         return text, line
 
-    def _merge(self, value: Entry, path: str) -> list[Entry]:
+    def _merge(self, value: YamlEntry, path: str) -> list[YamlEntry]:
         sources = value.node.entries if value.node.kind == "list" else [value]
-        entries: list[Entry] = []
+        entries: list[YamlEntry] = []
         for source in sources:
             if source.node.kind != "map":
                 self.report(value.line, path, "<< with something else", "<< takes a section")
                 continue
             have = {e.key for e in entries}
             entries += [
-                Entry(e.key, e.line, e.node, alias=True)
+                YamlEntry(e.key, e.line, e.node, alias=True)
                 for e in source.node.entries
                 if e.key not in have
             ]
@@ -298,12 +302,12 @@ class _Builder:
 
 
 class _TooDeepError(Exception):
-    def __init__(self, line: int, what: str = f"more than {MAX_DEPTH} levels") -> None:
-        super().__init__(what)
+    def __init__(self, line: int, problem: str = f"more than {MAX_DEPTH} levels") -> None:
+        super().__init__(problem)
         self.line = line
 
 
-def read(text: str, report: Report) -> YamlNode | None:
+def read(text: str, report: LineReport) -> YamlNode | None:
     """Parse YAML text.
 
     Args:
@@ -332,16 +336,16 @@ def read(text: str, report: Report) -> YamlNode | None:
         report(error.line, "", str(error), "write it simpler")
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = " ".join(part for part in (error.context, error.problem) if part)
-        report(mark.line + 1 if mark else 1, "", f"not YAML: {said}", "correct the syntax")
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        report(mark.line + 1 if mark else 1, "", f"not YAML: {problem}", "correct the syntax")
     except yaml.YAMLError as error:  # a byte that YAML does not allow
         before = text[: getattr(error, "position", 0) or 0]
-        said = getattr(error, "reason", None) or str(error)
-        report(before.count("\n") + 1, "", f"not YAML: {said}", "remove the character")
+        problem = getattr(error, "reason", None) or str(error)
+        report(before.count("\n") + 1, "", f"not YAML: {problem}", "remove the character")
     return None
 
 
-def locate(top: Entry, key: str) -> Entry:
+def locate(top: YamlEntry, key: str) -> YamlEntry:
     """Return the entry of a dotted key, or of the nearest section above it that is written."""
     entry = top
     for part in key.split(".") if key else ():

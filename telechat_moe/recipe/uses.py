@@ -6,16 +6,16 @@ key that a use does not read may be written with a neutral value, one that asks 
 the table names.
 """
 
-import re
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, is_dataclass
 from typing import Any, Literal, cast
 
 from telechat_moe.recipe import speed_up
-from telechat_moe.recipe.check import section_keys
+from telechat_moe.recipe.check import parts_of, section_keys
 from telechat_moe.recipe.fields import Takes, is_required
 from telechat_moe.recipe.problems import Missing
-from telechat_moe.recipe.reads import Judged, judge
+from telechat_moe.recipe.reads import KeyReading, judge
 from telechat_moe.recipe.rules import without_effect
 from telechat_moe.recipe.rules.mindformers import by_mindformers, decayed
 from telechat_moe.recipe.schema import Broken, Recipe
@@ -39,45 +39,39 @@ USES: dict[Use, str] = {
     "data": "`telechat-moe data build`",
     "weights": "a command that reads the weights of the model",
 }
-_GRAPH = re.compile(
-    r"(?!parallel\.(strategy_ckpt_|dump_|parameter_broadcast)|model\.model_config\.initializer_range)("
-    r"(model|optimizer|parallel|parallel_config|recompute_config|runner_wrapper|swap_config)\."
-    r"|telechat_moe\.(moe_capacity_tokens|moe\.(balance_group|placement$)|operators|sharding|weight_decay_exclude)"
-    r"|use_parallel|pretrained_model_dir|micro_batch_interleave_num|context\.(mode|max_call_depth|ascend_config\.parallel_speed_up)"
-    r"|runner_config\.(batch_size|gradient_accumulation_steps)"
-    r"|train_dataset\.data_loader\.config\.(create_attention_mask|seq_length))"
-)
-"""Beginnings of keys that decide a rank's graph; the others belong to the run."""
+_DECIDES: dict[Use, str] = {
+    "dryrun": "graph",
+    "plan": "graph",
+    "mindformers": "plugin",
+    "data": "data",
+    "weights": "weights",
+}
+"""What a use makes of a recipe, in the words of `fields.decides`; `train` reads all."""
 _DROPPED = {
     "runner_config.stop_step": "0, and an item {{type: TrainCallBack, stop_step: {}}} of callbacks"
 }
 """Keys that MindFormers reads and then makes nothing of, and what to write instead."""
-_IN_PLUGIN = re.compile(
-    r"(model|recompute_config|swap_config)(\.|$)"
-    r"|telechat_moe\.(moe_|moe\.balance_group|operators|sharding(?!\.(overlap_exchange|pipeline_schedule))|weight_decay_exclude)"
-)
-"""Keys that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
-_DECIDES: dict[Use, re.Pattern[str]] = {
-    "dryrun": _GRAPH,
-    "plan": _GRAPH,
-    "mindformers": _IN_PLUGIN,
-    "data": re.compile(
-        r"telechat_moe\.(corpus|conversations)\.|model\.model_config\.vocab_size|seed"
-        r"|train_dataset\.data_loader\.config\.(data_path|train_data_path|eod|seq_length)"
-    ),
-    "weights": re.compile(r"model\.model_config\.|pretrained_model_dir"),
-}
-"""Beginnings of the keys that decide what a use makes of a recipe; `train` reads all."""
 
 
 def use_of(recipe: Recipe) -> Use:
     """Return the use for which a recipe is written: our trainer's on CPU, else MindFormers' (with our plug-in or not)."""
-    ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
-    return "train" if ours else "mindformers"
+    is_ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
+    return "train" if is_ours else "mindformers"
+
+
+def use_with(through: str | None) -> Use:
+    """Return what a recipe is for with a trainer, ``own`` or ``mindformers``; None: with the one for which it is written."""
+    uses: dict[str | None, Use] = {None: "written", "own": "train", "mindformers": "mindformers"}
+    return uses[through]
+
+
+def trainer_of(recipe: Recipe, through: str | None) -> str:
+    """Return whose trainer trains a recipe: ``through``, else ``own`` or ``mindformers``, as the recipe is written."""
+    return through or ("own" if use_of(recipe) == "train" else "mindformers")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenKey:
     """A key that a recipe writes.
 
     Attributes:
@@ -95,8 +89,8 @@ class Written:
     @property
     def readers(self) -> tuple[str, ...]:
         """Who reads the key: `own` (this package), `mindformers`."""
-        own = self.field.metadata.get("own") or self.key.startswith("telechat_moe.")
-        return ("own",) * (self.takes is None) + ("mindformers",) * (not own)
+        is_ours = self.field.metadata.get("own") or self.key.startswith("telechat_moe.")
+        return ("own",) * (self.takes is None) + ("mindformers",) * (not is_ours)
 
     def plain(self) -> Any:
         """Return the value as plain data."""
@@ -112,7 +106,7 @@ class Written:
         if self.takes is None:
             return ""
         if self.is_neutral():
-            return f"neutral: {self.takes.why or 'asks for nothing more'}"
+            return f"neutral: {self.takes.reason or 'asks for nothing more'}"
         return "refused"
 
     def is_neutral(self) -> bool:
@@ -120,39 +114,79 @@ class Written:
         return self.takes is None or self.takes.allows(self.value, self.field)
 
 
-def written(recipe: Recipe) -> Iterator[Written]:
+def written(recipe: Recipe) -> Iterator[WrittenKey]:
     """Yield every key that is written, in the order of the file, sections before what is in them."""
-    yield from _written("", recipe, recipe.given, False)
+    yield from _written("", recipe, recipe.given)
 
 
-def _written(at: str, section: Any, given: dict[str, Any], theirs: bool) -> Iterator[Written]:
+def _written(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[WrittenKey]:
     plan = section_keys(cast("type[Any]", type(section)))
-    for key, below in given.items():
+    for key, below in mapping.items():
         name = plan.names.get(key)
         if name is None or not hasattr(section, name) or key == "dataset_config":
             continue  # has a problem of its own, or repeats train_dataset, with which a rule compares it
         field, value = plan.fields[name], getattr(section, name)
-        takes = cast("Takes | None", field.metadata.get("takes", Takes() if theirs else None))
-        found = Written(at + key, value, field, takes)
+        takes = cast("Takes | None", field.metadata.get("takes"))
+        entry = WrittenKey(path + key, value, field, takes)
         inner = cast("list[Any]", value if isinstance(value, list) else [value])
-        if not inner or not is_dataclass(inner[0]):
-            yield found
-            continue
-        whole = takes is not None and not is_made(type(inner[0]))
-        if whole:
-            yield found
+        if not inner or not is_dataclass(inner[0]) or (takes and not is_made(type(inner[0]))):
+            yield entry
             continue
         texts = cast("list[Any]", below if isinstance(value, list) else [below])
         for index, (item, text) in enumerate(zip(inner, texts, strict=True)):
-            place = f"{at}{key}.{index}." if isinstance(value, list) else f"{at}{key}."
-            yield from _written(place, item, text, theirs)
+            place = f"{path}{key}.{index}." if isinstance(value, list) else f"{path}{key}."
+            yield from _written(place, item, text)
+
+
+@functools.cache
+def decided(key: str) -> tuple[str, ...]:
+    """Return what a dotted key decides beside the run, as its field or the nearest section above it says (`fields.decides`)."""
+    parts: tuple[str, ...] = ()
+    sections: list[type] = [Recipe]
+    inside = True
+    for name in key.replace("[]", "").split("."):
+        if name.isdecimal():
+            continue
+        if not inside:
+            return ()
+        plans = [plan for plan in map(section_keys, sections) if name in plan.names]
+        if not plans:  # a key of a mapping
+            return parts
+        field = plans[0].fields[plans[0].names[name]]
+        parts, inside = field.metadata.get("decides", (parts, True))
+        sections = [section for section, _ in parts_of(field.type)]
+    return parts
 
 
 def decides(use: Use, key: str) -> bool:
     """Return whether a key decides what our code does: the trainer, the compiled graph, our model in MindFormers."""
     if use == "plan" and key.endswith(".optimizer_level"):
         return False  # it prices every level, of which our graph has one
-    return use not in _DECIDES or _DECIDES[use].match(key) is not None
+    return use not in _DECIDES or _DECIDES[use] in decided(key)
+
+
+def graph_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return every setting that the compiled graphs of a recipe's ranks may depend on, by its dotted key."""
+    settings = {
+        key: value
+        for key, _, value in _settings("", recipe)
+        if {"graph", "plugin"} & {*decided(key)}
+    }
+    return {**settings, speed_up.KEY: speed_up.switches(recipe)}
+
+
+def _settings(above: str, section: Any) -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yield key, field and value of every setting of a section, of a section within it True and its settings."""
+    for name, field in section_keys(cast("type[Any]", type(section))).fields.items():
+        value = getattr(section, name)
+        is_list = isinstance(value, list)
+        items = cast("list[Any]", value if is_list else [value])
+        if not items or not is_dataclass(items[0]):
+            yield above + name, field, value
+            continue
+        yield above + name, field, True
+        for index, item in enumerate(items):
+            yield from _settings(f"{above}{name}.{index}." if is_list else f"{above}{name}.", item)
 
 
 def idle_overrides(recipe: Recipe, use: Use) -> list[str]:
@@ -161,10 +195,10 @@ def idle_overrides(recipe: Recipe, use: Use) -> list[str]:
     acts: dict[str, bool] = {}
     if recipe.tree is None or use in ("train", "mindformers"):
         return []
-    for one in written(recipe):
-        origin = locate(recipe.tree, one.key).node.origin
+    for entry in written(recipe):
+        origin = locate(recipe.tree, entry.key).node.origin
         if origin.startswith("--set "):
-            acts[origin] = acts.get(origin, False) or decides(use, one.key)
+            acts[origin] = acts.get(origin, False) or decides(use, entry.key)
     return [origin.removeprefix("--set ") for origin, does in acts.items() if not does]
 
 
@@ -196,60 +230,41 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
         return use not in ("data", "weights") and decides(use, key)
 
     yield from missing.until(_of_others(recipe, use, plugin, judged))
-    for found in without_effect(recipe, missing, compiled=use in ("dryrun", "plan")):
-        if judged(found[0]):
-            yield found
+    for problem in without_effect(recipe, missing, compiled=use in ("dryrun", "plan")):
+        if judged(problem[0]):
+            yield problem
 
 
 def _of_others(
     recipe: Recipe, use: Use, plugin: bool, judged: Callable[[str], bool]
 ) -> Iterator[Broken]:
     """Yield the written keys that only another program reads, and what they ask for."""
-    for one in written(recipe):
-        if one.key == "model.model_config.model_type" and use != "mindformers":
+    for entry in written(recipe):
+        if entry.key == "model.model_config.model_type" and use != "mindformers":
             continue  # a rule says which models are ours
-        if judged(one.key) and one.takes is not None and not one.is_neutral():
+        if judged(entry.key) and entry.takes is not None and not entry.is_neutral():
             who = "MindFormers' own networks" if plugin else "MindFormers"
-            found = f"{_text(one.value)}, a setting of {who}, which {USES[use]} does not have"
-            yield one.key, found, one.takes.expected(one.field)
-        elif use == "mindformers" and not plugin and _is_ours(one):
-            found = f"{_text(one.value)}, a setting of this package, which MindFormers drops"
-            yield one.key, found, f"trainer.type {OUR_TRAINER}, or remove it"
+            problem = f"{_text(entry.value)}, a setting of {who}, which {USES[use]} does not have"
+            yield entry.key, problem, entry.takes.expected(entry.field)
+        elif use == "mindformers" and not plugin and _is_ours(entry):
+            problem = f"{_text(entry.value)}, a setting of this package, which MindFormers drops"
+            yield entry.key, problem, f"trainer.type {OUR_TRAINER}, or remove it"
 
 
 def _only_ours(recipe: Recipe) -> Iterator[Broken]:
     """Yield what `telechat-moe train` does besides the steps, and MindFormers' trainer does not."""
-    own, layers = recipe.telechat_moe, recipe.model.model_config.num_nextn_predict_layers or 0
+    settings, layers = recipe.telechat_moe, recipe.model.model_config.num_nextn_predict_layers or 0
     if layers > 1:
         key = "model.model_config.num_nextn_predict_layers"
         yield key, f"{layers}, which MindFormers' monitors do not know", "0 or 1"
     if recipe.model_config.calculate_per_token_loss:
-        found = "True, which MindFormers' steps do for MindFormers' own networks only"
-        yield "model.model_config.calculate_per_token_loss", found, "remove it"
-    asked = {
-        "evaluation.interval": own.evaluation.interval or None,
-        "saving.max_failed": own.saving.max_failed or None,
-        "conversations": own.conversations and "a section",
-        "packing": own.packing and "a section",
-        "sample": own.sample and "a section",
-        "step_batch_size_schedule": own.step_batch_size_schedule,
-        "lr_wsd_decay_style": own.lr_wsd_decay_style,
-        "ema": own.ema and "a section",
-        "loss_guard": own.loss_guard and "a section",
-        "mixture": own.mixture and "a schedule of weights",
-        "resume_data": own.resume_data if own.resume_data != "same" else None,
-        "balance_attention": own.balance_attention or None,
-        "moe.placement": own.moe.placement and "a section",
-        "sharding.overlap_exchange": own.sharding.overlap_exchange or None,
-        "sharding.pipeline_schedule": own.sharding.pipeline_schedule,
-        "swap": own.swap and "a section",
-        "moe.load_interval": own.moe.load_interval if own.moe.load_interval != 50 else None,
-        "max_skipped_steps": own.max_skipped_steps if own.max_skipped_steps != 10 else None,
-    }
-    for key, value in asked.items():
-        if value is not None:
-            found = f"{value}, which `telechat-moe train` does and MindFormers' trainer does not"
-            yield f"telechat_moe.{key}", found, "0" if key == "evaluation.interval" else "remove it"
+        problem = "True, which MindFormers' steps do for MindFormers' own networks only"
+        yield "model.model_config.calculate_per_token_loss", problem, "remove it"
+    for key, field, value in _settings("telechat_moe.", settings):
+        if field.metadata.get("only_ours") and not Takes().allows(value, field):
+            text = "a section" if value is True and field.default is None else value
+            problem = f"{text}, which `telechat-moe train` does and MindFormers' trainer does not"
+            yield key, problem, "remove it"
 
 
 def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
@@ -257,12 +272,12 @@ def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
     swap = recipe.swap_config
     if use == "plan" and swap.swap and (swap.op_swap is not None or swap.layer_swap is None):
         key = "swap_config.op_swap" if swap.op_swap is not None else "swap_config.swap"
-        found = "operators of layers, of which the planner's cost model does not know the copies"
-        yield key, found, "swap_config.layer_swap: whole layers"
+        problem = "operators of layers, of which the planner's cost model does not know the copies"
+        yield key, problem, "swap_config.layer_swap: whole layers"
     host = recipe.telechat_moe.operators.host
     if use == "plan" and host:
-        found = f"{', '.join(host)}, of which the planner's cost model does not know the waits"
-        yield "telechat_moe.operators.host", found, "remove it"
+        problem = f"{', '.join(host)}, of which the planner's cost model does not know the waits"
+        yield "telechat_moe.operators.host", problem, "remove it"
     parts = recipe.parallel_config.seq_split_num
     if parts > 1 and (plugin or use == "plan"):
         who = "MindFormers' trainer does for its own networks only"
@@ -279,55 +294,57 @@ def in_plain_graph(recipe: Recipe) -> Iterator[Broken]:
     """Yield what the graphs that CPU processes run, which are made of plain operators, cannot compute."""
     dtype = recipe.model.model_config.compute_dtype
     if dtype in ("bfloat16", "bf16"):
-        found = f"{dtype} in the graphs of CPU processes, which are made of plain operators"
+        problem = f"{dtype} in the graphs of CPU processes, which are made of plain operators"
         expected = "float32: MindSpore has no bfloat16 products there; one process has ours"
-        yield "model.model_config.compute_dtype", found, expected
+        yield "model.model_config.compute_dtype", problem, expected
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:
     """Yield the keys that MindFormers never reads or drops, but for defaults, which ask for nothing, and those we need written."""
-    known = {one.key: one for one in written(recipe) if not is_required(one.field)}
-    for found in judged_by_mindformers(recipe):
-        one, instead = known.get(found.key), _DROPPED.get(found.key)
-        if one is None or Takes().allows(one.value, one.field):
+    entries = {entry.key: entry for entry in written(recipe) if not is_required(entry.field)}
+    for judged in judged_by_mindformers(recipe):
+        entry, instead = entries.get(judged.key), _DROPPED.get(judged.key)
+        if entry is None or Takes().allows(entry.value, entry.field):
             continue
         if instead:
-            said = f"{one.value}, read by MindFormers {MINDFORMERS} and then dropped"
-            yield found.key, said, instead.format(one.value)
-        elif found.verdict == "never":
-            said = f"{_text(one.value)}, never read by MindFormers {MINDFORMERS} in training"
-            yield found.key, said, "remove it"
+            problem = f"{entry.value}, read by MindFormers {MINDFORMERS} and then dropped"
+            yield judged.key, problem, instead.format(entry.value)
+        elif judged.verdict == "never":
+            problem = f"{_text(entry.value)}, never read by MindFormers {MINDFORMERS} in training"
+            yield judged.key, problem, "remove it"
 
 
-def judged_by_mindformers(recipe: Recipe) -> Iterator[Judged]:
+def judged_by_mindformers(recipe: Recipe) -> Iterator[KeyReading]:
     """Yield what is known of MindFormers' reading of each key of the file, the sections of our plug-in's model left out."""
-    ours = recipe.trainer.type == OUR_TRAINER
-    given = {k: v for k, v in recipe.given.items() if not (ours and _IN_PLUGIN.match(k))}
-    for found in judge(given, recipe.model.model_config.model_type):
-        entry = locate(recipe.tree, found.key) if recipe.tree else None
+    is_ours = recipe.trainer.type == OUR_TRAINER
+    sections = {k: v for k, v in recipe.given.items() if not (is_ours and "plugin" in decided(k))}
+    for judged in judge(sections, recipe.model.model_config.model_type):
+        entry = locate(recipe.tree, judged.key) if recipe.tree else None
         origin = entry.node.origin if entry else ""  # a file or --set, else who filled it in
-        if not found.key.startswith("train_dataset_task.") and origin[:5] in ("", "--set"):
-            yield found
+        if not judged.key.startswith("train_dataset_task.") and origin[:5] in ("", "--set"):
+            yield judged
 
 
 def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
     """Return the keys of which it is not known whether MindFormers reads them, and why; none for other uses."""
     if (use_of(recipe) if use == "written" else use) != "mindformers":
         return {}
-    known = {one.key: one for one in written(recipe)}
-    open_keys = [found for found in judged_by_mindformers(recipe) if found.verdict == "not judged"]
+    entries = {entry.key: entry for entry in written(recipe)}
+    open_keys = [
+        judged for judged in judged_by_mindformers(recipe) if judged.verdict == "not judged"
+    ]
     return {
-        found.key: found.place
-        for found in open_keys
-        if found.key not in known
-        or not Takes().allows(known[found.key].value, known[found.key].field)
+        judged.key: judged.place
+        for judged in open_keys
+        if judged.key not in entries
+        or not Takes().allows(entries[judged.key].value, entries[judged.key].field)
     }
 
 
-def _is_ours(one: Written) -> bool:
+def _is_ours(entry: WrittenKey) -> bool:
     """Return whether a key asks for something of a run that only this package's model or trainer does."""
-    run = one.key.startswith("telechat_moe.") and not one.key.startswith("telechat_moe.corpus.")
-    return run and not Takes().allows(one.value, one.field)
+    run = entry.key.startswith("telechat_moe.") and not entry.key.startswith("telechat_moe.corpus.")
+    return run and not Takes().allows(entry.value, entry.field)
 
 
 def _text(value: Any) -> str:

@@ -7,16 +7,16 @@ from typing import Any, cast
 from telechat_moe.recipe.check import section_keys
 
 
-def plain(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def plain(section: Any, mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section as plain data, with the defaults of everything that has a value.
 
     Args:
         section: A dataclass of the schema.
-        given: The section as it was written; keys that were not written are left out if they have
+        mapping: The section as it was written; keys that were not written are left out if they have
             no value, are sections, or mean nothing to MindFormers.
     """
     cls = cast("type[Any]", type(section))
-    written = {section_keys(cls).names[key]: value for key, value in given.items()}
+    written = {section_keys(cls).names[key]: value for key, value in mapping.items()}
     result = {name: _value(getattr(section, name), value) for name, value in written.items()}
     for field in dataclasses.fields(cls):
         value = getattr(section, field.name)

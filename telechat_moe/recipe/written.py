@@ -1,9 +1,9 @@
 """Which keys of a recipe name files and folders that are written, and whether these are where they may be."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from telechat_moe.reading import real_path
 from telechat_moe.recipe.problems import Problem, RecipeError
@@ -20,22 +20,24 @@ WRITTEN_KEYS = frozenset(
 """Names of keys, wherever they occur. Folders of MindFormers' sections of free form are among them (`save_path`)."""
 
 
+def texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) for every text in plain data."""
+    if isinstance(value, str):
+        yield key, value
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, object]", value).items()
+    elif isinstance(value, list):
+        items = enumerate(cast("list[object]", value))
+    for name, item in items:
+        yield from texts(item, f"{key}.{name}".lstrip("."))
+
+
 def written_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, path) for everything that a recipe wants written, `output_dir` excepted."""
-    yield from _walk(recipe.given, "")
-
-
-def _walk(value: object, at: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[str, Any]", value).items():
-            where = f"{at}.{key}" if at else key
-            if key in WRITTEN_KEYS and isinstance(item, str) and item:
-                yield where, item
-            else:
-                yield from _walk(item, where)
-    elif isinstance(value, list):
-        for i, item in enumerate(cast("list[Any]", value)):
-            yield from _walk(item, f"{at}.{i}")
+    for key, text in texts(recipe.given):
+        if text and key.rpartition(".")[2] in WRITTEN_KEYS:
+            yield key, text
 
 
 def outside(recipe: Recipe) -> Iterator[Problem]:
@@ -51,9 +53,9 @@ def outside(recipe: Recipe) -> Iterator[Problem]:
         path = real_path(text)
         if is_local and any(path.is_relative_to(root) for root in roots):
             continue
-        found = f"{text}, which is outside of output_dir ({recipe.output_dir})"
+        problem = f"{text}, which is outside of output_dir ({recipe.output_dir})"
         expected = "a path below output_dir, a relative one without `..`, or --allow-outside"
-        yield recipe.problem(key, found, expected)
+        yield recipe.problem(key, problem, expected)
 
 
 def check_written_paths(recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from telechat_moe.cli import main
 from telechat_moe.tools.align.dump import summary
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.context import layer_of
-from telechat_moe.tools.align.judge.coverage import SHARED, Coverage, Share
+from telechat_moe.tools.align.judge.coverage import SHARED, Coverage, CoverageShare
 from telechat_moe.tools.align.judge.data_flow import DataFlow
 
 PAIRS = ["torch_tensor_mix", "mindspore_tensor_mix"]
@@ -142,9 +142,9 @@ def test_other_weights_in_another_framework_are_named(tmp_path, capsys):
 
 
 def test_frameworks_without_a_common_tensor_are_not_judged():
-    whole = Share(9, 9, 100, 100)
-    assert not Coverage({"forward": whole, SHARED: Share(2, 2, 8, 8)}).lacks()
-    none = Coverage({"forward": whole, SHARED: Share()})
+    whole = CoverageShare(9, 9, 100, 100)
+    assert not Coverage({"forward": whole, SHARED: CoverageShare(2, 2, 8, 8)}).lacks()
+    none = Coverage({"forward": whole, SHARED: CoverageShare()})
     assert none.lacks()
     assert "shared tensors: none was compared" in none.lacks()
 

@@ -9,7 +9,7 @@ from benchmarks.align_faults.engine import Planted, Site
 from benchmarks.align_faults.layouts import LAYOUTS
 from benchmarks.align_faults.score import Base, run, sites_of
 from telechat_moe.tools.align.bisect import bisect
-from telechat_moe.tools.align.judge.comparison import Known
+from telechat_moe.tools.align.judge.comparison import ReferenceCache
 
 PHASES = ("forward", "backward", "reduction", "optimizer")
 # Shares of a norm, from outside and behind the first backward call: it might be a gradient of an operator not dumped.
@@ -40,7 +40,7 @@ def doubled(place: int):
 
 def missed(base: Base, phases: Container[str] = PHASES) -> tuple[int, list[str]]:
     """Return how many inputs were doubled, and those that were not named with call and rank."""
-    reference, known = run(base).dump(), Known()
+    reference, known = run(base).dump(), ReferenceCache()
     tried, found = 0, []
     for site, i, planted in handed(base, phases):
         target = run(base, planted).dump()

@@ -606,9 +606,9 @@ def said_bytes(_: Path) -> bytes:
 
 
 def read_said(path: Path) -> object:
-    from telechat_moe.tools.align.dump.merge import Said
+    from telechat_moe.tools.align.dump.merge import LayoutDescription
 
-    return Said.read(path)
+    return LayoutDescription.read(path)
 
 
 def read_metrics(path: Path) -> object:

@@ -190,12 +190,17 @@ def test_keys_tell_apart_what_graphs_are_made_from(tmp_path, monkeypatch):
     sources = tmp_path / "a.py", tmp_path / "b.py"
     for source in sources:
         source.write_text("x = 1\n")
-    monkeypatch.setattr(cache, "_code", lambda: sources)
+    monkeypatch.setattr(cache, "_own_code", lambda: sources[:1])
+    monkeypatch.setattr(cache, "_foreign_code", lambda: sources[1:])
     keys = [cache.key(["recipe"], 1)]
     assert cache.key(["recipe"], 1) == keys[0]
     keys += [cache.key(["another"], 1), cache.key(["recipe"], 2)]
-    sources[1].write_text("x = 2\n")
-    keys.append(cache.key(["recipe"], 1))
+    hashes = [cache.source_hash("settings"), cache.source_hash("others")]
+    for source in sources:
+        source.write_text("x = 2\n")
+        keys.append(cache.key(["recipe"], 1))
+    assert cache.source_hash("settings") not in hashes
+    assert hashes[0] != hashes[1]
     for name in ("OMP_NUM_THREADS", "MS_ENABLE_NUMA", "ONEDNN_MAX_CPU_ISA"):
         monkeypatch.setenv(name, "7")
         keys.append(cache.key(["recipe"], 1))
@@ -210,13 +215,17 @@ def test_keys_tell_apart_what_graphs_are_made_from(tmp_path, monkeypatch):
 
 
 def test_the_code_is_ours_the_library_and_what_is_not_installed(tmp_path, monkeypatch):
-    code = set(cache._code())
-    assert {native.path(), Path(cache.__file__), Path(native.__file__), Path(__file__)} <= code
-    assert Path(str(pytest.__file__)) not in code
+    code = set(cache._own_code())
+    assert {native.path(), Path(cache.__file__), Path(native.__file__)} <= code
+    assert (
+        Path(cache.__file__).parents[1] / "recipe" / "experts.py" in code
+    )  # of a rank's graph, too
+    assert Path(__file__) in set(cache._foreign_code())
+    assert Path(str(pytest.__file__)) not in code | set(cache._foreign_code())
     site = Path(sysconfig.get_path("purelib"), "sitecustomize.py")
     monkeypatch.setitem(sys.modules, "sitecustomize", type(sys)("sitecustomize"))
     sys.modules["sitecustomize"].__file__ = str(site)
-    assert site in set(cache._code())
+    assert site in set(cache._foreign_code())
 
 
 def test_the_last_ones_used_stay(tmp_path):

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     paced = "paced" in sys.argv[6:]
     start, begin = peak(), time.monotonic()
 
-    def wait(what: str, done: int, total: int) -> None:
+    def wait(text: str, finished: int, total: int) -> None:
         if paced:
             os.write(1, b"piece\n")
             sys.stdin.readline()

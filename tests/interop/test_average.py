@@ -42,11 +42,11 @@ def test_weighted_mean(run: Path, tmp_path: Path, shares: tuple[float, ...]) -> 
     more = ["--weights", *map(str, shares)] if shares else []
     paths = [step(run, i) for i in (1, 2, 3)]
     assert main(["ckpt", "average", *paths, "--out", str(out), *more, "--json", str(report)]) == 0
-    found = {w.name: w for w in own_weights(out, CONFIG)}  # what load_checkpoint reads
+    loaded = {w.name: w for w in own_weights(out, CONFIG)}  # what load_checkpoint reads
     for name in model(1):
         parts = np.stack([model(i)[name] for i in (1, 2, 3)]).astype(np.float64)
         expected = np.average(parts, axis=0, weights=shares or None)
-        ours = np.concatenate([*found[name].chunks()]).view(np.float32).reshape(expected.shape)
+        ours = np.concatenate([*loaded[name].chunks()]).view(np.float32).reshape(expected.shape)
         np.testing.assert_allclose(ours, expected, rtol=1e-7, atol=1e-9)
     said = json.loads(report.read_text())
     assert [s["share"] for s in said["sources"]] == list(

@@ -90,7 +90,7 @@ def random_tensors(config, dtype="F32", seed=0):
     for p in pairs(config):
         kind = "F32" if len(p.shape) == 1 else dtype
         bits = rng.integers(0, np.iinfo(BITS[kind]).max, p.shape, BITS[kind], endpoint=True)
-        tensors[p.ours] = (kind, bits)
+        tensors[p.name] = (kind, bits)
     return tensors
 
 
@@ -120,10 +120,12 @@ def hf_folder(tmp_path, source):
 def test_round_trip_is_bitwise(tmp_path, name, dtype):
     config, tensors = variant(name), random_tensors(variant(name), dtype)
     write(tmp_path / "ours.safetensors", tensors)
-    there = convert(tmp_path / "ours.safetensors", tmp_path / "hf", config, "hf", shard_bytes=4000)
-    assert len(there.files) > 3
-    back = convert(tmp_path / "hf", tmp_path / "back.safetensors", config, "telechat")
-    assert back.files == ["back.safetensors", "back.safetensors.checksums.json"]
+    converted = convert(
+        tmp_path / "ours.safetensors", tmp_path / "hf", config, "hf", shard_bytes=4000
+    )
+    assert len(converted.files) > 3
+    restored = convert(tmp_path / "hf", tmp_path / "back.safetensors", config, "telechat")
+    assert restored.files == ["back.safetensors", "back.safetensors.checksums.json"]
     same(read(tmp_path / "back.safetensors"), tensors)
     convert(tmp_path / "back.safetensors", tmp_path / "hf.safetensors", config, "hf")
     same(read(tmp_path / "hf.safetensors"), read(tmp_path / "hf"))
@@ -264,10 +266,12 @@ def test_missing_experts_are_listed_in_one_line(tmp_path, hf_folder):
 def test_a_model_of_another_size(tmp_path, hf_folder):
     deeper = dataclasses.replace(CONFIG, num_hidden_layers=4, n_routed_experts=10)
     (hf_folder / "config.json").unlink()
-    found = problems(hf_folder, tmp_path / "ours", deeper, "telechat")
-    assert "unknown tensor model.layers.1.mlp.experts.*.up_proj.weight (* = 10-11)" in found
-    assert "missing tensor model.layers.5.enorm.weight" in found
-    assert "model.layers.1.mlp.gate.weight has shape [12, 12], the recipe needs [10, 12]" in found
+    reported = problems(hf_folder, tmp_path / "ours", deeper, "telechat")
+    assert "unknown tensor model.layers.1.mlp.experts.*.up_proj.weight (* = 10-11)" in reported
+    assert "missing tensor model.layers.5.enorm.weight" in reported
+    assert (
+        "model.layers.1.mlp.gate.weight has shape [12, 12], the recipe needs [10, 12]" in reported
+    )
 
 
 def test_experts_of_different_types(tmp_path, hf_folder):
@@ -309,8 +313,8 @@ def test_tied_head(tmp_path):
 
 def test_a_bias_that_the_recipe_switches_off(tmp_path, source):
     off = dataclasses.replace(CONFIG, moe_router_enable_expert_bias=False)
-    found = problems(source, tmp_path / "hf", off)
-    assert found[0].startswith("layers.1.moe.router.expert_bias is not 0")
+    reported = problems(source, tmp_path / "hf", off)
+    assert reported[0].startswith("layers.1.moe.router.expert_bias is not 0")
     tensors = random_tensors(CONFIG)
     for name in [n for n in tensors if n.endswith("expert_bias")]:
         tensors[name] = ("F32", np.zeros(12, np.uint32))
@@ -395,9 +399,9 @@ def test_nothing_is_overwritten_or_left_behind(tmp_path, source):
     before = sorted(tmp_path.iterdir())
     calls = []
 
-    def fail(what, done, total):
-        calls.append((what, done, total))
-        if what == "writing" and done:
+    def fail(text, finished, total):
+        calls.append((text, finished, total))
+        if text == "writing" and finished:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(TelechatMoeError, match=r"No space left.*Nothing was left behind") as caught:

@@ -99,7 +99,7 @@ def interrupted(source: Path, dst: Path, files: int) -> Path:
     """Let a conversion fail after some files; return its hidden folder."""
     work = dst.parent / f".{dst.name}.partial"
 
-    def fail(what, done, total):
+    def fail(text, done, total):
         if len(finished(work)) == files:
             raise OSError(28, "No space left on device")
 
@@ -143,8 +143,8 @@ def test_a_source_that_changes_meanwhile(tmp_path, source):
     copy = tmp_path / "hf"
     shutil.copytree(source, copy)
 
-    def meddle(what, done, total):
-        if what == "writing" and done == total:
+    def meddle(text, finished, total):
+        if text == "writing" and finished == total:
             path = sorted(copy.glob("*.safetensors"))[0]
             path.write_bytes(path.read_bytes())
 
@@ -154,8 +154,8 @@ def test_a_source_that_changes_meanwhile(tmp_path, source):
 
 
 def test_one_at_a_time(tmp_path, source):
-    def again(what, done, total):
-        if what == "writing" and done == total:
+    def again(text, finished, total):
+        if text == "writing" and finished == total:
             with pytest.raises(UsageError, match="another process is writing"):
                 convert(source, tmp_path / "ours", CONFIG, "telechat", SHARD)
 
@@ -305,8 +305,8 @@ def test_memory_of_20_gigabytes(tmp_path):
 def test_progress_comes_to_the_end(tmp_path, source):
     seen: dict[str, list[tuple[int, int]]] = {}
 
-    def note(what, done, total):
-        seen.setdefault(what, []).append((done, total))
+    def note(text, finished, total):
+        seen.setdefault(text, []).append((finished, total))
 
     convert(source, tmp_path / "ours", CONFIG, "telechat", SHARD, note)
     assert list(seen) == ["checking the source", "writing"]

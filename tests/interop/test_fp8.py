@@ -125,7 +125,7 @@ def test_dequantised_on_the_way_in(tmp_path, scale_dtype, block):
     ours = read(tmp_path / "ours")
     for p in pairs(CONFIG):
         for j, name in enumerate(p.hf):
-            dtype, bits = ours[p.ours]
+            dtype, bits = ours[p.name]
             bits = bits[j].T if p.stacked else bits
             if name in values:
                 assert dtype == "BF16"

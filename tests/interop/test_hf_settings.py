@@ -39,9 +39,9 @@ def keys(fields: dict[str, Any], folder: Path) -> list[str]:
 
 
 def test_our_config_fits_our_model(tmp_path: Path) -> None:
-    theirs = judged(FIELDS, tmp_path)
-    assert hugging_face.differences(theirs, CONFIG) == []
-    assert theirs.notes == []
+    hf_settings = judged(FIELDS, tmp_path)
+    assert hugging_face.differences(hf_settings, CONFIG) == []
+    assert hf_settings.notes == []
 
 
 @pytest.mark.parametrize("key", hugging_face.COMPARED)
@@ -59,11 +59,11 @@ def test_every_field_is_compared(tmp_path: Path, key: str) -> None:
         fields = {k: v for k, v in FIELDS.items() if k != "num_key_value_heads"}
     else:
         fields = FIELDS
-    found = hugging_face.differences(judged(fields | {key: other}, tmp_path), CONFIG)
-    assert key in [d.key for d in found]
-    assert {d.key for d in found} <= {key, "n_group", "topk_group"}
-    assert f"{tmp_path}/config.json: {key} is {json.dumps(other)}" in str(found)
-    assert str(getattr(CONFIG, key)) in found[-1].found
+    differing = hugging_face.differences(judged(fields | {key: other}, tmp_path), CONFIG)
+    assert key in [d.key for d in differing]
+    assert {d.key for d in differing} <= {key, "n_group", "topk_group"}
+    assert f"{tmp_path}/config.json: {key} is {json.dumps(other)}" in str(differing)
+    assert str(getattr(CONFIG, key)) in differing[-1].found
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_every_field_is_compared(tmp_path: Path, key: str) -> None:
     ],
 )
 def test_other_spellings_of_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
-    theirs = judged(FIELDS | changes, tmp_path)
-    assert hugging_face.differences(theirs, CONFIG) == []
-    assert theirs.notes == []
+    hf_settings = judged(FIELDS | changes, tmp_path)
+    assert hugging_face.differences(hf_settings, CONFIG) == []
+    assert hf_settings.notes == []
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_other_spellings_of_the_same(tmp_path: Path, changes: dict[str, Any]) ->
 def test_what_no_recipe_can_say_is_refused(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
-    found = hugging_face.differences(judged(FIELDS | changes, tmp_path), CONFIG)
-    assert any(d.key == "" and named in d.found for d in found)
+    differing = hugging_face.differences(judged(FIELDS | changes, tmp_path), CONFIG)
+    assert any(d.key == "" and named in d.found for d in differing)
 
 
 def test_what_is_not_judged_is_said(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_what_is_not_judged_is_said(tmp_path: Path) -> None:
         {"model_type": "telechat3_moe", "architectures": None},
         {"model_type": None, "architectures": None},
     ):
-        theirs = judged(half | kind, tmp_path)
-        assert hugging_face.differences(theirs, CONFIG) == []
-        (note,) = theirs.notes
+        hf_settings = judged(half | kind, tmp_path)
+        assert hugging_face.differences(hf_settings, CONFIG) == []
+        (note,) = hf_settings.notes
         assert note.endswith(
             "not judged, absent without a known default: v_head_dim, n_group, rope_theta"
         )
@@ -184,10 +184,10 @@ def test_a_single_expert_is_weighed_by_its_score(tmp_path: Path) -> None:
 def test_all_groups_kept_is_no_limit(tmp_path: Path) -> None:
     none = dataclasses.replace(CONFIG, n_group=0, topk_group=0)
     for groups, kept in ((1, 1), (4, 4), (16, 16)):
-        theirs = judged(FIELDS | {"n_group": groups, "topk_group": kept}, tmp_path)
-        assert hugging_face.differences(theirs, none) == []
+        hf_settings = judged(FIELDS | {"n_group": groups, "topk_group": kept}, tmp_path)
+        assert hugging_face.differences(hf_settings, none) == []
         same = dataclasses.replace(CONFIG, n_group=groups, topk_group=kept)
-        assert hugging_face.differences(theirs, same) == []
+        assert hugging_face.differences(hf_settings, same) == []
 
 
 @given(
@@ -218,11 +218,11 @@ def test_nonsense_is_refused_in_words(
     """Whatever stands in a field: what passes is equal, and all else is an error of ours."""
     folder = tmp_path_factory.getbasetemp()
     try:
-        theirs = judged(FIELDS | changes, folder)
-        found = hugging_face.differences(theirs, CONFIG)
+        hf_settings = judged(FIELDS | changes, folder)
+        differing = hugging_face.differences(hf_settings, CONFIG)
     except BadInputError:
         return
-    if not found:
+    if not differing:
         for key in hugging_face.COMPARED.keys() & changes.keys():
             assert changes[key] == FIELDS[key]
             assert isinstance(changes[key], bool) == isinstance(FIELDS[key], bool)
@@ -244,13 +244,13 @@ def test_overrides_give_the_recipe_that_fits(
         tie_word_embeddings=data.draw(st.booleans()),
     )
     folder = tmp_path_factory.getbasetemp()
-    theirs = judged(hugging_face.hf_config(other, "float32"), folder)
+    hf_settings = judged(hugging_face.hf_config(other, "float32"), folder)
     changes = dict(
         o.removeprefix("model.model_config.").split("=")
-        for o in hugging_face.overrides(theirs, CONFIG, {})
+        for o in hugging_face.overrides(hf_settings, CONFIG, {})
     )
     fitted = dataclasses.replace(CONFIG, **{k: yaml.safe_load(v) for k, v in changes.items()})
-    assert hugging_face.differences(theirs, fitted) == []
+    assert hugging_face.differences(hf_settings, fitted) == []
 
 
 @pytest.mark.torch
@@ -270,14 +270,14 @@ def test_defaults_and_fields_of_transformers(tmp_path: Path) -> None:
         json.loads(written.to_json_string()),
         written.to_dict() | FIVE,
     ):
-        theirs = judged(
+        hf_settings = judged(
             json.loads(
                 json.dumps(fields | {"architectures": ["DeepseekV3ForCausalLM"]}, default=str)
             ),
             tmp_path,
         )
-        assert hugging_face.differences(theirs, CONFIG) == []
-        assert theirs.notes == []
+        assert hugging_face.differences(hf_settings, CONFIG) == []
+        assert hf_settings.notes == []
 
 
 @pytest.mark.torch
@@ -285,9 +285,9 @@ def test_our_config_goes_through_transformers_unchanged(tmp_path: Path) -> None:
     config = pytest.importorskip("transformers").DeepseekV3Config
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     config.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    again = json.loads((tmp_path / "again/config.json").read_text())
+    reloaded = json.loads((tmp_path / "again/config.json").read_text())
     for key, value in FIELDS.items():
         name = "dtype" if key == "torch_dtype" else key
-        assert again.get(name) == value, key
-    theirs = hugging_face.read(tmp_path / "again/config.json")
-    assert hugging_face.differences(theirs, CONFIG) == []
+        assert reloaded.get(name) == value, key
+    hf_settings = hugging_face.read(tmp_path / "again/config.json")
+    assert hugging_face.differences(hf_settings, CONFIG) == []

@@ -35,11 +35,11 @@ def test_the_same_as_a_conversion_bit_for_bit(folder: Path, tmp_path: Path) -> N
     hf.convert(folder, tmp_path / "ours", CONFIG, "telechat")
     converted = read_weights(tmp_path / "ours")
     for verify in (True, False):
-        found = {w.name: w for w in hf.weights(folder, CONFIG, verify=verify)}
-        assert found.keys() == converted.keys()
+        loaded = {w.name: w for w in hf.weights(folder, CONFIG, verify=verify)}
+        assert loaded.keys() == converted.keys()
         for name, entry in converted.items():
-            assert (found[name].dtype, found[name].shape) == (entry.dtype, entry.shape)
-            np.testing.assert_array_equal(np.concatenate([*found[name].chunks()]), entry.read())
+            assert (loaded[name].dtype, loaded[name].shape) == (entry.dtype, entry.shape)
+            np.testing.assert_array_equal(np.concatenate([*loaded[name].chunks()]), entry.read())
     ours = {w.name: w for w in hf.weights(tmp_path / "ours", CONFIG)}
     assert ours.keys() == converted.keys()
 
@@ -49,11 +49,11 @@ def test_another_model_in_one_line(folder: Path) -> None:
     wider = layout(hidden_size=64, vocab_size=300, num_hidden_layers=3, n_routed_experts=4)
     with pytest.raises(BadInputError) as error:
         hf.weights(folder, wider, verify=False)
-    said = str(error.value)
-    assert f"{folder} does not fit the model" in said
-    assert " more" in said
-    assert "There is no config.json" in said
-    assert len(said.splitlines()) == 1
+    message = str(error.value)
+    assert f"{folder} does not fit the model" in message
+    assert " more" in message
+    assert "There is no config.json" in message
+    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_number_of_mtp_layers_is_named(folder: Path) -> None:
 )
 def test_nan_and_infinity_are_named(tmp_path: Path, dtype: str, codes: tuple[int, int]) -> None:
     """Loading refuses them, converting keeps every bit and says where they are."""
-    tensors = {p.ours: (dtype, np.full(p.shape, 0x3C00, BITS[dtype])) for p in pairs(CONFIG)}
+    tensors = {p.name: (dtype, np.full(p.shape, 0x3C00, BITS[dtype])) for p in pairs(CONFIG)}
     bits = tensors["layers.1.moe.experts.up"][1]
     bits[2, 3, 5], bits[2, 40, 7], bits[3, 0, 0] = codes[0], codes[1], codes[0]
     ours = write(tmp_path / "ours.safetensors", tensors)
@@ -150,13 +150,14 @@ def test_nan_and_infinity_are_named(tmp_path: Path, dtype: str, codes: tuple[int
     up = next(w for w in hf.weights(ours, CONFIG) if w.name == "layers.1.moe.experts.up")
     with pytest.raises(BadInputError, match=re.escape(place)):
         list(up.chunks())
-    there = hf.convert(ours, tmp_path / "hf", CONFIG, "hf")
+    converted = hf.convert(ours, tmp_path / "hf", CONFIG, "hf")
     expected = "layers.1.moe.experts.up holds 1 NaN and 1 infinite values, the first at [2, 3, 5]"
-    assert [expected in note for note in there.notes].count(True) == 1
-    back = hf.convert(tmp_path / "hf", tmp_path / "back.safetensors", CONFIG, "telechat")
+    assert [expected in note for note in converted.notes].count(True) == 1
+    restored = hf.convert(tmp_path / "hf", tmp_path / "back.safetensors", CONFIG, "telechat")
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     assert any(
-        f"{name} holds 1 NaN and 1 infinite values, the first at [5, 3]" in n for n in back.notes
+        f"{name} holds 1 NaN and 1 infinite values, the first at [5, 3]" in n
+        for n in restored.notes
     )
     same(read(tmp_path / "back.safetensors"), tensors)
 

@@ -54,23 +54,23 @@ def counted(reading, phase: str) -> Counter:
 
 @pytest.mark.slow
 def test_same_collectives_as_our_own_step() -> None:
-    theirs, ours = readings(layout(2, 2, 1, 2), 3)
+    upstream, our_run = readings(layout(2, 2, 1, 2), 3)
     for phase, at_least in (("forward", 50), ("backward", 70)):
-        assert counted(theirs, phase) == counted(ours, phase)
-        assert sum(counted(ours, phase).values()) > at_least
+        assert counted(upstream, phase) == counted(our_run, phase)
+        assert sum(counted(our_run, phase).values()) > at_least
     # MindSpore finds that MindFormers' step needs two exchanges of a recomputed layer no more.
-    more = counted(ours, "recompute") - counted(theirs, "recompute")
-    assert not counted(theirs, "recompute") - counted(ours, "recompute")
+    more = counted(our_run, "recompute") - counted(upstream, "recompute")
+    assert not counted(upstream, "recompute") - counted(our_run, "recompute")
     assert {kind for kind, *_ in more} <= {"AlltoAllV"}
-    operators = theirs.operators["forward"]
+    operators = upstream.operators["forward"]
     for kind in ("FlashAttentionScore", "GroupedMatmul", "RmsNorm"):
-        assert operators[kind] == ours.operators["forward"][kind] > 0, kind
+        assert operators[kind] == our_run.operators["forward"][kind] > 0, kind
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_pipeline(rank: int) -> None:
     """Two stages and four micro-batches, which MindFormers' pipeline cell cuts."""
-    theirs, ours = readings(layout(1, 2, 2, 2, micro=4), rank)
+    upstream, our_run = readings(layout(1, 2, 2, 2, micro=4), rank)
     for phase in ("forward", "backward"):
-        assert counted(theirs, phase) == counted(ours, phase), phase
+        assert counted(upstream, phase) == counted(our_run, phase), phase

@@ -46,9 +46,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     pairs = names.pairs(load(TINY).model_config)
     tensors = {
-        "model": {p.ours: bits(p.shape) for p in pairs},
+        "model": {p.name: bits(p.shape) for p in pairs},
         "optimizer": {
-            f"{m}.{p.ours}": bits(p.shape)
+            f"{m}.{p.name}": bits(p.shape)
             for m in ("adam_m", "adam_v")
             for p in pairs
             if not p.is_bias
@@ -67,12 +67,16 @@ def recipe_of(*overrides: str) -> Recipe:
 def test_round_trip_keeps_every_bit(saved: Path, tmp_path: Path, devices, whose) -> None:
     recipe = recipe_of(*devices, *whose)
     to_mindformers(saved, tmp_path / "out", recipe)
-    back = read(tmp_path / "out", recipe)
-    assert (back.step, back.updates, back.global_batch) == (300, 298, recipe.global_batch)
+    restored = read(tmp_path / "out", recipe)
+    assert (restored.step, restored.updates, restored.global_batch) == (
+        300,
+        298,
+        recipe.global_batch,
+    )
     for group, tensors in checkpoint.load(saved).tensors.items():
-        assert back.tensors[group].keys() == tensors.keys()
+        assert restored.tensors[group].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert back.tensors[group][name].tobytes() == tensor.tobytes(), name
+            assert restored.tensors[group][name].tobytes() == tensor.tobytes(), name
 
 
 def test_names_of_upstream(saved: Path, tmp_path: Path) -> None:
@@ -137,9 +141,9 @@ def test_samples_that_mindformers_consumed(tmp_path: Path, consumed: int | None)
 
     pairs, dice = names.pairs(recipe(4).model_config), np.random.default_rng(0)
     tensors = {
-        "model": {p.ours: dice.random(p.shape, np.float32) for p in pairs},
+        "model": {p.name: dice.random(p.shape, np.float32) for p in pairs},
         "optimizer": {
-            f"{m}.{p.ours}": dice.random(p.shape, np.float32)
+            f"{m}.{p.name}": dice.random(p.shape, np.float32)
             for m in ("adam_m", "adam_v")
             for p in pairs
             if not p.is_bias

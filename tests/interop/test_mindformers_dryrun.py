@@ -180,7 +180,7 @@ def test_no_such_rank():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("use_parallel=False", "use_parallel is False"),
         ("parallel.parallel_mode=0", "parallel_mode 0"),
@@ -189,9 +189,9 @@ def test_no_such_rank():
         ("run_mode=predict", "run_mode is predict, and a training step is compiled"),
     ],
 )
-def test_recipes_without_ranks(override, said):
+def test_recipes_without_ranks(override, message):
     name, given = sections_of(TELECHAT, [override])
-    with pytest.raises(BadInputError, match=said):
+    with pytest.raises(BadInputError, match=message):
         devices_of(name, given)
 
 

@@ -49,7 +49,7 @@ def test_a_model_of_mindformers_is_not_launched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "said"),
+    ("overrides", "key", "message"),
     [
         (ACCUMULATE, "runner_config.gradient_accumulation_steps", "trains with 1 instead"),
         ([*TWO, "parallel.gradients_mean=False"], "parallel.gradients_mean", "add up"),
@@ -69,7 +69,7 @@ def test_a_model_of_mindformers_is_not_launched() -> None:
 def test_silent_traps(
     overrides: list[str],
     key: str,
-    said: str,
+    message: str,
     verb: tuple[str, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -78,7 +78,7 @@ def test_silent_traps(
     assert main([verb[0], TINY, verb[1], "mindformers", *sets]) == (1 if verb[0] == "check" else 3)
     lines = [x for x in "".join(capsys.readouterr()).splitlines() if f": {key}: " in x]
     assert len(lines) == 1
-    assert said in lines[0]
+    assert message in lines[0]
 
 
 def test_device_queue_on_cpu_is_refused_by_the_recipe() -> None:
@@ -87,19 +87,19 @@ def test_device_queue_on_cpu_is_refused_by_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [
         ("['.*norm.*']", ""),
         ("['.*norm.*', 'head']", "leaves out head.weight"),
         ("[]", "decays layers.0"),
     ],
 )
-def test_weight_decay_that_mindformers_cannot_express(patterns: str, said: str) -> None:
+def test_weight_decay_that_mindformers_cannot_express(patterns: str, message: str) -> None:
     sets = [*WITHOUT, f"telechat_moe.weight_decay_exclude={patterns}"]
     without_decay = [*sets, "optimizer.weight_decay=0.0"]
     load(TINY, without_decay, use="mindformers")
-    if said:
-        with pytest.raises(RecipeError, match=f"weight_decay_exclude: .*which {said}"):
+    if message:
+        with pytest.raises(RecipeError, match=f"weight_decay_exclude: .*which {message}"):
             load(TINY, sets, use="mindformers")
     else:
         load(TINY, sets, use="mindformers")
@@ -127,9 +127,9 @@ class TestConfigurationRoundTrip:
         from mindformers import MindFormerConfig
         from mindformers.core.parallel_config import build_parallel_config
 
-        given = load(name, WITHOUT).given
+        sections = load(name, WITHOUT).given
         path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(given))
+        path.write_text(yaml.safe_dump(sections))
         read = MindFormerConfig(str(path))
         build_parallel_config(read)
         read.rank_id = read.local_rank = 0

@@ -33,18 +33,18 @@ OPERATORS = [
 )
 @pytest.mark.parametrize("made", [True, False])
 def test_it_means_what_was_written(written: dict[str, Any], made: bool) -> None:
-    given = load(LARGE, ["recompute_config.recompute=False"]).to_dict()
+    sections = load(LARGE, ["recompute_config.recompute=False"]).to_dict()
     section = {"swap": True, **written}
     config = TransformerSwapConfig(**section) if made else section
-    found = recipe_of({**given, "swap_config": config})
+    found = recipe_of({**sections, "swap_config": config})
     sets = [f"swap_config.{key}={json.dumps(value)}" for key, value in section.items()]
     meant = load(LARGE, ["recompute_config.recompute=False", *sets])
     assert swapped(found) == swapped(meant) != {}
 
 
 def test_what_it_makes_up_is_left_out() -> None:
-    given = load(LARGE).to_dict()
-    found = recipe_of({**given, "swap_config": TransformerSwapConfig()})
+    sections = load(LARGE).to_dict()
+    found = recipe_of({**sections, "swap_config": TransformerSwapConfig()})
     assert found.swap_config == load(LARGE).swap_config
 
 

@@ -67,7 +67,9 @@ print("found", json.dumps({
 
 def test_fetches_of_mindformers_callbacks() -> None:
     """Five outputs of a step; a model of five layers, the first dense, with one MTP layer; three layers that count tokens."""
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
-    [line] = [x for x in done.stdout.splitlines() if x.startswith("found ")]
-    found = json.loads(line.removeprefix("found "))
-    assert found == {"loss": 6, "separate": 4, "state": 3, "bias": 5, "drop": 3}
+    process = subprocess.run(
+        [sys.executable, "-c", COUNT], capture_output=True, text=True, check=True
+    )
+    [line] = [x for x in process.stdout.splitlines() if x.startswith("found ")]
+    report = json.loads(line.removeprefix("found "))
+    assert report == {"loss": 6, "separate": 4, "state": 3, "bias": 5, "drop": 3}

@@ -24,11 +24,11 @@ pytestmark = [
 ]
 
 
-def assert_equal_curves(theirs: runs.Curve, ours: runs.Curve) -> None:
-    assert len(theirs.loss) == len(ours.loss) == runs.STEPS
-    assert ours.loss[-10:].mean() < ours.loss[:10].mean() - 0.2  # something is learned
+def assert_equal_curves(upstream: runs.Curve, our_run: runs.Curve) -> None:
+    assert len(upstream.loss) == len(our_run.loss) == runs.STEPS
+    assert our_run.loss[-10:].mean() < our_run.loss[:10].mean() - 0.2  # something is learned
     for name in runs.Curve._fields:
-        a, b = getattr(theirs, name), getattr(ours, name)
+        a, b = getattr(upstream, name), getattr(our_run, name)
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9, err_msg=name)
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     config = dataclasses.replace(load(TINY).model_config, **OTHER)
     dice = np.random.default_rng(0)
     tensors = {
-        p.ours: ("F32", (0.1 * dice.standard_normal(p.shape)).astype(np.float32).view(np.uint32))
+        p.name: ("F32", (0.1 * dice.standard_normal(p.shape)).astype(np.float32).view(np.uint32))
         for p in pairs(config)
     }
     hf.convert(write(tmp_path / "a.safetensors", tensors), tmp_path / "hf", config, "hf")
@@ -59,10 +59,10 @@ def convert(folder: Path, *options: str) -> int:
 def test_the_recipe_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder.with_name("mine.yaml")
     assert convert(folder) == 3
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for key in ("hidden_size", "rope_theta", "rope_interleave", "n_group", "tie_word_embeddings"):
-        assert f": model.model_config.{key}: " in said
-    assert "pretrain_tiny.yaml:" in said
+        assert f": model.model_config.{key}: " in printed
+    assert "pretrain_tiny.yaml:" in printed
     assert not folder.with_name("ours").exists()
     assert convert(folder, "--recipe-out", str(out)) == 0
     recipe = load(out, use="train")

@@ -29,10 +29,10 @@ OTHER = {
 
 
 def run(*command, cwd):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cwd
     )
-    return done.returncode, done.stdout + done.stderr
+    return process.returncode, process.stdout + process.stderr
 
 
 @pytest.fixture(scope="module")

@@ -91,11 +91,11 @@ def test_what_differs_is_said():
 
 def test_the_input_of_mtp_is_on_another_stage(monkeypatch):
     recipe = load(RECIPE, [*upstream.ONE_DEVICE, *SMALL])
-    pairs = [p for p in upstream_names.pairs(recipe.model_config) if "norm" in p.ours[0]]
-    pairs = [p for p in pairs if p.ours[0] in ("mtp.0.embed_norm.weight", "mtp.0.norm.weight")]
+    pairs = [p for p in upstream_names.pairs(recipe.model_config) if "norm" in p.names[0]]
+    pairs = [p for p in pairs if p.names[0] in ("mtp.0.embed_norm.weight", "mtp.0.norm.weight")]
     monkeypatch.setattr(upstream_names, "pairs", lambda config: pairs)
     for stage, mine in ((0, True), (1, False)):
-        graphs = [{}, {p.ours[0]: p.our_shapes[0] for p in pairs}]
+        graphs = [{}, {p.names[0]: p.shapes[0] for p in pairs}]
         theirs_and_ours = iter(graphs if mine else [{p.upstream: p.shape for p in pairs}, {}])
         monkeypatch.setattr(upstream, "parameters", lambda graph, held=theirs_and_ours: next(held))
         rows = compare_parameters(None, None, recipe, stage)

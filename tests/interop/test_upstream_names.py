@@ -47,7 +47,7 @@ def weights_of(config):
     """Return numbers that are all different, in the shapes of our weights."""
     found, count = {}, 0
     for pair in pairs(config):
-        for name, shape in zip(pair.ours, pair.our_shapes, strict=True):
+        for name, shape in zip(pair.names, pair.shapes, strict=True):
             size = int(np.prod(shape))
             found[name] = np.arange(count, count + size, dtype=np.float32).reshape(shape)
             count += size

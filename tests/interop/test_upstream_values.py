@@ -26,9 +26,9 @@ SCRIPT = Path(__file__).with_name("upstream_values.py")
 
 def run(folder, case):
     """Return what the script found of a case."""
-    done = subprocess.run([sys.executable, SCRIPT, folder, case], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    process = subprocess.run([sys.executable, SCRIPT, folder, case], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads([line for line in process.stdout.splitlines() if line.startswith("{")][-1])
 
 
 def assert_same(found, names=("lm", "mtp", "aux")):

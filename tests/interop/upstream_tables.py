@@ -58,9 +58,7 @@ def parameter_lines() -> list[str]:
             continue
         if where[:3] == ["decoder", "layers", "1"] and where[3] != "mlp":
             continue
-        ours = ", ".join(
-            f"`{n}` {list(s)}" for n, s in zip(pair.ours, pair.our_shapes, strict=True)
-        )
+        ours = ", ".join(f"`{n}` {list(s)}" for n, s in zip(pair.names, pair.shapes, strict=True))
         rows.append((f"`{pair.upstream}`", str(list(pair.shape)), ours, pair.layout))
     return lines(("MindFormers", "shape", "ours", "layout"), rows)
 

@@ -309,10 +309,10 @@ def bound(index: int) -> Iterator[tuple[subprocess.Popen[str], Binding]]:
     with subprocess.Popen(command, text=True, env=environment, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         threads = int(process.stdout.readline())
-        found = Binding(**json.loads(process.stdout.readline()))
-        assert threads == len(found.cpus)
+        report = Binding(**json.loads(process.stdout.readline()))
+        assert threads == len(report.cpus)
         try:
-            yield process, found
+            yield process, report
         finally:
             process.kill()
 

@@ -189,12 +189,12 @@ def test_a_binding_that_somebody_changes_in_a_run_is_reported(
 
     strike(prepared, 4, move)
     assert main(launch(data, prepared, "--bind")) == 0
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     # The plan first; what was verified after the start, if the run was still there at the second look.
-    assert re.search(r"^rank 0: CPUs [\d,-]+, NUMA node \d \(no NPU\)$", said, re.MULTILINE)
-    [change] = re.findall(r"^binding changed: .*$", said, re.MULTILINE)
+    assert re.search(r"^rank 0: CPUs [\d,-]+, NUMA node \d \(no NPU\)$", printed, re.MULTILINE)
+    [change] = re.findall(r"^binding changed: .*$", printed, re.MULTILINE)
     assert re.match(r"binding changed: rank 1: threads .*python.* may run on CPUs ", change)
-    assert "bound at the end as at the start" not in said
+    assert "bound at the end as at the start" not in printed
 
 
 def test_the_resolved_recipe_is_the_recipe(whole: Path, data: Path) -> None:
@@ -210,15 +210,15 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
 ) -> None:
     strike(prepared, 8, lambda: os.kill(rank(prepared, 1), signal.SIGKILL))
     code = main(launch(data, prepared, "--restart", "1"))
-    said = capsys.readouterr().err
-    assert code == 0, said
+    printed = capsys.readouterr().err
+    assert code == 0, printed
     assert re.search(
         rf"rank 1 \(process \d+\) was killed by SIGKILL in step \d+ on {socket.gethostname()};",
-        said,
+        printed,
     )
-    assert "worker_1.log" in said
-    assert "restart 1 (0 more without a new checkpoint)" in said
-    assert re.search(r"resumed from \S+/step-0000000\d at step", said)
+    assert "worker_1.log" in printed
+    assert "restart 1 (0 more without a new checkpoint)" in printed
+    assert re.search(r"resumed from \S+/step-0000000\d at step", printed)
     assert (prepared / "log" / "attempt_1" / "worker_1.log").exists()
     np.testing.assert_array_equal(curve(prepared), curve(whole))
     assert not left_over(prepared)
@@ -236,10 +236,12 @@ def test_a_process_that_hangs_is_named_and_the_run_goes_on(
     monkeypatch.setattr(processes, "SILENCE_S", 5.0)
     strike(prepared, 8, lambda: os.kill(rank(prepared, 0), signal.SIGSTOP))
     code = main(launch(data, prepared, "--restart", "1"))
-    said = capsys.readouterr().err
-    assert code == 0, said
-    assert re.search(r"rank 0 \(process \d+\) hangs in step \d+ on \S+: its state is stopped", said)
-    assert re.search(r"last lines of \S+worker_0.log:\n.*step +\d+", said, re.S)
+    printed = capsys.readouterr().err
+    assert code == 0, printed
+    assert re.search(
+        r"rank 0 \(process \d+\) hangs in step \d+ on \S+: its state is stopped", printed
+    )
+    assert re.search(r"last lines of \S+worker_0.log:\n.*step +\d+", printed, re.S)
     np.testing.assert_array_equal(curve(prepared), curve(whole))
     assert not left_over(prepared)
 
@@ -273,11 +275,11 @@ def test_the_scheduler_is_named_as_such(
         assert main(launch(data, prepared)) == 1
     finally:
         noticed.set()
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert re.search(
-        rf"error: MindSpore's scheduler \(process \d+\) {how} in step \d+ on ", said
-    ), said
-    assert "AllReduce launch failed" not in said
+        rf"error: MindSpore's scheduler \(process \d+\) {how} in step \d+ on ", printed
+    ), printed
+    assert "AllReduce launch failed" not in printed
     assert not left_over(prepared)
 
 
@@ -288,11 +290,11 @@ def test_without_restarts_the_run_ends_and_says_how_to_go_on(
     """Two restarts in a row without a new checkpoint are too many for --restart 1; here the run dies at birth."""
     (prepared / ".job" / "rank_1.mindir").unlink()
     assert main(launch(data, prepared, "--restart", "1")) == 1
-    said = capsys.readouterr().err
-    assert said.count("rank 1 failed in step 1") == 2
-    assert said.count("restart 1 ") == 1
-    assert "restart 2" not in said
-    assert "there is no checkpoint in" in said
+    printed = capsys.readouterr().err
+    assert printed.count("rank 1 failed in step 1") == 2
+    assert printed.count("restart 1 ") == 1
+    assert "restart 2" not in printed
+    assert "there is no checkpoint in" in printed
     assert "Traceback" in (prepared / "log" / "worker_1.log").read_text()
 
 
@@ -303,10 +305,10 @@ def test_a_worker_s_message_and_exit_code_are_the_launch_s(
     broken = mini.flipped_weights(tmp_path, mini.arguments(data, prepared))
     changes = {"load_checkpoint": str(broken)}
     assert main(launch(data, prepared, "--restart", "3", **changes)) == 3
-    said = capsys.readouterr().err
-    assert f"broken checkpoint {broken}" in said
-    assert "checksum differs" in said
-    assert "restart 1" not in said  # it would say the same again
+    printed = capsys.readouterr().err
+    assert f"broken checkpoint {broken}" in printed
+    assert "checksum differs" in printed
+    assert "restart 1" not in printed  # it would say the same again
 
 
 @pytest.mark.slow
@@ -384,7 +386,7 @@ def test_paths_that_lead_outside_are_refused_unless_asked(
 
 
 @pytest.mark.parametrize(
-    ("environment", "changes", "said"),
+    ("environment", "changes", "message"),
     [
         ({}, {}, "this is one, without msrun; start msrun --worker_num=2 --local_worker_num=2"),
         (
@@ -404,19 +406,23 @@ def test_paths_that_lead_outside_are_refused_unless_asked(
     ],
 )
 def test_processes_that_are_not_the_recipe_s_devices_are_refused(
-    tmp_path: Path, data: Path, environment: dict[str, str], changes: dict[str, object], said: str
+    tmp_path: Path,
+    data: Path,
+    environment: dict[str, str],
+    changes: dict[str, object],
+    message: str,
 ) -> None:
     _, recipe, *sets = launch(data, tmp_path / "run", **changes)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "telechat_moe.run", recipe, *sets],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 3
-    assert said in done.stderr
-    assert "use_parallel" in done.stderr
+    assert process.returncode == 3
+    assert message in process.stderr
+    assert "use_parallel" in process.stderr
 
 
 # ------------------------------------------------------------------------------ printed commands
@@ -465,10 +471,10 @@ def test_a_printed_command_trains_without_us(
     line = capsys.readouterr().out.splitlines()[1]
     (name / ".job" / "control" / "rank_1.done").touch()
     (name / ".job" / "control" / "end-1").touch()
-    done = subprocess.run(
+    process = subprocess.run(
         ["sh", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     np.testing.assert_array_equal(curve(name), curve(whole))
     assert not list(tmp_path.rglob("pwned"))
     assert not Path("pwned").exists()
@@ -483,10 +489,10 @@ def test_msrun_alone_compiles_and_trains(tmp_path: Path, data: Path, whole: Path
         *("python", "-m", "telechat_moe.run", recipe, *sets),
     ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
+    process = subprocess.run(
         command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     assert "compiled 2 of 2 ranks" in (tmp_path / "log" / "worker_0.log").read_text()
     np.testing.assert_array_equal(curve(tmp_path / "run"), curve(whole))
 
@@ -547,10 +553,10 @@ def through(hosts: Path) -> tuple[str, ...]:
 
 
 def listening(host: str) -> set[str]:
-    done = subprocess.run(
+    process = subprocess.run(
         ["ip", "netns", "exec", host, "ss", "-Hltn"], capture_output=True, text=True, check=False
     )
-    return {line.split()[3].rpartition(":")[0] for line in done.stdout.splitlines()}
+    return {line.split()[3].rpartition(":")[0] for line in process.stdout.splitlines()}
 
 
 @pytest.mark.slow
@@ -581,10 +587,10 @@ def test_a_process_on_another_machine_is_named_and_all_machines_go_on(
     code = main(launch(data, prepared, "--restart", "1", *through(machines)))
     over.set()
     looking.join()
-    said = capsys.readouterr().err
-    assert code == 0, said
-    assert re.search(rf"rank 1 \(process \d+\) was killed by SIGKILL in step \d+ on {b};", said)
-    assert "restart 1" in said
+    printed = capsys.readouterr().err
+    assert code == 0, printed
+    assert re.search(rf"rank 1 \(process \d+\) was killed by SIGKILL in step \d+ on {b};", printed)
+    assert "restart 1" in printed
     np.testing.assert_array_equal(curve(prepared), curve(whole))
     assert not left_over(prepared)
     assert seen[a] <= {"10.213.7.1"}
@@ -613,9 +619,9 @@ def test_a_machine_that_falls_silent_or_is_cut_off_ends_all(
 
     strike(prepared, 8, cut)
     code = main(launch(data, prepared, *through(machines)))
-    said = capsys.readouterr().err
-    assert code == 1, said
-    assert f"host {b}: its agent ended with exit code" in said
+    printed = capsys.readouterr().err
+    assert code == 1, printed
+    assert f"host {b}: its agent ended with exit code" in printed
     assert not left_over(prepared)
 
 
@@ -627,13 +633,13 @@ def test_machines_that_do_not_share_the_folder_or_cannot_start_are_named(
     hide = f"ip netns exec {{host}} sh -c 'case $(ip netns identify) in {b}) mount -t tmpfs none {prepared};; esac; exec sh -c \"$1\"' sh"
     flags = ("--nodes", str(machines), "--remote-shell", hide)
     assert main(launch(data, prepared, *flags)) == 3
-    said = capsys.readouterr().err
-    assert f"host {b} does not see {prepared}/.job/control" in said
-    assert "output_dir must be one folder that all hosts see" in said
+    printed = capsys.readouterr().err
+    assert f"host {b} does not see {prepared}/.job/control" in printed
+    assert "output_dir must be one folder that all hosts see" in printed
     flags = ("--nodes", str(machines), "--remote-shell", "sh -c 'echo no route >&2; exit 255'")
     assert main(launch(data, prepared, *flags)) == 1
-    said = capsys.readouterr().err
-    assert f"host {a}: its agent ended with exit code 255:\n  no route" in said
+    printed = capsys.readouterr().err
+    assert f"host {a}: its agent ended with exit code 255:\n  no route" in printed
     assert not left_over(prepared)
 
 
@@ -650,8 +656,8 @@ def test_a_port_that_is_used_on_the_first_host_is_refused_there(
             assert main(launch(data, prepared, *through(machines))) == 2
         finally:
             user.kill()
-    said = capsys.readouterr().err
-    assert f"host {a}: port 8118 of 10.213.7.1 cannot be used" in said
+    printed = capsys.readouterr().err
+    assert f"host {a}: port 8118 of 10.213.7.1 cannot be used" in printed
 
 
 @pytest.mark.slow

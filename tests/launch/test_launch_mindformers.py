@@ -59,10 +59,10 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
     thread.start()
     code = main([*arguments, "--restart", "1"])
     thread.join()
-    said = capsys.readouterr().err
-    assert code == 0, said
-    assert "rank 1 (process" in said
-    assert "restart 1 (0 more without a new checkpoint)" in said
+    printed = capsys.readouterr().err
+    assert code == 0, printed
+    assert "rank 1 (process" in printed
+    assert "restart 1 (0 more without a new checkpoint)" in printed
     first = losses(output / "log" / "attempt_1" / "worker_0.log")
     after = losses(output / "log" / "worker_0.log")
     assert first.keys() | after.keys() == expected.keys()

@@ -51,7 +51,7 @@ def test_a_hostfile_of_open_mpi_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("a", "slots=(not given)"),
         ("a slots=", "slots=(not given)"),
@@ -66,13 +66,13 @@ def test_a_hostfile_of_open_mpi_is_read(tmp_path: Path) -> None:
         ("first slots=1", "is there twice"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = hostfile(tmp_path, f"first slots=2 addr=10.0.0.9\n{line}\nlast slots=x\n")
     with pytest.raises(BadInputError) as error:
         hosts.read_hosts(path)
     first, second = str(error.value).splitlines()
     assert first.startswith(f"{path}:2: ")
-    assert said in first
+    assert message in first
     assert second.startswith(f"{path}:3: last has slots=x")
 
 
@@ -101,7 +101,7 @@ def test_the_first_hosts_with_room_are_used(
 
 
 @pytest.mark.parametrize(
-    ("given", "processes", "said"),
+    ("given", "processes", "message"),
     [
         ([Host("a", 2, "10.0.0.1"), Host("b", 1, "10.0.0.2")], 4, "3 slots on 2 host"),
         ([Host("a", 2, "10.0.0.1"), Host("b", 1, "10.0.0.2")], 3, "do not spread evenly"),
@@ -109,8 +109,10 @@ def test_the_first_hosts_with_room_are_used(
         ([Host("a", 1, "127.0.0.1"), Host("b", 1, "127.0.0.2")], 2, "both this machine"),
     ],
 )
-def test_what_msrun_cannot_number_is_refused(given: list[Host], processes: int, said: str) -> None:
-    with pytest.raises(BadInputError, match=said):
+def test_what_msrun_cannot_number_is_refused(
+    given: list[Host], processes: int, message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
         hosts.choose(given, processes, Path("hosts"))
 
 
@@ -148,10 +150,10 @@ def test_the_line_for_a_shell_gives_msrun_what_we_would(
     node = LaunchNode(1, "b", 2, 4, "10.0.0.1", 8200, is_here=False)
     program = ["python", "-m", "telechat_moe.run", NASTY]
     line = node.shell_line(place / "log", program)
-    done = subprocess.run(
+    process = subprocess.run(
         ["sh", "-c", f"umask 0; {line}"], capture_output=True, text=True, check=True, cwd="/"
     )
-    argv, folder, umask, python = json.loads(done.stdout)
+    argv, folder, umask, python = json.loads(process.stdout)
     assert argv == node.msrun(place / "log", program)
     assert argv[0] == str(fake_msrun)
     assert argv[1:6] == [
@@ -183,8 +185,10 @@ def test_a_shell_that_msrun_starts_is_not_started(
     )
     monkeypatch.chdir(tmp_path)
     line = LaunchNode(local=2, total=2).shell_line(touches(tmp_path), ["python", "job.py"])
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/")
-    assert done.returncode == 7, done.stderr
+    process = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert process.returncode == 7, process.stderr
     assert not (tmp_path / "pwned").exists()
 
 
@@ -198,8 +202,10 @@ def test_a_job_that_fails_under_msrun_executes_no_path(
     node = LaunchNode(local=2, total=2, port=commands.free_port())
     logs = touches(tmp_path)
     line = node.shell_line(logs, ["python", "fails.py"])
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/")
-    assert done.returncode != 0
+    process = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert process.returncode != 0
     assert (logs / "scheduler.log").exists()
     assert not (tmp_path / "pwned").exists()
     Control.fresh(tmp_path / "job")

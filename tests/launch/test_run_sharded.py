@@ -144,21 +144,21 @@ def test_losses_that_differ_fail(
     monkeypatch.setattr(sharded_run, "differences", lambda recipe, folder: DIFFERENCES)
     more = ["--steps", "3", "--compare"]
     assert main([*arguments(data, tmp_path / "run", 2, **DP2_EP2), *more]) == code
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     expected = "inf" if factor != factor else f"{abs(factor - 1):.1e}"
-    assert (f"differs from one process by {expected}" in said.err) == bool(code), said.err
-    assert "FlashAttentionScore" in said.out
-    assert f"{single[0]['loss']:.7f}" in said.out
+    assert (f"differs from one process by {expected}" in printed.err) == bool(code), printed.err
+    assert "FlashAttentionScore" in printed.out
+    assert f"{single[0]['loss']:.7f}" in printed.out
 
 
 def test_the_number_of_processes_is_the_recipes(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(data, tmp_path / "run", 4, **DP2_EP2)) == 2
-    said = capsys.readouterr().err
-    assert "--processes 4" in said
-    assert "2 device(s)" in said
-    assert "data 2 x tensor 1" in said
+    printed = capsys.readouterr().err
+    assert "--processes 4" in printed
+    assert "2 device(s)" in printed
+    assert "data 2 x tensor 1" in printed
     assert main(arguments(data, tmp_path / "run", 1)) == 2
     assert "set a layout" in capsys.readouterr().err
 
@@ -258,16 +258,16 @@ def test_routed_rows_travel_alone(
     given = arguments(data, tmp_path / "run", 2, **routed)
     more = ["--steps", "2", "--compare", "--json", str(tmp_path / "report.json")]
     assert main([*given, *more]) == 0, capsys.readouterr().err
-    found = json.loads((tmp_path / "report.json").read_text())["differences"]
-    rewritten = {row["ascend"]: row["count"] for row in found["collectives"]}
+    report = json.loads((tmp_path / "report.json").read_text())["differences"]
+    rewritten = {row["ascend"]: row["count"] for row in report["collectives"]}
     assert rewritten["AlltoAllV"] > 0
     assert "AlltoAll" not in rewritten
-    assert "native library" in {r["ascend"]: r["cpu"] for r in found["operators"]}["GroupedMatmul"]
-    assert "the rows that the routing says" in found["dispatch"]
+    assert "native library" in {r["ascend"]: r["cpu"] for r in report["operators"]}["GroupedMatmul"]
+    assert "the rows that the routing says" in report["dispatch"]
 
 
 @pytest.mark.parametrize(
-    ("form", "capacity", "said"),
+    ("form", "capacity", "message"),
     [
         ("auto", False, "none is dropped."),
         ("auto", True, "buffers of the same size for every expert and a static all-to-all"),
@@ -276,7 +276,7 @@ def test_routed_rows_travel_alone(
     ],
 )
 def test_a_report_says_how_rows_travel_and_whether_any_are_dropped(
-    form: str, capacity: bool, said: str
+    form: str, capacity: bool, message: str
 ) -> None:
     model = "model__model_config__moe_"
     drops = {f"{model}expert_capacity_factor": 1.5, f"{model}token_drop_policy": "probs"}
@@ -284,5 +284,5 @@ def test_a_report_says_how_rows_travel_and_whether_any_are_dropped(
     values = {k.replace("__", "."): v for k, v in {**DP2_EP2, **given}.items()}
     recipe = load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in values.items()])
     text = sharded_run.dispatch_text(recipe)
-    assert said in text
+    assert message in text
     assert text.endswith("capacity is dropped, on Ascend too.") == capacity

@@ -70,7 +70,7 @@ def test_a_position_is_the_step_that_is_being_consumed(first, more, step, part) 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("0:4 5K:4 5001:8", "thresholds that rise"),
         ("0:4 5K:0", "batches of at least 1"),
@@ -81,11 +81,11 @@ def test_a_position_is_the_step_that_is_being_consumed(first, more, step, part) 
         ("5K:8", 'as "0:8 250K:16"'),
     ],
 )
-def test_schedules_that_do_not_fit(text: str, said: str) -> None:
+def test_schedules_that_do_not_fit(text: str, message: str) -> None:
     sets = [f"{KEY}='{text}'", "runner_config.gradient_accumulation_steps=2", "callbacks=[]"]
     with pytest.raises(RecipeError) as error:
         load(TINY, [*sets, "model.model_config.moe_router_enable_expert_bias=False"])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert KEY in str(error.value)
 
 

@@ -86,25 +86,25 @@ def faults(
     setting, values = key.acts
     names = {"", setting} if reads(key, use) else {""}
     for name in {setting} if key.section_is_absent(base) else names:
-        given = in_setting(base, name)
-        before = judge(given, use)
+        sections = in_setting(base, name)
+        before = judge(sections, use)
         if isinstance(before, list) and not refuses(before, key.place):
             if not name:
                 yield f": {before[0]}"
             continue  # another use takes it
         idle: list[str] = []
         chosen = values if name == setting else ()
-        some = tried(key.field, value_of(given, key))
+        some = tried(key.field, value_of(sections, key))
         for value in chosen or some[: None if reads(key, use) else 1]:
-            found = judge(with_value(given, key, value), use)
+            judged = judge(with_value(sections, key, value), use)
             told = f" in {name!r}={value!r}"
-            if isinstance(found, list):
-                if not refuses(found, key.place, value) and not isinstance(before, list):
-                    yield f"{told}: refused as {found[0]}"
-            elif isinstance(before, list) or effect(found) != effect(before):
+            if isinstance(judged, list):
+                if not refuses(judged, key.place, value) and not isinstance(before, list):
+                    yield f"{told}: refused as {judged[0]}"
+            elif isinstance(before, list) or effect(judged) != effect(before):
                 if not reads(key, use):
                     yield f"{told}: acts, which the schema denies"
-                acted[key] = before, found
+                acted[key] = before, judged
                 idle.clear()
                 if not chosen:  # of values that were made up one is enough
                     break
@@ -172,7 +172,8 @@ def test_a_value_acts_or_is_refused(
 
 LEFT = {
     **dict.fromkeys(
-        ("Corpus.paths", "Corpus.valid_fraction", "Corpus.tokenizer"), "of `data build`"
+        ("CorpusSection.paths", "CorpusSection.valid_fraction", "CorpusSection.tokenizer"),
+        "of `data build`",
     ),
     **dict.fromkeys(("Evaluation.batches", "Evaluation.data_path"), "evaluation is off"),
     "Saving.background": "MindFormers goes by async_save alone, as docs/checkpoints.md says",
@@ -188,30 +189,30 @@ def test_through_mindformers(base: dict[str, Any], monkeypatch: pytest.MonkeyPat
     folder = Path(base["output_dir"]).parent
     monkeypatch.chdir(folder)
     key_effects.patch(monkeypatch)
-    given = copy.deepcopy(base)
-    given["telechat_moe"] |= {"evaluation": {"interval": 0}, "sample": None}
-    given["context"]["device_target"] = "Ascend"
-    before, wrong = key_effects.received(given, folder), list[str]()
+    sections = copy.deepcopy(base)
+    sections["telechat_moe"] |= {"evaluation": {"interval": 0}, "sample": None}
+    sections["context"]["device_target"] = "Ascend"
+    before, wrong = key_effects.received(sections, folder), list[str]()
     for key in KEYS:
         if decides("mindformers", key.place):
             wrong += [
                 f"{key}{fault}"
-                for fault in faults(key, given, "mindformers", key_effects.in_mindformers, {})
+                for fault in faults(key, sections, "mindformers", key_effects.in_mindformers, {})
             ]
             continue
-        place = in_setting(given, key.acts[0] if key.section_is_absent(given) else "")
-        plain = before if place == given else key_effects.received(place, folder)
+        place = in_setting(sections, key.acts[0] if key.section_is_absent(sections) else "")
+        plain = before if place == sections else key_effects.received(place, folder)
         values = tried(key.field, value_of(place, key))[:2]
         taken: list[object] = []
         for value in values:
-            made = with_value(place, key, value)
-            found = judge(made, "mindformers")
-            if not isinstance(found, list):
+            changed = with_value(place, key, value)
+            judged = judge(changed, "mindformers")
+            if not isinstance(judged, list):
                 taken.append(value)
-                if key_effects.received(made, folder) != plain:
+                if key_effects.received(changed, folder) != plain:
                     break
-            elif not refuses(found, key.place, value):
-                wrong.append(f"{key}={value!r}: refused as {found[0]}")
+            elif not refuses(judged, key.place, value):
+                wrong.append(f"{key}={value!r}: refused as {judged[0]}")
         else:
             if taken and str(key) not in LEFT:
                 wrong.append(f"{key}={taken}: does not reach MindFormers")

@@ -89,15 +89,15 @@ def judge(seed: int, count: int, folder: Path, capsys: pytest.CaptureFixture[str
         file.write_bytes(text.encode("utf-8", errors="surrogatepass"))
         use = USES[number % 3]
         code = main(["check", str(file), "--for", use])  # an exception fails the test
-        said = capsys.readouterr()
+        printed = capsys.readouterr()
         codes.add(code)
-        assert code in (0, 1), (kind, said)
-        assert not said.err, (kind, said.err)
-        lines = said.out.splitlines()
-        assert "Traceback" not in said.out, kind
+        assert code in (0, 1), (kind, printed)
+        assert not printed.err, (kind, printed.err)
+        lines = printed.out.splitlines()
+        assert "Traceback" not in printed.out, kind
         if code:
             assert re.match(r"problems: [1-9]\d*, in 1 of 1 recipes", lines[-1]), (kind, lines)
-            assert all(PLACED.fullmatch(line) for line in lines[:-1]), (kind, use, said.out)
+            assert all(PLACED.fullmatch(line) for line in lines[:-1]), (kind, use, printed.out)
         else:
             assert re.search(": ok( for |$)", lines[0]), (kind, lines)
     assert codes == {0, 1}

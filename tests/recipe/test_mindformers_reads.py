@@ -174,9 +174,9 @@ def loaded_names() -> frozenset[str]:
 def test_keys_that_are_never_read_are_nowhere_in_the_source() -> None:
     found: set[str] = set()
     for name in RECIPES:
-        given = yaml.safe_load((CONFIGS / name).read_text(encoding="utf-8"))
-        kind = ((given.get("model") or {}).get("model_config") or {}).get("model_type")
-        found |= {one.key for one in judge(given, kind) if one.verdict == "never"}
+        sections = yaml.safe_load((CONFIGS / name).read_text(encoding="utf-8"))
+        kind = ((sections.get("model") or {}).get("model_config") or {}).get("model_type")
+        found |= {one.key for one in judge(sections, kind) if one.verdict == "never"}
     assert f"{M}.use_fused_ops_topkrouter" in found
     # Loaded by that name in MoE networks where the converter calls it otherwise (`router_dense_type`), or of `self`.
     elsewhere = {"router_dense_type", "type", "config"}
@@ -227,8 +227,8 @@ def test_a_key_that_is_read_and_dropped(tmp_path: Path) -> None:
 def test_check_names_keys_that_it_does_not_judge(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(CONFIGS / "general/llm_pretrain_moe_template.yaml")
     assert main(["check", recipe, "--for", "mindformers"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"not judged: .*norm_topk_prob.*: model type None was not observed", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"not judged: .*norm_topk_prob.*: model type None was not observed", printed)
 
 
 @pytest.mark.slow
@@ -236,5 +236,5 @@ def test_the_table_is_what_is_observed() -> None:
     """As `python -m benchmarks.dryrun_mindformers.reads` writes it."""
     from benchmarks.dryrun_mindformers import reads
 
-    known = json.loads(FILE.read_text(encoding="utf-8"))
-    assert reads.table(reads.observe(list(reads.RECIPES))) == known
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))
+    assert reads.table(reads.observe(list(reads.RECIPES))) == recorded

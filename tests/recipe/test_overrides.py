@@ -82,9 +82,9 @@ def test_commands_refuse_an_idle_override(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 3
-    said = capsys.readouterr().err
-    assert words[-1] in said
-    assert "does not read" in said
+    printed = capsys.readouterr().err
+    assert words[-1] in printed
+    assert "does not read" in printed
 
 
 def test_one_that_another_needs_is_taken() -> None:

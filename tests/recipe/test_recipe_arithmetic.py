@@ -98,7 +98,7 @@ def test_parameters_against_hugging_face(variant: dict[str, Any]) -> None:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = ModelConfig(**{**BASE, **variant})
-    theirs = DeepseekV3Config(
+    hf_config = DeepseekV3Config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -120,7 +120,7 @@ def test_parameters_against_hugging_face(variant: dict[str, Any]) -> None:
         tie_word_embeddings=config.tie_word_embeddings,
     )
     with torch.device("meta"):
-        model = DeepseekV3ForCausalLM(theirs)
+        model = DeepseekV3ForCausalLM(hf_config)
     model.tie_weights()
     unique = {id(p): p.numel() for p in model.parameters()}
     assert parameters(config).total == sum(unique.values())
@@ -150,7 +150,7 @@ def test_flops_against_torchs_counter(variant: dict[str, Any]) -> None:
 def torch_forward(config: ModelConfig) -> Any:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    theirs = DeepseekV3Config(
+    hf_config = DeepseekV3Config(
         **{
             name: getattr(config, name)
             for name in (
@@ -165,7 +165,7 @@ def torch_forward(config: ModelConfig) -> Any:
         topk_group=1,
         attn_implementation="eager",
     )
-    return DeepseekV3ForCausalLM(theirs)
+    return DeepseekV3ForCausalLM(hf_config)
 
 
 def test_flops_by_parts() -> None:

@@ -106,9 +106,9 @@ def test_show_is_yaml_that_loads_to_the_same(capsys: Capture) -> None:
     assert main(["show", TINY, "--set", "seed=9"]) == 0
     text = capsys.readouterr().out
     assert yaml.safe_load(text)["seed"] == 9
-    again = loads(text)
-    assert again.model_config == load(TINY).model_config
-    assert again.seed == 9
+    reloaded = loads(text)
+    assert reloaded.model_config == load(TINY).model_config
+    assert reloaded.seed == 9
 
 
 def test_show_105b(capsys: Capture) -> None:
@@ -193,15 +193,15 @@ def test_check_for_training_looks_at_the_schedule(capsys: Capture) -> None:
         "parallel_config.micro_batch_num": 4,
         "callbacks.1.micro_batch_num": 4,
     }
-    said: dict[str, str] = {}
+    printed: dict[str, str] = {}
     for name in ("zb-h1", "zb-v", "zigzag"):
         changes["telechat_moe.sharding.pipeline_schedule"] = name
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
         main(["check", TINY, *words])
-        said[name] = capsys.readouterr().out
-    assert "pipeline_schedule" not in said["zb-h1"]
-    assert "pipeline_schedule: zb-v: schedule zb-v: 1 chunks a stage; 2" in said["zb-v"]
-    assert "pipeline_schedule: zigzag: no such schedule; one of gpipe" in said["zigzag"]
+        printed[name] = capsys.readouterr().out
+    assert "pipeline_schedule" not in printed["zb-h1"]
+    assert "pipeline_schedule: zb-v: schedule zb-v: 1 chunks a stage; 2" in printed["zb-v"]
+    assert "pipeline_schedule: zigzag: no such schedule; one of gpipe" in printed["zigzag"]
 
 
 def test_check_json(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +245,9 @@ def test_a_closed_pipe_is_no_error() -> None:
     command = (
         f"{sys.executable} -m telechat_moe.cli show {LARGE} | head -1; echo ${{PIPESTATUS[0]}}"
     )
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert done.stdout.splitlines()[-1] == "0"
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert process.stderr == ""
+    assert process.stdout.splitlines()[-1] == "0"
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_what_takes_long_to_import_is_not_imported(words: tuple[str, ...]) -> None:
     """Recipes load, and help appears, without what would keep the user waiting."""
     command = [sys.executable, "-X", "importtime", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = {line.split("|")[-1].strip() for line in process.stderr.splitlines()}
     assert found & {"telechat_moe.recipe", "telechat_moe.cli.train"}
     heavy = {"mindspore", "mindformers", "torch", "rich", "matplotlib", "scipy", "numpy"}
     assert not found & heavy

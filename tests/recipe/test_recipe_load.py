@@ -117,8 +117,8 @@ def test_all_problems_at_once_in_the_order_of_the_file() -> None:
     text = text.replace("weight_decay: 0.1", "weight_decay: -0.1")
     text = text.replace("parallel_config:\n", "parallel_config:\n  data_parallel: 2\n")
     text = text.replace("warmup_steps: 100", "warmup_steps: 100000")
-    found = problems(text)
-    keys = [p.key for p in found]
+    reported = problems(text)
+    keys = [p.key for p in reported]
     assert keys == [
         "use_parallel",
         "optimizer.eps",
@@ -128,22 +128,22 @@ def test_all_problems_at_once_in_the_order_of_the_file() -> None:
         "model.model_config.hidden_size",
         "model.model_config.hiden_size",
     ]
-    assert [p.line for p in found] == sorted(p.line for p in found)
-    assert all(p.file == "r.yaml" for p in found)
+    assert [p.line for p in reported] == sorted(p.line for p in reported)
+    assert all(p.file == "r.yaml" for p in reported)
 
 
 def test_message_has_place_key_and_suggestion() -> None:
     text = recipe_text(TINY).replace("pipeline_stage: 1", "pipline_stage: 1")
-    (found,) = problems(text)
+    (problem,) = problems(text)
     line = next(i for i, s in enumerate(text.splitlines(), 1) if "pipline_stage" in s)
-    assert str(found).startswith(f"r.yaml:{line}: parallel_config.pipline_stage: ")
-    assert found.suggestion == "parallel_config.pipeline_stage"
+    assert str(problem).startswith(f"r.yaml:{line}: parallel_config.pipline_stage: ")
+    assert problem.suggestion == "parallel_config.pipeline_stage"
     with pytest.raises(RecipeError, match="nothing was started"):
         loads(text)
 
 
 @pytest.mark.parametrize(
-    ("path", "near"),
+    ("path", "suggestion"),
     [
         ("recompute_confg", "recompute_config"),
         ("runner_config.epoch", "runner_config.epochs"),
@@ -157,12 +157,12 @@ def test_message_has_place_key_and_suggestion() -> None:
         ("parallel.enable_paralel_optimizer", "enable_parallel_optimizer"),
     ],
 )
-def test_unknown_keys_at_any_depth(path: str, near: str) -> None:
+def test_unknown_keys_at_any_depth(path: str, suggestion: str) -> None:
     text = put(recipe_text(TINY), path, "1")
-    found = [p for p in problems(text) if p.key == path]
-    assert found
-    assert found[0].line == line_of(text, path)
-    assert found[0].suggestion.endswith(near)
+    matching = [p for p in problems(text) if p.key == path]
+    assert matching
+    assert matching[0].line == line_of(text, path)
+    assert matching[0].suggestion.endswith(suggestion)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_values_of_the_wrong_kind(path: str, value: str, expected: str | None) -
     if expected is None:
         assert loads(text)
         return
-    found = [p for p in problems(text) if p.key in (path, f"{path}.type", f"{path}.1")]
-    assert found, [str(p) for p in problems(text)]
-    assert found[0].line == line_of(text, path)
-    assert expected in str(found[0])
+    matching = [p for p in problems(text) if p.key in (path, f"{path}.type", f"{path}.1")]
+    assert matching, [str(p) for p in problems(text)]
+    assert matching[0].line == line_of(text, path)
+    assert expected in str(matching[0])
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_keys_that_must_be_written(path: str) -> None:
     text = remove(
         recipe_text(TINY).replace("&seq_length 256", "256").replace("*seq_length", "256"), path
     )
-    found = [p for p in problems(text) if p.key == path]
-    assert found
-    assert "missing" in found[0].found or "nothing" in found[0].found
+    matching = [p for p in problems(text) if p.key == path]
+    assert matching
+    assert "missing" in matching[0].found or "nothing" in matching[0].found
 
 
 def test_overrides_and_their_origin() -> None:
@@ -277,9 +277,9 @@ def test_an_override_beats_the_file_and_the_last_override_wins() -> None:
     ],
 )
 def test_overrides_that_cannot_be_applied(override: str, says: str) -> None:
-    found = problems(recipe_text(TINY), (override,))
-    assert found[0].file == f"--set {override}"
-    assert says in str(found[0])
+    reported = problems(recipe_text(TINY), (override,))
+    assert reported[0].file == f"--set {override}"
+    assert says in str(reported[0])
 
 
 def test_overriding_an_anchor_changes_its_aliases() -> None:
@@ -296,20 +296,20 @@ def test_overriding_an_alias_changes_that_place_only() -> None:
     name = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
     with pytest.raises(RecipeError) as caught:
         load(name, ["parallel.dataset_strategy.0.0=8"])
-    (found,) = caught.value.problems
-    assert found.key == "parallel.dataset_strategy.0"
-    assert "[8, 1]" in found.found
-    assert "data_parallel (4)" in found.expected
+    (problem,) = caught.value.problems
+    assert problem.key == "parallel.dataset_strategy.0"
+    assert "[8, 1]" in problem.found
+    assert "data_parallel (4)" in problem.expected
     with pytest.raises(RecipeError) as caught:
         load(name, ["train_dataset_task.dataset_config.data_loader.config.seed=9"])
-    (found,) = caught.value.problems
-    assert found.key == "train_dataset_task.dataset_config"
+    (problem,) = caught.value.problems
+    assert problem.key == "train_dataset_task.dataset_config"
 
 
 def test_a_problem_in_an_aliased_section_is_reported_once() -> None:
     text = recipe_text(TINY).replace("prefetch_size: 1", "prefetch_size: 0")
-    (found,) = problems(text)
-    assert found.key == "train_dataset.prefetch_size"
+    (problem,) = problems(text)
+    assert problem.key == "train_dataset.prefetch_size"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -319,11 +319,11 @@ def test_the_resolved_recipe_loads_to_the_same(name: str, tmp_path: Path) -> Non
     data = recipe.to_dict()
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(data, indent=2))
-    for again in (loads(yaml.safe_dump(data, sort_keys=False)), load(path)):
+    for reloaded in (loads(yaml.safe_dump(data, sort_keys=False)), load(path)):
         for field in Recipe.__dataclass_fields__:
             if field not in ("source", "given", "tree"):
-                assert getattr(again, field) == getattr(recipe, field), field
-        assert again.to_dict() == data
+                assert getattr(reloaded, field) == getattr(recipe, field), field
+        assert reloaded.to_dict() == data
     path.write_text('{"seed": 1,')
     with pytest.raises(RecipeError, match="no JSON"):
         load(path)
@@ -356,8 +356,8 @@ def test_other_names_for_the_same_key() -> None:
     both = text.replace(
         "mtp_loss_factor: 0.3", "mtp_loss_factor: 0.3\n    mtp_loss_scaling_factor: 0.3"
     )
-    (found,) = problems(both)
-    assert "same setting" in found.found
+    (problem,) = problems(both)
+    assert "same setting" in problem.found
 
 
 def test_deepseek_v3_takes_its_published_dimensions() -> None:
@@ -390,8 +390,8 @@ def test_a_hugging_face_folder_completes_the_model(tmp_path: Path) -> None:
         assert loads(without).model_config.rope_theta == 5e4
     config["num_experts_per_tok"] = 1000
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (found,) = problems(text)
-    assert found.file == str(tmp_path / "config.json")
+    (problem,) = problems(text)
+    assert problem.file == str(tmp_path / "config.json")
 
 
 def test_another_model_type_is_checked_but_not_trained() -> None:
@@ -399,16 +399,16 @@ def test_another_model_type_is_checked_but_not_trained() -> None:
     recipe = loads(text)
     with pytest.raises(RecipeError, match="qwen3_moe"):
         _ = recipe.model_config
-    found = problems(text.replace("n_shared_experts:", "n_shared_expert:"))
-    assert found[0].suggestion.endswith("n_shared_experts")
+    reported = problems(text.replace("n_shared_experts:", "n_shared_expert:"))
+    assert reported[0].suggestion.endswith("n_shared_experts")
 
 
 def test_device_count_is_checked_when_known() -> None:
     name = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
     with pytest.raises(RecipeError) as caught:
         load(name, devices=128)
-    (found,) = caught.value.problems
-    assert found.key == "parallel_config"
-    assert "256, but 128 devices" in found.found
-    assert "data_parallel to 2" in found.expected
+    (problem,) = caught.value.problems
+    assert problem.key == "parallel_config"
+    assert "256, but 128 devices" in problem.found
+    assert "data_parallel to 2" in problem.expected
     assert load(name, devices=256)

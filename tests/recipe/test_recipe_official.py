@@ -94,15 +94,15 @@ def test_model_keys_are_read_by_mindformers() -> None:
 def test_deepseek_defaults_are_mindformers() -> None:
     from mindformers.models.deepseek3.configuration_deepseek_v3 import DeepseekV3Config
 
-    theirs = DeepseekV3Config().to_dict()
-    assert {k: theirs[k] for k in DEEPSEEK_V3} == DEEPSEEK_V3
+    hf_config = DeepseekV3Config().to_dict()
+    assert {k: hf_config[k] for k in DEEPSEEK_V3} == DEEPSEEK_V3
 
 
 def test_model_defaults_are_mindformers() -> None:
     """A key that a recipe may leave out has the value here that MindFormers would take."""
     from mindformers.models.telechat3_moe.configuration_telechat3_moe import TeleChat3MoeConfig
 
-    theirs = TeleChat3MoeConfig().to_dict()
+    hf_config = TeleChat3MoeConfig().to_dict()
     transformer = TeleChat3MoeConfig().convert_to_transformer_config()
     same = {"bf16": "bfloat16", "fp32": "float32"}
     renamed = {
@@ -122,7 +122,7 @@ def test_model_defaults_are_mindformers() -> None:
         if not own or field.metadata.get("written") or field.name in differ:
             continue
         missing = object()
-        value: Any = theirs.get(field.name, missing)
+        value: Any = hf_config.get(field.name, missing)
         if value is missing:
             value = getattr(transformer, renamed.get(field.name, field.name))
         ours: Any = field.default
@@ -222,6 +222,6 @@ def test_other_model_keys_cover_qwen() -> None:
     from mindformers.models.configuration_utils import PretrainedConfig
     from mindformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-    theirs = set(Qwen3MoeConfig().to_dict()) - set(PretrainedConfig().to_dict())
-    assert len(theirs) > 20
-    assert theirs - set(section_keys(OtherModelConfig).names) == set()
+    hf_config = set(Qwen3MoeConfig().to_dict()) - set(PretrainedConfig().to_dict())
+    assert len(hf_config) > 20
+    assert hf_config - set(section_keys(OtherModelConfig).names) == set()

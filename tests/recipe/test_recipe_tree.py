@@ -104,9 +104,9 @@ def test_scalars_mean_what_pyyaml_means_or_are_traps(text: str) -> None:
 
 def test_duplicate_keys_at_any_depth() -> None:
     text = "a:\n  b: 1\n  c: 2\n  b: 3\nl:\n  - x: 1\n    x: 2\na: 4\n"
-    found = problems_of(text)
-    assert [(line, key) for line, key, _, _ in found] == [(4, "a.b"), (7, "l.0.x"), (8, "a")]
-    assert "line 2" in found[0][2]
+    reported = problems_of(text)
+    assert [(line, key) for line, key, _, _ in reported] == [(4, "a.b"), (7, "l.0.x"), (8, "a")]
+    assert "line 2" in reported[0][2]
 
 
 def test_merge_keys_follow_yaml() -> None:
@@ -152,10 +152,10 @@ def test_aliases_share_their_node() -> None:
     ],
 )
 def test_odd_yaml_is_a_problem_with_its_line(text: str, line: int, says: str) -> None:
-    found = problems_of(text)
-    assert found
-    assert found[0][0] == line
-    assert says in found[0][2]
+    reported = problems_of(text)
+    assert reported
+    assert reported[0][0] == line
+    assert says in reported[0][2]
 
 
 def test_depth_is_bounded() -> None:
@@ -168,9 +168,9 @@ def test_depth_is_bounded() -> None:
 def test_aliases_cannot_explode() -> None:
     lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 12)]
-    found = problems_of("\n".join(lines))
-    assert len(found) == 1
-    assert "aliases expand" in found[0][2]
+    reported = problems_of("\n".join(lines))
+    assert len(reported) == 1
+    assert "aliases expand" in reported[0][2]
 
 
 def test_size_is_bounded() -> None:

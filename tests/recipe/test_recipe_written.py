@@ -55,10 +55,10 @@ def test_a_path_that_leads_outside_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "link").symlink_to("/tmp")
-    said = refusals(OUT, f"{PLACE}={path}")
-    assert PLACE in said
-    assert path in said
-    assert "--allow-outside" in said
+    refusal_texts = refusals(OUT, f"{PLACE}={path}")
+    assert PLACE in refusal_texts
+    assert path in refusal_texts
+    assert "--allow-outside" in refusal_texts
 
 
 def test_all_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_all_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "parallel.strategy_ckpt_config.save_file",
         "save_file",
     ]
-    said = refusals(OUT, *(f"{key}=../x" for key in keys))
-    assert all(key in said for key in keys)
+    refusal_texts = refusals(OUT, *(f"{key}=../x" for key in keys))
+    assert all(key in refusal_texts for key in keys)
 
 
 def test_a_path_that_stays_inside_is_allowed(

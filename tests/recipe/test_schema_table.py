@@ -35,9 +35,9 @@ def test_rows_stand_between_the_fields_of_the_class() -> None:
 
 def test_a_section_of_the_table_alone_survives_pickle() -> None:
     recipe = load("telechat3_moe/pretrain_tiny.yaml", ["context.jit_config={jit_level: O1}"])
-    again = pickle.loads(pickle.dumps(recipe))
-    assert again == recipe
-    assert again.context.jit_config.jit_level == "O1"
+    reloaded = pickle.loads(pickle.dumps(recipe))
+    assert reloaded == recipe
+    assert reloaded.context.jit_config.jit_level == "O1"
 
 
 def test_defaults_names_and_meaning_come_from_the_row(written) -> None:

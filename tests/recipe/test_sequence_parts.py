@@ -39,7 +39,7 @@ def test_they_are_taken(changes: dict[str, object], use: Use) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "key", "found"),
+    ("changes", "key", "problem"),
     [
         ({PARTS: 1}, SCHEDULER, "whole sequences"),
         ({SCHEDULER: "gpipe", f"{MODEL}pp_interleave_num": 2}, PARTS, "the scheduler gpipe"),
@@ -75,11 +75,11 @@ def test_they_are_taken(changes: dict[str, object], use: Use) -> None:
     ],
 )
 def test_the_key_that_does_not_fit_is_named(
-    changes: dict[str, object], key: str, found: str
+    changes: dict[str, object], key: str, problem: str
 ) -> None:
     with pytest.raises(RecipeError) as error:
         read("train", changes)
-    assert any(p.key == key and found in p.found for p in error.value.problems), error.value
+    assert any(p.key == key and problem in p.found for p in error.value.problems), error.value
 
 
 @pytest.mark.parametrize("use", ["plan", "mindformers"])

@@ -106,17 +106,17 @@ def test_three_recipes_have_overlap() -> None:
     assert len([name for name in shipped_names() if "_overlap" in name]) == 3
 
 
-def flat(given: Any, at: str = "") -> dict[str, Any]:
+def flat(sections: Any, path: str = "") -> dict[str, Any]:
     """Return the values of nested sections by dotted key; offsets stay whole."""
-    if isinstance(given, dict):
-        items = given.items()
-    elif isinstance(given, list) and any(isinstance(item, dict) for item in given):
-        items = enumerate(given)
+    if isinstance(sections, dict):
+        items = sections.items()
+    elif isinstance(sections, list) and any(isinstance(item, dict) for item in sections):
+        items = enumerate(sections)
     else:
-        return {at.lstrip("."): given}
+        return {path.lstrip("."): sections}
     found: dict[str, Any] = {}
     for key, value in items:
-        found |= flat(value, f"{at}.{key}")
+        found |= flat(value, f"{path}.{key}")
     return found
 
 

@@ -76,7 +76,7 @@ def test_patterns_match_as_mindformers_matches(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "changes", "key", "said"),
+    ("use", "changes", "key", "message"),
     [
         ("train", ALONE, "swap", "one device"),
         ("train", {"runner_config.gradient_accumulation_steps": 1}, "swap", "one micro-batch"),
@@ -98,16 +98,16 @@ def test_patterns_match_as_mindformers_matches(pattern: str) -> None:
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_refused(
-    use: Use, changes: dict[str, object], key: str, said: str
+    use: Use, changes: dict[str, object], key: str, message: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         read(changes, use)
     assert [p.key for p in caught.value.problems] == [f"swap_config.{key}"]
-    assert re.search(said, str(caught.value))
+    assert re.search(message, str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("changes", "key", "said"),
+    ("changes", "key", "message"),
     [
         ({"swap_config.swap": False, "telechat_moe.swap.pool_mib": 1}, "swap", "no effect"),
         ({"telechat_moe.swap": "{}", "optimizer.swap": True}, "swap", "says nothing"),
@@ -115,14 +115,16 @@ def test_what_has_no_effect_is_refused(
         ({"telechat_moe.swap.pool_mib": 0}, "swap.pool_mib", "integer >= 1"),
     ],
 )
-def test_a_pool_without_effect_is_refused(changes: dict[str, object], key: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said) as caught:
+def test_a_pool_without_effect_is_refused(
+    changes: dict[str, object], key: str, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
         read(changes, "train")
     assert [p.key for p in caught.value.problems] == [f"telechat_moe.{key}"]
 
 
 @pytest.mark.parametrize(
-    ("use", "changes", "said"),
+    ("use", "changes", "message"),
     [
         (
             "train",
@@ -133,10 +135,10 @@ def test_a_pool_without_effect_is_refused(changes: dict[str, object], key: str, 
     ],
 )
 def test_moments_that_would_stay_are_refused(
-    use: Use, changes: dict[str, object], said: str
+    use: Use, changes: dict[str, object], message: str
 ) -> None:
     off = {"swap_config.swap": False, "trainer.type": "PretrainTrainer"}
-    with pytest.raises(RecipeError, match=said) as caught:
+    with pytest.raises(RecipeError, match=message) as caught:
         read({**off, "optimizer.swap": True, **changes}, use)
     assert "optimizer.swap" in [p.key for p in caught.value.problems]
 

@@ -173,14 +173,16 @@ DATA = ("out", "corpus", "vocab_size", "tokenizer", "valid_fraction", "seed")
 
 def describe(cell: Any) -> list[Any]:
     """Return names, settings and parameters of a built cell and of all below it."""
-    found: list[Any] = []
-    for name, one in cell.cells_and_names():
-        values = {k: _plain(v) for k, v in list(vars(one).items()) if k != "_create_time"}
-        flags = one.get_flags() if hasattr(one, "get_flags") else {}
-        found.append((name, type(one).__name__, {k: v for k, v in values.items() if v}, flags))
+    entries: list[Any] = []
+    for name, child in cell.cells_and_names():
+        values = {k: _plain(v) for k, v in list(vars(child).items()) if k != "_create_time"}
+        flags = child.get_flags() if hasattr(child, "get_flags") else {}
+        entries.append((name, type(child).__name__, {k: v for k, v in values.items() if v}, flags))
     for p in cell.get_parameters():
-        found.append((p.name, p.shape, str(p.dtype), p.requires_grad, p.asnumpy().tobytes()[:512]))
-    return found
+        entries.append(
+            (p.name, p.shape, str(p.dtype), p.requires_grad, p.asnumpy().tobytes()[:512])
+        )
+    return entries
 
 
 def _plain(value: Any) -> Any:
@@ -228,10 +230,15 @@ _BUILDING: dict[str, Recipe] = {}
 
 def built(recipe: Recipe) -> str:
     """Return a hash of model, optimizer and step, with the initial weights; nothing is compiled."""
-    own, parts = recipe.telechat_moe, [recipe.model, recipe.optimizer, recipe.runner_wrapper]
-    parts += [recipe.context, recipe.parallel_config, recipe.recompute_config, own.operators]
-    parts += [own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude, own.sharding]
-    parts += [own.moe, own.ema]
+    settings, parts = recipe.telechat_moe, [recipe.model, recipe.optimizer, recipe.runner_wrapper]
+    parts += [recipe.context, recipe.parallel_config, recipe.recompute_config, settings.operators]
+    parts += [
+        settings.moe_block_rows,
+        settings.moe_capacity_tokens,
+        settings.weight_decay_exclude,
+        settings.sharding,
+    ]
+    parts += [settings.moe, settings.ema]
     steps = recipe.runner_config.gradient_accumulation_steps
     key = repr((parts, recipe.seed, steps, recipe.use_parallel))
     _BUILDING[key] = recipe
@@ -272,12 +279,21 @@ def compiled(recipe: Recipe) -> str:
 
 def _placed(recipe: Recipe, target: str) -> str:
     """Return the steps of the first and the last rank."""
-    own, data = recipe.telechat_moe, recipe.train_dataset.data_loader.config
+    settings, data = recipe.telechat_moe, recipe.train_dataset.data_loader.config
     parts = [recipe.model, recipe.optimizer, recipe.runner_wrapper, recipe.recompute_config]
     parts += [recipe.swap_config]
-    parts += [own.operators, own.moe, own.moe_block_rows, own.moe_capacity_tokens]
-    parts += [own.weight_decay_exclude]
-    parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
+    parts += [
+        settings.operators,
+        settings.moe,
+        settings.moe_block_rows,
+        settings.moe_capacity_tokens,
+    ]
+    parts += [settings.weight_decay_exclude]
+    parts += [
+        settings.sharding,
+        recipe.runner_config.batch_size,
+        data and data.create_attention_mask,
+    ]
     parts += [recipe.parallel_config.seq_split_num, recipe.micro_batches]
     functions = (sharded.mesh_of, sharded.stages_of)
     functions += (sharded.shard_threshold,)
@@ -333,13 +349,13 @@ def patch(patch: Any) -> None:
     patch.setattr(communication, "create_group", lambda *_: None)
 
 
-def received(given: dict[str, Any], folder: Path) -> str:
+def received(sections: dict[str, Any], folder: Path) -> str:
     """Return the configuration that MindFormers makes of a recipe, the settings of our model left out."""
     from mindformers import MindFormerConfig
 
     path = folder / "given.yaml"
-    given = {k: v for k, v in given.items() if k != "telechat_moe"}  # MindFormers drops it
-    path.write_text(yaml.dump(given, Dumper=yaml.CSafeDumper))
+    sections = {k: v for k, v in sections.items() if k != "telechat_moe"}  # MindFormers drops it
+    path.write_text(yaml.dump(sections, Dumper=yaml.CSafeDumper))
     try:
         return repr(MindFormerConfig(str(path)))
     except (KeyError, TypeError, ValueError) as error:  # it reads the key, and refuses the value

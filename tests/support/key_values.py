@@ -46,12 +46,12 @@ class Key(NamedTuple):
         names = (self.section.__name__, setting, self.path)
         return next((name for name in names if name in SETTINGS), setting), tuple(values)
 
-    def section_is_absent(self, given: dict[str, Any]) -> bool:
+    def section_is_absent(self, sections: dict[str, Any]) -> bool:
         """Tell whether a recipe lacks the section."""
-        at: Any = given
+        section: Any = sections
         for part in self.path.split(".") if self.path else ():
-            at = at.get(part) if isinstance(at, dict) else None
-        return at is None or self.section.__name__ in SETTINGS
+            section = section.get(part) if isinstance(section, dict) else None
+        return section is None or self.section.__name__ in SETTINGS
 
 
 KEYS = [Key(path, cls, f) for path, cls in sections() for f in section_keys(cls).fields.values()]
@@ -62,63 +62,63 @@ SAME = {f"{at}.seq_length" for at in ("model.model_config", "train_dataset.data_
 """One setting, which a recipe writes once and repeats by an alias."""
 
 
-def within(given: dict[str, Any], key: str, section: str = "") -> tuple[Any, Any]:
+def within(sections: dict[str, Any], key: str, section: str = "") -> tuple[Any, Any]:
     """Return the section of a dotted key, made where it is missing, and the name or index in it.
 
     Args:
         section: The `type` of a callback.
     """
     *above, last = key.split(".")
-    at: Any = given
+    node: Any = sections
     path = ""
     for part in above:
         name, bracket, _ = part.partition("[")
         path = f"{path}.{part}".lstrip(".")
-        if isinstance(at, list):
-            at = at[int(name)]
+        if isinstance(node, list):
+            node = node[int(name)]
             continue
-        if not isinstance(at.get(name), dict | list):
-            at[name] = [] if bracket else required(path)
-        at = at[name]
+        if not isinstance(node.get(name), dict | list):
+            node[name] = [] if bracket else required(path)
+        node = node[name]
         if bracket:
-            found = [item for item in at if item.get("type") == section or path != "callbacks[]"]
-            if not found:
-                at.append(required(path) | ({"type": section} if path == "callbacks[]" else {}))
-            at = (found or at)[-1]
-    return at, int(last) if isinstance(at, list) else last
+            items = [item for item in node if item.get("type") == section or path != "callbacks[]"]
+            if not items:
+                node.append(required(path) | ({"type": section} if path == "callbacks[]" else {}))
+            node = (items or node)[-1]
+    return node, int(last) if isinstance(node, list) else last
 
 
 def required(path: str) -> dict[str, Any]:
     """Return what a section must hold; it is all that a section of a path that is not known holds."""
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for name in section_keys(CLASSES[path]).required if path in CLASSES else ():
         field = section_keys(CLASSES[path]).fields[name]
-        found[name] = (tried(field, None) or [{}])[0]
-    return found
+        content[name] = (tried(field, None) or [{}])[0]
+    return content
 
 
-def with_value(given: dict[str, Any], key: Key, value: object) -> dict[str, Any]:
+def with_value(sections: dict[str, Any], key: Key, value: object) -> dict[str, Any]:
     """Return plain data with the value of a key put in."""
-    made = copy.deepcopy(given)
+    changed = copy.deepcopy(sections)
     for place in SAME if key.place in SAME else (key.place,):
-        at, last = within(made, place, key.section.__name__)
-        at[last] = value
-    return made
+        section, last = within(changed, place, key.section.__name__)
+        section[last] = value
+    return changed
 
 
-def in_setting(given: dict[str, Any], name: str) -> dict[str, Any]:
+def in_setting(sections: dict[str, Any], name: str) -> dict[str, Any]:
     """Return plain data with a setting put in."""
-    made = copy.deepcopy(given)
+    changed = copy.deepcopy(sections)
     for key, value in SETTINGS[name].items() if name else ():
-        at, last = within(made, key)
-        at[last] = value
-    return made
+        section, last = within(changed, key)
+        section[last] = value
+    return changed
 
 
-def value_of(given: dict[str, Any], key: Key) -> Any:
+def value_of(sections: dict[str, Any], key: Key) -> Any:
     """Return what is written for a key, else its default."""
-    at, name = within(copy.deepcopy(given), key.place, key.section.__name__)
-    return at[name] if isinstance(at, list) else at.get(name, key.field.default)
+    section, name = within(copy.deepcopy(sections), key.place, key.section.__name__)
+    return section[name] if isinstance(section, list) else section.get(name, key.field.default)
 
 
 def shut(key: Key) -> bool:
@@ -131,7 +131,7 @@ def shut(key: Key) -> bool:
 
 def tried(field: dataclasses.Field[Any], now: Any) -> list[Any]:
     """Return values of a field other than ``now``, by its annotation."""
-    found: list[Any] = []
+    values: list[Any] = []
     number = now if isinstance(now, int | float) and not isinstance(now, bool) else 0
     for option in options_of(field.type):
         kind, limits = split_annotation(option)
@@ -152,8 +152,8 @@ def tried(field: dataclasses.Field[Any], now: Any) -> list[Any]:
             some = [[x] * 2 for x in tried(inner, None)[:1]]
         elif origin is dict or kind is object:
             some = [{"a": 1}]
-        found += [x for x in some if origin is list or all(limit.allows(x) for limit in limits)]
-    return [x for x in found if not same(x, now)]
+        values += [x for x in some if origin is list or all(limit.allows(x) for limit in limits)]
+    return [x for x in values if not same(x, now)]
 
 
 def same(a: object, b: object) -> bool:
@@ -165,10 +165,10 @@ def same(a: object, b: object) -> bool:
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def judge(given: dict[str, Any], use: Use) -> Any:
+def judge(sections: dict[str, Any], use: Use) -> Any:
     """Return the recipe, or the problems that `check` tells."""
     try:
-        recipe = loads(yaml.dump(given, Dumper=yaml.CSafeDumper), use=use)
+        recipe = loads(yaml.dump(sections, Dumper=yaml.CSafeDumper), use=use)
     except RecipeError as error:
         return error.problems
     return (preflight.examine(recipe)[1] if use == "train" else []) or recipe

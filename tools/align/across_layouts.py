@@ -13,18 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from telechat_moe.files import Progress
-from telechat_moe.numerics import FLOATS, is_float
+from telechat_moe.numerics import FLOATS, Array, is_float
 from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
-from telechat_moe.tools.align.explain.sides import Sides
+from telechat_moe.tools.align.explain.sides import ComparedPrograms
 from telechat_moe.tools.align.judge.collectives import with_groups
-from telechat_moe.tools.align.judge.comparison import Known
-from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
+from telechat_moe.tools.align.judge.comparison import ReferenceCache
+from telechat_moe.tools.align.judge.coverage import SHARED, CoverageShare, answer
 from telechat_moe.tools.align.judge.distance import (
     VAGUE,
     factor_between,
@@ -33,17 +32,27 @@ from telechat_moe.tools.align.judge.distance import (
 )
 from telechat_moe.tools.align.judge.outcome import Explanation, Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import named_differently, narrowest_of
-from telechat_moe.tools.align.judge.pins import Believed, Held, chose_otherwise, narrowest, set_part
-from telechat_moe.tools.align.judge.points import STATES, Point, at_worst, by_weight
-from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
+from telechat_moe.tools.align.judge.pins import (
+    ReferenceChoices,
+    TrackedValue,
+    chose_otherwise,
+    narrowest,
+    set_part,
+)
+from telechat_moe.tools.align.judge.points import (
+    STATES,
+    SharedTensor,
+    TensorPair,
+    at_worst,
+    by_weight,
+)
+from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import in_shards
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 AMPLIFIED = 8.0
 """How much further apart gradients may be than their weights (5 in the median of such pairs)."""
@@ -99,12 +108,12 @@ def across(
     elif named_differently(reference.at(steps[0]), target.at(steps[0])):
         links = tensor_map(reference, target)
     grouped = with_groups(target)
-    believed = grouped if links else in_shards(reference, grouped)
-    outcome = bisect(believed, target, Known(), itself=True, progress=progress)
+    sharded = grouped if links else in_shards(reference, grouped)
+    outcome = bisect(sharded, target, ReferenceCache(), itself=True, progress=progress)
     findings, judged = list(outcome.findings), dict(outcome.judged)
     recomputed = sum(judged.values())
     points, unknown = _Points(outcome, tolerance, standard), Counter(outcome.unknown)
-    outcome.coverage.shares[SHARED] = Share()
+    outcome.coverage.shares[SHARED] = CoverageShare()
     for step in steps:
         a, b = reference.at(step), target.at(step)
         pairs = linked(a, b, links) if links else by_weight(a, b)
@@ -118,13 +127,15 @@ def across(
                 findings.append(finding)
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
-    own = {f.verdict.key for f in outcome.findings}
-    findings.sort(key=lambda f: (f.step, not _begins(f), f.verdict.key not in own, f.order, f.rank))
-    word, reason = answer(bool(findings), outcome.coverage)
-    found = replace(
-        outcome, verdict=word, reason=reason, findings=findings, settings=points.settings
+    calls = {f.verdict.key for f in outcome.findings}
+    findings.sort(
+        key=lambda f: (f.step, not _begins(f), f.verdict.key not in calls, f.order, f.rank)
     )
-    return replace(found, judged=judged, unknown=unknown)
+    word, reason = answer(bool(findings), outcome.coverage)
+    return replace(
+        outcome, verdict=word, reason=reason, findings=findings, settings=points.settings,
+        judged=judged, unknown=unknown,
+    )  # fmt: skip
 
 
 def _begins(finding: Finding) -> bool:
@@ -149,8 +160,8 @@ class _Points:
         self.tolerance, self.coverage, self.standard = tolerance, outcome.coverage, standard
         wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
         self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
-        self.believed: Believed | None = None
-        self.followed: Followed | None = None
+        self.believed: ReferenceChoices | None = None
+        self.followed: Propagation | None = None
         self.flipped = 0  # rows that chose otherwise, in this step or before
         self.kinds = "float32", "float32"
         """The narrowest types that reference and target compute in."""
@@ -161,21 +172,23 @@ class _Points:
         self.late = False  # whether steps are not in the dumps that this one follows from
         self.last: dict[str, tuple[Array | None, Array | None]] = {}
         """Results of the updates of the step before, of both runs."""
-        self.sides = Sides([], [])
-        self.wrong: list[tuple[Point, Point]] = []
+        self.sides = ComparedPrograms([], [])
+        self.wrong: list[tuple[SharedTensor, SharedTensor]] = []
         self.settings: list[str] = []
 
     def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
         """Follow the target's program through a step."""
         self.kinds = narrowest_of(a), narrowest_of(b)
-        one, other = (max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b))
-        self.coarser = max(1.0, one / other)
+        reference_unit, target_unit = (
+            max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b)
+        )
+        self.coarser = max(1.0, reference_unit / target_unit)
         self.last = self.last if step == self.step + 1 else {}
         self.late = not self.last and step > 0
-        self.step, self.sides = step, Sides(a, b)
-        self.believed = Believed(a, self.kinds[0], self.coarser) if pinned else None
+        self.step, self.sides = step, ComparedPrograms(a, b)
+        self.believed = ReferenceChoices(a, self.kinds[0], self.coarser) if pinned else None
         able = self.tolerance is None and can_follow(b)
-        self.followed = Followed(b, self.believed, self.followed) if able else None
+        self.followed = Propagation(b, self.believed, self.followed) if able else None
         if pinned:
             self.flipped += chose_otherwise(a, b)
 
@@ -185,21 +198,21 @@ class _Points:
             call, worst = chosen.call, int(np.argmax(chosen.ratio))
             wrong, flips = int((chosen.ratio > 1).sum()), int(chosen.flipped.sum())
             status = "pass" if chosen.ratio[worst] <= 1 else "diverged"
-            said = f"{flips} of {len(chosen.ratio)} rows chose otherwise, by nearly equal scores"
+            text = f"{flips} of {len(chosen.ratio)} rows chose otherwise, by nearly equal scores"
             if status == "diverged":
                 allowed = chosen.apart[worst] / chosen.ratio[worst]
-                said = (
+                text = (
                     f"{wrong} of {len(chosen.ratio)} rows choose by scores that are not the reference's: row {worst} "
                     f"differs by {chosen.apart[worst]:.2e}, {allowed:.0e} allowed"
                 )
             if not chosen.comparable:
-                status, said = "not judged", "the scores of both runs are other numbers"
+                status, text = "not judged", "the scores of both runs are other numbers"
             elif status == "diverged" and self.late:
-                status, said = "not judged", f"{said}; {_LATE}"
+                status, text = "not judged", f"{text}; {_LATE}"
             place = chosen.choice.chosen
             size = dict(call.tensors())[place].shape
             verdict = Verdict(
-                call.key, place, status, float(chosen.ratio[worst]), said,
+                call.key, place, status, float(chosen.ratio[worst]), text,
                 (worst,), wrong, math.prod(size),
             )  # fmt: skip
             owner = next(r for r in b if r.rank == chosen.rank)
@@ -207,47 +220,51 @@ class _Points:
             yield self._counted(Finding(step, chosen.rank, order, verdict, call), "int32")
 
     def at(
-        self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
+        self,
+        step: int,
+        b: Sequence[RankDump],
+        pairs: Iterable[TensorPair],
     ) -> list[Finding]:
         """Return a finding for each point of a step; those that diverged in the order of the data flow."""
-        made: dict[str, tuple[Array | None, Array | None]] = {}
-        found: list[Finding] = []
-        compared: list[tuple[Finding, tuple[Point, Point]]] = []
-        for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair[0])):
-            own = [*weight]
-            near = {name: (one, other) for name, one, other in own}
+        updated: dict[str, tuple[Array | None, Array | None]] = {}
+        findings: list[Finding] = []
+        compared: list[tuple[Finding, tuple[SharedTensor, SharedTensor]]] = []
+        for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair.name)):
+            pairs_of_weight = [*weight]
+            pairs_by_name = {pair.name: pair for pair in pairs_of_weight}
             judged: dict[str, Status] = {}
-            for name, one, other in own:
+            for pair in pairs_of_weight:
+                name = pair.name
                 if name.endswith(" after"):
-                    made[name.removesuffix(" after")] = one.values, other.values
-                finding = self._compare(name, one, other, step, b)
-                said = self._follows(name, finding, near, judged)
-                judged[name] = "pass" if said else finding.verdict.status
-                if said:
-                    verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
+                    updated[name.removesuffix(" after")] = pair.reference.values, pair.target.values
+                finding = self._compare(pair, step, b)
+                cause = self._follows(pair, finding, pairs_by_name, judged)
+                judged[name] = "pass" if cause else finding.verdict.status
+                if cause:
+                    verdict = replace(finding.verdict, status="pass", reason=f"{name}: {cause}")
                     finding = replace(finding, verdict=verdict, family="unknown", evidence="")
-                kept = at_worst(one, other), other._replace(values=None)
+                bare_pair = at_worst(*pair[1:]), pair.target._replace(values=None)
                 if finding.verdict.status == "pass":
-                    self.sides.agreed.append(kept)
-                compared.append((finding, kept))
-        self.last = made
-        for finding, kept in compared:
+                    self.sides.agreed.append(bare_pair)
+                compared.append((finding, bare_pair))
+        self.last = updated
+        for finding, bare_pair in compared:
             verdict = finding.verdict
             if verdict.status == "diverged" and self.believed is None:
-                verdict = self._otherwise(verdict, finding.family, kept[1])
+                verdict = self._otherwise(verdict, finding.family, bare_pair[1])
             if verdict.status == "diverged":
-                self.wrong.append(kept)
-            dtype = kept[1].dtype or "float32"
-            found.append(self._counted(replace(finding, verdict=verdict), dtype))
+                self.wrong.append(bare_pair)
+            dtype = bare_pair[1].dtype or "float32"
+            findings.append(self._counted(replace(finding, verdict=verdict), dtype))
         if self.believed is None and not self.settings:
             self.settings = self.sides.settings(self.wrong)
-        diverged = self.in_order([f for f in found if f.verdict.status == "diverged"])
-        return [*(f for f in found if f.verdict.status != "diverged"), *diverged]
+        diverged = self.in_order([f for f in findings if f.verdict.status == "diverged"])
+        return [*(f for f in findings if f.verdict.status != "diverged"), *diverged]
 
-    def _otherwise(self, verdict: Verdict, family: str, other: Point) -> Verdict:
+    def _otherwise(self, verdict: Verdict, family: str, target: SharedTensor) -> Verdict:
         """Return a verdict that allows for two programs: what differs, but makes the same of it, is not wrong."""
         status = "not judged" if family == _ROWS else verdict.status
-        if self.sides.rejoins(other):
+        if self.sides.rejoins(target):
             status = "pass" if family == _ROWS else "not judged"
             verdict = replace(verdict, reason=f"{verdict.reason}; {_OTHERWISE}")
         return replace(verdict, status=status)
@@ -258,25 +275,25 @@ class _Points:
         factors = Counter(f.evidence for f in findings if f.evidence)
         # One wrong gradient changes the norm, so clipping scales all others by one factor.
         clipped = {f.verdict.key for f in findings if factors[f.evidence] > _FEW}
-        placed: list[tuple[Finding, Point, Point]] = []
-        for f, (one, other) in zip(findings, points, strict=True):
+        placed: list[tuple[Finding, SharedTensor, SharedTensor]] = []
+        for f, (reference, target) in zip(findings, points, strict=True):
             late = _BEHIND * (f.verdict.key in clipped)
-            placed.append((replace(f, order=self.sides.position(other) + late), one, other))
+            placed.append((replace(f, order=self.sides.position(target) + late), reference, target))
         placed.sort(key=lambda p: (not _begins(p[0]), p[0].order))
         if placed:
-            first, one, other = placed[0]
-            family, said, modules = self.sides.explained(one, other)
+            first, reference, target = placed[0]
+            family, evidence, modules = self.sides.explained(reference, target)
             if first.evidence:
                 family = first.family if family == "programs differ" else family
-                said = f"{first.evidence}; {said}"
-            first = replace(first, family=family, evidence=said, modules=modules)
-            sent = self.sides.unmade(other) if self.believed is not None else None
+                evidence = f"{first.evidence}; {evidence}"
+            first = replace(first, family=family, evidence=evidence, modules=modules)
+            sent = self.sides.unmade(target) if self.believed is not None else None
             if sent is not None:
                 rank, call, place = sent
-                said = f"{place} of {call.key} is not what a call made; {first.verdict.reason}"
-                verdict = replace(first.verdict, key=call.key, place=place, reason=said)
+                evidence = f"{place} of {call.key} is not what a call made; {first.verdict.reason}"
+                verdict = replace(first.verdict, key=call.key, place=place, reason=evidence)
                 first = replace(first, rank=rank, call=call, verdict=verdict)
-            placed[0] = first, one, other
+            placed[0] = first, reference, target
         return [f for f, _, _ in placed]
 
     def _counted(self, finding: Finding, dtype: str) -> Finding:
@@ -289,179 +306,185 @@ class _Points:
 
     def _follows(
         self,
-        name: str,
+        pair: TensorPair,
         finding: Finding,
-        near: Mapping[str, tuple[Point, Point]],
+        pairs_by_name: Mapping[str, TensorPair],
         judged: Mapping[str, Status],
     ) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
 
         Adam divides by a root that may be almost zero: tiny differences can move a weight by the learning rate.
         """
+        name, reference, target = pair
         state, _, when = name.rpartition(" ")
-        one, other = near[name]
         status = finding.verdict.status
-        if status == "pass" or other.values is None or one.values is None or self.exact:
+        if status == "pass" or target.values is None or reference.values is None or self.exact:
             return ""
         gradient = f"gradient of {state.partition(' of ')[2]}"
         if status == "not judged" and judged.get(gradient) != "pass":
             return ""
-        if when == "after" and (finding.step, other.key) in self.right and finding.call:
-            said = "what the update makes of its gradient and states"
-            return said if _same_rule(finding.call, near) else ""
+        if when == "after" and (finding.step, target.key) in self.right and finding.call:
+            cause = "what the update makes of its gradient and states"
+            return cause if _same_rule(finding.call, pairs_by_name) else ""
         last = self.last.get(state, (None, None))
         if when == "before" and all(
             x is not None and p.values is not None and np.array_equal(x, p.values)
-            for x, p in zip(last, (one, other), strict=True)
+            for x, p in zip(last, (reference, target), strict=True)
         ):
             return "what the update of the step before made"
         return ""
 
-    def _compare(
-        self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump]
-    ) -> Finding:
-        """Return the finding for a point."""
-        owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
-        call = owner.calls[other.key] if owner is not None else None
-        order = list(owner.calls).index(other.key) if owner is not None else 0
+    def _compare(self, pair: TensorPair, step: int, ranks: Sequence[RankDump]) -> Finding:
+        """Return the finding for a tensor that both runs have."""
+        name, reference, target = pair
+        x, y = target.values, reference.values
+        owner = next((r for r in ranks if r.rank == target.rank and target.key in r.calls), None)
+        call = owner.calls[target.key] if owner is not None else None
+        order = list(owner.calls).index(target.key) if owner is not None else 0
 
         def finding(
-            status: Status, said: str, off: float = math.inf, kind: Explanation = _UNKNOWN
+            status: Status, reason: str, off: float = math.inf, kind: Explanation = _UNKNOWN
         ) -> Finding:
-            size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
-            verdict = Verdict(other.key, other.place, status, off, said, elements=size)
-            return Finding(step, other.rank, order, verdict, call, *kind)
+            size = max((v.size for v in (x, y) if v is not None), default=0)
+            verdict = Verdict(target.key, target.place, status, off, reason, elements=size)
+            return Finding(step, target.rank, order, verdict, call, *kind)
 
-        x, y = other.values, one.values
-        if other.differs:
+        if target.differs:
             kind = "missing reduction", "ranks that must hold the same do not"
-            return finding("diverged", f"{name}: copies differ: {other.problem}", kind=kind)
+            return finding("diverged", f"{name}: copies differ: {target.problem}", kind=kind)
         if x is None or y is None:
-            said = f"a point is not known: {other.problem or one.problem}"[:160]
-            return finding("not judged", said, 0.0)
+            text = f"a point is not known: {target.problem or reference.problem}"[:160]
+            return finding("not judged", text, 0.0)
         if x.size != y.size:
-            said = f"{list(x.shape)}, in the reference {list(y.shape)}"
-            return finding("diverged", f"{name}: {said}", kind=("settings differ", said))
+            text = f"{list(x.shape)}, in the reference {list(y.shape)}"
+            return finding("diverged", f"{name}: {text}", kind=("settings differ", text))
         if self.standard is not None:
-            return finding(*self._by_standard(self.standard, name, one, other, step))
-        return finding(*self._by_distance(name, one, other, ranks, x, y))
+            return finding(*self._by_standard(self.standard, pair, step))
+        return finding(*self._by_distance(pair, ranks, x, y))
 
     def _by_distance(
-        self, name: str, one: Point, other: Point, ranks: Sequence[RankDump], x: Array, y: Array
+        self, pair: TensorPair, ranks: Sequence[RankDump], x: Array, y: Array
     ) -> tuple[Status, str, float, Explanation]:
         """Return what a point comes to by how far the whole tensors x of the target and y are apart."""
+        name, _, target = pair
         state, _, when = name.rpartition(" ")
         self.exact = self.believed is not None and when == "before" and state in self.last
         if self.exact:
             last = self.last[state][1]
-            same = last is not None and np.array_equal(last, x)
-            said = f"{name}: {'' if same else 'not '}what the update of the step before made"
-            return ("pass", said, 0.0, _UNKNOWN) if same else ("diverged", said, math.inf, _UNKNOWN)
+            equal = last is not None and np.array_equal(last, x)
+            text = f"{name}: {'' if equal else 'not '}what the update of the step before made"
+            status, off = ("pass", 0.0) if equal else ("diverged", math.inf)
+            return status, text, off, _UNKNOWN
         y = y.astype(np.float64)
-        found = self._followed(other, y, ranks) if self.believed is not None else None
-        if found is None and self.flipped and when != "before":
-            said = f"{self.flipped} rows chose otherwise, and {name} cannot be followed"
-            return "not judged", said, 0.0, _UNKNOWN
-        x, squares = found or (x.astype(np.float64).reshape(y.shape), None)
+        propagated = self._followed(target, y, ranks) if self.believed is not None else None
+        if propagated is None and self.flipped and when != "before":
+            text = f"{self.flipped} rows chose otherwise, and {name} cannot be followed"
+            return "not judged", text, 0.0, _UNKNOWN
+        x, squares = propagated or (x.astype(np.float64).reshape(y.shape), None)
         if self.believed is None:
-            squares = self._squares(other, ranks, y.size)
-        limit = self._limit(one, other, y, squares, when == "before")
-        self.exact = found is not None and limit < _FIRST_ORDER
-        if found is not None and limit > VAGUE:
-            said = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
-            return "not judged", said, 0.0, _UNKNOWN
+            squares = self._squares(target, ranks, y.size)
+        limit = self._limit(pair, y, squares, when == "before")
+        self.exact = propagated is not None and limit < _FIRST_ORDER
+        if propagated is not None and limit > VAGUE:
+            text = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
+            return "not judged", text, 0.0, _UNKNOWN
         off = relative_distance(x, y, limit)
         if self.believed is None and when == "before" and math.isfinite(off):
             self.drift = max(self.drift, off * limit if state.startswith("weight ") else 0.0)
-        said = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
+        text = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
         if off <= 1:
-            return "pass", said, off, _UNKNOWN
-        if self.late and (when == "before" or found is None) and self.believed is not None:
-            return "not judged", f"{said}; {_LATE}", 0.0, _UNKNOWN
+            return "pass", text, off, _UNKNOWN
+        if self.late and (when == "before" or propagated is None) and self.believed is not None:
+            return "not judged", f"{text}; {_LATE}", 0.0, _UNKNOWN
         kind = factor_between(x, y)
         if ".experts." in name and x.ndim > 1 and rows_scaled(x, y, 2 * limit):
             kind = _ROWS, "a factor for each row, such as the router's weights"
-            said = f"{said}; {kind[1]}"
-        return "diverged", said, off, kind
+            text = f"{text}; {kind[1]}"
+        return "diverged", text, off, kind
 
     def _by_standard(
-        self, standard: Standard, name: str, one: Point, other: Point, step: int
+        self, standard: Standard, pair: TensorPair, step: int
     ) -> tuple[Status, str, float]:
-        assert one.values is not None
-        assert other.values is not None
-        arrays = [other.values, one.values.reshape(other.values.shape)]
-        found = standard.of(other.key, name, arrays, other.dtype, one.dtype)
-        standard.keep(step, other.rank, [found])
-        return found.status, f"{name}: {found.reason}", found.ratio
+        name, reference, target = pair
+        assert reference.values is not None
+        assert target.values is not None
+        arrays = [target.values, reference.values.reshape(target.values.shape)]
+        verdict = standard.of(target.key, name, arrays, target.dtype, reference.dtype)
+        standard.keep(step, target.rank, [verdict])
+        return verdict.status, f"{name}: {verdict.reason}", verdict.ratio
 
     def _held(
-        self, other: Point, ranks: Sequence[RankDump]
-    ) -> Iterator[tuple[int, TensorRecord, Held | None]]:
+        self, target: SharedTensor, ranks: Sequence[RankDump]
+    ) -> Iterator[tuple[int, TensorRecord, TrackedValue | None]]:
         """Yield of each rank that has a tensor its record, and it as the followed program makes it."""
         for dump in ranks:
-            if dump.rank in other.ranks and other.key in dump.calls:
-                held = self.followed and self.followed.applied(dump.rank, other.key, other.place)
-                yield dump.rank, dict(dump.calls[other.key].tensors())[other.place], held
+            if dump.rank in target.ranks and target.key in dump.calls:
+                tracked = self.followed and self.followed.applied(
+                    dump.rank, target.key, target.place
+                )
+                yield dump.rank, dict(dump.calls[target.key].tensors())[target.place], tracked
 
     def _followed(
-        self, other: Point, y: Array, ranks: Sequence[RankDump]
+        self, target: SharedTensor, y: Array, ranks: Sequence[RankDump]
     ) -> tuple[Array, float] | None:
         """Return a tensor as the followed program makes it, and its sum of squared deviations; None: not known."""
-        if self.followed is None or other.place.removeprefix("input.") in STATES:
+        if self.followed is None or target.place.removeprefix("input.") in STATES:
             return None
-        whole, squares = np.full(y.shape, np.nan), np.zeros(y.shape)
-        for rank, record, held in self._held(other, ranks):
-            if held is None or not set_part(whole, record, rank, held.value):
+        values, squares = np.full(y.shape, np.nan), np.zeros(y.shape)
+        for rank, record, tracked in self._held(target, ranks):
+            if tracked is None or not set_part(values, record, rank, tracked.value):
                 return None
-            sigma = np.broadcast_to(held.sigma, held.value.shape)
+            sigma = np.broadcast_to(tracked.sigma, tracked.value.shape)
             set_part(squares, record, rank, np.square(sigma, dtype=np.float64))
-        return None if np.isnan(whole).any() else (whole, float(squares.sum()))
+        return None if np.isnan(values).any() else (values, float(squares.sum()))
 
-    def _squares(self, other: Point, ranks: Sequence[RankDump], size: int) -> float | None:
+    def _squares(self, target: SharedTensor, ranks: Sequence[RankDump], size: int) -> float | None:
         """Return the sum of squared deviations of a tensor of so many elements; None: not known."""
-        found = [held for _, _, held in self._held(other, ranks)]
-        known = [np.mean(np.square(h.sigma, dtype=np.float64)) for h in found if h is not None]
-        if not found or len(known) < len(found) or self.coarser != 1:
+        tracked_values = [tracked for _, _, tracked in self._held(target, ranks)]
+        mean_squares = [
+            np.mean(np.square(h.sigma, dtype=np.float64)) for h in tracked_values if h is not None
+        ]
+        if not tracked_values or len(mean_squares) < len(tracked_values) or self.coarser != 1:
             return None
-        return float(np.mean(known)) * size
+        return float(np.mean(mean_squares)) * size
 
-    def _limit(
-        self, one: Point, other: Point, y: Array, squares: float | None, before: bool
-    ) -> float:
+    def _limit(self, pair: TensorPair, y: Array, squares: float | None, before: bool) -> float:
         """Return how far apart whole tensors may be: derived where the program is followed, else by type."""
         if self.tolerance is not None:
             return self.tolerance
-        kinds = [d for d in (one.dtype, other.dtype) if is_float(d)]
+        kinds = [d for d in (pair.reference.dtype, pair.target.dtype) if is_float(d)]
         if not kinds:
             return 1e-12
-        found = max(FLOATS[d].unit for d in kinds)
+        limit = max(FLOATS[d].unit for d in kinds)
         if squares is not None:
-            found = max(found, self.coarser * allowed(squares, float(np.linalg.norm(y))))
+            limit = max(limit, self.coarser * allowed(squares, float(np.linalg.norm(y))))
         elif not before or self.last:
             narrow = min(kinds if before else (*kinds, self.kinds[1]), key=lambda d: FLOATS[d].bits)
-            found = TOLERANCE.get(narrow, TOLERANCE["bfloat16"])
-        return found + AMPLIFIED * self.drift
+            limit = TOLERANCE.get(narrow, TOLERANCE["bfloat16"])
+        return limit + AMPLIFIED * self.drift
 
 
-def _same_rule(update: Call, near: Mapping[str, tuple[Point, Point]]) -> bool:
+def _same_rule(update: Call, pairs_by_name: Mapping[str, TensorPair]) -> bool:
     """Return whether the reference's update is what the target's makes of the reference's gradient and states."""
-    found: dict[tuple[str, str], TensorRecord] = {}
-    for name, (one, _) in near.items():
-        if one.values is None:
+    records: dict[tuple[str, str], TensorRecord] = {}
+    for name, reference, _ in pairs_by_name.values():
+        if reference.values is None:
             return True  # not known
-        values = one.values
-        record = TensorRecord(one.dtype, values.shape, read=lambda values=values: values)
-        what, when = name.partition(" of ")[0], name.rpartition(" ")[2]
-        found[what, when if when in ("before", "after") else ""] = record
+        values = reference.values
+        record = TensorRecord(reference.dtype, values.shape, read=lambda values=values: values)
+        quantity, when = name.partition(" of ")[0], name.rpartition(" ")[2]
+        records[quantity, when if when in ("before", "after") else ""] = record
     kwargs = dict(update.kwargs)
-    kept = [state for state in STATES if state in kwargs]
+    states = [state for state in STATES if state in kwargs]
     if (
-        not {(s, w) for s in kept for w in ("before", "after")} <= found.keys()
-        or ("gradient", "") not in found
+        not {(s, w) for s in states for w in ("before", "after")} <= records.keys()
+        or ("gradient", "") not in records
     ):
         return True
-    kwargs |= {s: found[s, "before"] for s in kept} | {"grad": found["gradient", ""]}
-    whole = np.ones((), np.float32)  # gradients are as the update applies them
-    kwargs |= {"clip": TensorRecord("float32", (), read=lambda: whole)} if "clip" in kwargs else {}
-    call = replace(update, kwargs=kwargs, outputs=[found[s, "after"] for s in kept])
+    kwargs |= {s: records[s, "before"] for s in states} | {"grad": records["gradient", ""]}
+    one_factor = np.ones((), np.float32)  # gradients are as the update applies them
+    kwargs |= (
+        {"clip": TensorRecord("float32", (), read=lambda: one_factor)} if "clip" in kwargs else {}
+    )
+    call = replace(update, kwargs=kwargs, outputs=[records[s, "after"] for s in states])
     return all(v.status != "diverged" for v in replay_call(call, call))

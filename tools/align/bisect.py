@@ -5,7 +5,7 @@ from dataclasses import replace
 from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Dump
 from telechat_moe.tools.align.explain.kinds import explained
-from telechat_moe.tools.align.judge.comparison import Known, compare
+from telechat_moe.tools.align.judge.comparison import ReferenceCache, compare
 from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.judge.standard import Standard
 
@@ -13,11 +13,11 @@ from telechat_moe.tools.align.judge.standard import Standard
 def bisect(
     reference: Dump,
     target: Dump,
-    known: Known | None = None,
+    cache: ReferenceCache | None = None,
     itself: bool = False,
     progress: Progress | None = None,
     standard: Standard | None = None,
 ) -> Outcome:
     """Compare a run with a reference of the same layout and explain its findings; arguments as of :func:`compare`."""
-    outcome = compare(reference, target, known, itself, progress, standard)
+    outcome = compare(reference, target, cache, itself, progress, standard)
     return replace(outcome, findings=[explained(finding) for finding in outcome.findings])

@@ -14,10 +14,10 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Problem, Recipe, RecipeError, load
 from telechat_moe.recipe.arithmetic import flops_per_token, parameters
 from telechat_moe.recipe.check import Checker
-from telechat_moe.recipe.fields import Count, Form, Length, NonNegative, Share, Text
+from telechat_moe.recipe.fields import Count, Form, Fraction, Length, NonNegative, Text
 from telechat_moe.recipe.load import shipped_dir
 from telechat_moe.recipe.problems import label
-from telechat_moe.recipe.tree import Entry, YamlNode, read
+from telechat_moe.recipe.tree import YamlEntry, YamlNode, read
 from telechat_moe.recipe.uses import Use
 from telechat_moe.tools.plan.cost.device import load_device
 
@@ -37,9 +37,9 @@ Overrides = Sequence[str]
 class EqualityLimits:
     """How far apart compared variants may be: largest over smallest, minus one."""
 
-    parameters: Share | None = None
-    active: Share | None = None
-    flops: Share | None = None
+    parameters: Fraction | None = None
+    active: Fraction | None = None
+    flops: Fraction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class _SweepReader:
         if self.problems:
             raise RecipeError(list(self.problems))
 
-    def entries(self, *path: str) -> list[Entry]:
+    def entries(self, *path: str) -> list[YamlEntry]:
         """Return the entries of a section that has been checked; none if it is not written."""
         node = self.root
         for key in path:
@@ -232,11 +232,13 @@ class _SweepReader:
                 self.report(entry.line, entry.key, problem, expected)
         self.stop_if_broken()
 
-        def report(entry: Entry, key: str, problem: str, expected: str, suggestion: str) -> None:
+        def report(
+            entry: YamlEntry, key: str, problem: str, expected: str, suggestion: str
+        ) -> None:
             expected = expected.replace("a recipe has", "a sweep file has")
             self.report(entry.line, key, problem, expected, suggestion)
 
-        return cast(SweepKeys, Checker(report).section(Entry("", 1, root), SweepKeys, ""))
+        return cast(SweepKeys, Checker(report).section(YamlEntry("", 1, root), SweepKeys, ""))
 
     def check_lists(self, keys: SweepKeys, variants: Mapping[str, int]) -> None:
         """Report values that are there twice, names and devices that are none, and what no override may set."""

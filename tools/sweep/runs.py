@@ -19,7 +19,7 @@ from telechat_moe.checkpoint.weights import ReadWeights
 from telechat_moe.interruption import can_stop
 from telechat_moe.launch.affinity import Topology
 from telechat_moe.narrowing import is_object
-from telechat_moe.reading import parse_json
+from telechat_moe.reading import json_or_none
 from telechat_moe.recipe import Problem, RecipeError, load
 from telechat_moe.tools.sweep.file import Sweep, SweepRun
 from telechat_moe.train import metrics, preflight
@@ -44,10 +44,7 @@ class TrainingOutcome:
 
 def is_finished(run: SweepRun) -> bool:
     """Return whether all steps of a run are done."""
-    try:
-        summary = parse_json((run.folder / "summary.json").read_bytes())
-    except (OSError, ValueError):  # none, or torn by a kill
-        return False
+    summary = json_or_none(run.folder / "summary.json")
     return is_object(summary) and summary.get("finished") is True
 
 

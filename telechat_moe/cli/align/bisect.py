@@ -78,11 +78,11 @@ def _standard(args: argparse.Namespace) -> Any:
         return None
     if args.rtol is not None:
         raise UsageError("--rtol does not go with --standard; of close: close:rtol=X")
-    found = profiles.read(args.standard)
-    if found.third != (args.benchmark is not None):
-        needed = "needs a third run: --benchmark DUMP" if found.third else "takes no --benchmark"
-        raise UsageError(f"--standard {found.name} {needed}")
-    return found
+    profile = profiles.read(args.standard)
+    if profile.third != (args.benchmark is not None):
+        needed = "needs a third run: --benchmark DUMP" if profile.third else "takes no --benchmark"
+        raise UsageError(f"--standard {profile.name} {needed}")
+    return profile
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
             links = [] if args.map is None else read_map(Path(args.map))
             outcome = across_layouts.across(reference, target, links, args.rtol, move, standard)
         elif args.rtol is not None:
-            said = "--rtol is for runs whose calls differ; these are judged by derived bounds"
-            raise UsageError(said)
+            text = "--rtol is for runs whose calls differ; these are judged by derived bounds"
+            raise UsageError(text)
         else:
             outcome = bisect.bisect(reference, target, progress=move, standard=standard)
     first = outcome.findings[0] if outcome.findings else None
@@ -172,7 +172,7 @@ def _show(outcome: Any, report: Any) -> None:
 
     first = outcome.findings[0] if outcome.findings else None
     if outcome.settings:
-        show_table(["settings that differ"], [[said] for said in outcome.settings])
+        show_table(["settings that differ"], [[setting] for setting in outcome.settings])
         print()
     if first:
         layer = report["first"]["layer"]

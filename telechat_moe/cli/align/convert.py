@@ -35,15 +35,15 @@ def run(args: argparse.Namespace) -> int:
     dump = summary.read(Path(args.dump))
     with nullcontext() if out.exists() else unfinished(out):
         if out.suffix == ".csv":
-            made = {"out": args.out, "tensors": summary.table(dump, out)}
-            said = f"{out}: {made['tensors']:,} tensors"
+            report = {"out": args.out, "tensors": summary.table(dump, out)}
+            text = f"{out}: {report['tensors']:,} tensors"
         else:
             msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
             steps, ranks = (len({place[i] for place in dump.ranks}) for i in (0, 1))
-            made = {"out": args.out, "steps": steps, "ranks": ranks}
-            said = f"{out}: {steps} step(s), {ranks} rank(s)"
-    if not write_json(args.json, made):
-        print(said)
+            report = {"out": args.out, "steps": steps, "ranks": ranks}
+            text = f"{out}: {steps} step(s), {ranks} rank(s)"
+    if not write_json(args.json, report):
+        print(text)
     return 0
 
 

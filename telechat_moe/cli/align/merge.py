@@ -33,8 +33,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DUMP",
         help="of one device: infer layouts that are not said from its shapes",
     )
-    for name, what in (("rtol", "relative"), ("atol", "absolute"), ("ulp", "ULPs of the type")):
-        text = f"how far copies may differ, {what} (0)"
+    for name, measure in (("rtol", "relative"), ("atol", "absolute"), ("ulp", "ULPs of the type")):
+        text = f"how far copies may differ, {measure} (0)"
         parser.add_argument(f"--{name}", type=float, default=0.0, metavar="X", help=text)
     parser.add_argument(
         "--keep", action="store_true", help="write the first copy where copies differ"
@@ -56,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists():
         raise UsageError(f"{out} exists; name a folder to make")
-    said: Any = merger.Said.read(Path(args.said)) if args.said else merger.Said()
+    description: Any = (
+        merger.LayoutDescription.read(Path(args.said)) if args.said else merger.LayoutDescription()
+    )
     model: Any = msprobe.read(args.reference) if args.reference else None
-    bound = logical.Bound(args.rtol, args.atol, args.ulp)
+    bound = logical.CopyBound(args.rtol, args.atol, args.ulp)
     bound = bound if any(bound) else None
     out.parent.mkdir(parents=True, exist_ok=True)
     merged: list[Any] = []
@@ -67,10 +69,16 @@ def run(args: argparse.Namespace) -> int:
     with parts as folder, unfinished(folder), unfinished(out):
         for step in tracked(steps, "merging"):
             write = merger.into(Path(folder, str(step)))
-            known = said if model is None else replace(said, reference=_one_rank(model, step))
-            ranks, found = merger.merge_ranks(dump.at(step), known, write, bound, args.keep)
+            step_description = (
+                description
+                if model is None
+                else replace(description, reference=_one_rank(model, step))
+            )
+            ranks, merged_tensors = merger.merge_ranks(
+                dump.at(step), step_description, write, bound, args.keep
+            )
             merged.append(ranks)
-            outcomes += [(step, outcome) for outcome in found]
+            outcomes += [(step, outcome) for outcome in merged_tensors]
         writer.write(records.Dump(Path(folder), {(r.step, 0): r for r in merged}), out)
     return _report(args, steps, outcomes)
 

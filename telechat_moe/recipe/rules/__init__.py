@@ -12,7 +12,6 @@ from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.rules import (
     data,
     effect,
-    effect_host,
     effect_swap,
     model,
     parallel,
@@ -22,15 +21,14 @@ from telechat_moe.recipe.rules import (
 from telechat_moe.recipe.schema import Broken, Recipe
 
 
-def documented(*, own: bool = False) -> list[Callable[..., Iterator[Broken]]]:
-    """Return every rule that always holds, or those for our ``own`` trainer and compiler."""
+def documented(*, effects: bool = False) -> list[Callable[..., Iterator[Broken]]]:
+    """Return every rule that always holds, or those of ``effects`` in our trainer and compiler."""
+    always, in_ours = (model, parallel, swap, data, train), (effect, effect_swap)
     return [
-        found
-        for module in (
-            (effect, effect_host, effect_swap) if own else (model, parallel, swap, data, train)
-        )
-        for name, found in vars(module).items()
-        if inspect.isgeneratorfunction(found) and not name.startswith("_")
+        rule
+        for module in (in_ours if effects else always)
+        for name, rule in vars(module).items()
+        if inspect.isgeneratorfunction(rule) and not name.startswith("_")
     ]
 
 
@@ -63,5 +61,5 @@ def without_effect(recipe: Recipe, missing: Missing, *, compiled: bool) -> Itera
         missing: A rule ends where it needs a value that is missing.
         compiled: The recipe is compiled only (`telechat-moe dryrun`).
     """
-    for rule in documented(own=True):
+    for rule in documented(effects=True):
         yield from missing.until(rule(recipe, compiled))

@@ -54,8 +54,8 @@ def megatron(r: Recipe) -> Iterator[Broken]:
         if getattr(loader, key) is None:
             yield LOADER + key, "is missing", expected
     if loader.sizes and loader.sizes[0] < r.global_batch:
-        found = f"{loader.sizes[0]} samples for training, a step takes {r.global_batch}"
-        yield LOADER + "sizes", found, f"at least {r.global_batch} for one step"
+        problem = f"{loader.sizes[0]} samples for training, a step takes {r.global_batch}"
+        yield LOADER + "sizes", problem, f"at least {r.global_batch} for one step"
 
 
 def task(r: Recipe) -> Iterator[Broken]:
@@ -67,16 +67,16 @@ def task(r: Recipe) -> Iterator[Broken]:
     if r.train_dataset_task is None:
         yield "train_dataset_task", "is missing", "type and dataset_config: *train_dataset"
     elif r.train_dataset_task.dataset_config != r.train_dataset:
-        found = "another data set than train_dataset"
-        yield "train_dataset_task.dataset_config", found, "the alias *train_dataset"
+        problem = "another data set than train_dataset"
+        yield "train_dataset_task.dataset_config", problem, "the alias *train_dataset"
 
 
 def lengths(r: Recipe) -> Iterator[Broken]:
     """Data and model must agree on the sequence length; MindFormers finds out in the first step."""
     config, length = _config(r), r.model.model_config.seq_length
     if config and length is not None and config.seq_length != length:
-        found = f"{config.seq_length}, but model.model_config.seq_length is {length}"
-        yield CONFIG + "seq_length", found, str(length)
+        problem = f"{config.seq_length}, but model.model_config.seq_length is {length}"
+        yield CONFIG + "seq_length", problem, str(length)
 
 
 def produced(config: GptDatasetConfig) -> list[str]:
@@ -93,21 +93,21 @@ def columns(r: Recipe) -> Iterator[Broken]:
     if config:
         expected = produced(config)
         for key in ("input_columns", "construct_args_key"):
-            found = getattr(data, key)
-            if found is not None and found != expected:
-                why = f"{expected}, what the data set gives with "
+            problem = getattr(data, key)
+            if problem is not None and problem != expected:
+                expected_text = f"{expected}, what the data set gives with "
                 mask = f"create_attention_mask {config.create_attention_mask}"
-                why += (
+                expected_text += (
                     "create_compressed_eod_mask True" if config.create_compressed_eod_mask else mask
                 )
-                yield DATA + key, str(found), why
+                yield DATA + key, str(problem), expected_text
     elif (
         data.input_columns is not None
         and data.construct_args_key is not None
         and data.input_columns != data.construct_args_key
     ):
-        found = str(data.construct_args_key)
-        yield DATA + "construct_args_key", found, f"as input_columns: {data.input_columns}"
+        problem = str(data.construct_args_key)
+        yield DATA + "construct_args_key", problem, f"as input_columns: {data.input_columns}"
     for key, names in (
         ("input_columns", data.input_columns or []),
         ("construct_args_key", data.construct_args_key or []),
@@ -130,16 +130,18 @@ def unlisted_columns(data: Mapping[str, Any]) -> Broken | None:
     if loader.get("type") not in ("HFDataLoader", "CommonDataLoader") or columns is None:
         return None
     packs = any("PackingHandler" in str(step) for step in steps)
-    said = "PackingHandler" if packs else "create_attention_mask True"
+    setting = "PackingHandler" if packs else "create_attention_mask True"
     if loader.get("create_compressed_eod_mask"):
-        column, said = "actual_seq_len", "create_compressed_eod_mask True"
+        column, setting = "actual_seq_len", "create_compressed_eod_mask True"
     elif packs or loader.get("create_attention_mask"):
         column = "attention_mask"
     else:
         return None  # each device reads the whole batch
     expected = ["input_ids", "labels", "loss_mask", "position_ids", column]
-    why = f"{expected}, also as construct_args_key, for MindFormers splits these with {said}"
-    return None if columns == expected else (DATA + "input_columns", str(columns), why)
+    expected_text = (
+        f"{expected}, also as construct_args_key, for MindFormers splits these with {setting}"
+    )
+    return None if columns == expected else (DATA + "input_columns", str(columns), expected_text)
 
 
 def masks(r: Recipe) -> Iterator[Broken]:
@@ -150,26 +152,28 @@ def masks(r: Recipe) -> Iterator[Broken]:
     if config.reset_attention_mask and not (
         config.create_attention_mask or config.create_compressed_eod_mask
     ):
-        found = "True without a mask, where it has no effect"
-        yield CONFIG + "reset_attention_mask", found, "create_attention_mask True, or False here"
+        problem = "True without a mask, where it has no effect"
+        yield CONFIG + "reset_attention_mask", problem, "create_attention_mask True, or False here"
     for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
         if getattr(config, key) and config.eod < 0:
             yield CONFIG + "eod", f"{config.eod} with {key} True", "the end-of-document id"
             break
     if config.create_compressed_eod_mask and m.use_eod_attn_mask_compression is False:
-        found = "True with use_eod_attn_mask_compression False"
-        yield CONFIG + "create_compressed_eod_mask", found, "both True or both False"
+        problem = "True with use_eod_attn_mask_compression False"
+        yield CONFIG + "create_compressed_eod_mask", problem, "both True or both False"
     if m.use_eod_attn_mask_compression and not config.create_compressed_eod_mask:
-        found = "True, but the data set gives no actual_seq_len"
+        problem = "True, but the data set gives no actual_seq_len"
         key = "model.model_config.use_eod_attn_mask_compression"
-        yield key, found, f"{CONFIG}create_compressed_eod_mask True"
+        yield key, problem, f"{CONFIG}create_compressed_eod_mask True"
 
 
 def _whole(r: Recipe) -> str | None:
     """Return the section that keeps documents whole; None: text is cut."""
-    own = r.telechat_moe
-    given = {"conversations": own.conversations, "packing": own.packing}
-    return next((f"telechat_moe.{k}" for k, section in given.items() if section is not None), None)
+    settings = r.telechat_moe
+    choices = {"conversations": settings.conversations, "packing": settings.packing}
+    return next(
+        (f"telechat_moe.{k}" for k, section in choices.items() if section is not None), None
+    )
 
 
 def whole_documents(r: Recipe) -> Iterator[Broken]:
@@ -179,14 +183,14 @@ def whole_documents(r: Recipe) -> Iterator[Broken]:
         return
     for key in ("reset_position_ids", "reset_attention_mask"):
         if not getattr(config, key):
-            found = f"False with {section}, where each document must see only itself"
-            yield CONFIG + key, found, "True"
+            problem = f"False with {section}, where each document must see only itself"
+            yield CONFIG + key, problem, "True"
     if config.eod_mask_loss:
-        found = f"True with {section}, where the end of a document predicts nothing anyway"
-        yield CONFIG + "eod_mask_loss", found, "False"
+        problem = f"True with {section}, where the end of a document predicts nothing anyway"
+        yield CONFIG + "eod_mask_loss", problem, "False"
     if not config.add_extra_token_to_sequence:
-        found = f"False with {section}, whose samples are whole"
-        yield CONFIG + "add_extra_token_to_sequence", found, "True"
+        problem = f"False with {section}, whose samples are whole"
+        yield CONFIG + "add_extra_token_to_sequence", problem, "True"
 
 
 def conversations(r: Recipe) -> Iterator[Broken]:
@@ -195,8 +199,8 @@ def conversations(r: Recipe) -> Iterator[Broken]:
     if section is None or _config(r) is None:
         return
     if not r.telechat_moe.corpus.tokenizer:
-        found = "None with telechat_moe.conversations"
-        yield "telechat_moe.corpus.tokenizer", found, "the tokenizer.json of the model"
+        problem = "None with telechat_moe.conversations"
+        yield "telechat_moe.corpus.tokenizer", problem, "the tokenizer.json of the model"
     for name in sorted({"role", "content"} & {*section.ignore_fields}):
         yield (
             "telechat_moe.conversations.ignore_fields",
@@ -204,8 +208,8 @@ def conversations(r: Recipe) -> Iterator[Broken]:
             "fields without which a message is one",
         )
     if section.message is not None and section.variables:
-        found = "given beside message, where no chat template reads them"
-        yield "telechat_moe.conversations.variables", found, "remove them"
+        problem = "given beside message, where no chat template reads them"
+        yield "telechat_moe.conversations.variables", problem, "remove them"
     if section.message is not None:
         before, _, after = section.message.partition("{content}")
         if section.message.count("{content}") != 1 or "{role}" not in before or "{role}" in after:
@@ -235,22 +239,22 @@ def paths(r: Recipe) -> Iterator[Broken]:
             if config.data_path:
                 parse_split(config.split or "")
         except ValueError as error:
-            found = f"{config.split!r} with data_path" if config.split else "is missing"
-            yield CONFIG + "split", found, str(error)
+            problem = f"{config.split!r} with data_path" if config.split else "is missing"
+            yield CONFIG + "split", problem, str(error)
     evaluation = r.telechat_moe.evaluation
     yield from _blend("telechat_moe.evaluation.data_path", evaluation.data_path)
 
 
 def mixture(r: Recipe) -> Iterator[Broken]:
     """A schedule of weights needs several sources, a weight of each, and segments that begin in turn."""
-    config, segments, at = _config(r), r.telechat_moe.mixture, "telechat_moe.mixture"
+    config, segments, key = _config(r), r.telechat_moe.mixture, "telechat_moe.mixture"
     if segments is None or config is None:
         return
     if not segments:
-        yield at, "an empty list", "an item with from_sample 0 and weights, or remove the key"
-    if (whole := _whole(r)) is not None:
-        found = f"weights that change, with {whole}, whose passes differ in samples"
-        yield at, found, "remove it, and weights in data_path"
+        yield key, "an empty list", "an item with from_sample 0 and weights, or remove the key"
+    if (section := _whole(r)) is not None:
+        problem = f"weights that change, with {section}, whose passes differ in samples"
+        yield key, problem, "remove it, and weights in data_path"
     path = config.data_path or config.train_data_path or []
     try:
         prefixes, weights = parse_data_path(path)
@@ -258,24 +262,30 @@ def mixture(r: Recipe) -> Iterator[Broken]:
         return  # a problem of its own
     name = CONFIG + ("data_path" if config.data_path else "train_data_path")
     if weights is not None:
-        yield name, f"weights beside {at}, where they have no effect", "prefixes only"
+        yield name, f"weights beside {key}, where they have no effect", "prefixes only"
     elif len(set(prefixes)) < max(2, len(prefixes)):
-        yield name, f"{path} with {at}", "two different prefixes or more"
+        yield name, f"{path} with {key}", "two different prefixes or more"
     if r.runner_config.epochs > 1:
-        found = f"{r.runner_config.epochs} with {at}, which repeats each source as its share takes"
-        yield "runner_config.epochs", found, "1, and all samples in train_dataset.data_loader.sizes"
+        problem = (
+            f"{r.runner_config.epochs} with {key}, which repeats each source as its share takes"
+        )
+        yield (
+            "runner_config.epochs",
+            problem,
+            "1, and all samples in train_dataset.data_loader.sizes",
+        )
     size, before = (r.train_dataset.data_loader.sizes or [None])[0], -1
     for index, segment in enumerate(segments):
-        here, start = f"{at}.{index}", segment.from_sample
+        segment_key, start = f"{key}.{index}", segment.from_sample
         if (index == 0) != (start == 0) or start <= before or (size is not None and start >= size):
             expected = "0 in the first item"
             if index:
                 expected = f"above {before} and below the {size} samples of the run"
-            yield f"{here}.from_sample", str(start), expected
+            yield f"{segment_key}.from_sample", str(start), expected
         before = start
         if len(segment.weights) != len(prefixes) or not 0 < sum(segment.weights) < math.inf:
             expected = f"{len(prefixes)} weights, one for each prefix of {name}, not all 0"
-            yield f"{here}.weights", str(segment.weights), expected
+            yield f"{segment_key}.weights", str(segment.weights), expected
 
 
 def _blend(key: str, value: Sequence[str] | None) -> Iterator[Broken]:

@@ -16,16 +16,18 @@ def swapped(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if not compiled and r.devices == 1:
         yield key, "True on one device, where `telechat-moe train` keeps all activations", "False"
     elif r.micro_batches == 1:
-        found = "True with one micro-batch a step: MindSpore swaps in the graph that several share"
-        more = "gradient_accumulation_steps" if p.pipeline_stage == 1 else "micro_batch_num"
-        yield key, found, f"False, or {more} > 1"
-    own = r.telechat_moe.sharding
-    if not compiled and (own.pipeline_schedule is not None or own.overlap_exchange):
-        found = (
+        problem = (
+            "True with one micro-batch a step: MindSpore swaps in the graph that several share"
+        )
+        count_key = "gradient_accumulation_steps" if p.pipeline_stage == 1 else "micro_batch_num"
+        yield key, problem, f"False, or {count_key} > 1"
+    sharding = r.telechat_moe.sharding
+    if not compiled and (sharding.pipeline_schedule is not None or sharding.overlap_exchange):
+        problem = (
             "True with an order of passes of our own, in which nothing is swapped on CPU processes"
         )
         expected = "False, or no telechat_moe.sharding.pipeline_schedule or overlap_exchange"
-        yield key, found, expected
+        yield key, problem, expected
     yield from _swapped_parts(r, m)
 
 
@@ -33,12 +35,12 @@ def states(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """The graphs of CPU processes swap the moments, and one process beside the fused operator."""
     if not r.optimizer.swap or compiled or r.devices > 1:
         return
-    own = r.telechat_moe.operators
-    chosen = own.backends().get("adamw", own.default)
+    operators = r.telechat_moe.operators
+    chosen = operators.backends().get("adamw", operators.default)
     if r.context.device_target != "CPU" or chosen not in ("auto", "fused"):
-        found = f"True on one device with the {chosen} AdamW on {r.context.device_target}"
+        problem = f"True on one device with the {chosen} AdamW on {r.context.device_target}"
         expected = "False, telechat_moe.operators.adamw fused on CPU, or more devices"
-        yield "optimizer.swap", found, expected
+        yield "optimizer.swap", problem, expected
 
 
 def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -47,8 +49,8 @@ def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if chosen is None:
         return
     if not r.swap_config.swap and not r.optimizer.swap:
-        found = "a section with swap_config.swap and optimizer.swap False, where it has no effect"
-        yield "telechat_moe.swap", found, "remove it, or one of these True"
+        problem = "a section with swap_config.swap and optimizer.swap False, where it has no effect"
+        yield "telechat_moe.swap", problem, "remove it, or one of these True"
     elif chosen.pool_folder is None and chosen.pool_mib is None:
         yield (
             "telechat_moe.swap",
@@ -58,30 +60,30 @@ def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
-    again = {
+    recomputed_parts = {
         part for word in r.telechat_moe.sharding.recompute for part in RECOMPUTED.get(word, ())
     }
     count = m.num_hidden_layers
     for index, item in enumerate(r.swap_config.op_swap or ()):
         layers = [i for i in range(count) if names_layer(item, i)]
-        whole = [
+        layer_items = [
             x for x in r.swap_config.layer_swap or () if any(names_layer(x, i) for i in layers)
         ]
-        at = f"swap_config.op_swap.{index}.op_name"
-        if whole and all(any(names_layer(x, i) for x in whole) for i in layers):
-            found = (
+        key = f"swap_config.op_swap.{index}.op_name"
+        if layer_items and all(any(names_layer(x, i) for x in layer_items) for i in layers):
+            problem = (
                 f"{item.op_name} in layers that layer_swap swaps as a whole, where it has no effect"
             )
-            yield at, found, "other layers, or no such item"
-        known = list(dict.fromkeys(name for i in layers for name in parts(m, i)))
+            yield key, problem, "other layers, or no such item"
+        part_names = list(dict.fromkeys(name for i in layers for name in parts(m, i)))
         for name in patterns_of(item):
-            found = matched(name, known)
-            if not found and layers:
+            problem = matched(name, part_names)
+            if not problem and layers:
                 yield (
-                    at,
+                    key,
                     f"{name}, which matches no operator of these layers",
-                    f"one of {', '.join(known)}",
+                    f"one of {', '.join(part_names)}",
                 )
-            elif found and again.issuperset(found):
-                said = f"{name}, which telechat_moe.sharding.recompute computes again"
-                yield at, said, "swapped or recomputed, not both"
+            elif problem and recomputed_parts.issuperset(problem):
+                problem_text = f"{name}, which telechat_moe.sharding.recompute computes again"
+                yield key, problem_text, "swapped or recomputed, not both"

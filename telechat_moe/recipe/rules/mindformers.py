@@ -16,27 +16,27 @@ def by_mindformers(r: Recipe) -> Iterator[Broken]:
     if not r.trains:
         return
     if steps > 1 and not semi_auto:
-        found = f"{steps}; outside semi-automatic parallelism MindFormers trains with 1 instead"
+        problem = f"{steps}; outside semi-automatic parallelism MindFormers trains with 1 instead"
         batch = steps * r.runner_config.batch_size
         expected = f"1, and batch_size {batch}; or `telechat-moe train`, which accumulates"
-        yield "runner_config.gradient_accumulation_steps", found, expected
+        yield "runner_config.gradient_accumulation_steps", problem, expected
     if r.use_parallel and not semi_auto and not r.parallel.gradients_mean:
-        found = f"False with {r.devices} data-parallel processes, whose gradients MindFormers would add up, not average"
-        yield "parallel.gradients_mean", found, "True"
+        problem = f"False with {r.devices} data-parallel processes, whose gradients MindFormers would add up, not average"
+        yield "parallel.gradients_mean", problem, "True"
     if r.context.device_target != "CPU":
         return
     if semi_auto:
-        found = f"{mode} on CPU, where MindSpore has no semi-automatic parallelism"
+        problem = f"{mode} on CPU, where MindSpore has no semi-automatic parallelism"
         expected = (
             "0 or DATA_PARALLEL, with data_parallel the only degree above 1; `telechat-moe train` runs other layouts "
             "on CPU processes, and `telechat-moe dryrun` compiles them for Ascend"
         )
-        yield "parallel.parallel_mode", found, expected
+        yield "parallel.parallel_mode", problem, expected
     elif r.use_parallel and r.parallel.enable_parallel_optimizer:
-        found = (
+        problem = (
             "True on CPU: MindSpore shards the optimizer of data-parallel processes on Ascend only"
         )
-        yield "parallel.enable_parallel_optimizer", found, "False"
+        yield "parallel.enable_parallel_optimizer", problem, "False"
 
 
 def decayed(r: Recipe) -> Iterator[Broken]:
@@ -49,10 +49,10 @@ def decayed(r: Recipe) -> Iterator[Broken]:
     except (re.error, OverflowError, RecursionError):
         return  # as a rule says
     for weight in weights(m):
-        ours = any(pattern.search(weight.name) for pattern in patterns)
-        if weight.trained and ours != (len(weight.shape) == 1):
-            what = "leaves out" if ours else "decays"
-            found = f"{r.telechat_moe.weight_decay_exclude}, which {what} {weight.name}; MindFormers decays all but norms and biases"
+        excluded = any(pattern.search(weight.name) for pattern in patterns)
+        if weight.trained and excluded != (len(weight.shape) == 1):
+            verb = "leaves out" if excluded else "decays"
+            problem = f"{r.telechat_moe.weight_decay_exclude}, which {verb} {weight.name}; MindFormers decays all but norms and biases"
             expected = "['.*norm.*', '.*bias'], or `telechat-moe train`"
-            yield "telechat_moe.weight_decay_exclude", found, expected
+            yield "telechat_moe.weight_decay_exclude", problem, expected
             return

@@ -11,31 +11,38 @@ AT = "model.model_config."
 
 def groups(m: AnyModel) -> Iterator[Broken]:
     """Group-limited routing: MindFormers asserts some of this, and divides by zero elsewhere."""
-    experts, groups, kept, top = m.n_routed_experts, m.n_group, m.topk_group, m.num_experts_per_tok
-    if groups is None or kept is None or experts is None or top is None:
+    experts, groups, chosen, top = (
+        m.n_routed_experts,
+        m.n_group,
+        m.topk_group,
+        m.num_experts_per_tok,
+    )
+    if groups is None or chosen is None or experts is None or top is None:
         return
     if top > experts:
         yield AT + "num_experts_per_tok", f"{top} of {experts} experts", f"at most {experts}"
         return
-    if not groups or not kept:
-        if groups or kept:
-            found = f"{kept} kept of {groups} groups"
-            yield AT + "topk_group", found, "n_group and topk_group both 0, or both at least 1"
+    if not groups or not chosen:
+        if groups or chosen:
+            problem = f"{chosen} kept of {groups} groups"
+            yield AT + "topk_group", problem, "n_group and topk_group both 0, or both at least 1"
         return
     if experts % groups:
         yield AT + "n_group", f"{groups} groups of {experts} experts", f"a divisor of {experts}"
         return
-    if kept > groups:
-        yield AT + "topk_group", f"{kept} kept of {groups} groups", f"at most {groups}"
+    if chosen > groups:
+        yield AT + "topk_group", f"{chosen} kept of {groups} groups", f"at most {groups}"
         return
-    if top > kept * (experts // groups):
-        found = (
-            f"{top} experts per token, but the {kept} groups kept have {kept * (experts // groups)}"
+    if top > chosen * (experts // groups):
+        problem = f"{top} experts per token, but the {chosen} groups kept have {chosen * (experts // groups)}"
+        yield AT + "num_experts_per_tok", problem, "at most the experts of the kept groups"
+    elif top % chosen:
+        problem = f"{top} experts per token from {chosen} groups"
+        yield (
+            AT + "num_experts_per_tok",
+            problem,
+            "a multiple of topk_group (MindFormers asserts it)",
         )
-        yield AT + "num_experts_per_tok", found, "at most the experts of the kept groups"
-    elif top % kept:
-        found = f"{top} experts per token from {kept} groups"
-        yield AT + "num_experts_per_tok", found, "a multiple of topk_group (MindFormers asserts it)"
 
 
 def top_k(m: AnyModel) -> Iterator[Broken]:
@@ -44,8 +51,8 @@ def top_k(m: AnyModel) -> Iterator[Broken]:
     if experts is None or m.num_experts_per_tok is None or m.n_group is not None:
         return
     if m.num_experts_per_tok > experts:
-        found = f"{m.num_experts_per_tok} of {experts} experts"
-        yield AT + "num_experts_per_tok", found, f"at most {experts}"
+        problem = f"{m.num_experts_per_tok} of {experts} experts"
+        yield AT + "num_experts_per_tok", problem, f"at most {experts}"
 
 
 def rotary(m: AnyModel) -> Iterator[Broken]:
@@ -58,8 +65,8 @@ def rotary(m: AnyModel) -> Iterator[Broken]:
         yield AT + "apply_rope_fusion", "True with MLA", "False: MindFormers refuses it with MLA"
     rope = m.multi_latent_attention and m.position_embedding_type == "rope"
     if rope and m.rotary_scaling_factor is None:
-        found = "left out; MindFormers takes 40 and multiplies attention scores by 1.59"
-        yield AT + "rotary_scaling_factor", found, "1.0 with position_embedding_type rope"
+        problem = "left out; MindFormers takes 40 and multiplies attention scores by 1.59"
+        yield AT + "rotary_scaling_factor", problem, "1.0 with position_embedding_type rope"
 
 
 def dense_layers(m: AnyModel) -> Iterator[Broken]:
@@ -68,8 +75,8 @@ def dense_layers(m: AnyModel) -> Iterator[Broken]:
     if first is None or layers is None:
         return
     if first > layers:
-        found = f"{first} dense layers of {layers}"
-        yield AT + "first_k_dense_replace", found, f"at most {layers}"
+        problem = f"{first} dense layers of {layers}"
+        yield AT + "first_k_dense_replace", problem, f"at most {layers}"
         return
     pattern = [0] * first + [1] * (layers - first)
     if (isinstance(freq, list) and freq != pattern) or (isinstance(freq, int) and freq != 1):
@@ -80,10 +87,10 @@ def dense_layers(m: AnyModel) -> Iterator[Broken]:
 def shared_experts(m: AnyModel) -> Iterator[Broken]:
     """MindFormers ignores the width of shared experts that are not there."""
     if m.n_shared_experts == 0 and m.moe_shared_expert_intermediate_size:
-        found = f"{m.moe_shared_expert_intermediate_size} with n_shared_experts 0"
+        problem = f"{m.moe_shared_expert_intermediate_size} with n_shared_experts 0"
         yield (
             AT + "moe_shared_expert_intermediate_size",
-            found,
+            problem,
             "no such key without shared experts",
         )
 
@@ -94,22 +101,22 @@ def capacity(m: AnyModel) -> Iterator[Broken]:
     if factor is None:
         return
     if not policy:
-        found = f"moe_expert_capacity_factor {factor:g} with moe_token_drop_policy {policy}"
-        yield AT + "moe_token_drop_policy", found, "probs or position, or no capacity factor"
+        problem = f"moe_expert_capacity_factor {factor:g} with moe_token_drop_policy {policy}"
+        yield AT + "moe_token_drop_policy", problem, "probs or position, or no capacity factor"
 
 
 def multi_token(m: AnyModel) -> Iterator[Broken]:
     """MindFormers multiplies the MTP loss by None and fails in the first step."""
     if m.num_nextn_predict_layers and m.mtp_loss_factor is None and isinstance(m, ModelConfig):
-        found = f"missing, with {m.num_nextn_predict_layers} MTP layers"
-        yield AT + "mtp_loss_factor", found, "a factor such as 0.3"
+        problem = f"missing, with {m.num_nextn_predict_layers} MTP layers"
+        yield AT + "mtp_loss_factor", problem, "a factor such as 0.3"
 
 
 def positions(m: AnyModel) -> Iterator[Broken]:
     """A sequence longer than the positions are meant for trains, badly and silently."""
-    length, most = m.seq_length, m.max_position_embeddings
-    if length is not None and most is not None and length > most:
-        yield AT + "seq_length", str(length), f"at most max_position_embeddings ({most})"
+    length, longest = m.seq_length, m.max_position_embeddings
+    if length is not None and longest is not None and length > longest:
+        yield AT + "seq_length", str(length), f"at most max_position_embeddings ({longest})"
 
 
 def heads(m: AnyModel) -> Iterator[Broken]:
@@ -135,16 +142,20 @@ def flash_attention(m: AnyModel) -> Iterator[Broken]:
 def activation(m: AnyModel) -> Iterator[Broken]:
     """MindFormers refuses the fused SwiGLU under another name of the activation."""
     if m.bias_swiglu_fusion and m.hidden_act != "swiglu":
-        found = f"True with hidden_act {m.hidden_act}"
-        yield AT + "bias_swiglu_fusion", found, "hidden_act swiglu, or fusedswiglu without this key"
+        problem = f"True with hidden_act {m.hidden_act}"
+        yield (
+            AT + "bias_swiglu_fusion",
+            problem,
+            "hidden_act swiglu, or fusedswiglu without this key",
+        )
 
 
 def tied(m: AnyModel) -> Iterator[Broken]:
     """Two keys say whether embedding and head are one matrix."""
     untied = m.untie_embeddings_and_output_weights
     if untied is not None and m.tie_word_embeddings is not None and untied == m.tie_word_embeddings:
-        found = f"{untied} with tie_word_embeddings {m.tie_word_embeddings}"
-        yield AT + "untie_embeddings_and_output_weights", found, f"{not m.tie_word_embeddings}"
+        problem = f"{untied} with tie_word_embeddings {m.tie_word_embeddings}"
+        yield AT + "untie_embeddings_and_output_weights", problem, f"{not m.tie_word_embeddings}"
 
 
 def token_ids(m: AnyModel) -> Iterator[Broken]:

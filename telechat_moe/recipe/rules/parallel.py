@@ -19,30 +19,30 @@ def _degrees(r: Recipe) -> tuple[int, str]:
     names = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
     named = {name: int(getattr(r.parallel_config, name)) for name in names}
     product = math.prod(named.values())
-    said = " x ".join(f"{name} ({n})" for name, n in named.items() if n > 1) or "all degrees 1"
-    return product, f"{said} = {product}"
+    text = " x ".join(f"{name} ({n})" for name, n in named.items() if n > 1) or "all degrees 1"
+    return product, f"{text} = {product}"
 
 
 def device_count(r: Recipe, devices: int | None) -> Iterator[Broken]:
     """The product of the degrees must be the number of devices."""
-    product, said = _degrees(r)
+    product, text = _degrees(r)
     if devices is not None and product != devices:
         p = r.parallel_config
-        rest = product // p.data_parallel
+        others = product // p.data_parallel
         advice = f"use {product} devices"
-        if devices % rest == 0:
-            advice = f"set data_parallel to {devices // rest} or {advice}"
-        yield "parallel_config", f"{said}, but {devices} devices were given", advice
+        if devices % others == 0:
+            advice = f"set data_parallel to {devices // others} or {advice}"
+        yield "parallel_config", f"{text}, but {devices} devices were given", advice
 
 
 def use_parallel(r: Recipe) -> Iterator[Broken]:
     """Without `use_parallel` MindFormers trains on one device, whatever the degrees say."""
-    product, said = _degrees(r)
+    product, text = _degrees(r)
     if not r.use_parallel and product > 1:
-        yield "use_parallel", f"False, but {said}", "True, or all degrees 1"
+        yield "use_parallel", f"False, but {text}", "True, or all degrees 1"
     if not r.use_parallel and r.parallel_config.expert_parallel > 1:
-        found = f"{r.parallel_config.expert_parallel} with use_parallel False"
-        yield EP, found, "1 on one device"
+        problem = f"{r.parallel_config.expert_parallel} with use_parallel False"
+        yield EP, problem, "1 on one device"
 
 
 def parallel_mode(r: Recipe) -> Iterator[Broken]:
@@ -69,10 +69,10 @@ def cpu(r: Recipe) -> Iterator[Broken]:
         backends = r.telechat_moe.operators
         for name in ("matmul", "grouped_matmul", "attention"):
             if (getattr(backends, name) or backends.default) == "plain":
-                found = f"{m.compute_dtype} with plain {name} on CPU"
+                problem = f"{m.compute_dtype} with plain {name} on CPU"
                 yield (
                     AT + "compute_dtype",
-                    found,
+                    problem,
                     "float32: MindSpore has no bfloat16 products there",
                 )
 
@@ -125,11 +125,11 @@ def expert_parallel(r: Recipe) -> Iterator[Broken]:
         yield EP, f"{ep}, with {experts} routed experts", f"a divisor of {experts}"
     stage = p.data_parallel * p.model_parallel * p.context_parallel
     if r.use_parallel and stage % ep and r.trains:
-        found = (
+        problem = (
             f"{ep}, with data_parallel ({p.data_parallel}) x model_parallel ({p.model_parallel})"
         )
-        found += f" x context_parallel ({p.context_parallel}) = {stage} devices per stage"
-        yield EP, found, f"a divisor of {stage}"
+        problem += f" x context_parallel ({p.context_parallel}) = {stage} devices per stage"
+        yield EP, problem, f"a divisor of {stage}"
 
 
 def expert_mesh(r: Recipe) -> Iterator[Broken]:
@@ -138,13 +138,13 @@ def expert_mesh(r: Recipe) -> Iterator[Broken]:
     dp, cp, tp, ep = p.data_parallel, p.context_parallel, p.model_parallel, p.expert_parallel
     if not _trains_split(r) or ep == 1 or dp * cp * tp % ep:
         return
-    said = f"{ep}, with data_parallel ({dp}) x context_parallel ({cp}) x model_parallel ({tp})"
+    text = f"{ep}, with data_parallel ({dp}) x context_parallel ({cp}) x model_parallel ({tp})"
     if r.telechat_moe.sharding.expert_tensor_parallel and tp > 1:
         if dp % ep:
-            found = (
+            problem = (
                 f"{ep} with expert_tensor_parallel, which spreads experts over data_parallel ({dp})"
             )
-            yield EP, found, f"a divisor of {dp}"
+            yield EP, problem, f"a divisor of {dp}"
         width = m.moe_intermediate_size
         if width is not None and width % tp:
             key = "telechat_moe.sharding.expert_tensor_parallel"
@@ -152,8 +152,8 @@ def expert_mesh(r: Recipe) -> Iterator[Broken]:
         return
     fits = expert_degrees((tp, cp, dp))
     if ep not in fits:
-        known = ", ".join(map(str, fits))
-        yield EP, said, f"one of {known}: each degree is used up before the next, tensor first"
+        fits_text = ", ".join(map(str, fits))
+        yield EP, text, f"one of {fits_text}: each degree is used up before the next, tensor first"
 
 
 def rows(r: Recipe) -> Iterator[Broken]:
@@ -164,14 +164,14 @@ def rows(r: Recipe) -> Iterator[Broken]:
     devices = p.context_parallel * p.model_parallel
     told = p.use_seq_parallel or m.seq_length % p.context_parallel  # by the rules about sequences
     if batch * m.seq_length % devices and not told:
-        found = f"{batch} x seq_length {m.seq_length} = {batch * m.seq_length} rows for {devices} devices"
-        found += f" (context_parallel {p.context_parallel} x model_parallel {p.model_parallel})"
-        yield "runner_config.batch_size", found, f"rows a multiple of {devices}"
+        problem = f"{batch} x seq_length {m.seq_length} = {batch * m.seq_length} rows for {devices} devices"
+        problem += f" (context_parallel {p.context_parallel} x model_parallel {p.model_parallel})"
+        yield "runner_config.batch_size", problem, f"rows a multiple of {devices}"
     if p.context_parallel > 1 and batch > 1:
-        found = f"{batch} with context_parallel {p.context_parallel}, which would put rows in another order"
+        problem = f"{batch} with context_parallel {p.context_parallel}, which would put rows in another order"
         yield (
             "runner_config.batch_size",
-            found,
+            problem,
             "1; more data_parallel or micro-batches instead of more sequences",
         )
 
@@ -182,44 +182,48 @@ def tied_table(r: Recipe) -> Iterator[Broken]:
     if not m.tie_word_embeddings or not _trains_split(r):
         return
     if p.pipeline_stage > 1:
-        found = f"True with pipeline_stage {p.pipeline_stage}: its users are on different stages"
-        yield key, found, "False, or pipeline_stage 1"
+        problem = f"True with pipeline_stage {p.pipeline_stage}: its users are on different stages"
+        yield key, problem, "False, or pipeline_stage 1"
 
 
 def capacity_tokens(r: Recipe) -> Iterator[Broken]:
     """Tokens that share an expert's capacity are as many on each device; `alltoallv` drops none, unless tokens travel once a node."""
-    m, p, own = r.model.model_config, r.parallel_config, r.telechat_moe
+    m, p, settings = r.model.model_config, r.parallel_config, r.telechat_moe
     if not drops(m) or not r.trains:
         return
-    factor, chosen = m.moe_expert_capacity_factor, own.sharding.dispatcher
+    factor, chosen = m.moe_expert_capacity_factor, settings.sharding.dispatcher
     if chosen == "alltoallv" and HOPS.get(m.moe_token_dispatcher_type or "") != "once":
-        found = f"alltoallv, which drops no token, with moe_expert_capacity_factor {factor:g}"
-        yield "telechat_moe.sharding.dispatcher", found, "alltoall, or no capacity factor"
-    share, batch = own.moe_capacity_tokens, r.runner_config.batch_size
+        problem = f"alltoallv, which drops no token, with moe_expert_capacity_factor {factor:g}"
+        yield "telechat_moe.sharding.dispatcher", problem, "alltoall, or no capacity factor"
+    share, batch = settings.moe_capacity_tokens, r.runner_config.batch_size
     if share is None or m.seq_length is None:
         return
-    cut = p.context_parallel * (1 if own.sharding.expert_tensor_parallel else p.model_parallel)
+    cut = p.context_parallel * (1 if settings.sharding.expert_tensor_parallel else p.model_parallel)
     tokens = batch * m.seq_length // (cut if r.use_parallel else 1)
     if tokens % share:
-        found = f"{share}, with {tokens} tokens of a micro-batch on a device"
-        yield "telechat_moe.moe_capacity_tokens", found, f"a divisor of {tokens}"
+        problem = f"{share}, with {tokens} tokens of a micro-batch on a device"
+        yield "telechat_moe.moe_capacity_tokens", problem, f"a divisor of {tokens}"
 
 
 def expert_backends(r: Recipe) -> Iterator[Broken]:
     """The plain experts take blocks of rows, the others rows sorted by expert, and so does `alltoallv`."""
-    own, at = r.telechat_moe, "telechat_moe.operators."
-    permute, grouped = own.operators.of("permute"), own.operators.of("grouped_matmul")
+    settings, section_key = r.telechat_moe, "telechat_moe.operators."
+    permute, grouped = settings.operators.of("permute"), settings.operators.of("grouped_matmul")
     if not r.trains:
         return
     if (permute == "plain") != (grouped == "plain"):
         yield (
-            f"{at}permute",
-            f"{permute}, with {at}grouped_matmul {grouped}",
+            f"{section_key}permute",
+            f"{permute}, with {section_key}grouped_matmul {grouped}",
             "one backend for both",
         )
-    if grouped == "plain" and own.sharding.dispatcher == "alltoallv":
+    if grouped == "plain" and settings.sharding.dispatcher == "alltoallv":
         key = "telechat_moe.sharding.dispatcher"
-        yield key, f"alltoallv, with {at}grouped_matmul plain", "alltoall, or another backend"
+        yield (
+            key,
+            f"alltoallv, with {section_key}grouped_matmul plain",
+            "alltoall, or another backend",
+        )
 
 
 def _trains_split(r: Recipe) -> bool:
@@ -229,19 +233,19 @@ def _trains_split(r: Recipe) -> bool:
 def dispatcher(r: Recipe) -> Iterator[Broken]:
     """MindFormers' hop between nodes needs expert parallelism over a node at least; `node_hops` is about our own."""
     m, ep = r.model.model_config, r.parallel_config.expert_parallel
-    kind, known = (
+    kind, kinds = (
         m.moe_token_dispatcher_type,
         ("alltoall", "alltoall_deredundency", "alltoall_zero_redundancy"),
     )
     if kind is None:
         return
-    if kind not in known:
-        yield AT + "moe_token_dispatcher_type", kind, "one of " + ", ".join(known)
+    if kind not in kinds:
+        yield AT + "moe_token_dispatcher_type", kind, "one of " + ", ".join(kinds)
     per_server = m.npu_nums_per_device or 8
     if kind == "alltoall_deredundency" and ep < per_server:
-        found = f"{kind} with expert_parallel {ep}"
+        problem = f"{kind} with expert_parallel {ep}"
         expected = f"expert_parallel of at least npu_nums_per_device ({per_server})"
-        yield AT + "moe_token_dispatcher_type", found, expected
+        yield AT + "moe_token_dispatcher_type", problem, expected
 
 
 def context_parallel(r: Recipe) -> Iterator[Broken]:
@@ -267,10 +271,10 @@ def device_memory(r: Recipe) -> Iterator[Broken]:
     if limit is None or not r.trains or not isinstance(m, ModelConfig):
         return
     devices, _ = _degrees(r)
-    least = least_bytes(r) // devices
-    if least > float(limit.removesuffix("GB")) * 2**30:
-        found = f"{limit}, but weights and moments take {size_text(least)} on each of {devices} devices at least"
-        yield "context.max_device_memory", found, "more devices, or a smaller model"
+    needed = least_bytes(r) // devices
+    if needed > float(limit.removesuffix("GB")) * 2**30:
+        problem = f"{limit}, but weights and moments take {size_text(needed)} on each of {devices} devices at least"
+        yield "context.max_device_memory", problem, "more devices, or a smaller model"
 
 
 def interleave(r: Recipe) -> Iterator[Broken]:
@@ -279,8 +283,8 @@ def interleave(r: Recipe) -> Iterator[Broken]:
     if vpp > 1 and pp == 1:
         yield AT + "pp_interleave_num", f"{vpp} with pipeline_stage 1", "1 without stages"
     elif vpp > 1 and chunks(r) == 1:
-        found = f"{vpp}, but parallel.pipeline_config.pipeline_interleave is not on"
-        yield AT + "pp_interleave_num", found, "pipeline_interleave True, or 1"
+        problem = f"{vpp}, but parallel.pipeline_config.pipeline_interleave is not on"
+        yield AT + "pp_interleave_num", problem, "pipeline_interleave True, or 1"
 
 
 def offset(r: Recipe) -> Iterator[Broken]:
@@ -297,19 +301,21 @@ def offset(r: Recipe) -> Iterator[Broken]:
     total = pp * vpp
     mtp = m.num_nextn_predict_layers or 0
     if layers + mtp < total:
-        found = f"{layers} layers + {mtp} MTP on {pp} stages x {vpp} chunks"
-        yield "parallel_config.pipeline_stage", found, f"at least {total} layers"
+        problem = f"{layers} layers + {mtp} MTP on {pp} stages x {vpp} chunks"
+        yield "parallel_config.pipeline_stage", problem, f"at least {total} layers"
         return
-    base, rest = divmod(layers, total)
-    where = f"{layers} layers on {pp} stages x {vpp} chunks = {base} each"
+    base, remainder = divmod(layers, total)
+    layout_text = f"{layers} layers on {pp} stages x {vpp} chunks = {base} each"
     if rows is None:
         shape = f"a list of {pp} numbers" if vpp == 1 else f"{vpp} lists of {pp} numbers each"
         yield key, str(value), f"0 or {shape}"
-    elif sum(map(sum, rows)) != rest:
-        found = f"{value}, which sums to {sum(map(sum, rows))}; {where} leaves {rest} over"
-        yield key, found, f"a sum of {rest}, such as {_example(rest, pp, vpp)}"
+    elif sum(map(sum, rows)) != remainder:
+        problem = (
+            f"{value}, which sums to {sum(map(sum, rows))}; {layout_text} leaves {remainder} over"
+        )
+        yield key, problem, f"a sum of {remainder}, such as {_example(remainder, pp, vpp)}"
     else:
-        yield from _empty_chunks(rows, base, f"{value}; {where}")
+        yield from _empty_chunks(rows, base, f"{value}; {layout_text}")
 
 
 def _offset_rows(
@@ -327,20 +333,20 @@ def _offset_rows(
     return rows if fits else None
 
 
-def _empty_chunks(rows: list[list[int]], base: int, found: str) -> Iterator[Broken]:
+def _empty_chunks(rows: list[list[int]], base: int, problem: str) -> Iterator[Broken]:
     counts = [base + extra for row in rows for extra in row]
     for index, count in enumerate(counts):
         if count < (0 if index in (0, len(counts) - 1) else 1):
             expected = "at least 1 layer in each chunk, 0 in the first and last"
-            yield AT + "offset", f"{found}, so chunk {index} has {count} layers", expected
+            yield AT + "offset", f"{problem}, so chunk {index} has {count} layers", expected
             return
 
 
-def _example(rest: int, pp: int, vpp: int) -> list[int] | list[list[int]]:
+def _example(remainder: int, pp: int, vpp: int) -> list[int] | list[list[int]]:
     """Spread the layers that are left over chunks, those in the middle first."""
     order = sorted(range(pp * vpp), key=lambda i: (i == 0, i >= pp * vpp - 2, i))
     extra = [0] * (pp * vpp)
-    for index in order[:rest]:
+    for index in order[:remainder]:
         extra[index] = 1
     rows = [extra[i * pp : (i + 1) * pp] for i in range(vpp)]
     return rows[0] if vpp == 1 else rows
@@ -353,55 +359,63 @@ def micro_batches(r: Recipe) -> Iterator[Broken]:
     if not r.trains:
         return
     if pp == 1 and count > 1:
-        found = f"{count} without pipeline stages, where it has no effect"
-        yield key, found, "1 (use runner_config.gradient_accumulation_steps)"
+        problem = f"{count} without pipeline stages, where it has no effect"
+        yield key, problem, "1 (use runner_config.gradient_accumulation_steps)"
     if pp > 1 and count < pp:
         yield key, f"{count} for {pp} stages", f"at least pipeline_stage ({pp})"
     steps = r.runner_config.gradient_accumulation_steps
     if pp > 1 and steps > 1:
-        found = f"{steps} with pipeline stages, where it has no effect"
-        yield "runner_config.gradient_accumulation_steps", found, f"1 (use {key})"
+        problem = f"{steps} with pipeline stages, where it has no effect"
+        yield "runner_config.gradient_accumulation_steps", problem, f"1 (use {key})"
     if r.micro_batch_interleave_num > 1:
-        found = f"{r.micro_batch_interleave_num} with use_legacy False"
-        yield "micro_batch_interleave_num", found, "1: the new networks refuse more"
+        problem = f"{r.micro_batch_interleave_num} with use_legacy False"
+        yield "micro_batch_interleave_num", problem, "1: the new networks refuse more"
 
 
 def schedule(r: Recipe) -> Iterator[Broken]:
     """Each pipeline order has its own conditions, checked by MindSpore after the launch."""
-    config, p, at = r.parallel.pipeline_config, r.parallel_config, "parallel.pipeline_config."
+    config, p, section_key = (
+        r.parallel.pipeline_config,
+        r.parallel_config,
+        "parallel.pipeline_config.",
+    )
     if config is None:
         return
     name, pp, vpp = config.pipeline_scheduler, p.pipeline_stage, chunks(r)
     if name != "1f1b" and not config.pipeline_interleave:
         yield (
-            at + "pipeline_scheduler",
+            section_key + "pipeline_scheduler",
             f"{name} without pipeline_interleave",
             "1f1b, or True there",
         )
     if name == "seqvpp" and p.seq_split_num == 1:
-        found = f"{name} with parallel_config.seq_split_num 1"
-        yield at + "pipeline_scheduler", found, "another scheduler, or seq_split_num > 1"
+        problem = f"{name} with parallel_config.seq_split_num 1"
+        yield section_key + "pipeline_scheduler", problem, "another scheduler, or seq_split_num > 1"
     if name == "seqsmartvpp" and pp % 2 and pp > 1:
-        yield at + "pipeline_scheduler", f"{name} with {pp} stages", "an even number of stages"
+        yield (
+            section_key + "pipeline_scheduler",
+            f"{name} with {pp} stages",
+            "an even number of stages",
+        )
     if name == "zero_bubble_v" and (pp < 2 or vpp != 2 or p.micro_batch_num < 2 * pp):
-        found = f"{name} with {pp} stages, {vpp} chunks, {p.micro_batch_num} micro-batches"
+        problem = f"{name} with {pp} stages, {vpp} chunks, {p.micro_batch_num} micro-batches"
         expected = "at least 2 stages, 2 chunks, micro_batch_num >= 2 x pipeline_stage"
-        yield at + "pipeline_scheduler", found, expected
+        yield section_key + "pipeline_scheduler", problem, expected
 
 
 def sequence_parts(r: Recipe) -> Iterator[Broken]:
     """Parts of a sequence are equal, and the balance loss knows of them."""
     m, p = r.model.model_config, r.parallel_config
     if p.seq_split_num > 1 and m.moe_router_load_balancing_type == "seq_aux_loss":
-        found = f"{p.seq_split_num} with moe_router_load_balancing_type seq_aux_loss"
+        problem = f"{p.seq_split_num} with moe_router_load_balancing_type seq_aux_loss"
         yield (
             "parallel_config.seq_split_num",
-            found,
+            problem,
             "1, none, or in MindFormers' own networks sub_seq_aux_loss",
         )
     if p.seq_split_num > 1 and m.seq_length is not None and m.seq_length % p.seq_split_num:
-        found = f"{p.seq_split_num} with seq_length {m.seq_length}"
-        yield "parallel_config.seq_split_num", found, f"a divisor of {m.seq_length}"
+        problem = f"{p.seq_split_num} with seq_length {m.seq_length}"
+        yield "parallel_config.seq_split_num", problem, f"a divisor of {m.seq_length}"
 
 
 def dataset_strategy(r: Recipe) -> Iterator[Broken]:
@@ -411,14 +425,14 @@ def dataset_strategy(r: Recipe) -> Iterator[Broken]:
         yield from _no_strategy(r)
         return
     if r.parallel.full_batch:
-        found = "a list with full_batch True, where it has no effect"
-        yield key, found, "full_batch False, or no list"
+        problem = "a list with full_batch True, where it has no effect"
+        yield key, problem, "full_batch False, or no list"
         return
     data = r.train_dataset
     columns = data.construct_args_key or data.input_columns or []
     if columns and len(columns) != len(value):
-        found = f"{len(value)} entries for {len(columns)} columns ({', '.join(columns)})"
-        yield key, found, "one entry per column of construct_args_key"
+        problem = f"{len(value)} entries for {len(columns)} columns ({', '.join(columns)})"
+        yield key, problem, "one entry per column of construct_args_key"
     for index, axes in enumerate(value):
         name = columns[index] if index < len(columns) else f"column {index}"
         width = 4 if name == "attention_mask" else 2
@@ -435,8 +449,8 @@ def _no_strategy(r: Recipe) -> Iterator[Broken]:
     split = r.use_parallel and r.trains and p.model_parallel * p.context_parallel > 1
     strategy = r.parallel.dataset_strategy
     if split and not r.parallel.full_batch and strategy in (None, "data_parallel"):
-        found = "missing, with full_batch False and a split model"
-        yield "parallel.dataset_strategy", found, "a list, or full_batch True"
+        problem = "missing, with full_batch False and a split model"
+        yield "parallel.dataset_strategy", problem, "a list, or full_batch True"
 
 
 def recompute(r: Recipe) -> Iterator[Broken]:
@@ -454,8 +468,8 @@ def recompute(r: Recipe) -> Iterator[Broken]:
     if r.swap_config.swap:
         wrong = [n for n in value if isinstance(n, bool | list) or n >= (layers or n + 1)]
         if wrong or not value:
-            found = f"{value} with swap_config.swap, where it names layers"
-            yield key, found, f"False, or layers from 0 to {(layers or 1) - 1}"
+            problem = f"{value} with swap_config.swap, where it names layers"
+            yield key, problem, f"False, or layers from 0 to {(layers or 1) - 1}"
         return
     rows = [row for row in value if isinstance(row, list)] or [value]
     flat = rows[0] is value

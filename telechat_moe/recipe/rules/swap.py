@@ -14,8 +14,10 @@ def swapped_states(r: Recipe) -> Iterator[Broken]:
     """MindSpore keeps parameters of the host on the device with `memory_optimize_level` O1."""
     level = getattr(r.context, "memory_optimize_level", None)  # a key of the table
     if r.optimizer.swap and level == "O1":
-        found = "True with context.memory_optimize_level O1, where MindSpore takes no notice of it"
-        yield "optimizer.swap", found, "False, or memory_optimize_level O0"
+        problem = (
+            "True with context.memory_optimize_level O1, where MindSpore takes no notice of it"
+        )
+        yield "optimizer.swap", problem, "False, or memory_optimize_level O0"
 
 
 def swap_off(r: Recipe) -> Iterator[Broken]:
@@ -24,14 +26,14 @@ def swap_off(r: Recipe) -> Iterator[Broken]:
     lists = {"layer_swap": c.layer_swap, "op_swap": c.op_swap}
     for name, value in lists.items():
         if value is not None and not c.swap:
-            found = f"{len(value)} items with swap False, where they have no effect"
-            yield AT + name, found, "remove it, or swap True"
+            problem = f"{len(value)} items with swap False, where they have no effect"
+            yield AT + name, problem, "remove it, or swap True"
         elif value is not None and not value:
             yield AT + name, "an empty list, which swaps nothing", "remove it, or name layers"
     if c.default_prefetch != 1 and not (c.swap and c.layer_swap is None and c.op_swap is None):
-        where = "beside layer_swap or op_swap" if c.swap else "with swap False"
-        found = f"{c.default_prefetch} {where}, where it has no effect"
-        yield AT + "default_prefetch", found, "remove it; each item has its backward_prefetch"
+        context = "beside layer_swap or op_swap" if c.swap else "with swap False"
+        problem = f"{c.default_prefetch} {context}, where it has no effect"
+        yield AT + "default_prefetch", problem, "remove it; each item has its backward_prefetch"
 
 
 def swapped_layers(r: Recipe) -> Iterator[Broken]:
@@ -48,34 +50,38 @@ def _layers(
     r: Recipe, key: str, items: Sequence[LayerSwap | OpSwap], first: int = 0
 ) -> Iterator[Broken]:
     layers = r.model.model_config.num_hidden_layers
-    taken: dict[int | str, int] = {}
+    owners: dict[int | str, int] = {}
     for index, item in enumerate(items, first):
-        at = f"{key}.{index}.layers"
+        item_key = f"{key}.{index}.layers"
         if not item.layers:
-            yield at, f"{item.layers}, which is no layer", "True, a list of layers, or no such item"
+            yield (
+                item_key,
+                f"{item.layers}, which is no layer",
+                "True, a list of layers, or no such item",
+            )
             continue
         named = item.layers if isinstance(item.layers, list) else ["all"]
         for layer in named:
             if isinstance(layer, int) and layers is not None and layer >= layers:
-                found = f"{layer}, and num_hidden_layers is {layers}"
-                yield at, found, f"layers from 0 to {layers - 1}"
-            before = taken.setdefault(layer, index)
-            before = taken.get("all", before)
+                problem = f"{layer}, and num_hidden_layers is {layers}"
+                yield item_key, problem, f"layers from 0 to {layers - 1}"
+            before = owners.setdefault(layer, index)
+            before = owners.get("all", before)
             if before != index:
-                found = f"{layer}, which item {before} names already, so that this has no effect"
-                yield at, found, "each layer in one item"
+                problem = f"{layer}, which item {before} names already, so that this has no effect"
+                yield item_key, problem, "each layer in one item"
 
 
 def swap_or_recompute(r: Recipe) -> Iterator[Broken]:
     """MindFormers warns that what is recomputed is not swapped, and trains on."""
-    c, asked = r.swap_config, r.recompute_config.recompute
-    if not c.swap or asked is False:
+    c, recomputed = r.swap_config, r.recompute_config.recompute
+    if not c.swap or recomputed is False:
         return
-    if asked is True:
-        found = "True with recompute_config.recompute True, which keeps nothing to swap"
+    if recomputed is True:
+        problem = "True with recompute_config.recompute True, which keeps nothing to swap"
         yield (
             AT + "swap",
-            found,
+            problem,
             "False, or the numbers of the recomputed layers in recompute_config.recompute",
         )
         return
@@ -85,8 +91,8 @@ def swap_or_recompute(r: Recipe) -> Iterator[Broken]:
             named = range(layers) if item.layers is True else item.layers or ()
             both = [layer for layer in named if recomputes_layer(r, layer)]
             if both and (item.layers is not True or len(both) == layers or name == "layer_swap"):
-                found = f"{both[0]}, which recompute_config.recompute computes again"
-                yield f"{AT}{name}.{index}.layers", found, "each layer swapped or recomputed"
+                problem = f"{both[0]}, which recompute_config.recompute computes again"
+                yield f"{AT}{name}.{index}.layers", problem, "each layer swapped or recomputed"
 
 
 def swapped_operators(r: Recipe) -> Iterator[Broken]:

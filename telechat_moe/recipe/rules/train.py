@@ -2,9 +2,9 @@
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 from telechat_moe.recipe.arithmetic import state_bytes
 from telechat_moe.recipe.batch_schedule import BatchSchedule
@@ -15,6 +15,7 @@ from telechat_moe.recipe.schema.callbacks import (
 )
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.optimizer import LrSchedule
+from telechat_moe.recipe.written import texts as _texts
 from telechat_moe.units import size_text
 
 MODEL = "model.model_config."
@@ -77,10 +78,10 @@ def state(r: Recipe) -> Iterator[Broken]:
         return
     share = state_bytes(r.model.model_config).total / r.devices
     if share > _LARGEST_STATE:
-        found = f"a model of {size_text(share * r.devices)} with gradients and moments, {size_text(share)} for each device"
+        problem = f"a model of {size_text(share * r.devices)} with gradients and moments, {size_text(share)} for each device"
         yield (
             "model.model_config",
-            found,
+            problem,
             f"at most {size_text(_LARGEST_STATE)}; no device has more",
         )
 
@@ -110,60 +111,60 @@ def one_schedule(r: Recipe) -> Iterator[Broken]:
 
 def schedule_keys(r: Recipe) -> Iterator[Broken]:
     """Every schedule of MindFormers swallows keys that it does not know."""
-    for at, schedule in _schedules(r):
-        known = _LR_KEYS[schedule.type]
+    for section_key, schedule in _schedules(r):
+        readable = _LR_KEYS[schedule.type]
         for field in fields(schedule):
-            if field.name not in known and getattr(schedule, field.name) is not None:
-                yield at + field.name, f"not read by {schedule.type}", "remove it"
-        rate = "base_lr" if "base_lr" in known else "learning_rate"
+            if field.name not in readable and getattr(schedule, field.name) is not None:
+                yield section_key + field.name, f"not read by {schedule.type}", "remove it"
+        rate = "base_lr" if "base_lr" in readable else "learning_rate"
         if getattr(schedule, rate) is None:
-            yield at + rate, "is missing", "the highest learning rate"
+            yield section_key + rate, "is missing", "the highest learning rate"
 
 
 def schedule_steps(r: Recipe) -> Iterator[Broken]:
     """Warm-up and decay must fit into the schedule."""
-    for at, s in _schedules(r):
+    for section_key, s in _schedules(r):
         total = s.total_steps or -1
         if total == -1:
             total = r.train_steps or -1
         if s.total_steps == 0:
-            yield at + "total_steps", "0", "-1 for all steps, or at least 1"
+            yield section_key + "total_steps", "0", "-1 for all steps, or at least 1"
         if s.warmup_steps is not None and s.warmup_ratio is not None:
-            yield at + "warmup_ratio", "together with warmup_steps", "only one of the two"
+            yield section_key + "warmup_ratio", "together with warmup_steps", "only one of the two"
         warmup = s.warmup_steps or 0
         if s.warmup_ratio is not None and total > 0:
             warmup = int(s.warmup_ratio * total)
         if total > 0 and warmup > total:
-            found = f"{warmup} steps of warm-up, the schedule has {total}"
+            problem = f"{warmup} steps of warm-up, the schedule has {total}"
             yield (
-                at + ("warmup_steps" if s.warmup_steps else "warmup_ratio"),
-                found,
+                section_key + ("warmup_steps" if s.warmup_steps else "warmup_ratio"),
+                problem,
                 f"at most {total}",
             )
         if s.decay_steps is not None and total > 0 and warmup + s.decay_steps > total:
-            found = f"{s.decay_steps} after {warmup} of warm-up, the schedule has {total}"
-            yield at + "decay_steps", found, f"at most {total - warmup}"
-        yield from _decay_start(at, s, warmup, total)
+            problem = f"{s.decay_steps} after {warmup} of warm-up, the schedule has {total}"
+            yield section_key + "decay_steps", problem, f"at most {total - warmup}"
+        yield from _decay_start(section_key, s, warmup, total)
 
 
-def _decay_start(at: str, s: LrSchedule, warmup: int, total: int) -> Iterator[Broken]:
+def _decay_start(section_key: str, s: LrSchedule, warmup: int, total: int) -> Iterator[Broken]:
     if s.type != "WarmUpStableDecayLR":
         return
     start, ratio = s.decay_start_steps, s.decay_start_ratio
     if (start is None) == (ratio is None):
-        found = f"neither or both of decay_start_steps and decay_start_ratio with {s.type}"
-        yield at + "decay_start_steps", found, "exactly one of the two"
+        problem = f"neither or both of decay_start_steps and decay_start_ratio with {s.type}"
+        yield section_key + "decay_start_steps", problem, "exactly one of the two"
     elif start is not None and (start < warmup or (total > 0 and start > total)):
         expected = f"from {warmup} (end of warm-up) to {total} (end)"
-        yield at + "decay_start_steps", str(start), expected
+        yield section_key + "decay_start_steps", str(start), expected
 
 
 def decay_style(r: Recipe) -> Iterator[Broken]:
     """Only WSD has a decay of its own."""
     style, s = r.telechat_moe.lr_wsd_decay_style, r.lr_schedule
     if style is not None and (s is None or s.type != "WarmUpStableDecayLR"):
-        found = f"{style} with {s.type if s else 'grouped_lr_schedule'}"
-        yield "telechat_moe.lr_wsd_decay_style", found, "lr_schedule.type WarmUpStableDecayLR"
+        problem = f"{style} with {s.type if s else 'grouped_lr_schedule'}"
+        yield "telechat_moe.lr_wsd_decay_style", problem, "lr_schedule.type WarmUpStableDecayLR"
 
 
 def batch_sizes(r: Recipe) -> Iterator[Broken]:
@@ -172,47 +173,47 @@ def batch_sizes(r: Recipe) -> Iterator[Broken]:
     length, rows = r.model.model_config.seq_length, r.micro_batch_samples
     if text is None or length is None:
         return
-    for what in _of_one_size(r):
-        found = f"{text!r} with {what}, which knows steps of one size only"
-        yield key, found, "remove one of the two"
+    for reason in _of_one_size(r):
+        problem = f"{text!r} with {reason}, which knows steps of one size only"
+        yield key, problem, "remove one of the two"
     try:
         batches = [batch for _, batch in BatchSchedule.parse(text, length).entries]
     except ValueError as error:
         yield key, repr(text), str(error)
         return
     stages, config = r.parallel_config.pipeline_stage, r.parallel.pipeline_config
-    least = stages * (2 if config and config.pipeline_scheduler == "zero_bubble_v" else 1)
+    fewest = stages * (2 if config and config.pipeline_scheduler == "zero_bubble_v" else 1)
     for batch in batches:
         if batch % rows:
             several = rows > r.runner_config.batch_size
             unit = "runner_config.batch_size" + " x data_parallel" * several
             yield key, f"{batch} samples in {text!r}", f"multiples of {unit} ({rows})"
-        elif batch < least * rows:
-            found = (
+        elif batch < fewest * rows:
+            problem = (
                 f"{batch} samples in {text!r}, {batch // rows} micro-batches for {stages} stages"
             )
-            yield key, found, f"at least {least} micro-batches ({least * rows} samples)"
+            yield key, problem, f"at least {fewest} micro-batches ({fewest * rows} samples)"
     if max(batches) != r.global_batch:
         steps = _MICRO if stages > 1 else "runner_config.gradient_accumulation_steps"
-        found = (
+        problem = (
             f"at most {max(batches)} samples in {text!r}, a step of the recipe has {r.global_batch}"
         )
-        yield key, found, f"{r.global_batch}, or {steps} {max(batches) // rows}"
+        yield key, problem, f"{r.global_batch}, or {steps} {max(batches) // rows}"
     if len(batches) == 1:
         yield key, f"{text!r}, one batch for all steps", "a second threshold, or remove it"
 
 
 def _of_one_size(r: Recipe) -> list[str]:
     """Return what a recipe asks for that is decided for steps of one size."""
-    own = r.telechat_moe
-    asked = {
-        "telechat_moe.sharding.pipeline_schedule": own.sharding.pipeline_schedule,
-        "telechat_moe.balance_attention": own.balance_attention,
-        "telechat_moe.moe.placement": own.moe.placement,
-        "telechat_moe.sharding.overlap_exchange": own.sharding.overlap_exchange,
+    settings = r.telechat_moe
+    settings_of_one_size = {
+        "telechat_moe.sharding.pipeline_schedule": settings.sharding.pipeline_schedule,
+        "telechat_moe.balance_attention": settings.balance_attention,
+        "telechat_moe.moe.placement": settings.moe.placement,
+        "telechat_moe.sharding.overlap_exchange": settings.sharding.overlap_exchange,
         "swap_config.swap": r.swap_config.swap,
     }
-    return [key for key, value in asked.items() if value]
+    return [key for key, value in settings_of_one_size.items() if value]
 
 
 def averages(r: Recipe) -> Iterator[Broken]:
@@ -220,20 +221,20 @@ def averages(r: Recipe) -> Iterator[Broken]:
     if r.telechat_moe.ema is None:
         return
     if r.context.device_target != "CPU":
-        found = f"a section with device_target {r.context.device_target}"
-        yield "telechat_moe.ema", found, "device_target CPU, or remove it"
+        problem = f"a section with device_target {r.context.device_target}"
+        yield "telechat_moe.ema", problem, "device_target CPU, or remove it"
 
 
 def schedule_rates(r: Recipe) -> Iterator[Broken]:
     """The rate rises to `learning_rate` and falls from it."""
-    for at, s in _schedules(r):
+    for section_key, s in _schedules(r):
         top = s.learning_rate if s.learning_rate is not None else s.base_lr
         if top is None:
             continue
         for key in ("lr_end", "lr_end1", "lr_end2", "eta_min", "warmup_lr_init"):
             low = getattr(s, key)
             if low is not None and low > top:
-                yield at + key, f"{low:g}", f"at most the learning rate ({top:g})"
+                yield section_key + key, f"{low:g}", f"at most the learning rate ({top:g})"
 
 
 def regular_expressions(r: Recipe) -> Iterator[Broken]:
@@ -244,8 +245,8 @@ def regular_expressions(r: Recipe) -> Iterator[Broken]:
     ]
     if r.grouped_lr_schedule is not None:
         for index, group in enumerate(r.grouped_lr_schedule.grouped):
-            at = f"grouped_lr_schedule.grouped.{index}.params"
-            patterns += [(f"{at}.{i}", text) for i, text in enumerate(group.params)]
+            params_key = f"grouped_lr_schedule.grouped.{index}.params"
+            patterns += [(f"{params_key}.{i}", text) for i, text in enumerate(group.params)]
     for index, rule in enumerate(r.model.model_config.param_init_std_rules or []):
         patterns.append((f"{MODEL}param_init_std_rules.{index}.target", rule.target))
     for key, text in patterns:
@@ -257,12 +258,12 @@ def regular_expressions(r: Recipe) -> Iterator[Broken]:
 
 def callbacks(r: Recipe) -> Iterator[Broken]:
     """Two callbacks of a kind both act."""
-    seen: dict[str, int] = {}
+    indices: dict[str, int] = {}
     for index, callback in enumerate(r.callbacks):
-        if callback.type in seen:
-            found = f"{callback.type} a second time, first callbacks.{seen[callback.type]}"
-            yield f"callbacks.{index}.type", found, "each kind once"
-        seen.setdefault(callback.type, index)
+        if callback.type in indices:
+            problem = f"{callback.type} a second time, first callbacks.{indices[callback.type]}"
+            yield f"callbacks.{index}.type", problem, "each kind once"
+        indices.setdefault(callback.type, index)
 
 
 def bias_callback(r: Recipe) -> Iterator[Broken]:
@@ -272,8 +273,8 @@ def bias_callback(r: Recipe) -> Iterator[Broken]:
     if not biased or not r.trains:
         return
     if not any(isinstance(c, TopkBiasBalanceCallback) for c in r.callbacks):
-        found = "no TopkBiasBalanceCallback, but moe_router_enable_expert_bias is True"
-        yield "callbacks", found, "the callback: MindFormers updates the bias there"
+        problem = "no TopkBiasBalanceCallback, but moe_router_enable_expert_bias is True"
+        yield "callbacks", problem, "the callback: MindFormers updates the bias there"
 
 
 def copies(r: Recipe) -> Iterator[Broken]:
@@ -283,14 +284,14 @@ def copies(r: Recipe) -> Iterator[Broken]:
         ("model.model_config", r.model.model_config),
         *((f"callbacks.{i}", c) for i, c in enumerate(getattr(r, "callbacks", ()))),
     ]
-    for at, section in sections:
-        kind = getattr(section, "type", at)
+    for section_key, section in sections:
+        kind = getattr(section, "type", section_key)
         for key, source in _COPIES.get(kind, {}).items():
             written, meant = getattr(section, key, None), _value(r, source)
             if written is None and (kind, key) == _ONE_BY_DEFAULT:
                 written = 1
             if written is not None and meant is not None and written != meant:
-                yield f"{at}.{key}", str(written), f"{source} ({meant})"
+                yield f"{section_key}.{key}", str(written), f"{source} ({meant})"
 
 
 def _value(r: Recipe, key: str) -> object:
@@ -300,12 +301,12 @@ def _value(r: Recipe, key: str) -> object:
 def profiling(r: Recipe) -> Iterator[Broken]:
     """Profiling ends after it begins."""
     if r.profile and r.profile_stop_step < r.profile_start_step:
-        found = f"{r.profile_stop_step}, before profile_start_step ({r.profile_start_step})"
-        yield "profile_stop_step", found, f"at least {r.profile_start_step}"
+        problem = f"{r.profile_stop_step}, before profile_start_step ({r.profile_start_step})"
+        yield "profile_stop_step", problem, f"at least {r.profile_start_step}"
     for index, callback in enumerate(r.callbacks):
         if isinstance(callback, ProfileMonitor) and callback.stop_step < callback.start_step:
-            found = f"{callback.stop_step}, before start_step ({callback.start_step})"
-            yield f"callbacks.{index}.stop_step", found, f"at least {callback.start_step}"
+            problem = f"{callback.stop_step}, before start_step ({callback.start_step})"
+            yield f"callbacks.{index}.stop_step", problem, f"at least {callback.start_step}"
 
 
 def spikes(r: Recipe) -> Iterator[Broken]:
@@ -320,21 +321,21 @@ def spikes(r: Recipe) -> Iterator[Broken]:
     if guard is None:
         return
     if guard.min_steps > guard.window:
-        found = f"{guard.min_steps}, the window holds {guard.window}"
-        yield "telechat_moe.loss_guard.min_steps", found, f"at most {guard.window}"
+        problem = f"{guard.min_steps}, the window holds {guard.window}"
+        yield "telechat_moe.loss_guard.min_steps", problem, f"at most {guard.window}"
     if guard.action == "rollback" and r.checkpoints is None:
-        found = "rollback, but no CheckpointMonitor saves anything to go back to"
-        yield "telechat_moe.loss_guard.action", found, "the callback, or skip"
+        problem = "rollback, but no CheckpointMonitor saves anything to go back to"
+        yield "telechat_moe.loss_guard.action", problem, "the callback, or skip"
 
 
 def sections(r: Recipe) -> Iterator[Broken]:
     """Keys that MindFormers drops or needs in silence."""
     if r.moe_config is not None:
-        found = "a section that MindFormers drops with use_legacy False"
-        yield "moe_config", found, "the keys of model.model_config instead"
+        problem = "a section that MindFormers drops with use_legacy False"
+        yield "moe_config", problem, "the keys of model.model_config instead"
     if r.model.arch is not None:
-        found = "a section of MindFormers' old networks"
-        yield "model.arch", found, "model.model_config.architectures instead"
+        problem = "a section of MindFormers' old networks"
+        yield "model.arch", problem, "model.model_config.architectures instead"
     if r.runner_config.sink_size == 0:
         yield "runner_config.sink_size", "0", "-1 for an epoch, or at least 1"
     if r.parallel.auto_pipeline:
@@ -346,21 +347,9 @@ _NO_PATHS = ("telechat_moe.sample.prompts", "telechat_moe.conversations.message"
 
 def home_folders(r: Recipe) -> Iterator[Broken]:
     """Nothing puts the folder of a user in the place of `~`: a folder of that name would be made."""
-    for key, text in _texts(r.given, ""):
+    for key, text in _texts(r.given):
         if re.match(r"~[\w.-]*(/|$)", text) and not key.startswith(_NO_PATHS):
             yield key, f"{text}, and nothing puts a folder for ~", f"the whole path, or ./{text}"
-
-
-def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict):
-        items = cast("dict[str, object]", value).items()
-    elif isinstance(value, list):
-        items = enumerate(cast("list[object]", value))
-    for name, item in items:
-        yield from _texts(item, f"{key}.{name}".lstrip("."))
 
 
 def converter_names(r: Recipe) -> Iterator[Broken]:
@@ -374,10 +363,14 @@ def converter_names(r: Recipe) -> Iterator[Broken]:
         if copy is not None and width is not None and copy != width:
             yield MODEL + other, f"{copy}, but {key} is {width}", f"{width}"
         elif m.model_type == "telechat3_moe" and copy is None and width not in (None, default):
-            found = f"{width} without {other}; MindFormers ignores this key for telechat3_moe"
-            yield MODEL + key, found, f"{other} {width} beside it (or MindFormers trains {default})"
+            problem = f"{width} without {other}; MindFormers ignores this key for telechat3_moe"
+            yield (
+                MODEL + key,
+                problem,
+                f"{other} {width} beside it (or MindFormers trains {default})",
+            )
     dtype, written = m.router_dense_type, r.given["model"]["model_config"]
     ignored = m.model_type == "deepseek_v3" and "moe_router_dtype" not in written
     if ignored and dtype not in ("float32", "fp32", None):
-        found = f"{dtype}; MindFormers ignores this key for deepseek_v3"
-        yield MODEL + "router_dense_type", found, "the key moe_router_dtype instead"
+        problem = f"{dtype}; MindFormers ignores this key for deepseek_v3"
+        yield MODEL + "router_dense_type", problem, "the key moe_router_dtype instead"

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telechat_moe.recipe.batch_schedule import BatchSchedule
-from telechat_moe.recipe.fields import ONLY_DEFAULT, Positive, Seed, Text
+from telechat_moe.recipe.fields import (
+    ONLY_DEFAULT,
+    Positive,
+    Seed,
+    Text,
+    decides,
+)
 from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
@@ -31,9 +37,9 @@ from telechat_moe.recipe.schema.train import (
     RunnerConfig,
     RunnerWrapper,
     TrainDataset,
-    Trainer,
+    TrainerSection,
 )
-from telechat_moe.recipe.tree import Entry, locate
+from telechat_moe.recipe.tree import YamlEntry, locate
 from telechat_moe.recipe.values import plain
 
 Broken = tuple[str, str, str]
@@ -41,10 +47,12 @@ Broken = tuple[str, str, str]
 
 
 @section
-class Model:
+class ModelSection:
     """`model`: the network."""
 
-    model_config: ModelConfig | OtherModelConfig
+    model_config: ModelConfig | OtherModelConfig = field(
+        metadata=decides("graph", "plugin", "weights")
+    )
     """Its dimensions and settings; which keys are known depends on `model_type`."""
 
     arch: dict[str, object] | None = field(default=None, metadata=ONLY_DEFAULT)
@@ -55,7 +63,7 @@ class Model:
 class Recipe:
     """One training recipe: the whole YAML file."""
 
-    seed: Seed = 1
+    seed: Seed = field(default=1, metadata=decides("data"))
     """Seed of initialisation and data."""
 
     output_dir: Text = "./output"
@@ -67,7 +75,7 @@ class Recipe:
     use_legacy: Literal[False] = field(default=False, metadata={"written": True})
     """MindFormers' old networks. Must be False, and written: MindFormers' default is True."""
 
-    use_parallel: bool = False
+    use_parallel: bool = field(default=False, metadata=decides("graph"))
     """Run on more than one device."""
 
     load_checkpoint: str = ""
@@ -77,7 +85,7 @@ class Recipe:
     """Go on with the step, optimizer and data of `load_checkpoint`, or of the run in `output_dir` where that is
     empty; a text names the checkpoint."""
 
-    pretrained_model_dir: str = ""
+    pretrained_model_dir: str = field(default="", metadata=decides("graph", "weights"))
     """Hugging Face folder that gives dimensions and, without `load_checkpoint`, weights. Empty: none."""
 
     use_skip_data_by_global_norm: bool = False
@@ -88,7 +96,7 @@ class Recipe:
     do_eval: bool = False
     """Evaluate while training (MindFormers)."""
 
-    micro_batch_interleave_num: Positive = 1
+    micro_batch_interleave_num: Positive = field(default=1, metadata=decides("graph"))
     """Copies of the network that overlap communication; the new networks allow 1 only."""
 
     profile: bool = False
@@ -100,13 +108,13 @@ class Recipe:
     profile_stop_step: Positive = 10
     """Last profiled step."""
 
-    trainer: Trainer = field(default_factory=Trainer)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
     """MindFormers' trainer."""
 
     runner_config: RunnerConfig = field(default_factory=RunnerConfig)
     """Epochs and batches."""
 
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    optimizer: Optimizer = field(default_factory=Optimizer, metadata=decides("graph"))
     """Update rule."""
 
     lr_schedule: LrSchedule | None = None
@@ -118,31 +126,35 @@ class Recipe:
     train_dataset: TrainDataset = field(default_factory=TrainDataset)
     """Training data."""
 
-    train_dataset_task: DatasetTask | None = None
+    train_dataset_task: DatasetTask | None = field(default=None, metadata=decides(inside=False))
     """Class that makes batches of it."""
 
-    eval_dataset: TrainDataset | None = None
+    eval_dataset: TrainDataset | None = field(default=None, metadata=decides(inside=False))
     """Evaluation data (MindFormers)."""
 
-    eval_dataset_task: DatasetTask | None = None
+    eval_dataset_task: DatasetTask | None = field(default=None, metadata=decides(inside=False))
     """Class that makes batches of it."""
 
     context: Context = field(default_factory=Context)
     """MindSpore's settings."""
 
-    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel_config: ParallelConfig = field(
+        default_factory=ParallelConfig, metadata=decides("graph")
+    )
     """Parallel degrees."""
 
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: Parallel = field(default_factory=Parallel, metadata=decides("graph"))
     """Automatic parallelism."""
 
-    recompute_config: RecomputeConfig = field(default_factory=RecomputeConfig)
+    recompute_config: RecomputeConfig = field(
+        default_factory=RecomputeConfig, metadata=decides("graph", "plugin")
+    )
     """Recomputation."""
 
-    swap_config: SwapConfig = field(default_factory=SwapConfig)
+    swap_config: SwapConfig = field(default_factory=SwapConfig, metadata=decides("graph", "plugin"))
     """Activations in host memory."""
 
-    model: Model
+    model: ModelSection = field(metadata=decides("graph", "plugin"))
     """The network."""
 
     moe_config: dict[str, object] | None = None
@@ -151,7 +163,7 @@ class Recipe:
     callbacks: list[Callback] = field(default_factory=list[Callback])
     """What happens besides training."""
 
-    runner_wrapper: RunnerWrapper = field(default_factory=RunnerWrapper)
+    runner_wrapper: RunnerWrapper = field(default_factory=RunnerWrapper, metadata=decides("graph"))
     """One training step."""
 
     monitor_config: MonitorConfig | None = None
@@ -168,7 +180,9 @@ class Recipe:
     )
     """What was written, aliases and overrides applied."""
 
-    tree: Entry | None = field(default=None, metadata={"hidden": True}, repr=False, compare=False)
+    tree: YamlEntry | None = field(
+        default=None, metadata={"hidden": True}, repr=False, compare=False
+    )
     """The same with the line of every key."""
 
     def problem(self, key: str, found: str, expected: str, suggestion: str = "") -> Problem:
@@ -194,12 +208,12 @@ class Recipe:
         config = self.model.model_config
         if isinstance(config, ModelConfig):
             return config
-        key, found = "model.model_config.model_type", str(config.model_type)
+        key, kind = "model.model_config.model_type", str(config.model_type)
         expected = "this package trains telechat3_moe and deepseek_v3"
         if self.pretrained_model_dir:
-            key, found = "pretrained_model_dir", f"no config.json in {self.pretrained_model_dir}"
+            key, kind = "pretrained_model_dir", f"no config.json in {self.pretrained_model_dir}"
             expected = "the folder that has the model's dimensions"
-        raise RecipeError([self.problem(key, found, expected)])
+        raise RecipeError([self.problem(key, kind, expected)])
 
     @property
     def trains(self) -> bool:

@@ -15,13 +15,14 @@ from telechat_moe.recipe.fields import (
     Count,
     Degree,
     Dtype,
-    Layers,
+    Fraction,
+    LayerCount,
     NonNegative,
     Positive,
     Range,
-    Share,
     Text,
     any_value,
+    decides,
     instead_of,
     names,
 )
@@ -121,7 +122,9 @@ class ModelConfig(MindFormersModelKeys):
     npu_nums_per_device: Positive = NODE_DEVICES
     """Devices of a node, whose ranks follow each other, where `moe_token_dispatcher_type` takes two hops."""
 
-    vocab_size: Positive = field(default=2048, metadata=WRITTEN)
+    vocab_size: Positive = field(
+        default=2048, metadata=WRITTEN | decides("graph", "plugin", "weights", "data")
+    )
     """Rows of the embedding. A multiple of `model_parallel`."""
 
     seq_length: Positive = field(default=4096, metadata=WRITTEN)
@@ -182,7 +185,9 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Gate of the SwiGLU. All three are the same function; `fusedswiglu` asks for one kernel."""
 
-    initializer_range: Above0 = field(default=0.02, metadata=instead_of("init_method_std"))
+    initializer_range: Above0 = field(
+        default=0.02, metadata=instead_of("init_method_std") | decides("plugin", "weights")
+    )
     """Standard deviation of the normal initialisation of weights."""
 
     fp32_residual_connection: bool = False
@@ -207,7 +212,7 @@ class ModelConfig(MindFormersModelKeys):
     """Type of the router's matrix product and scores. MindFormers reads `deepseek_v3`'s under the
     name `moe_router_dtype` only."""
 
-    first_k_dense_replace: Layers = field(default=1, metadata=WRITTEN)
+    first_k_dense_replace: LayerCount = field(default=1, metadata=WRITTEN)
     """The first k layers are dense, all others MoE. At most `num_hidden_layers`."""
 
     n_routed_experts: Positive = field(
@@ -287,7 +292,7 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Tokens that an expert takes, as a multiple of the mean load. None: dropless."""
 
-    num_nextn_predict_layers: Layers = field(
+    num_nextn_predict_layers: LayerCount = field(
         default=0, metadata=written("mtp_depth", "mtp_num_layers")
     )
     """Multi-token prediction layers. 0: off. MindFormers allows at most 1."""
@@ -340,7 +345,7 @@ class ModelConfig(MindFormersModelKeys):
     )
     """`yarn` scales rotary frequencies for long context (MindFormers only)."""
 
-    partial_rotary_factor: Share = field(default=1.0, metadata=ONLY_DEFAULT)
+    partial_rotary_factor: Fraction = field(default=1.0, metadata=ONLY_DEFAULT)
     """Share of the rope part that is rotated."""
 
     @property

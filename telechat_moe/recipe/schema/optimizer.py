@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 from telechat_moe.recipe.fields import (
     Above0,
     Count,
+    Fraction,
     Length,
     NonNegative,
     Range,
-    Share,
     Text,
 )
 from telechat_moe.recipe.schema.table import section
@@ -68,7 +68,7 @@ class LrSchedule:
     warmup_steps: Count | None = None
     """Steps over which the rate rises linearly from `warmup_lr_init`. Not with `warmup_ratio`."""
 
-    warmup_ratio: Share | None = None
+    warmup_ratio: Fraction | None = None
     """The same as a share of `total_steps`."""
 
     warmup_lr_init: NonNegative | None = None
@@ -83,13 +83,13 @@ class LrSchedule:
     decay_steps: _Steps | None = None
     """Steps over which the rate falls. -1 or None: all after warm-up."""
 
-    decay_ratio: Share | None = None
+    decay_ratio: Fraction | None = None
     """The same as a share of `total_steps`."""
 
     decay_start_steps: Count | None = None
     """WSD: step at which the decay begins."""
 
-    decay_start_ratio: Share | None = None
+    decay_start_ratio: Fraction | None = None
     """WSD: the same as a share of `total_steps`."""
 
     num_cycles: Above0 | None = None

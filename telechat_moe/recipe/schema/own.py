@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from telechat_moe.recipe.batch_schedule import PATTERN
 from telechat_moe.recipe.fields import (
+    ONLY_OURS,
     OWN,
     Above0,
     Count,
@@ -14,6 +15,7 @@ from telechat_moe.recipe.fields import (
     Positive,
     Range,
     Text,
+    decides,
 )
 from telechat_moe.recipe.schema.table import section
 
@@ -22,7 +24,7 @@ from telechat_moe.recipe.schema.table import section
 class Evaluation:
     """`telechat_moe.evaluation`: loss on validation data while training."""
 
-    interval: Count = field(default=0, metadata=OWN)
+    interval: Count = field(default=0, metadata=OWN | ONLY_OURS)
     """Steps between evaluations. 0: none."""
 
     batches: Positive = 8
@@ -47,7 +49,7 @@ class MixtureSegment:
 
 
 @section
-class Corpus:
+class CorpusSection:
     """`telechat_moe.corpus`: text from which `telechat-moe data build --recipe` makes the data."""
 
     paths: list[Text] = field(default_factory=list[Text])
@@ -207,12 +209,12 @@ class Sharding:
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.
     False: whole experts on all devices of the expert group (TP-extend-EP)."""
 
-    overlap_exchange: bool = False
+    overlap_exchange: bool = field(default=False, metadata=decides("graph") | ONLY_OURS)
     """On CPU processes, with `alltoallv`: rows travel between devices in the background while the graph computes what does
     not need them: the other pass of a pair of `pipeline_schedule` (`1f1b-overlap`, `dualpipev`; with one stage each
     forward beside the backward of the micro-batch before), shared experts and weight gradients. The same bits."""
 
-    pipeline_schedule: Text | None = None
+    pipeline_schedule: Text | None = field(default=None, metadata=decides("graph") | ONLY_OURS)
     """Order of a pipeline's passes on CPU processes: a published schedule of the planner (`telechat-moe plan schedule`),
     `synthesised`, or a JSON file of a program. dX and dW run apart where it says so. Its chunks must be where the layout
     has them: one a stage, in turn, or in a V (`zero_bubble_v`). None: MindSpore's own order."""
@@ -224,7 +226,7 @@ class Sharding:
 
 
 @section
-class Swap:
+class SwapPool:
     """`telechat_moe.swap`: where a CPU process keeps what `swap_config` and `optimizer.swap` take out of the memory of its graph."""
 
     pool_folder: Text | None = None
@@ -242,7 +244,7 @@ class Saving:
     """Write while training goes on, which stops only to copy the parameters (as much memory again).
     False: as `callbacks[].async_save` says, which is also what MindFormers goes by."""
 
-    max_failed: Count = 0
+    max_failed: Count = field(default=0, metadata=ONLY_OURS)
     """Checkpoints in a row that may fail to be written, with a warning, before training stops. 0: stop at
     the first. The last one of a run must succeed."""
 
@@ -313,15 +315,17 @@ class ExpertPlacement:
 class Moe:
     """`telechat_moe.moe`: experts during a run."""
 
-    balance_group: Literal["dp", "ep"] = "dp"
+    balance_group: Literal["dp", "ep"] = field(default="dp", metadata=decides("graph", "plugin"))
     """Whose tokens `moe_router_load_balancing_type: aux_loss` counts together: those of all devices of a micro-batch (`dp`),
     or of each expert group (`ep`; with `expert_tensor_parallel` also those of the devices between its members)."""
 
-    load_interval: Count = 50
+    load_interval: Count = field(default=50, metadata=ONLY_OURS)
     """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` and
     `telechat-moe plan simulate --expert-loads` read. 0: none."""
 
-    placement: ExpertPlacement | None = None
+    placement: ExpertPlacement | None = field(
+        default=None, metadata=decides("graph", inside=False) | ONLY_OURS
+    )
     """Where experts are. None: expert `i` stays on device `i // (E / expert_parallel)` of its group."""
 
 
@@ -332,60 +336,66 @@ class TelechatMoe:
     evaluation: Evaluation = field(default_factory=Evaluation)
     """Validation while training."""
 
-    corpus: Corpus = field(default_factory=Corpus)
+    corpus: CorpusSection = field(default_factory=CorpusSection, metadata=decides("data"))
     """Source of the training text."""
 
-    conversations: Conversations | None = None
+    conversations: Conversations | None = field(default=None, metadata=decides("data") | ONLY_OURS)
     """The training data are conversations. None: they are text."""
 
-    packing: Packing | None = None
+    packing: Packing | None = field(default=None, metadata=ONLY_OURS)
     """Documents are packed by best fit. None: text is cut every `seq_length` tokens, as in MindFormers, and conversations are
     packed one after another."""
 
-    sample: Sample | None = None
+    sample: Sample | None = field(default=None, metadata=ONLY_OURS)
     """Text sample at the end. None: none."""
 
     saving: Saving = field(default_factory=Saving)
     """How checkpoints are written."""
 
-    mixture: list[MixtureSegment] | None = None
+    mixture: list[MixtureSegment] | None = field(default=None, metadata=ONLY_OURS)
     """Weights of the sources that change during the run. `data_path` names the sources, without weights; each is read in
     passes of its own, as often as its share takes. Where a run resumes, items from the next sample on may be others,
     and there may be more samples or sources. None: the weights of `data_path` throughout."""
 
-    resume_data: Literal["same", "new"] = "same"
+    resume_data: Literal["same", "new"] = field(default="same", metadata=ONLY_OURS)
     """Data of a run that resumes. `same`: they go on where the checkpoint stopped; other data are refused. `new`: data
     other than the checkpoint's begin at their first sample, while step, moments and learning rate go on."""
 
-    balance_attention: bool = False
+    balance_attention: bool = field(default=False, metadata=ONLY_OURS)
     """Deal the samples of each global batch to data-parallel ranks and micro-batches so that attention within documents
     (`reset_attention_mask`) costs all ranks the same. False: in the order of the data, as MindFormers."""
 
-    max_skipped_steps: Count = 10
+    max_skipped_steps: Count = field(default=10, metadata=ONLY_OURS)
     """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
     first."""
 
-    step_batch_size_schedule: Annotated[str, Form(PATTERN, 'as "0:8 250K:16"')] | None = None
+    step_batch_size_schedule: Annotated[str, Form(PATTERN, 'as "0:8 250K:16"')] | None = field(
+        default=None, metadata=ONLY_OURS
+    )
     """Global batch by consumed tokens, `"THRESHOLD:SAMPLES ..."`, as Megatron's option of this name: a step takes the samples
     of the last threshold that is reached when it begins. Suffixes K, M, B, T. The largest is the recipe's, all are whole
     micro-batches of all data-parallel ranks. None: the same in every step."""
 
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = field(
+        default=None, metadata=ONLY_OURS
+    )
     """How the rate of `WarmUpStableDecayLR` falls, with Megatron's names. None: linear, as in MindFormers."""
 
-    ema: Ema | None = None
+    ema: Ema | None = field(default=None, metadata=ONLY_OURS)
     """Average of the weights. None: none is kept."""
 
-    loss_guard: LossGuard | None = None
+    loss_guard: LossGuard | None = field(default=None, metadata=ONLY_OURS)
     """Rules against spikes of the loss. None: only NaN and Inf are skipped."""
 
-    weight_decay_exclude: list[Text] = field(default_factory=lambda: [r".*norm.*", r".*bias"])
+    weight_decay_exclude: list[Text] = field(
+        default_factory=lambda: [r".*norm.*", r".*bias"], metadata=decides("graph", "plugin")
+    )
     """Regular expressions for names of parameters without weight decay."""
 
-    moe_block_rows: Positive | None = None
+    moe_block_rows: Positive | None = field(default=None, metadata=decides("plugin"))
     """Rows per block of the dropless experts on plain operators. None: chosen from the batch."""
 
-    moe_capacity_tokens: Positive | None = None
+    moe_capacity_tokens: Positive | None = field(default=None, metadata=decides("graph", "plugin"))
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
     drops depend on the layout; a number that divides them makes drops the same everywhere. In one process on CPU it
     needs plain `permute` and `grouped_matmul`."""
@@ -393,11 +403,11 @@ class TelechatMoe:
     moe: Moe = field(default_factory=Moe)
     """What is done with experts during a run."""
 
-    sharding: Sharding = field(default_factory=Sharding)
+    sharding: Sharding = field(default_factory=Sharding, metadata=decides("graph", "plugin"))
     """How the model is split over devices."""
 
-    operators: Operators = field(default_factory=Operators)
+    operators: Operators = field(default_factory=Operators, metadata=decides("graph", "plugin"))
     """What computes each operator."""
 
-    swap: Swap | None = None
+    swap: SwapPool | None = field(default=None, metadata=ONLY_OURS)
     """Where swapped activations and moments wait on CPU processes. None: in memory, any amount."""

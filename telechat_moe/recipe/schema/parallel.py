@@ -3,7 +3,16 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Count, Degree, Length, Positive, Range, Text, only
+from telechat_moe.recipe.fields import (
+    Count,
+    Degree,
+    Length,
+    Positive,
+    Range,
+    Text,
+    decides,
+    only,
+)
 from telechat_moe.recipe.schema.table import section
 
 
@@ -11,7 +20,7 @@ from telechat_moe.recipe.schema.table import section
 class AscendConfig:
     """`context.ascend_config`: settings of Ascend devices."""
 
-    parallel_speed_up_json_path: Text | None = None
+    parallel_speed_up_json_path: Text | None = field(default=None, metadata=decides("graph"))
     """JSON file with MindSpore's switches for communication overlap, found in the recipe's folder, else in the working
     folder, where MindFormers looks. `dryrun` compiles with it ([performance.md](performance.md))."""
 
@@ -23,7 +32,7 @@ class Context:
     device_target: Literal["Ascend", "CPU", "GPU"] = "Ascend"
     """Kind of device."""
 
-    max_call_depth: Positive = 10000
+    max_call_depth: Positive = field(default=10000, metadata=decides("graph"))
     """Largest nesting of calls in a graph."""
 
     ascend_config: AscendConfig | None = None

@@ -42,7 +42,7 @@ class Row(NamedTuple):
     default: str = ""
 
 
-class Block(NamedTuple):
+class SectionRows(NamedTuple):
     """The rows of a section, and what the section is if it has no class in Python."""
 
     says: str
@@ -50,22 +50,23 @@ class Block(NamedTuple):
 
 
 @functools.cache
-def blocks() -> dict[str, Block]:
+def blocks() -> dict[str, SectionRows]:
     """Return the blocks of the table by the name of their section."""
-    found: dict[str, Block] = {}
-    block = Block("", [])
+    table: dict[str, SectionRows] = {}
+    block = SectionRows("", [])
     for line in FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             name, _, says = line[1:].partition("]")
-            found[name] = block = Block(says.strip(), [])
+            table[name] = block = SectionRows(says.strip(), [])
         elif line and not line.startswith("#"):
             block.rows.append(_row(line))
-    return found
+    return table
 
 
 def _row(line: str) -> Row:
     key, *columns = re.split(r" {2,}", line)
     match = _NAME.fullmatch(key)
+    decided = columns.pop().split()[1:] if columns and columns[-1].startswith("decides ") else None
     if match is None or len(columns) not in (0, 1, 3, 4):
         raise ValueError(f"{FILE.name}: {line}: expected a name, or name, values, default, meaning")
     if len(columns) < 2:
@@ -73,6 +74,8 @@ def _row(line: str) -> Row:
     values, default, says, *takes = columns
     also, instead_of = (tuple(names.split(", ")) if names else () for names in match.groups()[1:])
     metadata = {"doc": says, **fields.names(*also), **fields.instead_of(*instead_of)}
+    if decided is not None:
+        metadata |= fields.decides(*cast("Any", decided if decided != ["nothing"] else ()))
     switch = "only False" if (values, default) == ("bool", "None") else "only"
     metadata["takes"] = _takes(takes[0] if takes else switch)
     return Row(match[1], metadata, values + " | None" * (default == "None"), default)
@@ -80,13 +83,13 @@ def _row(line: str) -> Row:
 
 def _takes(column: str) -> fields.Takes:
     """Return what our trainer takes: `only` (the default), `only VALUES`, `never`, or `any: WHY`."""
-    word, _, rest = column.partition(" ")
+    word, _, text = column.partition(" ")
     if word not in ("only", "never", "any:"):
         raise ValueError(f"{FILE.name}: {column}: expected only, only VALUES, never or any: WHY")
     if word == "any:":
-        return fields.Takes(why=rest)
-    values = ast.literal_eval(f"({rest},)") if rest else ()
-    return fields.Takes(values if rest or word == "never" else None)
+        return fields.Takes(reason=text)
+    values = ast.literal_eval(f"({text},)") if text else ()
+    return fields.Takes(values if text or word == "never" else None)
 
 
 @dataclass_transform(
@@ -96,14 +99,16 @@ def section(cls: type[T]) -> type[T]:
     """Make a frozen dataclass of a section: the fields of its class and its rows, in the table's order."""
     block = blocks().get(cls.__name__)
     if block is not None:
-        own = inspect.get_annotations(cls)
-        known = _Names(vars(sys.modules[cls.__module__]))
+        annotations = inspect.get_annotations(cls)
+        names = _Names(vars(sys.modules[cls.__module__]))
         rows = {row.name: row for row in block.rows}
-        if own.keys() != {name for name, row in rows.items() if not row.values}:
+        if annotations.keys() != {name for name, row in rows.items() if not row.values}:
             raise TypeError(f"{FILE.name}: [{cls.__name__}] must name the fields of the class")
         cls.__annotations__ = {}
         for name, row in rows.items():
-            kind = eval(_compiled(row.values), _VOCABULARY, known) if row.values else own[name]
+            kind = (
+                eval(_compiled(row.values), _VOCABULARY, names) if row.values else annotations[name]
+            )
             cls.__annotations__[name] = kind
             if row.values:
                 setattr(cls, name, _field(row, kind))
@@ -142,9 +147,9 @@ def __getattr__(name: str) -> Any:
     """Return a section that is in the table alone, so that `pickle` finds its class, too."""
     if name.startswith("_") or name not in blocks():
         raise AttributeError(name)
-    made = section(cast("type[Any]", type(name, (), _body(name))))
-    globals()[name] = made
-    return made
+    built = section(cast("type[Any]", type(name, (), _body(name))))
+    globals()[name] = built
+    return built
 
 
 def _body(name: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from telechat_moe.recipe.fields import (
     Range,
     Seed,
     Text,
+    decides,
     instead_of,
     only,
 )
@@ -18,7 +19,7 @@ from telechat_moe.recipe.schema.table import section
 
 
 @section
-class Trainer:
+class TrainerSection:
     """`trainer`: which of MindFormers' trainers runs."""
 
     type: Text = "CausalLanguageModelingTrainer"
@@ -33,7 +34,7 @@ class RunnerConfig:
     epochs: Positive = 1
     """Passes over the samples that `train_dataset.data_loader.sizes` asks for."""
 
-    batch_size: Positive = 1
+    batch_size: Positive = field(default=1, metadata=decides("graph"))
     """Samples per device, micro-batch and step."""
 
     sink_mode: bool = True
@@ -42,7 +43,7 @@ class RunnerConfig:
     sink_size: Annotated[int, Range(-1)] = 1
     """Steps per queue transfer. -1: a whole epoch."""
 
-    gradient_accumulation_steps: Positive = 1
+    gradient_accumulation_steps: Positive = field(default=1, metadata=decides("graph"))
     """Batches whose gradients are added before an update. With pipeline stages
     `parallel_config.micro_batch_num` does this, and here stands 1."""
 
@@ -51,10 +52,10 @@ class RunnerConfig:
 class GptDatasetConfig:
     """`train_dataset.data_loader.config` of a Megatron data set (`.bin`/`.idx`)."""
 
-    seq_length: Positive
+    seq_length: Positive = field(metadata=decides("graph", "data"))
     """Tokens per sample. Equals the model's `seq_length`."""
 
-    data_path: list[Text] | None = None
+    data_path: list[Text] | None = field(default=None, metadata=decides("data"))
     """Path prefixes of `.bin`/`.idx` files, each after its sampling weight: `['1', 'a/train']`.
     None: made-up data."""
 
@@ -64,7 +65,7 @@ class GptDatasetConfig:
     split: Text | None = None
     """Shares of train, validation and test, `"1, 0, 0"`. MindFormers wants it with `data_path`."""
 
-    eod: Annotated[int, Range(-1)] = -1
+    eod: Annotated[int, Range(-1)] = field(default=-1, metadata=decides("data"))
     """Id of the end-of-document token. -1: none."""
 
     pad: Annotated[int, Range(-1)] = -1
@@ -76,7 +77,7 @@ class GptDatasetConfig:
     reset_position_ids: bool = False
     """Positions start again at each document."""
 
-    create_attention_mask: bool = True
+    create_attention_mask: bool = field(default=True, metadata=decides("graph"))
     """Give a mask as column `attention_mask`. False: the model makes a causal mask."""
 
     reset_attention_mask: bool = False
@@ -89,7 +90,7 @@ class GptDatasetConfig:
     eod_pad_length: Positive = field(default=128, metadata=instead_of("compressed_eod_mask_length"))
     """Most documents per sample for `create_compressed_eod_mask`."""
 
-    train_data_path: list[Text] | None = None
+    train_data_path: list[Text] | None = field(default=None, metadata=decides("data"))
     """Like `data_path`, for training only, without `split`."""
 
     add_extra_token_to_sequence: bool = True

@@ -94,7 +94,7 @@ def test_ecosystem_by_hand(dtype, t):
     assert ok
     assert found["MARE"].observed == pytest.approx(4 * t, rel=1e-6)
     assert found["MERE"].observed == pytest.approx(t / 2, rel=1e-6)
-    assert found["MARE"].at == 3
+    assert found["MARE"].position == 3
     assert not checks("ecosystem", golden * (1 + 2 * t), golden, dtype)[0]  # MERE 2 T
     one = np.full(64, 4.0)
     one[5] += 4.0 * 16 * t  # MARE 16 T, MERE T / 4
@@ -176,7 +176,7 @@ def test_mixed_caps_the_largest_error():
     target[7] = 1.02
     ok, found, _ = checks("mixed", target, np.ones(100))
     assert not ok
-    assert (found["largest error"].limit, found["largest error"].at) == (0.01, 7)
+    assert (found["largest error"].limit, found["largest error"].position) == (0.01, 7)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_cap_is_32_ulp_of_the_golden_value_at_the_largest_error(dtype, golden, c
     target = np.array([golden[0] * 0.75, 1e-3])
     _, found, _ = checks("mixed", target, golden, dtype, other="float64")
     assert found["largest error"].limit == cap
-    assert found["largest error"].at == 0
+    assert found["largest error"].position == 0
 
 
 def test_golden_that_overflows_the_type_is_its_infinity():
@@ -288,7 +288,7 @@ def test_numpy_isclose_answers_the_same_for_each_element(equal_nan):
         _, found, measure = checks("close", target, golden, "float64", options, step=17)
         assert measure.wrong == np.count_nonzero(~close)
         beyond += measure.wrong
-        assert not close[found["error"].at]
+        assert not close[found["error"].position]
     assert beyond > 100
 
 
@@ -369,7 +369,7 @@ def test_bitwise_sees_payloads_of_nan_and_the_sign_of_zero(dtype):
     minus = quiet.copy()
     minus[1] = -0.0
     ok, found, _ = checks("bitwise", minus, quiet, dtype)
-    assert (ok, found["elements with other bits"].at) == (False, 1)
+    assert (ok, found["elements with other bits"].position) == (False, 1)
 
 
 @pytest.mark.parametrize("name", list(NAMES))
@@ -480,5 +480,5 @@ def test_chunks_do_not_matter(name):
     for step in (1, 7, 333):
         parts = list(checks(name, target, golden, third=third, step=step)[1].values())
         for a, b in zip(whole, parts, strict=True):
-            assert (a.metric, a.ok, a.at) == (b.metric, b.ok, b.at)
+            assert (a.metric, a.ok, a.position) == (b.metric, b.ok, b.position)
             assert a.observed == pytest.approx(b.observed, rel=1e-9, abs=1e-12, nan_ok=True)

@@ -11,8 +11,8 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layout_dict import from_dict, shared, to_dict
 from telechat_moe.tools.align.dump.logical import (
-    Bound,
     CopiesDifferError,
+    CopyBound,
     Logical,
     Shard,
     logical,
@@ -304,7 +304,7 @@ def test_a_copy_that_differs_names_rank_element_and_values() -> None:
     assert found.copies.differences[ShardKey(7)].index == (3, 2)
     assert (found.values == x).all()
     assert found.ranks == (4, 5)
-    assert merge(parts, layout, bound=Bound(rtol=0.05)).copies.verdict == "within bound"
+    assert merge(parts, layout, bound=CopyBound(rtol=0.05)).copies.verdict == "within bound"
     parts[3].values[1, 2] = 11
     assert merge(parts, layout).copies.verdict == "bitwise"
 
@@ -331,9 +331,9 @@ def test_bounds_in_ulps_count_in_the_type_of_the_program() -> None:
     one, near = np.float32([1.0]), np.float32([1.0 + 2**-7])
     record = [TensorRecord("bfloat16", (1,), read=lambda x=x: x) for x in (one, near)]
     both = [Shard(r, x) for r, x in enumerate(record)]
-    assert merge(both, layout, bound=Bound(ulp=1)).copies.verdict == "within bound"
+    assert merge(both, layout, bound=CopyBound(ulp=1)).copies.verdict == "within bound"
     with pytest.raises(CopiesDifferError):
-        merge(both, layout, bound=Bound(ulp=0.5))
+        merge(both, layout, bound=CopyBound(ulp=0.5))
 
 
 def test_records_of_different_layouts_or_types_are_refused() -> None:
@@ -415,7 +415,7 @@ def test_layouts_are_inferred_where_copies_decide() -> None:
     # tp is the inner axis: ranks 0 and 2 hold copies
     found = infer(shards(x[:2], x[2:], x[:2], x[2:]), (4, 6))
     assert found.layout is not None
-    assert "copies agree in this one of 2" in found.why
+    assert "copies agree in this one of 2" in found.reason
     assert (merge(shards(x[:2], x[2:], x[:2], x[2:]), found.layout).values == x).all()
     named = infer(shards(x[:2], x[:2], x[2:], x[2:]), (4, 6), {"dp": 2, "tp": 2})
     assert named.layout is not None
@@ -428,11 +428,11 @@ def test_ambiguous_layouts_are_not_comparable() -> None:
     parts = shards(x[:2, :3], x[:2, 3:], x[2:, :3], x[2:, 3:])
     found = infer(parts, (4, 6))  # rows outer or columns outer: nothing but values could tell
     assert found.layout is None
-    assert "2 layouts fit and give different tensors" in found.why
+    assert "2 layouts fit and give different tensors" in found.reason
     assert len({c.digest for c in found.candidates}) == 2
     unequal = infer(shards(x, x + 1), (4, 6))
     assert unequal.layout is None
-    assert "copies differ in each of 1" in unequal.why
+    assert "copies differ in each of 1" in unequal.reason
     assert infer(shards(x, x), (5, 6)).layout is None
 
 

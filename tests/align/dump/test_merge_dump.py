@@ -11,8 +11,8 @@ from telechat_moe.cli.verb import VerbParser
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
 from telechat_moe.tools.align.dump.layout_dict import to_dict
-from telechat_moe.tools.align.dump.logical import Bound
-from telechat_moe.tools.align.dump.merge import LayerNumbers, Said, into, merge_ranks
+from telechat_moe.tools.align.dump.logical import CopyBound
+from telechat_moe.tools.align.dump.merge import LayerNumbers, LayoutDescription, into, merge_ranks
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -74,7 +74,7 @@ def test_tensors_merge_by_the_layouts_of_their_records() -> None:
             r, call("Cell.a.Linear.forward.0", [tensor(mine[:, 2 * t : 2 * t + 2], rows)], out)
         )
 
-    merged, outcomes = merge_ranks([one(r) for r in range(4)], Said(), in_memory)
+    merged, outcomes = merge_ranks([one(r) for r in range(4)], LayoutDescription(), in_memory)
     found = merged.calls["Cell.a.Linear.forward.0"]
     assert (found.inputs[0].load() == X).all()
     assert (found.outputs[0].load() == 3 * X.astype(np.float64)).all()
@@ -91,7 +91,7 @@ def test_tensors_merge_by_the_layouts_of_their_records() -> None:
 def test_contradictions_are_left_out_and_named() -> None:
     def pair(first, second):
         ranks = [rank(r, call("Cell.a.Norm.forward.0", [x])) for r, x in enumerate((first, second))]
-        merged, (outcome,) = merge_ranks(ranks, Said(), in_memory)
+        merged, (outcome,) = merge_ranks(ranks, LayoutDescription(), in_memory)
         assert merged.calls["Cell.a.Norm.forward.0"].inputs == [None]
         return outcome.problem
 
@@ -109,10 +109,12 @@ def test_differing_copies_are_kept_or_bounded_on_demand() -> None:
     ranks = [
         rank(r, call("Cell.a.Norm.forward.0", [tensor(X + r * 1e-6, whole)])) for r in range(2)
     ]
-    _, (outcome,) = merge_ranks(ranks, Said(), in_memory, keep=True)
+    _, (outcome,) = merge_ranks(ranks, LayoutDescription(), in_memory, keep=True)
     assert outcome.copies == "differ"
     assert "rank 1 differs from rank 0" in outcome.problem
-    _, (outcome,) = merge_ranks(ranks, Said(), in_memory, Bound(rtol=1e-4, atol=1e-4))
+    _, (outcome,) = merge_ranks(
+        ranks, LayoutDescription(), in_memory, CopyBound(rtol=1e-4, atol=1e-4)
+    )
     assert (outcome.copies, outcome.problem) == ("within bound", None)
 
 
@@ -139,7 +141,7 @@ def test_micro_batches_of_unequal_runs_merge_to_one_batch() -> None:
                         )
                     )
             ranks.append(rank(r, *calls))
-        return merge_ranks(ranks, Said(calls=micro), in_memory)
+        return merge_ranks(ranks, LayoutDescription(calls=micro), in_memory)
 
     for dp, micro in ((2, 2), (1, 4), (4, 1), (2, 4)):
         merged, outcomes = run(dp, micro)
@@ -166,7 +168,7 @@ def test_micro_batches_cut_the_dimension_that_data_parallel_cuts() -> None:
         )
         for r in range(2)
     ]
-    merged, (outcome,) = merge_ranks(ranks, Said(calls=2), in_memory)
+    merged, (outcome,) = merge_ranks(ranks, LayoutDescription(calls=2), in_memory)
     assert outcome.problem is None
     assert (merged.calls["Cell.a.Linear.forward.0"].inputs[0].load() == X).all()
 
@@ -186,7 +188,7 @@ def test_layers_of_virtual_stages_stand_in_the_order_of_the_model() -> None:
         ]
         return rank(r, *calls)
 
-    said = Said(stages={0: 0, 1: 1}, layers=stages)
+    said = LayoutDescription(stages={0: 0, 1: 1}, layers=stages)
     merged, outcomes = merge_ranks([one(0), one(1)], said, in_memory)
     assert {k: c.inputs[0].load().tolist() for k, c in merged.calls.items()} == {
         f"Cell.layers.{n}.Block.{way}.0": [10.0 * n]
@@ -199,7 +201,9 @@ def test_layers_of_virtual_stages_stand_in_the_order_of_the_model() -> None:
     assert {o.how for o in outcomes} == {"one rank"}
     clash = [one(0), one(0)]
     clash[1] = RankDump(0, 1, "mindspore", "tensor", "L0", clash[1].calls)
-    _, outcomes = merge_ranks(clash, Said(stages={0: 0, 1: 0}, layers=stages), in_memory)
+    _, outcomes = merge_ranks(
+        clash, LayoutDescription(stages={0: 0, 1: 0}, layers=stages), in_memory
+    )
     assert {o.how for o in outcomes} == {"copies"}
 
 
@@ -213,13 +217,13 @@ def test_layouts_may_be_said_in_a_file(tmp_path: Path) -> None:
     ranks = [
         rank(r, call("Cell.a.Linear.forward.0", [tensor(x[5 * r : 5 * r + 5])])) for r in range(2)
     ]
-    merged, (outcome,) = merge_ranks(ranks, Said.read(said), into(tmp_path / "parts"))
+    merged, (outcome,) = merge_ranks(ranks, LayoutDescription.read(said), into(tmp_path / "parts"))
     assert outcome.how == "said"
     assert (merged.calls["Cell.a.Linear.forward.0"].inputs[0].load() == x[:9]).all()
     for text in ("[]", "{", '{"layout": 1}', '{"tensors": {"a": 3}}', '{"layers": {"a": [1]}}'):
         said.write_text(text)
         with pytest.raises(BadInputError):
-            Said.read(said)
+            LayoutDescription.read(said)
 
 
 # -------------------------------------------------------------------------------- on real trees
@@ -353,7 +357,9 @@ def test_types_that_numpy_lacks_are_written_as_they_were_read(tmp_path: Path) ->
     for dtype in ("float8_e4m3", "bfloat16", "hifloat8"):
         record = TensorRecord(dtype, (2,), read=lambda: x)
         merged, _ = merge_ranks(
-            [rank(0, call("Cell.a.Norm.forward.0", [record]))], Said(), into(tmp_path / dtype)
+            [rank(0, call("Cell.a.Norm.forward.0", [record]))],
+            LayoutDescription(),
+            into(tmp_path / dtype),
         )
         found = merged.calls["Cell.a.Norm.forward.0"].inputs[0]
         assert (found.dtype, found.load().tolist()) == (dtype, [1.5, 2.5])
@@ -371,6 +377,6 @@ def test_means_of_integers_become_floats(tmp_path: Path) -> None:
         )
         for r in range(2)
     ]
-    merged, _ = merge_ranks(ranks, Said(), into(tmp_path / "x"))
+    merged, _ = merge_ranks(ranks, LayoutDescription(), into(tmp_path / "x"))
     found = merged.calls["Cell.a.Count.forward.0"].inputs[0]
     assert (found.dtype, found.load().tolist()) == ("float64", [0.5, 4.0])

@@ -46,6 +46,7 @@ def softmax(x):
 # operator, inputs, right result, wrong result, gradient; what it is called and what the evidence says
 FORWARD = {
     "softmax without its sum": ("Functional.softmax", (A,), softmax, exp_rows, "missing row sum", "each row"),
+    "another operator": ("Functional.silu", (X,), lambda x: x / (1 + np.exp(-x)), lambda x: np.maximum(x, 0), "wrong operator", "relu"),
     "half of the scale": ("Torch.matmul", (X, W.T), lambda x, w: x @ w, lambda x, w: x @ w / 2, "scale", "1/2"),
     "rows exchanged": ("Functional.linear", (X, W), lambda x, w: x @ w.T, lambda x, w: (x @ w.T)[::-1], "permutation", "dimension 0"),
     "unknown": ("Torch.add", (A, B), lambda a, b: a + b, lambda a, b: a + b + 0.1 * G, "unknown", "elements"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
-from telechat_moe.tools.align.judge.propagate import Followed, Sizes, agreed
+from telechat_moe.tools.align.judge.propagate import ExchangeSizes, Propagation, agreed
 from telechat_moe.tools.align.operators.approx import Approx
 
 RNG = np.random.default_rng(0)
@@ -140,7 +140,7 @@ def test_exchanged_rows_are_told_from_others(ranks, seed, data):
 
 
 def test_sizes_follow_from_counts_of_other_choices():
-    sizes = Sizes()
+    sizes = ExchangeSizes()
     sizes.keep(np.array([3, 2, 4, 6]), np.array([3, 3, 4, 5]))
     assert sizes.options([3, 2, 4, 6]) == {(3, 3, 4, 5)}
     assert sizes.options([5, 10], rows=15) == {(6, 9)}  # two experts on each rank
@@ -175,6 +175,6 @@ def test_deviations_of_masked_scores_do_not_overflow():
     chosen = replace(chosen, kwargs={"dim": Scalar("int", -1)})
     calls = doubled, added, chosen
     dump = RankDump(0, 0, "mindspore", "tensor", "mix", {c.key: c for c in calls})
-    held = Followed([dump]).made[0, (chosen.key, "output.0")]
+    held = Propagation([dump]).made[0, (chosen.key, "output.0")]
     assert np.all(np.isfinite(held.sigma))
     assert held.sigma.max() < 1e-6

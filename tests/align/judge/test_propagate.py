@@ -14,7 +14,7 @@ from recorded import rank_dump
 from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.capture.torch_functions import capture
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
-from telechat_moe.tools.align.judge.propagate import Followed
+from telechat_moe.tools.align.judge.propagate import Propagation
 
 pytestmark = pytest.mark.torch
 
@@ -36,7 +36,7 @@ def errors(dtype, seed):
             wide(tiny_moe.weights(dtype=dtype, seed=seed)), *tiny_moe.batch(seed)
         ).backward()
     high = rank_dump(calls)
-    followed = Followed([low])
+    followed = Propagation([low])
     found, unknown = [], 0
     for key, call in low.calls.items():
         true = dict(high.calls[key].tensors()) if key in high.calls else {}
@@ -97,7 +97,7 @@ def test_equal_tensors_are_told_apart_by_their_files():
         added(1, [tensor("y.npy", two), tensor("y.npy", two)], outputs[1]),
         added(2, [outputs[0], tensor("x.npy", one)], outputs[2]),
     ]
-    followed = Followed([rank_dump({call.key: call for call in calls})])
+    followed = Propagation([rank_dump({call.key: call for call in calls})])
     np.testing.assert_array_equal(followed.made[0, (calls[2].key, "output.0")].value, 3 * one)
 
 
@@ -112,7 +112,7 @@ def test_what_send_returns_is_not_taken_for_others():
         added(0, [tensor("x.npy", x), tensor("zero.npy", zero)], outputs[1]),
         added(1, [tensor("x.npy", x), outputs[0]], outputs[2]),
     ]
-    made = Followed([rank_dump({call.key: call for call in calls})]).made
+    made = Propagation([rank_dump({call.key: call for call in calls})]).made
     np.testing.assert_array_equal(made[0, (calls[1].key, "output.0")].value, x)
     assert (0, (calls[2].key, "output.0")) not in made
 
@@ -122,5 +122,5 @@ def test_a_zero_that_cannot_be_recomputed_is_not_taken_for_a_constant():
     x, zeros = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
     records = [TensorRecord("float32", (8,), read=lambda v=v: v) for v in (x, zeros, x)]
     calls = [called("Mystery", 0, records[:1], records[1]), added(0, records[:2], records[2])]
-    made = Followed([rank_dump({call.key: call for call in calls})]).made
+    made = Propagation([rank_dump({call.key: call for call in calls})]).made
     assert (0, (calls[1].key, "output.0")) not in made

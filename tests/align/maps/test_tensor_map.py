@@ -45,7 +45,7 @@ def run(root, values, framework):
 def hugging_face():
     weights = {}
     for pair in names.pairs(CONFIG):
-        stack = OURS[pair.ours] if pair.stacked else [OURS[pair.ours]]
+        stack = OURS[pair.name] if pair.stacked else [OURS[pair.name]]
         for name, value in zip(pair.hf, stack, strict=True):
             weights[name] = value.T if pair.stacked else value
     return weights

@@ -16,7 +16,7 @@ from telechat_moe.tools.plan.cost.step import evaluate
 from telechat_moe.tools.plan.report import step as step_report
 from telechat_moe.tools.plan.report.timeline import (
     MemoryCurve,
-    StepTimeline,
+    PipelineTimeline,
     TimelineBox,
     chrome_trace,
     page,
@@ -219,7 +219,7 @@ def test_errors_say_what_to_do(options, code, said, capsys):
 
 def test_text_cannot_leave_the_page():
     evil = "</script><b>"
-    shown = StepTimeline(
+    shown = PipelineTimeline(
         evil,
         [evil],
         [TimelineBox(0, 0.0, 1.0, "F", evil, evil)],

@@ -28,7 +28,7 @@ class Check(NamedTuple):
     limit: float  # value allowed
     ok: bool  # whether the standard is met
     # Flat index of the worst element; None: the check is of the tensor as a whole
-    at: int | None = None
+    position: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -120,11 +120,11 @@ class _OfElements(Measure):
     metric = "error"
     limit = observed = 0.0
     wrong = 0
-    at: int | None = None
+    position: int | None = None
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
-        return [Check(self.metric, self.observed, self.limit, self.wrong == 0, self.at)]
+        return [Check(self.metric, self.observed, self.limit, self.wrong == 0, self.position)]
 
 
 class Close(_OfElements):
@@ -150,12 +150,12 @@ class Close(_OfElements):
             ratio = np.divide(error, allowed)
         if not self.atol:
             ratio[error == 0] = 0.0
-        at = int(np.argmax(ratio))
-        if ratio[at] >= 1:
+        largest = int(np.argmax(ratio))
+        if ratio[largest] >= 1:
             self.wrong += int(np.count_nonzero(error > allowed))
-        if ratio[at] > self._ratio:
-            self._ratio, self.at = float(ratio[at]), chunk.begin + at
-            self.observed, self.limit = float(error[at]), float(allowed[at])
+        if ratio[largest] > self._ratio:
+            self._ratio, self.position = float(ratio[largest]), chunk.begin + largest
+            self.observed, self.limit = float(error[largest]), float(allowed[largest])
 
 
 class Ulps(_OfElements):
@@ -166,23 +166,23 @@ class Ulps(_OfElements):
 
     metric = "ULP"
 
-    def __init__(self, dtype: str, most: float) -> None:
-        self.dtype, self.limit = dtype, most
+    def __init__(self, dtype: str, limit: float) -> None:
+        self.dtype, self.limit = dtype, limit
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
         steps = ulp_steps(chunk.raw, chunk.raw_golden, self.dtype)
-        at = int(np.argmax(steps))
+        largest = int(np.argmax(steps))
         self.wrong += int(np.count_nonzero(steps > self.limit))
-        if steps[at] > self.observed:
-            self.observed, self.at = float(steps[at]), chunk.begin + at
+        if steps[largest] > self.observed:
+            self.observed, self.position = float(steps[largest]), chunk.begin + largest
 
 
 class RelativeErrors:
     """Mean and largest relative error, and root of the mean square error."""
 
     count = 0
-    at: int | None = None
+    position: int | None = None
     mare = _sum = _squares = 0.0
 
     def add(self, chunk: Chunk) -> None:
@@ -195,9 +195,9 @@ class RelativeErrors:
             return
         relative = chunk.magnitude + EPSILON
         np.divide(error, relative, out=relative)
-        at = int(np.argmax(relative))
-        if relative[at] > self.mare:
-            self.mare, self.at = float(relative[at]), chunk.begin + at
+        largest = int(np.argmax(relative))
+        if relative[largest] > self.mare:
+            self.mare, self.position = float(relative[largest]), chunk.begin + largest
         self._sum += float(relative.sum())
         with np.errstate(over="ignore"):
             self._squares += dot(error, error)
@@ -224,7 +224,7 @@ class Relative(RelativeErrors, Measure):
         """See :class:`Measure`."""
         return [
             Check("MERE", self.mere, self.mean, self.mere < self.mean),
-            Check("MARE", self.mare, self.largest, self.mare < self.largest, self.at),
+            Check("MARE", self.mare, self.largest, self.mare < self.largest, self.position),
         ]
 
 
@@ -234,29 +234,29 @@ class DoubleBenchmark(Measure):
 
     limits: tuple[float, float, float]  # of the three ratios
     # Lower limit of the third run's errors (without it, a third run without error would forbid any error)
-    least: float
-    own: RelativeErrors = field(default_factory=RelativeErrors)
-    third: RelativeErrors = field(default_factory=RelativeErrors)
+    floor: float
+    target: RelativeErrors = field(default_factory=RelativeErrors)
+    bench: RelativeErrors = field(default_factory=RelativeErrors)
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
-        self.own.add(chunk)
+        self.target.add(chunk)
         assert chunk.raw_bench is not None
-        self.third.add(Chunk(chunk.raw_bench, chunk.raw_golden, chunk.begin))
+        self.bench.add(Chunk(chunk.raw_bench, chunk.raw_golden, chunk.begin))
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
-        found: list[Check] = []
+        checks: list[Check] = []
         for name, limit in zip(("mare", "mere", "rmse"), self.limits, strict=True):
-            own, third = getattr(self.own, name), getattr(self.third, name)
-            if math.isinf(third) and math.isinf(own):
+            target_error, bench_error = getattr(self.target, name), getattr(self.bench, name)
+            if math.isinf(bench_error) and math.isinf(target_error):
                 self.note = "the third run has infinities or NaN where the golden run has none, too"
                 ratio = 1.0
             else:
-                ratio = own / max(third, self.least)
-            at = self.own.at if name == "mare" else None
-            found.append(Check(f"{name.upper()} ratio", ratio, limit, ratio <= limit, at))
-        return found
+                ratio = target_error / max(bench_error, self.floor)
+            index = self.target.position if name == "mare" else None
+            checks.append(Check(f"{name.upper()} ratio", ratio, limit, ratio <= limit, index))
+        return checks
 
 
 @dataclass
@@ -273,7 +273,7 @@ class Mixed(Measure):
     floor: float  # lower limit of the cap
     unmatched: float  # share of elements that may be beyond the tolerance
     ulps: float  # of the cap
-    _at = None  # the index of the largest error
+    _position = None  # the index of the largest error
     _beyond = _count = _misplaced = 0
     _worst = _golden = 0.0
 
@@ -289,10 +289,10 @@ class Mixed(Measure):
         allowed += self.atol
         self._beyond += int(np.count_nonzero(error > allowed))
         finite = np.where(np.isinf(error), 0.0, error) if chunk.special is not None else error
-        at = int(np.argmax(finite))
-        if finite[at] > self._worst:
-            self._worst, self._golden = float(finite[at]), float(chunk.golden[at])
-            self._at = chunk.begin + at
+        largest = int(np.argmax(finite))
+        if finite[largest] > self._worst:
+            self._worst, self._golden = float(finite[largest]), float(chunk.golden[largest])
+            self._position = chunk.begin + largest
 
     def _special(self, chunk: Chunk, error: Array) -> Array:
         largest = FLOATS[self.dtype].largest
@@ -307,16 +307,16 @@ class Mixed(Measure):
         low = float(np.nan_to_num(round_to(np.asarray(self._golden), self.dtype), posinf=0.0))
         cap = max(self.floor, self.ulps * float(spacing(np.asarray(low), self.dtype)))
         share = self._beyond / self._count if self._count else 0.0
-        found = [
+        checks = [
             Check("unmatched share", share, self.unmatched, share <= self.unmatched),
-            Check("largest error", self._worst, cap, self._worst <= cap, self._at),
+            Check("largest error", self._worst, cap, self._worst <= cap, self._position),
         ]
         if self._misplaced:
-            found.append(Check("misplaced infinities or NaN", float(self._misplaced), 0.0, False))
-        return found
+            checks.append(Check("misplaced infinities or NaN", float(self._misplaced), 0.0, False))
+        return checks
 
 
-class Equal(_OfElements):
+class EqualValues(_OfElements):
     """Equality of integers and booleans, whatever their width; of other values, equality of the numbers."""
 
     metric = "unequal elements"
@@ -325,8 +325,8 @@ class Equal(_OfElements):
         """See :class:`Measure`."""
         differs = self._differs(chunk.raw, chunk.raw_golden)
         wrong = int(np.count_nonzero(differs))
-        if wrong and self.at is None:
-            self.at = chunk.begin + int(np.argmax(differs))
+        if wrong and self.position is None:
+            self.position = chunk.begin + int(np.argmax(differs))
         self.wrong += wrong
         self.observed = float(self.wrong)
 
@@ -334,7 +334,7 @@ class Equal(_OfElements):
         return target != golden
 
 
-class Bitwise(Equal):
+class Bitwise(EqualValues):
     """Equality of bytes: -0 is not 0, and NaN are equal only if their payloads are."""
 
     metric = "elements with other bits"

@@ -33,14 +33,14 @@ class Cosine(Measure):
             room = np.abs(a)
             self._sums[0] += room.sum()
             self._sums[1] += np.abs(g, out=room).sum()
-            own, golden = self._softmax
-            own.add(a, room)
+            target, golden = self._softmax
+            target.add(a, room)
             scale = golden.add(g, room)
             self._cross = self._cross * scale + dot(room, g - a)
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
-        least, most, divergence = self.cosine, self.magnitude, self.divergence
+        lowest_cosine, largest_ratio, divergence = self.cosine, self.magnitude, self.divergence
         dot, aa, gg = self._dots.tolist()
         norm = math.sqrt(aa) * math.sqrt(gg)
         if aa == 0 and gg == 0:
@@ -48,13 +48,15 @@ class Cosine(Measure):
         cosine = dot / norm if norm else 0.0 if norm == 0 else math.nan
         with np.errstate(invalid="ignore", divide="ignore"):
             l1 = float(self._sums[0] / self._sums[1] - 1)
-        own, golden = self._softmax
-        kl = self._cross / golden.total - (golden.logarithm - own.logarithm)
-        if l1 <= -most:
+        target, golden = self._softmax
+        kl = self._cross / golden.total - (golden.logarithm - target.logarithm)
+        if l1 <= -largest_ratio:
             self.note = f"the published check is signed: magnitudes {-l1:.3g} too small pass"
         return [
-            Check("1 - cosine", max(0.0, 1 - cosine), 1 - least, cosine > least),
-            Check("L1 ratio - 1", max(0.0, l1) if l1 == l1 else l1, most, l1 < most),
+            Check("1 - cosine", max(0.0, 1 - cosine), 1 - lowest_cosine, cosine > lowest_cosine),
+            Check(
+                "L1 ratio - 1", max(0.0, l1) if l1 == l1 else l1, largest_ratio, l1 < largest_ratio
+            ),
             Check("KL divergence", max(0.0, kl) if kl == kl else kl, divergence, kl < divergence),
         ]
 
@@ -129,27 +131,27 @@ class Thousandths(Measure):
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
-        found = self._of_cosine()
-        if found and not found[-1].ok:
-            return found
+        checks = self._of_cosine()
+        if checks and not checks[-1].ok:
+            return checks
         small = self._largest < self.error
         if small:
-            return [*found, Check("largest error", self._largest, self.error, True)]
+            return [*checks, Check("largest error", self._largest, self.error, True)]
         for (limit, fatal), below in zip(self.shares, self._below.tolist(), strict=True):
             share = below / self._count
             ok = share > 1 - limit
             name = f"share with relative error >= {limit:g}"
-            found.append(Check(name, 1 - share, limit, ok or not fatal))
+            checks.append(Check(name, 1 - share, limit, ok or not fatal))
             if not ok and not fatal:
                 self.note = (
                     f"warning: {1 - share:.3g} of the elements have a relative error >= {limit:g}"
                 )
             if not ok:
                 break
-        if all(c.ok for c in found) and self._special:
-            said = f"the published check passes {self._special} misplaced infinities or NaN"
-            self.note = f"{self.note}; {said}" if self.note else said
-        return found
+        if all(c.ok for c in checks) and self._special:
+            passed = f"the published check passes {self._special} misplaced infinities or NaN"
+            self.note = f"{self.note}; {passed}" if self.note else passed
+        return checks
 
     def _of_cosine(self) -> list[Check]:
         zero = [bool(h <= _TINY) for h in self._highest]

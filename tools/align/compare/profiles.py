@@ -17,7 +17,7 @@ from telechat_moe.tools.align.compare.measures import (
     Bitwise,
     Close,
     DoubleBenchmark,
-    Equal,
+    EqualValues,
     Measure,
     Mixed,
     Relative,
@@ -139,7 +139,7 @@ class Profile:
     def measure(self, dtype: str, golden: str) -> Measure | None:
         """Return a measure for types of target and golden tensor; None: the standard does not cover them."""
         if not is_float(dtype) and not dtype.startswith("complex") and self.name != "bitwise":
-            return Equal()
+            return EqualValues()
         return self.measures(self.line(dtype), golden)
 
 
@@ -149,25 +149,27 @@ def read(text: str) -> Profile:
     Raises:
         UsageError: No such name or option, or a value that the option cannot have.
     """
-    name, _, rest = text.partition(":")
+    name, _, options = text.partition(":")
     if name not in _STANDARDS:
         raise UsageError(f"--standard {name}: unknown; expected one of {', '.join(NAMES)}")
-    given: dict[str, Any] = {}
-    for part in rest.split(",") if rest else ():
+    values: dict[str, Any] = {}
+    for part in options.split(",") if options else ():
         option, _, value = part.partition("=")
         if option not in _OPTIONS or (option == "equal_nan" and part != option):
-            known = ", ".join(_OPTIONS)
-            raise UsageError(f"--standard {text}: unknown option {part!r}; expected {known}")
+            names_of_options = ", ".join(_OPTIONS)
+            raise UsageError(
+                f"--standard {text}: unknown option {part!r}; expected {names_of_options}"
+            )
         names, convert = _OPTIONS[option]
         if name not in names:
-            said = f"no option {option}, which is for {', '.join(names)}"
-            raise UsageError(f"--standard {name}: {said}")
+            purpose = f"no option {option}, which is for {', '.join(names)}"
+            raise UsageError(f"--standard {name}: {purpose}")
         try:
-            given[option] = convert(value)
+            values[option] = convert(value)
         except ValueError as error:
             raise UsageError(f"--standard {text}: {part!r} {error}") from None
-    kind = given.pop("as", None)
-    return replace(_STANDARDS[name](**given), name=name, kind=kind)
+    kind = values.pop("as", None)
+    return replace(_STANDARDS[name](**values), name=name, kind=kind)
 
 
 def _number(value: str) -> float:
@@ -187,14 +189,14 @@ def _kind(value: str) -> str:
     return kind
 
 
-def _by_type(lines: Mapping[str, Line], made: Callable[[str, Line], Measure]) -> Measures:
+def _by_type(lines: Mapping[str, Line], measure: Callable[[str, Line], Measure]) -> Measures:
     """Return the measures of a standard that has a line for each type that it covers."""
-    return lambda dtype, golden: made(dtype, lines[dtype]) if dtype in lines else None
+    return lambda dtype, golden: measure(dtype, lines[dtype]) if dtype in lines else None
 
 
 def _ascend(level: str) -> Profile:
     ratios = ASCEND_RATIO[level]
-    measures = _by_type(ASCEND_LEAST, lambda _, least: DoubleBenchmark(ratios, least))
+    measures = _by_type(ASCEND_LEAST, lambda _, floor: DoubleBenchmark(ratios, floor))
     source = "CANN operator precision standard, double benchmark"
     return Profile(source, measures, third=True, cases=ASCEND_CASES[level])
 

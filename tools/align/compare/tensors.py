@@ -16,7 +16,7 @@ CHUNK = 1 << 13
 """Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
 
 
-class Compared(NamedTuple):
+class TensorComparison(NamedTuple):
     """What a standard says of a tensor."""
 
     status: Literal["pass", "diverged", "not judged"]  # `not judged`: the standard does not apply
@@ -33,7 +33,7 @@ class Compared(NamedTuple):
 
 def compare(
     profile: Profile, arrays: Sequence[Array | Logical], dtype: str, golden_dtype: str
-) -> Compared:
+) -> TensorComparison:
     """Compare a tensor with the reference's.
 
     Args:
@@ -42,18 +42,18 @@ def compare(
     """
     target, golden = arrays[:2]
     if golden.shape != target.shape:
-        said = f"shape {list(target.shape)}, reference {list(golden.shape)}"
-        return Compared("diverged", [], said)
-    said = f"type {dtype}, reference {golden_dtype}"
+        note = f"shape {list(target.shape)}, reference {list(golden.shape)}"
+        return TensorComparison("diverged", [], note)
+    note = f"type {dtype}, reference {golden_dtype}"
     if dtype != golden_dtype and profile.same_dtype:
-        return Compared("diverged", [], said)
+        return TensorComparison("diverged", [], note)
     if is_float(dtype) != is_float(golden_dtype):
-        return Compared("not judged", [], said)
+        return TensorComparison("not judged", [], note)
     measure = profile.measure(dtype, golden_dtype)
     if measure is None:
-        return Compared("not judged", [], f"{profile.name} has no line for {said}")
+        return TensorComparison("not judged", [], f"{profile.name} has no line for {note}")
     if not math.prod(target.shape):
-        return Compared("pass", [])
+        return TensorComparison("pass", [])
     with np.errstate(invalid="ignore"):  # signalling NaN
         for chunk in chunks(arrays):
             measure.add(chunk)
@@ -70,28 +70,28 @@ def chunks(arrays: Sequence[Array | Logical]) -> Iterator[Chunk]:
 
 
 def _parts(arrays: Sequence[Array | Logical]) -> Iterator[list[Array]]:
-    each = [_blocks(x) if isinstance(x, Logical) else iter([x]) for x in arrays]
-    for blocks in zip(*each, strict=True):
+    iterators = [_blocks(x) if isinstance(x, Logical) else iter([x]) for x in arrays]
+    for blocks in zip(*iterators, strict=True):
         for _, parts in value_files.chunks(blocks, CHUNK):
             yield parts
         for block in blocks:
             value_files.release(block)
 
 
-def _blocks(whole: Logical) -> Iterator[Array]:
+def _blocks(tensor: Logical) -> Iterator[Array]:
     """Yield the blocks of a tensor; bits of bfloat16, which a checkpoint holds, in float32."""
-    for _, block in whole.blocks(BLOCK_BYTES):
-        yield widen(block, whole.dtype) if _is_bits(whole, block) else block
+    for _, block in tensor.blocks(BLOCK_BYTES):
+        yield widen(block, tensor.dtype) if _is_bits(tensor, block) else block
 
 
-def element(whole: Logical, index: tuple[int, ...]) -> Any:
+def element(tensor: Logical, index: tuple[int, ...]) -> Any:
     """Return an element of a tensor as a Python number."""
-    found = whole.at(index)
-    return (widen(found, whole.dtype) if _is_bits(whole, found) else found).item()
+    value = tensor.at(index)
+    return (widen(value, tensor.dtype) if _is_bits(tensor, value) else value).item()
 
 
-def _is_bits(whole: Logical, values: Array) -> bool:
-    return whole.dtype == "bfloat16" and values.dtype == np.uint16
+def _is_bits(tensor: Logical, values: Array) -> bool:
+    return tensor.dtype == "bfloat16" and values.dtype == np.uint16
 
 
 def _reals(x: Array) -> Array:
@@ -99,13 +99,15 @@ def _reals(x: Array) -> Array:
     return x.view(x.real.dtype)
 
 
-def _result(measure: Measure, shape: tuple[int, ...], pairs: bool) -> Compared:
+def _result(measure: Measure, shape: tuple[int, ...], pairs: bool) -> TensorComparison:
     checks = measure.checks()
     if measure.undefined:
-        return Compared("not judged", [], measure.undefined)
-    found = Compared("pass" if all(c.ok for c in checks) else "diverged", checks, measure.note)
-    at = found.worst.at if found.worst else None
-    if at is None or not shape:
-        return found
-    at //= 2 if pairs else 1
-    return found._replace(element=tuple(int(i) for i in np.unravel_index(at, shape)))
+        return TensorComparison("not judged", [], measure.undefined)
+    comparison = TensorComparison(
+        "pass" if all(c.ok for c in checks) else "diverged", checks, measure.note
+    )
+    index = comparison.worst.position if comparison.worst else None
+    if index is None or not shape:
+        return comparison
+    index //= 2 if pairs else 1
+    return comparison._replace(element=tuple(int(i) for i in np.unravel_index(index, shape)))

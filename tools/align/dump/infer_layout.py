@@ -20,7 +20,7 @@ MOST = 4096
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout that fits the shapes."""
 
     layout: TensorLayout
@@ -30,18 +30,18 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Inferred:
+class InferredLayout:
     """The result of inferring a layout."""
 
     # The layout; None: it cannot be inferred, and the tensor is not comparable
     layout: TensorLayout | None
-    why: str  # how it was decided, or why it was not
-    candidates: tuple[Candidate, ...]  # all that fit the shapes
+    reason: str  # how it was decided, or why it was not
+    candidates: tuple[LayoutCandidate, ...]  # all that fit the shapes
 
 
 def infer(
     shards: Sequence[Shard], shape: Sequence[int], mesh: Mapping[str, int] | None = None
-) -> Inferred:
+) -> InferredLayout:
     """Infer the layout of the shards of a tensor whose shape is known.
 
     Args:
@@ -60,54 +60,64 @@ def infer(
         )
     local = next(iter(shapes))
     if len(local) != len(shape) or any(a < 1 or n % a for n, a in zip(shape, local, strict=False)):
-        return Inferred(None, f"shards {list(local)} do not divide the tensor {list(shape)}", ())
+        return InferredLayout(
+            None, f"shards {list(local)} do not divide the tensor {list(shape)}", ()
+        )
     ratios = [n // a for n, a in zip(shape, local, strict=True)]
     layouts = _distinct(_candidates(ratios, ranks, mesh), local)
     tried = tuple(_tried(shards, layout, tuple(shape)) for layout in layouts)
     return _decided(tried, ratios, len(ranks))
 
 
-def _decided(tried: tuple[Candidate, ...], ratios: Sequence[int], ranks: int) -> Inferred:
+def _decided(
+    tried: tuple[LayoutCandidate, ...], ratios: Sequence[int], ranks: int
+) -> InferredLayout:
     good = [c for c in tried if c.problem is None]
     if not tried:
         cuts = " x ".join(map(str, ratios))
-        return Inferred(None, f"no mesh of {ranks} ranks shards the dimensions into {cuts}", tried)
+        return InferredLayout(
+            None, f"no mesh of {ranks} ranks shards the dimensions into {cuts}", tried
+        )
     if not good:
-        why = f"copies differ in each of {len(tried)} layouts: {tried[0].problem}"
-        return Inferred(None, why, tried)
+        reason = f"copies differ in each of {len(tried)} layouts: {tried[0].problem}"
+        return InferredLayout(None, reason, tried)
     if len({c.digest for c in good}) > 1:
         names = "; ".join(describe(c.layout) for c in good[:4])
-        return Inferred(None, f"{len(good)} layouts fit and give different tensors: {names}", tried)
+        return InferredLayout(
+            None, f"{len(good)} layouts fit and give different tensors: {names}", tried
+        )
     if len(tried) == 1:
         agree = ", and copies agree" if good[0].copies else ""
-        why = f"the only layout that fits the shapes{agree}"
+        reason = f"the only layout that fits the shapes{agree}"
     elif len(good) == 1:
-        why = f"copies agree in this one of {len(tried)} layouts that fit the shapes"
+        reason = f"copies agree in this one of {len(tried)} layouts that fit the shapes"
     else:
-        why = f"all {len(good)} layouts whose copies agree give the same tensor"
-    return Inferred(good[0].layout, why, tried)
+        reason = f"all {len(good)} layouts whose copies agree give the same tensor"
+    return InferredLayout(good[0].layout, reason, tried)
 
 
-def _tried(shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...]) -> Candidate:
-    whole = logical(shards, layout, shape)
+def _tried(
+    shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...]
+) -> LayoutCandidate:
+    tensor = logical(shards, layout, shape)
     digest = hashlib.blake2b(digest_size=16)
     try:
-        for _, block in whole.blocks():
+        for _, block in tensor.blocks():
             digest.update(np.ascontiguousarray(block).data)
     except CopiesDifferError as error:
-        return Candidate(layout, len(error.copies.compared), str(error))
-    return Candidate(layout, len(whole.copies.compared), None, digest.hexdigest())
+        return LayoutCandidate(layout, len(error.copies.compared), str(error))
+    return LayoutCandidate(layout, len(tensor.copies.compared), None, digest.hexdigest())
 
 
 def _distinct(layouts: Iterator[TensorLayout], local: tuple[int, ...]) -> Iterator[TensorLayout]:
     """Leave out layouts that locate every shard where an earlier one does."""
-    seen: set[object] = set()
+    distinct: set[object] = set()
     for layout in layouts:
         shapes = {ShardKey(rank): local for rank in layout.ranks}
         places = tuple(locate(layout, shapes).places.items())
-        if places not in seen:
-            seen.add(places)
-            if len(seen) > MOST:
+        if places not in distinct:
+            distinct.add(places)
+            if len(distinct) > MOST:
                 raise LayoutError(f"more than {MOST} layouts fit the shapes; name the mesh")
             yield layout
 
@@ -145,11 +155,11 @@ def _roles(
 
 
 def _primes(n: int) -> list[int]:
-    found: list[int] = []
+    primes: list[int] = []
     p = 2
     while n > 1:
         while n % p == 0:
-            found.append(p)
+            primes.append(p)
             n //= p
         p += 1
-    return found
+    return primes

@@ -23,7 +23,7 @@ INTERLEAVED = "interleaved_parallel"
 _KINDS = {"avg": "mean"}
 
 
-def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> TensorLayout:
+def from_dict(entry: Mapping[str, Any], shard_size: int | None = None) -> TensorLayout:
     """Return the layout that a dump describes.
 
     Args:
@@ -34,9 +34,9 @@ def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> Tensor
         LayoutError: It contradicts itself.
     """
     try:
-        layout = _parse(found)
+        layout = _parse(entry)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise BadInputError(f"layout {short(found)} cannot be read: {error!r}") from None
+        raise BadInputError(f"layout {short(entry)} cannot be read: {error!r}") from None
     return layout if shard_size in (None, 0, 1) else shared(layout, shard_size)
 
 
@@ -44,7 +44,7 @@ def to_dict(layout: TensorLayout) -> dict[str, Any]:
     """Return a layout as dumps write it."""
     number = {axis: len(layout.axes) - 1 - i for i, axis in enumerate(layout.axes)}
     within = INTERLEAVED in layout.local
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "Device Matrix": list(layout.mesh),
         "Alias Name": list(layout.axes),
         "Interleaved": "Yes" if within else "No",
@@ -55,18 +55,22 @@ def to_dict(layout: TensorLayout) -> dict[str, Any]:
         "Rank List": list(layout.ranks),
     }
     if layout.partial:
-        found["Partial"] = [layout.partial.get(a) for a in layout.axes]
+        entry["Partial"] = [layout.partial.get(a) for a in layout.axes]
     local = layout.local - {INTERLEAVED}
     names = {"Cyclic": layout.interleaved, "Local": local, "Flat": layout.flat}
-    found |= {key: list(axes) for key, axes in names.items() if axes}
+    entry |= {key: list(axes) for key, axes in names.items() if axes}
     if any(b > 1 for b in layout.block):
-        found["Blocks"] = list(layout.block)
+        entry["Blocks"] = list(layout.block)
     if layout.calls:
-        found["Calls"] = layout.calls
-    for key, given in (("Sizes", layout.sizes), ("Owned", layout.owned), ("Padded", layout.padded)):
-        if given:
-            found[key] = {"flat" if d == FLAT else str(d): x for d, x in given.items()}
-    return found
+        entry["Calls"] = layout.calls
+    for key, by_dimension in (
+        ("Sizes", layout.sizes),
+        ("Owned", layout.owned),
+        ("Padded", layout.padded),
+    ):
+        if by_dimension:
+            entry[key] = {"flat" if d == FLAT else str(d): x for d, x in by_dimension.items()}
+    return entry
 
 
 def shared(layout: TensorLayout, by: int) -> TensorLayout:
@@ -81,14 +85,14 @@ def shared(layout: TensorLayout, by: int) -> TensorLayout:
     free = [a for a in layout.axes if a not in used and a != layout.calls]
     for first, axis in reversed([*enumerate(free)] if layout.dims else []):
         # Groups of neighbouring ranks: the innermost axes, and of the last of them perhaps a part.
-        parts, rest = divmod(by, math.prod(sizes[a] for a in free[first + 1 :]))
-        if rest or sizes[axis] % parts:
+        parts, remainder = divmod(by, math.prod(sizes[a] for a in free[first + 1 :]))
+        if remainder or sizes[axis] % parts:
             continue
-        at, inner = layout.axes.index(axis), f"{axis}_shared"
+        position, inner = layout.axes.index(axis), f"{axis}_shared"
         split = (sizes[axis] // parts, parts)
         dims = ((*layout.dims[0], inner, *free[first + 1 :]), *layout.dims[1:])
-        mesh = (*layout.mesh[:at], *split, *layout.mesh[at + 1 :])
-        axes = (*layout.axes[: at + 1], inner, *layout.axes[at + 1 :])
+        mesh = (*layout.mesh[:position], *split, *layout.mesh[position + 1 :])
+        axes = (*layout.axes[: position + 1], inner, *layout.axes[position + 1 :])
         return replace(layout, mesh=mesh, axes=axes, dims=dims)
     raise LayoutError(
         f"{by} copies are said to share the tensor; its copies lie along "
@@ -96,15 +100,17 @@ def shared(layout: TensorLayout, by: int) -> TensorLayout:
     )
 
 
-def _parse(found: Mapping[str, Any]) -> TensorLayout:
-    mesh = _ints(found["Device Matrix"])
-    axes = tuple(str(a) for a in found.get("Alias Name") or [f"axis{i}" for i in range(len(mesh))])
+def _parse(description: Mapping[str, Any]) -> TensorLayout:
+    mesh = _ints(description["Device Matrix"])
+    axes = tuple(
+        str(a) for a in description.get("Alias Name") or [f"axis{i}" for i in range(len(mesh))]
+    )
     if len(axes) != len(mesh):
         raise LayoutError(
             f"Device Matrix {list(mesh)} has {len(mesh)} axes, Alias Name {len(axes)}"
         )
-    local = frozenset(map(str, found.get("Local", ())))
-    ranks = _ints(found["Rank List"]) if found.get("Rank List") is not None else None
+    local = frozenset(map(str, description.get("Local", ())))
+    ranks = _ints(description["Rank List"]) if description.get("Rank List") is not None else None
     if INTERLEAVED in axes:
         if axes[-1] != INTERLEAVED:
             raise LayoutError(f"{INTERLEAVED} must be the last of {', '.join(axes)}")
@@ -113,7 +119,7 @@ def _parse(found: Mapping[str, Any]) -> TensorLayout:
     if ranks is None:
         devices = math.prod(n for a, n in zip(axes, mesh, strict=True) if a not in local)
         ranks = tuple(range(devices))
-    dims = tuple(_axes(entry, axes) for entry in found["Tensor Map"])
+    dims = tuple(_axes(entry, axes) for entry in description["Tensor Map"])
     if INTERLEAVED in local and not any(INTERLEAVED in cut for cut in dims):
         # this tensor is not split within a device
         axes, mesh, local = axes[:-1], mesh[:-1], local - {INTERLEAVED}
@@ -122,15 +128,17 @@ def _parse(found: Mapping[str, Any]) -> TensorLayout:
         axes=axes,
         ranks=ranks,
         dims=dims,
-        partial=_partial(found.get("Partial"), axes),
-        interleaved=frozenset(map(str, found.get("Cyclic", ()))),
-        block=_ints(found.get("Blocks", ())),
+        partial=_partial(description.get("Partial"), axes),
+        interleaved=frozenset(map(str, description.get("Cyclic", ()))),
+        block=_ints(description.get("Blocks", ())),
         local=local,
-        calls=None if found.get("Calls") is None else str(found["Calls"]),
-        sizes={d: _ints(x) for d, x in _by_dimension(found.get("Sizes"))},
-        owned={d: tuple(_ints(part) for part in x) for d, x in _by_dimension(found.get("Owned"))},
-        padded={d: _int(x) for d, x in _by_dimension(found.get("Padded"))},
-        flat=tuple(map(str, found.get("Flat", ()))),
+        calls=None if description.get("Calls") is None else str(description["Calls"]),
+        sizes={d: _ints(x) for d, x in _by_dimension(description.get("Sizes"))},
+        owned={
+            d: tuple(_ints(part) for part in x) for d, x in _by_dimension(description.get("Owned"))
+        },
+        padded={d: _int(x) for d, x in _by_dimension(description.get("Padded"))},
+        flat=tuple(map(str, description.get("Flat", ()))),
     )
 
 
@@ -153,18 +161,20 @@ def _axes(entry: Any, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axes[len(axes) - 1 - n] for n in numbers if n != -1)
 
 
-def _partial(found: Any, axes: Sequence[str]) -> dict[str, str]:
-    if not found:
+def _partial(entry: Any, axes: Sequence[str]) -> dict[str, str]:
+    if not entry:
         return {}
-    given = found.items() if is_object(found) else enumerate(found)
-    said = {a: str(kind).lower() for a, kind in given if kind not in (None, "None", "")}
-    kinds = {axes[a] if isinstance(a, int) else str(a): kind for a, kind in said.items()}
+    kinds_by_axis = entry.items() if is_object(entry) else enumerate(entry)
+    named_kinds = {
+        a: str(kind).lower() for a, kind in kinds_by_axis if kind not in (None, "None", "")
+    }
+    kinds = {axes[a] if isinstance(a, int) else str(a): kind for a, kind in named_kinds.items()}
     return {axis: _KINDS.get(kind, kind) for axis, kind in kinds.items()}
 
 
-def _by_dimension(found: Any) -> list[tuple[int, Any]]:
-    given: Mapping[str, Any] = found or {}
-    return [(FLAT if d == "flat" else int(d), x) for d, x in given.items()]
+def _by_dimension(entry: Any) -> list[tuple[int, Any]]:
+    by_dimension: Mapping[str, Any] = entry or {}
+    return [(FLAT if d == "flat" else int(d), x) for d, x in by_dimension.items()]
 
 
 def _int(x: Any) -> int:
@@ -173,7 +183,7 @@ def _int(x: Any) -> int:
     return x
 
 
-def _ints(found: Any) -> tuple[int, ...]:
-    if not is_sequence(found):
-        raise TypeError(f"{found!r} is no list")
-    return tuple(map(_int, found))
+def _ints(numbers: Any) -> tuple[int, ...]:
+    if not is_sequence(numbers):
+        raise TypeError(f"{numbers!r} is no list")
+    return tuple(map(_int, numbers))

@@ -18,11 +18,11 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import is_float, ulps
 from telechat_moe.tools.align.dump.ranges import (
-    Indices,
     LayoutError,
     ShardIndices,
     ShardKey,
     ShardMap,
+    ShardPositions,
     locate,
     locate_regions,
 )
@@ -30,7 +30,7 @@ from telechat_moe.tools.align.dump.records import Array, TensorLayout, TensorRec
 from telechat_moe.tools.align.dump.value_files import boxes
 
 BLOCK_BYTES = 16 << 20
-Box = tuple[slice, ...]
+BlockSlices = tuple[slice, ...]
 Indexer = slice | Array
 """Positions along a dimension: a range, or their numbers."""
 
@@ -46,7 +46,7 @@ class Shard(NamedTuple):
     call: int = 0
 
 
-class Bound(NamedTuple):
+class CopyBound(NamedTuple):
     """How far copies of one shard may differ: ``atol + rtol |x|`` or a number of ULPs, whichever is more."""
 
     rtol: float = 0.0
@@ -55,7 +55,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Difference:
+class CopyDifference:
     """A copy that is not equal to the first one."""
 
     key: ShardKey  # rank, and call, that holds it
@@ -80,7 +80,9 @@ class Copies:
     compared: set[ShardKey] = field(default_factory=set[ShardKey])
     bitwise: bool = True  # whether all copies are equal to the last bit
     # Copies beyond the bound, by rank and call
-    differences: dict[ShardKey, Difference] = field(default_factory=dict[ShardKey, Difference])
+    differences: dict[ShardKey, CopyDifference] = field(
+        default_factory=dict[ShardKey, CopyDifference]
+    )
 
     @property
     def verdict(self) -> str:
@@ -128,12 +130,12 @@ class Logical:
     def __init__(
         self,
         shards: Mapping[ShardKey, TensorRecord],
-        where: ShardMap,
-        bound: Bound | None = None,
+        shard_map: ShardMap,
+        bound: CopyBound | None = None,
         keep: bool = False,
     ) -> None:
-        self.shape, self.bound, self.keep, self.copies = where.shape, bound, keep, Copies()
-        self._plan, self._shards, self._keys = where, shards, sorted(shards)
+        self.shape, self.bound, self.keep, self.copies = shard_map.shape, bound, keep, Copies()
+        self._plan, self._shards, self._keys = shard_map, shards, sorted(shards)
         first = self._keys[0]
         self.dtype = shards[first].dtype
         for key in self._keys:
@@ -141,7 +143,7 @@ class Logical:
                 raise LayoutError(f"{key} holds {shards[key].dtype}, {first} {self.dtype}")
         holders: dict[Any, int] = {}
         for key in self._keys:
-            holders.setdefault(where.places[key].mark, key.rank)
+            holders.setdefault(shard_map.places[key].mark, key.rank)
         self._copied = len(holders) < len(self._keys)
         self.ranks = tuple(sorted({*holders.values()}))
 
@@ -150,7 +152,7 @@ class Logical:
         """Whether values are means of terms."""
         return self._plan.divide > 1
 
-    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[Box, Array]]:
+    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[BlockSlices, Array]]:
         """Yield the whole tensor in C order, block by block; a tensor without elements as one block.
 
         Args:
@@ -177,12 +179,12 @@ class Logical:
 
         Raises like :meth:`blocks`.
         """
-        whole: Array = np.empty(0)
+        values: Array = np.empty(0)
         for i, (box, block) in enumerate(self.blocks()):
             if i == 0:
-                whole = np.empty(self.shape, block.dtype)
-            whole[box] = block
-        return whole
+                values = np.empty(self.shape, block.dtype)
+            values[box] = block
+        return values
 
     def write(self, path: Path, dtype: str | None = None, limit: int = BLOCK_BYTES) -> None:
         """Write the whole tensor as a ``.npy`` file, block by block; raises like :meth:`blocks`.
@@ -199,7 +201,7 @@ class Logical:
                     _NPY.write_array_header_1_0(file, header)
                 file.write(np.ascontiguousarray(block, stored).data)
 
-    def _block(self, box: Box) -> Array:
+    def _block(self, box: BlockSlices) -> Array:
         """Return a block of the whole, with terms combined."""
         reduce, terms = self._plan.reduce, dict[int, list[ShardKey]]()
         for key in self._keys:
@@ -212,49 +214,49 @@ class Logical:
             _COMBINE[reduce](total, self._term(keys, box), out=total, casting="unsafe")
         return total / self._plan.divide if self._plan.divide > 1 else total
 
-    def _term(self, keys: Sequence[ShardKey], box: Box) -> Array:
+    def _term(self, keys: Sequence[ShardKey], box: BlockSlices) -> Array:
         """Return a block of one term from the first copy of each element; compare the others with it."""
         extent = [s.stop - s.start for s in box]
-        found: Array | None = None
+        block: Array | None = None
         # The number of the shard that each element is from; 0: it is not known yet.
         holder: Array = np.zeros(extent if self._copied else 0, np.int32)
         for i, key in enumerate(keys, 1):
             part = _part(self._shards[key], self._plan.places[key], box)
             if part is None:
                 continue
-            at, values = part
-            if found is None:
-                found = np.empty(extent, values.dtype)
-            if values.dtype != found.dtype:
-                raise LayoutError(f"copies are stored as {values.dtype} and {found.dtype}")
-            known: Array = holder[at] > 0 if self._copied else np.zeros(())
-            if not known.any():
-                found[at] = values
+            index, values = part
+            if block is None:
+                block = np.empty(extent, values.dtype)
+            if values.dtype != block.dtype:
+                raise LayoutError(f"copies are stored as {values.dtype} and {block.dtype}")
+            filled: Array = holder[index] > 0 if self._copied else np.zeros(())
+            if not filled.any():
+                block[index] = values
                 if self._copied:
-                    holder[at] = i
+                    holder[index] = i
                 continue
-            self._compare(key, keys, box, at, values, found, holder)
-            if not known.all():
-                found[at] = np.where(known, found[at], values)
-                holder[at] = np.where(known, holder[at], i)
-        if found is None:  # a block without elements
-            found = np.empty(extent, self._shards[keys[0]].load().dtype)
-        return found
+            self._compare(key, keys, box, index, values, block, holder)
+            if not filled.all():
+                block[index] = np.where(filled, block[index], values)
+                holder[index] = np.where(filled, holder[index], i)
+        if block is None:  # a block without elements
+            block = np.empty(extent, self._shards[keys[0]].load().dtype)
+        return block
 
     def _compare(
         self,
         key: ShardKey,
         keys: Sequence[ShardKey],
-        box: Box,
-        at: Any,
+        box: BlockSlices,
+        region: Any,
         values: Array,
-        found: Array,
+        block: Array,
         holder: Array,
     ) -> None:
         """Compare a shard's values with those that are known at their positions of a block; record the differences."""
-        first = found[at]
+        first = block[region]
         self.copies.compared.add(key)
-        wrong = _unequal_bits(values, first) & (holder[at] > 0)
+        wrong = _unequal_bits(values, first) & (holder[region] > 0)
         if not wrong.any():
             return
         self.copies.bitwise = False
@@ -263,15 +265,20 @@ class Logical:
         count = int(wrong.sum())
         if not count:
             return
-        if (known := self.copies.differences.get(key)) is not None:
-            self.copies.differences[key] = replace(known, elements=known.elements + count)
+        if (difference := self.copies.differences.get(key)) is not None:
+            self.copies.differences[key] = replace(difference, elements=difference.elements + count)
             return
-        one = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-        number = np.arange(found.size).reshape(found.shape)[at][one]
-        place = np.unravel_index(int(number), found.shape)
+        first_wrong = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        number = np.arange(block.size).reshape(block.shape)[region][first_wrong]
+        place = np.unravel_index(int(number), block.shape)
         index = tuple(s.start + int(i) for s, i in zip(box, place, strict=True))
-        self.copies.differences[key] = Difference(
-            key, keys[int(holder[at][one]) - 1], count, index, values[one].item(), first[one].item()
+        self.copies.differences[key] = CopyDifference(
+            key,
+            keys[int(holder[region][first_wrong]) - 1],
+            count,
+            index,
+            values[first_wrong].item(),
+            first[first_wrong].item(),
         )
 
 
@@ -280,7 +287,7 @@ def logical(
     layout: TensorLayout | None = None,
     shape: Sequence[int] | None = None,
     *,
-    bound: Bound | None = None,
+    bound: CopyBound | None = None,
     keep: bool = False,
 ) -> Logical:
     """Return the tensor that shards form; nothing is read yet.
@@ -296,8 +303,8 @@ def logical(
     records = _records(shards)
     layout = layout if layout is not None else _common_layout(records)
     shapes = {key: record.shape for key, record in records.items()}
-    where = locate(layout, shapes, None if shape is None else tuple(shape))
-    return Logical(records, where, bound, keep)
+    shard_map = locate(layout, shapes, None if shape is None else tuple(shape))
+    return Logical(records, shard_map, bound, keep)
 
 
 def logical_regions(
@@ -320,10 +327,10 @@ def logical_regions(
 
 
 def _records(shards: Sequence[Shard]) -> dict[ShardKey, TensorRecord]:
-    found: dict[ShardKey, TensorRecord] = {}
+    records: dict[ShardKey, TensorRecord] = {}
     for shard in shards:
         key = ShardKey(shard.rank, shard.call)
-        if key in found:
+        if key in records:
             raise LayoutError(f"{key} gives two shards")
         values = shard.values
         if not isinstance(values, TensorRecord):
@@ -331,10 +338,10 @@ def _records(shards: Sequence[Shard]) -> dict[ShardKey, TensorRecord]:
             values = TensorRecord(array.dtype.name, array.shape, read=partial(np.asarray, array))
         if values.read is None:
             raise BadInputError("the values of this tensor were not dumped, only statistics")
-        found[key] = values
-    if not found:
+        records[key] = values
+    if not records:
         raise LayoutError("there are no shards")
-    return found
+    return records
 
 
 def _common_layout(records: Mapping[ShardKey, TensorRecord]) -> TensorLayout:
@@ -350,23 +357,27 @@ def _common_layout(records: Mapping[ShardKey, TensorRecord]) -> TensorLayout:
     return layout
 
 
-def _part(record: TensorRecord, place: ShardIndices, box: Box) -> tuple[Any, Array] | None:
+def _part(record: TensorRecord, place: ShardIndices, box: BlockSlices) -> tuple[Any, Array] | None:
     """Return the positions in a block of what a shard holds of it, as an index, and the values; None: it holds nothing."""
-    found = [_overlap(held, s.start, s.stop) for held, s in zip(place.dims, box, strict=True)]
-    pairs = [pair for pair in found if pair is not None]
-    if len(pairs) < len(found):
+    overlaps = [
+        _overlap(positions, s.start, s.stop) for positions, s in zip(place.dims, box, strict=True)
+    ]
+    pairs = [pair for pair in overlaps if pair is not None]
+    if len(pairs) < len(overlaps):
         return None
-    where, own = [w for w, _ in pairs], [o for _, o in pairs]
+    in_block, in_shard = [w for w, _ in pairs], [o for _, o in pairs]
     if place.flat is None:
-        return _picked(where, [s.stop - s.start for s in box]), _taken(record, own)
+        return _picked(in_block, [s.stop - s.start for s in box]), _taken(record, in_shard)
     begin, end = place.flat
     lengths = [*map(len, place.dims)]
-    held: list[Array] = [np.arange(n)[o] for n, o in zip(lengths, own, strict=True)]
+    positions: list[Array] = [np.arange(n)[o] for n, o in zip(lengths, in_shard, strict=True)]
     inner = math.prod(lengths[1:])
-    if held and (int(held[0].max() + 1) * inner <= begin or int(held[0].min()) * inner >= end):
+    if positions and (
+        int(positions[0].max() + 1) * inner <= begin or int(positions[0].min()) * inner >= end
+    ):
         return None
     numbers: Array = np.zeros((), np.int64)  # positions in the flattened region
-    for n, i in zip(lengths, held, strict=True):
+    for n, i in zip(lengths, positions, strict=True):
         numbers = np.add.outer(numbers * n, i)
     inside: Array = (numbers >= begin) & (numbers < end)
     if not inside.any():
@@ -376,18 +387,20 @@ def _part(record: TensorRecord, place: ShardIndices, box: Box) -> tuple[Any, Arr
     values: Array = _taken(record, [slice(low, int(chosen.max()) + 1)])[chosen - low]
     if not box:
         return ..., values.reshape(())
-    at: list[Array] = [np.arange(s.stop - s.start)[w] for w, s in zip(where, box, strict=True)]
-    return tuple(a[n] for a, n in zip(at, np.nonzero(inside), strict=True)), values
+    block_positions: list[Array] = [
+        np.arange(s.stop - s.start)[w] for w, s in zip(in_block, box, strict=True)
+    ]
+    return tuple(a[n] for a, n in zip(block_positions, np.nonzero(inside), strict=True)), values
 
 
-def _overlap(held: Indices, low: int, high: int) -> tuple[Indexer, Indexer] | None:
+def _overlap(positions: ShardPositions, low: int, high: int) -> tuple[Indexer, Indexer] | None:
     """Return where a shard holds something between ``low`` and ``high``: counted from ``low``, and in it; None: nowhere."""
-    if isinstance(held, range):
-        begin, end = max(held.start, low), min(held.stop, high)
-        where, own = (slice(begin - first, end - first) for first in (low, held.start))
-        return (where, own) if begin < end else None
-    inside = np.flatnonzero((held >= low) & (held < high))
-    return (held[inside] - low, inside) if inside.size else None
+    if isinstance(positions, range):
+        begin, end = max(positions.start, low), min(positions.stop, high)
+        in_block, in_shard = (slice(begin - first, end - first) for first in (low, positions.start))
+        return (in_block, in_shard) if begin < end else None
+    inside = np.flatnonzero((positions >= low) & (positions < high))
+    return (positions[inside] - low, inside) if inside.size else None
 
 
 def _taken(record: TensorRecord, indexers: Sequence[Indexer]) -> Array:
@@ -434,12 +447,12 @@ def _unequal_bits(a: Array, b: Array) -> Array:
     return np.asarray(a != b)
 
 
-def _beyond(a: Array, b: Array, bound: Bound, dtype: str) -> Array:
+def _beyond(a: Array, b: Array, bound: CopyBound, dtype: str) -> Array:
     """Return where two arrays differ by more than a bound; NaN against a number always does."""
     if a.dtype.kind not in "fiub":
         return np.ones(a.shape, np.bool_)
     x, y = a.astype(np.float64), b.astype(np.float64)
-    near = np.isclose(x, y, bound.rtol, bound.atol, equal_nan=True)
+    close_enough = np.isclose(x, y, bound.rtol, bound.atol, equal_nan=True)
     if bound.ulp and is_float(dtype):
-        near |= ulps(x, y, dtype) <= bound.ulp
-    return ~near
+        close_enough |= ulps(x, y, dtype) <= bound.ulp
+    return ~close_enough

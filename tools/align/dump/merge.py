@@ -1,6 +1,6 @@
 """Merge a dump of many ranks into one of whole tensors, as a run on one device would have written it.
 
-A tensor's layout is the one in its records, else the one that the caller gives (:class:`Said`); without either, tensors
+A tensor's layout is the one in its records, else the one that the caller gives (:class:`LayoutDescription`); without either, tensors
 whose bits are equal on all their ranks are copies. A tensor whose shards contradict its layout is not merged, but reported.
 """
 
@@ -19,7 +19,13 @@ from telechat_moe.numerics import WIDENED, is_float
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layout_dict import from_dict
-from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, Shard, logical
+from telechat_moe.tools.align.dump.logical import (
+    CopiesDifferError,
+    CopyBound,
+    Logical,
+    Shard,
+    logical,
+)
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -37,7 +43,7 @@ _LAYER = re.compile(r"(?P<head>(?:^|\.)(?:layers|layer|h|blocks))\.(?P<number>\d
 _CHUNK = re.compile(r"^(Cell|Module)\.(\d+)\.")
 
 
-class Outcome(NamedTuple):
+class MergedTensor(NamedTuple):
     """The result of merging one tensor."""
 
     key: str  # key of the call in the merged dump
@@ -82,15 +88,15 @@ class LayerNumbers:
         Raises:
             LayoutError: The stage and chunk hold fewer layers.
         """
-        found = _LAYER.search(name)
-        if found is None:
+        match = _LAYER.search(name)
+        if match is None:
             return name
-        local, numbers = int(found["number"]), self.layers.get((stage, chunk), ())
+        local, numbers = int(match["number"]), self.layers.get((stage, chunk), ())
         if local >= len(numbers):
             raise LayoutError(
                 f"layer {local} of {_name((stage, chunk))}, which hold {len(numbers)} layers"
             )
-        return f"{name[: found.start()]}{found['head']}.{numbers[local]}{name[found.end() :]}"
+        return f"{name[: match.start()]}{match['head']}.{numbers[local]}{name[match.end() :]}"
 
 
 def _name(stage: tuple[int, int]) -> str:
@@ -98,7 +104,7 @@ def _name(stage: tuple[int, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Said:
+class LayoutDescription:
     """Information that a dump lacks."""
 
     # TensorLayout and whole shape by a pattern for `KEY PLACE`; the first match counts
@@ -118,7 +124,7 @@ class Said:
     mesh: Mapping[str, int] | None = None
 
     @staticmethod
-    def read(path: Path) -> "Said":
+    def read(path: Path) -> "LayoutDescription":
         """Read a JSON file.
 
         ``tensors``: {pattern: layout, with ``Shape`` where filler hides it}, ``stages``: {rank: stage}, ``layers``:
@@ -128,25 +134,25 @@ class Said:
             BadInputError: The file does not have that form.
         """
         try:
-            found = parse_json(path.read_bytes())
-            if unknown := set(found) - _KEYS:
+            content = parse_json(path.read_bytes())
+            if unknown := set(content) - _KEYS:
                 raise ValueError(f"unknown key {min(unknown)!r}")
             tensors: dict[str, tuple[TensorLayout, tuple[int, ...] | None]] = {}
-            for pattern, layout in found.get("tensors", {}).items():
+            for pattern, layout in content.get("tensors", {}).items():
                 shape = layout.get("Shape")
                 tensors[pattern] = from_dict(layout), None if shape is None else _ints(shape)
             layers: dict[tuple[int, int], tuple[int, ...]] = {}
-            for key, numbers in found.get("layers", {}).items():
+            for key, numbers in content.get("layers", {}).items():
                 stage, chunk = key.split(",")
                 layers[int(stage), int(chunk)] = _ints(numbers)
-            return Said(
+            return LayoutDescription(
                 tensors,
-                {int(rank): int(stage) for rank, stage in found.get("stages", {}).items()},
+                {int(rank): int(stage) for rank, stage in content.get("stages", {}).items()},
                 LayerNumbers(layers) if layers else None,
-                int(found.get("micro_batches", 1)),
-                tuple(map(str, found.get("batch_axes", Said.batch))),
-                mesh={str(a): int(n) for a, n in found["mesh"].items()}
-                if "mesh" in found
+                int(content.get("micro_batches", 1)),
+                tuple(map(str, content.get("batch_axes", LayoutDescription.batch))),
+                mesh={str(a): int(n) for a, n in content["mesh"].items()}
+                if "mesh" in content
                 else None,
             )
         except (LayoutError, OSError, *MALFORMED) as error:
@@ -165,8 +171,8 @@ class Said:
         return self.layers.rename(plain, self.stages.get(rank, 0), int(chunk[2]) if chunk else 0)
 
 
-def _ints(found: Any) -> tuple[int, ...]:
-    return tuple(map(int, found))
+def _ints(numbers: Any) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
 
 
 class _Part(NamedTuple):
@@ -181,11 +187,11 @@ Write = Callable[[str, str, Logical], TensorRecord]
 
 def merge_ranks(
     ranks: Sequence[RankDump],
-    said: Said,
+    description: LayoutDescription,
     write: Write,
-    bound: Bound | None = None,
+    bound: CopyBound | None = None,
     keep: bool = False,
-) -> tuple[RankDump, list[Outcome]]:
+) -> tuple[RankDump, list[MergedTensor]]:
     """Return the ranks of a step as one, rank 0, without tensors that could not be merged, and what came of each tensor.
 
     Args:
@@ -197,10 +203,10 @@ def merge_ranks(
     """
     if not ranks:
         raise BadInputError("this step has no ranks")
-    outcomes: list[Outcome] = []
+    outcomes: list[MergedTensor] = []
     calls: dict[str, Call] = {}
-    for key, parts in _grouped(ranks, said).items():
-        calls[key] = _Merger(key, parts, said, write, bound, keep, outcomes).call()
+    for key, parts in _grouped(ranks, description).items():
+        calls[key] = _Merger(key, parts, description, write, bound, keep, outcomes).call()
     first = ranks[0]
     return RankDump(first.step, 0, first.framework, first.task, first.level, calls), outcomes
 
@@ -210,14 +216,14 @@ def into(folder: Path) -> Write:
     folder.mkdir(parents=True, exist_ok=True)
     count = 0
 
-    def write(key: str, place: str, whole: Logical) -> TensorRecord:
+    def write(key: str, place: str, tensor: Logical) -> TensorRecord:
         nonlocal count
         del key, place
         path = folder / f"{count}.npy"
         count += 1
-        dtype = "float64" if whole.mean and not is_float(whole.dtype) else whole.dtype
-        whole.write(path, _stored(dtype))
-        return TensorRecord(dtype, whole.shape, read=lambda: np.load(path, mmap_mode="r"))
+        dtype = "float64" if tensor.mean and not is_float(tensor.dtype) else tensor.dtype
+        tensor.write(path, _stored(dtype))
+        return TensorRecord(dtype, tensor.shape, read=lambda: np.load(path, mmap_mode="r"))
 
     return write
 
@@ -230,31 +236,38 @@ def _stored(dtype: str) -> str | None:
         return None
 
 
-def _grouped(ranks: Sequence[RankDump], said: Said) -> dict[str, list[_Part]]:
+def _grouped(ranks: Sequence[RankDump], description: LayoutDescription) -> dict[str, list[_Part]]:
     """Group calls by name, in the order of one device: forward by stage, backward in reverse."""
-    found: dict[str, list[_Part]] = {}
-    back = sorted(ranks, key=lambda r: (-said.stages.get(r.rank, 0), r.rank))
-    orders = (ranks, [Phase.FORWARD]), (back, [Phase.BACKWARD]), (ranks, _LATER)
+    groups_by_key: dict[str, list[_Part]] = {}
+    backward_order = sorted(ranks, key=lambda r: (-description.stages.get(r.rank, 0), r.rank))
+    orders = (ranks, [Phase.FORWARD]), (backward_order, [Phase.BACKWARD]), (ranks, _LATER)
     for order, phases in orders:
         groups: dict[str, list[_Part]] = {}
         for rank in order:
-            _add(rank, groups, said, phases)
-        found |= groups
-    return found
+            _add(rank, groups, description, phases)
+        groups_by_key |= groups
+    return groups_by_key
 
 
 def _add(
-    rank: RankDump, groups: dict[str, list[_Part]], said: Said, phases: Sequence[Phase]
+    rank: RankDump,
+    groups: dict[str, list[_Part]],
+    description: LayoutDescription,
+    phases: Sequence[Phase],
 ) -> None:
     totals = Counter((call.name, call.phase) for call in rank.calls.values())
     for key, call in rank.calls.items():
         if call.phase not in phases:
             continue
-        micro, name = 0, said.name(key, rank.rank)
+        micro, name = 0, description.name(key, rank.rank)
         total = totals[call.name, call.phase]
-        if said.calls > 1 and call.kind != "parameters_grad" and total % said.calls == 0:
-            each = total // said.calls
-            micro, index = divmod(call.index, each)
+        if (
+            description.calls > 1
+            and call.kind != "parameters_grad"
+            and total % description.calls == 0
+        ):
+            calls_of_batch = total // description.calls
+            micro, index = divmod(call.index, calls_of_batch)
             name = _numbered(name, call, index)
         groups.setdefault(name, []).append(_Part(rank.rank, micro, call))
 
@@ -274,11 +287,11 @@ class _Merger:
 
     key: str
     parts: list[_Part]
-    said: Said
+    description: LayoutDescription
     write: Write
-    bound: Bound | None
+    bound: CopyBound | None
     keep: bool
-    outcomes: list[Outcome]
+    outcomes: list[MergedTensor]
 
     def call(self) -> Call:
         """Return the call with merged tensors; None replaces tensors that could not be merged."""
@@ -286,109 +299,119 @@ class _Merger:
         for part in self.parts:
             for place, record in part.call.tensors():
                 shards.setdefault(place, []).append((part, record))
-        done: dict[str, Any] = {place: self._tensor(place, x) for place, x in shards.items()}
+        merged: dict[str, Any] = {place: self._tensor(place, x) for place, x in shards.items()}
         model = max((p.call for p in self.parts), key=lambda c: len(c.tensors()))
         rank = self.parts[0].rank
         return replace(
             model,
             key=self.key,
-            name=self.said.name(model.name, rank),
-            inputs=_placed("input", model.inputs, done),
-            kwargs=_placed("input", model.kwargs, done),
-            parameters=_placed("parameters", model.parameters, done),
-            outputs=_placed("output", model.outputs, done),
-            parent=None if model.parent is None else self.said.name(model.parent, rank),
+            name=self.description.name(model.name, rank),
+            inputs=_placed("input", model.inputs, merged),
+            kwargs=_placed("input", model.kwargs, merged),
+            parameters=_placed("parameters", model.parameters, merged),
+            outputs=_placed("output", model.outputs, merged),
+            parent=None if model.parent is None else self.description.name(model.parent, rank),
         )
 
-    def _tensor(self, place: str, found: list[tuple[_Part, TensorRecord]]) -> TensorRecord | None:
-        ranks = tuple(sorted({part.rank for part, _ in found}))
+    def _tensor(self, place: str, records: list[tuple[_Part, TensorRecord]]) -> TensorRecord | None:
+        ranks = tuple(sorted({part.rank for part, _ in records}))
         how, copies, problem = "none", "none", "ranks do not agree how it is laid out: no layout"
         layouts: Iterator[tuple[str, TensorLayout, tuple[int, ...] | None]] = iter(())
-        if any(record.read is None for _, record in found):
+        if any(record.read is None for _, record in records):
             problem = "values were not dumped, only statistics"
-        elif isinstance(told := self._inferred(place, found), str):
+        elif isinstance(told := self._inferred(place, records), str):
             how, problem = "inferred", told
         else:
-            layouts = self._layouts(place, found, told)
-        shards = [Shard(part.rank, record, part.micro) for part, record in found]
+            layouts = self._layouts(place, records, told)
+        shards = [Shard(part.rank, record, part.micro) for part, record in records]
         for how, layout, shape in layouts:
             try:
-                whole = logical(shards, layout, shape, bound=self.bound, keep=self.keep)
-                record = self.write(self.key, place, whole)
+                tensor = logical(shards, layout, shape, bound=self.bound, keep=self.keep)
+                record = self.write(self.key, place, tensor)
             except CopiesDifferError as error:
                 unsaid = "no layout is said, and " if how == "copies" else ""
                 copies, problem = "differ", unsaid + str(error)
             except LayoutError as error:
                 copies, problem = "none", str(error)
             else:
-                verdict, differing = whole.copies.verdict, str(whole.copies) or None
-                self.outcomes.append(Outcome(self.key, place, ranks, how, verdict, differing))
+                verdict, differing = tensor.copies.verdict, str(tensor.copies) or None
+                self.outcomes.append(MergedTensor(self.key, place, ranks, how, verdict, differing))
                 return record
-        self.outcomes.append(Outcome(self.key, place, ranks, how, copies, problem, merged=False))
+        self.outcomes.append(
+            MergedTensor(self.key, place, ranks, how, copies, problem, merged=False)
+        )
         return None
 
     def _inferred(
-        self, place: str, found: list[tuple[_Part, TensorRecord]]
+        self, place: str, records: list[tuple[_Part, TensorRecord]]
     ) -> TensorLayout | str | None:
         """Return a layout inferred from the reference's shape, or why there is none; None: inference is not wanted."""
-        call = self.said.reference.calls.get(self.key) if self.said.reference else None
+        call = (
+            self.description.reference.calls.get(self.key) if self.description.reference else None
+        )
         model = None if call is None else dict(call.tensors()).get(place)
-        alone = len({part.rank for part, _ in found}) < len(found) or len(found) < 2
-        if model is None or alone or self.said.of(self.key, place) is not None:
+        alone = len({part.rank for part, _ in records}) < len(records) or len(records) < 2
+        if model is None or alone or self.description.of(self.key, place) is not None:
             return None
-        if any(record.layout is not None for _, record in found):
+        if any(record.layout is not None for _, record in records):
             return None
         try:
-            shards = [Shard(part.rank, record) for part, record in found]
-            answer = infer(shards, model.shape, self.said.mesh)
+            shards = [Shard(part.rank, record) for part, record in records]
+            answer = infer(shards, model.shape, self.description.mesh)
         except LayoutError as error:
             return str(error)
-        return answer.why if answer.layout is None else answer.layout
+        return answer.reason if answer.layout is None else answer.layout
 
     def _layouts(
-        self, place: str, found: list[tuple[_Part, TensorRecord]], inferred: TensorLayout | None
+        self, place: str, records: list[tuple[_Part, TensorRecord]], inferred: TensorLayout | None
     ) -> Iterator[tuple[str, TensorLayout, tuple[int, ...] | None]]:
         """Yield the layouts to try, each with its source."""
-        told = self.said.of(self.key, place)
-        how, layout, shape = "dump", found[0][1].layout, None
+        told = self.description.of(self.key, place)
+        how, layout, shape = "dump", records[0][1].layout, None
         if told is not None:
             how, (layout, shape) = "said", told
         elif inferred is not None:
             how, layout = "inferred", inferred
-        elif any(record.layout != layout for _, record in found):
+        elif any(record.layout != layout for _, record in records):
             return
         elif layout is None:
-            ranks = tuple(sorted({part.rank for part, _ in found}))
-            dims = ((),) * len(found[0][1].shape)
+            ranks = tuple(sorted({part.rank for part, _ in records}))
+            dims = ((),) * len(records[0][1].shape)
             how = "one rank" if len(ranks) == 1 else "copies"
             layout = TensorLayout((len(ranks),), ("rank",), ranks, dims)
-        if self.said.calls == 1 or layout.calls is not None or max(p.micro for p, _ in found) == 0:
+        if (
+            self.description.calls == 1
+            or layout.calls is not None
+            or max(p.micro for p, _ in records) == 0
+        ):
             yield how, layout, shape
             return
-        for with_calls in _with_calls(layout, self.said, [r for _, r in found]):
+        for with_calls in _with_calls(layout, self.description, [r for _, r in records]):
             yield how, with_calls, shape
 
 
 def _with_calls(
-    layout: TensorLayout, said: Said, records: Sequence[TensorRecord]
+    layout: TensorLayout, description: LayoutDescription, records: Sequence[TensorRecord]
 ) -> Iterator[TensorLayout]:
     """Yield a layout with an axis of micro-batches, which shard the batch or hold copies."""
-    more = replace(layout, mesh=(*layout.mesh, said.calls), axes=(*layout.axes, MICRO), calls=MICRO)
-    cut = [d for d, axes in enumerate(layout.dims) if set(axes) & set(said.batch)]
+    with_axis = replace(
+        layout, mesh=(*layout.mesh, description.calls), axes=(*layout.axes, MICRO), calls=MICRO
+    )
+    cut = [d for d, axes in enumerate(layout.dims) if set(axes) & set(description.batch)]
     if not cut:
-        yield more
+        yield with_axis
         cut = [0] if records[0].shape else []
     for d in cut[:1]:
         dims = (*layout.dims[:d], (*layout.dims[d], MICRO), *layout.dims[d + 1 :])
-        yield replace(more, dims=dims)
+        yield replace(with_axis, dims=dims)
 
 
-def _placed(place: str, value: Value | Mapping[str, Value], done: Mapping[str, Any]) -> Any:
+def _placed(place: str, value: Value | Mapping[str, Value], merged: Mapping[str, Any]) -> Any:
     """Return a value with the tensors at the positions in it replaced."""
     if isinstance(value, TensorRecord):
-        return done[place]
+        return merged[place]
     if isinstance(value, list):
-        return [_placed(f"{place}.{i}", v, done) for i, v in enumerate(value)]
+        return [_placed(f"{place}.{i}", v, merged) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
-        return {n: _placed(f"{place}.{n}", v, done) for n, v in value.items()}
+        return {n: _placed(f"{place}.{n}", v, merged) for n, v in value.items()}
     return value

@@ -72,12 +72,12 @@ def read(root: Path | str) -> Dump:
         BadInputError: There is no dump, or a step has ambiguous ranks. Broken ranks raise when they are accessed.
     """
     root = Path(root)
-    found = _folders(root)
-    if not found:
+    folders = _folders(root)
+    if not folders:
         raise BadInputError(
             f"{root}: no dump of msprobe; expected step*/rank*/dump.json, or a dump.json"
         )
-    return Dump(root, _Ranks(root, found))
+    return Dump(root, _Ranks(root, folders))
 
 
 def canonical(name: str) -> str:
@@ -93,14 +93,14 @@ def parse_json(path: Path, root: Path) -> dict[str, Any]:
         BadInputError: The file is missing, outside of the root, or not such an object.
     """
     try:
-        found = reading.parse_json(value_files.within(path, root).read_bytes(), finite=False)
+        content = reading.parse_json(value_files.within(path, root).read_bytes(), finite=False)
     except OSError as error:
         raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, MemoryError) as error:
         raise BadInputError(f"{path}: {short(error)}; expected JSON with unique keys") from None
-    if not is_object(found):
-        raise BadInputError(f"{path}: {type(found).__name__} found, an object expected")
-    return found
+    if not is_object(content):
+        raise BadInputError(f"{path}: {type(content).__name__} found, an object expected")
+    return content
 
 
 class _Ranks(Mapping[tuple[int, int], RankDump]):
@@ -130,7 +130,7 @@ class _Ranks(Mapping[tuple[int, int], RankDump]):
 
 def _folders(root: Path) -> dict[tuple[int, int], list[Path]]:
     """Return the folders of each step and rank, eager calls before compiled ones."""
-    found: dict[tuple[int, int], list[Path]] = {}
+    folders_by_rank: dict[tuple[int, int], list[Path]] = {}
     unnamed: dict[tuple[Path, int], list[tuple[int, Path]]] = {}
     for folder in _walk(root, root, 4):
         step = _number(folder, root, "step")
@@ -139,17 +139,17 @@ def _folders(root: Path) -> dict[tuple[int, int], list[Path]]:
         if rank is None and process is not None:
             unnamed.setdefault((folder.parent, step or 0), []).append((process, folder))
         else:
-            found.setdefault((step or 0, rank or 0), []).append(folder)
+            folders_by_rank.setdefault((step or 0, rank or 0), []).append(folder)
     for (parent, step), processes in unnamed.items():
-        if any(key[0] == step for key in found) and any(
-            f.parent == parent for folders in found.values() for f in folders
+        if any(key[0] == step for key in folders_by_rank) and any(
+            f.parent == parent for folders in folders_by_rank.values() for f in folders
         ):
             raise BadInputError(
                 f"{parent}: has both rank* and proc* folders; which folder holds which rank?"
             )
         for rank, (_, folder) in enumerate(sorted(processes)):
-            found.setdefault((step, rank), []).append(folder)
-    for (step, rank), folders in found.items():
+            folders_by_rank.setdefault((step, rank), []).append(folder)
+    for (step, rank), folders in folders_by_rank.items():
         places = [str(f.relative_to(root).parent) for f in folders]
         kinds = {p.split("/")[0] for p in places}
         if len(folders) > 1 and (len(kinds) != len(folders) or not kinds <= {"graph", "pynative"}):
@@ -157,7 +157,7 @@ def _folders(root: Path) -> dict[tuple[int, int], list[Path]]:
                 f"{root}: several dumps of step {step}, rank {rank}: {', '.join(map(str, folders))}"
             )
         folders.sort(key=lambda f: "graph" in f.relative_to(root).parts)
-    return found
+    return folders_by_rank
 
 
 def _walk(folder: Path, root: Path, depth: int) -> Iterator[Path]:
@@ -233,15 +233,15 @@ class _Context(NamedTuple):
     small: dict[Any, Any]
     key: str = ""
 
-    def bad(self, place: str, found: Any, expected: str) -> BadInputError:
-        where = f"key {short(self.key)}" + (f", {place}" if place else "")
-        return BadInputError(f"{self.path}: {where}: {short(found)} found, {expected} expected")
+    def bad(self, place: str, value: Any, expected: str) -> BadInputError:
+        location = f"key {short(self.key)}" + (f", {place}" if place else "")
+        return BadInputError(f"{self.path}: {location}: {short(value)} found, {expected} expected")
 
-    def want(self, place: str, found: Any, kind: Any, expected: str) -> Any:
+    def want(self, place: str, value: Any, kind: Any, expected: str) -> Any:
         """Return a value that is of a kind, or null."""
-        if found is not None and not isinstance(found, kind):
-            raise self.bad(place, found, expected)
-        return found
+        if value is not None and not isinstance(value, kind):
+            raise self.bad(place, value, expected)
+        return value
 
 
 def _call(
@@ -374,35 +374,35 @@ def _stats(context: _Context, place: str, entry: Mapping[str, Any]) -> Stats | N
     names = ("Max", "Min", "Mean", "Norm")
     if not any(name in entry for name in names):
         return None
-    found = [
+    numbers = [
         context.want(f"{place}.{name}", entry.get(name), int | float, "a number") for name in names
     ]
     try:
-        return Stats(*(None if value is None else float(value) for value in found))
+        return Stats(*(None if value is None else float(value) for value in numbers))
     except OverflowError:
-        raise context.bad(place, found, "numbers") from None
+        raise context.bad(place, numbers, "numbers") from None
 
 
 def _layout(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorLayout | None:
-    found, shard = entry.get("layout"), entry.get("hsdp_shard_size")
+    layout, shard = entry.get("layout"), entry.get("hsdp_shard_size")
     if shard is not None and type(shard) is not int:
         raise context.bad(f"{place}.hsdp_shard_size", shard, "a number")
-    given: dict[str, Any] = context.want(f"{place}.layout", found, dict, "an object") or {}
-    if given.get("Device Matrix") is None or given.get("Tensor Map") is None:
+    layout_entry: dict[str, Any] = context.want(f"{place}.layout", layout, dict, "an object") or {}
+    if layout_entry.get("Device Matrix") is None or layout_entry.get("Tensor Map") is None:
         return None  # msprobe leaves out what the tensor does not give
     try:
-        return from_dict(given, shard)
+        return from_dict(layout_entry, shard)
     except TelechatMoeError as error:
         raise context.bad(f"{place}.layout", str(error), "a layout") from None
 
 
-def _fingerprint(context: _Context, place: str, found: Any) -> bytes | None:
-    if found is None:
+def _fingerprint(context: _Context, place: str, text: Any) -> bytes | None:
+    if text is None:
         return None
     try:
-        return bytes.fromhex(found)
+        return bytes.fromhex(text)
     except (TypeError, ValueError):
-        raise context.bad(f"{place}.{FINGERPRINT}", found, "hexadecimal digits") from None
+        raise context.bad(f"{place}.{FINGERPRINT}", text, "hexadecimal digits") from None
 
 
 def _optional(path: Path, root: Path) -> dict[str, Any]:
@@ -410,19 +410,19 @@ def _optional(path: Path, root: Path) -> dict[str, Any]:
 
 
 def _parents(path: Path, root: Path) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    parents: dict[str, str | None] = {}
     for key, parent in _optional(path, root).items():
         if is_list(parent):  # Megatron: parent and micro-step
             parent = parent[0] if parent else None
         if key != "megatron_micro_step_number":
             context = _Context(path, root, root, {}, key)
-            found[key] = context.want("", parent, str, "the key of a module or null")
-    return found
+            parents[key] = context.want("", parent, str, "the key of a module or null")
+    return parents
 
 
 def _stacks(path: Path, root: Path) -> dict[str, tuple[str, ...]]:
     """Return the call stack of each call; older files have one for each key, others one for all calls that share it."""
-    found: dict[str, tuple[str, ...]] = {}
+    stacks: dict[str, tuple[str, ...]] = {}
     for key, group in _optional(path, root).items():
         try:
             lone = is_list(group) and all(isinstance(line, str) for line in group)
@@ -435,5 +435,5 @@ def _stacks(path: Path, root: Path) -> dict[str, tuple[str, ...]]:
             raise BadInputError(
                 f"{path}: key {short(key)}: [[keys], [lines]] or [lines] expected, found {short(group)}"
             ) from None
-        found.update(dict.fromkeys(keys, tuple(lines)))
-    return found
+        stacks.update(dict.fromkeys(keys, tuple(lines)))
+    return stacks

@@ -89,8 +89,8 @@ class _Writer:
 
     def _call(self, call: Call) -> dict[str, Any]:
         if call.kind == "parameters_grad":
-            found = self._value(call.key, call.parameters)
-            return {n: x if isinstance(x, list) else [x] for n, x in found.items()}
+            gradients = self._value(call.key, call.parameters)
+            return {n: x if isinstance(x, list) else [x] for n, x in gradients.items()}
         inputs = self._value(f"{call.key}.input", call.inputs)
         outputs = self._value(f"{call.key}.output", call.outputs)
         if call.phase is Phase.BACKWARD:
@@ -144,11 +144,11 @@ class _Writer:
         return entry
 
     def _stats(self, dtype: str, stats: Stats) -> dict[str, Any]:
-        found: dict[str, Any] = dict(zip(("Max", "Min", "Mean", "Norm"), stats, strict=True))
+        numbers: dict[str, Any] = dict(zip(("Max", "Min", "Mean", "Norm"), stats, strict=True))
         if self._torch and dtype.startswith(("int", "uint")):
-            ends = {n: found[n] for n in ("Max", "Min") if found[n] is not None}
-            found |= {n: int(x) for n, x in ends.items() if float(x).is_integer()}
-        return found
+            ends = {n: numbers[n] for n in ("Max", "Min") if numbers[n] is not None}
+            numbers |= {n: int(x) for n, x in ends.items() if float(x).is_integer()}
+        return numbers
 
     def _dtype(self, name: str) -> str:
         if self._torch:

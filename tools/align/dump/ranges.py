@@ -19,8 +19,8 @@ from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
 KINDS = ("sum", "mean", "max", "min", "prod", "all")
 """Reductions that a partial value may need."""
 
-Shape = tuple[int, ...]
-Indices = range | Array
+TensorShape = tuple[int, ...]
+ShardPositions = range | Array
 """Indices of a dimension of the whole, in the order in which a shard holds them."""
 
 _MAX_CELLS = 1 << 26
@@ -46,7 +46,7 @@ class ShardIndices(NamedTuple):
     """What a shard holds of the whole tensor."""
 
     # Its indices in each dimension of the whole; those beyond the end of a dimension are filler
-    dims: tuple[Indices, ...]
+    dims: tuple[ShardPositions, ...]
     term: int = 0  # the term of a reduction that it belongs to
     # Its range in the flattened region `dims`; None: it is the whole region
     flat: tuple[int, int] | None = None
@@ -62,14 +62,14 @@ class ShardIndices(NamedTuple):
 class ShardMap:
     """What all shards of a tensor hold; made and checked by :func:`locate` or :func:`locate_regions`."""
 
-    shape: Shape
+    shape: TensorShape
     places: Mapping[ShardKey, ShardIndices]
     reduce: str | None = None  # how the terms of a partial value combine; None: there is only one
     divide: int = 1  # divisor of their sum (`mean`)
 
 
 def locate(
-    layout: TensorLayout, shapes: Mapping[ShardKey, Shape], shape: Shape | None = None
+    layout: TensorLayout, shapes: Mapping[ShardKey, TensorShape], shape: TensorShape | None = None
 ) -> ShardMap:
     """Return what the shards of a layout hold; ``shape`` of the whole is needed where filler hides it.
 
@@ -78,19 +78,19 @@ def locate(
     """
     _check_axes(layout)
     _check_dimensions(layout)
-    found = _coordinates(layout)
-    _check_keys(found, shapes, "no shard of {}, which the layout lists")
-    _check_keys(shapes, found, "a shard of {}, which the layout does not list")
+    coordinates = _coordinates(layout)
+    _check_keys(coordinates, shapes, "no shard of {}, which the layout lists")
+    _check_keys(shapes, coordinates, "a shard of {}, which the layout does not list")
     shards = _Shards(layout)
     lengths = _lengths(layout, shards, shapes, shape)
     places: dict[ShardKey, ShardIndices] = {}
-    for key, place in found.items():
+    for key, place in coordinates.items():
         dims = tuple(shards.indices(d, n, place) for d, n in enumerate(lengths))
         local, flat = tuple(map(len, dims)), None
         if layout.flat:
-            held = shards.indices(FLAT, shards.length(FLAT, math.prod(local)), place)
-            flat = (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
-            local = (len(held),)
+            indices = shards.indices(FLAT, shards.length(FLAT, math.prod(local)), place)
+            flat = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
+            local = (len(indices),)
         if shapes[key] != local:
             raise LayoutError(
                 f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
@@ -99,15 +99,15 @@ def locate(
         places[key] = ShardIndices(
             dims, _position(tuple(layout.partial), shards.sizes, place), flat
         )
-    whole = tuple(shape) if shape is not None else tuple(lengths)
+    whole_shape = tuple(shape) if shape is not None else tuple(lengths)
     divide = math.prod(shards.sizes[a] for a, kind in layout.partial.items() if kind == "mean")
-    return ShardMap(whole, places, _reduction(layout), divide)
+    return ShardMap(whole_shape, places, _reduction(layout), divide)
 
 
 def locate_regions(
     regions: Mapping[ShardKey, Sequence[tuple[int, int]]],
-    shapes: Mapping[ShardKey, Shape],
-    shape: Shape,
+    shapes: Mapping[ShardKey, TensorShape],
+    shape: TensorShape,
 ) -> ShardMap:
     """Return what shards hold whose regions are given, as (begin, end) of every dimension.
 
@@ -123,16 +123,16 @@ def locate_regions(
             not 0 <= a <= b <= n for (a, b), n in zip(region, shape, strict=False)
         ):
             raise LayoutError(f"{key}: region {_text(region)} does not lie within {list(shape)}")
-        found = tuple(b - a for a, b in region)
-        if found != shapes[key]:
+        region_shape = tuple(b - a for a, b in region)
+        if region_shape != shapes[key]:
             raise LayoutError(
-                f"{key} holds a shard of shape {list(shapes[key])}, its region {_text(region)} is {list(found)}"
+                f"{key} holds a shard of shape {list(shapes[key])}, its region {_text(region)} is {list(region_shape)}"
             )
     places = {key: ShardIndices(tuple(range(a, b) for a, b in x)) for key, x in regions.items()}
     counts = Counter(p.dims for p in places.values())
     if len(set(counts.values())) > 1:
         (rare, few), (_, many) = counts.most_common()[-1], counts.most_common()[0]
-        named = _text((held[0], held[-1] + 1) for held in rare if len(held))
+        named = _text((indices[0], indices[-1] + 1) for indices in rare if len(indices))
         raise LayoutError(f"region {named} has {few} copies, others {many}")
     _check_tiling(shape, {tuple(region) for region in regions.values()})
     return ShardMap(shape, places)
@@ -231,16 +231,21 @@ def _coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
     if min(layout.ranks) < 0:
         raise LayoutError(f"rank {min(layout.ranks)} < 0")
     calls = layout.mesh[layout.axes.index(layout.calls)] if layout.calls else 1
-    found: dict[ShardKey, dict[str, int]] = {}
-    for rank, at in zip(layout.ranks, np.ndindex(*extent.values()), strict=True):
+    coordinates: dict[ShardKey, dict[str, int]] = {}
+    for rank, index in zip(layout.ranks, np.ndindex(*extent.values()), strict=True):
         for call in range(calls):
-            place = dict(zip(extent, at, strict=True))
-            found[ShardKey(rank, call)] = place | ({layout.calls: call} if layout.calls else {})
-    return found
+            place = dict(zip(extent, index, strict=True))
+            coordinates[ShardKey(rank, call)] = place | (
+                {layout.calls: call} if layout.calls else {}
+            )
+    return coordinates
 
 
 def _lengths(
-    layout: TensorLayout, shards: "_Shards", shapes: Mapping[ShardKey, Shape], shape: Shape | None
+    layout: TensorLayout,
+    shards: "_Shards",
+    shapes: Mapping[ShardKey, TensorShape],
+    shape: TensorShape | None,
 ) -> list[int]:
     """Return the length of each dimension, filler included."""
     rank, first = len(layout.dims), next(iter(shapes.values()))
@@ -268,7 +273,7 @@ class _Shards:
     def __init__(self, layout: TensorLayout) -> None:
         self.layout = layout
         self.sizes = dict(zip(layout.axes, layout.mesh, strict=True))
-        self.said: dict[int, list[Indices]] = {}
+        self.said: dict[int, list[ShardPositions]] = {}
         """The indices of each shard of a dimension, where the layout lists them."""
         for d, lengths in layout.sizes.items():
             if any(n < 0 for n in lengths):
@@ -276,11 +281,11 @@ class _Shards:
             ends = accumulate(lengths)
             self.said[d] = [range(end - n, end) for n, end in zip(lengths, ends, strict=True)]
         for d, owned in layout.owned.items():
-            held = Counter(i for part in owned for i in part)
-            for i, count in held.items():
-                if count > 1 or not 0 <= i < len(held):
+            counts = Counter(i for part in owned for i in part)
+            for i, count in counts.items():
+                if count > 1 or not 0 <= i < len(counts):
                     raise LayoutError(
-                        f"index {i} of {_name(d)} is owned {count} times by shards that hold {len(held)} in all"
+                        f"index {i} of {_name(d)} is owned {count} times by shards that hold {len(counts)} in all"
                     )
             self.said[d] = [np.array(part, np.int64) for part in owned]
 
@@ -290,11 +295,11 @@ class _Shards:
     def number(self, d: int) -> int:
         return math.prod(self.sizes[a] for a in self.axes(d) if a not in self.layout.local)
 
-    def length(self, d: int, least: int | None) -> int:
-        """Return the length of a dimension with filler; ``least`` is that without, None if it is not known."""
-        length = least if least is None else self.layout.padded.get(d, least)
-        if least is not None and length is not None and length < least:
-            raise LayoutError(f"{_name(d)} is {least} long and only {length} with filler")
+    def length(self, d: int, unpadded: int | None) -> int:
+        """Return the length of a dimension with filler; ``unpadded`` is that without, None if it is not known."""
+        length = unpadded if unpadded is None else self.layout.padded.get(d, unpadded)
+        if unpadded is not None and length is not None and length < unpadded:
+            raise LayoutError(f"{_name(d)} is {unpadded} long and only {length} with filler")
         if d not in self.said:
             assert length is not None  # the caller knows it
             return length
@@ -307,12 +312,12 @@ class _Shards:
             raise LayoutError(f"the shards of {_name(d)} are {total} long together, it is {length}")
         return total
 
-    def indices(self, d: int, length: int, place: Mapping[str, int]) -> Indices:
+    def indices(self, d: int, length: int, place: Mapping[str, int]) -> ShardPositions:
         """Return the indices of one shard of a dimension."""
         if d in self.said:
             return self.said[d][_position(self.axes(d), self.sizes, place, self.layout.local)]
         block = dict(enumerate(self.layout.block)).get(d, 1)
-        parts: list[Indices] = [range(length)]
+        parts: list[ShardPositions] = [range(length)]
         for axis in self.axes(d):
             n = self.sizes[axis]
             choose: Sequence[int] = range(n) if axis in self.layout.local else (place[axis],)
@@ -335,21 +340,21 @@ def _position(
     return number
 
 
-def _cut(part: Indices, n: int, p: int, block: int, d: int, axis: str) -> Indices:
+def _cut(part: ShardPositions, n: int, p: int, block: int, d: int, axis: str) -> ShardPositions:
     """Return shard p of n of some indices; with blocks, shards take turns."""
     if len(part) % (n * max(block, 1)):
-        what = "flattened elements" if d == FLAT else f"indices of dimension {d}"
+        elements = "flattened elements" if d == FLAT else f"indices of dimension {d}"
         raise LayoutError(
-            f"{len(part)} {what} cannot be divided into {n} equal shards over {axis}"
+            f"{len(part)} {elements} cannot be divided into {n} equal shards over {axis}"
             + (f" in blocks of {block}" if block > 1 else "")
         )
     if block:
         return np.asarray(part).reshape(-1, n, block)[:, p].reshape(-1)
-    each = len(part) // n
-    return part[p * each : (p + 1) * each]
+    length = len(part) // n
+    return part[p * length : (p + 1) * length]
 
 
-def _check_tiling(shape: Shape, regions: Iterable[Sequence[tuple[int, int]]]) -> None:
+def _check_tiling(shape: TensorShape, regions: Iterable[Sequence[tuple[int, int]]]) -> None:
     """Refuse regions that overlap or leave elements uncovered."""
     edges = [
         np.unique([0, n, *(x for region in regions for x in region[d])])
@@ -365,10 +370,10 @@ def _check_tiling(shape: Shape, regions: Iterable[Sequence[tuple[int, int]]]) ->
         ends = [np.searchsorted(e, run) for e, run in zip(edges, region, strict=True)]
         count[tuple(slice(a, b) for a, b in ends)] += 1
     for cell in np.argwhere(count != 1):
-        at = [int(e[i]) for e, i in zip(edges, cell, strict=True)]
+        index = [int(e[i]) for e, i in zip(edges, cell, strict=True)]
         times = int(count[tuple(cell)])
         holders = f"{times} different shards" if times else "no shard"
-        raise LayoutError(f"element {at} of {list(shape)} is held by {holders}")
+        raise LayoutError(f"element {index} of {list(shape)} is held by {holders}")
 
 
 def _name(d: int) -> str:

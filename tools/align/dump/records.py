@@ -183,10 +183,10 @@ class Call:
 
         inputs = [walk(f"input.{i}", v) for i, v in enumerate(self.inputs)]
         kwargs = {k: walk(f"input.{k}", v) for k, v in self.kwargs.items()}
-        outputs = [walk(f"output.{i}", v) for i, v in enumerate(self.outputs)]
-        return replace(
-            self, inputs=inputs, kwargs=kwargs, outputs=outputs if results else self.outputs
-        )
+        call = replace(self, inputs=inputs, kwargs=kwargs)
+        if not results:
+            return call
+        return replace(call, outputs=[walk(f"output.{i}", v) for i, v in enumerate(self.outputs)])
 
     @property
     def source(self) -> str | None:
@@ -201,14 +201,14 @@ class Call:
     @property
     def forward_key(self) -> str:
         """The key of the forward call that a backward call belongs to; of another call its own."""
-        back = self.phase is Phase.BACKWARD
-        return self.key.removesuffix("backward") + "forward" if back else self.key
+        is_backward = self.phase is Phase.BACKWARD
+        return self.key.removesuffix("backward") + "forward" if is_backward else self.key
 
     @cached_property
     def _places(self) -> tuple[tuple[str, TensorRecord], ...]:
-        given = [*_tensors("input", self.inputs), *_tensors("input", self.kwargs)]
-        rest = [*_tensors("parameters", self.parameters), *_tensors("output", self.outputs)]
-        return (*given, *rest)
+        arguments = [*_tensors("input", self.inputs), *_tensors("input", self.kwargs)]
+        others = [*_tensors("parameters", self.parameters), *_tensors("output", self.outputs)]
+        return (*arguments, *others)
 
 
 @dataclass(frozen=True)

@@ -75,18 +75,18 @@ def read(root: Path | str) -> Dump:
 
 def _last(path: Path, root: Path, pattern: str) -> int:
     parts = path.parent.relative_to(root).parts if path != root else ()
-    found = [m for part in parts if (m := re.fullmatch(pattern, part))]
-    return int(found[-1][1]) if found else 0
+    matches = [m for part in parts if (m := re.fullmatch(pattern, part))]
+    return int(matches[-1][1]) if matches else 0
 
 
 def _calls(path: Path, root: Path) -> dict[str, Call]:
     files = _files(path.parent)
-    found: dict[str, tuple[str, str, dict[str, dict[int, TensorRecord]]]] = {}
+    calls: dict[str, tuple[str, str, dict[str, dict[int, TensorRecord]]]] = {}
     for line, row in _rows(path, root):
         kind, name, io = row["Op Type"], row["Op Name"], row["IO"]
         head = ".".join(row.get(k) or "0" for k in ("Task ID", "Stream ID", "Timestamp"))
         new: dict[str, dict[int, TensorRecord]] = {"input": {}, "output": {}}
-        sides = found.setdefault(f"{kind}.{name}.{head}", (kind, name, new))[2]
+        sides = calls.setdefault(f"{kind}.{name}.{head}", (kind, name, new))[2]
         slot = _slot(path, line, row["Slot"])
         if slot in sides.get(io, {slot}):
             raise BadInputError(
@@ -95,7 +95,7 @@ def _calls(path: Path, root: Path) -> dict[str, Call]:
         names = [f"{kind}.{n}" for n in (name.rpartition("/")[2], name.replace("/", "_"))]
         file = next((f for n in names if (f := files.get((n, head, io, slot)))), None)
         sides[io][slot] = _record(path, line, row, file, root)
-    return {key: _call(key, *call) for key, call in found.items()}
+    return {key: _call(key, *call) for key, call in calls.items()}
 
 
 def _call(key: str, kind: str, name: str, sides: Mapping[str, Mapping[int, TensorRecord]]) -> Call:
@@ -107,8 +107,8 @@ def _call(key: str, kind: str, name: str, sides: Mapping[str, Mapping[int, Tenso
     return Call(key, "api", f"{kind}.{name}", 0, phase, inputs, {}, outputs)
 
 
-def _slots(found: Mapping[int, TensorRecord]) -> list[Value]:
-    return [found.get(i) for i in range(max(found, default=-1) + 1)]
+def _slots(records: Mapping[int, TensorRecord]) -> list[Value]:
+    return [records.get(i) for i in range(max(records, default=-1) + 1)]
 
 
 def _rows(path: Path, root: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -116,8 +116,8 @@ def _rows(path: Path, root: Path) -> Iterator[tuple[int, dict[str, str]]]:
     titles = [t.strip() for t in next(rows, (0, list[str]()))[1]]
     missing = [t for t in _MUST if t not in titles]
     if missing or len(set(titles)) != len(titles):
-        said = ", ".join(missing) or "that appear twice"
-        raise BadInputError(f"{path}:1: columns {said} missing; found {titles}")
+        names = ", ".join(missing) or "that appear twice"
+        raise BadInputError(f"{path}:1: columns {names} missing; found {titles}")
     for line, row in rows:
         if len(row) != len(titles):
             raise BadInputError(f"{path}:{line}: {len(row)} cells, {len(titles)} expected")
@@ -153,8 +153,8 @@ def _record(
     read: Any = None
     if file is not None:
         read = partial(value_files.load, file, dtype, shape, root)
-    given = None if all(s is None for s in stats) else Stats(*stats)
-    return TensorRecord(dtype, shape, given, row.get("MD5") or None, file, read=read)
+    statistics = None if all(s is None for s in stats) else Stats(*stats)
+    return TensorRecord(dtype, shape, statistics, row.get("MD5") or None, file, read=read)
 
 
 def _number(path: Path, line: int, row: Mapping[str, str], titles: tuple[str, ...]) -> float | None:
@@ -173,10 +173,10 @@ def _files(folder: Path) -> dict[tuple[str, str, str, int], Path]:
     mapping = folder / "mapping.csv"
     if mapping.exists():
         names |= {row[1]: row[0] for _, row in _lines(mapping, mapping) if len(row) == 2}
-    found: dict[tuple[str, str, str, int], Path] = {}
+    files: dict[tuple[str, str, str, int], Path] = {}
     for full, name in names.items():
         match = _FILE.fullmatch(full if full.endswith(".npy") else f"{full}.npy")
         if match and "/" not in name:
             head = ".".join(match[k] for k in ("task", "stream", "time"))
-            found[match["op"], head, match["io"], int(match["slot"][:9])] = folder / name
-    return found
+            files[match["op"], head, match["io"], int(match["slot"][:9])] = folder / name
+    return files

@@ -85,23 +85,23 @@ def _reader(path: Path) -> Any:
 
 
 def _has(record: TensorRecord) -> list[str]:
-    given = {
+    contents = {
         "values": record.read is not None,
         "statistics": record.stats is not None and any(s is not None for s in record.stats),
         "checksum": record.crc is not None,
         "fingerprint": record.fingerprint is not None,
     }
-    return [name for name, there in given.items() if there]
+    return [name for name, present in contents.items() if present]
 
 
 def _rank(content: RankDump, verify: bool, missing: Counter[str]) -> dict[str, Any]:
     has: Counter[str] = Counter()
     tensors = [t for call in content.calls.values() for _, t in call.tensors()]
     for t in tensors:
-        found = _has(t)
-        has.update(found or ["nothing"])
-        if "values" not in found and math.prod(t.shape):
-            missing[NO_VALUES if found else NOTHING] += 1
+        contents = _has(t)
+        has.update(contents or ["nothing"])
+        if "values" not in contents and math.prod(t.shape):
+            missing[NO_VALUES if contents else NOTHING] += 1
         if verify and t.read is not None:
             t.load()
     phases = Counter(call.phase.value for call in content.calls.values())
@@ -123,7 +123,7 @@ def _rank(content: RankDump, verify: bool, missing: Counter[str]) -> dict[str, A
 
 
 def _calls(content: RankDump) -> list[dict[str, Any]]:
-    where = {"step": content.step, "rank": content.rank}
+    rank_fields = {"step": content.step, "rank": content.rank}
     calls: list[dict[str, Any]] = []
     for call in content.calls.values():
         tensors = [
@@ -132,5 +132,5 @@ def _calls(content: RankDump) -> list[dict[str, Any]]:
             for place, t in call.tensors()
         ]
         about = {"key": call.key, "kind": call.kind, "phase": call.phase.value}
-        calls.append({**where, **about, "parent": call.parent, "tensors": tensors})
+        calls.append({**rank_fields, **about, "parent": call.parent, "tensors": tensors})
     return calls

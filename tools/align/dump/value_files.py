@@ -68,8 +68,8 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     try:
         real = within(path, root)
         if not real.is_file():  # opening a pipe would wait for ever
-            why = "no regular file" if real.exists() else "missing; the dump names it"
-            raise BadInputError(f"{path}: {why}")
+            reason = "no regular file" if real.exists() else "missing; the dump names it"
+            raise BadInputError(f"{path}: {reason}")
         values = _load_pt(real) if path.suffix == ".pt" else _load_npy(real)
     except BadInputError:
         raise
@@ -178,11 +178,11 @@ def chunks(arrays: Sequence[Array], elements: int) -> Iterator[tuple[int, list[A
     """
     begin = released = 0
     flags: Any = ["external_loop", "buffered", "zerosize_ok"]
-    each: Any = [["readonly", "contig"]] * len(arrays)
-    for parts in np.nditer(arrays, flags, each, order="C", buffersize=elements):
-        found: list[Array] = list(parts) if len(arrays) > 1 else [np.asarray(parts)]
-        yield begin, found
-        begin += found[0].size
+    operand_flags: Any = [["readonly", "contig"]] * len(arrays)
+    for parts in np.nditer(arrays, flags, operand_flags, order="C", buffersize=elements):
+        chunk: list[Array] = list(parts) if len(arrays) > 1 else [np.asarray(parts)]
+        yield begin, chunk
+        begin += chunk[0].size
         if begin - released >= _RELEASE:
             released = begin
             for array in arrays:
@@ -288,20 +288,26 @@ def _load_pt(path: Path) -> Array:
         size = os.fstat(file.fileno()).st_size
         with zipfile.ZipFile(file) as archive:
             members = {about.filename.partition("/")[2]: about for about in archive.infolist()}
-            found = _described(_start(archive, members["data.pkl"]))
+            description = _described(_start(archive, members["data.pkl"]))
             if "byteorder" in members and _start(archive, members["byteorder"]) != b"little":
                 raise ValueError("big-endian values")
-        dtype = np.dtype(np.uint16 if found.dtype == "bfloat16" else found.dtype)
-        member = members[f"data/{found.member}"]
+        dtype = np.dtype(np.uint16 if description.dtype == "bfloat16" else description.dtype)
+        member = members[f"data/{description.member}"]
         begin = _begin(file, member)
-        if found.size * dtype.itemsize > member.file_size or begin + member.file_size > size:
+        if description.size * dtype.itemsize > member.file_size or begin + member.file_size > size:
             raise ValueError("fewer values than the file says")
-        flat = _mapped(file, dtype, begin, found.size)
-    if found.dtype == "bfloat16":  # the repeated elements of an expanded tensor are widened once
+        flat = _mapped(file, dtype, begin, description.size)
+    if (
+        description.dtype == "bfloat16"
+    ):  # the repeated elements of an expanded tensor are widened once
         flat = _widened(flat)
     step = flat.itemsize
     return np.ndarray(
-        found.shape, flat.dtype, flat, found.offset * step, [s * step for s in found.strides]
+        description.shape,
+        flat.dtype,
+        flat,
+        description.offset * step,
+        [s * step for s in description.strides],
     )
 
 
@@ -373,7 +379,7 @@ def _described(content: bytes) -> _Tensor:
     codes = {code.name for code, _, _ in pickletools.genops(content)}
     if unknown := codes - _OPCODES:
         raise ValueError(f"pickled values are never read (opcode {min(unknown)})")
-    found = _Description(io.BytesIO(content)).load()
-    if not isinstance(found, _Tensor):
+    tensor = _Description(io.BytesIO(content)).load()
+    if not isinstance(tensor, _Tensor):
         raise ValueError("not one tensor")
-    return found
+    return tensor

@@ -27,17 +27,17 @@ _STEPS = 12
 
 def other_arguments(x: Array, divergent: DivergentCall) -> Explanation | None:
     """Return the arguments with which a wrong output would be right; None: none were found."""
-    given = divergent.believed
-    if given is None or divergent.number is None:
+    call = divergent.believed
+    if call is None or divergent.number is None:
         return None
     best, answer = np.inf, None
-    for changed, family, said in _variants(given, divergent):
+    for changed, family, evidence in _variants(call, divergent):
         left = _left(x, divergent, changed)
         if left is not None and left < best:
-            best, answer = left / _CLEARLY, (family, said)
+            best, answer = left / _CLEARLY, (family, evidence)
         if best == 0:
             break
-    return answer or _solved(x, divergent, given)
+    return answer or _solved(x, divergent, call)
 
 
 def _left(x: Array, divergent: DivergentCall, changed: Call) -> float | None:
@@ -76,12 +76,12 @@ def _unexplained(
     if right is None or right.size != x.size:
         return 0.0
     golden = right.reshape(x.shape)
-    known = np.isfinite(x) & np.isfinite(value) & np.isfinite(golden) & np.isfinite(bound)
-    same = (x == value) | (np.isnan(x) & np.isnan(value))
-    if not np.all(known | same):
+    finite = np.isfinite(x) & np.isfinite(value) & np.isfinite(golden) & np.isfinite(bound)
+    equal = (x == value) | (np.isnan(x) & np.isnan(value))
+    if not np.all(finite | equal):
         return None
-    left = float(np.square(x[known] - value[known]).sum())
-    error = float(np.square(x[known] - golden[known]).sum())
+    left = float(np.square(x[finite] - value[finite]).sum())
+    error = float(np.square(x[finite] - golden[finite]).sum())
     if np.any(np.isfinite(x) != np.isfinite(golden)):
         return 0.0
     return left / error if error and left <= _MOST_LEFT * error else None
@@ -107,16 +107,18 @@ def _variants(call: Call, divergent: DivergentCall) -> Iterator[tuple[Call, str,
     scalars = [(place, v) for place, v in arguments if isinstance(v, Scalar)]
     for place, value in scalars:
         for other in _numbers(value.value):
-            said = f"{_name(place)} {other}, not {value.value}"
-            yield _with(call, {place: Scalar("", other)}), "wrong setting", said
+            text = f"{_name(place)} {other}, not {value.value}"
+            yield _with(call, {place: Scalar("", other)}), "wrong setting", text
     yield from _exchanged(call, tensors)
-    for (place, a), (at, b) in combinations([s for s in scalars if type(s[1].value) is float], 2):
+    for (place, a), (other_place, b) in combinations(
+        [s for s in scalars if type(s[1].value) is float], 2
+    ):
         if a.value != b.value:
-            said = f"{_name(place)} and {_name(at)} are exchanged"
-            yield _with(call, {place: b, at: a}), "wrong setting", said
+            text = f"{_name(place)} and {_name(other_place)} are exchanged"
+            yield _with(call, {place: b, other_place: a}), "wrong setting", text
     for place, value in tensors:
-        for values, family, said in _moves(value):
-            yield _with(call, {place: _holding(value, values)}), family, f"{_name(place)} {said}"
+        for values, family, text in _moves(value):
+            yield _with(call, {place: _holding(value, values)}), family, f"{_name(place)} {text}"
     if len(tensors) == 1 and len(arguments) == 1:
         for name in _OPERATORS:
             yield replace(call, name=f"Torch.{name}"), "wrong operator", f"it is {name}"
@@ -130,15 +132,15 @@ def _exchanged(
     call: Call, tensors: list[tuple[str, TensorRecord]]
 ) -> Iterator[tuple[Call, str, str]]:
     """Yield calls with two arguments exchanged, or with all but the first shifted."""
-    for (place, a), (at, b) in combinations(tensors, 2):
+    for (place, a), (other_place, b) in combinations(tensors, 2):
         if a.shape == b.shape and a.dtype == b.dtype:
-            said = f"{_name(place)} and {_name(at)} are exchanged"
-            yield _with(call, {place: b, at: a}), "wrong argument order", said
-    rest = [(p, v) for p, v in tensors[1:] if is_float(v.dtype) and len(v.shape) > 1]
-    for shift in (-1, 1) if len(rest) > 1 else ():
-        moved = {p: _holding(v, np.roll(v.load(), shift, 0)) for p, v in rest}
-        said = f"{', '.join(map(_name, moved))} are shifted by one"
-        yield _with(call, moved), "permutation", said
+            text = f"{_name(place)} and {_name(other_place)} are exchanged"
+            yield _with(call, {place: b, other_place: a}), "wrong argument order", text
+    matrices = [(p, v) for p, v in tensors[1:] if is_float(v.dtype) and len(v.shape) > 1]
+    for shift in (-1, 1) if len(matrices) > 1 else ():
+        moved = {p: _holding(v, np.roll(v.load(), shift, 0)) for p, v in matrices}
+        text = f"{', '.join(map(_name, moved))} are shifted by one"
+        yield _with(call, moved), "permutation", text
 
 
 def _numbers(value: Any) -> list[Any]:
@@ -147,9 +149,9 @@ def _numbers(value: Any) -> list[Any]:
     if isinstance(value, int):
         return [v for v in (*range(-3, 4), value - 1, value + 1, 2 * value) if v != value]
     if isinstance(value, float) and np.isfinite(value):
-        found = [0.0, 1.0, -value, 2 * value, value / 2, value * value, 1e6]
-        found += [1 / value, abs(value) ** 0.5] if value else []
-        return [v for v in found if v != value]
+        numbers = [0.0, 1.0, -value, 2 * value, value / 2, value * value, 1e6]
+        numbers += [1 / value, abs(value) ** 0.5] if value else []
+        return [v for v in numbers if v != value]
     return []
 
 
@@ -215,14 +217,14 @@ def _shifted(x: Array, shift: int, axis: int) -> Array:
 
 def _others(record: TensorRecord, divergent: DivergentCall) -> Iterator[tuple[str, TensorRecord]]:
     """Yield other tensors of the same shape and type."""
-    seen = {record.load().tobytes()}
+    contents = {record.load().tobytes()}
     for name, tensor in divergent.tensors():
-        if len(seen) > _MOST_OTHERS:
+        if len(contents) > _MOST_OTHERS:
             return
         if tensor.shape == record.shape and tensor.dtype == record.dtype:
             content = tensor.load().tobytes()
-            if content not in seen:
-                seen.add(content)
+            if content not in contents:
+                contents.add(content)
                 yield name, tensor
 
 
@@ -249,28 +251,28 @@ def _solved(x: Array, divergent: DivergentCall, call: Call) -> Explanation | Non
 def _number(
     x: Array, divergent: DivergentCall, call: Call, place: str, number: float
 ) -> float | None:
-    def at(v: float) -> Array | None:
+    def result_with(v: float) -> Array | None:
         with np.errstate(all="ignore"):
-            found = divergent.expected(_with(call, {place: Scalar("", v)}))
-        if not isinstance(found, Approx) or found.value.size != x.size:
+            output = divergent.expected(_with(call, {place: Scalar("", v)}))
+        if not isinstance(output, Approx) or output.value.size != x.size:
             return None
-        return found.value.reshape(x.shape)
+        return output.value.reshape(x.shape)
 
     size = abs(number) or 1e-6
     grid = [number, *(s * size * 10.0**k for k in range(-4, 7) for s in (1, -1))]
-    scored = [(float(np.square(x - y).sum()), v) for v in grid if (y := at(v)) is not None]
+    scored = [(float(np.square(x - y).sum()), v) for v in grid if (y := result_with(v)) is not None]
     v = min((pair for pair in scored if np.isfinite(pair[0])), default=(0.0, None))[1]
     if v is None:
         return None
     for _ in range(_STEPS):
-        here, near = at(v), at(v * (1 + 1e-4) + 1e-12)
-        if here is None or near is None:
+        result, shifted = result_with(v), result_with(v * (1 + 1e-4) + 1e-12)
+        if result is None or shifted is None:
             return None
-        slope = (near - here) / (v * 1e-4 + 1e-12)
+        slope = (shifted - result) / (v * 1e-4 + 1e-12)
         square = float(np.square(slope).sum())
         if not square or not np.isfinite(square):
             return None
-        v += float((slope * (x - here)).sum()) / square
+        v += float((slope * (x - result)).sum()) / square
         if not np.isfinite(v):
             return None
     return None if _left(x, divergent, _with(call, {place: Scalar("", v)})) is None else v

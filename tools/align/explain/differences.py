@@ -62,9 +62,9 @@ def close(x: Array, value: Array, bound: Array) -> bool:
     return bool(good.all())
 
 
-def kind_of_integers(found: Array, value: Array) -> Explanation:
+def kind_of_integers(actual: Array, value: Array) -> Explanation:
     """Return the kind of fault of integers that must be equal to others."""
-    a, b = found.reshape(-1), value.reshape(-1)
+    a, b = actual.reshape(-1), value.reshape(-1)
     if a.size == b.size and np.array_equal(np.sort(a), np.sort(b)):
         return "permutation", "the same numbers in another order"
     wrong = int((a != b).sum())
@@ -89,15 +89,17 @@ def _zero(d: Difference) -> Explanation | None:
 def _single(d: Difference) -> Explanation | None:
     if d.wrong.sum() != 1 or d.x.size < 4:
         return None
-    at = tuple(np.argwhere(d.wrong)[0].tolist())
-    return "single element", f"{list(at)} only: {d.x[at]:.6g} for {d.value[at]:.6g}"
+    index = tuple(np.argwhere(d.wrong)[0].tolist())
+    return "single element", f"{list(index)} only: {d.x[index]:.6g} for {d.value[index]:.6g}"
 
 
 def _skipped(d: Difference) -> Explanation | None:
-    own = any(t is d.tensor for _, t in d.call.made())
-    for place, other in d.call.given() if own else ():
-        here = place.startswith("input") and other.shape == d.x.shape and other.read is not None
-        if here and np.array_equal(other.load().astype(np.float64), d.x):
+    is_output = any(t is d.tensor for _, t in d.call.made())
+    for place, other in d.call.given() if is_output else ():
+        comparable = (
+            place.startswith("input") and other.shape == d.x.shape and other.read is not None
+        )
+        if comparable and np.array_equal(other.load().astype(np.float64), d.x):
             return "skipped", f"the result is {place}, unchanged"
     return None
 
@@ -116,12 +118,12 @@ def _scale(d: Difference) -> Explanation | None:
         return None
     if abs(k + 1) < 1e-3:
         return "sign", "every element has the other sign"
-    whole = next((n for n in range(2, 65) if abs(k - n) < 1e-3 * n), None)
+    multiple = next((n for n in range(2, 65) if abs(k - n) < 1e-3 * n), None)
     part = next((n for n in range(2, 65) if abs(k * n - 1) < 1e-3), None)
-    if x.size < 2 and not (whole or part):
+    if x.size < 2 and not (multiple or part):
         return None  # any single number is a multiple of another
-    if whole:
-        return "scale", f"every element is {whole} times what it should be"
+    if multiple:
+        return "scale", f"every element is {multiple} times what it should be"
     if part:
         return "scale", f"every element is 1/{part} of what it should be"
     return "scale", f"every element is {k:.6g} times what it should be"
@@ -138,8 +140,8 @@ def _moved(d: Difference) -> Explanation | None:
             continue
         kind = "permutation" if len(set(order.tolist())) == len(order) else "duplicated"
         off = np.flatnonzero(order != np.arange(len(order)))
-        said = f"{len(off)} of {len(order)} places of dimension {axis} hold another's values, {off[0]} those of {order[off[0]]}"
-        return kind, said
+        text = f"{len(off)} of {len(order)} places of dimension {axis} hold another's values, {off[0]} those of {order[off[0]]}"
+        return kind, text
     flat_x, flat_v = np.sort(x, None), np.sort(value, None)
     if x.size > 1 and close(flat_x, flat_v, np.max(bound) + np.zeros(x.size)):
         return "permutation", "the same values in another order"
@@ -150,8 +152,8 @@ def _dropped(d: Difference) -> Explanation | None:
     x, wrong = d.x, d.wrong
     if x.ndim >= 2 and np.any(wrong) and np.all(x[wrong] == 0):
         rows = np.flatnonzero(wrong.reshape(len(x), -1).any(1))
-        whole = not np.any(x[rows])
-        return "dropped", f"rows {rows[:6].tolist()} are 0" if whole else "some elements are 0"
+        all_zero = not np.any(x[rows])
+        return "dropped", f"rows {rows[:6].tolist()} are 0" if all_zero else "some elements are 0"
     return None
 
 
@@ -173,9 +175,9 @@ def _row_sum(d: Difference) -> Explanation | None:
     if len(rows) < 2 or rows.mean() < 0.5 or d.x.shape[-1] < 4 or d.divergent is None:
         return None
     forward = d.divergent.forward
-    given = [*d.call.given(), *([*forward.given(), *forward.made()] if forward else ())]
-    known = [(p, t.load()) for p, t in given if t.shape == d.x.shape and t.read is not None]
-    for name, y in [("the result", d.value), *known]:
+    records = [*d.call.given(), *([*forward.given(), *forward.made()] if forward else ())]
+    values = [(p, t.load()) for p, t in records if t.shape == d.x.shape and t.read is not None]
+    for name, y in [("the result", d.value), *values]:
         square = np.square(y.astype(np.float64)).sum(-1, keepdims=True)
         k = ((d.x - d.value) * y).sum(-1, keepdims=True) / np.where(square > 0, square, 1.0)
         if d.fits(d.value + k * y, 2 * np.abs(k) * d.bound):
@@ -193,8 +195,8 @@ def _precision(d: Difference) -> Explanation | None:
             return "wrong dtype", f"every value is one of {narrow}"
     # Rounded more often than it should have been: relative to the largest, an error like a sum in a narrow type.
     error, scale = np.abs(x - d.value), size.max() or 1.0
-    made = d.divergent is None or d.divergent.verdict.place.startswith("output")
-    for narrow in ("float16", "bfloat16") if made else ():
+    is_output = d.divergent is None or d.divergent.verdict.place.startswith("output")
+    for narrow in ("float16", "bfloat16") if is_output else ():
         unit = FLOATS[narrow].unit * scale
         small = error.max() <= _MOST_ROUNDINGS * unit
         if small and np.median(error) >= unit / 256 and _narrow(x, narrow, d.divergent):
@@ -232,18 +234,18 @@ def _order(x: Array, value: Array, bound: Array) -> Array | None:
         fits = np.flatnonzero((off <= limit + np.abs(b) * 1e-6).all(1))
         if not len(fits):
             return None
-        own = fits[free[fits]] if free[fits].any() else fits
-        order[i] = own[np.argmin(off[own].sum(1))]
+        options = fits[free[fits]] if free[fits].any() else fits
+        order[i] = options[np.argmin(off[options].sum(1))]
         free[order[i]] = False
     return order
 
 
-def _narrow(x: Array, dtype: str, finding: DivergentCall | None) -> bool:
+def _narrow(x: Array, dtype: str, divergent: DivergentCall | None) -> bool:
     """Return whether a program that stores everything in a narrow type could have made a result; unknown: True."""
-    found = finding.in_narrow(dtype) if finding is not None else None
-    if found is None or found[0].size != x.size:
+    output = divergent.in_narrow(dtype) if divergent is not None else None
+    if output is None or output[0].size != x.size:
         return True
-    return close(x, found[0].reshape(x.shape), found[1].reshape(x.shape))
+    return close(x, output[0].reshape(x.shape), output[1].reshape(x.shape))
 
 
 _PATTERNS: tuple[Callable[[Difference], Explanation | None], ...] = (

@@ -9,7 +9,7 @@ from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import RankDump
 from telechat_moe.tools.align.explain.differences import Difference, kind_of_integers
 from telechat_moe.tools.align.judge.collectives import (
-    Received,
+    ReceivedTensor,
     arguments_by_name,
     flat,
     kind_of,
@@ -21,7 +21,7 @@ from telechat_moe.tools.align.judge.verdict import values_of
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 
-def kind_of_exchange(received: Received, dumps: Mapping[int, RankDump]) -> Explanation:
+def kind_of_exchange(received: ReceivedTensor, dumps: Mapping[int, RankDump]) -> Explanation:
     """Return the kind of fault of what a rank received and the evidence for it; ``dumps`` has all ranks."""
     reduction = _wrong_reduction(received, dumps)
     if reduction is not None:
@@ -31,35 +31,35 @@ def kind_of_exchange(received: Received, dumps: Mapping[int, RankDump]) -> Expla
     if tensor is None or tensor.read is None or not received.expected:
         return "wrong exchange", verdict.reason
     expected = received.expected[received.meeting.group.index(received.rank)]
-    found, value = tensor.load(), values_of(expected)
-    if value.shape != found.shape:
-        return "shape", f"shape {list(found.shape)}, expected {list(value.shape)}"
+    actual, value = tensor.load(), values_of(expected)
+    if value.shape != actual.shape:
+        return "shape", f"shape {list(actual.shape)}, expected {list(value.shape)}"
     if not isinstance(expected, Approx):
-        return kind_of_integers(found, value)
+        return kind_of_integers(actual, value)
     bound = expected.bound(tensor.dtype)
-    difference = Difference(found.astype(np.float64), value, bound, call, tensor)
-    answer = difference.pattern() or _elsewhere(found, received, dumps)
+    difference = Difference(actual.astype(np.float64), value, bound, call, tensor)
+    answer = difference.pattern() or _elsewhere(actual, received, dumps)
     answer = answer or difference.remainder()
     return answer or ("wrong exchange", verdict.reason)
 
 
 def _elsewhere(
-    found: Array, received: Received, dumps: Mapping[int, RankDump]
+    actual: Array, received: ReceivedTensor, dumps: Mapping[int, RankDump]
 ) -> Explanation | None:
     """Return which earlier tensor was received instead of the right one."""
-    content = digest(found)
+    content = digest(actual)
     for rank, dump in dumps.items():
         for key, call in dump.calls.items():
             if key == received.meeting.keys.get(rank, received.call.key):
                 break
             for place, tensor in call.made():
-                same = tensor.shape == found.shape and tensor.read is not None
-                if same and digest(tensor.load()) == content:
+                alike = tensor.shape == actual.shape and tensor.read is not None
+                if alike and digest(tensor.load()) == content:
                     return "wrong tensor", f"it is {place} of {key} of rank {rank}"
     return None
 
 
-def _wrong_reduction(received: Received, dumps: Mapping[int, RankDump]) -> Explanation | None:
+def _wrong_reduction(received: ReceivedTensor, dumps: Mapping[int, RankDump]) -> Explanation | None:
     """Return what a wrong exchange did instead: no reduction, another group, a doubled term, another order.
 
     The weight of each rank's contribution is found by least squares; those that explain the whole tensor answer.
@@ -69,11 +69,11 @@ def _wrong_reduction(received: Received, dumps: Mapping[int, RankDump]) -> Expla
         return None
     x, dtype = values[0].load().astype(np.float64), values[0].dtype
     rank, (kind, group, *_) = received.rank, received.meeting
-    for other, own in zip(group, received.expected, strict=False):
-        if other != rank and isinstance(own, Approx) and own.shape == x.shape:
+    for other, expected in zip(group, received.expected, strict=False):
+        if other != rank and isinstance(expected, Approx) and expected.shape == x.shape:
             right = received.expected[group.index(rank)]
-            same = isinstance(right, Approx) and np.array_equal(own.value, right.value)
-            if not same and np.all(np.abs(x - own.value) <= own.bound(dtype)):
+            equal = isinstance(right, Approx) and np.array_equal(expected.value, right.value)
+            if not equal and np.all(np.abs(x - expected.value) <= expected.bound(dtype)):
                 return "wrong order", f"rank {rank} has what rank {other} should have"
     if "reduce" not in kind or not np.any(x):
         return None
@@ -81,9 +81,9 @@ def _wrong_reduction(received: Received, dumps: Mapping[int, RankDump]) -> Expla
     return _weighed(x, parts, received, dtype) or _other_reduction(x, parts, group, dtype)
 
 
-def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
+def _parts(received: ReceivedTensor, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
     """Return what each rank contributed to this rank's tensor."""
-    found: dict[int, Array] = {}
+    contributions: dict[int, Array] = {}
     kind, group, keys, _ = received.meeting
     for rank, dump in dumps.items():
         call = dump.calls.get(keys.get(rank) or received.call.key)
@@ -95,15 +95,15 @@ def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[
             continue
         value = part.value if isinstance(part, Approx) else part.astype(np.float64)
         if kind != "allreduce" and len(value) == len(x) * len(group):
-            at = group.index(received.rank)
-            value = value[at * len(x) : (at + 1) * len(x)]
+            position = group.index(received.rank)
+            value = value[position * len(x) : (position + 1) * len(x)]
         if value.shape == x.shape:
-            found[rank] = value
-    return found
+            contributions[rank] = value
+    return contributions
 
 
 def _weighed(
-    x: Array, parts: dict[int, Array], received: Received, dtype: str
+    x: Array, parts: dict[int, Array], received: ReceivedTensor, dtype: str
 ) -> Explanation | None:
     group, rank = received.meeting.group, received.rank
     ranks = [*(r for r in group if r in parts), *sorted(r for r in parts if r not in group)]
@@ -129,8 +129,8 @@ def _weighed(
 
 def _simple(weight: float, n: int) -> float:
     """Return the nearest whole number or multiple of 1/n."""
-    whole, part = float(np.rint(weight)), float(np.rint(weight * n)) / n
-    return whole if abs(weight - whole) <= abs(weight - part) + 1e-3 else part
+    integer, part = float(np.rint(weight)), float(np.rint(weight * n)) / n
+    return integer if abs(weight - integer) <= abs(weight - part) + 1e-3 else part
 
 
 def _said(weights: dict[int, float], group: list[int], rank: int) -> Explanation | None:

@@ -9,7 +9,7 @@ from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.explain.arguments import other_arguments
 from telechat_moe.tools.align.explain.differences import Difference, kind_of_integers
 from telechat_moe.tools.align.explain.exchanges import kind_of_exchange
-from telechat_moe.tools.align.judge.collectives import Exchange
+from telechat_moe.tools.align.judge.collectives import ExchangeContext
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.outcome import Explanation, Finding
 from telechat_moe.tools.align.judge.replay import replay_call
@@ -18,7 +18,7 @@ from telechat_moe.tools.align.judge.replay import replay_call
 def explained(finding: Finding) -> Finding:
     """Return a finding with its kind of fault, the evidence for it and the residual, as far as its surroundings tell."""
     context = finding.about
-    if isinstance(context, Exchange):
+    if isinstance(context, ExchangeContext):
         family, evidence = kind_of_exchange(context.received, context.target)
         return replace(finding, family=family, evidence=evidence)
     if context is None or finding.family != "unknown":

@@ -13,7 +13,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, walk
-from telechat_moe.tools.align.judge.points import Point, weight_of
+from telechat_moe.tools.align.judge.points import SharedTensor, weight_of
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import worst
 
@@ -24,7 +24,7 @@ _ALIKE = 1e-4  # settings may be stored in float32, and divided
 _SMALL = 1e-15  # smaller numbers, and larger than its inverse, keep a division or a mask from overflowing
 
 
-class Side(NamedTuple):
+class ProgramPart(NamedTuple):
     """What a run did to make a tensor."""
 
     module: str  # module, or weight, that it belongs to
@@ -33,23 +33,23 @@ class Side(NamedTuple):
 
     def text(self) -> str:
         """Return it in words."""
-        said = self.module or (self.calls[0].key if self.calls else "no call in the dump")
-        return f"{said} ({self.line})" if self.line else said
+        name = self.module or (self.calls[0].key if self.calls else "no call in the dump")
+        return f"{name} ({self.line})" if self.line else name
 
 
-class Sides:
+class ComparedPrograms:
     """Both runs in one step, and the tensors that were compared."""
 
     def __init__(self, reference: Sequence[RankDump], target: Sequence[RankDump]) -> None:
         self.reference, self.target = ([DataFlow(r) for r in run] for run in (reference, target))
-        self.agreed: list[tuple[Point, Point]] = []
+        self.agreed: list[tuple[SharedTensor, SharedTensor]] = []
 
-    def position(self, point: Point) -> float:
+    def position(self, point: SharedTensor) -> float:
         """Return where a tensor of the target stands in the data flow: at the call that made it, or that uses it first."""
         flow = _flow(self.target, point)
         return 0.0 if flow is None else flow.position((point.key, point.place))
 
-    def rejoins(self, point: Point) -> bool:
+    def rejoins(self, point: SharedTensor) -> bool:
         """Return whether all that the target computes from a tensor of the forward pass agrees with the reference.
 
         Then the programs compute it differently (router's weights before or after an expert's last product), legally.
@@ -58,20 +58,20 @@ class Sides:
         content = flow and flow.content.get((point.key, point.place))
         if flow is None or content is None:
             return False
-        known = _contents(self.target, (other for _, other in self.agreed))
-        waiting, seen, reached = [content], {content}, False
-        while waiting and len(seen) < _MOST:
-            taken = {key for key, _ in flow.given.get(waiting.pop(), [])}
-            users = {key for key in taken if flow.dump.calls[key].stage is Phase.FORWARD}
-            made = {flow.content.get(place) for key in users for place in flow.makers_of(key)}
-            if not users or None in made:
+        agreed = _contents(self.target, (other for _, other in self.agreed))
+        waiting, visited, reached = [content], {content}, False
+        while waiting and len(visited) < _MOST:
+            takers = {key for key, _ in flow.given.get(waiting.pop(), [])}
+            users = {key for key in takers if flow.dump.calls[key].stage is Phase.FORWARD}
+            outputs = {flow.content.get(place) for key in users for place in flow.makers_of(key)}
+            if not users or None in outputs:
                 return False
-            reached |= bool(made & known)
-            waiting += [c for c in made - known - seen if c is not None]
-            seen |= {c for c in made if c is not None}
+            reached |= bool(outputs & agreed)
+            waiting += [c for c in outputs - agreed - visited if c is not None]
+            visited |= {c for c in outputs if c is not None}
         return reached and not waiting
 
-    def unmade(self, point: Point) -> tuple[int, Call, str] | None:
+    def unmade(self, point: SharedTensor) -> tuple[int, Call, str] | None:
         """Return rank, collective and place of what is sent on the way to a tensor although no call made it; None: nothing.
 
         Most of what is sent late must have been made, or the dump lacks the calls that make it.
@@ -80,96 +80,112 @@ class Sides:
             calls = flow.dump.calls
             late = [c for k, c in calls.items() if k in flow.late and is_exchange(c)]
             sent = [(c.key, place) for c in late for place, _ in c.given()]
-            known = [p for p in sent if p not in flow.content]
-            known += [p for p in sent if flow.sources_of(p) or flow.terms_of(p)]
-            lone = dict(p for p in sent if p not in known)
+            explained = [p for p in sent if p not in flow.content]
+            explained += [p for p in sent if flow.sources_of(p) or flow.terms_of(p)]
+            lone = dict(p for p in sent if p not in explained)
             if point.key in calls and 2 * len(lone) < len(sent):
                 for call in _upstream(flow, (point.key, point.place), set()):
                     if call.key in lone:
                         return flow.dump.rank, call, lone[call.key]
         return None
 
-    def explained(self, one: Point, other: Point) -> tuple[str, str, tuple[str, str]]:
+    def explained(
+        self, reference_tensor: SharedTensor, target_tensor: SharedTensor
+    ) -> tuple[str, str, tuple[str, str]]:
         """Return the kind of a difference, why, and the modules of both runs in which it begins."""
         agreed = [*zip(*self.agreed, strict=True)] or [(), ()]
-        theirs = self._side(self.reference, one, agreed[0])
-        ours = self._side(self.target, other, agreed[1])
-        modules = theirs.module, ours.module
-        where = f"reference: {theirs.text()}; target: {ours.text()}"
-        wrong = next((k for k in map(self._wrong, theirs.calls) if k), "")
+        reference_part = self._side(self.reference, reference_tensor, agreed[0])
+        target_part = self._side(self.target, target_tensor, agreed[1])
+        modules = reference_part.module, target_part.module
+        places = f"reference: {reference_part.text()}; target: {target_part.text()}"
+        wrong = next((k for k in map(self._wrong, reference_part.calls) if k), "")
         if wrong:
-            return "reference is wrong", f"{wrong} of the reference; {where}", modules
-        given = other.place.startswith("input") and weight_of(ours.calls[0]) if ours.calls else ""
-        said = "" if given else differing(theirs.calls, ours.calls)
-        if said:
-            return "settings differ", f"{said}; {where}", modules
-        return "programs differ", f"every call of both is right; {where}", modules
+            return "reference is wrong", f"{wrong} of the reference; {places}", modules
+        updated_weight = (
+            target_tensor.place.startswith("input") and weight_of(target_part.calls[0])
+            if target_part.calls
+            else ""
+        )
+        settings = "" if updated_weight else differing(reference_part.calls, target_part.calls)
+        if settings:
+            return "settings differ", f"{settings}; {places}", modules
+        return "programs differ", f"every call of both is right; {places}", modules
 
-    def settings(self, wrong: Sequence[tuple[Point, Point]]) -> list[str]:
+    def settings(self, wrong: Sequence[tuple[SharedTensor, SharedTensor]]) -> list[str]:
         """Return in words which settings differ in the calls that make each tensor from those compared before it."""
-        found: dict[str, list[str]] = {}
+        modules_by_text: dict[str, list[str]] = {}
         pairs = [*self.agreed, *wrong]
-        for one, other in pairs:
-            if one.key.startswith("Optimizer") and one.place.startswith("input"):
+        for reference_tensor, target_tensor in pairs:
+            if reference_tensor.key.startswith("Optimizer") and reference_tensor.place.startswith(
+                "input"
+            ):
                 continue
-            rest = [p for p in pairs if p[1] is not other]
-            theirs = self._side(self.reference, one, [p for p, _ in rest])
-            ours = self._side(self.target, other, [p for _, p in rest])
-            said = differing(theirs.calls, ours.calls)
-            if said and max(len(theirs.calls), len(ours.calls)) <= _NEAR:
-                found.setdefault(said, []).append(theirs.module or ours.module)
-        several = {said: sorted(set(modules)) for said, modules in found.items()}
+            other_pairs = [p for p in pairs if p[1] is not target_tensor]
+            reference_part = self._side(
+                self.reference, reference_tensor, [p for p, _ in other_pairs]
+            )
+            target_part = self._side(self.target, target_tensor, [p for _, p in other_pairs])
+            text = differing(reference_part.calls, target_part.calls)
+            if text and max(len(reference_part.calls), len(target_part.calls)) <= _NEAR:
+                modules_by_text.setdefault(text, []).append(
+                    reference_part.module or target_part.module
+                )
+        several = {text: sorted(set(modules)) for text, modules in modules_by_text.items()}
         return [
-            f"{modules[0]}{f' and {len(modules) - 1} more' if modules[1:] else ''}: {said}"
-            for said, modules in several.items()
+            f"{modules[0]}{f' and {len(modules) - 1} more' if modules[1:] else ''}: {text}"
+            for text, modules in several.items()
         ]
 
     def _wrong(self, call: Call) -> str:
         dump = next(f.dump for f in self.reference if f.dump.calls.get(call.key) is call)
-        found = worst(replay_call(call, dump.calls.get(call.forward_key)))
-        return f"{call.key}: {found.reason}" if found.status == "diverged" else ""
+        verdict = worst(replay_call(call, dump.calls.get(call.forward_key)))
+        return f"{call.key}: {verdict.reason}" if verdict.status == "diverged" else ""
 
-    def _side(self, run: Sequence[DataFlow], point: Point, agreed: Iterable[Point]) -> Side:
+    def _side(
+        self, run: Sequence[DataFlow], point: SharedTensor, agreed: Iterable[SharedTensor]
+    ) -> ProgramPart:
         flow = _flow(run, point)
         if flow is None:
-            return Side("", [], "")
-        known = _contents(run, agreed)
-        calls = [*_upstream(flow, (point.key, point.place), known)]
+            return ProgramPart("", [], "")
+        contents = _contents(run, agreed)
+        calls = [*_upstream(flow, (point.key, point.place), contents)]
         last = calls[0] if calls else flow.dump.calls[point.key]
         line = next((s for s in last.stack if s.startswith("File ")), "")
         path = (last.parent or "").partition(".")[2].partition(".forward.")[0].rpartition(".")[0]
         weight = weight_of(flow.dump.calls[point.key])
         if weight is not None and (point.place != "input.grad" or not path):
-            return Side(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
-        own = last.name.partition(".")[2].rpartition(".")[0]  # names in a graph have the module
-        return Side(path or own, calls, line)
+            return ProgramPart(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
+        graph_module = last.name.partition(".")[2].rpartition(".")[
+            0
+        ]  # names in a graph have the module
+        return ProgramPart(path or graph_module, calls, line)
 
 
-def _flow(run: Sequence[DataFlow], point: Point) -> DataFlow | None:
+def _flow(run: Sequence[DataFlow], point: SharedTensor) -> DataFlow | None:
     """Return the data flow of the rank that has a tensor."""
     return next((f for f in run if f.dump.rank == point.rank and point.key in f.dump.calls), None)
 
 
-def _contents(run: Sequence[DataFlow], points: Iterable[Point]) -> set[bytes]:
+def _contents(run: Sequence[DataFlow], points: Iterable[SharedTensor]) -> set[bytes]:
     """Return the contents of tensors, or of the parts that they were put together from."""
     flows = ((_flow(run, p), p.parts or ((p.key, p.place),)) for p in points)
-    found = (flow.content.get(place) for flow, places in flows if flow for place in places)
-    return {content for content in found if content is not None}
+    contents = (flow.content.get(place) for flow, places in flows if flow for place in places)
+    return {content for content in contents if content is not None}
 
 
-def _upstream(flow: DataFlow, place: Place, known: set[bytes]) -> Iterator[Call]:
+def _upstream(flow: DataFlow, place: Place, contents: set[bytes]) -> Iterator[Call]:
     """Yield the calls between a tensor and those with known contents, the nearest first."""
     calls = flow.dump.calls
     content = flow.content.get(place)
-    made = flow.makers.get(content, []) if content is not None else []
-    key, name = next((p for p in made if calls[p[0]].kind == "api"), place)
+    makers = flow.makers.get(content, []) if content is not None else []
+    key, name = next((p for p in makers if calls[p[0]].kind == "api"), place)
     if not name.startswith("output") or calls[key].kind != "api":
         return
 
     def near(key: str) -> Iterator[str]:
-        places = ((key, taken) for taken, _ in calls[key].given())
-        for at in (p for p in places if flow.content.get(p) not in known):
-            yield from (k for k, _ in flow.sources_of(at)[-1:] if calls[k].kind == "api")
+        places = ((key, input_name) for input_name, _ in calls[key].given())
+        for input_place in (p for p in places if flow.content.get(p) not in contents):
+            yield from (k for k, _ in flow.sources_of(input_place)[-1:] if calls[k].kind == "api")
 
     yield from (calls[k] for k in islice(walk(key, near), _MOST))
 
@@ -177,15 +193,15 @@ def _upstream(flow: DataFlow, place: Place, known: set[bytes]) -> Iterator[Call]
 def differing(reference: Sequence[Call], target: Sequence[Call]) -> str:
     """Return in words which numbers only the calls of one run have, if both have some; empty: none."""
     sides = [dict(n for c in calls for n in _numbers(c)) for calls in (reference, target)]
-    only = [
-        [said for v, said in one.items() if not any(_alike(v, w) for w in other)]
-        for one, other in (sides, sides[::-1])
+    unmatched = [
+        [text for v, text in side_numbers.items() if not any(_alike(v, w) for w in other)]
+        for side_numbers, other in (sides, sides[::-1])
     ]
-    if not all(only):
-        dropped = [s for s in chain(*only) if "dropout" in s]
+    if not all(unmatched):
+        dropped = [s for s in chain(*unmatched) if "dropout" in s]
         return f"only one of the runs has {dropped[0]}" if dropped else ""
-    one, other = (", ".join(said[:6]) for said in only)
-    return f"the reference has {one}, the target {other}"
+    side_numbers, other = (", ".join(text[:6]) for text in unmatched)
+    return f"the reference has {side_numbers}, the target {other}"
 
 
 def _numbers(call: Call) -> Iterator[tuple[float, str]]:

@@ -26,26 +26,26 @@ from telechat_moe.tools.align.dump.records import (
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
 
-Pieces = Sequence[Approx | Array]
-Settings = Sequence[Mapping[str, Any]]
+RankTensors = Sequence[Approx | Array]
+ExchangeArguments = Sequence[Mapping[str, Any]]
 """The arguments of each rank's call, in the order of the group."""
 
 _FAMILIES = ("Distributed", "MintDistributed", "Primitive", "Comm")
 
 
-def _reduced(parts: Pieces, op: str) -> Approx | Array:
+def _reduced(parts: RankTensors, op: str) -> Approx | Array:
     if not isinstance(parts[0], Approx):
         arrays = np.stack([np.asarray(p) for p in parts])
         return {"sum": arrays.sum, "max": arrays.max, "min": arrays.min}[op](0)
-    known = [p for p in parts if isinstance(p, Approx)]
+    terms = [p for p in parts if isinstance(p, Approx)]
     if op in ("sum", "mean", "avg"):
-        total = concatenate([p.reshape(1, *p.shape) for p in known], 0).sum(0)
-        return total if op == "sum" else total / len(known)
-    values = np.stack([p.value for p in known])
-    return known[0].constant(values.max(0) if op == "max" else values.min(0))
+        total = concatenate([p.reshape(1, *p.shape) for p in terms], 0).sum(0)
+        return total if op == "sum" else total / len(terms)
+    values = np.stack([p.value for p in terms])
+    return terms[0].constant(values.max(0) if op == "max" else values.min(0))
 
 
-def _joined(parts: Pieces) -> Approx | Array:
+def _joined(parts: RankTensors) -> Approx | Array:
     if isinstance(parts[0], Approx):
         return concatenate([p for p in parts if isinstance(p, Approx)], 0)
     return np.concatenate([np.asarray(p) for p in parts], 0)
@@ -56,20 +56,22 @@ def _slices(x: Approx | Array, sizes: Sequence[int]) -> list[Approx | Array]:
     return [x[e - s : e] for s, e in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _all_reduce(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _all_reduce(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     return [_reduced(parts, settings[0]["op"])] * len(parts)
 
 
-def _all_gather(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _all_gather(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     return [_joined(parts)] * len(parts)
 
 
-def _reduce_scatter(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
-    whole = _reduced(parts, settings[0]["op"])
-    return _slices(whole, [whole.shape[0] // len(parts)] * len(parts))
+def _reduce_scatter(
+    parts: RankTensors, ranks: list[int], settings: ExchangeArguments
+) -> RankTensors:
+    total = _reduced(parts, settings[0]["op"])
+    return _slices(total, [total.shape[0] // len(parts)] * len(parts))
 
 
-def _all_to_all(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _all_to_all(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     """Exchange slices of the first dimension, or MindSpore's: split along one dimension, concatenate along another."""
     n, split, joint = len(parts), settings[0].get("split_dim"), settings[0].get("concat_dim")
     split, joint = (0, 0) if split is None else (int(split), int(cast("Any", joint)))
@@ -80,22 +82,22 @@ def _all_to_all(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
         return np.moveaxis(x, a, b)
 
     sent: list[list[Approx | Array]] = []
-    for part, own in zip(parts, settings, strict=True):
+    for part, arguments in zip(parts, settings, strict=True):
         rows = moved(part, split, 0)
-        sizes = own.get("input_split_sizes") or [rows.shape[0] // n] * n
+        sizes = arguments.get("input_split_sizes") or [rows.shape[0] // n] * n
         slices = _slices(rows, [int(size) for size in sizes])
         sent.append([moved(moved(piece, 0, split), joint, 0) for piece in slices])
     return [moved(_joined(received), 0, joint) for received in zip(*sent, strict=True)]
 
 
-def _broadcast(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+def _broadcast(parts: RankTensors, ranks: list[int], settings: ExchangeArguments) -> RankTensors:
     source = settings[0].get("src", settings[0].get("root_rank", ranks[0]))
     return [parts[ranks.index(source) if source in ranks else 0]] * len(parts)
 
 
 _INTO = ("output", "input", "op", "group")
 _SPLIT = ("output", "input", "output_split_sizes", "input_split_sizes", "group")
-Replay = Callable[[Pieces, list[int], Settings], Pieces]
+Replay = Callable[[RankTensors, list[int], ExchangeArguments], RankTensors]
 KINDS: Mapping[str, tuple[Replay, Sequence[str]]] = {
     "allreduce": (_all_reduce, ("input", "op", "group")),
     "allgather": (_all_gather, _INTO),
@@ -138,12 +140,12 @@ class Meeting(NamedTuple):
     # Ranks that belong together; of a message the one that sends, then the one that receives
     group: list[int]
     keys: dict[int, str]  # key of the call on each of them that is in the dump
-    given: Call  # a call whose operation is believed
+    trusted_call: Call  # a call whose operation is believed
 
-    def received(self, bound: Mapping[int, Mapping[str, Any]]) -> Pieces:
+    def received(self, bound: Mapping[int, Mapping[str, Any]]) -> RankTensors:
         """Return what each rank of the group should receive, by what each has sent: its arguments, see :func:`bind`."""
         settings = [bound[r] for r in self.group if r in bound]
-        parts = [own["input"] for own in settings]
+        parts = [arguments["input"] for arguments in settings]
         if self.kind == MESSAGE:
             return [parts[0]] * 2
         return KINDS[self.kind][0](parts, self.group, settings)
@@ -154,20 +156,20 @@ class Meeting(NamedTuple):
         return self.group[:1] if self.kind == MESSAGE else self.group
 
 
-class Received(NamedTuple):
+class ReceivedTensor(NamedTuple):
     """What a rank received."""
 
     rank: int
     call: Call
     verdict: Verdict  # the verdict on what it received
     meeting: Meeting  # the calls that belong together
-    expected: Pieces = ()  # what each rank of the group should have received; empty: unknown
+    expected: RankTensors = ()  # what each rank of the group should have received; empty: unknown
 
 
-class Exchange(NamedTuple):
+class ExchangeContext(NamedTuple):
     """What a rank received, with all ranks of the step in both runs."""
 
-    received: Received
+    received: ReceivedTensor
     target: Mapping[int, RankDump]
     reference: Mapping[int, RankDump]
 
@@ -183,29 +185,31 @@ def meetings(
         references: The same ranks of a trusted run, which gives the groups.
     """
     everybody = sorted(dump.rank for dump in dumps)
-    found: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
+    meetings_by_name: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
     for dump in dumps:
         count: Counter[tuple[str, tuple[int, ...]]] = Counter()
         believed = (references or {}).get(dump.rank)
         for key, call in dump.calls.items():
             if not is_exchange(call):
                 continue
-            kind, given = kind_of(call) or MESSAGE, call
+            kind, trusted_call = kind_of(call) or MESSAGE, call
             if kind == MESSAGE:
                 group = _ends(call, dump.rank)
             else:
-                given = believed.calls.get(key, call) if believed else call
-                group = group_of(given) or everybody
+                trusted_call = believed.calls.get(key, call) if believed else call
+                group = group_of(trusted_call) or everybody
             name = kind, (*group, *_tag(call))
-            at = found.setdefault((*name, count[name]), Meeting(kind, group, {}, given))
-            at.keys[dump.rank] = key
+            meeting = meetings_by_name.setdefault(
+                (*name, count[name]), Meeting(kind, group, {}, trusted_call)
+            )
+            meeting.keys[dump.rank] = key
             count[name] += 1
-    return [*found.values()]
+    return [*meetings_by_name.values()]
 
 
 def judged_collectives(
     dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
-) -> Iterator[Received]:
+) -> Iterator[ReceivedTensor]:
     """Yield what each rank received from each collective and each message; arguments as of :func:`meetings`."""
     by_rank = {dump.rank: dump for dump in dumps}
     for meeting in meetings(dumps, references):
@@ -217,14 +221,14 @@ _RECEIVE = {"recv", "irecv", "receive", "telechatreceive"}
 
 
 def _short(call: Call) -> str:
-    family, _, rest = call.name.partition(".")
-    return rest.split(".")[-1].lower() if family in _FAMILIES else ""
+    family, _, operator = call.name.partition(".")
+    return operator.split(".")[-1].lower() if family in _FAMILIES else ""
 
 
 def _ends(call: Call, rank: int) -> list[int]:
     """Return which rank sends a message of a rank and which receives it; the rank alone: the dump does not show it."""
-    given = (call.kwargs.get(name) for name in ("dst", "dest_rank", "src", "src_rank", "peer"))
-    numbers = (v.value for v in (*given, *call.inputs) if isinstance(v, Scalar))
+    arguments = (call.kwargs.get(name) for name in ("dst", "dest_rank", "src", "src_rank", "peer"))
+    numbers = (v.value for v in (*arguments, *call.inputs) if isinstance(v, Scalar))
     peer = next((n for n in numbers if type(n) is int), None)
     if peer is None:
         return [rank]
@@ -237,10 +241,10 @@ def _tag(call: Call) -> list[int]:
     return [value.value] if isinstance(value, Scalar) and type(value.value) is int else []
 
 
-def _first(call: Call, made: bool) -> TensorRecord | None:
+def _first(call: Call, of_result: bool) -> TensorRecord | None:
     """Return the tensor of a message: the result, or the tensor that torch writes into."""
-    given = [*call.inputs, *call.kwargs.values()]
-    records = flat([*call.outputs, *given] if made else given)
+    arguments = [*call.inputs, *call.kwargs.values()]
+    records = flat([*call.outputs, *arguments] if of_result else arguments)
     return next((record for record in records if record.read is not None), None)
 
 
@@ -255,44 +259,44 @@ def group_of(call: Call) -> list[int] | None:
     return None
 
 
-def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
-    kind, ranks, keys, given = meeting
+def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[ReceivedTensor]:
+    kind, ranks, keys, trusted_call = meeting
     calls = {rank: by_rank[rank].calls[key] for rank, key in keys.items()}
-    expected, why = None, ""
+    expected, reason = None, ""
     absent = [r for r in meeting.senders if r not in keys]
     if kind == MESSAGE and len(ranks) < 2:
-        why = "who sent it, or what came, is not in the dump"
+        reason = "who sent it, or what came, is not in the dump"
     elif absent:
-        why = f"rank {absent[0]} of its group is not in the dump"
+        reason = f"rank {absent[0]} of its group is not in the dump"
     else:
         try:
             bound = {rank: bind(kind, calls[rank]) for rank in meeting.senders}
             bound[ranks[0]]["op"] = _operation(
-                {} if kind == MESSAGE else arguments_by_name(kind, given)
+                {} if kind == MESSAGE else arguments_by_name(kind, trusted_call)
             )
-            for own in bound.values():
-                own["input"] = loaded(own["input"])
+            for verdict in bound.values():
+                verdict["input"] = loaded(verdict["input"])
             expected = meeting.received(bound)
         except (LookupError, ValueError, TypeError) as error:
-            why = f"arguments do not fit {given.name}: {error}"
+            reason = f"arguments do not fit {trusted_call.name}: {error}"
     receivers = ranks if expected is not None else [*keys]
     for rank in ranks[-1:] if kind == MESSAGE else receivers:
         if (call := calls.get(rank)) is None or is_send(call):
             continue
-        own = not_judged(call.key, why)
+        verdict = not_judged(call.key, reason)
         if expected is not None:
-            own = _judge_rank(call, expected[ranks.index(rank)])
-        yield Received(rank, call, own, meeting, expected or ())
+            verdict = _judge_rank(call, expected[ranks.index(rank)])
+        yield ReceivedTensor(rank, call, verdict, meeting, expected or ())
 
 
 def _judge_rank(call: Call, expected: Approx | Array) -> Verdict:
     written = _first(call, True) if _short(call) in _RECEIVE else None
-    found = [written] if written is not None else list(flat(call.outputs))
-    if not found:
+    records = [written] if written is not None else list(flat(call.outputs))
+    if not records:
         return not_judged(call.key, "what it received was not dumped")
-    loaded = [record.load() for record in found]
+    loaded = [record.load() for record in records]
     values = loaded[0] if len(loaded) == 1 else np.concatenate(loaded, 0)
-    return judge(call.key, "output.0", values, expected, found[0].dtype)
+    return judge(call.key, "output.0", values, expected, records[0].dtype)
 
 
 def bind(kind: str, call: Call) -> dict[str, Any]:
@@ -301,10 +305,10 @@ def bind(kind: str, call: Call) -> dict[str, Any]:
     Raises:
         LookupError: Its input is not in the dump.
     """
-    found = {"input": _first(call, False)} if kind == MESSAGE else arguments_by_name(kind, call)
-    if not isinstance(found.get("input"), TensorRecord):
+    arguments = {"input": _first(call, False)} if kind == MESSAGE else arguments_by_name(kind, call)
+    if not isinstance(arguments.get("input"), TensorRecord):
         raise LookupError("its input was not dumped")
-    return {**found, "op": _operation(found)}
+    return {**arguments, "op": _operation(arguments)}
 
 
 def arguments_by_name(kind: str, call: Call) -> dict[str, Any]:
@@ -366,9 +370,9 @@ def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
     if rank not in layout.ranks or math.prod(layout.mesh) != len(layout.ranks):
         return None
     places = np.arange(len(layout.ranks)).reshape(layout.mesh)
-    at = np.unravel_index(layout.ranks.index(rank), layout.mesh)
+    coordinates = np.unravel_index(layout.ranks.index(rank), layout.mesh)
     index = tuple(
         slice(None) if axis in layout.partial else int(i)
-        for axis, i in zip(layout.axes, at, strict=True)
+        for axis, i in zip(layout.axes, coordinates, strict=True)
     )
     return sorted(layout.ranks[int(p)] for p in np.ravel(places[index]))

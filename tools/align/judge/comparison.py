@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import (
-    Exchange,
+    ExchangeContext,
     is_exchange,
     judged_collectives,
     kind_of,
@@ -23,24 +23,24 @@ from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
-from telechat_moe.tools.align.judge.fused_calls import Replaced
+from telechat_moe.tools.align.judge.fused_calls import FusedCallMatcher
 from telechat_moe.tools.align.judge.other_run import OtherRun
-from telechat_moe.tools.align.judge.outcome import Finding, Outcome, Seen
+from telechat_moe.tools.align.judge.outcome import CallStatus, Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import STEP, aligned, content_of, split, without_repeats
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import is_own
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
 
-Ranks = Mapping[int, RankDump]
-Run = tuple[int, tuple[str, ...]]
+RankDumps = Mapping[int, RankDump]
+RunKey = tuple[int, tuple[str, ...]]
 
 
 @dataclass
-class Known:
+class ReferenceCache:
     """What comparisons with the same reference share: its data flow, and verdicts on calls with equal contents."""
 
-    flows: dict[Run, DataFlow] = field(default_factory=dict[Run, DataFlow])
+    flows: dict[RunKey, DataFlow] = field(default_factory=dict[RunKey, DataFlow])
     verdicts: dict[bytes, list[Verdict]] = field(default_factory=dict[bytes, list[Verdict]])
 
     def flow(self, reference: RankDump) -> DataFlow:
@@ -54,7 +54,7 @@ class Known:
 def compare(
     reference: Dump,
     target: Dump,
-    known: Known | None = None,
+    cache: ReferenceCache | None = None,
     itself: bool = False,
     progress: Progress | None = None,
     standard: Standard | None = None,
@@ -62,7 +62,7 @@ def compare(
     """Compare a run with a reference of the same layout; see the module.
 
     Args:
-        known: Results of earlier comparisons with the same reference; new ones are added.
+        cache: Results of earlier comparisons with the same reference; new ones are added.
         itself: The reference is the target, perhaps with another layout's tensors (``shards.py``): to agree shows nothing.
         progress: Called as calls are recomputed.
         standard: Judge tensors by a published standard, in place of recomputation and data flow.
@@ -70,35 +70,35 @@ def compare(
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
         return Outcome("inconclusive", reason="the dumps have no step and rank in common")
-    run = _Comparison(known, itself, progress or _quiet, standard)
+    run = _Comparison(cache, itself, progress or _quiet, standard)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
-    ours: dict[tuple[int, int], RankDump] = {}
-    believed: dict[tuple[int, int], RankDump] = {}
+    targets: dict[tuple[int, int], RankDump] = {}
+    references: dict[tuple[int, int], RankDump] = {}
     for place in common:
-        given, names[place] = aligned(reference.ranks[place], target.ranks[place])
-        ours[place] = without_repeats(given, reference.ranks[place])
-        believed[place] = without_repeats(reference.ranks[place], given)
-        if not {*ours[place].calls} & {*believed[place].calls}:
-            said = f"step {place[0]}, rank {place[1]}: the dumps have no call in common"
-            return Outcome("inconclusive", reason=said)
+        named_target, names[place] = aligned(reference.ranks[place], target.ranks[place])
+        targets[place] = without_repeats(named_target, reference.ranks[place])
+        references[place] = without_repeats(reference.ranks[place], named_target)
+        if not {*targets[place].calls} & {*references[place].calls}:
+            text = f"step {place[0]}, rank {place[1]}: the dumps have no call in common"
+            return Outcome("inconclusive", reason=text)
     findings: list[Finding] = []
     for step in sorted({step for step, _ in common}):
-        here = {rank: dump for (s, rank), dump in ours.items() if s == step}
-        theirs_here = {rank: believed[step, rank] for rank in here}
-        findings += run.of_collectives(theirs_here, here) if standard is None else []
+        target_ranks = {rank: dump for (s, rank), dump in targets.items() if s == step}
+        reference_ranks = {rank: references[step, rank] for rank in target_ranks}
+        findings += run.of_collectives(reference_ranks, target_ranks) if standard is None else []
     for rank in sorted({rank for _, rank in common}):
         steps = [step for step, other in common if other == rank]
-        theirs = _joined([believed[s, rank] for s in steps])
-        others = {r: dump for (s, r), dump in ours.items() if r != rank and s == steps[-1]}
-        findings += run.of_rank(theirs, _joined([ours[s, rank] for s in steps]), others)
+        reference_run = _joined([references[s, rank] for s in steps])
+        others = {r: dump for (s, r), dump in targets.items() if r != rank and s == steps[-1]}
+        findings += run.of_rank(reference_run, _joined([targets[s, rank] for s in steps]), others)
     joined = len({step for step, _ in common}) > 1
     findings = [run.with_phase(f, joined) for f in findings]
     findings.sort(key=lambda f: (f.step, f.order, f.rank))
     if findings:
         f = findings[0]
-        calls = [run[f.step, f.rank].calls.get(f.verdict.key) for run in (believed, ours)]
+        calls = [run[f.step, f.rank].calls.get(f.verdict.key) for run in (references, targets)]
         values = values_at(f.verdict, None if is_own(*calls) else calls[0], calls[1])
         findings[0] = replace(f, values=values)
     findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
@@ -106,7 +106,7 @@ def compare(
     return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
 
 
-def _quiet(what: str, done: int, total: int | None) -> None:
+def _quiet(activity: str, count: int, total: int | None) -> None:
     """Show no progress."""
 
 
@@ -114,41 +114,48 @@ class _Comparison:
     """One comparison: its counts, and the results that are known already."""
 
     def __init__(
-        self, known: Known | None, itself: bool, progress: Progress, standard: Standard | None
+        self,
+        cache: ReferenceCache | None,
+        itself: bool,
+        progress: Progress,
+        standard: Standard | None,
     ) -> None:
-        self.known, self.itself = known or Known(), itself
+        self.known, self.itself = cache or ReferenceCache(), itself
         self.progress, self.standard = progress, standard
-        self.remembers = known is not None
+        self.remembers = cache is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
         self.coverage = Coverage()
         self.open: dict[tuple[int, int, str], list[Verdict]] = {}  # of collectives and inputs
-        self.seen: list[Seen] = []
+        self.seen: list[CallStatus] = []
         self.theirs: dict[int, DataFlow] = {}
         self.confirmed = set[str]()  # by the other run, among others
 
     def alone(self, dump: Dump, place: tuple[int, int], is_target: bool) -> None:
         """Count a step and rank that only one run has; its calls are not judged."""
-        said = f"step {place[0]}, rank {place[1]} is only in the {'target' if is_target else 'reference'}"
-        self.unknown[said] += 1
+        reason = f"step {place[0]}, rank {place[1]} is only in the {'target' if is_target else 'reference'}"
+        self.unknown[reason] += 1
         for call in dump.ranks[place].calls.values() if is_target else ():
             if call.kind == "api":
-                self.coverage.add(call, [not_judged(call.key, said)])
+                self.coverage.add(call, [not_judged(call.key, reason)])
 
-    def of_rank(self, reference: RankDump, target: RankDump, others: Ranks) -> list[Finding]:
+    def of_rank(self, reference: RankDump, target: RankDump, others: RankDumps) -> list[Finding]:
         """Return the divergent calls of a rank, in order."""
         if self.standard is not None:
             return self._by_standard(self.standard, reference, target)
-        ours, theirs = DataFlow(target), self.known.flow(reference)
-        self.theirs[target.rank] = theirs
+        target_flow, reference_flow = DataFlow(target), self.known.flow(reference)
+        self.theirs[target.rank] = reference_flow
         wrong: dict[str, list[Verdict]] = {}
-        for verdict in (*broken_edges(theirs, ours), *wrong_sums(theirs, ours)):
-            if self.itself and _may_differ(verdict, theirs, ours):
+        for verdict in (
+            *broken_edges(reference_flow, target_flow),
+            *wrong_sums(reference_flow, target_flow),
+        ):
+            if self.itself and _may_differ(verdict, reference_flow, target_flow):
                 continue
             if verdict.status == "not judged":
                 self._count(verdict, target)
             else:
                 wrong.setdefault(verdict.key, []).append(verdict)
-        replaced = Replaced(theirs, ours)
+        replaced = FusedCallMatcher(reference_flow, target_flow)
         for verdict in (*replaced.verdicts, *replaced.otherwise(), *replaced.by_other_run()):
             self._count(verdict, target)
             if verdict.status == "diverged":
@@ -156,24 +163,26 @@ class _Comparison:
         begins = _begins(target)
         self.confirmed = replaced.confirmed
         self._replayed(reference, target, wrong)
-        made = [
-            Finding(*_where(target, key), ours.order[key] - begins[key], verdicts[0], call)
+        findings = [
+            Finding(*_where(target, key), target_flow.order[key] - begins[key], verdicts[0], call)
             for key, verdicts in wrong.items()
             if (call := target.calls.get(key)) is not None
         ]
         right = replaced.right | replaced.unjudged
         if not replaced.new.isdisjoint(wrong):  # one that is wrong itself explains the rest
             right |= replaced.new | replaced.lost
-        made += _missing(reference, target, ours, begins, right)
-        made.sort(key=lambda f: (f.step, f.order))
-        if made and (call := made[0].call) is not None:
-            made[0] = replace(
-                made[0],
-                phase=phase_of(call, theirs),
-                layer=layer_of(call, ours),
-                about=_divergent_call(made[0].verdict, call, theirs, ours, others),
+        findings += _missing(reference, target, target_flow, begins, right)
+        findings.sort(key=lambda f: (f.step, f.order))
+        if findings and (call := findings[0].call) is not None:
+            findings[0] = replace(
+                findings[0],
+                phase=phase_of(call, reference_flow),
+                layer=layer_of(call, target_flow),
+                about=_divergent_call(
+                    findings[0].verdict, call, reference_flow, target_flow, others
+                ),
             )
-        return [_in_step(f) for f in made]
+        return [_in_step(f) for f in findings]
 
     def _replayed(
         self, reference: RankDump, target: RankDump, wrong: dict[str, list[Verdict]]
@@ -200,10 +209,12 @@ class _Comparison:
             if not self.itself or worst(judged).status == "diverged":
                 verdicts = judged
             first = worst(verdicts)
-            known = 0.0 if self.itself else 4 * _also_wrong(key, reference)
-            if first.status == "diverged" and first.ratio <= known:
-                said = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
-                verdicts = [not_judged(key, said, v.place) if v is first else v for v in verdicts]
+            tolerated = 0.0 if self.itself else 4 * _also_wrong(key, reference)
+            if first.status == "diverged" and first.ratio <= tolerated:
+                reason = (
+                    f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
+                )
+                verdicts = [not_judged(key, reason, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)
             self._see((step, target.rank, name), call, verdicts, others)
             if first.status == "diverged":
@@ -213,26 +224,26 @@ class _Comparison:
         self, standard: Standard, reference: RankDump, target: RankDump
     ) -> list[Finding]:
         """Return the calls of a rank with a tensor that fails a standard."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         begins = _begins(target)
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
-            at = (*_where(target, key), split(key, target.step)[1])
+            call_place = (*_where(target, key), split(key, target.step)[1])
             verdicts = standard.verdicts(call, reference, target)
             if verdicts:
-                first = self._see(at, call, verdicts)
+                first = self._see(call_place, call, verdicts)
                 if first.status == "diverged":
                     kind = "beyond the standard", standard.profile.name
-                    found.append(Finding(*at[:2], i - begins[key], first, call, *kind))
+                    findings.append(Finding(*call_place[:2], i - begins[key], first, call, *kind))
         for key, call in reference.calls.items():
             if key not in target.calls:
-                at = (*_where(reference, key), split(key, reference.step)[1])
-                self._see(at, call, [not_judged(key, "the target does not run this call")])
-        return [_in_step(f) for f in found]
+                call_place = (*_where(reference, key), split(key, reference.step)[1])
+                self._see(call_place, call, [not_judged(key, "the target does not run this call")])
+        return [_in_step(f) for f in findings]
 
     def _see(
         self,
-        at: tuple[int, int, str],
+        call_place: tuple[int, int, str],
         call: Call,
         verdicts: list[Verdict],
         others: Sequence[Verdict] = (),
@@ -241,7 +252,7 @@ class _Comparison:
         first = worst(verdicts)
         self.judged.update(v.status for v in verdicts)
         self.coverage.add(call, [*verdicts, *others])
-        self.seen.append((*at, first.status, first.ratio))
+        self.seen.append((*call_place, first.status, first.ratio))
         if first.status == "not judged":
             self.unknown[first.reason] += 1
         return first
@@ -253,8 +264,8 @@ class _Comparison:
         bare = settings and settings.changed(
             lambda _, v: None if isinstance(v, TensorRecord) else v
         )
-        given = [bare.inputs, [*bare.kwargs.items()]] if bare else None
-        mark = content_of(call.name, call.phase, call, forward is not call and forward, given)
+        arguments = [bare.inputs, [*bare.kwargs.items()]] if bare else None
+        mark = content_of(call.name, call.phase, call, forward is not call and forward, arguments)
         if mark not in self.known.verdicts:
             self.known.verdicts[mark] = replay_call(call, forward, settings)
         return [replace(v, key=call.key) for v in self.known.verdicts[mark]]
@@ -271,19 +282,19 @@ class _Comparison:
         self.judged[verdict.status] += 1
 
     def of_collectives(
-        self, believed: Mapping[int, RankDump], ours: Mapping[int, RankDump]
+        self, references: Mapping[int, RankDump], targets: Mapping[int, RankDump]
     ) -> list[Finding]:
         """Return the collectives of a step that gave a rank something other than its group sent."""
-        found: list[Finding] = []
-        for received in judged_collectives([ours[r] for r in sorted(ours)], believed):
+        findings: list[Finding] = []
+        for received in judged_collectives([targets[r] for r in sorted(targets)], references):
             verdict, rank = received.verdict, received.rank
-            self._count(verdict, ours[rank])
+            self._count(verdict, targets[rank])
             if verdict.status == "diverged":
-                order = list(ours[rank].calls).index(verdict.key)
-                about = Exchange(received, ours, believed)
-                where = ours[rank].step, rank, order
-                found.append(Finding(*where, verdict, received.call, about=about))
-        return found
+                order = list(targets[rank].calls).index(verdict.key)
+                about = ExchangeContext(received, targets, references)
+                position = targets[rank].step, rank, order
+                findings.append(Finding(*position, verdict, received.call, about=about))
+        return findings
 
     def with_phase(self, f: Finding, joined: bool) -> Finding:
         """Return a finding; that of a collective gets its phase."""
@@ -293,11 +304,11 @@ class _Comparison:
         return replace(f, phase=phase_of(replace(f.call, key=name), self.theirs[f.rank]))
 
 
-def _may_differ(verdict: Verdict, theirs: DataFlow, ours: DataFlow) -> bool:
+def _may_differ(verdict: Verdict, reference_flow: DataFlow, target_flow: DataFlow) -> bool:
     """Return whether a verdict on an input may follow from another layout: of what only collectives or updates take."""
     place = verdict.key, verdict.place
-    made = not theirs.sources_of(place) and ours.sources_of(place)
-    return verdict.status == "not judged" or bool(made) or verdict.key in ours.late
+    made_in_target = not reference_flow.sources_of(place) and target_flow.sources_of(place)
+    return verdict.status == "not judged" or bool(made_in_target) or verdict.key in target_flow.late
 
 
 def _where(target: RankDump, key: str) -> tuple[int, int]:
@@ -320,13 +331,13 @@ def _own_name(finding: Finding, names: Mapping[str, str]) -> Finding:
 def _in_step(finding: Finding) -> Finding:
     """Return a finding of joined steps with its own step and key."""
     step, key = split(finding.verdict.key, finding.step)
-    said = re.sub(r"(\d+)[|](\S+)", r"\2 of step \1", finding.verdict.reason)
-    return _renamed(replace(finding, step=step), key, said)
+    reason = re.sub(r"(\d+)[|](\S+)", r"\2 of step \1", finding.verdict.reason)
+    return _renamed(replace(finding, step=step), key, reason)
 
 
-def _renamed(finding: Finding, key: str, said: str) -> Finding:
+def _renamed(finding: Finding, key: str, reason: str) -> Finding:
     call = replace(finding.call, key=key) if finding.call else None
-    return replace(finding, verdict=replace(finding.verdict, key=key, reason=said), call=call)
+    return replace(finding, verdict=replace(finding.verdict, key=key, reason=reason), call=call)
 
 
 def _joined(dumps: list[RankDump]) -> RankDump:
@@ -356,31 +367,31 @@ def _also_wrong(key: str, reference: RankDump) -> float:
 def _missing(
     reference: RankDump,
     target: RankDump,
-    ours: DataFlow,
+    target_flow: DataFlow,
     begins: Mapping[str, int],
     right: frozenset[str],
 ) -> list[Finding]:
     """Return the calls that only one run makes, except those whose replacements give the same result."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
     def only(run: RankDump, call: Call, order: float, other: str, word: str) -> None:
-        known = not right.isdisjoint((call.key, call.forward_key))
-        if call.kind == "api" and not known and not _gave_back(call, reference, target):
-            said = f"the {other} does not run {call.key}"
-            verdict = Verdict(call.key, "", "diverged", float("inf"), said)
+        replaced = not right.isdisjoint((call.key, call.forward_key))
+        if call.kind == "api" and not replaced and not _gave_back(call, reference, target):
+            reason = f"the {other} does not run {call.key}"
+            verdict = Verdict(call.key, "", "diverged", float("inf"), reason)
             place = _where(run, call.key)
-            found.append(Finding(*place, order, verdict, call, _only(call, word)))
+            findings.append(Finding(*place, order, verdict, call, _only(call, word)))
 
     last = -1.0
     for key, call in reference.calls.items():
         if key in target.calls:
-            last = ours.order[key] - begins[key] + 0.5
+            last = target_flow.order[key] - begins[key] + 0.5
         else:
             only(reference, call, last, "target", "missing")
     for key, call in target.calls.items():
         if key not in reference.calls:
-            only(target, call, ours.order[key] - begins[key], "reference", "doubled")
-    return found
+            only(target, call, target_flow.order[key] - begins[key], "reference", "doubled")
+    return findings
 
 
 def _only(call: Call, word: str) -> str:
@@ -398,19 +409,21 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
     for forward in (run.calls.get(call.forward_key) for run in runs):
         if forward is None or not forward.given() or len(forward.made()) != 1:
             continue
-        (_, given), (_, made) = forward.given()[0], forward.made()[0]
-        known = given.dtype == made.dtype and given.read is not None and made.read is not None
-        if known and digest(given.load()) == digest(made.load()):
+        (_, argument), (_, result) = forward.given()[0], forward.made()[0]
+        comparable = (
+            argument.dtype == result.dtype and argument.read is not None and result.read is not None
+        )
+        if comparable and digest(argument.load()) == digest(result.load()):
             return True
     return False
 
 
 def _divergent_call(
-    verdict: Verdict, call: Call, theirs: DataFlow, ours: DataFlow, others: Ranks
+    verdict: Verdict, call: Call, reference_flow: DataFlow, target_flow: DataFlow, others: RankDumps
 ) -> DivergentCall:
     """Return a divergent call with its surroundings."""
     wrong_outputs = 1
     if call.phase is not Phase.BACKWARD and len(call.outputs) > 1:
-        verdicts = replay_call(call, call, theirs.dump.calls.get(call.key))
+        verdicts = replay_call(call, call, reference_flow.dump.calls.get(call.key))
         wrong_outputs = sum(v.status == "diverged" for v in verdicts)
-    return DivergentCall(verdict, call, theirs, ours, others, wrong_outputs)
+    return DivergentCall(verdict, call, reference_flow, target_flow, others, wrong_outputs)

@@ -24,21 +24,21 @@ def phase_of(call: Call, flow: DataFlow) -> Phase:
     if call.stage is not Phase.FORWARD or call.key not in flow.order:
         return call.stage
     step = call.key.partition(STEP)[0] if STEP in call.key else ""
-    at = flow.order[call.key]
-    back = [
+    position = flow.order[call.key]
+    backward_positions = [
         flow.order[key]
         for key, other in flow.dump.calls.items()
         if other.phase is Phase.BACKWARD and (not step or key.startswith(step + STEP))
     ]
-    if not back:
+    if not backward_positions:
         return _in_graph(call.key, flow)
     if _goes_back(call.key, flow):
         return Phase.BACKWARD
-    if at < min(back) or call.key not in flow.late:
+    if position < min(backward_positions) or call.key not in flow.late:
         return Phase.FORWARD
     if _is_gradient(call, flow):
         return Phase.REDUCTION if kind_of(call) is not None else Phase.OPTIMIZER
-    return Phase.OPTIMIZER if at > max(back) else Phase.FORWARD
+    return Phase.OPTIMIZER if position > max(backward_positions) else Phase.FORWARD
 
 
 def _in_graph(key: str, flow: DataFlow) -> Phase:
@@ -48,8 +48,10 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
     """
     step = key.partition(STEP)[0] + STEP if STEP in key else ""
     calls = {k: c for k, c in flow.dump.calls.items() if k.startswith(step)}
-    back = {k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)}
-    if key in back:
+    backward_keys = {
+        k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)
+    }
+    if key in backward_keys:
         return Phase.BACKWARD
 
     def after(k: str) -> set[str]:
@@ -59,17 +61,17 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
     def before(k: str) -> set[str]:
         return {source for source in flow.before(k) if source in calls}
 
-    if back.isdisjoint(walk(key, before)):
+    if backward_keys.isdisjoint(walk(key, before)):
         return Phase.FORWARD
-    return Phase.OPTIMIZER if back.isdisjoint(walk(key, after)) else Phase.BACKWARD
+    return Phase.OPTIMIZER if backward_keys.isdisjoint(walk(key, after)) else Phase.BACKWARD
 
 
 def _goes_back(key: str, flow: DataFlow) -> bool:
     """Return whether a backward call takes what a call made, alone or as a term of a sum."""
-    made = flow.makers_of(key)
-    takers = (place[0] for source in made for place in flow.taken.get(source, []))
-    back = any(flow.dump.calls[taker].phase is Phase.BACKWARD for taker in takers)
-    return back or not flow.summands.isdisjoint(made)
+    outputs = flow.makers_of(key)
+    takers = (place[0] for source in outputs for place in flow.taken.get(source, []))
+    into_backward = any(flow.dump.calls[taker].phase is Phase.BACKWARD for taker in takers)
+    return into_backward or not flow.summands.isdisjoint(outputs)
 
 
 def _is_gradient(call: Call, flow: DataFlow) -> bool:
@@ -97,20 +99,20 @@ def layer_of(call: Call, flow: DataFlow | None = None) -> int | None:
     match = _LAYER.search(call.parent or "") or _LAYER.search(call.key)
     if match is None and flow is not None:
         layers = _layers_of_weights(flow)
-        found = (layers[c] for c in _weights_before(call, flow) if c in layers)
-        return next(found, None)
+        numbers = (layers[c] for c in _weights_before(call, flow) if c in layers)
+        return next(numbers, None)
     return int(match[1]) if match else None
 
 
 def _layers_of_weights(flow: DataFlow) -> dict[bytes, int]:
     """Return the layers of weights by their content."""
-    found: dict[bytes, int] = {}
+    layers: dict[bytes, int] = {}
     for key, call in flow.dump.calls.items():
         match = _LAYER.search(weight_of(call) or "")
         content = flow.content.get((key, "input.weight"))
         if match and content is not None:
-            found[content] = int(match[1])
-    return found
+            layers[content] = int(match[1])
+    return layers
 
 
 def _weights_before(call: Call, flow: DataFlow) -> Iterator[bytes]:
@@ -121,15 +123,17 @@ def _weights_before(call: Call, flow: DataFlow) -> Iterator[bytes]:
         yield from (content for content in contents if content is not None)
 
 
-def values_at(verdict: Verdict, theirs: Call | None, ours: Call | None) -> dict[str, float]:
+def values_at(
+    verdict: Verdict, reference_call: Call | None, target_call: Call | None
+) -> dict[str, float]:
     """Return the values of the reference and of the target at the worst element, as far as they are known."""
-    found: dict[str, float] = {}
-    for side, call in (("reference", theirs), ("target", ours)):
+    values: dict[str, float] = {}
+    for side, call in (("reference", reference_call), ("target", target_call)):
         record = dict(call.tensors()).get(verdict.place) if call is not None else None
         value = _value(record, verdict.element)
         if value is not None:
-            found[side] = value
-    return found
+            values[side] = value
+    return values
 
 
 def _value(record: TensorRecord | None, element: tuple[int, ...]) -> float | None:

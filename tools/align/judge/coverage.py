@@ -37,7 +37,7 @@ _ADVICE = {
 
 
 @dataclass
-class Share:
+class CoverageShare:
     """What was judged of a phase: calls (of `compare`: tensors), and bytes of their tensors."""
 
     calls: int = 0
@@ -57,35 +57,39 @@ class Share:
 class Coverage:
     """What was judged, by phase, and why the rest was not."""
 
-    shares: dict[str, Share] = field(default_factory=dict[str, Share])  # by phase, or `SHARED`
+    shares: dict[str, CoverageShare] = field(
+        default_factory=dict[str, CoverageShare]
+    )  # by phase, or `SHARED`
     # For each reason the number of calls and the bytes that were not judged
     reasons: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     by_other_run: int = 0  # tensors that were judged by the other run alone
 
     def count(self, phase: str, nbytes: int, lacking: Mapping[str, int]) -> None:
         """Count a call or tensor of some bytes; ``lacking`` has the bytes not judged, by reason."""
-        share = self.shares.setdefault(phase, Share())
+        share = self.shares.setdefault(phase, CoverageShare())
         share.calls += 1
         share.bytes += nbytes
         share.judged_calls += not lacking
         share.judged_bytes += max(0, nbytes - sum(lacking.values()))
         for reason, size in lacking.items():
-            known = self.reasons.setdefault(reason, [0, 0])
-            known[0] += 1
-            known[1] += size
+            counts = self.reasons.setdefault(reason, [0, 0])
+            counts[0] += 1
+            counts[1] += size
 
     def add(self, call: Call, verdicts: Iterable[Verdict]) -> None:
         """Count a call: its outputs, and inputs that could not be judged."""
         verdicts = [*verdicts]
         self.by_other_run += sum(v.basis == "other run" for v in verdicts)
         sizes = {place: t.nbytes for place, t in call.tensors()}
-        made = {place for place, _ in call.made()}
+        outputs = {place for place, _ in call.made()}
         unknown = {v.place: v.reason for v in verdicts if v.status == "not judged"}
-        total = sum(sizes[place] for place in {*made, *(unknown.keys() & sizes.keys())})
-        whole = next((why for place, why in unknown.items() if place not in sizes), None)
+        total = sum(sizes[place] for place in {*outputs, *(unknown.keys() & sizes.keys())})
+        call_reason = next(
+            (reason for place, reason in unknown.items() if place not in sizes), None
+        )
         lacking = dict[str, int]()
-        for place, why in ({"": whole} if whole is not None else unknown).items():
-            lacking[why] = lacking.get(why, 0) + (sizes[place] if place else total)
+        for place, reason in ({"": call_reason} if call_reason is not None else unknown).items():
+            lacking[reason] = lacking.get(reason, 0) + (sizes[place] if place else total)
         phase = Phase.BACKWARD if call.stage is Phase.REDUCTION else call.stage
         self.count(phase.value, total, lacking)
 
@@ -93,10 +97,10 @@ class Coverage:
         """Return in words which phases were judged too little for a pass; empty: none."""
         if not any(s.judged_calls for s in self.shares.values()):
             agree = sum(
-                calls for why, (calls, _) in self.reasons.items() if "statistics agree" in why
+                calls for reason, (calls, _) in self.reasons.items() if "statistics agree" in reason
             )
-            said = f"; statistics of {agree:,} agree, which does not show that values do"
-            return "not a single tensor could be judged" + (said if agree else "")
+            statistics = f"; statistics of {agree:,} agree, which does not show that values do"
+            return "not a single tensor could be judged" + (statistics if agree else "")
         few = [f"{_said(name, s)}" for name, s in self.shares.items() if s.least < ENOUGH]
         return f"{'; '.join(few)}; a pass needs {ENOUGH:.0%} of both" if few else ""
 
@@ -107,13 +111,13 @@ class Coverage:
             "coverage": {name: vars(share) for name, share in self.shares.items()},
             "by_other_run": self.by_other_run,
             "to_dump": [
-                {"reason": why, "calls": calls, "bytes": size, "dump": advice(why)}
-                for why, (calls, size) in worst
+                {"reason": reason, "calls": calls, "bytes": size, "dump": advice(reason)}
+                for reason, (calls, size) in worst
             ],
         }
 
 
-def _said(name: str, share: Share) -> str:
+def _said(name: str, share: CoverageShare) -> str:
     if not share.calls:
         return f"{name}: none was compared; name some with --map, or dump the updates of weights in both runs"
     size = share.judged_bytes / share.bytes if share.bytes else 0.0
@@ -123,7 +127,7 @@ def _said(name: str, share: Share) -> str:
 
 def advice(reason: str) -> str:
     """Return what to dump so that something is judged that was not for this reason; empty: nothing helps."""
-    return next((said for pattern, said in _ADVICE.items() if re.search(pattern, reason)), "")
+    return next((text for pattern, text in _ADVICE.items() if re.search(pattern, reason)), "")
 
 
 def answer(wrong: bool, coverage: Coverage | None = None, problem: str = "") -> tuple[str, str]:
@@ -136,5 +140,5 @@ def answer(wrong: bool, coverage: Coverage | None = None, problem: str = "") -> 
     """
     if wrong:
         return "diverged", ""
-    said = problem or (coverage.lacks() if coverage is not None else "")
-    return ("inconclusive", said) if said else ("pass", "")
+    problem_text = problem or (coverage.lacks() if coverage is not None else "")
+    return ("inconclusive", problem_text) if problem_text else ("pass", "")

@@ -18,7 +18,7 @@ from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
-Key = TypeVar("Key", bytes, tuple[str, str])
+GroupKey = TypeVar("GroupKey", bytes, tuple[str, str])
 Place = tuple[str, str]
 """A tensor of a call: the key of the call, and the tensor's position in it (``output.0``, ``input.weight``)."""
 
@@ -49,8 +49,10 @@ class DataFlow:
     @cached_property
     def _contents(self) -> Mapping[Place, tuple[bytes, bool]]:
         """A digest of each tensor's values, whatever its shape, and whether an equal digest means an equal tensor."""
-        known = ((place, t.load()) for place, t in self.tensors.items() if t.read is not None)
-        return {place: (digest(values), _tells(values)) for place, values in known}
+        values_by_place = (
+            (place, t.load()) for place, t in self.tensors.items() if t.read is not None
+        )
+        return {place: (digest(values), _tells(values)) for place, values in values_by_place}
 
     @cached_property
     def content(self) -> Mapping[Place, bytes]:
@@ -60,33 +62,33 @@ class DataFlow:
     @cached_property
     def plain(self) -> Mapping[Place, list[Place]]:
         """The earlier outputs that equal an input of few bits (labels, ones, a scale), perhaps by chance."""
-        made: dict[bytes, list[Place]] = {}
-        found: dict[Place, list[Place]] = {}
+        outputs: dict[bytes, list[Place]] = {}
+        makers: dict[Place, list[Place]] = {}
         for place, (content, tells) in self._contents.items():
             if not tells and place[1].startswith("output"):
-                made.setdefault(content, []).append(place)
+                outputs.setdefault(content, []).append(place)
             elif not tells:
-                found[place] = [*made.get(content, [])]
-        return found
+                makers[place] = [*outputs.get(content, [])]
+        return makers
 
     @cached_property
     def _first(self) -> Mapping[bytes, int]:
         """For each content of an output the position of the first call that made it."""
-        made = [(p, c) for p, (c, _) in self._contents.items() if p[1].startswith("output")]
-        return {content: self.order[key] for (key, _), content in reversed(made)}
+        outputs = [(p, c) for p, (c, _) in self._contents.items() if p[1].startswith("output")]
+        return {content: self.order[key] for (key, _), content in reversed(outputs)}
 
     def has_made(self, place: Place) -> bool:
         """Return whether an earlier call made a tensor."""
-        at = self.order[place[0]]
-        return self._first.get(self._contents[place][0], at) < at
+        position = self.order[place[0]]
+        return self._first.get(self._contents[place][0], position) < position
 
     def position(self, place: Place) -> float:
         """Return where a tensor begins: at the first call that made its content, or else the first that uses it."""
-        content, own = self.content.get(place), float(self.order[place[0]])
+        content, position = self.content.get(place), float(self.order[place[0]])
         if content is None:
-            return own
+            return position
         users = [self.order[key] - 0.5 for key, _ in self.given.get(content, [])]
-        return min([float(self._first.get(content, own)), *users[:1], own])
+        return min([float(self._first.get(content, position)), *users[:1], position])
 
     @cached_property
     def makers(self) -> Mapping[bytes, list[Place]]:
@@ -108,44 +110,46 @@ class DataFlow:
 
         Their inputs may be sums of gradients, which no call of the dump made.
         """
-        found: set[str] = set()
+        keys: set[str] = set()
         begun: set[str] = set()
         for key, call in self.dump.calls.items():
             step = key.partition("|")[0] if "|" in key else ""
             if call.phase is Phase.BACKWARD:
                 begun.add(step)
             elif call.phase is Phase.FORWARD and step in begun:
-                found |= {key} if backward_key(key) not in self.dump.calls else set()
-        return frozenset(found)
+                keys |= {key} if backward_key(key) not in self.dump.calls else set()
+        return frozenset(keys)
 
     @cached_property
     def _gradients(self) -> Mapping[int, list[Place]]:
         """The distinct gradients that calls made, by number of elements, in order."""
-        found: dict[int, list[Place]] = {}
-        seen: set[bytes] = set()
+        places: dict[int, list[Place]] = {}
+        contents: set[bytes] = set()
         for place, content in self.content.items():
             call = self.dump.calls[place[0]]
-            made = call.phase is Phase.BACKWARD or place[0] in self.late
-            if not made or not place[1].startswith("output") or content in seen:
+            is_backward = call.phase is Phase.BACKWARD or place[0] in self.late
+            if not is_backward or not place[1].startswith("output") or content in contents:
                 continue
             if is_float(self.tensors[place].dtype):
-                seen.add(content)
+                contents.add(content)
                 size = int(np.prod(self.tensors[place].shape))
-                found.setdefault(size, []).append(place)
-        return found
+                places.setdefault(size, []).append(place)
+        return places
 
     @cached_property
     def _weights(self) -> Mapping[int, list[list[Place]]]:
         """The gradients of each weight that several calls use, by number of elements."""
-        found: dict[int, list[list[Place]]] = {}
+        gradients: dict[int, list[list[Place]]] = {}
         for content, places in self.given.items():
-            made = [key for key, _ in self.makers.get(content, [])]  # weights have no backward call
-            if len(places) > 1 and not any(backward_key(key) in self.dump.calls for key in made):
+            makers = [
+                key for key, _ in self.makers.get(content, [])
+            ]  # weights have no backward call
+            if len(places) > 1 and not any(backward_key(key) in self.dump.calls for key in makers):
                 uses = self._gradients_of(places)
                 if len(uses) > 1:
                     size = int(np.prod(self.tensors[uses[0]].shape))
-                    found.setdefault(size, []).append(uses)
-        return found
+                    gradients.setdefault(size, []).append(uses)
+        return gradients
 
     def _gradients_of(self, places: Iterable[Place]) -> list[Place]:
         """Return the gradients that forward calls send back for some of their inputs."""
@@ -153,11 +157,15 @@ class DataFlow:
 
     def _gradient_of(self, place: Place) -> Place | None:
         """Return the gradient that a call sends back for one of its inputs."""
-        back = backward_key(place[0])
-        if back not in self.dump.calls:
+        backward = backward_key(place[0])
+        if backward not in self.dump.calls:
             return None
-        at = _gradient_place(self.dump.calls[place[0]], self.dump.calls[back], place[1])
-        return (back, at) if at is not None and (back, at) in self.tensors else None
+        output = _gradient_place(self.dump.calls[place[0]], self.dump.calls[backward], place[1])
+        return (
+            (backward, output)
+            if output is not None and (backward, output) in self.tensors
+            else None
+        )
 
     def _parts_of(self, place: Place) -> list[Place]:
         """Return earlier gradients whose sum is a tensor; empty: none were found."""
@@ -165,20 +173,20 @@ class DataFlow:
         if not is_float(record.dtype) or record.read is None:
             return []
         x = record.load()
-        at = self.order[place[0]]
+        position = self.order[place[0]]
         for uses in self._weights.get(x.size, []):
-            before = [use for use in uses if self.order[use[0]] < at]
+            before = [use for use in uses if self.order[use[0]] < position]
             if len(before) > 1 and sum_verdict(self, place, before).status == "pass":
                 return before
         if x.size < _SMALL or not np.all(np.isfinite(x)):
             return []
-        able = [p for p in self._gradients.get(x.size, []) if self.order[p[0]] < at]
+        able = [p for p in self._gradients.get(x.size, []) if self.order[p[0]] < position]
         # What the tensor's users sent, and what collectives made of that.
         reduced = [p for p in able if p[0] in self.late][-_MOST_NEAR // 2 :]
         users = self._sent_to(place)
-        near = [*users, *reduced][-_MOST_NEAR:]
+        candidates = [*users, *reduced][-_MOST_NEAR:]
         able = able[-_MOST_PARTS:][-max(2, x.size // 2) :]
-        for places, terms_of in ((near, _of_few), (able, _of_many)):
+        for places, terms_of in ((candidates, _of_few), (able, _of_many)):
             parts = [places[i] for i in terms_of(x, [self.tensors[p].load() for p in places])]
             # What users sent, and no collective took, is part of it even below the rounding of the sum.
             lone = [u for u in users if u not in parts and u not in self.taken]
@@ -207,14 +215,14 @@ class DataFlow:
         """Return the terms of a gradient: what its tensor's users sent back, or else gradients that add up to it."""
         if users := self.sent_back(place):
             return users
-        known = place in self.content and not self.sources_of(place)
-        return self.summed_from(place) if known else []
+        unmade = place in self.content and not self.sources_of(place)
+        return self.summed_from(place) if unmade else []
 
     def sources_of(self, place: Place) -> list[Place]:
         """Return the earlier outputs that an input is equal to."""
-        content, at = self.content.get(place), self.order[place[0]]
+        content, position = self.content.get(place), self.order[place[0]]
         makers = self.makers.get(content, []) if content is not None else []
-        return [maker for maker in makers if self.order[maker[0]] < at]
+        return [maker for maker in makers if self.order[maker[0]] < position]
 
     def origins_of(self, place: Place) -> list[Place]:
         """Return the sources of an input, also of a plain one."""
@@ -234,7 +242,7 @@ class DataFlow:
         if formula.name == "copy_" and name == "input.0":
             return False
         return any(
-            self.is_used(p) for made in self.makers_of(key) for p in self.taken.get(made, [])
+            self.is_used(p) for output in self.makers_of(key) for p in self.taken.get(output, [])
         )
 
     def _phase(self, place: Place) -> Phase:
@@ -250,10 +258,10 @@ class DataFlow:
     def is_weight(self, place: Place) -> bool:
         """Return whether an input is a weight: its argument's name says so, or an optimizer updates it."""
         call, name = self.dump.calls[place[0]], place[1].split(".")
-        formula, known = find(call.name), name[0] == "parameters"
+        formula, is_parameter = find(call.name), name[0] == "parameters"
         if formula is not None and name[1].isdigit() and int(name[1]) < len(formula.signature):
             name = [name[0], formula.signature[int(name[1])], *name[2:]]
-        return known or name[1] in _WEIGHTS or self.content.get(place) in self._updated
+        return is_parameter or name[1] in _WEIGHTS or self.content.get(place) in self._updated
 
     @cached_property
     def _updated(self) -> frozenset[bytes]:
@@ -263,16 +271,16 @@ class DataFlow:
     def noise(self, reference: "DataFlow", key: str) -> float:
         """Return the largest relative L2 distance of the outputs before a call from the reference's."""
         if self._noise is None:
-            self._noise, most = {}, 0.0
-            for own, call in self.dump.calls.items():
-                self._noise[own] = most
-                for place, tensor in call.tensors() if own in reference.dump.calls else ():
-                    other = reference.tensors.get((own, place))
+            self._noise, largest = {}, 0.0
+            for key_before, call in self.dump.calls.items():
+                self._noise[key_before] = largest
+                for place, tensor in call.tensors() if key_before in reference.dump.calls else ():
+                    other = reference.tensors.get((key_before, place))
                     if other is None or other.shape != tensor.shape or place[0] != "o":
                         continue
                     if other.read and tensor.read and is_float(other.dtype):
                         far = relative_distance(tensor.load(), other.load())
-                        most = max(most, far if np.isfinite(far) else 0.0)
+                        largest = max(largest, far if np.isfinite(far) else 0.0)
         return self._noise.get(key, 0.0)
 
     def makers_of(self, key: str) -> list[Place]:
@@ -294,14 +302,14 @@ class DataFlow:
         return (place for place in self.tensors if not place[1].startswith("output"))
 
 
-def walk(key: str, near: Callable[[str], Iterable[str]]) -> Iterator[str]:
+def walk(key: str, neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
     """Yield a call and all that can be reached from it, the nearest first."""
-    seen, left = {key}, [key]
-    for at in left:
-        yield at
-        found = [k for k in dict.fromkeys(near(at)) if k not in seen]
-        seen.update(found)
-        left += found
+    reached, left = {key}, [key]
+    for key_now in left:
+        yield key_now
+        new_keys = [k for k in dict.fromkeys(neighbours(key_now)) if k not in reached]
+        reached.update(new_keys)
+        left += new_keys
 
 
 def backward_key(key: str) -> str:
@@ -315,12 +323,12 @@ def significant(value: float) -> int:
     return len(f"{odd:b}".strip("0"))
 
 
-def _grouped(pairs: Iterable[tuple[Key, Place]]) -> dict[Key, list[Place]]:
+def _grouped(pairs: Iterable[tuple[GroupKey, Place]]) -> dict[GroupKey, list[Place]]:
     """Return the tensors of each key, in order."""
-    found: dict[Key, list[Place]] = {}
+    groups: dict[GroupKey, list[Place]] = {}
     for key, place in pairs:
-        found.setdefault(key, []).append(place)
-    return found
+        groups.setdefault(key, []).append(place)
+    return groups
 
 
 def _tells(values: Array) -> bool:
@@ -341,8 +349,12 @@ def _of_few(x: Array, terms: list[Array]) -> list[int]:
     columns = np.stack([t.reshape(-1)[some].astype(np.float64) for t in terms], 1)
     choices = np.indices((2,) * len(terms), np.float64).reshape(len(terms), -1)
     with np.errstate(invalid="ignore"):
-        rest = np.linalg.norm(columns @ choices - x.reshape(-1, 1)[some], axis=0)
-    best = choices[:, int(np.nanargmin(rest))] if np.any(np.isfinite(rest)) else choices[:, 0]
+        residuals = np.linalg.norm(columns @ choices - x.reshape(-1, 1)[some], axis=0)
+    best = (
+        choices[:, int(np.nanargmin(residuals))]
+        if np.any(np.isfinite(residuals))
+        else choices[:, 0]
+    )
     return [int(i) for i in np.flatnonzero(best)]
 
 
@@ -354,8 +366,8 @@ def _of_many(x: Array, terms: list[Array]) -> list[int]:
     size = np.linalg.norm(columns, axis=0)
     if not np.all(np.isfinite(size)):
         return []
-    wanted = x.reshape(-1).astype(np.float64)
-    share = cast("Array", np.linalg.lstsq(columns / size, wanted, rcond=None)[0])
+    flat_target = x.reshape(-1).astype(np.float64)
+    share = cast("Array", np.linalg.lstsq(columns / size, flat_target, rcond=None)[0])
     return [int(i) for i in np.flatnonzero(share / size > 0.5)]
 
 
@@ -375,19 +387,19 @@ def content_of(values: Array) -> bytes:
     return digest(values) + (repr(values.squeeze().shape).encode() if plain else b"")
 
 
-def _gradient_place(call: Call, back: Call, name: str) -> str | None:
+def _gradient_place(call: Call, backward: Call, name: str) -> str | None:
     """Return which output of a backward call is the gradient of an input of its forward call.
 
     msprobe writes an entry, or null, for each positional argument; others one for each tensor that needs a gradient.
     """
-    taken = [(p, t) for p, t in call.given() if p.startswith("input") and is_float(t.dtype)]
-    wanted = [place for place, tensor in taken if tensor.requires_grad is not False]
-    if name not in wanted:
+    floats = [(p, t) for p, t in call.given() if p.startswith("input") and is_float(t.dtype)]
+    needing = [place for place, tensor in floats if tensor.requires_grad is not False]
+    if name not in needing:
         return None
-    if len(back.outputs) == len(wanted):
-        return f"output.{wanted.index(name)}"
+    if len(backward.outputs) == len(needing):
+        return f"output.{needing.index(name)}"
     argument = name.split(".")[1]
-    if name.count(".") == 1 and argument.isdigit() and len(back.outputs) == len(call.inputs):
+    if name.count(".") == 1 and argument.isdigit() and len(backward.outputs) == len(call.inputs):
         return f"output.{argument}"
     return None
 
@@ -400,21 +412,21 @@ def total_of(terms: list[Array], dtype: str) -> Approx:
 def sum_verdict(flow: DataFlow, came: Place, users: list[Place]) -> Verdict:
     """Judge whether a gradient is the sum of those that its users sent back."""
     record, records = flow.tensors[came], [flow.tensors[user] for user in users]
-    found, unit = record.load(), FLOATS[record.dtype].unit
-    if any(r.load().size != found.size for r in records):
+    values, unit = record.load(), FLOATS[record.dtype].unit
+    if any(r.load().size != values.size for r in records):
         return Verdict(*came, "not judged", reason="shapes")
     parts = np.stack([r.load().reshape(record.shape) for r in records])
     exact = np.sum(parts, 0, np.float64)
     with np.errstate(invalid="ignore"):
-        once = np.abs(found - exact) <= unit * np.abs(exact)
+        once = np.abs(values - exact) <= unit * np.abs(exact)
     if np.all(once):
-        return Verdict(*came, "pass", elements=found.size)  # rounded once: needs no bound
+        return Verdict(*came, "pass", elements=values.size)  # rounded once: needs no bound
     # A term of a wider type may be rounded before it is added.
     wide = np.array([FLOATS[r.dtype].unit < unit for r in records])
-    error = np.abs(parts) * unit * wide.reshape(-1, *[1] * found.ndim)
+    error = np.abs(parts) * unit * wide.reshape(-1, *[1] * values.ndim)
     total = Approx(parts, record.dtype, record.dtype, sigma=error, limit=error).sum(0)
-    verdict = judge(*came, found, total, record.dtype)
+    verdict = judge(*came, values, total, record.dtype)
     if verdict.status == "pass":
         return verdict
-    said = f"{came[1]} is not the sum of the gradients from {', '.join(u[0] for u in users)}: {verdict.reason}"
-    return replace(verdict, place=came[1], status="diverged", reason=said)
+    reason = f"{came[1]} is not the sum of the gradients from {', '.join(u[0] for u in users)}: {verdict.reason}"
+    return replace(verdict, place=came[1], status="diverged", reason=reason)

@@ -30,7 +30,7 @@ class Distance:
     sizes: Array  # L2 norms of the reference's rows
     scale: float = 0.0  # mean over the rows of the part of their difference that is a scale
     spread: float = np.inf  # standard deviation of that mean; infinite: not known
-    most: float = 0.0  # the largest distance of a row or column
+    largest: float = 0.0  # the largest distance of a row or column
     # Largest difference of an element, relative to the element and its row, over the root mean square of all
     peak: float = 0.0
     exact: bool = False  # whether the tensors are known to be equal to the last bit
@@ -44,7 +44,7 @@ class Distance:
     @property
     def uneven(self) -> bool:
         """Whether some rows or columns differ much more than most, as of tokens that were routed otherwise."""
-        return bool(self.most > 0 and self.most > _UNEVEN * np.median(self.rows))
+        return bool(self.largest > 0 and self.largest > _UNEVEN * np.median(self.rows))
 
 
 def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
@@ -56,16 +56,16 @@ def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
     if golden.read is not None and target.read is not None:
         return _of_values(golden.load(), target.load())
     if golden.fingerprint is not None or target.fingerprint is not None:
-        one, other = _fingerprint(golden), _fingerprint(target)
-        if one is not None and other is not None:
-            return _of_fingerprints(one, other, golden.dtype == target.dtype)
+        reference_sketch, target_sketch = _fingerprint(golden), _fingerprint(target)
+        if reference_sketch is not None and target_sketch is not None:
+            return _of_fingerprints(reference_sketch, target_sketch, golden.dtype == target.dtype)
     crcs = checksum(golden, target), checksum(target, golden)
     if None not in crcs and crcs[0] == crcs[1] and golden.dtype == target.dtype:
         return Distance(np.zeros(1), np.zeros(1), exact=True, basis="checksum")
-    found = _of_statistics(stats_of(golden), stats_of(target), math.prod(golden.shape))
-    if found is None and None not in crcs and golden.dtype == target.dtype:
-        return Distance(np.full(1, np.inf), np.zeros(1), most=np.inf, basis="checksum")
-    return found
+    by_statistics = _of_statistics(stats_of(golden), stats_of(target), math.prod(golden.shape))
+    if by_statistics is None and None not in crcs and golden.dtype == target.dtype:
+        return Distance(np.full(1, np.inf), np.zeros(1), largest=np.inf, basis="checksum")
+    return by_statistics
 
 
 def _fingerprint(record: TensorRecord) -> Fingerprint | None:
@@ -75,13 +75,13 @@ def _fingerprint(record: TensorRecord) -> Fingerprint | None:
     return None if record.read is None else fingerprint.of(record.load())
 
 
-def _of_fingerprints(golden: Fingerprint, target: Fingerprint, same: bool) -> Distance:
+def _of_fingerprints(golden: Fingerprint, target: Fingerprint, same_dtype: bool) -> Distance:
     """Return the estimated distance; like statistics, it does not show that all values agree."""
-    if same and fingerprint.equal(target, golden):
+    if same_dtype and fingerprint.equal(target, golden):
         return Distance(np.zeros(1), np.zeros(1), exact=True, basis="checksum")
-    found = fingerprint.distance(target, golden)
-    far = np.inf if math.isnan(found) else found
-    return Distance(np.full(1, far), np.full(1, golden.norm), most=far, basis="statistics")
+    estimate = fingerprint.distance(target, golden)
+    far = np.inf if math.isnan(estimate) else estimate
+    return Distance(np.full(1, far), np.full(1, golden.norm), largest=far, basis="statistics")
 
 
 def checksum(record: TensorRecord, other: TensorRecord) -> str | None:
@@ -90,10 +90,10 @@ def checksum(record: TensorRecord, other: TensorRecord) -> str | None:
         return record.crc
     if other.crc.startswith("0x"):
         return None
-    found = 0
+    crc = 0
     for _, (part,) in chunks([record.load()], _CHUNK):
-        found = zlib.crc32(part.data, found)
-    return f"{found:08x}"
+        crc = zlib.crc32(part.data, crc)
+    return f"{crc:08x}"
 
 
 def stats_of(record: TensorRecord) -> Stats | None:
@@ -116,25 +116,30 @@ def _of_values(golden: Array, target: Array) -> Distance:
     mean = float(np.sqrt(np.mean(np.square(size))))
     if not mean:
         infinite: Array = np.where(np.any(off != 0, 1) | other, np.inf, 0.0)
-        return Distance(infinite, size, most=float(infinite.max()))
-    least = mean * max(_FLOOR, wide**-0.5)
-    size = np.maximum(size, least)
+        return Distance(infinite, size, largest=float(infinite.max()))
+    smallest_row = mean * max(_FLOOR, wide**-0.5)
+    size = np.maximum(size, smallest_row)
     apart: Array = np.linalg.norm(off, axis=1)
     rows: Array = np.where(other, np.inf, apart / size)
-    column: Array = np.maximum(np.linalg.norm(y, axis=0), least * (len(y) / wide) ** 0.5)
-    most = max(float(rows.max()), float((np.linalg.norm(off, axis=0) / column).max()))
-    each: Array = np.abs(off) / (np.abs(y) + size[:, None] / wide**0.5)
+    column: Array = np.maximum(np.linalg.norm(y, axis=0), smallest_row * (len(y) / wide) ** 0.5)
+    largest = max(float(rows.max()), float((np.linalg.norm(off, axis=0) / column).max()))
+    element_distance: Array = np.abs(off) / (np.abs(y) + size[:, None] / wide**0.5)
     scale = einsum("ij,ij->i", off, y) / np.square(size)
     spread = float(np.std(scale)) / len(scale) ** 0.5 if len(scale) >= _FEW else np.inf
-    usual = float(np.sqrt(np.mean(np.square(each))))
+    usual = float(np.sqrt(np.mean(np.square(element_distance))))
     return Distance(
-        rows, size, float(np.mean(scale)), spread, most, float(each.max()) / (usual or 1.0)
+        rows,
+        size,
+        float(np.mean(scale)),
+        spread,
+        largest,
+        float(element_distance.max()) / (usual or 1.0),
     )
 
 
-def _of_statistics(golden: Stats | None, found: Stats | None, count: int) -> Distance | None:
+def _of_statistics(golden: Stats | None, target: Stats | None, count: int) -> Distance | None:
     """Return the distance of extremes, norm and mean, each relative to what it can be at most."""
-    if golden is None or found is None:
+    if golden is None or target is None:
         return None
     ends = [abs(x) for x in (golden.max, golden.min) if x is not None]
     sizes = {"max": max(ends, default=0.0), "min": max(ends, default=0.0)}
@@ -143,12 +148,12 @@ def _of_statistics(golden: Stats | None, found: Stats | None, count: int) -> Dis
     off = [
         _relative(a, b, size)
         for name, size in sizes.items()
-        if (a := getattr(golden, name)) is not None and (b := getattr(found, name)) is not None
+        if (a := getattr(golden, name)) is not None and (b := getattr(target, name)) is not None
     ]
     if not off:
         return None
     norm = np.array([golden.norm or 0.0])
-    return Distance(np.array([max(off)]), norm, most=max(off), basis="statistics")
+    return Distance(np.array([max(off)]), norm, largest=max(off), basis="statistics")
 
 
 def _relative(a: float, b: float, size: float) -> float:
@@ -159,19 +164,19 @@ def _relative(a: float, b: float, size: float) -> float:
 
 def differing(golden: TensorRecord, target: TensorRecord) -> Distance | None:
     """Return which rows of integers differ (1, others 0); None: the dumps do not show it, or the sizes differ."""
-    found = distance(golden, target)
-    if found is None:
+    difference = distance(golden, target)
+    if difference is None:
         return None
-    rows = (found.rows > 0).astype(np.float64)
-    return replace(found, rows=rows, most=float(rows.max(initial=0.0)))
+    rows = (difference.rows > 0).astype(np.float64)
+    return replace(difference, rows=rows, largest=float(rows.max(initial=0.0)))
 
 
 def relative_distance(x: Array, y: Array, limit: float = 1.0) -> float:
     """Return the relative L2 distance of whole tensors divided by what is allowed; infinite if either is not finite."""
     x, y = (v.astype(np.float64, copy=False) for v in (x, y))
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        same = np.array_equal(np.isfinite(x), np.isfinite(y))
-        return 0.0 if same and np.array_equal(x, y, equal_nan=True) else math.inf
+        same_positions = np.array_equal(np.isfinite(x), np.isfinite(y))
+        return 0.0 if same_positions and np.array_equal(x, y, equal_nan=True) else math.inf
     norm = float(np.linalg.norm(y))
     off = float(np.linalg.norm(x - y))
     return off / norm / limit if norm else (0.0 if off < 1e-12 else math.inf)
@@ -188,7 +193,7 @@ def rows_scaled(x: Array, y: Array, limit: float) -> bool:
 def factor_between(x: Array, y: Array) -> tuple[str, str]:
     """Return the kind of fault if a constant factor explains a difference."""
     factor = float(np.vdot(x, y) / np.vdot(y, y)) if np.any(y) else math.nan
-    rest = np.linalg.norm(x - factor * y) if math.isfinite(factor) else math.inf
-    if rest <= 1e-3 * np.linalg.norm(x) and abs(factor - 1) > 1e-3:
+    residual = np.linalg.norm(x - factor * y) if math.isfinite(factor) else math.inf
+    if residual <= 1e-3 * np.linalg.norm(x) and abs(factor - 1) > 1e-3:
         return "scale", f"{factor:.6g} times the reference's"
     return "unknown", ""

@@ -67,8 +67,8 @@ class DivergentCall:
             return None
         if self.call.phase is Phase.BACKWARD:
             return expected_gradient(self.call, forward, self.number)
-        made = self.all_expected(forward)
-        return made[self.number] if made else None
+        outputs = self.all_expected(forward)
+        return outputs[self.number] if outputs else None
 
     def all_expected(self, call: Call, narrow: str = "") -> list[Approx | Array]:
         """Return what all outputs of a forward call should be; empty: no formula gives them.
@@ -82,52 +82,54 @@ class DivergentCall:
             arguments, tensors = arguments_of(call, formula, bool(narrow))
             for tensor in tensors if narrow else ():
                 tensor.stored = tensor.accumulated = narrow
-            made = list(formula.compute(arguments))
+            outputs = list(formula.compute(arguments))
         except (*UNFIT, ArithmeticError):
             return []
-        return made if len(made) >= len(self.call.outputs) else []
+        return outputs if len(outputs) >= len(self.call.outputs) else []
 
     def in_narrow(self, dtype: str) -> tuple[Array, Array] | None:
         """Return what a forward call should make, and the bound for a program that computes in a narrow type."""
         if self.number is None or self.believed is None or self.call.phase is not Phase.FORWARD:
             return None
-        made = self.all_expected(self.believed, dtype)
-        found = made[self.number] if made else None
-        return (found.value, found.bound(dtype)) if isinstance(found, Approx) else None
+        outputs = self.all_expected(self.believed, dtype)
+        output = outputs[self.number] if outputs else None
+        return (output.value, output.bound(dtype)) if isinstance(output, Approx) else None
 
     def wanted(self) -> tuple[Array, Array] | None:
         """Return what the wrong tensor should hold, and the bound."""
         if not self.verdict.place.startswith("output"):
             return wanted((self.call.key, self.verdict.place), self.reference, self.target)
-        found = self.expected()
-        if found is None:
+        output = self.expected()
+        if output is None:
             return None
-        if not isinstance(found, Approx):
-            return np.asarray(found, np.float64), np.zeros(np.shape(found))
-        return found.value, found.bound(self.dtype)
+        if not isinstance(output, Approx):
+            return np.asarray(output, np.float64), np.zeros(np.shape(output))
+        return output.value, output.bound(self.dtype)
 
     def tensors(self) -> Iterator[tuple[str, TensorRecord]]:
         """Yield the tensors that an operator might have been given, with their names, those of near calls first.
 
         Of its own rank: outputs of earlier calls, and inputs from outside, as in the reference. Then the other ranks.
         """
-        at = self.target.order.get(self.call.key, 0)
+        position = self.target.order.get(self.call.key, 0)
         for dump in (self.target.dump, *self.others.values()):
-            mine = dump is self.target.dump
-            rank = "" if mine else f" of rank {dump.rank}"
-            for i, call in sorted(enumerate(dump.calls.values()), key=lambda c: abs(c[0] - at)):
+            same_rank = dump is self.target.dump
+            rank = "" if same_rank else f" of rank {dump.rank}"
+            for i, call in sorted(
+                enumerate(dump.calls.values()), key=lambda c: abs(c[0] - position)
+            ):
                 for place, tensor in call.tensors():
-                    same = i == at and not mine and not place.startswith("output")
-                    outside = mine and self._from_outside((call.key, place))
-                    if (i < at or same or outside) and tensor.read is not None:
+                    same_input = i == position and not same_rank and not place.startswith("output")
+                    outside = same_rank and self._from_outside((call.key, place))
+                    if (i < position or same_input or outside) and tensor.read is not None:
                         yield f"{place} of {call.key}{rank}", tensor
 
     def _from_outside(self, place: Place) -> bool:
         """Return whether an input equals the reference's and comes from outside: no call has made it."""
         content = self.target.content.get(place)
-        same = content is not None and self.reference.content.get(place) == content
-        given = same and not place[1].startswith("output")
-        return given and not self.reference.sources_of(place)
+        equal = content is not None and self.reference.content.get(place) == content
+        equal_input = equal and not place[1].startswith("output")
+        return equal_input and not self.reference.sources_of(place)
 
     def kind(self, place: str, name: str) -> str:
         """Return the kind of fault if an input of the forward call is really the tensor with this name.
@@ -138,22 +140,22 @@ class DivergentCall:
             return "wrong shard"
         forward = self.forward
         step, mark, key = forward.key.partition("|") if forward is not None else ("", "", "")
-        other, _, same = name.removeprefix(f"{place} of ").partition("|")
-        if mark and same == key and other.isdigit() and int(other) < int(step):
+        other, _, other_key = name.removeprefix(f"{place} of ").partition("|")
+        if mark and other_key == key and other.isdigit() and int(other) < int(step):
             return "stale weight"  # the input of the same call in an earlier step
         return "wrong tensor"
 
-    def elsewhere(self, found: Array) -> tuple[str, str] | None:
+    def elsewhere(self, values: Array) -> tuple[str, str] | None:
         """Return the kind of fault and the name of the tensor that an input equals to the last bit; None: no other."""
-        if self.verdict.place.startswith("output") or found.size < 2:
+        if self.verdict.place.startswith("output") or values.size < 2:
             return None
-        content = digest(found)
+        content = digest(values)
         if stale := self._older(content):
             return stale
-        own = f"{self.verdict.place} of {self.call.key}"
+        wrong_name = f"{self.verdict.place} of {self.call.key}"
         for name, tensor in self.tensors():
-            same = tensor.dtype == self.dtype and int(np.prod(tensor.shape)) == found.size
-            if same and name != own and digest(tensor.load()) == content:
+            alike = tensor.dtype == self.dtype and int(np.prod(tensor.shape)) == values.size
+            if alike and name != wrong_name and digest(tensor.load()) == content:
                 return self.kind(self.verdict.place, name), f"it is {name}"
         return None
 
@@ -162,21 +164,21 @@ class DivergentCall:
         if not is_float(self.dtype):
             return None
         sources = self.reference.sources_of((self.call.key, self.verdict.place))
-        source, seen = sources[-1] if sources else None, set[str]()
-        while source is not None and source[0] not in seen:
-            seen.add(source[0])
+        source, visited = sources[-1] if sources else None, set[str]()
+        while source is not None and source[0] not in visited:
+            visited.add(source[0])
             source = self._before(source)
             tensor = self.target.tensors.get(source) if source else None
             if source and tensor and tensor.read and digest(tensor.load()) == content:
                 return "stale weight", f"it is {source[1]} of {source[0]}: before an update"
         return None
 
-    def _before(self, made: tuple[str, str]) -> tuple[str, str] | None:
+    def _before(self, output: tuple[str, str]) -> tuple[str, str] | None:
         """Return the tensor from which an update, a cast or a gather made a weight."""
-        call = self.reference.dump.calls[made[0]]
+        call = self.reference.dump.calls[output[0]]
         if call.phase is Phase.OPTIMIZER:
             names = ("input.weight", "input.exp_avg", "input.exp_avg_sq")
-            return call.key, names[min(int(made[1].split(".")[1]), 2)]
+            return call.key, names[min(int(output[1].split(".")[1]), 2)]
         places = [p for p, _ in call.tensors() if p.startswith("input")]
         sources = self.reference.sources_of((call.key, places[0])) if len(places) == 1 else []
         return sources[-1] if sources else None

@@ -25,14 +25,14 @@ def origin(place: Place, reference: DataFlow, target: DataFlow) -> tuple[str, li
 
     These are what the same call made in the target, the gradients that were sent back, or the reference's own value.
     """
-    made = [s for s in reference.origins_of(place) if s in target.tensors]
-    if made:
-        key, name = made[-1]
-        return f"what {key} made ({name})", [target.tensors[made[-1]]]
+    sources = [s for s in reference.origins_of(place) if s in target.tensors]
+    if sources:
+        key, name = sources[-1]
+        return f"what {key} made ({name})", [target.tensors[sources[-1]]]
     terms = reference.terms_of(place) or reference.summed_from(place)
     if terms and all(term in target.tensors for term in terms):
-        said = f"the sum of the gradients from {', '.join(key for key, _ in terms)}"
-        return said, [target.tensors[term] for term in terms]
+        text = f"the sum of the gradients from {', '.join(key for key, _ in terms)}"
+        return text, [target.tensors[term] for term in terms]
     record = reference.tensors.get(place)
     return "what the reference has", [record] if record is not None else []
 
@@ -63,8 +63,8 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
         if place in reference.plain:
             verdict = _as_plain(place, reference, target)
         elif sources := reference.sources_of(place):
-            made = [source for source in sources if source in target.tensors]
-            verdict = _as_made(place, made, target) if made else None
+            makers = [source for source in sources if source in target.tensors]
+            verdict = _as_made(place, makers, target) if makers else None
         else:
             verdict = _as_outside(place, reference, target)
         if verdict is not None:
@@ -86,15 +86,15 @@ def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
         return _as_summed(place, reference, target)
     if _rounded_in_passing(place, reference, target):
         return None
-    known = state or reference.is_weight(place)
-    if not known and _maybe_computed(place, reference, target):
+    must_be_equal = state or reference.is_weight(place)
+    if not must_be_equal and _maybe_computed(place, reference, target):
         return _unknown(place)
     return verdict
 
 
 def _unknown(place: Place) -> Verdict:
-    said = f"{place[1]}: nothing in the dump says where it comes from"
-    return not_judged(place[0], said, place[1])
+    reason = f"{place[1]}: nothing in the dump says where it comes from"
+    return not_judged(place[0], reason, place[1])
 
 
 def _rounded_in_passing(place: Place, reference: DataFlow, target: DataFlow) -> bool:
@@ -102,14 +102,14 @@ def _rounded_in_passing(place: Place, reference: DataFlow, target: DataFlow) -> 
     record, tensor = reference.tensors[place], target.tensors[place]
     if not is_float(record.dtype) or not is_float(tensor.dtype) or record.shape != tensor.shape:
         return False
-    expected, found = record.load(), tensor.load()
+    expected, values = record.load(), tensor.load()
     kinds = _only_in(target, reference)
-    return any(np.array_equal(round_to(expected, d), found, equal_nan=True) for d in kinds)
+    return any(np.array_equal(round_to(expected, d), values, equal_nan=True) for d in kinds)
 
 
-def _only_in(one: DataFlow, other: DataFlow) -> list[str]:
+def _only_in(run: DataFlow, other: DataFlow) -> list[str]:
     """Return the floating-point types that only one of two runs computes in."""
-    return [d for d in one.dump.dtypes - other.dump.dtypes if is_float(d)]
+    return [d for d in run.dump.dtypes - other.dump.dtypes if is_float(d)]
 
 
 def _maybe_computed(place: Place, reference: DataFlow, target: DataFlow) -> bool:
@@ -132,22 +132,22 @@ def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | 
     only the ones with which a loss begins are known; zeros may be anything but an optimizer's first state.
     """
     record, tensor = reference.tensors[place], target.tensors[place]
-    values, found = record.load(), tensor.load()
+    values, actual = record.load(), tensor.load()
     phase, makers = reference.dump.calls[place[0]].phase, reference.plain[place]
     state = phase is Phase.OPTIMIZER and place[1] in _STATES
-    if not (state or np.any(values)) or (is_float(record.dtype) and values.shape != found.shape):
+    if not (state or np.any(values)) or (is_float(record.dtype) and values.shape != actual.shape):
         return None
-    given = _as_given(place, record, tensor)
-    if given is None:
+    verdict = _as_given(place, record, tensor)
+    if verdict is None:
         return None
     if makers and not state:
-        made = [source for source in makers if source in target.tensors]
-        return _as_made(place, made, target) if made else None
+        sources = [source for source in makers if source in target.tensors]
+        return _as_made(place, sources, target) if sources else None
     lone = values.size == 1 and not is_float(record.dtype)  # a count, perhaps
     if lone or target.has_made(place):
         return None
     if phase is Phase.BACKWARD:
-        return given if np.all(values == 1) else None
+        return verdict if np.all(values == 1) else None
     return _as_outside(place, reference, target)
 
 
@@ -162,51 +162,53 @@ def _as_summed(place: Place, reference: DataFlow, target: DataFlow) -> Verdict |
 
 def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | None:
     tensor = target.tensors[place]
-    found = tensor.load()
+    actual = tensor.load()
     for source in sources:
         record = target.tensors[source]
         if record.read is None:
             return None
         values = record.load()
-        if values.size == found.size and _same(values.reshape(found.shape), found, tensor.dtype):
+        if values.size == actual.size and _same(values.reshape(actual.shape), actual, tensor.dtype):
             return None
     key, name = sources[-1]
     expected = target.tensors[key, name].load()
-    if expected.size == found.size:
-        expected = expected.reshape(found.shape)
+    if expected.size == actual.size:
+        expected = expected.reshape(actual.shape)
     return _wrong(place, tensor, expected, f"is not what {key} made ({name})")
 
 
 def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:
     if reference.read is None:
         return None
-    expected, found = reference.load(), tensor.load()
+    expected, actual = reference.load(), tensor.load()
     narrow = tensor.dtype
     if is_float(reference.dtype) and is_float(narrow):
         narrow = min(narrow, reference.dtype, key=lambda kind: FLOATS[kind].bits)
-    if _same(expected, found, narrow) or _same(found, expected, narrow):
+    if _same(expected, actual, narrow) or _same(actual, expected, narrow):
         return None
     return _wrong(place, tensor, expected, "comes from outside and is not the reference's")
 
 
-def _wrong(place: Place, tensor: TensorRecord, expected: Array, what: str) -> Verdict:
-    found = tensor.load()
+def _wrong(place: Place, tensor: TensorRecord, expected: Array, problem: str) -> Verdict:
+    actual = tensor.load()
     right = Approx(expected, tensor.dtype) if is_float(tensor.dtype) else expected
-    if expected.shape != found.shape:
-        said = f"{place[1]} {what}: shape {list(found.shape)}, expected {list(expected.shape)}"
-        return Verdict(*place, "diverged", np.inf, said, (), found.size, found.size)
-    verdict = judge(*place, found, right, tensor.dtype)
-    said = f"{place[1]} {what}: {verdict.reason}"
-    return replace(verdict, place=place[1], status="diverged", ratio=np.inf, reason=said)
+    if expected.shape != actual.shape:
+        reason = (
+            f"{place[1]} {problem}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+        )
+        return Verdict(*place, "diverged", np.inf, reason, (), actual.size, actual.size)
+    verdict = judge(*place, actual, right, tensor.dtype)
+    reason = f"{place[1]} {problem}: {verdict.reason}"
+    return replace(verdict, place=place[1], status="diverged", ratio=np.inf, reason=reason)
 
 
-def _same(values: Array, found: Array, dtype: str) -> bool:
+def _same(values: Array, actual: Array, dtype: str) -> bool:
     """Return whether a tensor holds the values, perhaps rounded to its type."""
-    if values.shape != found.shape:
+    if values.shape != actual.shape:
         return False
-    if np.array_equal(values, found, equal_nan=values.dtype.kind == "f"):
+    if np.array_equal(values, actual, equal_nan=values.dtype.kind == "f"):
         return True
-    return is_float(dtype) and np.array_equal(round_to(values, dtype), found, equal_nan=True)
+    return is_float(dtype) and np.array_equal(round_to(values, dtype), actual, equal_nan=True)
 
 
 def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
@@ -225,26 +227,26 @@ def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
                 if verdict.status == "diverged" and not _narrow_sum(came, terms, reference, target):
                     yield verdict
                 continue
-            made = reference.sources_of(came)
-            lost = came in reference.content and not any(s in target.tensors for s in made)
+            sources = reference.sources_of(came)
+            lost = came in reference.content and not any(s in target.tensors for s in sources)
             if lost and not target.sent_back(came) and not _as_other_run(came, reference, target):
-                said = f"{came[1]}: in the target others sent it back"
-                yield not_judged(key, said, came[1]) if terms or made else _unknown(came)
+                reason = f"{came[1]}: in the target others sent it back"
+                yield not_judged(key, reason, came[1]) if terms or sources else _unknown(came)
 
 
 def _as_other_run(came: Place, reference: DataFlow, target: DataFlow) -> bool:
     """Return whether a gradient that other calls sent back in the target is close to the reference's in every row."""
-    found = distance(reference.tensors[came], target.tensors[came])
-    return found is not None and found.basis == "values" and found.most < VAGUE
+    difference = distance(reference.tensors[came], target.tensors[came])
+    return difference is not None and difference.basis == "values" and difference.largest < VAGUE
 
 
 def _narrow_sum(came: Place, terms: list[Place], reference: DataFlow, target: DataFlow) -> bool:
     """Return whether a gradient is a sum that was rounded, outside the dump, to a type that only the target uses."""
-    record, found = target.tensors[came], target.tensors[came].load()
+    record, actual = target.tensors[came], target.tensors[came].load()
     for kind in _only_in(target, reference) if is_float(record.dtype) else ():
-        if np.array_equal(round_to(found, kind), found):
+        if np.array_equal(round_to(actual, kind), actual):
             parts = [target.tensors[t].load().reshape(record.shape) for t in terms]
             total = total_of([round_to(p, kind) for p in parts], kind)
-            if judge(*came, found, total, kind).status == "pass":
+            if judge(*came, actual, total, kind).status == "pass":
                 return True
     return False

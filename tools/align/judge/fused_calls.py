@@ -25,7 +25,7 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 _DEEP = 64
 
 
-class Replaced:
+class FusedCallMatcher:
     """The calls that only one of two runs makes; calls that belong together have the reference's keys in both."""
 
     def __init__(self, reference: DataFlow, target: DataFlow) -> None:
@@ -39,54 +39,66 @@ class Replaced:
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """Verdicts on the inputs of the target that the missing calls made in the reference."""
-        found: list[Verdict] = []
+        verdicts: list[Verdict] = []
         for place in self.reference.inputs() if self.lost else ():
             tensor = self.target.tensors.get(place)
             sources = self.reference.sources_of(place)
-            whole = bool(sources) and all(s[0] in self.lost for s in sources)
+            all_lost = bool(sources) and all(s[0] in self.lost for s in sources)
             forward = self.reference.dump.calls[place[0]].phase is Phase.FORWARD
-            if not whole or not forward or tensor is None or tensor.read is None:
+            if not all_lost or not forward or tensor is None or tensor.read is None:
                 continue
             if is_float(tensor.dtype) != is_float(self.reference.tensors[place].dtype):
                 continue  # a mask of another kind: judged by its effect
             if (verdict := self._judged(place, sources, tensor)) is not None:
-                found.append(verdict)
-        return found
+                verdicts.append(verdict)
+        return verdicts
 
     def otherwise(self) -> Iterator[Verdict]:
         """Yield verdicts on the outputs of calls that take other tensors than in the reference (a mask, a bias)."""
         for key, call in self.reference.dump.calls.items():
-            ours = self.target.dump.calls.get(key)
-            if ours is None or not _counts(call) or is_exchange(call) or ours.name != call.name:
+            target_call = self.target.dump.calls.get(key)
+            if (
+                target_call is None
+                or not _counts(call)
+                or is_exchange(call)
+                or target_call.name != call.name
+            ):
                 continue
-            theirs, mine = (dict(c.tensors()) for c in (call, ours))
-            if theirs.keys() == mine.keys() or not all(t.read for t in mine.values()):
+            reference_tensors, target_tensors = (dict(c.tensors()) for c in (call, target_call))
+            if reference_tensors.keys() == target_tensors.keys() or not all(
+                t.read for t in target_tensors.values()
+            ):
                 continue
-            lacks = ", ".join([*theirs.keys() - mine.keys(), *mine.keys() - theirs.keys()][:4])
-            said = f"{lacks}: only one of the runs has it"
-            made = ours.made()
-            if len(made) != len(call.made()):
-                yield Verdict(key, "", "diverged", np.inf, said)
+            lacks = ", ".join(
+                [
+                    *reference_tensors.keys() - target_tensors.keys(),
+                    *target_tensors.keys() - reference_tensors.keys(),
+                ][:4]
+            )
+            reason = f"{lacks}: only one of the runs has it"
+            outputs = target_call.made()
+            if len(outputs) != len(call.made()):
+                yield Verdict(key, "", "diverged", np.inf, reason)
             elif (expected := self._evaluated(call, 0)) is None:
                 yield not_judged(key, "takes other tensors than in the reference")
             else:
-                for i, (_, tensor) in enumerate(made):
-                    found = judge(key, f"output.{i}", tensor.load(), expected[i], tensor.dtype)
-                    yield replace(found, place="", reason=f"{said}; {found.reason}")
+                for i, (_, tensor) in enumerate(outputs):
+                    verdict = judge(key, f"output.{i}", tensor.load(), expected[i], tensor.dtype)
+                    yield replace(verdict, place="", reason=f"{reason}; {verdict.reason}")
 
     def _judged(self, place: Place, sources: list[Place], tensor: TensorRecord) -> Verdict | None:
         expected = self._imagined(sources[-1], 0)
         if expected is None:
             self._unknown |= {s[0] for s in sources}
-            said = "is only in the reference, and no formula for its result is known"
-            unknown = not_judged(place[0], f"{sources[-1][0]} {said}", place[1])
+            reason = "is only in the reference, and no formula for its result is known"
+            unknown = not_judged(place[0], f"{sources[-1][0]} {reason}", place[1])
             return None if place in self._together else unknown  # the other run may tell
-        found = tensor.load()
-        if isinstance(expected, Approx) and expected.value.size == found.size:
-            expected = expected.reshape(*found.shape)
-        elif not isinstance(expected, Approx) and expected.size == found.size:
-            expected = expected.reshape(found.shape)
-        verdict = judge(*place, found, expected, tensor.dtype)
+        actual = tensor.load()
+        if isinstance(expected, Approx) and expected.value.size == actual.size:
+            expected = expected.reshape(*actual.shape)
+        elif not isinstance(expected, Approx) and expected.size == actual.size:
+            expected = expected.reshape(actual.shape)
+        verdict = judge(*place, actual, expected, tensor.dtype)
         if verdict.status != "diverged":
             return verdict
         self._wrong |= {s[0] for s in sources}
@@ -95,31 +107,50 @@ class Replaced:
     @cached_property
     def _together(self) -> dict[Place, tuple[set[str], list[Call]]]:
         """Inputs that calls of one run alone, some without formula, made in both: the target's, and each run's as one call."""
-        runs, found = (self.reference, self.target), dict[Place, tuple[set[str], list[Call]]]()
+        runs, joined_calls = (
+            (self.reference, self.target),
+            dict[Place, tuple[set[str], list[Call]]](),
+        )
         every = {**self.reference.dump.calls, **self.target.dump.calls}
         for place in [p for p in self.reference.tensors if p in self.target.tensors]:
-            (theirs, one), (mine, two) = (_before(place, *way) for way in (runs, runs[::-1]))
-            names = sorted(every[k].name for k in theirs | mine)
-            if theirs and mine and not all(map(find, names)):
+            (reference_keys, reference_inputs), (target_keys, target_inputs) = (
+                _before(place, *way) for way in (runs, runs[::-1])
+            )
+            names = sorted(every[k].name for k in reference_keys | target_keys)
+            if reference_keys and target_keys and not all(map(find, names)):
                 last = every[self.target.origins_of(place)[-1][0]]
-                given = [p for p in sorted(one | two) if all(p in run.tensors for run in runs)]
-                tensors = ([[r.tensors[p] for p in given], [r.tensors[place]]] for r in runs)
+                common_inputs = [
+                    p
+                    for p in sorted(reference_inputs | target_inputs)
+                    if all(p in run.tensors for run in runs)
+                ]
+                tensors = (
+                    [[r.tensors[p] for p in common_inputs], [r.tensors[place]]] for r in runs
+                )
                 call = replace(last, name=" ".join(names), kwargs={})
-                found[place] = mine, [replace(call, inputs=x, outputs=y) for x, y in tensors]
-        return found
+                joined_calls[place] = (
+                    target_keys,
+                    [replace(call, inputs=x, outputs=y) for x, y in tensors],
+                )
+        return joined_calls
 
     def by_other_run(self) -> Iterator[Verdict]:
         """Yield verdicts on what calls of one run alone, some without formula, make of what both runs have before them."""
-        first = {pair[1].key: (mine, pair) for mine, pair in reversed(self._together.values())}
+        first = {
+            pair[1].key: (target_keys, pair)
+            for target_keys, pair in reversed(self._together.values())
+        }
         sides = [{key: pair[i] for key, (_, pair) in first.items()} for i in range(2)]
         believed = replace(self.reference.dump, calls=sides[0])
         other = OtherRun(believed, replace(self.target.dump, calls=sides[1]))
-        for key, (mine, (_, call)) in first.items():
-            said = f"no formula for {', '.join([n for n in call.name.split() if not find(n)][:4])}"
-            (verdict,) = other.judged(call, [not_judged(key, said, "output.0")])
-            self.confirmed |= mine if verdict.status == "pass" else set()
-            known = all(find(self.target.dump.calls[k].name) for k in mine)
-            if known or verdict.status != "not judged":  # else each call says so itself
+        for key, (target_keys, (_, call)) in first.items():
+            reason = (
+                f"no formula for {', '.join([n for n in call.name.split() if not find(n)][:4])}"
+            )
+            (verdict,) = other.judged(call, [not_judged(key, reason, "output.0")])
+            self.confirmed |= target_keys if verdict.status == "pass" else set()
+            have_formulas = all(find(self.target.dump.calls[k].name) for k in target_keys)
+            if have_formulas or verdict.status != "not judged":  # else each call says so itself
                 yield verdict
 
     @cached_property
@@ -133,12 +164,12 @@ class Replaced:
     @cached_property
     def unjudged(self) -> frozenset[str]:
         """Calls that may replace one another: each run has some, and one has no formula or no values."""
-        own = ((self.reference, self.lost), (self.target, self.new))
-        calls = [run.dump.calls[key] for run, keys in own for key in keys]
+        run_keys = ((self.reference, self.lost), (self.target, self.new))
+        calls = [run.dump.calls[key] for run, keys in run_keys for key in keys]
         calls = [call for call in calls if not is_exchange(call)]
-        known = all(find(c.name) and any(t.read for _, t in c.tensors()) for c in calls)
+        have_values = all(find(c.name) and any(t.read for _, t in c.tensors()) for c in calls)
         able = frozenset(call.key for call in calls)
-        return able if not known and able & self.lost and able & self.new else frozenset()
+        return able if not have_values and able & self.lost and able & self.new else frozenset()
 
     def _imagined(self, place: Place, depth: int) -> Approx | Array | None:
         """Return what an output of a missing call would be, computed from the target's tensors."""
@@ -148,25 +179,25 @@ class Replaced:
         if key not in self._made:
             self._made[key] = None
             self._made[key] = self._evaluated(self.reference.dump.calls[key], depth)
-        made, number = self._made[key], place[1].split(".")
-        if made is None or len(number) != 2 or int(number[1]) >= len(made):
+        outputs, number = self._made[key], place[1].split(".")
+        if outputs is None or len(number) != 2 or int(number[1]) >= len(outputs):
             return None
-        return made[int(number[1])]
+        return outputs[int(number[1])]
 
     def _evaluated(self, call: Call, depth: int) -> list[Approx | Array] | None:
         formula = find(call.name)
         if formula is None or is_exchange(call):
             return None
-        given: dict[str, Approx | Array] = {}
+        inputs: dict[str, Approx | Array] = {}
         for place, tensor in call.given():
             value = self._here((call.key, place), tensor, depth)
             if value is None:
                 return None
-            given[place] = value
-        narrow = _narrowest(given)
-        given = {place: _leaf(value, narrow) for place, value in given.items()}
+            inputs[place] = value
+        narrow = _narrowest(inputs)
+        inputs = {place: _leaf(value, narrow) for place, value in inputs.items()}
         try:
-            arguments, _ = arguments_of(call, formula, True, given)
+            arguments, _ = arguments_of(call, formula, True, inputs)
             return list(formula.compute(arguments))
         except UNFIT:
             return None
@@ -175,18 +206,20 @@ class Replaced:
         """Return the target's counterpart of an input of the reference."""
         sources = self.reference.sources_of(place)
         for source in sources:
-            ours = self.target.tensors.get(source)
-            if ours is None or ours.read is None:
+            target_tensor = self.target.tensors.get(source)
+            if target_tensor is None or target_tensor.read is None:
                 continue
-            if is_float(ours.dtype) == is_float(tensor.dtype):
-                values = ours.load()
+            if is_float(target_tensor.dtype) == is_float(tensor.dtype):
+                values = target_tensor.load()
                 if values.size == np.prod(tensor.shape):
                     values = values.reshape(tensor.shape)
-                return Approx(values, ours.dtype) if is_float(ours.dtype) else values
+                return (
+                    Approx(values, target_tensor.dtype) if is_float(target_tensor.dtype) else values
+                )
         for source in sources:
-            found = self._imagined(source, depth + 1)
-            if found is not None:
-                return found
+            output = self._imagined(source, depth + 1)
+            if output is not None:
+                return output
         return None if sources or tensor.read is None else tensor.load()
 
 
@@ -204,9 +237,9 @@ def _before(place: Place, flow: DataFlow, other: DataFlow) -> tuple[set[str], se
     return calls, common
 
 
-def _narrowest(given: dict[str, Approx | Array]) -> str:
+def _narrowest(inputs: dict[str, Approx | Array]) -> str:
     """Return the type in which the target computes, judged by its outputs."""
-    kinds = [v.stored for v in given.values() if isinstance(v, Approx)]
+    kinds = [v.stored for v in inputs.values() if isinstance(v, Approx)]
     return min(kinds, key=lambda kind: FLOATS[kind].bits, default="float32")
 
 
@@ -216,15 +249,15 @@ def _leaf(value: Approx | Array, dtype: str) -> Approx | Array:
         return Approx(value.value, dtype, sigma=value.sigma, limit=value.limit)
     if value.dtype.kind != "f":
         return value
-    known = round_to(value, dtype)
-    error = np.abs(np.where(np.isfinite(value), known - value, 0.0))
-    return Approx(known, dtype, sigma=error, limit=error)
+    rounded = round_to(value, dtype)
+    error = np.abs(np.where(np.isfinite(value), rounded - value, 0.0))
+    return Approx(rounded, dtype, sigma=error, limit=error)
 
 
-def _only_in(one: DataFlow, other: DataFlow) -> frozenset[str]:
+def _only_in(run: DataFlow, other: DataFlow) -> frozenset[str]:
     """Return the keys of the forward calls that only one of two runs makes."""
     return frozenset(
-        k for k, c in one.dump.calls.items() if k not in other.dump.calls and _counts(c)
+        k for k, c in run.dump.calls.items() if k not in other.dump.calls and _counts(c)
     )
 
 

@@ -50,62 +50,74 @@ _ROWWISE = frozenset(
 
 
 @dataclass
-class _Answer:
+class _Response:
     """How a call answers to its inputs."""
 
     # Distances of its inputs; a backward call's include those of its forward call
-    given: list[Distance]
-    made: dict[str, Distance | None]  # distance of each output; None: not known
-    own: float  # its own rounding, relative
+    inputs: list[Distance]
+    outputs: dict[str, Distance | None]  # distance of each output; None: not known
+    rounding: float  # its own rounding, relative
     # Distances of what it is given and of what it makes, then the same of its forward call
     flow: list[tuple[list[Distance], list[Distance]]]
-    known: bool  # whether all inputs can be compared
+    comparable: bool  # whether all inputs can be compared
 
     @property
     def same(self) -> bool:
         """Whether all inputs are known to be equal."""
-        return self.known and all(d.exact for d in self.given)
+        return self.comparable and all(d.exact for d in self.inputs)
 
     @property
     def gain(self) -> float | None:
         """Distance of the outputs over that of the inputs; None: not known."""
-        found = [d.whole for d in self.made.values() if d is not None and np.isfinite(d.whole)]
-        came = float(np.sqrt(sum(d.whole**2 for d in self.given))) + self.own
-        return max(found) / came if found and self.known and came else None
+        output_distances = [
+            d.whole for d in self.outputs.values() if d is not None and np.isfinite(d.whole)
+        ]
+        input_distance = float(np.sqrt(sum(d.whole**2 for d in self.inputs))) + self.rounding
+        return (
+            max(output_distances) / input_distance
+            if output_distances and self.comparable and input_distance
+            else None
+        )
 
     @cached_property
     def worst(self) -> float | None:
         """The largest gain of a row; None: not known."""
-        made = [d for d in self.made.values() if d is not None and d.basis == "values"]
-        gains = [d.rows / (self.rows(len(d.rows)) + self.own) for d in made] if self.known else []
+        outputs = [d for d in self.outputs.values() if d is not None and d.basis == "values"]
+        gains = (
+            [d.rows / (self.rows(len(d.rows)) + self.rounding) for d in outputs]
+            if self.comparable
+            else []
+        )
         finite = [float(g.max()) for g in gains if g.size and np.isfinite(g).all()]
         return max(finite) if finite else None
 
     @property
-    def most(self) -> float:
+    def largest(self) -> float:
         """The largest distance of a row or column of the inputs."""
-        return float(np.sqrt(sum(d.most**2 for d in self.given)))
+        return float(np.sqrt(sum(d.largest**2 for d in self.inputs)))
 
-    def conditions(self, made: Distance) -> Array:
+    def conditions(self, output: Distance) -> Array:
         """Return by how much each row of an output is smaller than what the call makes of other rows at most."""
-        count, most, own = len(made.rows), 0.0, np.ones(1)
-        for given, outputs in self.flow:
-            came = np.sqrt(
-                sum((np.square(_of_rows(d.sizes, count)) for d in given), np.zeros(count))
+        count, largest, output_factor = len(output.rows), 0.0, np.ones(1)
+        for inputs, outputs in self.flow:
+            input_sizes = np.sqrt(
+                sum((np.square(_of_rows(d.sizes, count)) for d in inputs), np.zeros(count))
             )
             for d in outputs:
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    factor = np.nan_to_num(_of_rows(d.sizes, count) / came, nan=0.0, posinf=0.0)
-                most = max(most, float(factor.max(initial=0.0)))
-                own = factor if d is made else own
+                    factor = np.nan_to_num(
+                        _of_rows(d.sizes, count) / input_sizes, nan=0.0, posinf=0.0
+                    )
+                largest = max(largest, float(factor.max(initial=0.0)))
+                output_factor = factor if d is output else output_factor
         with np.errstate(divide="ignore"):
-            return np.clip(most / own, 1.0, _CANCELS) if most else np.ones(count)
+            return np.clip(largest / output_factor, 1.0, _CANCELS) if largest else np.ones(count)
 
     def rows(self, count: int) -> Array:
         """Return the distance of the inputs for each of so many rows of an output."""
         total = np.zeros(count)
-        for d in self.given:
-            aligned = d.rows if len(d.rows) == count else d.most if d.uneven else d.whole
+        for d in self.inputs:
+            aligned = d.rows if len(d.rows) == count else d.largest if d.uneven else d.whole
             total = total + np.square(aligned)
         return np.sqrt(total)
 
@@ -119,107 +131,118 @@ class OtherRun:
 
     def judged(self, call: Call, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Return the verdicts of a call; where one is "not judged", the other run's answer to it."""
-        theirs = self.reference.calls.get(call.key)
+        reference_call = self.reference.calls.get(call.key)
         unknown = {v.place: v.reason for v in verdicts if v.status == "not judged"}
-        made = [place for place, _ in call.made()]
+        outputs = [place for place, _ in call.made()]
         if unknown and call.key in self._sure:
-            return [_passed(call, place) for place in made]
-        if not unknown or theirs is None:
+            return [_passed(call, place) for place in outputs]
+        if not unknown or reference_call is None:
             return [*verdicts]
         if "" in unknown:  # the whole call
-            unknown = dict.fromkeys(made, unknown[""])
-        found = [v for v in verdicts if v.place and v.place not in {*unknown} & {*made}]
-        found += [self._verdict(call, p, why) for p, why in unknown.items() if p in made]
-        return found or [*verdicts]
+            unknown = dict.fromkeys(outputs, unknown[""])
+        replaced_verdicts = [
+            v for v in verdicts if v.place and v.place not in {*unknown} & {*outputs}
+        ]
+        replaced_verdicts += [
+            self._verdict(call, p, reason) for p, reason in unknown.items() if p in outputs
+        ]
+        return replaced_verdicts or [*verdicts]
 
-    def _verdict(self, call: Call, place: str, why: str) -> Verdict:
+    def _verdict(self, call: Call, place: str, reason: str) -> Verdict:
         answer = self._answer(call.key)
-        made = answer.made.get(place)
-        if not answer.known or made is None:
-            return not_judged(call.key, f"{why}; nor by the other run", place)
-        if answer.same and made.exact:
+        output = answer.outputs.get(place)
+        if not answer.comparable or output is None:
+            return not_judged(call.key, f"{reason}; nor by the other run", place)
+        if answer.same and output.exact:
             return _passed(call, place)
         if "empty" in call.name.lower():
-            return not_judged(call.key, f"{why}: uninitialised memory", place)
+            return not_judged(call.key, f"{reason}: uninitialised memory", place)
         if not is_float(dict(call.tensors())[place].dtype):
-            return self._integers(call, place, answer, made, why)
-        if made.basis == "checksum" and not made.exact:
+            return self._integers(call, place, answer, output, reason)
+        if output.basis == "checksum" and not output.exact:
             if answer.same and self._repeats:
-                said = "has other bits, though the inputs are equal and other calls give equal bits"
-                return _wrong(call, place, made, made.rows, said)
-            said = "other bits: rounding or a fault, a checksum does not tell"
-            return not_judged(call.key, f"{why}; {place}: {said}", place)
-        return self._floats(call, place, answer, made, why)
+                text = "has other bits, though the inputs are equal and other calls give equal bits"
+                return _wrong(call, place, output, output.rows, text)
+            text = "other bits: rounding or a fault, a checksum does not tell"
+            return not_judged(call.key, f"{reason}; {place}: {text}", place)
+        return self._floats(call, place, answer, output, reason)
 
     def _integers(
-        self, call: Call, place: str, answer: _Answer, made: Distance, why: str
+        self, call: Call, place: str, answer: _Response, output: Distance, reason: str
     ) -> Verdict:
-        if not made.whole and made.basis == "statistics":
-            return not_judged(call.key, f"{why}; {_AGREE}", place)
-        if not made.whole:
+        if not output.whole and output.basis == "statistics":
+            return not_judged(call.key, f"{reason}; {_AGREE}", place)
+        if not output.whole:
             return _passed(call, place)
-        if not any(d.whole for d in answer.given):
-            return _wrong(call, place, made, made.rows, "differs, though the inputs are equal")
-        own = by_own_scores(self.reference.calls[call.key], call, place)
-        if own is not None and own:
+        if not any(d.whole for d in answer.inputs):
+            return _wrong(call, place, output, output.rows, "differs, though the inputs are equal")
+        by_scores = by_own_scores(self.reference.calls[call.key], call, place)
+        if by_scores is not None and by_scores:
             return _passed(call, place)
-        if own is not None:
-            return _wrong(call, place, made, made.rows, "is not what its own scores give")
-        said = f"{np.count_nonzero(made.rows)} of {len(made.rows)} rows chose otherwise"
-        return not_judged(call.key, f"{why}; {place}: {said}, from other inputs", place)
+        if by_scores is not None:
+            return _wrong(call, place, output, output.rows, "is not what its own scores give")
+        text = f"{np.count_nonzero(output.rows)} of {len(output.rows)} rows chose otherwise"
+        return not_judged(call.key, f"{reason}; {place}: {text}, from other inputs", place)
 
-    def _floats(self, call: Call, place: str, answer: _Answer, made: Distance, why: str) -> Verdict:
-        came = answer.rows(len(made.rows))
+    def _floats(
+        self, call: Call, place: str, answer: _Response, output: Distance, reason: str
+    ) -> Verdict:
+        input_rows = answer.rows(len(output.rows))
         for other, t in call.made():  # rows that chose otherwise
-            d = answer.made.get(other)
-            if d is not None and not is_float(t.dtype) and len(d.rows) == len(came):
-                came = np.where(d.rows > 0, np.inf, came)
-        if made.basis == "statistics":
-            came = np.maximum(came, self._usual[call.key])
-        conditions = np.minimum(answer.conditions(made), self._worst(call))
+            d = answer.outputs.get(other)
+            if d is not None and not is_float(t.dtype) and len(d.rows) == len(input_rows):
+                input_rows = np.where(d.rows > 0, np.inf, input_rows)
+        if output.basis == "statistics":
+            input_rows = np.maximum(input_rows, self._usual[call.key])
+        conditions = np.minimum(answer.conditions(output), self._worst(call))
         with np.errstate(invalid="ignore", divide="ignore"):
-            gains = made.rows / (came + answer.own) / conditions
+            gains = output.rows / (input_rows + answer.rounding) / conditions
             gains = np.nan_to_num(gains, nan=0.0, posinf=np.inf)
         usual, largest = self._gains(call, gains)
-        uneven = any(d.uneven for d in answer.given) or bool(np.isinf(came).any())
-        worst = came if _rowwise(call, place) else np.maximum(came, answer.most)
-        limit = BEYOND * conditions * (largest * worst + answer.own)
-        beyond = (made.rows > limit) & ((limit < VAGUE) | (made.rows > _OTHER))
+        uneven = any(d.uneven for d in answer.inputs) or bool(np.isinf(input_rows).any())
+        worst = input_rows if _rowwise(call, place) else np.maximum(input_rows, answer.largest)
+        limit = BEYOND * conditions * (largest * worst + answer.rounding)
+        beyond = (output.rows > limit) & ((limit < VAGUE) | (output.rows > _OTHER))
         if beyond.any():
             ratio = np.where(beyond, gains / BEYOND, 0.0)
-            at = int(np.argmax(ratio))
-            said = f"differs by {made.rows[at]:.2g} of its size, its inputs by {came[at]:.2g}"
-            return _wrong(call, place, made, ratio, said)
+            worst_row = int(np.argmax(ratio))
+            text = f"differs by {output.rows[worst_row]:.2g} of its size, its inputs by {input_rows[worst_row]:.2g}"
+            return _wrong(call, place, output, ratio, text)
         if np.any(gains > BEYOND * usual):
-            said = "differs more than its inputs do, which may follow from them"
-            return not_judged(call.key, f"{why}; {place} {said}", place)
-        odd = None if uneven else _odd(answer, made)
+            text = "differs more than its inputs do, which may follow from them"
+            return not_judged(call.key, f"{reason}; {place} {text}", place)
+        odd = None if uneven else _odd(answer, output)
         if odd is not None:
-            return _wrong(call, place, made, np.full(len(came), odd[0]), odd[1])
-        if made.basis == "statistics":
-            return not_judged(call.key, f"{why}; {_AGREE}", place)
-        if np.mean(BEYOND * conditions * (usual * came + answer.own) > VAGUE) > _OMITTED:
-            said = "inputs differ too much to judge it by the other run"
-            return not_judged(call.key, f"{why}; {said}", place)
+            return _wrong(call, place, output, np.full(len(input_rows), odd[0]), odd[1])
+        if output.basis == "statistics":
+            return not_judged(call.key, f"{reason}; {_AGREE}", place)
+        if np.mean(BEYOND * conditions * (usual * input_rows + answer.rounding) > VAGUE) > _OMITTED:
+            text = "inputs differ too much to judge it by the other run"
+            return not_judged(call.key, f"{reason}; {text}", place)
         return _passed(call, place, float(gains.max(initial=0.0)) / BEYOND)
 
-    def _answer_of(self, key: str) -> _Answer:
-        ours, theirs = self.target.calls[key], self.reference.calls[key]
-        pairs, forward = [(ours, theirs)], ours.forward_key
+    def _answer_of(self, key: str) -> _Response:
+        target_call, reference_call = self.target.calls[key], self.reference.calls[key]
+        pairs, forward = [(target_call, reference_call)], target_call.forward_key
         if forward != key and forward in self.target.calls and forward in self.reference.calls:
             pairs.append((self.target.calls[forward], self.reference.calls[forward]))
         goldens = [dict(other.tensors()) for _, other in pairs]
-        fed = [
+        input_distances = [
             _distance(t, golden.get(place))
-            for (mine, _), golden in zip(pairs, goldens, strict=True)
-            for place, t in mine.given()
+            for (call, _), golden in zip(pairs, goldens, strict=True)
+            for place, t in call.given()
         ]
-        given = [d for d in fed if d is not None]
-        made = {p: _distance(t, goldens[0].get(p)) for p, t in ours.made()}
-        flow = [(given[: len(ours.given())], [d for d in made.values() if d is not None])]
+        inputs = [d for d in input_distances if d is not None]
+        outputs = {p: _distance(t, goldens[0].get(p)) for p, t in target_call.made()}
+        flow = [
+            (inputs[: len(target_call.given())], [d for d in outputs.values() if d is not None])
+        ]
         flow += self._answer(forward).flow if pairs[1:] else []
-        own, known = _own(ours, theirs), len(given) == len(fed)
-        return _Answer(given, made, own, flow if known else [], known)
+        rounding, comparable = (
+            _own(target_call, reference_call),
+            len(inputs) == len(input_distances),
+        )
+        return _Response(inputs, outputs, rounding, flow if comparable else [], comparable)
 
     def _gains(self, call: Call, rows: Array) -> tuple[float, float]:
         """Return the gain that a call usually has, and the largest that it may have."""
@@ -231,8 +254,8 @@ class OtherRun:
         rows = rows[np.isfinite(rows)]
         if len(rows) < _FEW:
             return GAINS
-        most = np.quantile(rows, 0.9) if len(rows) >= _ROWS else 2 * np.median(rows)
-        return GAINS[0], float(np.clip(most, *GAINS))
+        largest = np.quantile(rows, 0.9) if len(rows) >= _ROWS else 2 * np.median(rows)
+        return GAINS[0], float(np.clip(largest, *GAINS))
 
     def _worst(self, call: Call) -> float:
         """Return how much more than usual a row may gain at most: several times what a row of its peers does."""
@@ -250,49 +273,49 @@ class OtherRun:
 
     @cached_property
     def _peers(self) -> dict[Any, list[str]]:
-        found: dict[Any, list[str]] = {}
+        peers: dict[Any, list[str]] = {}
         for key, call in self.target.calls.items():
             if key in self.reference.calls:
-                found.setdefault(_kind(call), []).append(key)
-                found.setdefault(_kind(call)[:2], []).append(key)
-        return found
+                peers.setdefault(_kind(call), []).append(key)
+                peers.setdefault(_kind(call)[:2], []).append(key)
+        return peers
 
     @cached_property
     def _repeats(self) -> bool:
         """Whether the runs repeat each other's bits: nine of ten calls with equal inputs have equal outputs."""
         answers = [self._answer(k) for k in self.target.calls if k in self.reference.calls]
-        found = [all(d and d.exact for d in a.made.values()) for a in answers if a.same and a.made]
-        return len(found) >= _REPEATS and sum(found) >= 0.9 * len(found)
+        repeated = [
+            all(d and d.exact for d in a.outputs.values()) for a in answers if a.same and a.outputs
+        ]
+        return len(repeated) >= _REPEATS and sum(repeated) >= 0.9 * len(repeated)
 
     @cached_property
     def _usual(self) -> dict[str, float]:
         """How far outputs before each call are apart, nine of ten closer; infinite after other choices."""
-        before, usual, flipped = list[float](), dict[str, float](), 0.0
+        distances, usual, flipped = list[float](), dict[str, float](), 0.0
         for key, call in self.target.calls.items():
-            usual[key] = max(flipped, before[int(0.9 * len(before))] if before else 0.0)
+            usual[key] = max(flipped, distances[int(0.9 * len(distances))] if distances else 0.0)
             if key not in self.reference.calls:
                 continue
-            for place, d in self._answer(key).made.items():
+            for place, d in self._answer(key).outputs.items():
                 chosen = not is_float(dict(call.tensors())[place].dtype)
                 if chosen and (d is None or d.whole):
                     flipped = np.inf
                 elif d is not None and np.isfinite(d.whole):
-                    insort(before, d.whole)
+                    insort(distances, d.whole)
         return usual
 
 
-def _odd(answer: _Answer, made: Distance) -> tuple[float, str] | None:
+def _odd(answer: _Response, output: Distance) -> tuple[float, str] | None:
     """Return what noise does not explain although the distance is small: a scale of all rows, or one element."""
-    scale = BEYOND * made.spread + 4 * sum(abs(d.scale) for d in answer.given) + answer.own
-    if abs(made.scale) > scale:
-        said = f"is larger by {made.scale:.2g} on average, with {scale:.2g} allowed"
-        return abs(made.scale) / scale, said
-    peak = max([_PEAK, *(4 * d.peak for d in answer.given)])
-    if made.peak > peak:
-        said = (
-            f"has an element that differs {made.peak:.3g} times as much as most, {peak:.3g} allowed"
-        )
-        return made.peak / peak, said
+    scale = BEYOND * output.spread + 4 * sum(abs(d.scale) for d in answer.inputs) + answer.rounding
+    if abs(output.scale) > scale:
+        text = f"is larger by {output.scale:.2g} on average, with {scale:.2g} allowed"
+        return abs(output.scale) / scale, text
+    peak = max([_PEAK, *(4 * d.peak for d in answer.inputs)])
+    if output.peak > peak:
+        text = f"has an element that differs {output.peak:.3g} times as much as most, {peak:.3g} allowed"
+        return output.peak / peak, text
     return None
 
 
@@ -301,22 +324,24 @@ def _passed(call: Call, place: str, ratio: float = 0.0) -> Verdict:
     return Verdict(call.key, place, "pass", ratio, elements=size, basis=_BASIS)
 
 
-def _wrong(call: Call, place: str, made: Distance, ratio: Array, said: str) -> Verdict:
+def _wrong(call: Call, place: str, output: Distance, ratio: Array, problem: str) -> Verdict:
     """Return the verdict that a tensor is wrong, by the ratio of each of its rows to what is allowed."""
     record = dict(call.tensors())[place]
     ratio = np.nan_to_num(ratio, nan=0.0, posinf=np.inf)
-    at, count = int(np.argmax(ratio)), len(ratio)
+    worst_row, count = int(np.argmax(ratio)), len(ratio)
     size, wrong = int(np.prod(record.shape)), int((ratio > 1).sum())
     shape = record.shape[:-1] if len(record.shape) > 1 else record.shape
     fits = int(np.prod(shape)) == count > 1
-    row = tuple(int(i) for i in np.unravel_index(at, shape)) if fits else ()
-    where = {True: f"row {list(row)}", False: "it"}[fits and wrong < count]
-    text = f"{place} is not what the other run made: {where} {said}; {wrong} of {count} rows beyond"
-    if made.basis == "statistics":
-        text = f"{place} is not what the other run made: by its statistics it {said}; or a call before it moved values"
+    row = tuple(int(i) for i in np.unravel_index(worst_row, shape)) if fits else ()
+    row_text = {True: f"row {list(row)}", False: "it"}[fits and wrong < count]
+    text = f"{place} is not what the other run made: {row_text} {problem}; {wrong} of {count} rows beyond"
+    if output.basis == "statistics":
+        text = f"{place} is not what the other run made: by its statistics it {problem}; or a call before it moved values"
     elements = wrong * size // max(1, count)
-    found = Verdict(call.key, place, "diverged", float(ratio[at]), text, row, elements, size)
-    return replace(found, basis=_BASIS)
+    verdict = Verdict(
+        call.key, place, "diverged", float(ratio[worst_row]), text, row, elements, size
+    )
+    return replace(verdict, basis=_BASIS)
 
 
 def _of_rows(sizes: Array, count: int) -> Array:
@@ -335,15 +360,17 @@ def _rowwise(call: Call, place: str) -> bool:
     return formula is not None and formula.name in _ROWWISE and not gradient
 
 
-def _distance(mine: TensorRecord, other: TensorRecord | None) -> Distance | None:
-    if other is None or is_float(mine.dtype) != is_float(other.dtype):
+def _distance(record: TensorRecord, other: TensorRecord | None) -> Distance | None:
+    if other is None or is_float(record.dtype) != is_float(other.dtype):
         return None
-    return distance(other, mine) if is_float(mine.dtype) else differing(other, mine)
+    return distance(other, record) if is_float(record.dtype) else differing(other, record)
 
 
-def _own(ours: Call, theirs: Call) -> float:
+def _own(target_call: Call, reference_call: Call) -> float:
     """Return how far a call may be off by its own rounding, relative to its result."""
-    records = [t for call in (ours, theirs) for _, t in call.tensors() if is_float(t.dtype)]
+    records = [
+        t for call in (target_call, reference_call) for _, t in call.tensors() if is_float(t.dtype)
+    ]
     unit = max((FLOATS[t.dtype].unit for t in records), default=0.0)
     longest = max((n for t in records for n in t.shape), default=1)
     return unit + min(unit, FLOATS["float32"].unit) * (_ROUNDINGS + longest**0.5)

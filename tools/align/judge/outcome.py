@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telechat_moe.tools.align.dump.records import Call, Phase
-from telechat_moe.tools.align.judge.collectives import Exchange
+from telechat_moe.tools.align.judge.collectives import ExchangeContext
 from telechat_moe.tools.align.judge.context import layer_of
 from telechat_moe.tools.align.judge.coverage import Coverage
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.operators.approx import Array
 
-Seen = tuple[int, int, str, str, float]
+CallStatus = tuple[int, int, str, str, float]
 Explanation = tuple[str, str]
 """The kind of a fault, see ``explain/``, and the evidence for it."""
 
@@ -26,7 +26,7 @@ class Finding:
     order: float  # position in the order of the run
     verdict: Verdict  # what is wrong with it
     call: Call | None  # the call; None: the target lacks it
-    # Kind of fault, see `fault_kind.py`; `unknown` where no kind explains it
+    # Kind of fault, see `explain/`; `unknown` where no kind explains it
     family: str = "unknown"
     evidence: str = ""  # why it is that kind
     # Difference from what it should be, over the bound, where both are known
@@ -40,7 +40,7 @@ class Finding:
     # What the runs have at the worst element, by side; only of the first finding
     values: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
     # What is known around the call, for the first one of a rank; a reproducer is made from it
-    about: DivergentCall | Exchange | None = field(default=None, repr=False, compare=False)
+    about: DivergentCall | ExchangeContext | None = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as plain JSON types."""
@@ -80,7 +80,7 @@ class Outcome:
     unknown: Mapping[str, int] = field(default_factory=dict[str, int])
     reason: str = ""  # why nothing can be concluded
     # Every call in order, with its worst verdict (step, rank, key, status, ratio)
-    calls: list[Seen] = field(default_factory=list[Seen], repr=False)
+    calls: list[CallStatus] = field(default_factory=list[CallStatus], repr=False)
     coverage: Coverage = field(default_factory=Coverage)  # what was judged of each phase
     # Settings that differ between programs of two frameworks, by module
     settings: list[str] = field(default_factory=list[str])
@@ -91,8 +91,8 @@ class Outcome:
         if not self.findings:
             return []
         first = self.findings[0]
-        where = first.step, first.verdict.key
-        return sorted({f.rank for f in self.findings if (f.step, f.verdict.key) == where})
+        first_call = first.step, first.verdict.key
+        return sorted({f.rank for f in self.findings if (f.step, f.verdict.key) == first_call})
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as plain JSON types."""

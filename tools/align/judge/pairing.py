@@ -23,8 +23,8 @@ _EXTRA = "+"  # appended to the key of a call that the reference does not make
 
 def split(key: str, step: int) -> tuple[int, str]:
     """Return the step and the own key of a call; ``step`` where its key names none."""
-    number, mark, rest = key.partition(STEP)
-    return (int(number), rest) if mark else (step, key)
+    number, mark, own_key = key.partition(STEP)
+    return (int(number), own_key) if mark else (step, key)
 
 
 def differ_in_layout(reference: Dump, target: Dump) -> bool:
@@ -40,16 +40,20 @@ def differ_in_layout(reference: Dump, target: Dump) -> bool:
     alike = not graphs and frameworks(a) == frameworks(b) and not others
     if (graphs and others) or not (alike or _same_calls(a[0], b[0])):
         return True
-    one, other = _layouts(a), _layouts(b)
-    return one != other and bool(one or other)
+    reference_layouts, target_layouts = _layouts(a), _layouts(b)
+    return reference_layouts != target_layouts and bool(reference_layouts or target_layouts)
 
 
 def named_differently(a: Sequence[RankDump], b: Sequence[RankDump]) -> bool:
     """Return whether no weight has a name in both runs; where one has no names, whether the frameworks differ."""
-    one, other = (
+    reference_names, target_names = (
         {weight_of(c) for r in ranks for c in r.calls.values()} - {None} for ranks in (a, b)
     )
-    return not one & other if one and other else frameworks(a) != frameworks(b)
+    return (
+        not reference_names & target_names
+        if reference_names and target_names
+        else frameworks(a) != frameworks(b)
+    )
 
 
 def frameworks(ranks: Sequence[RankDump]) -> set[str]:
@@ -57,17 +61,18 @@ def frameworks(ranks: Sequence[RankDump]) -> set[str]:
     return {r.framework for r in ranks}
 
 
-def _same_calls(one: RankDump, other: RankDump) -> bool:
+def _same_calls(reference: RankDump, target: RankDump) -> bool:
     """Return whether most calls of two runs have equal keys, as of one script on torch and on MSAdapter."""
     keys = [
-        {k for k, c in dump.calls.items() if c.kind != "parameters_grad"} for dump in (one, other)
+        {k for k, c in dump.calls.items() if c.kind != "parameters_grad"}
+        for dump in (reference, target)
     ]
     return 2 * len(keys[0] & keys[1]) > max(map(len, keys))
 
 
 def _layouts(ranks: Sequence[RankDump]) -> set[Any]:
-    found = (t.layout for call in ranks[0].calls.values() for _, t in call.tensors())
-    return {(x.mesh, x.axes) for x in found if x is not None}
+    layouts = (t.layout for call in ranks[0].calls.values() for _, t in call.tensors())
+    return {(x.mesh, x.axes) for x in layouts if x is not None}
 
 
 def narrowest_of(ranks: Sequence[RankDump]) -> str:
@@ -84,40 +89,51 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
     An additional or missing call shifts the numbers of all later calls of its name; the order of the names shows which
     calls belong together. Where the runs share no names (other scopes, another front end), operators serve as names.
     """
-    ours, theirs = _forwards(target), _forwards(reference)
-    if [c.key for c in ours] == [c.key for c in theirs]:
+    target_calls, reference_calls = _forwards(target), _forwards(reference)
+    if [c.key for c in target_calls] == [c.key for c in reference_calls]:
         return target, {}
-    new = {c.key: f"{_head(c.key)}{_EXTRA}.forward" for c in ours}
-    new |= {ours[a].key: theirs[b].key for a, b in paired(ours, theirs)}
-    known = {_head(key): _head(name) for key, name in new.items()}
+    new = {c.key: f"{_head(c.key)}{_EXTRA}.forward" for c in target_calls}
+    new |= {
+        target_calls[a].key: reference_calls[b].key
+        for a, b in paired(target_calls, reference_calls)
+    }
+    new_heads = {_head(key): _head(name) for key, name in new.items()}
     calls: dict[str, Call] = {}
     names: dict[str, str] = {}
     for key, call in target.calls.items():
         head = _head(key)
-        name = known.get(head, head) + key.removeprefix(head)
+        name = new_heads.get(head, head) + key.removeprefix(head)
         alike = reference.calls.get(name)
-        own = call.name if alike is None or find(alike.name) is None else alike.name
-        calls[name], names[name] = replace(call, key=name, name=own), key
+        operator = call.name if alike is None or find(alike.name) is None else alike.name
+        calls[name], names[name] = replace(call, key=name, name=operator), key
     return replace(target, calls=calls), names
 
 
-def paired(ours: Sequence[Call], theirs: Sequence[Call]) -> Iterator[tuple[int, int]]:
+def paired(
+    target_calls: Sequence[Call], reference_calls: Sequence[Call]
+) -> Iterator[tuple[int, int]]:
     """Yield pairs of calls that belong together: by the order of names, else by name and content in any order."""
-    mine, other = ([call.name for call in calls] for calls in (ours, theirs))
-    if not {*mine} & {*other}:
-        mine, other = ([_operator(call) for call in calls] for calls in (ours, theirs))
-    left, right = set(range(len(mine))), set(range(len(other)))
-    for a, b, size in SequenceMatcher(None, mine, other, autojunk=False).get_matching_blocks():
+    target_names, reference_names = (
+        [call.name for call in calls] for calls in (target_calls, reference_calls)
+    )
+    if not {*target_names} & {*reference_names}:
+        target_names, reference_names = (
+            [_operator(call) for call in calls] for calls in (target_calls, reference_calls)
+        )
+    left, right = set(range(len(target_names))), set(range(len(reference_names)))
+    for a, b, size in SequenceMatcher(
+        None, target_names, reference_names, autojunk=False
+    ).get_matching_blocks():
         yield from ((a + i, b + i) for i in range(size))
         left -= set(range(a, a + size))
         right -= set(range(b, b + size))
     waiting: dict[bytes, list[int]] = {}
     for b in sorted(right):
-        waiting.setdefault(_content(theirs[b]), []).append(b)
+        waiting.setdefault(_content(reference_calls[b]), []).append(b)
     for a in sorted(left):
-        found = waiting.get(_content(ours[a]))
-        if found:
-            yield a, found.pop(0)
+        waiting_calls = waiting.get(_content(target_calls[a]))
+        if waiting_calls:
+            yield a, waiting_calls.pop(0)
 
 
 def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
@@ -136,14 +152,16 @@ def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
     if not repeats:
         return dump
     calls = {key: call for key, call in dump.calls.items() if key not in repeats}
-    for key, same in repeats.items():
-        back, own = (f"{_head(k)}.backward" for k in (key, same))
-        if back in calls and own in calls:
+    for key, first_key in repeats.items():
+        backward, first_backward = (f"{_head(k)}.backward" for k in (key, first_key))
+        if backward in calls and first_backward in calls:
             return dump
-        if back in calls:  # at its position in the order
-            calls[same] = replace(dump.calls[key], key=same)
+        if backward in calls:  # at its position in the order
+            calls[first_key] = replace(dump.calls[key], key=first_key)
             calls = {
-                (own if k == back else k): replace(c, key=own) if k == back else c
+                (first_backward if k == backward else k): replace(c, key=first_backward)
+                if k == backward
+                else c
                 for k, c in calls.items()
             }
     return replace(dump, calls=calls)

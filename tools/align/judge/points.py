@@ -18,7 +18,7 @@ from telechat_moe.tools.align.dump.records import Call, RankDump, TensorRecord
 STATES = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-class Point(NamedTuple):
+class SharedTensor(NamedTuple):
     """A tensor that both runs must have."""
 
     values: Array | None  # the whole tensor; None: not known
@@ -34,44 +34,53 @@ class Point(NamedTuple):
     sizes: tuple[int, ...] = ()  # their numbers of elements
 
 
-def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
+class TensorPair(NamedTuple):
+    """A tensor of both runs, under its name in words."""
+
+    name: str
+    reference: SharedTensor
+    target: SharedTensor
+
+
+def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[TensorPair]:
     """Yield the gradients, weights and states that both runs have, in the order of the target."""
-    theirs = named(a, weight_of)
+    reference_calls = named(a, weight_of)
     for weight, calls in named(b, weight_of).items():
-        if weight not in theirs:
+        if weight not in reference_calls:
             continue
-        places = update_places(theirs[weight][0][1])
+        places = update_places(reference_calls[weight][0][1])
         for name, place in update_places(calls[0][1]).items():
             if name in places:
-                one = put_together(theirs[weight], places[name])
-                other = put_together(calls, place)
-                assert one is not None
-                assert other is not None
-                yield f"{name[0]} of {weight}{name[1]}", one, other
+                reference_tensor = put_together(reference_calls[weight], places[name])
+                target_tensor = put_together(calls, place)
+                assert reference_tensor is not None
+                assert target_tensor is not None
+                name = f"{name[0]} of {weight}{name[1]}"
+                yield TensorPair(name, reference_tensor, target_tensor)
 
 
 def named(
     ranks: Sequence[RankDump], name_of: Callable[[Call], str | None]
 ) -> dict[str, list[tuple[int, Call]]]:
     """Return the calls that a function gives a name, each with its rank, by name."""
-    found: dict[str, list[tuple[int, Call]]] = {}
+    calls_by_name: dict[str, list[tuple[int, Call]]] = {}
     for dump in ranks:
         for call in dump.calls.values():
             name = name_of(call)
             if name is not None:
-                found.setdefault(name, []).append((dump.rank, call))
-    return found
+                calls_by_name.setdefault(name, []).append((dump.rank, call))
+    return calls_by_name
 
 
 def update_places(call: Call) -> dict[tuple[str, str], str]:
     """Return the tensors of an update by their meaning: (``weight``, `` before``), (``gradient``, ````) ..."""
-    found = {("gradient", ""): "input.grad"}
-    kept = [state for state in STATES if state in call.kwargs]
-    for i, state in enumerate(kept):
-        found[state, " before"] = f"input.{state}"
+    places = {("gradient", ""): "input.grad"}
+    states = [state for state in STATES if state in call.kwargs]
+    for i, state in enumerate(states):
+        places[state, " before"] = f"input.{state}"
         if i < len(call.outputs):
-            found[state, " after"] = f"output.{i}"
-    return found
+            places[state, " after"] = f"output.{i}"
+    return places
 
 
 def weight_of(call: Call) -> str | None:
@@ -81,18 +90,18 @@ def weight_of(call: Call) -> str | None:
         return None
     if len(parts) > 2:
         return ".".join(parts[1:-1])
-    said = (line.removeprefix("weight ") for line in call.stack if line.startswith("weight "))
-    return next(said, None)
+    names = (line.removeprefix("weight ") for line in call.stack if line.startswith("weight "))
+    return next(names, None)
 
 
-def point(ranks: Sequence[RankDump], key: str, place: str) -> Point:
+def point(ranks: Sequence[RankDump], key: str, place: str) -> SharedTensor:
     """Return a tensor merged over all ranks that have it."""
     calls = [(dump.rank, dump.calls[key]) for dump in ranks if key in dump.calls]
-    missing = Point(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
+    missing = SharedTensor(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
     return put_together(calls, place) or missing
 
 
-def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
+def put_together(calls: Sequence[tuple[int, Call]], place: str) -> SharedTensor | None:
     """Merge one tensor of calls of several ranks, several calls of a rank in order; None: no rank has it."""
     pieces: list[Shard] = []
     count: Counter[int] = Counter()
@@ -111,21 +120,23 @@ def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
         values = first.load() if alone else logical(pieces, first.layout).values
     except (LayoutError, BadInputError, LookupError) as error:
         differs = isinstance(error, CopiesDifferError)
-        return Point(None, first.dtype, have[0], key, place, str(error), have, differs)
+        return SharedTensor(None, first.dtype, have[0], key, place, str(error), have, differs)
     factor = factor_of(calls[0][1], place)
     if factor is not None:
         values = values * factor.load().astype(np.float64)
-    return Point(values, first.dtype, have[0], key, place, ranks=have)
+    return SharedTensor(values, first.dtype, have[0], key, place, ranks=have)
 
 
-def at_worst(one: Point, other: Point) -> Point:
+def at_worst(reference: SharedTensor, target: SharedTensor) -> SharedTensor:
     """Return a point without its values, at the part (of a stack of experts) that differs most."""
-    x, y = one.values, other.values
-    if len(one.parts) > 1 and x is not None and y is not None and x.size == y.size:
-        at = int(np.argmax(np.abs(x.reshape(-1) - y.reshape(-1))))
-        key, place = one.parts[int(np.searchsorted(np.cumsum(one.sizes), at, "right"))]
-        one = one._replace(key=key, place=place)
-    return one._replace(values=None)
+    x, y = reference.values, target.values
+    if len(reference.parts) > 1 and x is not None and y is not None and x.size == y.size:
+        position = int(np.argmax(np.abs(x.reshape(-1) - y.reshape(-1))))
+        key, place = reference.parts[
+            int(np.searchsorted(np.cumsum(reference.sizes), position, "right"))
+        ]
+        reference = reference._replace(key=key, place=place)
+    return reference._replace(values=None)
 
 
 def factor_of(call: Call, place: str) -> TensorRecord | None:

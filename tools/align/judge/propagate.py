@@ -22,7 +22,7 @@ from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import bind, is_exchange, is_send, meetings
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, content_of, significant
-from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
+from telechat_moe.tools.align.judge.pins import ReferenceChoices, TopChoice, TrackedValue, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
 from telechat_moe.tools.align.operators import find
@@ -32,14 +32,14 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 MOST = 1 << 26
 """The most elements in a step that is followed: values and deviations need twelve bytes each."""
 
-Numbers = tuple[int, ...]
+RowCounts = tuple[int, ...]
 
 _COUNTS = 4096  # the most integers that a program may use as sizes
 _FEW = 8  # different values of a constant
 _BITS = 4  # significant bits of each
 
 
-class Followed:
+class Propagation:
     """The values and deviations of a step's tensors, whose dump must have values.
 
     Args:
@@ -52,20 +52,20 @@ class Followed:
     def __init__(
         self,
         ranks: Sequence[RankDump],
-        pins: Believed | None = None,
-        before: "Followed | None" = None,
+        pins: ReferenceChoices | None = None,
+        before: "Propagation | None" = None,
     ) -> None:
         self.pins = pins
-        self.made: dict[tuple[int, Place], Held] = {}
+        self.made: dict[tuple[int, Place], TrackedValue] = {}
         """Tensors by rank, call and place; one is missing where its call, or a call before it, cannot be recomputed."""
         self._flows = {dump.rank: DataFlow(dump) for dump in ranks}
-        self._held: dict[int, dict[Any, Held | None]] = {r: {} for r in self._flows}
+        self._held: dict[int, dict[Any, TrackedValue | None]] = {r: {} for r in self._flows}
         """By the tensor's file, which all its uses may share, and by content."""
         self._before = before._held if before is not None else {}
         self._meetings = {(r, k): m for m in meetings(ranks) for r, k in m.keys.items()}
         self._sites: dict[int, dict[int, dict[str, Any]]] = {}
         self._stuck = False
-        self._sizes = {r: Sizes() for r in self._flows}
+        self._sizes = {r: ExchangeSizes() for r in self._flows}
         running = {dump.rank: self._rank(dump) for dump in ranks}
         while running:
             moved = False
@@ -77,67 +77,67 @@ class Followed:
             self._stuck |= not moved
         self._before = {}
 
-    def of(self, rank: int, place: Place) -> Held | None:
+    def of(self, rank: int, place: Place) -> TrackedValue | None:
         """Return a tensor; None: not known."""
         if (rank, place) in self.made:
             return self.made[rank, place]
         return self._taken(rank, place, self._flows[rank].tensors[place])
 
-    def applied(self, rank: int, key: str, place: str) -> Held | None:
+    def applied(self, rank: int, key: str, place: str) -> TrackedValue | None:
         """Return a tensor; of a gradient as its update applies it; None: not known."""
-        own, call = self.of(rank, (key, place)), self._flows[rank].dump.calls[key]
-        if own is None or factor_of(call, place) is None:
-            return own
+        gradient, call = self.of(rank, (key, place)), self._flows[rank].dump.calls[key]
+        if gradient is None or factor_of(call, place) is None:
+            return gradient
         factor = self.of(rank, (key, "input.clip"))
         if factor is None:
             return None
-        sigma = np.hypot(own.sigma * factor.value, own.value * factor.sigma)
-        return Held(own.value * factor.value, sigma)
+        sigma = np.hypot(gradient.sigma * factor.value, gradient.value * factor.sigma)
+        return TrackedValue(gradient.value * factor.value, sigma)
 
     def _rank(self, dump: RankDump) -> Generator[bool, None, None]:
         """Follow a rank; yield whenever it waits for others, and whether it has got on since."""
-        held, tensors = self._held[dump.rank], self._flows[dump.rank].tensors
+        values_by_key, tensors = self._held[dump.rank], self._flows[dump.rank].tensors
         pinned = self.pins.weights(dump) if self.pins is not None else {}
         narrow = [d for d in dump.dtypes if is_float(d) and FLOATS[d].bits < 32]
         for place, values in pinned.items():
-            own = Held(values, np.zeros(()))
-            self.made[dump.rank, place] = own
-            held |= dict.fromkeys(_keys(tensors[place]), own)
+            value = TrackedValue(values, np.zeros(()))
+            self.made[dump.rank, place] = value
+            values_by_key |= dict.fromkeys(_keys(tensors[place]), value)
             for dtype in narrow:  # copies of the weight that the step before left
                 copy = round_to(tensors[place].load(), dtype)
-                held.setdefault(content_of(copy), _rounded(own, self._finer(dtype)))
+                values_by_key.setdefault(content_of(copy), _rounded(value, self._finer(dtype)))
         for call in dump.calls.values():
             if call.kind != "api":
                 continue
             for place, record in call.given():
                 if record.read is None:
                     continue
-                own = self._taken(dump.rank, (call.key, place), record)
-                if own is not None:  # what the call takes now, whatever is equal to it later
-                    self.made.setdefault((dump.rank, (call.key, place)), own)
-            found: dict[str, Held] = {}
+                value = self._taken(dump.rank, (call.key, place), record)
+                if value is not None:  # what the call takes now, whatever is equal to it later
+                    self.made.setdefault((dump.rank, (call.key, place)), value)
+            outputs: dict[str, TrackedValue] = {}
             try:
                 if is_exchange(call):
                     yield True
-                    found = yield from self._exchange(dump.rank, call)
+                    outputs = yield from self._exchange(dump.rank, call)
                 else:
-                    found = self._operator(dump, call)
+                    outputs = self._operator(dump, call)
             except UNFIT:
                 pass
-            self._keep(dump.rank, call, found)
+            self._keep(dump.rank, call, outputs)
 
-    def _keep(self, rank: int, call: Call, found: dict[str, Held]) -> None:
+    def _keep(self, rank: int, call: Call, outputs: dict[str, TrackedValue]) -> None:
         for place, record in call.made():
             if record.read is None:
                 continue
-            own, keys = found.get(place), _keys(record)
-            if own is not None and self._fits(own.value.shape, record):
-                own = _shaped(Held(own.value, own.sigma.astype(np.float32)), record)
-                self.made[rank, (call.key, place)] = own
-                empty = not math.prod(record.shape) and own.value.size  # as many others are
-                self._held[rank] |= dict.fromkeys(keys, None if empty else own)
+            value, keys = outputs.get(place), _keys(record)
+            if value is not None and self._fits(value.value.shape, record):
+                value = _shaped(TrackedValue(value.value, value.sigma.astype(np.float32)), record)
+                self.made[rank, (call.key, place)] = value
+                empty = not math.prod(record.shape) and value.value.size  # as many others are
+                self._held[rank] |= dict.fromkeys(keys, None if empty else value)
                 if not is_float(record.dtype):
-                    self._sizes[rank].keep(record.load(), own.value)
+                    self._sizes[rank].keep(record.load(), value.value)
             else:  # what Send returns is never written, so others are equal to it by chance
                 for key in keys[:-1] if is_send(call) else keys:
                     self._held[rank].setdefault(key, None)
@@ -149,27 +149,35 @@ class Followed:
         rows = len(shape) == len(record.shape) and shape[1:] == record.shape[1:]
         return rows and any(sizes.differ for sizes in self._sizes.values())
 
-    def _taken(self, rank: int, place: Place, record: TensorRecord) -> Held | None:
+    def _taken(self, rank: int, place: Place, record: TensorRecord) -> TrackedValue | None:
         """Return what a call is given here; None: not known."""
         values, keys = record.load(), _keys(record)
-        for known in (self._held[rank], self._before.get(rank, {})):
+        for values_by_key in (self._held[rank], self._before.get(rank, {})):
             for key in keys:
-                if key in known:
-                    own = known[key]
-                    return own and _shaped(own, record)
+                if key in values_by_key:
+                    value = values_by_key[key]
+                    return value and _shaped(value, record)
         if not self._comes_back(rank, place) or _is_constant(values):
-            own = Held(values, np.zeros(()))
+            value = TrackedValue(values, np.zeros(()))
             if self.pins is None or self._finer(record.dtype) == record.dtype:
-                return own
+                return value
             exact = self.pins.exact(values, record.dtype)
-            return _rounded(own, record.dtype) if exact is None else Held(exact, own.sigma)
+            return (
+                _rounded(value, record.dtype) if exact is None else TrackedValue(exact, value.sigma)
+            )
         flow = self._flows[rank]
         parts = [self.made.get((rank, p)) for p in flow.summed_from(place)]
-        known = [_shaped(p, record) for p in parts if p is not None]
-        if not parts or len(known) < len(parts) or len({p.value.shape for p in known}) > 1:
+        values_by_key = [_shaped(p, record) for p in parts if p is not None]
+        if (
+            not parts
+            or len(values_by_key) < len(parts)
+            or len({p.value.shape for p in values_by_key}) > 1
+        ):
             return None
-        squares = [np.square(np.broadcast_to(p.sigma, p.value.shape)) for p in known]
-        total = Held(np.sum([p.value for p in known], 0), np.sqrt(np.sum(squares, 0)))
+        squares = [np.square(np.broadcast_to(p.sigma, p.value.shape)) for p in values_by_key]
+        total = TrackedValue(
+            np.sum([p.value for p in values_by_key], 0), np.sqrt(np.sum(squares, 0))
+        )
         # The dump's rounding hides small terms, unless all that was sent back is known.
         hidden = self._finer(record.dtype) != record.dtype and not flow.sent_back(place)
         return _rounded(total, record.dtype) if hidden else total
@@ -182,16 +190,16 @@ class Followed:
     def _comes_back(self, rank: int, place: Place) -> bool:
         """Return whether a tensor may be a gradient, which some call must have made."""
         flow = self._flows[rank]
-        back = flow.dump.calls[place[0]].phase is Phase.BACKWARD
-        return back or place[1] == "input.grad" or place[0] in flow.late
+        is_backward = flow.dump.calls[place[0]].phase is Phase.BACKWARD
+        return is_backward or place[1] == "input.grad" or place[0] in flow.late
 
-    def _fed(self, rank: int, call: Call) -> dict[str, Held]:
+    def _fed(self, rank: int, call: Call) -> dict[str, TrackedValue]:
         """Return the tensors that a call is given here, by place."""
-        given = {place: self.of(rank, (call.key, place)) for place, _ in call.given()}
-        known = {place: own for place, own in given.items() if own is not None}
-        if len(known) < len(given):
+        inputs = {place: self.of(rank, (call.key, place)) for place, _ in call.given()}
+        available = {place: value for place, value in inputs.items() if value is not None}
+        if len(available) < len(inputs):
             raise ValueError("what goes in is not known")
-        return known
+        return available
 
     def _rounding(self, place: str, value: Value) -> Value:
         """Return an argument; fused operators round within themselves where the other run's do."""
@@ -199,56 +207,60 @@ class Followed:
             return replace(value, value=self.pins.kind == "bfloat16")
         return value
 
-    def _operator(self, dump: RankDump, call: Call) -> dict[str, Held]:
-        back = call.phase is Phase.BACKWARD
+    def _operator(self, dump: RankDump, call: Call) -> dict[str, TrackedValue]:
+        is_backward = call.phase is Phase.BACKWARD
         forward = dump.calls.get(call.forward_key)
         formula = find(forward.name) if forward is not None else None
         if formula is None or forward is None:
             return {}
-        given, stores = self._fed(dump.rank, forward), back or formula.stores
+        inputs, stores = self._fed(dump.rank, forward), is_backward or formula.stores
         forward = self._sizes[dump.rank].resized(forward)
-        known = {p: _leaf(given[p], self._finer(t.dtype), stores) for p, t in forward.given()}
-        arguments, tensors = arguments_of(forward.changed(self._rounding), formula, back, known)
-        if not back:
+        arguments_by_place = {
+            p: _leaf(inputs[p], self._finer(t.dtype), stores) for p, t in forward.given()
+        }
+        arguments, tensors = arguments_of(
+            forward.changed(self._rounding), formula, is_backward, arguments_by_place
+        )
+        if not is_backward:
             arguments.made = [t for _, t in call.made()]
             results = list(formula.compute(arguments))
             choice = choice_of(call) if self.pins is not None else None
             if choice is not None and self.pins is not None:
-                scores = _scores(choice, given, results)
+                scores = _scores(choice, inputs, results)
                 index = self.pins.chosen(dump, call, choice, scores)
                 if index is not None:
                     arguments.made = choice.made(call, scores.value, index)
                     results = choice.pinned(scores.value, index, list(formula.compute(arguments)))
         else:
             outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
-            given = self._fed(dump.rank, call)
-            coming = (_leaf(given[p], self._finer(t.dtype), True) for p, t in call.given())
+            inputs = self._fed(dump.rank, call)
+            coming = (_leaf(inputs[p], self._finer(t.dtype), True) for p, t in call.given())
             floats = [x for x in coming if isinstance(x, Approx)]
             seeds = list(zip(outputs, floats, strict=False))
             results = [g for g in gradients(seeds, tensors) if g is not None]
-        found, left = dict[str, Held](), iter(results)
+        tracked, left = dict[str, TrackedValue](), iter(results)
         for place, record in call.made():
-            x = next((r for r in left if not back or self._fits(r.shape, record)), None)
+            x = next((r for r in left if not is_backward or self._fits(r.shape, record)), None)
             if x is not None:
-                found[place] = _stored(x, self._finer(record.dtype), formula.exact)
-        return found
+                tracked[place] = _stored(x, self._finer(record.dtype), formula.exact)
+        return tracked
 
-    def _exchange(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
+    def _exchange(self, rank: int, call: Call) -> Generator[bool, None, dict[str, TrackedValue]]:
         """Return what an exchange gives, as soon as all its ranks have come to it."""
         meeting = self._meetings[rank, call.key]
         site = self._sites.setdefault(id(meeting), {})
         if rank in meeting.senders:
             site[rank] = {}  # until what goes in is known
-            given, bound = self._fed(rank, call), bind(meeting.kind, call)
+            inputs, bound = self._fed(rank, call), bind(meeting.kind, call)
             place = next(p for p, t in call.given() if t is bound["input"])
-            term = _term(given[place], self._finer(bound["input"].dtype))
+            term = _term(inputs[place], self._finer(bound["input"].dtype))
             if bound.get("input_split_sizes") and isinstance(
                 term, Approx
             ):  # not the sizes themselves
                 bound |= self._split(rank, bound, len(term.value))
             site[rank] = {**bound, "input": term}
-        made = call.made()
-        if len(made) != 1:
+        outputs = call.made()
+        if len(outputs) != 1:
             return {}
         while len(site) < len(meeting.senders):
             if self._stuck:
@@ -256,55 +268,61 @@ class Followed:
             yield False
         if not all(site.values()):
             return {}
-        own = [site[r] for r in meeting.senders]
-        if "sent" in own[0]:
-            sent = agreed([o["sent"] for o in own], [o["received"] for o in own])
+        contributions = [site[r] for r in meeting.senders]
+        if "sent" in contributions[0]:
+            sent = agreed(
+                [o["sent"] for o in contributions], [o["received"] for o in contributions]
+            )
             site = {
                 r: {**o, "input_split_sizes": [*n]}
-                for r, o, n in zip(meeting.senders, own, sent, strict=True)
+                for r, o, n in zip(meeting.senders, contributions, sent, strict=True)
             }
         x = meeting.received(site)[meeting.group.index(rank)]
-        return {p: _stored(x, self._finer(t.dtype), True) for p, t in made}
+        return {p: _stored(x, self._finer(t.dtype), True) for p, t in outputs}
 
-    def _split(self, rank: int, bound: Mapping[str, Any], rows: int) -> dict[str, set[Numbers]]:
+    def _split(self, rank: int, bound: Mapping[str, Any], rows: int) -> dict[str, set[RowCounts]]:
         """Return how many rows a rank may send to each rank, and receive from each."""
         sizes, received = self._sizes[rank], bound.get("output_split_sizes")
         sent = sizes.options(bound["input_split_sizes"], rows)
         return {"sent": sent, "received": sizes.options(received) if received else set()}
 
 
-def _leaf(held: Held, dtype: str, stores: bool) -> Approx | Array:
+def _leaf(tracked: TrackedValue, dtype: str, stores: bool) -> Approx | Array:
     """Return a tensor as an argument, with the deviations of its errors."""
     if not is_float(dtype):
-        return held.value
-    x = exactly(held.value, dtype, stores)
-    sigma = held.sigma.astype(np.float64)  # squares of it overflow in float32
+        return tracked.value
+    x = exactly(tracked.value, dtype, stores)
+    sigma = tracked.sigma.astype(np.float64)  # squares of it overflow in float32
     x.sigma = np.hypot(x.sigma, sigma)
     x.limit = x.limit + 8 * sigma + np.finfo(np.float64).tiny  # never exact
     return x
 
 
-def _scores(choice: Choice, given: dict[str, Held], results: Sequence[Any]) -> Held:
+def _scores(
+    choice: TopChoice, inputs: dict[str, TrackedValue], results: Sequence[Any]
+) -> TrackedValue:
     """Return the scores [row, candidate] that a choice is made by here."""
 
-    def of(place: str) -> Held:
+    def of(place: str) -> TrackedValue:
         if place.startswith("input"):
-            return given[place]
+            return inputs[place]
         x = results[int(place.split(".")[1])]
-        return Held(x.value, x.sigma)
+        return TrackedValue(x.value, x.sigma)
 
-    own = of(choice.scores)
-    wide = own.value.shape[-1]
-    value = own.value.reshape(-1, wide).astype(np.float64)
-    sigma = np.broadcast_to(own.sigma, own.value.shape).reshape(-1, wide)
-    return Held(choice.sign * (value + given[choice.bias].value if choice.bias else value), sigma)
+    scores = of(choice.scores)
+    wide = scores.value.shape[-1]
+    value = scores.value.reshape(-1, wide).astype(np.float64)
+    sigma = np.broadcast_to(scores.sigma, scores.value.shape).reshape(-1, wide)
+    return TrackedValue(
+        choice.sign * (value + inputs[choice.bias].value if choice.bias else value), sigma
+    )
 
 
-def _term(held: Held, dtype: str) -> Approx | Array:
+def _term(tracked: TrackedValue, dtype: str) -> Approx | Array:
     if not is_float(dtype):
-        return held.value
-    sigma = held.sigma.astype(np.float64)
-    return Approx(held.value, dtype, dtype, sigma, 8 * sigma)
+        return tracked.value
+    sigma = tracked.sigma.astype(np.float64)
+    return Approx(tracked.value, dtype, dtype, sigma, 8 * sigma)
 
 
 def _keys(record: TensorRecord) -> list[Any]:
@@ -321,28 +339,31 @@ def _is_constant(values: Array) -> bool:
     return all(significant(float(v)) <= _BITS for v in few)
 
 
-def _shaped(own: Held, record: TensorRecord) -> Held:
+def _shaped(tracked: TrackedValue, record: TensorRecord) -> TrackedValue:
     """Return a tensor in the shape of its record, unless other choices gave it other rows."""
-    if own.value.size != math.prod(record.shape):
-        return own
-    sigma = own.sigma.reshape(record.shape) if own.sigma.ndim else own.sigma
-    return Held(own.value.reshape(record.shape), sigma)
+    if tracked.value.size != math.prod(record.shape):
+        return tracked
+    sigma = tracked.sigma.reshape(record.shape) if tracked.sigma.ndim else tracked.sigma
+    return TrackedValue(tracked.value.reshape(record.shape), sigma)
 
 
-def _stored(x: Approx | Array, dtype: str, exact: bool) -> Held:
+def _stored(x: Approx | Array, dtype: str, exact: bool) -> TrackedValue:
     """Return a result after it is stored in its tensor; integers are exact."""
     if not isinstance(x, Approx):
-        return Held(np.asarray(x), np.zeros(()))
-    own = Held(x.value, np.broadcast_to(x.sigma, x.shape))
+        return TrackedValue(np.asarray(x), np.zeros(()))
+    tracked = TrackedValue(x.value, np.broadcast_to(x.sigma, x.shape))
     rounds = is_float(dtype) and not exact and FLOATS[dtype].unit > x.unit
-    return _rounded(own, dtype) if rounds else own
+    return _rounded(tracked, dtype) if rounds else tracked
 
 
-def _rounded(own: Held, dtype: str) -> Held:
+def _rounded(tracked: TrackedValue, dtype: str) -> TrackedValue:
     """Return the same values with the error of being rounded to a type."""
-    least = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
+    smallest = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
     rounding = FLOATS[dtype].unit * 3**-0.5  # errors are uniform within one unit roundoff
-    return Held(own.value, np.hypot(own.sigma, rounding * np.maximum(np.abs(own.value), least)))
+    return TrackedValue(
+        tracked.value,
+        np.hypot(tracked.sigma, rounding * np.maximum(np.abs(tracked.value), smallest)),
+    )
 
 
 def allowed(squares: float, size: float) -> float:
@@ -365,7 +386,7 @@ def can_follow(ranks: Sequence[RankDump]) -> bool:
 # ------------------------------------------------------------------ sizes that follow from choices
 
 
-class Sizes:
+class ExchangeSizes:
     """The integers that the calls of a rank made in its dump, and what they make of other choices.
 
     Such as how many rows ranks exchange. A dump gives sizes as plain numbers, so a call's sizes are found by value: integers
@@ -374,14 +395,16 @@ class Sizes:
 
     def __init__(self) -> None:
         self.differ = False
-        self._here: dict[Numbers, set[Numbers]] = {}
+        self._here: dict[RowCounts, set[RowCounts]] = {}
 
-    def keep(self, dumped: Array, here: Array) -> None:
+    def keep(self, dumped: Array, followed: Array) -> None:
         """Keep a tensor of integers of the dump, and as it is with other choices."""
-        if 1 < here.size <= _COUNTS:
-            one, other = (tuple(x.reshape(-1).tolist()) for x in (dumped, here))
-            self._here.setdefault(one, set()).add(other)
-            self.differ |= one != other
+        if 1 < followed.size <= _COUNTS:
+            dumped_counts, followed_counts = (
+                tuple(x.reshape(-1).tolist()) for x in (dumped, followed)
+            )
+            self._here.setdefault(dumped_counts, set()).add(followed_counts)
+            self.differ |= dumped_counts != followed_counts
 
     def resized(self, call: Call) -> Call:
         """Return a call with its lists of sizes as they follow from the choices.
@@ -393,32 +416,32 @@ class Sizes:
         return replace(call, inputs=[self._sized(v) for v in call.inputs], kwargs=kwargs)
 
     def _sized(self, value: Value) -> Value:
-        own: object = value.value if isinstance(value, Scalar) else value
-        items = own if is_list(own) else []
+        content: object = value.value if isinstance(value, Scalar) else value
+        items = content if is_list(content) else []
         numbers = [v.value if isinstance(v, Scalar) else v for v in items]
         if len(numbers) < 2 or not all(type(n) is int for n in numbers):
             return value
-        known = self._here.get(tuple(numbers), set())
-        if len(known) > 1:
+        options = self._here.get(tuple(numbers), set())
+        if len(options) > 1:
             raise ValueError("sizes that follow from other choices")
-        for sizes in known:
+        for sizes in options:
             if isinstance(value, Scalar):
                 return replace(value, value=[*sizes])
             return [Scalar("int", n) for n in sizes]
         return value
 
-    def options(self, numbers: Sequence[int], rows: int | None = None) -> set[Numbers]:
+    def options(self, numbers: Sequence[int], rows: int | None = None) -> set[RowCounts]:
         """Return what the numbers of rows to or from each rank may be here; in all as many as ``rows``."""
         n = len(numbers)
-        found = {
+        options = {
             _summed(new, n)
             for dumped, news in self._here.items()
             for new in (news if _summed(dumped, n) == tuple(numbers) else ())
         } or {tuple(numbers)}
-        return {sizes for sizes in found if rows is None or sum(sizes) == rows}
+        return {sizes for sizes in options if rows is None or sum(sizes) == rows}
 
 
-def agreed(sent: Sequence[set[Numbers]], received: Sequence[set[Numbers]]) -> list[Numbers]:
+def agreed(sent: Sequence[set[RowCounts]], received: Sequence[set[RowCounts]]) -> list[RowCounts]:
     """Return the rows that each rank sends to each, of what all ranks may send and may receive.
 
     Args:
@@ -432,22 +455,22 @@ def agreed(sent: Sequence[set[Numbers]], received: Sequence[set[Numbers]]) -> li
         sent = [
             {
                 s
-                for s in own
+                for s in options
                 if all(any(r[i] == s[j] for r in to) for j, to in enumerate(received) if to)
             }
-            for i, own in enumerate(sent)
+            for i, options in enumerate(sent)
         ]
         received = [
-            {r for r in own if all(any(s[j] == r[i] for s in by) for i, by in enumerate(sent))}
-            for j, own in enumerate(received)
+            {r for r in options if all(any(s[j] == r[i] for s in by) for i, by in enumerate(sent))}
+            for j, options in enumerate(received)
         ]
-    if any(len(own) != 1 for own in sent):
+    if any(len(options) != 1 for options in sent):
         raise ValueError("sizes that follow from other choices")
-    return [next(iter(own)) for own in sent]
+    return [next(iter(options)) for options in sent]
 
 
-def _summed(numbers: Numbers, groups: int) -> Numbers:
+def _summed(numbers: RowCounts, groups: int) -> RowCounts:
     """Return the sums of as many groups of numbers; nothing where they cannot be divided."""
-    each = len(numbers) // groups if groups else 0
-    starts = range(0, len(numbers), each) if each * groups == len(numbers) else ()
-    return tuple(sum(numbers[i : i + each]) for i in starts)
+    length = len(numbers) // groups if groups else 0
+    starts = range(0, len(numbers), length) if length * groups == len(numbers) else ()
+    return tuple(sum(numbers[i : i + length]) for i in starts)

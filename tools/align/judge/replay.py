@@ -35,25 +35,30 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         formula = find(forward.name)
         if formula is None:
             raise NotJudgedError(f"no formula for {forward.name}")
-        known = settings if settings is not None else forward
-        found = _inferred(known if all(t.read for _, t in known.tensors()) else forward, formula)
-        more = {name: Scalar(type(v).__name__, v) for name, v in found.items()}
-        given = believed(call if call.phase is not Phase.BACKWARD else forward, settings)
-        given = replace(given, kwargs={**given.kwargs, **more})
+        complete = settings if settings is not None else forward
+        inferred = _inferred(
+            complete if all(t.read for _, t in complete.tensors()) else forward, formula
+        )
+        inferred_scalars = {name: Scalar(type(v).__name__, v) for name, v in inferred.items()}
+        trusted_call = believed(call if call.phase is not Phase.BACKWARD else forward, settings)
+        trusted_call = replace(trusted_call, kwargs={**trusted_call.kwargs, **inferred_scalars})
         if call.phase is not Phase.BACKWARD:
-            verdicts = _defined(_forward(given, formula), [call])
+            verdicts = _defined(_forward(trusted_call, formula), [call])
         else:
-            verdicts = _match(call, forward, *_gradients(call, given, formula))
+            verdicts = _match(call, forward, *_gradients(call, trusted_call, formula))
             verdicts = _defined(verdicts, [call, forward])
-        said = ", ".join(f"{name} {value}" for name, value in found.items())
-        return [replace(v, reason=f"{v.reason}; inferred: {said}") if said else v for v in verdicts]
+        settings_text = ", ".join(f"{name} {value}" for name, value in inferred.items())
+        return [
+            replace(v, reason=f"{v.reason}; inferred: {settings_text}") if settings_text else v
+            for v in verdicts
+        ]
     except (NotJudgedError, LookupError) as error:
         return [not_judged(call.key, str(error))]
     except (ValueError, TypeError, AttributeError, FloatingPointError) as error:
         return [not_judged(call.key, f"arguments do not fit {call.name}: {error}")]
 
 
-def _inferred(known: Call, formula: Formula) -> dict[str, Any]:
+def _inferred(call: Call, formula: Formula) -> dict[str, Any]:
     """Return the settings (eps, scale, axis, transposition) that a call's record lacks, as they fit its result best.
 
     MindSpore's primitives hold them as attributes, and msprobe records arguments only. The reference's call decides
@@ -62,27 +67,27 @@ def _inferred(known: Call, formula: Formula) -> dict[str, Any]:
     Raises:
         NotJudgedError: None of the values that the formula tries gives the result.
     """
-    given, made = formula.given(len(known.inputs), known.kwargs), list(flat(known.outputs))
-    if not formula.guesses.keys() - given:
+    present, outputs = formula.given(len(call.inputs), call.kwargs), list(flat(call.outputs))
+    if not formula.guesses.keys() - present:
         return {}
-    arguments, _ = arguments_of(known, formula)
-    tries = {n: values(arguments) for n, values in formula.guesses.items() if n not in given}
+    arguments, _ = arguments_of(call, formula)
+    tries = {n: values(arguments) for n, values in formula.guesses.items() if n not in present}
     tries = {name: values for name, values in tries.items() if values}
-    if not tries or not made:
+    if not tries or not outputs:
         return {}
-    arguments.made = made
-    found: list[tuple[float, dict[str, Any]]] = []
+    arguments.made = outputs
+    trials: list[tuple[float, dict[str, Any]]] = []
     for values in product(*tries.values()):
         chosen = dict(zip(tries, values, strict=True))
         arguments.__dict__.update(chosen)
         try:
             expected = list(formula.compute(arguments))
-            both = zip(made, expected, strict=False)
+            both = zip(outputs, expected, strict=False)
             ratios = [judge("", "", r.load(), e, r.dtype).ratio for r, e in both]
         except UNFIT:
             continue
-        found.append((max(ratios, default=np.inf), chosen))
-    ratio, best = min(found, key=lambda pair: pair[0]) if found else (np.inf, {})
+        trials.append((max(ratios, default=np.inf), chosen))
+    ratio, best = min(trials, key=lambda pair: pair[0]) if trials else (np.inf, {})
     if ratio > 1:
         tried = "; ".join(f"{name} {', '.join(map(str, v))}" for name, v in tries.items())
         raise NotJudgedError(f"{formula.name}: not in the dump, and no usual value fits: {tried}")
@@ -97,8 +102,8 @@ def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
     if not any(v.not_finite for v in verdicts):
         return verdicts
     fed = (r for call in calls for r in flat([*call.inputs, *call.kwargs.values()]))
-    given = (r.load() for r in fed if is_float(r.dtype))
-    if not any(np.any(np.isnan(x) | np.isposinf(x)) for x in given):
+    inputs = (r.load() for r in fed if is_float(r.dtype))
+    if not any(np.any(np.isnan(x) | np.isposinf(x)) for x in inputs):
         return verdicts
     return [
         not_judged(v.key, f"{v.place}: NaN or infinity in the inputs and in the result", v.place)
@@ -113,14 +118,14 @@ def believed(call: Call, settings: Call | None) -> Call:
     if settings is None:
         return call
 
-    def mixed(own: Value, other: Value) -> Value:
-        if isinstance(own, list):
-            if not isinstance(other, list) or len(other) != len(own):
-                return own
-            return [mixed(a, b) for a, b in zip(own, other, strict=True)]
-        if isinstance(own, TensorRecord | Mapping) or (_is_extreme(own) and _is_extreme(other)):
-            return own  # -3.4e38 of float32 is -65504 of float16: what masks are filled with
-        return other if isinstance(other, Scalar) or other is None else own
+    def mixed(value: Value, other: Value) -> Value:
+        if isinstance(value, list):
+            if not isinstance(other, list) or len(other) != len(value):
+                return value
+            return [mixed(a, b) for a, b in zip(value, other, strict=True)]
+        if isinstance(value, TensorRecord | Mapping) or (_is_extreme(value) and _is_extreme(other)):
+            return value  # -3.4e38 of float32 is -65504 of float16: what masks are filled with
+        return other if isinstance(other, Scalar) or other is None else value
 
     inputs = [*map(mixed, call.inputs, settings.inputs), *call.inputs[len(settings.inputs) :]]
     inputs += [x for x in settings.inputs[len(inputs) :] if isinstance(x, Scalar)]
@@ -133,12 +138,12 @@ def arguments_of(
     call: Call,
     formula: Formula,
     stores: bool = False,
-    known: Mapping[str, Approx | Array] | None = None,
+    values: Mapping[str, Approx | Array] | None = None,
 ) -> tuple[Arguments, list[Approx]]:
     """Return a forward call's arguments with tensors loaded, and its floating-point tensors in order.
 
     If it ``stores``, intermediate results are rounded to the tensors' type, as in backward kernels. Tensors that are
-    ``known`` by their places are not those of the dump.
+    ``values`` by their places are not those of the dump.
     """
     tensors: list[Approx] = []
 
@@ -149,7 +154,7 @@ def arguments_of(
             return {k: argument(f"{place}.{k}", v) for k, v in value.items()}
         if not isinstance(value, TensorRecord):
             return plain(value)
-        x = known[place] if known is not None else value.load()
+        x = values[place] if values is not None else value.load()
         if is_float(value.dtype) and not isinstance(x, Approx):
             x = exactly(x, value.dtype, stores or formula.stores)
         tensors.extend([x] if isinstance(x, Approx) else [])
@@ -193,17 +198,17 @@ def _forward(call: Call, formula: Formula) -> list[Verdict]:
     arguments, tensors = arguments_of(call, formula)
     if formula.name in CHOOSES and any(np.isnan(x.value).any() for x in tensors):
         raise NotJudgedError("NaN goes in: which element is the largest is not defined")
-    found = list(flat(call.outputs))
-    if not found:
+    outputs = list(flat(call.outputs))
+    if not outputs:
         raise NotJudgedError("no output was dumped")
-    arguments.made = found
+    arguments.made = outputs
     expected = list(formula.compute(arguments))
     verdicts: list[Verdict] = []
-    for i, record in enumerate(found):
+    for i, record in enumerate(outputs):
         place = f"output.{i}"
         if i >= len(expected):
-            said = f"{place}: the formula gives {len(expected)} outputs"
-            verdicts.append(not_judged(call.key, said, place))
+            reason = f"{place}: the formula gives {len(expected)} outputs"
+            verdicts.append(not_judged(call.key, reason, place))
             continue
         values = record.load()
         free = free_choices(formula, arguments, i, values, expected[i])
@@ -212,16 +217,16 @@ def _forward(call: Call, formula: Formula) -> list[Verdict]:
 
 
 def free_choices(
-    formula: Formula, arguments: Arguments, place: int, found: Array, expected: Approx | Array
+    formula: Formula, arguments: Arguments, place: int, indices: Array, expected: Approx | Array
 ) -> Array | None:
     """Return where indices of a choice may differ because elements are equal."""
     if CHOOSES.get(formula.name) != place or isinstance(expected, Approx):
         return None
     x = values_of(arguments.input)
     dim = None if arguments.dim is None else int(arguments.dim)
-    if found.shape != expected.shape or (dim is not None and found.ndim != x.ndim):
+    if indices.shape != expected.shape or (dim is not None and indices.ndim != x.ndim):
         return None
-    return same_choice(x, found.astype(np.int64), expected, dim)
+    return same_choice(x, indices.astype(np.int64), expected, dim)
 
 
 def _gradients(
@@ -229,10 +234,14 @@ def _gradients(
 ) -> tuple[list[Approx | None], list[Approx]]:
     """Return the gradients of a call's floating-point tensors, and those tensors."""
     arguments, tensors = arguments_of(forward, formula, True)
-    place, made = CHOOSES.get(formula.name), list(flat(forward.outputs))
-    arguments.made = made
-    if place is not None and place < len(made) and not is_float(made[place].dtype):
-        arguments.chosen = made[place].load().astype(np.int64)
+    place, forward_outputs = CHOOSES.get(formula.name), list(flat(forward.outputs))
+    arguments.made = forward_outputs
+    if (
+        place is not None
+        and place < len(forward_outputs)
+        and not is_float(forward_outputs[place].dtype)
+    ):
+        arguments.chosen = forward_outputs[place].load().astype(np.int64)
     outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
     coming = list(flat(call.inputs))
     if not coming or not outputs:
@@ -257,21 +266,21 @@ def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
     if formula is None:
         return None
     try:
-        found, tensors = _gradients(call, forward, formula)
-        at = _order(call, forward, tensors)[number]
-        return None if at is None else found[at]
+        gradients_of, tensors = _gradients(call, forward, formula)
+        index = _order(call, forward, tensors)[number]
+        return None if index is None else gradients_of[index]
     except UNFIT:
         return None
 
 
 def _match(
-    call: Call, forward: Call, found: list[Approx | None], tensors: list[Approx]
+    call: Call, forward: Call, gradients_of: list[Approx | None], tensors: list[Approx]
 ) -> list[Verdict]:
     """Compare outgoing gradients with those of the tensors that they match."""
     verdicts: list[Verdict] = []
     outputs = [(f"output.{i}", r) for i, value in enumerate(call.outputs) for r in flat(value)]
     for (place, record), number in zip(outputs, _order(call, forward, tensors), strict=True):
-        gradient = None if number is None else found[number]
+        gradient = None if number is None else gradients_of[number]
         if gradient is None and number is not None and not tensors[number].value.size:
             continue  # of an expert without tokens
         if gradient is None:
@@ -291,8 +300,8 @@ def _order(call: Call, forward: Call, tensors: list[Approx]) -> list[int | None]
     """
     shapes = [record.shape for value in call.outputs for record in flat(value)]
     numbers = [*range(len(tensors))]
-    given = [t for _, t in forward.given() if is_float(t.dtype)]
-    needed = [n for n, t in zip(numbers, given, strict=False) if t.requires_grad is not False]
+    floats = [t for _, t in forward.given() if is_float(t.dtype)]
+    needed = [n for n, t in zip(numbers, floats, strict=False) if t.requires_grad is not False]
     turn = -1 if call.name.startswith("Primitive.") else 1
     orders = [needed[::turn], numbers[::turn], numbers[::-turn]]
     tries: list[list[int | None]] = []

@@ -26,7 +26,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.judge.collectives import Exchange
+from telechat_moe.tools.align.judge.collectives import ExchangeContext
 from telechat_moe.tools.align.judge.comparison import compare
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.edges import origin
@@ -63,11 +63,15 @@ def write(finding: Finding, folder: Path) -> Path:
         BadInputError: The folder cannot be made or is not empty, or the dumps lack the call's surroundings.
     """
     if finding.about is None or finding.verdict.basis == "other run":
-        said = f"no reproducer of {finding.verdict.key}: it was not found by replay or data flow"
-        raise BadInputError(f"{folder}: {said}")
-    said, *runs = _involved(finding, finding.about)
+        description = (
+            f"no reproducer of {finding.verdict.key}: it was not found by replay or data flow"
+        )
+        raise BadInputError(f"{folder}: {description}")
+    description, *runs = _involved(finding, finding.about)
     title = f"{finding.verdict.key}, step {finding.step}, rank {finding.rank}: {finding.family}"
-    title, said = (text.replace("\\", "/").replace('"""', "'''") for text in (title, said))
+    title, description = (
+        text.replace("\\", "/").replace('"""', "'''") for text in (title, description)
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -75,7 +79,7 @@ def write(finding: Finding, folder: Path) -> Path:
         for name, calls in zip(_RUNS, runs, strict=True):
             msprobe_write.write(_dump(folder / name, calls), folder / name)
         script = folder / SCRIPT
-        script.write_text(_TEXT.format(title=title, said=said), encoding="utf-8")
+        script.write_text(_TEXT.format(title=title, said=description), encoding="utf-8")
     except OSError as error:
         raise BadInputError(f"{folder}: cannot be written: {error.strerror}") from None
     return script
@@ -108,46 +112,64 @@ def check(folder: Path) -> Verdict:
 
 def _dump(root: Path, calls: list[_Place]) -> Dump:
     """Return a dump of some calls. An additional call has a number, as the format demands."""
-    found: dict[tuple[int, int], dict[str, Call]] = {}
+    calls_by_rank: dict[tuple[int, int], dict[str, Call]] = {}
     for step, rank, call in calls:
         key = re.sub(r"(\d+)\+", r"9\1", call.key)
-        found.setdefault((step, rank), {})[key] = _copied(
+        calls_by_rank.setdefault((step, rank), {})[key] = _copied(
             replace(call, key=key), lambda record: record.read
         )
-    return Dump(root, {at: RankDump(*at, "", "", "", own) for at, own in found.items()})
+    return Dump(
+        root,
+        {
+            rank_key: RankDump(*rank_key, "", "", "", rank_calls)
+            for rank_key, rank_calls in calls_by_rank.items()
+        },
+    )
 
 
 def _involved(
-    finding: Finding, about: DivergentCall | Exchange
+    finding: Finding, about: DivergentCall | ExchangeContext
 ) -> tuple[str, list[_Place], list[_Place]]:
     """Return what is wrong in words, and the calls of the reference and of the target that show it."""
-    said = finding.verdict.reason
-    if isinstance(about, Exchange):
+    description = finding.verdict.reason
+    if isinstance(about, ExchangeContext):
         keys, step = about.received.meeting.keys.items(), finding.step
         runs = about.reference
         shared = [(r, k) for r, k in keys if r in runs and k in runs[r].calls]
-        theirs = [(step, r, _bare(runs[r].calls[k])) for r, k in shared]
-        return said, theirs, [(step, r, about.target[r].calls[k]) for r, k in keys]
+        reference_calls = [(step, r, _bare(runs[r].calls[k])) for r, k in shared]
+        return description, reference_calls, [(step, r, about.target[r].calls[k]) for r, k in keys]
     place = about.verdict.place
     if place and not place.startswith("output"):
-        said, ours = _relation(about, finding.step)
-        return said, [(step, rank, _bare(call)) for step, rank, call in ours], ours
+        description, target_calls = _relation(about, finding.step)
+        return (
+            description,
+            [(step, rank, _bare(call)) for step, rank, call in target_calls],
+            target_calls,
+        )
     runs = about.reference.dump.calls, about.target.dump.calls
     key = about.call.key
     if place:
-        kept = [
+        pair_calls = [
             {k: calls[k] for k in (about.call.forward_key, key) if k in calls} for calls in runs
         ]
-        theirs = {k: _bare(c) for k, c in kept[0].items()}
-        return said, [*_placed(theirs, about)], [*_placed(kept[1], about)]
+        reference_calls = {k: _bare(c) for k, c in pair_calls[0].items()}
+        return description, [*_placed(reference_calls, about)], [*_placed(pair_calls[1], about)]
     if all(key in calls for calls in runs):  # it takes other tensors than in the reference
-        mine = dict(runs[1][key].tensors())
-        given = runs[0][key].changed(lambda at, value: mine.get(at, value))
-        theirs = replace(given, outputs=_bare(given).outputs)
-        return said, [*_placed({key: theirs}, about)], [*_placed({key: runs[1][key]}, about)]
-    near = _near(key, *runs)
-    theirs, ours = ({k: _bare(run[k]) for k in near if k in run} for run in runs)
-    return said, [*_placed(theirs, about)], [*_placed(ours, about)]
+        target_tensors = dict(runs[1][key].tensors())
+        with_target_tensors = runs[0][key].changed(
+            lambda place_in_call, value: target_tensors.get(place_in_call, value)
+        )
+        reference_calls = replace(with_target_tensors, outputs=_bare(with_target_tensors).outputs)
+        return (
+            description,
+            [*_placed({key: reference_calls}, about)],
+            [*_placed({key: runs[1][key]}, about)],
+        )
+    near_keys = _near(key, *runs)
+    reference_calls, target_calls = (
+        {k: _bare(run[k]) for k in near_keys if k in run} for run in runs
+    )
+    return description, [*_placed(reference_calls, about)], [*_placed(target_calls, about)]
 
 
 def _relation(about: DivergentCall, step: int) -> tuple[str, list[_Place]]:
@@ -156,21 +178,21 @@ def _relation(about: DivergentCall, step: int) -> tuple[str, list[_Place]]:
     A sum is an all-reduce with a rank for each term: both may be computed in any order, in the tensors' own type.
     """
     place = about.call.key, about.verdict.place
-    said, parts = origin(place, about.reference, about.target)
+    description, parts = origin(place, about.reference, about.target)
     record = about.target.tensors[place]
     name = "Tensor.clone" if len(parts) == 1 else "Distributed.all_reduce"
     key, group = f"{name}.0.forward", Scalar("ProcessGroup", {"group_ranks": [*range(len(parts))]})
-    found: list[_Place] = []
+    calls_made: list[_Place] = []
     for rank, part in enumerate(parts):
         values = part.load()
         fits = values.size == np.prod(record.shape)
         values = values.reshape(record.shape) if fits else values
         term = replace(part, shape=values.shape, read=lambda x=values: x)
         named = {"group": group} if len(parts) > 1 else {}
-        made: list[Value] = [record] if rank == 0 else []
-        call = Call(key, "api", name, 0, Phase.FORWARD, [term], named, made)
-        found.append((step, rank, call))
-    return f"{place[1]} of {place[0]} must be {said}; {name} makes it of that", found
+        outputs: list[Value] = [record] if rank == 0 else []
+        call = Call(key, "api", name, 0, Phase.FORWARD, [term], named, outputs)
+        calls_made.append((step, rank, call))
+    return f"{place[1]} of {place[0]} must be {description}; {name} makes it of that", calls_made
 
 
 def _placed(calls: Mapping[str, Call], about: DivergentCall) -> Iterator[_Place]:
@@ -183,11 +205,13 @@ def _placed(calls: Mapping[str, Call], about: DivergentCall) -> Iterator[_Place]
 
 def _near(key: str, *runs: Mapping[str, Call]) -> list[str]:
     """Return a call that only one run makes, and the calls before and after it that both make."""
-    own = next(calls for calls in runs if key in calls)
-    both = [k for k, c in own.items() if c.kind == "api" and all(k in calls for calls in runs)]
-    keys = [k for k in own if k == key or k in both]
-    at = keys.index(key)
-    return keys[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
+    calls_of_run = next(calls for calls in runs if key in calls)
+    both = [
+        k for k, c in calls_of_run.items() if c.kind == "api" and all(k in calls for calls in runs)
+    ]
+    keys = [k for k in calls_of_run if k == key or k in both]
+    position = keys.index(key)
+    return keys[max(0, position - _NEIGHBOURS) : position + _NEIGHBOURS + 1]
 
 
 def _bare(call: Call) -> Call:

@@ -36,36 +36,44 @@ def in_shards(reference: Dump, target: Dump) -> Dump:
     for step in target.steps if min(target.steps) == 0 else ():  # later ones may have parted
         runs = reference.at(step), target.at(step)
         calls = [[*r.calls.values()] for run in runs for r in run]
-        eager = all(any(c.phase is Phase.BACKWARD for c in own) for own in calls)
-        stages = any(is_exchange(c) and kind_of(c) is None for own in calls for c in own)
+        eager = all(any(c.phase is Phase.BACKWARD for c in rank_calls) for rank_calls in calls)
+        stages = any(
+            is_exchange(c) and kind_of(c) is None for rank_calls in calls for c in rank_calls
+        )
         if eager and not stages and all(runs) and all(map(can_follow, runs)):
             ranks |= {(step, dump.rank): dump for dump in _step(*runs)}
     return Dump(target.root, ranks)
 
 
 def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[RankDump]:
-    known = {dump.rank: dump.calls for dump in target}
+    calls_by_rank = {dump.rank: dump.calls for dump in target}
     groups = {(*m.group,) for m in meetings(target) if len(m.group) > 1}
     otherwise = chose_otherwise(reference, target) > 0
     cut: dict[tuple[int, str], Call] = {}
     kinds: dict[Any, list[tuple[int, str]]] = {}
     for dump in target:
-        sums = [[known[r] for r in g if r != dump.rank] for g in groups if dump.rank in g]
+        sums = [[calls_by_rank[r] for r in g if r != dump.rank] for g in groups if dump.rank in g]
         chosen = False
         for key, mates in _mates(reference, dump).items():
-            own, same = dump.calls[key], mates[0].key
-            rest = [r.calls[same] for r in reference if same in r.calls]
-            call = _cut(own, mates, rest, [[c.get(key) for c in ranks] for ranks in sums])
-            chosen |= otherwise and choice_of(own) is not None
+            call_of_target, mate_key = dump.calls[key], mates[0].key
+            same_calls = [r.calls[mate_key] for r in reference if mate_key in r.calls]
+            call = _cut(
+                call_of_target, mates, same_calls, [[c.get(key) for c in ranks] for ranks in sums]
+            )
+            chosen |= otherwise and choice_of(call_of_target) is not None
             if call is not None:
-                cut[dump.rank, key] = call = _without_counts(own, call) if chosen else call
+                cut[dump.rank, key] = call = (
+                    _without_counts(call_of_target, call) if chosen else call
+                )
                 kinds.setdefault(_kind(call, mates[0]), []).append((dump.rank, key))
     kinds.pop(None, None)
     for places in kinds.values():  # does it make shards of shards, or terms, at all?
-        agree = [_agree(known[r][k], cut[r, k]) for r, k in places]
-        right = sum(made for _, made in agree)
-        if not right or 2 * right < sum(given for given, _ in agree):
-            cut |= {(r, k): replace(cut[r, k], outputs=known[r][k].outputs) for r, k in places}
+        agree = [_agree(calls_by_rank[r][k], cut[r, k]) for r, k in places]
+        right = sum(outputs_agree for _, outputs_agree in agree)
+        if not right or 2 * right < sum(inputs_agree for inputs_agree, _ in agree):
+            cut |= {
+                (r, k): replace(cut[r, k], outputs=calls_by_rank[r][k].outputs) for r, k in places
+            }
     return [
         replace(dump, calls={k: cut.get((dump.rank, k), c) for k, c in dump.calls.items()})
         for dump in target
@@ -75,11 +83,11 @@ def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[Ran
 def _without_counts(call: Call, cut: Call) -> Call:
     """Return a cut call with its own integers, unless it takes the reference's numbers: tokens of experts that others chose."""
     golden = dict(cut.tensors())
-    given = [_apart(t.load(), golden[p].load()) for p, t in call.given() if is_float(t.dtype)]
-    if max(given, default=1.0) < _NEAR:
+    distances = [_apart(t.load(), golden[p].load()) for p, t in call.given() if is_float(t.dtype)]
+    if max(distances, default=1.0) < _NEAR:
         return cut
-    own = {place: t for place, t in call.tensors() if not is_float(t.dtype)}
-    return cut.changed(lambda place, value: own.get(place, value), results=True)
+    integers = {place: t for place, t in call.tensors() if not is_float(t.dtype)}
+    return cut.changed(lambda place, value: integers.get(place, value), results=True)
 
 
 def is_own(reference: Call | None, target: Call | None) -> bool:
@@ -87,55 +95,61 @@ def is_own(reference: Call | None, target: Call | None) -> bool:
     if reference is None or target is None:
         return True
     pairs = zip(reference.tensors(), target.tensors(), strict=False)
-    return all(one is other for (_, one), (_, other) in pairs)
+    return all(
+        reference_tensor is target_tensor for (_, reference_tensor), (_, target_tensor) in pairs
+    )
 
 
 def _kind(call: Call, mate: Call) -> Any:
     """Return operator, phase and which dimensions are cut, of a call that takes shards; None: it takes none."""
-    theirs = {place: t.shape for place, t in mate.tensors()}
+    mate_shapes = {place: t.shape for place, t in mate.tensors()}
     cut = [
-        (place, *(n == m for n, m in zip(t.shape, theirs.get(place, ()), strict=False)))
+        (place, *(n == m for n, m in zip(t.shape, mate_shapes.get(place, ()), strict=False)))
         for place, t in call.tensors()
     ]
-    given = {place for place, _ in call.given()}
-    return (call.name, call.phase, *cut) if any(False in c for c in cut if c[0] in given) else None
+    inputs = {place for place, _ in call.given()}
+    return (call.name, call.phase, *cut) if any(False in c for c in cut if c[0] in inputs) else None
 
 
 def _agree(call: Call, cut: Call) -> tuple[bool, bool]:
     """Return whether a call's inputs are the reference's, and whether its outputs are, too."""
     golden = dict(cut.tensors())
     off = {place: _apart(t.load(), golden[place].load()) for place, t in call.tensors()}
-    given = max(off[place] for place, _ in call.given())
-    made = [off[place] if math.prod(t.shape) >= _FEW else 1.0 for place, t in call.made()]
-    return given < _NEAR, given < _NEAR and max(made, default=1.0) < BEYOND * (given + _ROUNDING)
+    input_distance = max(off[place] for place, _ in call.given())
+    output_distances = [
+        off[place] if math.prod(t.shape) >= _FEW else 1.0 for place, t in call.made()
+    ]
+    return input_distance < _NEAR, input_distance < _NEAR and max(
+        output_distances, default=1.0
+    ) < BEYOND * (input_distance + _ROUNDING)
 
 
 def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call]]:
     """Return for each call of a rank its counterparts on the ranks of the reference that computed the same."""
-    found: dict[str, list[Call]] = {}
+    mates: dict[str, list[Call]] = {}
     for block in _blocks(dump):
         best = [
             max((_matched(b, block) for b in _blocks(r)), key=lambda m: m[0]) for r in reference
         ]
-        most = max(share for share, _ in best)
+        largest = max(share for share, _ in best)
         for run, (share, pairs) in zip(reference, best, strict=True):
-            for key, mate in pairs.items() if share >= most - _NEAR else ():
-                found.setdefault(key, []).append(mate)
-                back, own = backward_key(mate.key), backward_key(key)
-                if back in run.calls and own in dump.calls:
-                    found.setdefault(own, []).append(run.calls[back])
-    return found
+            for key, mate in pairs.items() if share >= largest - _NEAR else ():
+                mates.setdefault(key, []).append(mate)
+                mate_backward, own_backward = backward_key(mate.key), backward_key(key)
+                if mate_backward in run.calls and own_backward in dump.calls:
+                    mates.setdefault(own_backward, []).append(run.calls[mate_backward])
+    return mates
 
 
 def _blocks(dump: RankDump) -> list[list[Call]]:
     """Return the forward calls between backward calls: those of a micro-batch, or what follows the last one."""
-    found: list[list[Call]] = [[]]
+    blocks: list[list[Call]] = [[]]
     for call in dump.calls.values():
         if call.phase is Phase.BACKWARD:
-            found += [[]] if found[-1] else []
+            blocks += [[]] if blocks[-1] else []
         elif call.phase is Phase.FORWARD and call.kind == "api" and not is_exchange(call):
-            found[-1].append(call)
-    return found
+            blocks[-1].append(call)
+    return blocks
 
 
 def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str, Call]]:
@@ -148,32 +162,40 @@ def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str
         mate = dict(pairs[call.key].tensors())
         for place, record in call.tensors():
             count += 1
-            known = place in mate and record.read and mate[place].read
-            alike += 1 - _unlike(record.load(), mate[place].load()) if known else 0.0
+            comparable = place in mate and record.read and mate[place].read
+            alike += 1 - _unlike(record.load(), mate[place].load()) if comparable else 0.0
     return alike / max(1, count), pairs
 
 
 def _cut(
-    call: Call, mates: list[Call], rest: list[Call], sums: list[list[Call | None]]
+    call: Call, mates: list[Call], same_calls: list[Call], sums: list[list[Call | None]]
 ) -> Call | None:
     """Return a call with the reference's tensors; None: some cannot be put together. The rest may have an expert's weight."""
-    theirs, others = [dict(m.tensors()) for m in mates], [[c for c in s if c] for s in sums]
-    found: dict[str, TensorRecord] = {}
+    mate_tensors, others = [dict(m.tensors()) for m in mates], [[c for c in s if c] for s in sums]
+    records: dict[str, TensorRecord] = {}
     for place, record in call.tensors():
-        own = [t for tensors in theirs if (t := tensors.get(place)) is not None and t.read]
-        known = [[dict(c.tensors()).get(place, record) for c in calls] for calls in others]
-        terms = [[t.load() for t in ts if t.read and t.shape == record.shape] for ts in known]
-        once = {x.tobytes(): x for x in (t.load() for t in own)}  # of copies one
-        x = record.load() if own and record.read else None
+        mate_records = [
+            t for tensors in mate_tensors if (t := tensors.get(place)) is not None and t.read
+        ]
+        other_records = [[dict(c.tensors()).get(place, record) for c in calls] for calls in others]
+        terms = [
+            [t.load() for t in ts if t.read and t.shape == record.shape] for ts in other_records
+        ]
+        once = {x.tobytes(): x for x in (t.load() for t in mate_records)}  # of copies one
+        x = record.load() if mate_records and record.read else None
         values = None if x is None else _golden(x, [*once.values()], terms)
         if x is None or values is None:
             return None
         if x.dtype.kind == "f" and _apart(x, values) > _NEAR:
-            more = [t.load() for c in rest for p, t in c.tensors() if p == place and t.read]
-            options = [v for v in (values, _golden(x, more, [])) if v is not None]
+            all_values = [
+                t.load() for c in same_calls for p, t in c.tensors() if p == place and t.read
+            ]
+            options = [v for v in (values, _golden(x, all_values, [])) if v is not None]
             values = _most_alike(x, options)
-        found[place] = replace(record, dtype=own[0].dtype, read=lambda values=values: values)
-    return call.changed(lambda place, value: found.get(place, value), results=True)
+        records[place] = replace(
+            record, dtype=mate_records[0].dtype, read=lambda values=values: values
+        )
+    return call.changed(lambda place, value: records.get(place, value), results=True)
 
 
 def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | None:
@@ -188,20 +210,22 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | N
         best = _most_alike(x, options)
         if best is not None and _apart(x, best) < _NEAR:
             return best
-        rest = np.sum(others, 0)
-        made, free = np.zeros(x.shape, mates[0].dtype), np.ones(x.shape, np.bool_)
-        left = sorted(mates, key=lambda mate: _unlike(x + rest, mate))
+        other_terms = np.sum(others, 0)
+        assembled, free = np.zeros(x.shape, mates[0].dtype), np.ones(x.shape, np.bool_)
+        left = sorted(mates, key=lambda mate: _unlike(x + other_terms, mate))
         for allowed in (None, free):  # first the best places, in which there may be copies
             for mate in [*left] if free.any() else ():
-                part = _part(x + rest, mate, allowed)
+                part = _part(x + other_terms, mate, allowed)
                 if part is not None and part[1].shape == x.shape:
-                    options.append(part[1] - rest if rest.any() else part[1])
+                    options.append(part[1] - other_terms if other_terms.any() else part[1])
                 elif part is not None and free[part[2]].all():
-                    free[part[2]], made[part[2]] = False, part[1]
+                    free[part[2]], assembled[part[2]] = False, part[1]
                     left = [m for m in left if m is not mate]
-        options += [] if free.any() else [made - rest if rest.any() else made]
-    whole = [m for m in mates if m.shape == x.shape]
-    options += [np.sum(whole, 0)] if x.dtype.kind == "f" and whole[1:] else []
+        options += (
+            [] if free.any() else [assembled - other_terms if other_terms.any() else assembled]
+        )
+    full_mates = [m for m in mates if m.shape == x.shape]
+    options += [np.sum(full_mates, 0)] if x.dtype.kind == "f" and full_mates[1:] else []
     return _most_alike(x, options)
 
 
@@ -214,10 +238,14 @@ def _part(x: Array, y: Array, free: Array | None = None) -> tuple[Array, Array, 
     if x.ndim != y.ndim or x.shape == y.shape:
         return (x, y, ...) if x.shape == y.shape else None
     larger = y.size > x.size
-    whole, part = (y, x) if larger else (x, y)
-    able = (a for a in _places(whole.shape, part.shape) if larger or free is None or free[a].all())
-    at = _most_alike(part, able, whole.__getitem__)
-    return None if at is None else (x, y[at], ...) if larger else (x[at], y, at)
+    larger_tensor, part = (y, x) if larger else (x, y)
+    able = (
+        a
+        for a in _places(larger_tensor.shape, part.shape)
+        if larger or free is None or free[a].all()
+    )
+    block = _most_alike(part, able, larger_tensor.__getitem__)
+    return None if block is None else (x, y[block], ...) if larger else (x[block], y, block)
 
 
 def _unlike(x: Array, y: Array) -> float:
@@ -226,27 +254,30 @@ def _unlike(x: Array, y: Array) -> float:
     return 1.0 if part is None else _apart(*part[:2])
 
 
-def _places(whole: tuple[int, ...], part: tuple[int, ...]) -> Iterator[Any]:
+def _places(shape: tuple[int, ...], part: tuple[int, ...]) -> Iterator[Any]:
     """Yield where a shard may be in a tensor: a block, or one of each half of a dimension (gate and up, zigzag)."""
     choices: list[list[Array]] = []
-    for n, size in zip(whole, part, strict=True):
+    for n, size in zip(shape, part, strict=True):
         count = n // size if size and n % size == 0 and n <= _MOST * size else 0
         places = [*np.arange(n).reshape(count, -1)] if count else []
         if count > 1 and size % 2 == 0:
-            one, other = np.arange(n).reshape(2, count, -1)
-            halves = [*zip(one, other, strict=True), *zip(one, other[::-1], strict=True)]
+            first_half, second_half = np.arange(n).reshape(2, count, -1)
+            halves = [
+                *zip(first_half, second_half, strict=True),
+                *zip(first_half, second_half[::-1], strict=True),
+            ]
             places += map(np.concatenate, halves)
         choices.append(places)
-    yield from (np.ix_(*at) for at in product(*choices))
+    yield from (np.ix_(*positions) for positions in product(*choices))
 
 
 def _most_alike(x: Array, options: Iterable[Any], of: Callable[[Any], Array] = np.asarray) -> Any:
     """Return the option whose array is most like another, or the first that differs by rounding; None: there is none."""
-    best, least = None, math.inf
+    best, smallest = None, math.inf
     for option in options:
         off = _apart(x, of(option))
-        best, least = (option, off) if off < least else (best, least)
-        if least <= (_NEAR if x.dtype.kind == "f" else 0.0):
+        best, smallest = (option, off) if off < smallest else (best, smallest)
+        if smallest <= (_NEAR if x.dtype.kind == "f" else 0.0):
             break
     return best
 

@@ -16,7 +16,7 @@ from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.compare.checkpoints import merged
 from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
-from telechat_moe.tools.align.compare.tensors import Compared, compare, element
+from telechat_moe.tools.align.compare.tensors import TensorComparison, compare, element
 from telechat_moe.tools.align.dump.logical import Logical
 from telechat_moe.tools.align.dump.records import (
     Array,
@@ -43,7 +43,7 @@ LARGEST = 1 << 22
 _FOLLOWS = "follows from tokens that were routed differently"
 
 
-class Judged(NamedTuple):
+class JudgedTensor(NamedTuple):
     """What a standard says of a tensor of a step and rank; ``checks`` has its lines."""
 
     step: int
@@ -63,7 +63,7 @@ class Standard:
     replayed = 0  # how many tensors pass by isolated replay
 
     def __post_init__(self) -> None:
-        self.tensors: list[Judged] = []
+        self.tensors: list[JudgedTensor] = []
         self.flips: list[tuple[int, int, str]] = []
         """Choices that legally came out otherwise, as step, rank and key."""
         self._checks: dict[tuple[str, str], Sequence[Check]] = {}  # of the last call
@@ -77,23 +77,27 @@ class Standard:
             return [not_judged(call.key, "the reference does not run this call")]
         third = self._third_of(step, target.rank)
         other = third.calls.get(key) if third is not None else None
-        mine, theirs, thirds = (dict(c.tensors()) if c else {} for c in (call, golden, other))
-        found = [
-            self._tensor(call.key, p, mine.get(p), theirs.get(p), thirds.get(p))
-            for p in mine | theirs
+        target_tensors, reference_tensors, third_tensors = (
+            dict(c.tensors()) if c else {} for c in (call, golden, other)
+        )
+        verdicts = [
+            self._tensor(
+                call.key, p, target_tensors.get(p), reference_tensors.get(p), third_tensors.get(p)
+            )
+            for p in target_tensors | reference_tensors
         ]
-        wrong = any(v.status == "diverged" for v in found)
+        wrong = any(v.status == "diverged" for v in verdicts)
         if wrong and (step, self._orders.get((step, target.rank, key), math.inf)) >= self._first:
-            found = self._replayed(found, call, reference, target)
-        self.keep(step, target.rank, found)
-        return found
+            verdicts = self._replayed(verdicts, call, reference, target)
+        self.keep(step, target.rank, verdicts)
+        return verdicts
 
-    def keep(self, step: int, rank: int, found: Sequence[Verdict]) -> None:
+    def keep(self, step: int, rank: int, verdicts: Sequence[Verdict]) -> None:
         """Add the verdicts of a call, which :meth:`of` may have given, to the tensors."""
-        for v in found:
+        for v in verdicts:
             key = split(v.key, step)[1]
             checks = self._checks.get((v.key, v.place), ())
-            self.tensors.append(Judged(step, rank, replace(v, key=key), checks))
+            self.tensors.append(JudgedTensor(step, rank, replace(v, key=key), checks))
         self._checks.clear()
 
     def of(
@@ -143,64 +147,77 @@ class Standard:
         self,
         key: str,
         place: str,
-        mine: TensorRecord | None,
-        theirs: TensorRecord | None,
+        target: TensorRecord | None,
+        reference: TensorRecord | None,
         third: TensorRecord | None,
     ) -> Verdict:
-        if mine is None or theirs is None:
-            said = f"the {'target' if mine is None else 'reference'} has no tensor there"
-            return not_judged(key, said, place)
-        if mine.shape != theirs.shape and mine.layout != theirs.layout:
-            said = f"laid out differently, {list(mine.shape)} and {list(theirs.shape)}: `align merge` both first"
-            return not_judged(key, said, place)
-        if mine.read is None or theirs.read is None:
-            return self._without_values(key, place, mine, theirs)
-        arrays = [mine.load(), theirs.load()]
-        if self.profile.third and is_float(mine.dtype):
-            if third is None or third.read is None or third.shape != mine.shape:
+        if target is None or reference is None:
+            reason = f"the {'target' if target is None else 'reference'} has no tensor there"
+            return not_judged(key, reason, place)
+        if target.shape != reference.shape and target.layout != reference.layout:
+            reason = f"laid out differently, {list(target.shape)} and {list(reference.shape)}: `align merge` both first"
+            return not_judged(key, reason, place)
+        if target.read is None or reference.read is None:
+            return self._without_values(key, place, target, reference)
+        arrays = [target.load(), reference.load()]
+        if self.profile.third and is_float(target.dtype):
+            if third is None or third.read is None or third.shape != target.shape:
                 return not_judged(key, "the third run has no values of this tensor", place)
             arrays.append(third.load())
-        return self.of(key, place, arrays, mine.dtype, theirs.dtype)
+        return self.of(key, place, arrays, target.dtype, reference.dtype)
 
     def _without_values(
-        self, key: str, place: str, mine: TensorRecord, theirs: TensorRecord
+        self, key: str, place: str, target: TensorRecord, reference: TensorRecord
     ) -> Verdict:
-        found, sums = distance(theirs, mine), (checksum(theirs, mine), checksum(mine, theirs))
-        exact = self.profile.name == "bitwise" or not is_float(mine.dtype)
-        if found is not None and found.exact and not self.profile.nan_differs:
-            return Verdict(key, place, "pass", reason="equal bits", elements=math.prod(mine.shape))
-        if exact and mine.dtype == theirs.dtype and None not in sums and sums[0] != sums[1]:
+        difference, sums = (
+            distance(reference, target),
+            (checksum(reference, target), checksum(target, reference)),
+        )
+        exact = self.profile.name == "bitwise" or not is_float(target.dtype)
+        if difference is not None and difference.exact and not self.profile.nan_differs:
+            return Verdict(
+                key, place, "pass", reason="equal bits", elements=math.prod(target.shape)
+            )
+        if exact and target.dtype == reference.dtype and None not in sums and sums[0] != sums[1]:
             return Verdict(key, place, "diverged", math.inf, "other bits")
-        said = "no values, which a standard needs; without --standard, statistics can show a fault"
-        return not_judged(key, said, place)
+        reason = (
+            "no values, which a standard needs; without --standard, statistics can show a fault"
+        )
+        return not_judged(key, reason, place)
 
-    def _verdict(self, key: str, place: str, found: Compared, values: Array | Logical) -> Verdict:
-        worst = found.worst
-        self._checks[key, place] = found.checks
-        said = [f"{worst.metric} {worst.observed:.3g}, limit {worst.limit:.3g}"] if worst else []
-        said += [found.note] if found.note else []
-        ratio = worst.ratio if worst else math.inf if found.status == "diverged" else 0.0
-        text = "; ".join(said)
+    def _verdict(
+        self, key: str, place: str, comparison: TensorComparison, values: Array | Logical
+    ) -> Verdict:
+        worst = comparison.worst
+        self._checks[key, place] = comparison.checks
+        texts = [f"{worst.metric} {worst.observed:.3g}, limit {worst.limit:.3g}"] if worst else []
+        texts += [comparison.note] if comparison.note else []
+        ratio = worst.ratio if worst else math.inf if comparison.status == "diverged" else 0.0
+        text = "; ".join(texts)
         count = math.prod(values.shape)
-        return Verdict(key, place, found.status, ratio, text, found.element, elements=count)
+        return Verdict(
+            key, place, comparison.status, ratio, text, comparison.element, elements=count
+        )
 
     def _replayed(
-        self, found: list[Verdict], call: Call, reference: RankDump, target: RankDump
+        self, verdicts: list[Verdict], call: Call, reference: RankDump, target: RankDump
     ) -> list[Verdict]:
         """Return the verdicts of a call after a choice that came out otherwise; inputs are judged where they are made."""
         settings, forward = (run.calls.get(call.forward_key) for run in (reference, target))
         small = sum(math.prod(t.shape) for _, t in call.tensors()) <= LARGEST
         able = small and call.kind == "api"
         answers = replay_call(call, forward, settings) if able else []
-        known = {v.place: v for v in answers if v.status != "not judged"}
+        by_place = {v.place: v for v in answers if v.status != "not judged"}
         left: list[Verdict] = []
-        for v in found:
+        for v in verdicts:
             chosen = _whole(dict(call.tensors())[v.place].dtype)
             if v.status != "diverged":
                 left.append(v)
-            elif v.place in known:
-                left.append(replace(known[v.place], reason=f"by replay: {known[v.place].reason}"))
-                self.replayed += known[v.place].status == "pass"
+            elif v.place in by_place:
+                left.append(
+                    replace(by_place[v.place], reason=f"by replay: {by_place[v.place].reason}")
+                )
+                self.replayed += by_place[v.place].status == "pass"
             elif chosen and by_own_scores(reference.calls[call.key], call, v.place):
                 left.append(Verdict(v.key, v.place, "pass", reason="chosen by its own scores"))
             elif v.place.startswith("output"):
@@ -217,19 +234,21 @@ class Standard:
     def _orders(self) -> dict[tuple[int, int, str], int]:
         """The position of each call of the reference in its step."""
         dumps = self.reference.ranks.items()
-        return {(*at, key): i for at, dump in dumps for i, key in enumerate(dump.calls)}
+        return {(*rank_key, key): i for rank_key, dump in dumps for i, key in enumerate(dump.calls)}
 
     @cached_property
     def _first(self) -> tuple[float, float]:
         """Step and position of the first call whose integers came out otherwise; infinite: none did."""
-        found = [(math.inf, math.inf)]
-        for at in self.reference.ranks.keys() & self.target.ranks.keys():
-            golden = self.reference.ranks[at]
-            calls = aligned(golden, self.target.ranks[at])[0].calls
+        positions = [(math.inf, math.inf)]
+        for rank_key in self.reference.ranks.keys() & self.target.ranks.keys():
+            golden = self.reference.ranks[rank_key]
+            calls = aligned(golden, self.target.ranks[rank_key])[0].calls
             moved = (k for k, c in golden.calls.items() if k in calls and _chose(c, calls[k]))
             first = next(moved, None)
-            found += [(at[0], self._orders[(*at, first)])] if first is not None else []
-        return min(found)
+            positions += (
+                [(rank_key[0], self._orders[(*rank_key, first)])] if first is not None else []
+            )
+        return min(positions)
 
 
 def judge_checkpoints(
@@ -258,33 +277,33 @@ def judge_checkpoints(
         judged[verdict.status] += 1
         unknown.update(left.keys())
     wrong, left = judged["diverged"], judged["not judged"]
-    said = f"{left} tensors were not compared" if left else ""
-    verdict, reason = answer(bool(wrong), problem=said)
+    problem = f"{left} tensors were not compared" if left else ""
+    verdict, reason = answer(bool(wrong), problem=problem)
     reason = f"{wrong} of {judged.total()} tensors do not meet {profile.name}" if wrong else reason
-    seen = [
+    statuses = [
         (t.step, t.rank, t.verdict.key, t.verdict.status, t.verdict.ratio) for t in standard.tensors
     ]
-    return standard, Outcome(verdict, [], judged, unknown, reason, seen, coverage)
+    return standard, Outcome(verdict, [], judged, unknown, reason, statuses, coverage)
 
 
 def _stored(standard: Standard, name: str, reference: "Stored", target: "Stored") -> Verdict:
-    golden, mine = reference.tensors.get(name), target.tensors.get(name)
-    if golden is None or mine is None:
-        path, one = (reference.path, golden) if mine is None else (target.path, mine)
-        return not_judged(name, f"only in {path}", one.group if one else "")
-    for what, theirs, own in (
-        ("shape", list(golden.shape), list(mine.shape)),
-        ("type", golden.dtype, mine.dtype),
+    golden, tensor = reference.tensors.get(name), target.tensors.get(name)
+    if golden is None or tensor is None:
+        path, present = (reference.path, golden) if tensor is None else (target.path, tensor)
+        return not_judged(name, f"only in {path}", present.group if present else "")
+    for property, expected, actual in (
+        ("shape", list(golden.shape), list(tensor.shape)),
+        ("type", golden.dtype, tensor.dtype),
     ):
-        if theirs != own:
-            return not_judged(name, f"{what} {own}, reference {theirs}", mine.group)
-    arrays = merged(mine), merged(golden)
-    found = standard.of(name, mine.group, arrays, mine.dtype, golden.dtype)
-    if found.status != "diverged" or len(found.element) < len(mine.shape):
-        return found
-    own, theirs = (element(x, found.element) for x in arrays)
-    values = f"at {list(found.element)}: {own!r}, reference {theirs!r}"
-    return replace(found, reason=f"{found.reason}; {values}")
+        if expected != actual:
+            return not_judged(name, f"{property} {actual}, reference {expected}", tensor.group)
+    arrays = merged(tensor), merged(golden)
+    verdict = standard.of(name, tensor.group, arrays, tensor.dtype, golden.dtype)
+    if verdict.status != "diverged" or len(verdict.element) < len(tensor.shape):
+        return verdict
+    actual, expected = (element(x, verdict.element) for x in arrays)
+    values = f"at {list(verdict.element)}: {actual!r}, reference {expected!r}"
+    return replace(verdict, reason=f"{verdict.reason}; {values}")
 
 
 def finite(x: float) -> float | None:
@@ -298,12 +317,12 @@ def _whole(dtype: str) -> bool:
 
 def _chose(golden: Call, target: Call) -> bool:
     """Return whether a call made other integers."""
-    theirs = dict(golden.made())
-    for place, mine in target.made():
-        other = theirs.get(place)
-        if other is None or mine.read is None or other.read is None or not _whole(mine.dtype):
+    reference_outputs = dict(golden.made())
+    for place, record in target.made():
+        other = reference_outputs.get(place)
+        if other is None or record.read is None or other.read is None or not _whole(record.dtype):
             continue
-        found = distance(other, mine)
-        if found is None or found.whole:
+        difference = distance(other, record)
+        if difference is None or difference.whole:
             return True
     return False

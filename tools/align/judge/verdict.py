@@ -32,7 +32,7 @@ class Verdict:
 def judge(
     key: str,
     place: str,
-    found: Array,
+    actual: Array,
     expected: Approx | Array,
     dtype: str,
     free: Array | None = None,
@@ -40,19 +40,19 @@ def judge(
     """Compare a tensor with its reference.
 
     Args:
-        found: What the program computed, widened.
+        actual: What the program computed, widened.
         expected: What it should have computed; a plain array must be matched exactly.
         dtype: Type of the program's tensor.
         free: Where integers may differ (ties).
     """
     value = values_of(expected)
-    if np.squeeze(value).shape != np.squeeze(found).shape:
-        said = f"shape {list(found.shape)}, expected {list(value.shape)}"
-        return Verdict(key, place, "diverged", np.inf, said, (), found.size, found.size)
-    value = value.reshape(found.shape)
+    if np.squeeze(value).shape != np.squeeze(actual).shape:
+        reason = f"shape {list(actual.shape)}, expected {list(value.shape)}"
+        return Verdict(key, place, "diverged", np.inf, reason, (), actual.size, actual.size)
+    value = value.reshape(actual.shape)
     if not is_float(dtype):
-        return _exact(key, place, found, value, free)
-    x = np.asarray(found, np.float64)
+        return _exact(key, place, actual, value, free)
+    x = np.asarray(actual, np.float64)
     bound = (expected if isinstance(expected, Approx) else Approx(value)).bound(dtype)
     bound = bound.reshape(value.shape) + (0.0 if dtype == "float16" else 2.0 ** FLOATS[dtype].low)
     return _within(key, place, x, value, bound, dtype)  # subnormal numbers may be flushed to zero
@@ -63,17 +63,17 @@ def values_of(x: Approx | Array) -> Array:
     return x.value if isinstance(x, Approx) else np.asarray(x)
 
 
-def _exact(key: str, place: str, found: Array, value: Array, free: Array | None) -> Verdict:
-    differs = found.astype(np.float64) != value.astype(np.float64)
+def _exact(key: str, place: str, actual: Array, value: Array, free: Array | None) -> Verdict:
+    differs = actual.astype(np.float64) != value.astype(np.float64)
     if free is not None:
         differs &= ~free
     wrong = int(differs.sum())
     if not wrong:
-        return Verdict(key, place, "pass", 0.0, elements=found.size)
-    at = tuple(np.argwhere(differs)[0].tolist())
-    said = f"at {list(at)}: {found[at]}, expected {value[at]}"
-    said = f"{wrong} of {found.size} elements differ; {said}"
-    return Verdict(key, place, "diverged", np.inf, said, at, wrong, found.size)
+        return Verdict(key, place, "pass", 0.0, elements=actual.size)
+    index = tuple(np.argwhere(differs)[0].tolist())
+    reason = f"at {list(index)}: {actual[index]}, expected {value[index]}"
+    reason = f"{wrong} of {actual.size} elements differ; {reason}"
+    return Verdict(key, place, "diverged", np.inf, reason, index, wrong, actual.size)
 
 
 def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: str) -> Verdict:
@@ -81,27 +81,30 @@ def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: s
         error = np.abs(x - value)
         largest = FLOATS[dtype].largest
         over = np.isinf(x) & (np.sign(x) == np.sign(value)) & (np.abs(value) + bound >= largest)
-        same = (x == value) | (np.isnan(x) & np.isnan(value)) | over | np.isinf(bound)
-        ratio = np.where(same, 0.0, error / bound)
+        agree = (x == value) | (np.isnan(x) & np.isnan(value)) | over | np.isinf(bound)
+        ratio = np.where(agree, 0.0, error / bound)
     ratio = np.where(np.isnan(ratio), np.inf, ratio)
     if not ratio.size:
         return Verdict(key, place, "pass")
     if np.all(np.isinf(bound) & np.isfinite(value)):
-        why = f"{place}: its terms exceed the largest number of its type"
-        return not_judged(key, why, place)
-    at = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
+        reason = f"{place}: its terms exceed the largest number of its type"
+        return not_judged(key, reason, place)
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     beyond = ratio > 1
-    worst, wrong = float(ratio[at]), int(beyond.sum())
+    worst, wrong = float(ratio[index]), int(beyond.sum())
     odd = int((beyond & ~(np.isfinite(x) & np.isfinite(value))).sum()) if wrong else 0
-    said = f"at {list(at)}: {x[at]:.9g}, expected {value[at]:.9g} +- {bound[at]:.3g}" + (
-        f"; {wrong} of {x.size} elements beyond their bound" if wrong else ""
+    text = (
+        f"at {list(index)}: {x[index]:.9g}, expected {value[index]:.9g} +- {bound[index]:.3g}"
+        + (f"; {wrong} of {x.size} elements beyond their bound" if wrong else "")
     )
-    return Verdict(key, place, "diverged" if wrong else "pass", worst, said, at, wrong, x.size, odd)
+    return Verdict(
+        key, place, "diverged" if wrong else "pass", worst, text, index, wrong, x.size, odd
+    )
 
 
-def not_judged(key: str, why: str, place: str = "") -> Verdict:
+def not_judged(key: str, reason: str, place: str = "") -> Verdict:
     """Return a verdict that nothing can be said of a tensor, or of the whole call, with the reason."""
-    return Verdict(key, place, "not judged", reason=why)
+    return Verdict(key, place, "not judged", reason=reason)
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:

@@ -14,7 +14,7 @@ from telechat_moe.numerics import Array, is_float
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
-from telechat_moe.tools.align.judge.points import Point, point, weight_of
+from telechat_moe.tools.align.judge.points import SharedTensor, TensorPair, point, weight_of
 from telechat_moe.tools.align.operators import find
 
 _MANY = 2048  # rows of an expert that are not put in order
@@ -196,7 +196,7 @@ def _users(flow: DataFlow, place: Place, depth: int) -> Iterator[Place]:
 
 def linked(
     a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
-) -> Iterator[tuple[str, Point, Point]]:
+) -> Iterator[TensorPair]:
     """Yield the entries of a map: the name, and the whole tensors of both runs."""
     uses = WeightUses(a), WeightUses(b)
     for link in links:
@@ -213,7 +213,7 @@ def linked(
             count = min(first.values.shape[-1], other.values.shape[-1])
             first = first._replace(values=_chosen(first.values, count))
             other = other._replace(values=_chosen(other.values, count))
-        yield link.name, first, other
+        yield TensorPair(link.name, first, other)
 
 
 def _chosen(x: Array, count: int) -> Array:
@@ -234,7 +234,7 @@ def exchanged(x: Array, tokens: Sequence[int]) -> Array:
     return x
 
 
-def _by_expert(reference: Point, other: Point) -> Array:
+def _by_expert(reference: SharedTensor, other: SharedTensor) -> Array:
     """Return the rows of each expert of the reference in the order of the nearest rows of the target."""
     from scipy import optimize
 
@@ -253,7 +253,7 @@ def _by_expert(reference: Point, other: Point) -> Array:
     return rows
 
 
-def _joined(uses: WeightUses, names: Sequence[str], link: Link, transposed: bool) -> Point:
+def _joined(uses: WeightUses, names: Sequence[str], link: Link, transposed: bool) -> SharedTensor:
     """Return the tensor with a name, or several tensors joined."""
     points = [point(uses.ranks, *uses.resolved(name)) for name in names]
     if link.joined == "first":  # an expert without tokens makes no call

@@ -93,19 +93,19 @@ def sentence(outcome: Outcome, standard: Standard | None = None) -> str:
     others = f" {by_other} of them could only be judged by the other run." if by_other else ""
     if not outcome.findings:
         if outcome.verdict == "inconclusive" and outcome.reason and judged:
-            said = f"{outcome.reason[0].upper()}{outcome.reason[1:]}"
-            return f"Nothing that was judged is wrong, but too little was. {said}.{others}"
+            text = f"{outcome.reason[0].upper()}{outcome.reason[1:]}"
+            return f"Nothing that was judged is wrong, but too little was. {text}.{others}"
         meet = "are what their operators must give, within the derived bounds"
         if standard is not None:
             by = f", {standard.replayed} of them are right by replay after other choices"
             meet = f"meet {standard.profile.name}{by if standard.replayed else ''}"
         return outcome.reason or f"{judged} tensors {meet}; {unknown} were not judged.{others}"
     first = outcome.findings[0]
-    where = f"step {first.step}, rank {', '.join(map(str, outcome.ranks))}"
+    place = f"step {first.step}, rank {', '.join(map(str, outcome.ranks))}"
     family = f" ({first.family}: {first.evidence})" if first.evidence else ""
     if first.family == "other input":
-        return f"{first.verdict.key} is the first call that was given other data, {where}{family}."
-    return f"{first.verdict.key} is the first wrong call, {where}{family}."
+        return f"{first.verdict.key} is the first call that was given other data, {place}{family}."
+    return f"{first.verdict.key} is the first wrong call, {place}{family}."
 
 
 def following(
@@ -153,12 +153,12 @@ def junit(outcome: Outcome, target: str) -> str:
     cases: list[JunitCase] = []
     for step, rank in places:
         wrong, name = first.get((step, rank)), f"step {step} rank {rank}"
-        said = {"failure": wrong.key, "text": wrong.reason} if wrong else {}
+        fields = {"failure": wrong.key, "text": wrong.reason} if wrong else {}
         if not wrong and outcome.verdict == "inconclusive":
-            said = {"skipped": outcome.reason}
+            fields = {"skipped": outcome.reason}
         elif outcome.verdict == "diverged" and not first:  # checkpoints, which have no calls
-            said = {"failure": outcome.reason}
-        cases.append(JunitCase(target, name, **said))
+            fields = {"failure": outcome.reason}
+        cases.append(JunitCase(target, name, **fields))
     return suite("align", cases)
 
 
@@ -193,8 +193,8 @@ def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> s
     levels: dict[int, list[Mapping[str, Any]]] = {}
     for node in graph["nodes"]:
         levels.setdefault(node["distance"], []).append(node)
-    near: Sequence[Mapping[str, Any]] = report.get("neighbours") or []
-    answers = {n["key"]: (n["status"], n["observed_over_bound"]) for n in near}
+    neighbours: Sequence[Mapping[str, Any]] = report.get("neighbours") or []
+    answers = {n["key"]: (n["status"], n["observed_over_bound"]) for n in neighbours}
     answers |= {f["operator"]: ("diverged", f["observed_over_bound"]) for f in report["findings"]}
     widest = max(map(len, levels.values()))
     width = max(2, widest) * (_NODE + _GAP) + _GAP
@@ -235,13 +235,13 @@ def _node(
     parts = node["key"].split(".")
     name = ".".join(parts[1:-2]) if len(parts) > 3 else node["key"]
     number = parts[-2] if len(parts) > 2 else ""
-    said = status
+    text = status
     if ratio is not None:
         wrong = status == "diverged"
-        said = f"{ratio:.3g} x bound" if wrong else f"{status}, {ratio:.2g} of bound"
+        text = f"{ratio:.3g} x bound" if wrong else f"{status}, {ratio:.2g} of bound"
     shape = " x ".join(map(str, node["shape"])) if node["shape"] else ""
     small = " · ".join(p for p in (node["phase"], shape, node["dtype"] or "") if p)
-    title = "; ".join(filter(None, (node["key"], said, node["parent"] and f"in {node['parent']}")))
+    title = "; ".join(filter(None, (node["key"], text, node["parent"] and f"in {node['parent']}")))
     return (
         f"<g class='node {kind}'><title>{escape(title)}</title><rect x={x:.0f} y={y:.0f} width={_NODE} height={_HIGH} rx=6 />"
         f"<text x={x + 10:.0f} y={y + 19:.0f}>{escape(_tail(name, 20))} <tspan class=small>#{escape(number)}</tspan></text>"
@@ -249,12 +249,12 @@ def _node(
     )
 
 
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _tail(text: str, most: int) -> str:
-    return text if len(text) <= most else "…" + text[1 - most :]  # its operator is at the end
+def _tail(text: str, length: int) -> str:
+    return text if len(text) <= length else "…" + text[1 - length :]  # its operator is at the end
 
 
 def _edge(places: Mapping[str, tuple[float, float]], edge: Mapping[str, Any], first: str) -> str:
@@ -299,7 +299,7 @@ def _picture(picture: Mapping[str, Any]) -> str:
     width, height = max(150, 66 + len(fields[0]) * side), 26 + len(fields) * side
     shape = " x ".join(map(str, picture["shape"]))
     return (
-        f"{html.keys((_fill(v), said) for v, said in legend)}"
+        f"{html.keys((_fill(v), label) for v, label in legend)}"
         f"{html.svg(width, height, drawn, 'residual over bound')}"
         f"<p class=soft>Shape {shape}. Each field is the worst of its elements.</p>"
     )
@@ -325,30 +325,30 @@ def _near(outcome: Outcome) -> list[dict[str, Any]]:
     """Return the calls before and after the first divergent one, in the order of the run."""
     first = outcome.findings[0]
     calls = [c for c in outcome.calls if c[:2] == (first.step, first.rank)]
-    at = next((i for i, c in enumerate(calls) if c[2] == first.verdict.key), None)
-    if at is None:
+    position = next((i for i, c in enumerate(calls) if c[2] == first.verdict.key), None)
+    if position is None:
         return []
     return [
         {
             "key": key,
             "status": status,
             "observed_over_bound": ratio if np.isfinite(ratio) else None,
-            "first": i == at,
+            "first": i == position,
         }
         for i, (_, _, key, status, ratio) in enumerate(calls)
-        if abs(i - at) <= NEIGHBOURS
+        if abs(i - position) <= NEIGHBOURS
     ]
 
 
 def _neighbours(report: Mapping[str, Any]) -> str:
     rows: list[list[object]] = []
-    for near in report["neighbours"]:
-        ratio, status = near["observed_over_bound"], near["status"]
+    for neighbour in report["neighbours"]:
+        ratio, status = neighbour["observed_over_bound"], neighbour["status"]
         share = 1.0 if ratio is None else min(1.0, np.log10(1 + 9 * min(ratio, 1e6)) / 3)
-        said = "-" if status == "not judged" else "not equal" if ratio is None else f"{ratio:.3g}"
+        text = "-" if status == "not judged" else "not equal" if ratio is None else f"{ratio:.3g}"
         bar = html.bar(share, status.split()[0])
-        rows.append([code(near["key"]), html.verdict(status), said, bar])
-    first = {i: "lit" for i, near in enumerate(report["neighbours"]) if near["first"]}
+        rows.append([code(neighbour["key"]), html.verdict(status), text, bar])
+    first = {i: "lit" for i, neighbour in enumerate(report["neighbours"]) if neighbour["first"]}
     return html.table(
         ["call", "verdict", "observed / bound ", "on a logarithmic scale"], rows, kinds=first
     )
@@ -360,8 +360,8 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
         for f in findings
     ]
     titles = ["step ", "rank ", "call", "tensor", "what"]
-    said = "<p class=soft>Those after the first may follow from it.</p>"
-    return said + html.table(titles, rows, limit=50)
+    note = "<p class=soft>Those after the first may follow from it.</p>"
+    return note + html.table(titles, rows, limit=50)
 
 
 def _standard(standard: Mapping[str, Any]) -> str:
@@ -380,15 +380,15 @@ def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
     """Return what was judged of each phase, how many tensors with which answer, why others were not, what to dump."""
     unknown: Mapping[str, int] = report.get("not_judged") or {}
     reasons = sorted(unknown.items(), key=lambda item: -item[1])
-    rows = [*judged.items(), *((f"not judged: {why}", count) for why, count in reasons)]
-    found = html.table(["tensors", "number "], rows) if rows else ""
+    rows = [*judged.items(), *((f"not judged: {reason}", count) for reason, count in reasons)]
+    counts_table = html.table(["tensors", "number "], rows) if rows else ""
     if not report.get("coverage"):
-        return found
+        return counts_table
     shares = [
         [name, *_share(s, "calls"), *_share(s, "bytes")] for name, s in report["coverage"].items()
     ]
     titles = ["judged", "calls ", "share of calls", "bytes ", "share of bytes"]
-    parts = [html.table(titles, shares), found]
+    parts = [html.table(titles, shares), counts_table]
     lacking = [
         [o["reason"], o["calls"], size_text(o["bytes"]), o["dump"] or None]
         for o in report["to_dump"]
@@ -402,5 +402,5 @@ def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
 def _share(share: Mapping[str, int], unit: str) -> list[object]:
     judged, total = share[f"judged_{unit}"], share[unit]
     part = judged / total if total else 1.0
-    said = " of ".join(f"{n:,}" if unit == "calls" else size_text(n) for n in (judged, total))
-    return [f"{said}, {part:.0%}", html.bar(part, "pass" if part >= ENOUGH else "not")]
+    text = " of ".join(f"{n:,}" if unit == "calls" else size_text(n) for n in (judged, total))
+    return [f"{text}, {part:.0%}", html.bar(part, "pass" if part >= ENOUGH else "not")]

@@ -16,14 +16,16 @@ def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
 
     Plain JSON types: ``nodes`` (key, name, phase, module, distance: below 0 before) and ``edges`` (from, to, tensor, shape).
     """
-    found = dump.ranks.get((step, rank))
-    if found is None or key not in found.calls:
+    rank_dump = dump.ranks.get((step, rank))
+    if rank_dump is None or key not in rank_dump.calls:
         return None
-    keys = list(found.calls)
-    at = keys.index(key)
-    near = keys[max(0, at - _WINDOW) : at + _WINDOW + 1]
-    calls = {k: found.calls[k] for k in near if k == key or found.calls[k].kind == "api"}
-    flow = DataFlow(replace(found, calls=calls))
+    keys = list(rank_dump.calls)
+    position = keys.index(key)
+    near_keys = keys[max(0, position - _WINDOW) : position + _WINDOW + 1]
+    calls = {
+        k: rank_dump.calls[k] for k in near_keys if k == key or rank_dump.calls[k].kind == "api"
+    }
+    flow = DataFlow(replace(rank_dump, calls=calls))
     edges: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for call in calls.values():
         for place, tensor in call.given():
@@ -48,13 +50,13 @@ def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
 
 
 def _node(call: Call, distance: int) -> dict[str, Any]:
-    made = call.made()[0][1] if call.made() else None
+    output = call.made()[0][1] if call.made() else None
     return {
         "key": call.key,
         "name": call.name,
         "phase": call.phase.value,
         "parent": call.parent,
         "distance": distance,
-        "shape": list(made.shape) if made else None,
-        "dtype": made.dtype if made else None,
+        "shape": list(output.shape) if output else None,
+        "dtype": output.dtype if output else None,
     }

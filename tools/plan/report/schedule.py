@@ -8,7 +8,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.report.timeline import (
-    StepTimeline,
+    PipelineTimeline,
     Table,
     activations,
     operations,
@@ -224,7 +224,7 @@ def html(s: Synthesis, memory: float) -> str:
     names = [f"stage {i}" for i in range(p.stages)]
     notes = ["; ".join(summary(s, memory)[:4]) + "."]
     return page(
-        StepTimeline(
+        PipelineTimeline(
             title,
             names,
             operations(s.result),

@@ -15,7 +15,7 @@ from telechat_moe.tools.plan.cost.flops import utilisation as utilisation_of
 from telechat_moe.tools.plan.cost.layout import Layout, ScheduleName
 from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.timeline import (
-    StepTimeline,
+    PipelineTimeline,
     Table,
     TimelineBox,
     activations,
@@ -233,7 +233,7 @@ def notes(step: SimulatedStep) -> list[str]:
     ]
 
 
-def timeline(step: SimulatedStep) -> StepTimeline:
+def timeline(step: SimulatedStep) -> PipelineTimeline:
     """Return every operation of every stage, what follows the pipeline, and memory over time."""
     result, boxes = step.result, operations(step.result)
     sends: list[TimelineBox] = []
@@ -245,7 +245,7 @@ def timeline(step: SimulatedStep) -> StepTimeline:
         f"stage {s}: {'+'.join(str(step.layers[c]) for c in chunks)} layers"
         for s, chunks in enumerate(step.program.chunks_of_stage)
     ]
-    return StepTimeline(
+    return PipelineTimeline(
         f"Step of {step.architecture.name}, {step.layout.short()}",
         names,
         boxes,

@@ -69,7 +69,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class StepTimeline:
+class PipelineTimeline:
     """Everything that a page or trace shows."""
 
     title: str
@@ -114,7 +114,7 @@ def activations(result: Simulation, fixed: Sequence[float], end: float) -> list[
     return curves
 
 
-def page(timeline: StepTimeline) -> str:
+def page(timeline: PipelineTimeline) -> str:
     """Return a self-contained page."""
     used = {box.kind for box in (*timeline.boxes, *timeline.sends)}
     amount = round if timeline.units else _short
@@ -150,7 +150,7 @@ def _columns(boxes: Sequence[TimelineBox], rows: int) -> list[list[object]]:
     return per_row
 
 
-def chrome_trace(timeline: StepTimeline) -> str:
+def chrome_trace(timeline: PipelineTimeline) -> str:
     """Return the timeline as Chrome's trace events (JSON): opens in Perfetto and chrome://tracing.
 
     Each row is a thread; memory is a counter. Times are microseconds.
