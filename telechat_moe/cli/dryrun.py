@@ -190,7 +190,7 @@ def _ours(
         # unknown to pyright: MindSpore has no types
         from telechat_moe.train import rank_graph
 
-        return rank_graph.compile_recipe(recipe, ranks, target=target, on_rank=done)
+        return rank_graph.compile_recipe(recipe, ranks, target=target, done=done)
 
     return subject, compile_
 

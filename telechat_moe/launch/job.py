@@ -125,7 +125,7 @@ def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
         count += 1
         _say(f"compiled {count} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
 
-    graphs = compile_recipe(recipe, target="CPU", full_batch=True, on_rank=one_more)
+    graphs = compile_recipe(recipe, target="CPU", full_batch=True, done=one_more)
     Job.write(folder, graphs, orders, recipe.optimizer.swap)
 
 

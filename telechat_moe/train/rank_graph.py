@@ -144,7 +144,7 @@ def compile_recipe(
     full_batch: bool | None = None,
     optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
     shared_graph: bool | None = None,
-    on_rank: Callable[[], object] | None = None,
+    done: Callable[[], object] | None = None,
 ) -> list[RankGraph]:
     """Compile the whole training step of ranks of a recipe.
 
@@ -154,6 +154,7 @@ def compile_recipe(
         full_batch: See :func:`telechat_moe.sharding.recipe.parallel_context`.
         optimizer: See :func:`build_step`.
         shared_graph: See :func:`build_step`.
+        done: Called after each rank; :func:`telechat_moe.processes.in_clean_process` knows it by this name.
 
     Raises:
         BadInputError: The layout does not fit the model, or MindSpore refuses it.
@@ -169,4 +170,4 @@ def compile_recipe(
     devices = recipe.devices
     context = {"max_call_depth": recipe.context.max_call_depth}
     chosen = range(devices) if ranks is None else ranks
-    return compile_ranks(build, list(chosen), devices, settings, context, on_rank, path_of(recipe))
+    return compile_ranks(build, list(chosen), devices, settings, context, done, path_of(recipe))

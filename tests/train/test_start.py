@@ -64,7 +64,7 @@ def happens(place: Path, start: RunStart) -> str:
     assert start.path is not None
     assert start.path.name == "step-00000002"
     assert start.continues_run == start.path.is_relative_to(place / "mine")
-    return "that run goes on" if start.here else "step, optimizer and data go on from it"
+    return "that run goes on" if start.continues_run else "step, optimizer and data go on from it"
 
 
 @pytest.mark.parametrize("case", list(product(OUTPUT, FLAG, LOAD, RESUME)), ids=", ".join)
