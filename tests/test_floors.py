@@ -43,9 +43,6 @@ FLOORS = (
     ("run",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LONELY = {"Plan", "Part", "Node", "Case"}
-"""Names that say nothing alone."""
-ONCE = {"Layout", "Device"}
 BY_HAND = "telechat_moe.tools.plan.check_certificate"
 """The module that a user starts, as the help of `plan layout` says, because it must depend on nothing else."""
 
@@ -141,18 +138,6 @@ def test_public_names_are_documented():
         and not ast.get_docstring(node)
     ]
     assert not missing
-
-
-def test_one_name_for_one_concept():
-    classes = [
-        (node.name, str(path.relative_to(ROOT)))
-        for path in sources(*PRODUCT, "benchmarks")
-        for node in tree(path).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    assert not [c for c in classes if c[0] in LONELY]
-    for name in ONCE:
-        assert len([c for c in classes if c[0] == name]) <= 1, [c for c in classes if c[0] == name]
 
 
 def test_every_module_is_reached():

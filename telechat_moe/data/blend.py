@@ -25,18 +25,18 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.files import Progress
 
 Samples = GptDataset | WholeDataset
-Part = TypeVar("Part", bound=SampleSource)
+Blended = TypeVar("Blended", bound=SampleSource)
 SIZE_MARGIN = 1.005
 """MindFormers asks 0.5 % more samples of each dataset that has a weight."""
 
 
-class CombinedSource(SampleSource, Generic[Part]):
+class CombinedSource(SampleSource, Generic[Blended]):
     """Samples that are taken from several sources."""
 
     @abstractmethod
     def by_part(
         self, indices: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+    ) -> Iterator[tuple[Blended, np.ndarray, np.ndarray]]:
         """Yield the sources of samples: each with the rows that are its own and their samples there."""
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
@@ -52,7 +52,7 @@ class CombinedSource(SampleSource, Generic[Part]):
         return pairs_B
 
 
-class Blend(CombinedSource[Part], Dataset):
+class Blend(CombinedSource[Blended], Dataset):
     """Samples that are taken from several datasets in an order that is laid out before.
 
     Attributes:
@@ -61,7 +61,7 @@ class Blend(CombinedSource[Part], Dataset):
         within: int64, the sample of that dataset; not there where there is one dataset only.
     """
 
-    datasets: list[Part]
+    datasets: list[Blended]
     chosen: np.ndarray
     within: np.ndarray
 
@@ -71,7 +71,7 @@ class Blend(CombinedSource[Part], Dataset):
 
     def by_part(
         self, indices: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+    ) -> Iterator[tuple[Blended, np.ndarray, np.ndarray]]:
         """See :meth:`CombinedSource.by_part`."""
         samples = np.asarray(indices, dtype=np.int64)
         check_range(samples, len(self))
