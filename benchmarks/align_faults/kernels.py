@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.numerics import Array
-
+Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = list[Array]
 Gradients = list[Any]
 Settings = dict[str, Any]

@@ -112,13 +112,10 @@ def test_telechat3_on_four_devices():
     )
     assert gathers[2, 3] > 0  # sequence parallel
     assert gathers[1, 3] > 0  # weights from the sharded optimizer
-    layout_of_experts = graph.layouts["decoder.layers.1.mlp.experts.weight1"]
-    assert layout_of_experts[:3] == [
-        [2, 2],
-        [0, -1],
-        [16 * 64 // 2, 64],
-    ]  # halved over dp x tp's inner axis
-    assert graph.groups[layout_of_experts[5]] == [1, 3]
+    entry = graph.layouts["decoder.layers.1.mlp.experts.weight1"]
+    assert (entry.device_matrix, entry.tensor_map) == ([2, 2], [0, -1])
+    assert entry.shard_view == [16 * 64 // 2, 64]  # halved over dp x tp's inner axis
+    assert graph.groups[entry.shard_group] == [1, 3]
 
 
 @pytest.mark.slow

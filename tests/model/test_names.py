@@ -31,11 +31,11 @@ def test_names_and_shapes(name):
     config = tiny_config(**CONFIGS[name])
     model = CausalLM(config)
     counters = ("expert_load", "dropped")
-    found = {
+    shapes = {
         p.name: tuple(p.shape) for p in model.get_parameters() if not p.name.endswith(counters)
     }
-    assert found == {p.ours: p.shape for p in pairs(config)}
-    assert {p.ours for p in pairs(config) if p.is_bias} == {
+    assert shapes == {p.name: p.shape for p in pairs(config)}
+    assert {p.name for p in pairs(config) if p.is_bias} == {
         p.name for p in model.get_parameters() if not p.requires_grad
     } - {p.name for p in model.get_parameters() if p.name.endswith(counters)}
 

@@ -53,9 +53,9 @@ def to_hf_names(config: ModelConfig, ours: Arrays) -> Arrays:
     """Rename and unstack arrays of ours, without the interop code that converts files."""
     named: Arrays = {}
     for pair in pairs(config):
-        if pair.ours not in ours:
+        if pair.name not in ours:
             continue
-        array = ours[pair.ours]
+        array = ours[pair.name]
         parts = [a.T for a in array] if array.ndim == 3 else [array]
         named |= dict(zip(pair.hf, parts, strict=True))
     return named
