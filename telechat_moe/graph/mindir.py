@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -100,6 +101,8 @@ def _message_class() -> Any:
     comes with MindSpore's 400 MB. So its schema, a constant in its source, is read without importing it, and the class
     made as by ``google.protobuf.message_factory``, which would obey the parser that MindSpore chose for the process.
     """
+    # As importing MindSpore does, which fails where protobuf has chosen another parser before.
+    os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
     from google.protobuf.message import Message
 
     try:

@@ -513,3 +513,12 @@ def test_hops_between_nodes(found, name):
         ("forward", "AlltoAllV", rows): 2 * layers,
         ("backward", "AlltoAllV", rows): 2 * layers,
     }
+
+
+def test_mindspore_can_be_imported_after_a_graph_was_read(tmp_path):
+    """Reading imports protobuf, which chooses its parser once for a process."""
+    program = "from telechat_moe.graph.mindir import MindIR; MindIR(b''); import mindspore.train.mind_ir_pb2"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
