@@ -60,7 +60,9 @@ def story(tmp_path_factory):
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     page = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
     (block,) = [x for x in re.findall(r"```sh\n(.*?)```", page, re.S) if "--torch" in x]
-    return folder, [verb(*shlex.split(line)[2:], cwd=folder) for line in block.splitlines()]
+    return folder, [
+        verb(*shlex.split(line, comments=True)[2:], cwd=folder) for line in block.splitlines()
+    ]
 
 
 @pytest.mark.slow
