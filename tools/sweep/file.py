@@ -216,8 +216,9 @@ class _SweepReader:
         try:
             text = self.path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             expected = f"expected a file in UTF-8, or a shipped one: {', '.join(_shipped())}"
-            self.report(0, "", f"cannot be read: {error}", expected)
+            self.report(0, "", f"cannot be read: {reason}", expected)
         self.stop_if_broken()
         root = read(text, self.report)
         if root is not None and root.kind != "map":

@@ -85,7 +85,13 @@ def _study(
         html.tag("h2", name),
         html.tag("p", about),
         _losses(variants),
-        html.table(STUDY_TITLES, study_rows(study, report)),
+        html.table(
+            (*STUDY_TITLES, "training FLOPs "),
+            [
+                [*row, count_text(variants[row[0]]["training_flops"])]
+                for row in study_rows(study, report)
+            ],
+        ),
         _curves(members, runs),
     ]
 

@@ -93,6 +93,7 @@ def test_the_command_prints_and_writes_them(tmp_path: Path, capsys):
     for row in rows:
         assert f"{row['imbalance']:.3f}" in said
     assert "recorded loads, 1 copies a device" in said
+    assert "\nStep\n" in said  # the title of docs/plan_step.md
 
 
 def damaged(path: Path, line: str) -> str:

@@ -102,7 +102,7 @@ def summary(step: SimulatedStep) -> Table:
     tokens = step.layout.global_batch * step.architecture.seq
     device_rate = f"{tokens / total_s / step.layout.devices:,.1f} tokens/s and device"
     rows.append(["throughput", f"{tokens / total_s:,.0f} tokens/s", device_rate])
-    return Table("SimulatedStep", ("part", "time ", "share "), rows)
+    return Table("Step", ("part", "time ", "share "), rows)
 
 
 def breakdown(step: SimulatedStep) -> Table:
