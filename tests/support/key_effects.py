@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from mindspore.train.mind_ir_pb2 import ModelProto
 
 from telechat_moe.cli.data import _settings
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.graph.compile import RankGraph
 from telechat_moe.model import initialize
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.speed_up import switches
@@ -316,12 +318,17 @@ def graph(recipe: Recipe, rank: int) -> str:
     """Return a hash of the compiled graph of a rank."""
     key = f"{rank} {recipe!r}"
     if key not in _GRAPHS:
-        (graph,) = _compiler().submit(rank_graph.compile_recipe, recipe, [rank]).result()
+        (graph,) = _compiler().submit(_compile, Path.cwd(), recipe, rank).result()
         model = ModelProto.FromString(_ONCE.sub(lambda m: b"0" * len(m[0]), graph.mindir))
         parts = sorted(p.SerializeToString() for p in model.primitives)  # written in any order
         del model.primitives[:]
         _GRAPHS[key] = hashlib.sha256(b"".join([*parts, model.SerializeToString()])).hexdigest()
     return _GRAPHS[key]
+
+
+def _compile(folder: Path, recipe: Recipe, rank: int) -> list[RankGraph]:
+    os.chdir(folder)  # where the recipe's relative paths begin
+    return rank_graph.compile_recipe(recipe, [rank])
 
 
 @functools.cache
