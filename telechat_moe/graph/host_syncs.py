@@ -1,11 +1,11 @@
 """Which operators of a compiled graph make the host wait for the device, or send it values."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from telechat_moe.graph.mindir import MindIR, find_value
-from telechat_moe.graph.nodes import STRUCTURE, Graph, GraphNode, call_counts, module_of
+from telechat_moe.graph.nodes import STRUCTURE, Graph, GraphNode, module_of
 
 _WRITES = "sends its values to the host, which writes them"
 _SIZED = "the host learns the size of its output before it can launch what uses it"
@@ -39,15 +39,16 @@ class GraphSync(NamedTuple):
     waits: bool
 
 
-def host_syncs(mindir: bytes) -> list[GraphSync]:
+def host_syncs(
+    model: MindIR, functions: Mapping[str, Graph], times: Mapping[str, int]
+) -> list[GraphSync]:
     """Return the operators that wait or send, and last, as one entry, those whose shapes are dynamic.
 
     Args:
-        mindir: A serialised graph.
+        model: A rank's graph.
+        functions: Its functions by name.
+        times: How often a step calls each, as :func:`.nodes.call_counts` returns it.
     """
-    model = MindIR(mindir)
-    functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
-    times = call_counts(model, functions)
     counts: Counter[tuple[str, str, str, str, bool]] = Counter()
     unknown = 0
     for name, function in functions.items():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.host_syncs import GraphSync, host_syncs
 from telechat_moe.graph.liveness import Alive, alive
 from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, PEER, MindIR, find_value
 from telechat_moe.graph.nodes import (
@@ -150,6 +151,7 @@ class Reading:
         parameters: Name to own shape.
         order: Order of the micro-batches; empty without them.
         overlap: Pairs of passes that run beside each other, as :func:`.overlap.plain` writes them.
+        host_syncs: Operators that reach the host.
     """
 
     rank: int
@@ -158,7 +160,8 @@ class Reading:
     memory: RankMemory
     parameters: dict[str, tuple[int, ...]]
     order: list[PassEvent]
-    overlap: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    overlap: list[dict[str, Any]]
+    host_syncs: list[GraphSync]
 
     @property
     def recomputed(self) -> Counter[str]:
@@ -226,6 +229,7 @@ def read(
         parameters={name: tuple(p.dims) for name, p in shapes.items()},
         order=events(main, transfers),
         overlap=plain(pairs(main, functions, overlapped, likely), described) if overlapped else [],
+        host_syncs=host_syncs(model, functions, times),
     )
 
 
@@ -472,13 +476,15 @@ def differences(graph: RankGraph, other: RankGraph, devices: Devices) -> list[st
         lines.append(f"{len(derived)} operations derived, {len(compiled)} compiled")
     for place, (a, b) in enumerate(zip(derived, compiled, strict=False)):
         if a != b:
-            lines.append(f"operation {place}: derived {_said(a)}, compiled {_said(b)}")
+            lines.append(
+                f"operation {place}: derived {_signature_text(a)}, compiled {_signature_text(b)}"
+            )
         if len(lines) == 5:
             break
     return lines
 
 
-def _said(step: OperationSignature) -> str:
+def _signature_text(step: OperationSignature) -> str:
     shapes = " ".join(str(list(shape)) for shape, _ in step.shapes)
     ranks = f" over {list(step.ranks)}" if step.ranks else ""
     return f"{step.kind} {shapes}{ranks}"

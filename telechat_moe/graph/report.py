@@ -10,7 +10,6 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.compile import RankGraph
-from telechat_moe.graph.host_syncs import host_syncs
 from telechat_moe.graph.nodes import PHASES
 from telechat_moe.graph.read import Collective, Devices, Expected, Reading, differences, read
 from telechat_moe.graph.schedule import PassEvent, in_flight, unmatched
@@ -117,7 +116,7 @@ def _stage(
         "order": [_event(event) for event in reading.order],
         "order_text": " ".join(map(str, reading.order)),
         "overlap": reading.overlap,
-        "host_syncs": _host_syncs(graph),
+        "host_syncs": _host_syncs(reading),
         "compile_seconds": round(graph.compile_seconds, 2),
         "build_seconds": round(graph.build_seconds, 2),
         "peak_memory": graph.peak_memory,
@@ -197,10 +196,10 @@ def _alive(reading: Reading) -> list[dict[str, Any]]:
     ]
 
 
-def _host_syncs(graph: RankGraph) -> list[dict[str, Any]]:
+def _host_syncs(reading: Reading) -> list[dict[str, Any]]:
     """Return the operators that reach the host, layers together."""
     counts: Counter[tuple[str, str, str, bool, str]] = Counter()
-    for sync in host_syncs(graph.mindir):
+    for sync in reading.host_syncs:
         key = (sync.kind, _any_layer(sync.module), sync.phase, sync.waits, sync.why)
         counts[key] += sync.times
     names = ("kind", "module", "phase", "waits", "why")
@@ -395,14 +394,14 @@ def _memory_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["stage", *(f"{name} " for name in MEMORY), "sum "], rows
 
 
-def difference(first: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+def difference(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return two reports side by side, stage by stage where both have them."""
-    shared = zip(first["stages"], two["stages"], strict=False)
+    shared = zip(first["stages"], second["stages"], strict=False)
     names = ("recipe", "model", "layout", "devices")
     return {
         "one": {name: first[name] for name in names},
-        "two": {name: two[name] for name in names},
-        "stages_compared": min(len(first["stages"]), len(two["stages"])),
+        "two": {name: second[name] for name in names},
+        "stages_compared": min(len(first["stages"]), len(second["stages"])),
         "stages": [_stage_difference(a, b) for a, b in shared],
     }
 

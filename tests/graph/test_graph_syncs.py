@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
-from telechat_moe.graph.host_syncs import host_syncs
+from host_syncs_of import host_syncs_of
 
 EXPORT = """
 import sys
@@ -43,7 +43,7 @@ def test_operators_that_reach_the_host(tmp_path: Path) -> None:
     script = tmp_path / "export.py"  # MindSpore reads the source of a cell
     script.write_text(EXPORT)
     subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True)
-    found = host_syncs((tmp_path / "waits.mindir").read_bytes())
+    found = host_syncs_of((tmp_path / "waits.mindir").read_bytes())
     assert {(one.kind, one.module, one.times, one.waits) for one in found} == {
         ("NonZero", "inner", 1, True),
         ("MoveTo", "inner", 1, True),
@@ -52,4 +52,4 @@ def test_operators_that_reach_the_host(tmp_path: Path) -> None:
         ("Mul", "inner", 1, True),
         ("dynamic shapes", "all", 2, False),
     }
-    assert not host_syncs((tmp_path / "plain.mindir").read_bytes())
+    assert not host_syncs_of((tmp_path / "plain.mindir").read_bytes())

@@ -10,9 +10,9 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 pytestmark = pytest.mark.mindspore
 
 import numpy as np
+from host_syncs_of import host_syncs_of
 from mindspore import Tensor, nn
 
-from telechat_moe.graph.host_syncs import host_syncs
 from telechat_moe.model.dispatch import AscendDispatch
 from telechat_moe.ops import select
 from telechat_moe.ops.permute import BlockPlan, CapacityPlan
@@ -71,7 +71,7 @@ def test_the_compiled_graph_has_exactly_these_on_the_host(
     recipe = recipe_with({**changes, HOST: parts})
     (graph,) = compile_recipe(recipe, [0])
     found, routers = Counter[str](), len(recipe.model_config.moe_layer_names)
-    for one in host_syncs(graph.mindir):
+    for one in host_syncs_of(graph.mindir):
         if one.why.startswith("the host computes it"):
             assert one.waits
             assert one.phase == "forward"
