@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 
 import telechat_moe
@@ -28,6 +27,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.files import check_private, user_cache, write_atomic
 from telechat_moe.graph.mindir import MindIR
 from telechat_moe.ops import native
+from telechat_moe.versions import installed
 
 FILES = 8
 """How many files stay: the last ones used."""
@@ -54,6 +54,8 @@ def compile_cache(
         graphs: How many are compiled.
         say: Called with lines for the user.
     """
+    import mindspore as ms  # who only hashes the sources does without it
+
     global _requested
     hindered = "this process has compiled a step before" if _requested else _hindered()
     _requested = True
@@ -93,11 +95,11 @@ def key(made_from: Any, graphs: int) -> str:
     return source_hash(text, _foreign_code())[:32]
 
 
-def source_hash(text: str, more: Iterable[Path] = ()) -> str:
-    """Return a hash of a text, of versions and of all code that a graph is made of: this package and ``more`` files."""
-    versions = [sys.version, ms.__version__, np.__version__]
+def source_hash(text: str, files: Iterable[Path] = ()) -> str:
+    """Return a hash of a text, of versions and of all code that a graph is made of: this package and ``files``."""
+    versions = [sys.version, installed("mindspore"), np.__version__]
     digest = hashlib.sha256(json.dumps([text, versions]).encode())
-    for file in sorted({*_own_code(), *more}):
+    for file in sorted({*_own_code(), *files}):
         digest.update(f"{file}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
