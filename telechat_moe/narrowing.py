@@ -19,6 +19,11 @@ def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
+def equal_values(a: Any, b: Any) -> bool:
+    """Return whether two values are equal as in JSON, where True is not 1."""
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
 def short(value: Any) -> str:
     """Return a value as a text that fits into a message."""
     try:

@@ -92,16 +92,20 @@ def _check_depth(value: Any) -> None:
         raise RecursionError
 
 
+class DuplicateKeyError(ValueError):
+    """An object of JSON has a key twice."""
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON.
 
     Raises:
-        ValueError: A key is there twice.
+        DuplicateKeyError: A key is there twice.
     """
     content = dict(pairs)
     if len(content) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {short(name)!r} appears twice")
+        raise DuplicateKeyError(f"the key {short(name)!r} appears twice")
     return content
 
 

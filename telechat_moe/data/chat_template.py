@@ -360,22 +360,22 @@ class Conversation:
         self.counts[PARTLY] += sum(content not in text for content in contents)
         return self._tokens(self.text, spans, marked=True)
 
-    def _marked_spans(self) -> list[Span]:
-        spans = [Span(*span) for span in self.marked if span[1] > span[0]]
-        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+    def _refuse_other_marks(self, spans: Sequence[Span], answers: Sequence[int]) -> None:
+        """Refuse a template that marks a message which is no answer."""
         marked = {_squeezed(self.text[begin:end]) for begin, end in spans}
         for number, message in enumerate(self.messages):
             content = _squeezed(str(message["content"] or ""))
-            if (
-                len(spans) > len(answers)
-                and number not in answers
-                and content
-                and content in marked
-            ):
+            if number not in answers and content and content in marked:
                 raise BadInputError(
                     f"{self.name}: the chat template marks {self._who(number)} as written by the model ({{% generation %}}); "
                     "mark answers only"
                 )
+
+    def _marked_spans(self) -> list[Span]:
+        spans = [Span(*span) for span in self.marked if span[1] > span[0]]
+        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if len(spans) > len(answers):
+            self._refuse_other_marks(spans, answers)
         if len(self.learned) == len(answers):
             return spans
         if len(spans) != len(answers):

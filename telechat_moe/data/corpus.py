@@ -31,7 +31,7 @@ from typing import Any
 
 from telechat_moe.data.conversations import conversation_text, docstring_conversations
 from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.reading import most_inflated, unique_keys
+from telechat_moe.reading import DuplicateKeyError, most_inflated, unique_keys
 
 logger = logging.getLogger(__name__)
 
@@ -402,12 +402,12 @@ def _parse_line(location: str, line: bytes, key: str) -> dict[str, Any]:
         value = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise BadInputError(f"{location}: not UTF-8 text: byte {error.start} of the line") from None
+    except DuplicateKeyError as error:
+        raise BadInputError(
+            f"{location}: {error}; which of its values counts cannot be told"
+        ) from None
     except (RecursionError, ValueError) as error:
         fault = ": nested too deeply, or a number of thousands of digits"
-        if "appears twice" in str(error):
-            raise BadInputError(
-                f"{location}: {error}; which of its values counts cannot be told"
-            ) from None
         if isinstance(error, json.JSONDecodeError):
             fault = f" at column {error.colno}: {error.msg}"
         raise BadInputError(

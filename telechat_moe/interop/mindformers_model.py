@@ -30,6 +30,7 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
 from telechat_moe.sharding.cells.collective import SumOverProcesses
 from telechat_moe.train.rank_graph import placed_model
+from telechat_moe.train.step import update_rules
 
 
 @MindFormerRegister.register(
@@ -68,9 +69,7 @@ class TelechatMoeForCausalLM(PreTrainedModel):
         self.transformer_config = transformer_config(self.recipe)
         self._build(self.recipe)
         self.to_float, self.zero = ops.Cast(), Tensor([0.0], ms.float32)
-        model = self.recipe.model_config
-        rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else 0.0
-        self.bias_rate = rate or 0.0
+        _, self.bias_rate = update_rules(self.recipe)
         self.balance = _Balance(self.bias_rate, self.recipe.devices)
 
     def _build(self, recipe: Recipe) -> None:

@@ -11,6 +11,8 @@ from dataclasses import MISSING, Field, dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
+from telechat_moe.narrowing import equal_values
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -127,7 +129,11 @@ class Takes:
 
     def allows(self, value: object, of: Field[Any]) -> bool:
         """Return whether a value of the field asks for nothing that our trainer does not do."""
-        return bool(self.reason) or value is None or any(_same(value, v) for v in self.neutral(of))
+        return (
+            bool(self.reason)
+            or value is None
+            or any(equal_values(value, v) for v in self.neutral(of))
+        )
 
     def neutral(self, of: Field[Any]) -> tuple[object, ...]:
         """Return the neutral values of a field, beside None."""
@@ -147,10 +153,6 @@ def is_required(key: Field[Any]) -> bool:
     """Return whether a recipe must write the key."""
     without = key.default is MISSING and key.default_factory is MISSING
     return without or bool(key.metadata.get("written"))
-
-
-def _same(a: object, b: object) -> bool:
-    return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 ONLY_DEFAULT = {"takes": Takes()}

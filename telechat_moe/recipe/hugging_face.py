@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import yaml
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.narrowing import is_list, is_object, short
+from telechat_moe.narrowing import equal_values, is_list, is_object, short
 from telechat_moe.reading import read_object, real_path
 from telechat_moe.recipe.problems import Problem
 from telechat_moe.recipe.schema import Recipe
@@ -367,12 +367,12 @@ def _consistent(fields: Mapping[str, Any], values: Mapping[str, Any], config: Hf
         if fields.get(name) not in (right, None):
             expected = f"cannot be expressed; {right} with the other fields"
             config.refused.append((f"{name} is {_json(fields[name])}", expected))
-    for name, (right, expected) in FIXED.items():
-        if name in fields and not any(_same(fields[name], value) for value in right):
+    for name, (right, reason) in FIXED.items():
+        if name in fields and not any(equal_values(fields[name], value) for value in right):
             config.refused.append(
                 (
                     f"{name} is {_json(fields[name])}",
-                    f"cannot be expressed: {expected} ({_json(right[0])})",
+                    f"cannot be expressed: {reason} ({_json(right[0])})",
                 )
             )
 
@@ -450,10 +450,6 @@ def _fits(value: Any, default: Any) -> bool:
         return isinstance(value, bool)
     kinds = (int, float) if isinstance(default, float) else (int,)
     return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
 def _is_text(value: Any) -> bool:

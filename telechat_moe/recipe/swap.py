@@ -1,7 +1,7 @@
 """Which parts of which layers wait in the host's memory between forward and backward pass (`swap_config`).
 
 The spelling is MindFormers'. Of our layers those parts can be named whose results the backward pass reads and MindSpore
-moves ([swap.md](../../docs/plan_memory.md)).
+moves ([plan_memory.md](../../docs/plan_memory.md)).
 """
 
 import re

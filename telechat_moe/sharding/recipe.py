@@ -63,8 +63,8 @@ def stages_of(recipe: Recipe) -> Stages | None:
     Raises:
         BadInputError: The recipe's offsets do not fit.
     """
-    stages, config = recipe.parallel_config.pipeline_stage, recipe.model_config
-    if stages == 1 or not recipe.use_parallel:
+    stages, config = recipe.stages, recipe.model_config
+    if stages == 1:
         return None
     pipeline = recipe.parallel.pipeline_config
     scheduler = pipeline.pipeline_scheduler if pipeline and pipeline.pipeline_interleave else None
@@ -125,7 +125,7 @@ def parallel_context(recipe: Recipe, full_batch: bool | None = None) -> dict[str
     Args:
         full_batch: Every process feeds the whole batch; None = as the recipe says.
     """
-    parallel, stages = recipe.parallel, recipe.parallel_config.pipeline_stage
+    parallel, stages = recipe.parallel, recipe.stages
     every_row = parallel.full_batch if full_batch is None else full_batch
     settings: dict[str, Any] = {
         "enable_alltoall": True,
@@ -136,7 +136,7 @@ def parallel_context(recipe: Recipe, full_batch: bool | None = None) -> dict[str
     if not every_row and isinstance(parallel.dataset_strategy, list):
         settings["dataset_strategy"] = tuple(tuple(axes) for axes in parallel.dataset_strategy)
         del settings["full_batch"]
-    if stages > 1 and recipe.use_parallel:
+    if stages > 1:
         settings["pipeline_stages"] = stages
         config = parallel.pipeline_config
         if config is not None and config.pipeline_interleave:

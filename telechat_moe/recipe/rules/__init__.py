@@ -28,7 +28,8 @@ def documented(*, effects: bool = False) -> list[Callable[..., Iterator[Broken]]
         rule
         for module in (in_ours if effects else always)
         for name, rule in vars(module).items()
-        if inspect.isgeneratorfunction(rule) and not name.startswith("_")
+        if inspect.isgeneratorfunction(rule) and rule.__module__ == module.__name__
+        if not name.startswith("_")
     ]
 
 

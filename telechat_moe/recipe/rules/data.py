@@ -93,14 +93,14 @@ def columns(r: Recipe) -> Iterator[Broken]:
     if config:
         expected = produced(config)
         for key in ("input_columns", "construct_args_key"):
-            problem = getattr(data, key)
-            if problem is not None and problem != expected:
+            columns = getattr(data, key)
+            if columns is not None and columns != expected:
                 expected_text = f"{expected}, what the data set gives with "
                 mask = f"create_attention_mask {config.create_attention_mask}"
                 expected_text += (
                     "create_compressed_eod_mask True" if config.create_compressed_eod_mask else mask
                 )
-                yield DATA + key, str(problem), expected_text
+                yield DATA + key, str(columns), expected_text
     elif (
         data.input_columns is not None
         and data.construct_args_key is not None
@@ -167,7 +167,7 @@ def masks(r: Recipe) -> Iterator[Broken]:
         yield key, problem, f"{CONFIG}create_compressed_eod_mask True"
 
 
-def _whole(r: Recipe) -> str | None:
+def _whole_documents_key(r: Recipe) -> str | None:
     """Return the section that keeps documents whole; None: text is cut."""
     settings = r.telechat_moe
     choices = {"conversations": settings.conversations, "packing": settings.packing}
@@ -178,7 +178,7 @@ def _whole(r: Recipe) -> str | None:
 
 def whole_documents(r: Recipe) -> Iterator[Broken]:
     """Documents that stay whole see only themselves, and what follows them is not learned; MindFormers' packing trains on it."""
-    section, config = _whole(r), _config(r)
+    section, config = _whole_documents_key(r), _config(r)
     if section is None or config is None:
         return
     for key in ("reset_position_ids", "reset_attention_mask"):
@@ -252,7 +252,7 @@ def mixture(r: Recipe) -> Iterator[Broken]:
         return
     if not segments:
         yield key, "an empty list", "an item with from_sample 0 and weights, or remove the key"
-    if (section := _whole(r)) is not None:
+    if (section := _whole_documents_key(r)) is not None:
         problem = f"weights that change, with {section}, whose passes differ in samples"
         yield key, problem, "remove it, and weights in data_path"
     path = config.data_path or config.train_data_path or []

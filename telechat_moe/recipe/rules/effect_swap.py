@@ -77,13 +77,13 @@ def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
             yield key, problem, "other layers, or no such item"
         part_names = list(dict.fromkeys(name for i in layers for name in parts(m, i)))
         for name in patterns_of(item):
-            problem = matched(name, part_names)
-            if not problem and layers:
+            operators = matched(name, part_names)
+            if not operators and layers:
                 yield (
                     key,
                     f"{name}, which matches no operator of these layers",
                     f"one of {', '.join(part_names)}",
                 )
-            elif problem and recomputed_parts.issuperset(problem):
-                problem_text = f"{name}, which telechat_moe.sharding.recompute computes again"
-                yield key, problem_text, "swapped or recomputed, not both"
+            elif operators and recomputed_parts.issuperset(operators):
+                problem = f"{name}, which telechat_moe.sharding.recompute computes again"
+                yield key, problem, "swapped or recomputed, not both"

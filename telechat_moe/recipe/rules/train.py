@@ -15,7 +15,7 @@ from telechat_moe.recipe.schema.callbacks import (
 )
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.optimizer import LrSchedule
-from telechat_moe.recipe.written import texts as _texts
+from telechat_moe.recipe.written import texts
 from telechat_moe.units import size_text
 
 MODEL = "model.model_config."
@@ -347,7 +347,7 @@ _NO_PATHS = ("telechat_moe.sample.prompts", "telechat_moe.conversations.message"
 
 def home_folders(r: Recipe) -> Iterator[Broken]:
     """Nothing puts the folder of a user in the place of `~`: a folder of that name would be made."""
-    for key, text in _texts(r.given):
+    for key, text in texts(r.given):
         if re.match(r"~[\w.-]*(/|$)", text) and not key.startswith(_NO_PATHS):
             yield key, f"{text}, and nothing puts a folder for ~", f"the whole path, or ./{text}"
 

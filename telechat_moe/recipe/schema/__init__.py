@@ -229,6 +229,11 @@ class Recipe:
         return p.data_parallel * p.model_parallel * p.context_parallel * p.pipeline_stage
 
     @property
+    def stages(self) -> int:
+        """Stages of the pipeline; 1: there is none."""
+        return self.parallel_config.pipeline_stage if self.use_parallel else 1
+
+    @property
     def degrees_text(self) -> str:
         """The parallel degrees in words."""
         p = self.parallel_config

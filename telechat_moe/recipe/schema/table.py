@@ -69,13 +69,14 @@ def _row(line: str) -> Row:
     decided = columns.pop().split()[1:] if columns and columns[-1].startswith("decides ") else None
     if match is None or len(columns) not in (0, 1, 3, 4):
         raise ValueError(f"{FILE.name}: {line}: expected a name, or name, values, default, meaning")
-    if len(columns) < 2:
-        return Row(key, {"takes": _takes(columns[0])} if columns else {})
-    values, default, says, *takes = columns
-    also, instead_of = (tuple(names.split(", ")) if names else () for names in match.groups()[1:])
-    metadata = {"doc": says, **fields.names(*also), **fields.instead_of(*instead_of)}
+    metadata: dict[str, Any] = {}
     if decided is not None:
         metadata |= fields.decides(*cast("Any", decided if decided != ["nothing"] else ()))
+    if len(columns) < 2:
+        return Row(key, metadata | ({"takes": _takes(columns[0])} if columns else {}))
+    values, default, says, *takes = columns
+    also, instead_of = (tuple(names.split(", ")) if names else () for names in match.groups()[1:])
+    metadata |= {"doc": says, **fields.names(*also), **fields.instead_of(*instead_of)}
     switch = "only False" if (values, default) == ("bool", "None") else "only"
     metadata["takes"] = _takes(takes[0] if takes else switch)
     return Row(match[1], metadata, values + " | None" * (default == "None"), default)
