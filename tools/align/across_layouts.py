@@ -30,7 +30,7 @@ from telechat_moe.tools.align.judge.distance import (
     relative_distance,
     rows_scaled,
 )
-from telechat_moe.tools.align.judge.outcome import Explanation, Finding, Outcome
+from telechat_moe.tools.align.judge.outcome import Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import named_differently, narrowest_of
 from telechat_moe.tools.align.judge.pins import (
     ReferenceChoices,
@@ -50,7 +50,7 @@ from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_f
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import in_shards
 from telechat_moe.tools.align.judge.standard import Standard
-from telechat_moe.tools.align.judge.verdict import Status, Verdict
+from telechat_moe.tools.align.judge.verdict import Explanation, Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
 
@@ -231,14 +231,13 @@ class _Points:
         compared: list[tuple[Finding, tuple[SharedTensor, SharedTensor]]] = []
         for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair.name)):
             pairs_of_weight = [*weight]
-            pairs_by_name = {pair.name: pair for pair in pairs_of_weight}
             judged: dict[str, Status] = {}
             for pair in pairs_of_weight:
                 name = pair.name
                 if name.endswith(" after"):
                     updated[name.removesuffix(" after")] = pair.reference.values, pair.target.values
                 finding = self._compare(pair, step, b)
-                cause = self._follows(pair, finding, pairs_by_name, judged)
+                cause = self._follows(pair, finding, pairs_of_weight, judged)
                 judged[name] = "pass" if cause else finding.verdict.status
                 if cause:
                     verdict = replace(finding.verdict, status="pass", reason=f"{name}: {cause}")
@@ -308,7 +307,7 @@ class _Points:
         self,
         pair: TensorPair,
         finding: Finding,
-        pairs_by_name: Mapping[str, TensorPair],
+        pairs: Sequence[TensorPair],
         judged: Mapping[str, Status],
     ) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
@@ -325,7 +324,7 @@ class _Points:
             return ""
         if when == "after" and (finding.step, target.key) in self.right and finding.call:
             cause = "what the update makes of its gradient and states"
-            return cause if _same_rule(finding.call, pairs_by_name) else ""
+            return cause if _same_rule(finding.call, pairs) else ""
         last = self.last.get(state, (None, None))
         if when == "before" and all(
             x is not None and p.values is not None and np.array_equal(x, p.values)
@@ -413,7 +412,7 @@ class _Points:
         standard.keep(step, target.rank, [verdict])
         return verdict.status, f"{name}: {verdict.reason}", verdict.ratio
 
-    def _held(
+    def _tracked_values(
         self, target: SharedTensor, ranks: Sequence[RankDump]
     ) -> Iterator[tuple[int, TensorRecord, TrackedValue | None]]:
         """Yield of each rank that has a tensor its record, and it as the followed program makes it."""
@@ -431,7 +430,7 @@ class _Points:
         if self.followed is None or target.place.removeprefix("input.") in STATES:
             return None
         values, squares = np.full(y.shape, np.nan), np.zeros(y.shape)
-        for rank, record, tracked in self._held(target, ranks):
+        for rank, record, tracked in self._tracked_values(target, ranks):
             if tracked is None or not set_part(values, record, rank, tracked.value):
                 return None
             sigma = np.broadcast_to(tracked.sigma, tracked.value.shape)
@@ -440,7 +439,7 @@ class _Points:
 
     def _squares(self, target: SharedTensor, ranks: Sequence[RankDump], size: int) -> float | None:
         """Return the sum of squared deviations of a tensor of so many elements; None: not known."""
-        tracked_values = [tracked for _, _, tracked in self._held(target, ranks)]
+        tracked_values = [tracked for _, _, tracked in self._tracked_values(target, ranks)]
         mean_squares = [
             np.mean(np.square(h.sigma, dtype=np.float64)) for h in tracked_values if h is not None
         ]
@@ -464,10 +463,10 @@ class _Points:
         return limit + AMPLIFIED * self.drift
 
 
-def _same_rule(update: Call, pairs_by_name: Mapping[str, TensorPair]) -> bool:
+def _same_rule(update: Call, pairs: Sequence[TensorPair]) -> bool:
     """Return whether the reference's update is what the target's makes of the reference's gradient and states."""
     records: dict[tuple[str, str], TensorRecord] = {}
-    for name, reference, _ in pairs_by_name.values():
+    for name, reference, _ in pairs:
         if reference.values is None:
             return True  # not known
         values = reference.values

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from telechat_moe.tools.diagnose.records import Records
 
@@ -39,18 +38,34 @@ class Cause:
 
     @classmethod
     def at(
-        cls, records: Records, rows: Sequence[int], span: slice, step_s: float, **fields: Any
+        cls,
+        records: Records,
+        rows: Sequence[int],
+        span: slice,
+        step_s: float,
+        *,
+        kinds: tuple[str, ...],
+        scope: str,
+        part: str,
+        seconds: float,
+        sigmas: float,
+        lost: float,
     ) -> "Cause":
-        """Return a cause on rows of records in a span of their steps; ``fields`` has those that do not follow from these."""
+        """Return a cause on rows of records in a span of their steps."""
         hosts = {int(records.host[row]) for row in rows}
         steps = records.steps[span]
         return cls(
+            kinds=kinds,
+            scope=scope,
             ranks=tuple(int(records.ranks[row]) for row in rows),
             host=records.hosts[hosts.pop()] if len(hosts) == 1 else "",
+            part=part,
             first_step=int(steps[0]),
             last_step=int(steps[-1]),
-            share=fields["seconds"] / step_s,
-            **fields,
+            seconds=seconds,
+            share=seconds / step_s,
+            sigmas=sigmas,
+            lost=lost,
         )
 
 

@@ -408,8 +408,8 @@ def find_spikes(report: LossReport, finite: Array) -> list[LossSpike]:
     spikes: list[LossSpike] = []
     for group in _events(np.flatnonzero(high[0] | high[1])):
         window = slice(max(0, group[0] - 2), group[-1] + 3)
-        its, target_jumps = (bool(over[window].any()) for over in high)
-        curve = "both" if target_jumps and its else "target" if target_jumps else "base"
+        base_jumps, target_jumps = (bool(over[window].any()) for over in high)
+        curve = "both" if target_jumps and base_jumps else "target" if target_jumps else "base"
         heights = [float(np.expm1(jump[group].max())) for jump in jumps]
         top = group[int(np.argmax(jumps[target_jumps][group]))]
         spikes.append(LossSpike(int(report.steps[indices[top]]), heights[0], heights[1], curve))

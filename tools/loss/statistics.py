@@ -376,7 +376,7 @@ def outliers(d: Array, alpha: float, min_size: float) -> list[tuple[int, float]]
     # Where noise sets in, its size just afterwards counts.
     scale = maximum_filter1d(local_spread(d - level), 121, mode="nearest")
     unit = (d - level) / scale
-    hits_by_index: list[tuple[int, float]] = []
+    differences: list[tuple[int, float]] = []
     for sign in (1.0, -1.0):
         other = np.sort(np.maximum(-sign * unit, 0.0))[::-1]
         count = max(10, len(d) // 50)
@@ -386,5 +386,5 @@ def outliers(d: Array, alpha: float, min_size: float) -> list[tuple[int, float]]
         slope = max(float(np.mean(np.log(np.maximum(top / base, 1.0)))), 1 / 5)
         limit = base * (count / (alpha / 2)) ** slope
         hits = np.flatnonzero((sign * unit > limit) & (np.abs(d - level) > min_size))
-        hits_by_index += [(int(i), float(d[i] - level[i])) for i in hits]
-    return sorted(hits_by_index)
+        differences += [(int(i), float(d[i] - level[i])) for i in hits]
+    return sorted(differences)

@@ -121,8 +121,8 @@ class _Recorder(TorchFunctionMode):
         arguments, into = args, _versions((*args, *kwargs.values()))
         if not _writes(name, kwargs) and torch.is_grad_enabled():
             use = partial(self._use, gradients=gradients, key=key)
-            arguments = _each(args, use)
-            kwargs = {k: _each(v, use) for k, v in kwargs.items()}
+            arguments = _map_tensors(args, use)
+            kwargs = {k: _map_tensors(v, use) for k, v in kwargs.items()}
         result = func(*arguments, **kwargs)
         result, gradients = _own_node(result, args, arguments, gradients)
         outputs = result if is_sequence(result) else [result]
@@ -357,12 +357,12 @@ def _name(func: Callable[..., Any]) -> str | None:
     )
 
 
-def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         with torch._C.DisableTorchFunction():
             return function(value)
     if type(value) in (list, tuple):
-        return type(value)(_each(v, function) for v in value)
+        return type(value)(_map_tensors(v, function) for v in value)
     return value
 
 
@@ -370,13 +370,13 @@ class StepRecorder:
     """Splits a recording into steps, each of which ends with an optimizer's step."""
 
     def __init__(self, calls: dict[str, Call], steps: range) -> None:
-        self.calls, self.wanted, self.step = calls, steps, 0
-        self.found: dict[int, dict[str, Call]] = {}
+        self.calls, self.recorded_steps, self.step = calls, steps, 0
+        self.calls_of_steps: dict[int, dict[str, Call]] = {}
 
     def end(self, *_: Any) -> None:
         """Store what was recorded as a step."""
-        if self.step in self.wanted and self.calls:
-            self.found[self.step] = dict(self.calls)
+        if self.step in self.recorded_steps and self.calls:
+            self.calls_of_steps[self.step] = dict(self.calls)
         self.calls.clear()
         self.step += 1
 
@@ -401,7 +401,7 @@ def run_script(
         cut.end()
     ranks = {
         (step, 0): RankDump(step, 0, "pytorch", "tensor", "L1", step_calls)
-        for step, step_calls in cut.found.items()
+        for step, step_calls in cut.calls_of_steps.items()
     }
     dump = Dump(out, ranks)
     msprobe_write.write(dump, out)

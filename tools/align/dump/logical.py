@@ -367,7 +367,7 @@ def _part(record: TensorRecord, place: ShardIndices, box: BlockSlices) -> tuple[
         return None
     in_block, in_shard = [w for w, _ in pairs], [o for _, o in pairs]
     if place.flat is None:
-        return _picked(in_block, [s.stop - s.start for s in box]), _taken(record, in_shard)
+        return _picked(in_block, [s.stop - s.start for s in box]), _read_elements(record, in_shard)
     begin, end = place.flat
     lengths = [*map(len, place.dims)]
     positions: list[Array] = [np.arange(n)[o] for n, o in zip(lengths, in_shard, strict=True)]
@@ -384,7 +384,7 @@ def _part(record: TensorRecord, place: ShardIndices, box: BlockSlices) -> tuple[
         return None
     chosen: Array = numbers[inside] - begin
     low = int(chosen.min())
-    values: Array = _taken(record, [slice(low, int(chosen.max()) + 1)])[chosen - low]
+    values: Array = _read_elements(record, [slice(low, int(chosen.max()) + 1)])[chosen - low]
     if not box:
         return ..., values.reshape(())
     block_positions: list[Array] = [
@@ -403,7 +403,7 @@ def _overlap(positions: ShardPositions, low: int, high: int) -> tuple[Indexer, I
     return (positions[inside] - low, inside) if inside.size else None
 
 
-def _taken(record: TensorRecord, indexers: Sequence[Indexer]) -> Array:
+def _read_elements(record: TensorRecord, indexers: Sequence[Indexer]) -> Array:
     """Return elements of a record, maybe a view; of a mapped file only these are read."""
     values = record.load()
     if values.shape != record.shape:

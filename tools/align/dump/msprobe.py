@@ -108,18 +108,21 @@ class _Ranks(Mapping[tuple[int, int], RankDump]):
 
     def __init__(self, root: Path, folders: Mapping[tuple[int, int], list[Path]]) -> None:
         self._root, self._folders = root, folders
-        self._kept: OrderedDict[tuple[int, int], tuple[RankDump, int]] = OrderedDict()
+        self._cached_ranks: OrderedDict[tuple[int, int], tuple[RankDump, int]] = OrderedDict()
 
     def __getitem__(self, key: tuple[int, int]) -> RankDump:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
+        if key in self._cached_ranks:
+            self._cached_ranks.move_to_end(key)
+            return self._cached_ranks[key][0]
         parts = [_read_rank(self._root, folder, *key) for folder in self._folders[key]]
         size = sum(_json_file(f).stat().st_size for f in self._folders[key])
-        self._kept[key] = (_joined(parts), size)
-        while len(self._kept) > 1 and sum(n for _, n in self._kept.values()) > _CACHE_BYTES:
-            self._kept.popitem(last=False)
-        return self._kept[key][0]
+        self._cached_ranks[key] = (_joined(parts), size)
+        while (
+            len(self._cached_ranks) > 1
+            and sum(n for _, n in self._cached_ranks.values()) > _CACHE_BYTES
+        ):
+            self._cached_ranks.popitem(last=False)
+        return self._cached_ranks[key][0]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(sorted(self._folders))

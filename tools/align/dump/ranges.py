@@ -262,7 +262,7 @@ def _lengths(
     if len(first) != rank:
         raise LayoutError(f"a shard {list(first)} has {len(first)} dimensions, the layout {rank}")
     return [
-        shards.length(d, None if d in shards.said else n * shards.number(d))
+        shards.length(d, None if d in shards.positions else n * shards.number(d))
         for d, n in enumerate(first)
     ]
 
@@ -273,13 +273,13 @@ class _Shards:
     def __init__(self, layout: TensorLayout) -> None:
         self.layout = layout
         self.sizes = dict(zip(layout.axes, layout.mesh, strict=True))
-        self.said: dict[int, list[ShardPositions]] = {}
+        self.positions: dict[int, list[ShardPositions]] = {}
         """The indices of each shard of a dimension, where the layout lists them."""
         for d, lengths in layout.sizes.items():
             if any(n < 0 for n in lengths):
                 raise LayoutError(f"{_name(d)} has shards of the lengths {list(lengths)}")
             ends = accumulate(lengths)
-            self.said[d] = [range(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+            self.positions[d] = [range(end - n, end) for n, end in zip(lengths, ends, strict=True)]
         for d, owned in layout.owned.items():
             counts = Counter(i for part in owned for i in part)
             for i, count in counts.items():
@@ -287,7 +287,7 @@ class _Shards:
                     raise LayoutError(
                         f"index {i} of {_name(d)} is owned {count} times by shards that hold {len(counts)} in all"
                     )
-            self.said[d] = [np.array(part, np.int64) for part in owned]
+            self.positions[d] = [np.array(part, np.int64) for part in owned]
 
     def axes(self, d: int) -> tuple[str, ...]:
         return self.layout.flat if d == FLAT else self.layout.dims[d]
@@ -300,22 +300,22 @@ class _Shards:
         length = unpadded if unpadded is None else self.layout.padded.get(d, unpadded)
         if unpadded is not None and length is not None and length < unpadded:
             raise LayoutError(f"{_name(d)} is {unpadded} long and only {length} with filler")
-        if d not in self.said:
+        if d not in self.positions:
             assert length is not None  # the caller knows it
             return length
-        if len(self.said[d]) != self.number(d):
+        if len(self.positions[d]) != self.number(d):
             raise LayoutError(
-                f"{_name(d)} is sharded into {self.number(d)}, {len(self.said[d])} shards are listed"
+                f"{_name(d)} is sharded into {self.number(d)}, {len(self.positions[d])} shards are listed"
             )
-        total = sum(map(len, self.said[d]))
+        total = sum(map(len, self.positions[d]))
         if length is not None and length != total:
             raise LayoutError(f"the shards of {_name(d)} are {total} long together, it is {length}")
         return total
 
     def indices(self, d: int, length: int, place: Mapping[str, int]) -> ShardPositions:
         """Return the indices of one shard of a dimension."""
-        if d in self.said:
-            return self.said[d][_position(self.axes(d), self.sizes, place, self.layout.local)]
+        if d in self.positions:
+            return self.positions[d][_position(self.axes(d), self.sizes, place, self.layout.local)]
         block = dict(enumerate(self.layout.block)).get(d, 1)
         parts: list[ShardPositions] = [range(length)]
         for axis in self.axes(d):

@@ -39,10 +39,9 @@ def weight(
     partial = {a: reduce for a in free if reduce is not None and cuts.mesh.sizes[a] > 1}
     mesh = tuple(cuts.mesh.sizes[a] for a in AXES)
     ranks = tuple(range(first, first + cuts.mesh.stage_devices))
-    layout, region = TensorLayout(mesh, AXES, ranks, tuple(dims), partial), None
-    if reduce is None:
-        region = cuts.shard(first, plain, itemsize)
-    if not shape or region is None:
+    layout = TensorLayout(mesh, AXES, ranks, tuple(dims), partial)
+    region = cuts.shard(first, plain, itemsize) if reduce is None and shape else None
+    if region is None:
         return layout, shape
     copies = shape[0] // cuts.mesh.size(dims[0]) // (region[0][1] - region[0][0])
     return (shared(layout, copies) if copies > 1 else layout), shape

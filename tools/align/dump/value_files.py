@@ -76,7 +76,7 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     except RecursionError:
         raise BadInputError(f"{path}: nested too deeply") from None
     except _BROKEN as error:
-        raise BadInputError(f"{path}: {_said(error)}") from None
+        raise BadInputError(f"{path}: {_error_text(error)}") from None
     if values.shape != shape:
         raise BadInputError(f"{path}: shape {list(values.shape)}, the dump says {list(shape)}")
     try:
@@ -225,7 +225,7 @@ def _folder(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"
     return f"broken ({str(error)[:200] or type(error).__name__})"

@@ -11,7 +11,7 @@ from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.explain.differences import close
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
-from telechat_moe.tools.align.judge.outcome import Explanation
+from telechat_moe.tools.align.judge.verdict import Explanation
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 _MOST_OTHERS = 256

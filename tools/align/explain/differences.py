@@ -13,7 +13,7 @@ import numpy as np
 from telechat_moe.numerics import FLOATS, round_to, spacing
 from telechat_moe.tools.align.dump.records import Call, TensorRecord
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
-from telechat_moe.tools.align.judge.outcome import Explanation
+from telechat_moe.tools.align.judge.verdict import Explanation
 from telechat_moe.tools.align.operators.approx import Array
 
 _MOST_ROUNDINGS = 64  # of a narrow accumulator, in units of the largest value

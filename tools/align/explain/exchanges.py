@@ -16,8 +16,7 @@ from telechat_moe.tools.align.judge.collectives import (
     loaded,
 )
 from telechat_moe.tools.align.judge.data_flow import digest
-from telechat_moe.tools.align.judge.outcome import Explanation
-from telechat_moe.tools.align.judge.verdict import values_of
+from telechat_moe.tools.align.judge.verdict import Explanation, values_of
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 
@@ -123,7 +122,7 @@ def _weighed(
         total = exact.sum(1).reshape(*x.shape)
         if np.all(np.abs(x - total.value) <= 2 * total.bound(dtype)):
             named = {r: w for r, w in zip(these, weight.tolist(), strict=True) if w}
-            return _said(named, group, rank)
+            return _explain_weights(named, group, rank)
     return None
 
 
@@ -133,7 +132,7 @@ def _simple(weight: float, n: int) -> float:
     return integer if abs(weight - integer) <= abs(weight - part) + 1e-3 else part
 
 
-def _said(weights: dict[int, float], group: list[int], rank: int) -> Explanation | None:
+def _explain_weights(weights: dict[int, float], group: list[int], rank: int) -> Explanation | None:
     kinds, ranks = set(weights.values()), sorted(weights)
     if weights == {rank: 1.0}:
         return "missing reduction", f"rank {rank} kept its own values"

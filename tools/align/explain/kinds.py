@@ -11,8 +11,9 @@ from telechat_moe.tools.align.explain.differences import Difference, kind_of_int
 from telechat_moe.tools.align.explain.exchanges import kind_of_exchange
 from telechat_moe.tools.align.judge.collectives import ExchangeContext
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
-from telechat_moe.tools.align.judge.outcome import Explanation, Finding
+from telechat_moe.tools.align.judge.outcome import Finding
 from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.verdict import Explanation
 
 
 def explained(finding: Finding) -> Finding:
@@ -35,7 +36,7 @@ def explained(finding: Finding) -> Finding:
 def kind_of_call(divergent: DivergentCall, difference: Difference | None) -> Explanation:
     """Return the kind of fault of a divergent call and the evidence for it."""
     verdict, call = divergent.verdict, divergent.call
-    setting = _wrong_setting(call, divergent)
+    setting = _wrong_setting(divergent)
     if setting is not None:
         return setting
     if difference is None:
@@ -70,8 +71,9 @@ def _difference(divergent: DivergentCall) -> Difference | None:
     return Difference(x, value, bound, divergent.call, tensor, divergent)
 
 
-def _wrong_setting(call: Call, divergent: DivergentCall) -> Explanation | None:
+def _wrong_setting(divergent: DivergentCall) -> Explanation | None:
     """Test whether another value of a number or flag makes the result right."""
+    call = divergent.call
     if call.phase is Phase.BACKWARD or divergent.settings is None:
         return None
     expected, actual = _settings(divergent.settings), _settings(call)

@@ -274,8 +274,8 @@ def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[R
             bound[ranks[0]]["op"] = _operation(
                 {} if kind == MESSAGE else arguments_by_name(kind, trusted_call)
             )
-            for verdict in bound.values():
-                verdict["input"] = loaded(verdict["input"])
+            for arguments in bound.values():
+                arguments["input"] = loaded(arguments["input"])
             expected = meeting.received(bound)
         except (LookupError, ValueError, TypeError) as error:
             reason = f"arguments do not fit {trusted_call.name}: {error}"
@@ -294,8 +294,8 @@ def _judge_rank(call: Call, expected: Approx | Array) -> Verdict:
     records = [written] if written is not None else list(flat(call.outputs))
     if not records:
         return not_judged(call.key, "what it received was not dumped")
-    loaded = [record.load() for record in records]
-    values = loaded[0] if len(loaded) == 1 else np.concatenate(loaded, 0)
+    arrays = [record.load() for record in records]
+    values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, 0)
     return judge(call.key, "output.0", values, expected, records[0].dtype)
 
 

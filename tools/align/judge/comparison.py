@@ -120,14 +120,14 @@ class _Comparison:
         progress: Progress,
         standard: Standard | None,
     ) -> None:
-        self.known, self.itself = cache or ReferenceCache(), itself
+        self.cache, self.itself = cache or ReferenceCache(), itself
         self.progress, self.standard = progress, standard
         self.remembers = cache is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
         self.coverage = Coverage()
         self.open: dict[tuple[int, int, str], list[Verdict]] = {}  # of collectives and inputs
         self.seen: list[CallStatus] = []
-        self.theirs: dict[int, DataFlow] = {}
+        self.reference_flows: dict[int, DataFlow] = {}
         self.confirmed = set[str]()  # by the other run, among others
 
     def alone(self, dump: Dump, place: tuple[int, int], is_target: bool) -> None:
@@ -142,8 +142,8 @@ class _Comparison:
         """Return the divergent calls of a rank, in order."""
         if self.standard is not None:
             return self._by_standard(self.standard, reference, target)
-        target_flow, reference_flow = DataFlow(target), self.known.flow(reference)
-        self.theirs[target.rank] = reference_flow
+        target_flow, reference_flow = DataFlow(target), self.cache.flow(reference)
+        self.reference_flows[target.rank] = reference_flow
         wrong: dict[str, list[Verdict]] = {}
         for verdict in (
             *broken_edges(reference_flow, target_flow),
@@ -164,7 +164,12 @@ class _Comparison:
         self.confirmed = replaced.confirmed
         self._replayed(reference, target, wrong)
         findings = [
-            Finding(*_where(target, key), target_flow.order[key] - begins[key], verdicts[0], call)
+            Finding(
+                *_step_and_rank(target, key),
+                target_flow.order[key] - begins[key],
+                verdicts[0],
+                call,
+            )
             for key, verdicts in wrong.items()
             if (call := target.calls.get(key)) is not None
         ]
@@ -228,7 +233,7 @@ class _Comparison:
         begins = _begins(target)
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
-            call_place = (*_where(target, key), split(key, target.step)[1])
+            call_place = (*_step_and_rank(target, key), split(key, target.step)[1])
             verdicts = standard.verdicts(call, reference, target)
             if verdicts:
                 first = self._see(call_place, call, verdicts)
@@ -237,7 +242,7 @@ class _Comparison:
                     findings.append(Finding(*call_place[:2], i - begins[key], first, call, *kind))
         for key, call in reference.calls.items():
             if key not in target.calls:
-                call_place = (*_where(reference, key), split(key, reference.step)[1])
+                call_place = (*_step_and_rank(reference, key), split(key, reference.step)[1])
                 self._see(call_place, call, [not_judged(key, "the target does not run this call")])
         return [_in_step(f) for f in findings]
 
@@ -266,9 +271,9 @@ class _Comparison:
         )
         arguments = [bare.inputs, [*bare.kwargs.items()]] if bare else None
         mark = content_of(call.name, call.phase, call, forward is not call and forward, arguments)
-        if mark not in self.known.verdicts:
-            self.known.verdicts[mark] = replay_call(call, forward, settings)
-        return [replace(v, key=call.key) for v in self.known.verdicts[mark]]
+        if mark not in self.cache.verdicts:
+            self.cache.verdicts[mark] = replay_call(call, forward, settings)
+        return [replace(v, key=call.key) for v in self.cache.verdicts[mark]]
 
     def _count(self, verdict: Verdict, target: RankDump) -> None:
         """Count a verdict on a collective or an input; an open one of a collective once the other run has judged it, too."""
@@ -301,7 +306,7 @@ class _Comparison:
         if f.phase is not None or f.call is None or not is_exchange(f.call):
             return f
         name = f"{f.step}{STEP}{f.call.key}" if joined else f.call.key
-        return replace(f, phase=phase_of(replace(f.call, key=name), self.theirs[f.rank]))
+        return replace(f, phase=phase_of(replace(f.call, key=name), self.reference_flows[f.rank]))
 
 
 def _may_differ(verdict: Verdict, reference_flow: DataFlow, target_flow: DataFlow) -> bool:
@@ -311,7 +316,7 @@ def _may_differ(verdict: Verdict, reference_flow: DataFlow, target_flow: DataFlo
     return verdict.status == "not judged" or bool(made_in_target) or verdict.key in target_flow.late
 
 
-def _where(target: RankDump, key: str) -> tuple[int, int]:
+def _step_and_rank(target: RankDump, key: str) -> tuple[int, int]:
     return split(key, target.step)[0], target.rank
 
 
@@ -379,7 +384,7 @@ def _missing(
         if call.kind == "api" and not replaced and not _gave_back(call, reference, target):
             reason = f"the {other} does not run {call.key}"
             verdict = Verdict(call.key, "", "diverged", float("inf"), reason)
-            place = _where(run, call.key)
+            place = _step_and_rank(run, call.key)
             findings.append(Finding(*place, order, verdict, call, _only(call, word)))
 
     last = -1.0

@@ -101,7 +101,7 @@ class Coverage:
             )
             statistics = f"; statistics of {agree:,} agree, which does not show that values do"
             return "not a single tensor could be judged" + (statistics if agree else "")
-        few = [f"{_said(name, s)}" for name, s in self.shares.items() if s.least < ENOUGH]
+        few = [f"{_sentence(name, s)}" for name, s in self.shares.items() if s.least < ENOUGH]
         return f"{'; '.join(few)}; a pass needs {ENOUGH:.0%} of both" if few else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Coverage:
         }
 
 
-def _said(name: str, share: CoverageShare) -> str:
+def _sentence(name: str, share: CoverageShare) -> str:
     if not share.calls:
         return f"{name}: none was compared; name some with --map, or dump the updates of weights in both runs"
     size = share.judged_bytes / share.bytes if share.bytes else 0.0

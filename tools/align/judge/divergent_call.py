@@ -10,7 +10,7 @@ from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorR
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.edges import wanted
 from telechat_moe.tools.align.judge.replay import arguments_of, believed, expected_gradient
-from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.judge.verdict import Explanation, Verdict
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.registry import UNFIT
@@ -145,7 +145,7 @@ class DivergentCall:
             return "stale weight"  # the input of the same call in an earlier step
         return "wrong tensor"
 
-    def elsewhere(self, values: Array) -> tuple[str, str] | None:
+    def elsewhere(self, values: Array) -> Explanation | None:
         """Return the kind of fault and the name of the tensor that an input equals to the last bit; None: no other."""
         if self.verdict.place.startswith("output") or values.size < 2:
             return None
@@ -159,7 +159,7 @@ class DivergentCall:
                 return self.kind(self.verdict.place, name), f"it is {name}"
         return None
 
-    def _older(self, content: bytes) -> tuple[str, str] | None:
+    def _older(self, content: bytes) -> Explanation | None:
         """Return a stale weight if an input is a weight or moment as it was before its last updates."""
         if not is_float(self.dtype):
             return None

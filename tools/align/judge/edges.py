@@ -168,7 +168,9 @@ def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | 
         if record.read is None:
             return None
         values = record.load()
-        if values.size == actual.size and _same(values.reshape(actual.shape), actual, tensor.dtype):
+        if values.size == actual.size and _equal_rounded(
+            values.reshape(actual.shape), actual, tensor.dtype
+        ):
             return None
     key, name = sources[-1]
     expected = target.tensors[key, name].load()
@@ -184,7 +186,7 @@ def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Ve
     narrow = tensor.dtype
     if is_float(reference.dtype) and is_float(narrow):
         narrow = min(narrow, reference.dtype, key=lambda kind: FLOATS[kind].bits)
-    if _same(expected, actual, narrow) or _same(actual, expected, narrow):
+    if _equal_rounded(expected, actual, narrow) or _equal_rounded(actual, expected, narrow):
         return None
     return _wrong(place, tensor, expected, "comes from outside and is not the reference's")
 
@@ -202,7 +204,7 @@ def _wrong(place: Place, tensor: TensorRecord, expected: Array, problem: str) ->
     return replace(verdict, place=place[1], status="diverged", ratio=np.inf, reason=reason)
 
 
-def _same(values: Array, actual: Array, dtype: str) -> bool:
+def _equal_rounded(values: Array, actual: Array, dtype: str) -> bool:
     """Return whether a tensor holds the values, perhaps rounded to its type."""
     if values.shape != actual.shape:
         return False

@@ -31,7 +31,7 @@ class FusedCallMatcher:
     def __init__(self, reference: DataFlow, target: DataFlow) -> None:
         self.reference, self.target = reference, target
         self.lost, self.new = _only_in(reference, target), _only_in(target, reference)
-        self._made: dict[str, list[Approx | Array] | None] = {}
+        self._outputs: dict[str, list[Approx | Array] | None] = {}
         self._wrong: set[str] = set()
         self._unknown: set[str] = set()
         self.confirmed: set[str] = set()  # calls of the target, by :meth:`by_other_run`
@@ -157,7 +157,7 @@ class FusedCallMatcher:
     def right(self) -> frozenset[str]:
         """Calls of either run whose replacements in the other give the same result."""
         _ = self.verdicts  # sets what is read here
-        used = {key for key in self.lost if self._made.get(key) is not None}
+        used = {key for key in self.lost if self._outputs.get(key) is not None}
         # New calls are judged by themselves; their results must be what the missing calls would have given.
         return frozenset() if self._wrong or not used - self._unknown else self.new | self.lost
 
@@ -176,10 +176,10 @@ class FusedCallMatcher:
         key = place[0]
         if depth > _DEEP:
             return None
-        if key not in self._made:
-            self._made[key] = None
-            self._made[key] = self._evaluated(self.reference.dump.calls[key], depth)
-        outputs, number = self._made[key], place[1].split(".")
+        if key not in self._outputs:
+            self._outputs[key] = None
+            self._outputs[key] = self._evaluated(self.reference.dump.calls[key], depth)
+        outputs, number = self._outputs[key], place[1].split(".")
         if outputs is None or len(number) != 2 or int(number[1]) >= len(outputs):
             return None
         return outputs[int(number[1])]
@@ -190,7 +190,7 @@ class FusedCallMatcher:
             return None
         inputs: dict[str, Approx | Array] = {}
         for place, tensor in call.given():
-            value = self._here((call.key, place), tensor, depth)
+            value = self._counterpart((call.key, place), tensor, depth)
             if value is None:
                 return None
             inputs[place] = value
@@ -202,7 +202,7 @@ class FusedCallMatcher:
         except UNFIT:
             return None
 
-    def _here(self, place: Place, tensor: TensorRecord, depth: int) -> Approx | Array | None:
+    def _counterpart(self, place: Place, tensor: TensorRecord, depth: int) -> Approx | Array | None:
         """Return the target's counterpart of an input of the reference."""
         sources = self.reference.sources_of(place)
         for source in sources:

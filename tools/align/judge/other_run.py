@@ -239,7 +239,7 @@ class OtherRun:
         ]
         flow += self._answer(forward).flow if pairs[1:] else []
         rounding, comparable = (
-            _own(target_call, reference_call),
+            _rounding_allowance(target_call, reference_call),
             len(inputs) == len(input_distances),
         )
         return _Response(inputs, outputs, rounding, flow if comparable else [], comparable)
@@ -366,7 +366,7 @@ def _distance(record: TensorRecord, other: TensorRecord | None) -> Distance | No
     return distance(other, record) if is_float(record.dtype) else differing(other, record)
 
 
-def _own(target_call: Call, reference_call: Call) -> float:
+def _rounding_allowance(target_call: Call, reference_call: Call) -> float:
     """Return how far a call may be off by its own rounding, relative to its result."""
     records = [
         t for call in (target_call, reference_call) for _, t in call.tensors() if is_float(t.dtype)

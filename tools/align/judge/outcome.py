@@ -13,8 +13,6 @@ from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.operators.approx import Array
 
 CallStatus = tuple[int, int, str, str, float]
-Explanation = tuple[str, str]
-"""The kind of a fault, see ``explain/``, and the evidence for it."""
 
 
 @dataclass(frozen=True)

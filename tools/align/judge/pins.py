@@ -154,7 +154,7 @@ class ReferenceChoices:
     def __post_init__(self) -> None:
         self.seen: list[ChoiceComparison] = []
         self._updates = named(self.ranks, weight_of)
-        self._whole = cache(self._merged)
+        self._merged_weight = cache(self._merged)
         self.outside = cache(self._from_outside)
 
     @cached_property
@@ -182,7 +182,7 @@ class ReferenceChoices:
                 state = place.removeprefix("input.")
                 if state not in STATES or record.read is None or weight is None:
                     continue
-                whole_weight = self._whole(weight, place)
+                whole_weight = self._merged_weight(weight, place)
                 index = (
                     None if whole_weight is None else _index(whole_weight.shape, record, dump.rank)
                 )

@@ -59,9 +59,11 @@ class Propagation:
         self.made: dict[tuple[int, Place], TrackedValue] = {}
         """Tensors by rank, call and place; one is missing where its call, or a call before it, cannot be recomputed."""
         self._flows = {dump.rank: DataFlow(dump) for dump in ranks}
-        self._held: dict[int, dict[Any, TrackedValue | None]] = {r: {} for r in self._flows}
+        self._values_of_ranks: dict[int, dict[Any, TrackedValue | None]] = {
+            r: {} for r in self._flows
+        }
         """By the tensor's file, which all its uses may share, and by content."""
-        self._before = before._held if before is not None else {}
+        self._before = before._values_of_ranks if before is not None else {}
         self._meetings = {(r, k): m for m in meetings(ranks) for r, k in m.keys.items()}
         self._sites: dict[int, dict[int, dict[str, Any]]] = {}
         self._stuck = False
@@ -81,7 +83,7 @@ class Propagation:
         """Return a tensor; None: not known."""
         if (rank, place) in self.made:
             return self.made[rank, place]
-        return self._taken(rank, place, self._flows[rank].tensors[place])
+        return self._input_value(rank, place, self._flows[rank].tensors[place])
 
     def applied(self, rank: int, key: str, place: str) -> TrackedValue | None:
         """Return a tensor; of a gradient as its update applies it; None: not known."""
@@ -96,7 +98,7 @@ class Propagation:
 
     def _rank(self, dump: RankDump) -> Generator[bool, None, None]:
         """Follow a rank; yield whenever it waits for others, and whether it has got on since."""
-        values_by_key, tensors = self._held[dump.rank], self._flows[dump.rank].tensors
+        values_by_key, tensors = self._values_of_ranks[dump.rank], self._flows[dump.rank].tensors
         pinned = self.pins.weights(dump) if self.pins is not None else {}
         narrow = [d for d in dump.dtypes if is_float(d) and FLOATS[d].bits < 32]
         for place, values in pinned.items():
@@ -112,7 +114,7 @@ class Propagation:
             for place, record in call.given():
                 if record.read is None:
                     continue
-                value = self._taken(dump.rank, (call.key, place), record)
+                value = self._input_value(dump.rank, (call.key, place), record)
                 if value is not None:  # what the call takes now, whatever is equal to it later
                     self.made.setdefault((dump.rank, (call.key, place)), value)
             outputs: dict[str, TrackedValue] = {}
@@ -135,12 +137,12 @@ class Propagation:
                 value = _shaped(TrackedValue(value.value, value.sigma.astype(np.float32)), record)
                 self.made[rank, (call.key, place)] = value
                 empty = not math.prod(record.shape) and value.value.size  # as many others are
-                self._held[rank] |= dict.fromkeys(keys, None if empty else value)
+                self._values_of_ranks[rank] |= dict.fromkeys(keys, None if empty else value)
                 if not is_float(record.dtype):
                     self._sizes[rank].keep(record.load(), value.value)
             else:  # what Send returns is never written, so others are equal to it by chance
                 for key in keys[:-1] if is_send(call) else keys:
-                    self._held[rank].setdefault(key, None)
+                    self._values_of_ranks[rank].setdefault(key, None)
 
     def _fits(self, shape: tuple[int, ...], record: TensorRecord) -> bool:
         """Return whether a tensor may have a shape: the record's, or more or fewer rows by other choices."""
@@ -149,10 +151,10 @@ class Propagation:
         rows = len(shape) == len(record.shape) and shape[1:] == record.shape[1:]
         return rows and any(sizes.differ for sizes in self._sizes.values())
 
-    def _taken(self, rank: int, place: Place, record: TensorRecord) -> TrackedValue | None:
+    def _input_value(self, rank: int, place: Place, record: TensorRecord) -> TrackedValue | None:
         """Return what a call is given here; None: not known."""
         values, keys = record.load(), _keys(record)
-        for values_by_key in (self._held[rank], self._before.get(rank, {})):
+        for values_by_key in (self._values_of_ranks[rank], self._before.get(rank, {})):
             for key in keys:
                 if key in values_by_key:
                     value = values_by_key[key]
@@ -395,7 +397,7 @@ class ExchangeSizes:
 
     def __init__(self) -> None:
         self.differ = False
-        self._here: dict[RowCounts, set[RowCounts]] = {}
+        self._row_counts: dict[RowCounts, set[RowCounts]] = {}
 
     def keep(self, dumped: Array, followed: Array) -> None:
         """Keep a tensor of integers of the dump, and as it is with other choices."""
@@ -403,7 +405,7 @@ class ExchangeSizes:
             dumped_counts, followed_counts = (
                 tuple(x.reshape(-1).tolist()) for x in (dumped, followed)
             )
-            self._here.setdefault(dumped_counts, set()).add(followed_counts)
+            self._row_counts.setdefault(dumped_counts, set()).add(followed_counts)
             self.differ |= dumped_counts != followed_counts
 
     def resized(self, call: Call) -> Call:
@@ -421,7 +423,7 @@ class ExchangeSizes:
         numbers = [v.value if isinstance(v, Scalar) else v for v in items]
         if len(numbers) < 2 or not all(type(n) is int for n in numbers):
             return value
-        options = self._here.get(tuple(numbers), set())
+        options = self._row_counts.get(tuple(numbers), set())
         if len(options) > 1:
             raise ValueError("sizes that follow from other choices")
         for sizes in options:
@@ -435,7 +437,7 @@ class ExchangeSizes:
         n = len(numbers)
         options = {
             _summed(new, n)
-            for dumped, news in self._here.items()
+            for dumped, news in self._row_counts.items()
             for new in (news if _summed(dumped, n) == tuple(numbers) else ())
         } or {tuple(numbers)}
         return {sizes for sizes in options if rows is None or sum(sizes) == rows}

@@ -165,7 +165,7 @@ def _involved(
             [*_placed({key: reference_calls}, about)],
             [*_placed({key: runs[1][key]}, about)],
         )
-    near_keys = _near(key, *runs)
+    near_keys = _neighbours(key, *runs)
     reference_calls, target_calls = (
         {k: _bare(run[k]) for k in near_keys if k in run} for run in runs
     )
@@ -203,7 +203,7 @@ def _placed(calls: Mapping[str, Call], about: DivergentCall) -> Iterator[_Place]
         yield step, dump.rank, replace(call, key=key)
 
 
-def _near(key: str, *runs: Mapping[str, Call]) -> list[str]:
+def _neighbours(key: str, *runs: Mapping[str, Call]) -> list[str]:
     """Return a call that only one run makes, and the calls before and after it that both make."""
     calls_of_run = next(calls for calls in runs if key in calls)
     both = [

@@ -210,7 +210,7 @@ class Standard:
         by_place = {v.place: v for v in answers if v.status != "not judged"}
         left: list[Verdict] = []
         for v in verdicts:
-            chosen = _whole(dict(call.tensors())[v.place].dtype)
+            chosen = _is_integer(dict(call.tensors())[v.place].dtype)
             if v.status != "diverged":
                 left.append(v)
             elif v.place in by_place:
@@ -311,7 +311,7 @@ def finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _whole(dtype: str) -> bool:
+def _is_integer(dtype: str) -> bool:
     return dtype.startswith(("int", "uint", "bool"))
 
 
@@ -320,7 +320,12 @@ def _chose(golden: Call, target: Call) -> bool:
     reference_outputs = dict(golden.made())
     for place, record in target.made():
         other = reference_outputs.get(place)
-        if other is None or record.read is None or other.read is None or not _whole(record.dtype):
+        if (
+            other is None
+            or record.read is None
+            or other.read is None
+            or not _is_integer(record.dtype)
+        ):
             continue
         difference = distance(other, record)
         if difference is None or difference.whole:

@@ -9,6 +9,8 @@ from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 Status = Literal["pass", "diverged", "not judged"]
+Explanation = tuple[str, str]
+"""The kind of a fault, see ``explain/``, and the evidence for it."""
 
 
 @dataclass(frozen=True)

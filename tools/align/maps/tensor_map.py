@@ -156,16 +156,16 @@ def _rows(weights: Sequence[_Weight], width: int, transposed: bool) -> Array | N
 
 def _order(first: Array, other: Array, free: bool) -> tuple[float, tuple[int, ...]]:
     """Return the share of equal rows, and their order in the first array; empty: the same order."""
-    share = float(np.mean(_near(first, other)))
+    share = float(np.mean(_nearly_equal(first, other)))
     if share >= 0.5 or first.shape[1] == 1 or not free:
         return share, ()
     order = _nearest(first, other)
-    better = float(np.mean(_near(first[order], other)))
+    better = float(np.mean(_nearly_equal(first[order], other)))
     unique = len(np.unique(order)) == len(order)
     return (better, tuple(int(i) for i in order)) if unique and better >= _MOST else (share, ())
 
 
-def _near(x: Array, y: Array) -> Array:
+def _nearly_equal(x: Array, y: Array) -> Array:
     """Return which rows of two arrays are nearly equal."""
     size = np.linalg.norm(y, axis=1) + np.finfo(np.float32).tiny
     return np.linalg.norm(x - y, axis=1) <= _NEAR * size
@@ -219,7 +219,7 @@ def _shares(first: _Weight, other: _Weight) -> bool:
         if x is None or y is None or x.shape[1] < 4:
             continue
         small, large = (x, y) if len(x) <= len(y) else (y, x)
-        if np.mean(_near(large[_nearest(large, small)], small)) >= _MOST:
+        if np.mean(_nearly_equal(large[_nearest(large, small)], small)) >= _MOST:
             return True
     return False
 
@@ -305,7 +305,7 @@ def _token_order(first: Array, other: Array) -> tuple[int, ...] | None:
     y = other.reshape(-1, other.shape[-1]) if other.ndim else other
     for order in [(), *(o for o in orders if min(o) > 1)]:
         x = exchanged(first, order) if order else first
-        if x.size == y.size and np.mean(_near(x.reshape(y.shape), y)) >= _MOST:
+        if x.size == y.size and np.mean(_nearly_equal(x.reshape(y.shape), y)) >= _MOST:
             return order
     return None
 

@@ -127,7 +127,9 @@ class Approx:
                     variance = variance + np.square(_carried(size, operand.sigma))
                     limit = limit + _carried(size, operand.limit)
             sigma = np.sqrt(variance)
-        return self.like(value, _known(sigma, value), _known(limit, value), parents)
+        return self.like(
+            value, _overflow_as_infinite(sigma, value), _overflow_as_infinite(limit, value), parents
+        )
 
     def like(
         self, value: Any, sigma: Any = 0.0, limit: Any = 0.0, parents: Parents = ()
@@ -504,7 +506,7 @@ def _carried(size: Array, error: Array) -> Array:
     return np.where(error == 0, 0.0, carried) if np.isnan(carried).any() else carried
 
 
-def _known(error: Array, value: Array) -> Array:
+def _overflow_as_infinite(error: Array, value: Array) -> Array:
     """Return an error whose derivation overflowed as infinite; values that are not finite have none."""
     unknown = np.isnan(error)
     return np.where(unknown & np.isfinite(value), np.inf, np.where(unknown, 0.0, error))

@@ -210,7 +210,7 @@ def _clamp(a: Arguments) -> Any:
 
 @primitive("Select", "condition input other", exact=True)
 @op("where select", "condition input=None other=None", exact=True)
-def _where(a: Arguments) -> Any:
+def _choose(a: Arguments) -> Any:
     condition = plain(a.condition).astype(bool)
     if a.input is None and a.other is None:
         return list(np.nonzero(condition))

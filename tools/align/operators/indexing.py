@@ -166,7 +166,7 @@ def _nonzero(a: Arguments) -> Any:
 
 @op("topk TopkExt TopK", "input k dim=-1 largest=True sorted=True", exact=True)
 def _topk(a: Arguments) -> Any:
-    """Return values and indices; among ties the indices are free, and :func:`legal_choice` must judge them."""
+    """Return values and indices; among ties the indices are free, and :func:`same_choice` must judge them."""
     order = _order(a, a.largest).take(np.arange(int(plain(a.k))), int(a.dim))
     return _ordered(a, order)
 

@@ -43,7 +43,7 @@ def _product(factor: Approx, operand: Approx) -> Approx:
     return out.plus(FLOATS["bfloat16"].unit * np.abs(out.value))
 
 
-def _back(
+def _input_gradients(
     outputs: Sequence[Approx], grads: Sequence[Any], inputs: Sequence[Approx]
 ) -> list[Approx]:
     seeds = [(y, floating(g).reshape(*y.shape)) for y, g in zip(outputs, grads, strict=True)]
@@ -93,7 +93,7 @@ def _grouped_matmul(a: Arguments) -> Any:
 @primitive("TelechatGroupedMatmulGrad", "input weight sizes grad | bf16=False")
 def _grouped_matmul_grad(a: Arguments) -> Any:
     x, w, g = _operands(a, "input", "weight", "grad")
-    return _back([grouped_product(x, w, a.sizes)], [g], [x, w])
+    return _input_gradients([grouped_product(x, w, a.sizes)], [g], [x, w])
 
 
 @primitive("TelechatGroupedSwiGLU", "input gate up sizes | bf16=False", stores=True)
@@ -108,11 +108,11 @@ def _grouped_swiglu(a: Arguments) -> Any:
 def _grouped_swiglu_grad(a: Arguments) -> Any:
     x, gate, up = _operands(a, "input", "gate", "up")
     g, u = floating(a.g), floating(a.u)
-    dg, du = _back([g * g.sigmoid() * u], [a.grad], [g, u])
+    dg, du = _input_gradients([g * g.sigmoid() * u], [a.grad], [g, u])
     if a.bf16:
         dg, du = _halved(dg), _halved(du)
-    dx1, dgate = _back([grouped_product(x, gate, a.sizes)], [dg], [x, gate])
-    dx2, dup = _back([grouped_product(x, up, a.sizes)], [du], [x, up])
+    dx1, dgate = _input_gradients([grouped_product(x, gate, a.sizes)], [dg], [x, gate])
+    dx2, dup = _input_gradients([grouped_product(x, up, a.sizes)], [du], [x, up])
     return [dx1 + dx2, dgate, dup]
 
 
@@ -153,7 +153,7 @@ _FLASH_GRAD = "q k v start output lse grad | scale=1.0 bf16=False first=0"
 def _flash_grad(a: Arguments) -> Any:
     if not a.bf16:
         q, k, v = (floating(x) for x in (a.q, a.k, a.v))
-        return _back([_attention(a, q, k, v)[0]], [a.grad], [q, k, v])
+        return _input_gradients([_attention(a, q, k, v)[0]], [a.grad], [q, k, v])
     # Dao et al. 2022, algorithm 4: from the output and log-sum-exp that the forward pass gave.
     q, k, v, grad = _heads(*(_operand(x, True) for x in (a.q, a.k, a.v, a.grad)))
     lse = floating(a.lse)
@@ -182,7 +182,9 @@ def _rope(a: Arguments) -> Any:
 def _rope_grad(a: Arguments) -> Any:
     grad = floating(a.grad)
     x = grad.constant(np.zeros(grad.shape))
-    return _back([rotate_pairs(x, plain(a.cos), plain(a.sin), bool(a.interleaved))], [grad], [x])
+    return _input_gradients(
+        [rotate_pairs(x, plain(a.cos), plain(a.sin), bool(a.interleaved))], [grad], [x]
+    )
 
 
 def _assembled(a: Arguments, q: Approx, kv: Approx, rope: Approx) -> list[Approx]:
@@ -213,7 +215,7 @@ def _assemble_grad(a: Arguments) -> Any:
     tokens, N, R = int(np.prod(grads[0].shape[:2])), int(a.heads), 2 * plain(a.cos).shape[-1]
     widths = (N * grads[0].shape[-1], N * (int(a.nope) + grads[2].shape[-1]), R)
     inputs = [grads[0].constant(np.zeros((tokens, w))) for w in widths]
-    return _back(_assembled(a, *inputs), grads, inputs)
+    return _input_gradients(_assembled(a, *inputs), grads, inputs)
 
 
 def _weights(a: Arguments, score: Approx, index: Any) -> Approx:
@@ -252,7 +254,7 @@ def _routing(a: Arguments) -> Any:
 )
 def _routing_grad(a: Arguments) -> Any:
     score = floating(a.score)
-    (through,) = _back([_weights(a, score, integers(a.index))], [a.dweight], [score])
+    (through,) = _input_gradients([_weights(a, score, integers(a.index))], [a.dweight], [score])
     g = through + floating(a.dscore)
     if a.softmax:
         return score * (g - (g * score).sum(1, True))
@@ -276,7 +278,7 @@ def _balance_loss(a: Arguments) -> Any:
 @primitive("TelechatBalanceLossGrad", "score fraction grad | scale=1.0")
 def _balance_loss_grad(a: Arguments) -> Any:
     score = floating(a.score)
-    return _back([_balance(score, floating(a.fraction), a.scale)], [a.grad], [score])[0]
+    return _input_gradients([_balance(score, floating(a.fraction), a.scale)], [a.grad], [score])[0]
 
 
 @primitive("TelechatPermutePlan", "input | experts=1", exact=True)
@@ -315,7 +317,7 @@ def _unpermute_grad(a: Arguments) -> Any:
     slots = np.flatnonzero(pair >= 0)
     row[pair[slots]] = slots
     result = combine_rows(y, row.reshape(weight.shape), weight)
-    return _back([result], [a.grad], [y, weight])
+    return _input_gradients([result], [a.grad], [y, weight])
 
 
 def _losses(a: Arguments, x: Approx) -> tuple[Approx, Approx]:
@@ -339,7 +341,7 @@ def _cross_entropy(a: Arguments) -> Any:
 @primitive("TelechatCrossEntropyGrad", "input label mask lse grad | z_loss=0.0", stores=True)
 def _cross_entropy_grad(a: Arguments) -> Any:
     x = floating(a.input)
-    return _back([_losses(a, x)[0]], [a.grad], [x])
+    return _input_gradients([_losses(a, x)[0]], [a.grad], [x])
 
 
 @primitive("TelechatSquareSums", "*input | tensors=0")

@@ -14,7 +14,7 @@ def _number(x: Any) -> float:
     return float(plain(x))
 
 
-def _rest(x: Approx, beta: float, power: float = 1.0) -> Approx:
+def _complement(x: Approx, beta: float, power: float = 1.0) -> Approx:
     """Return ``1 - beta ** power``; kernels hold beta in float32, whose rounding matters in a small result."""
     value = beta**power
     error = power * FLOATS["float32"].unit * value
@@ -43,10 +43,10 @@ def adamw(a: Arguments) -> Any:
         w = w * (1 - rate * decay)
     elif decay:
         g = g + w * decay
-    m = floating(a.exp_avg) * beta1 + g * _rest(g, beta1)
-    v = floating(a.exp_avg_sq) * beta2 + g * g * _rest(g, beta2)
-    divisor = v.sqrt() / _rest(v, beta2, step).sqrt() + _number(a.eps)
-    return [w - m / divisor * (rate / _rest(m, beta1, step)), m, v]
+    m = floating(a.exp_avg) * beta1 + g * _complement(g, beta1)
+    v = floating(a.exp_avg_sq) * beta2 + g * g * _complement(g, beta2)
+    divisor = v.sqrt() / _complement(v, beta2, step).sqrt() + _number(a.eps)
+    return [w - m / divisor * (rate / _complement(m, beta1, step)), m, v]
 
 
 @op(

@@ -51,7 +51,7 @@ def plain(
         report["standard"] = standard.as_json()
     if outcome.findings:
         first = outcome.findings[0]
-        report["neighbours"] = _near(outcome)
+        report["neighbours"] = _calls_around(outcome)
         report["graph"] = graph
         if first.residual is not None and first.residual.size > 1:
             report["picture"] = _fields(first.residual)
@@ -321,7 +321,7 @@ def _blocks(x: Array) -> Array:
     return x
 
 
-def _near(outcome: Outcome) -> list[dict[str, Any]]:
+def _calls_around(outcome: Outcome) -> list[dict[str, Any]]:
     """Return the calls before and after the first divergent one, in the order of the run."""
     first = outcome.findings[0]
     calls = [c for c in outcome.calls if c[:2] == (first.step, first.rank)]

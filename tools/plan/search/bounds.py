@@ -218,7 +218,7 @@ def _weight_gradients(x: Columns, probe: Columns, r: Rates, backward: Array) -> 
 
 
 def _tail(x: Columns, device: Device, s: StageTimes) -> Columns:
-    """Return the fields of `StepTail`: what it takes to reduce no parameter, and to reduce and update one of each kind."""
+    """Return the fields of `StepTail`: times in s of a reduction without parameters, and for each parameter of either kind."""
     c, n = device.constants, len(x)
     often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
     none, many = np.zeros(n), np.full(n, 1e9)

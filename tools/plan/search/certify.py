@@ -96,13 +96,15 @@ class CertificateWriter:
                 ops = passes * p.micro_batches + micro
                 self.paths[self._schedule(p)][number] = ops.tolist()
             self._written[key] = len(self.proofs), search  # or another may get its id
-            names = {"share": "share", "parameters": "parameters", "memory": "memory"}
-            names |= {"most": "limits", "fewest": "fewest"}
-            arrays = {
-                key: np.maximum(getattr(multipliers, name), 0).tolist()
-                for key, name in names.items()
+            values = {
+                "share": multipliers.share,
+                "parameters": multipliers.parameters,
+                "memory": multipliers.memory,
+                "most": multipliers.limits,
+                "fewest": multipliers.fewest,
             }
-            self.proofs.append({"paths": [[n, w] for n, w in multipliers.paths], **arrays})
+            lists = {name: np.maximum(value, 0).tolist() for name, value in values.items()}
+            self.proofs.append({"paths": [[n, w] for n, w in multipliers.paths], **lists})
         return self._written[key][0]
 
     def _tree(self, p: PlacementProblem, tree: ProofTree, box: int = 0) -> Any:
