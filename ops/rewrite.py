@@ -170,7 +170,7 @@ def _softmax(k: Builder, primitive: ops.Primitive, x: ProgramValue) -> ProgramVa
     return e / k.sum(e, axis)
 
 
-def _same(name: str) -> Callable[..., ProgramValue]:
+def _calls_method(name: str) -> Callable[..., ProgramValue]:
     return lambda k, primitive, *args: getattr(k, name)(*args)
 
 
@@ -183,11 +183,11 @@ OPERATIONS: dict[str, Callable[..., ProgramValue]] = {
     "ReduceMax": _reduce("max"),
     "ReduceMin": _reduce("min"),
     "Softmax": _softmax,
-    "RealDiv": _same("div"),
-    "GreaterEqual": _same("greater_equal"),
-    "LessEqual": _same("less_equal"),
+    "RealDiv": _calls_method("div"),
+    "GreaterEqual": _calls_method("greater_equal"),
+    "LessEqual": _calls_method("less_equal"),
     **{
-        primitive: _same(primitive.lower())
+        primitive: _calls_method(primitive.lower())
         for primitive in (
             *("Abs", "Add", "Cos", "Div", "Equal", "Erf", "Exp", "Greater", "Less", "Log"),
             *("Maximum", "Minimum", "Mul", "Neg", "Pow", "Reciprocal", "Rsqrt", "Select"),

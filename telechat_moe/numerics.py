@@ -78,7 +78,7 @@ def round_to(x: Array, dtype: str) -> Array:
 
 
 def ulps(actual: Array, expected: Array, dtype: str) -> Array:
-    """Return ``|found - expected|`` in ULPs of a type at ``expected``; equal infinities and two NaNs give 0."""
+    """Return ``|actual - expected|`` in ULPs of a type at ``expected``; equal infinities and two NaNs give 0."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.abs(actual - expected) / spacing(expected, dtype)

@@ -99,7 +99,7 @@ class CoreWaits:
     """Seconds that the threads of this process were ready to run without a core."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, int]] = {}
+        self._measured: dict[str, tuple[int, int]] = {}
         self._looks = 0
 
     def longest(self) -> float:
@@ -108,30 +108,30 @@ class CoreWaits:
             self._look()
         self._looks += 1
         longest = 0
-        for name, (file, before) in list(self._known.items()):
+        for name, (file, before) in list(self._measured.items()):
             try:
                 waited = int(os.pread(file, 64, 0).split()[1])
             except (OSError, IndexError):  # the thread has ended
                 os.close(file)
-                del self._known[name]
+                del self._measured[name]
                 continue
-            self._known[name] = (file, waited)
+            self._measured[name] = (file, waited)
             longest = max(longest, waited - before)
         return longest * 1e-9
 
     def _look(self) -> None:
         with contextlib.suppress(OSError):
             threads = {path.name for path in Path("/proc/self/task").iterdir()}
-            for name in threads - set(self._known):
+            for name in threads - set(self._measured):
                 with contextlib.suppress(OSError, IndexError):
                     file = os.open(f"/proc/self/task/{name}/schedstat", os.O_RDONLY)
-                    self._known[name] = (file, int(os.pread(file, 64, 0).split()[1]))
+                    self._measured[name] = (file, int(os.pread(file, 64, 0).split()[1]))
 
     def close(self) -> None:
         """Close the files of all threads."""
-        for file, _ in self._known.values():
+        for file, _ in self._measured.values():
             os.close(file)
-        self._known = {}
+        self._measured = {}
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class StepTimer:
             "host": socket.gethostname(),
             "columns": columns,
         }
-        rows = _kept(path, step, columns) if step else b""
+        rows = _rows_until(path, step, columns) if step else b""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb", buffering=0)
@@ -187,8 +187,8 @@ class StepTimer:
         self._gc_seconds, self._gc_began, self._first = 0.0, 0.0, 1.0
         gc.callbacks.append(self._collected)
         self._row: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
-        self._seen = self._counts()
-        self._at = time.perf_counter()
+        self._counts_before = self._counts()
+        self._clock = time.perf_counter()
 
     def __enter__(self) -> "StepTimer":
         return self
@@ -201,8 +201,8 @@ class StepTimer:
         if self._file is None:
             return
         now = time.perf_counter()
-        self._row[part] += now - self._at
-        self._at = now
+        self._row[part] += now - self._clock
+        self._clock = now
         cpu = time.process_time()
         if part == "graph":
             self._row["cpu"] += cpu - self._cpu
@@ -215,7 +215,7 @@ class StepTimer:
         self.lap("host")
         counts = self._counts()
         row = self._row | {
-            name: counts[name] - self._seen[name] for name in ("gc", "paused", "faults")
+            name: counts[name] - self._counts_before[name] for name in ("gc", "paused", "faults")
         }
         row |= {"step": step, "first": self._first, "delay": self._waits.longest()}
         row["rows"] = float("nan") if rows is None else rows
@@ -229,7 +229,7 @@ class StepTimer:
                 f"cannot write the timings {self.path}: {error.strerror}"
             ) from error
         self._row.update(dict.fromkeys(COLUMNS, 0.0))
-        self._seen, self._first = counts, 0.0
+        self._counts_before, self._first = counts, 0.0
 
     def _counts(self) -> dict[str, float]:
         self._cpu = time.process_time()
@@ -252,7 +252,7 @@ class StepTimer:
             self._file = None
 
 
-def _kept(path: Path, step: int, columns: list[str]) -> bytes:
+def _rows_until(path: Path, step: int, columns: list[str]) -> bytes:
     """Return the rows of a file up to a step; nothing if it is another run's or of other columns."""
     try:
         header, rows = read(path)

@@ -10,16 +10,20 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 READMES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("benchmarks/**/*.md"))]
 
 
+def prose(page: Path) -> str:
+    """Return the text of a page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
-    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"(?m)^#+ (.+)$", prose(page))
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", prose(page)):
         if target.startswith("http"):
             continue
         path = page.parent / target if target else page

@@ -19,7 +19,6 @@ from telechat_moe.ops.dvm import ir
 from telechat_moe.ops.dvm.ir import DvmProgram, ProgramError, ProgramNode
 
 SymbolicShape = Sequence[int | str]
-Operand = "Value | float | int"
 
 _new = tuple.__new__  # of a named tuple in a third of the time
 _KIND = {dtype: ir.value_type(dtype) for dtype in ir.DTYPES}

@@ -323,16 +323,16 @@ def _state(
         step=step,
         overload=statistics.overload(load_LE).tolist(),
         entropy=observation.entropy_LT.mean(1).tolist(),
-        margin=_known(np.median(observation.margin_LT, 1)),
-        margin_low=_known(np.quantile(observation.margin_LT, 0.1, axis=1)),
+        margin=_nan_as_none(np.median(observation.margin_LT, 1)),
+        margin_low=_nan_as_none(np.quantile(observation.margin_LT, 0.1, axis=1)),
         routed=(observation.routed_LT / observation.residual_LT).mean(1).tolist(),
-        shared=_known((observation.shared_LT / observation.residual_LT).mean(1)),
-        routed_share=_known(share_LT.mean(1)),
+        shared=_nan_as_none((observation.shared_LT / observation.residual_LT).mean(1)),
+        routed_share=_nan_as_none(share_LT.mean(1)),
         flipped=[flipped for flipped, _ in changes] or None,
         replaced=[replaced for _, replaced in changes] or None,
     )
 
 
-def _known(numbers: Array) -> list[Any]:
+def _nan_as_none(numbers: Array) -> list[Any]:
     """Return numbers with None for NaN."""
     return [None if np.isnan(x) else float(x) for x in numbers]

@@ -25,7 +25,7 @@ from telechat_moe.train.engine import build_model, tensors
 from telechat_moe.train.step import Evaluate
 
 
-def _kept(shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
+def _zero_parameter(shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
     return Parameter(Tensor(np.zeros(shape), dtype), requires_grad=False)
 
 
@@ -35,8 +35,8 @@ class ObservedChoice(nn.Cell):
     def __init__(self, router: Router, tokens: int) -> None:
         super().__init__()
         self.choose = router.choose
-        self.score = _kept((tokens, router.num_experts))
-        self.index = _kept((tokens, router.top_k), ms.int32)
+        self.score = _zero_parameter((tokens, router.num_experts))
+        self.index = _zero_parameter((tokens, router.top_k), ms.int32)
         self.keep_score, self.keep_index = ops.Assign(), ops.Assign()
 
     def construct(self, logits_TE: Tensor, bias_E: Tensor) -> tuple[Tensor, ...]:
@@ -52,7 +52,7 @@ class ObservedAdd(nn.Cell):
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.norms = _kept((2, tokens))
+        self.norms = _zero_parameter((2, tokens))
         self.add, self.keep, self.stack = ops.Add(), ops.Assign(), ops.Stack()
         self.to_float, self.square, self.sum, self.root = (
             ops.Cast(),

@@ -38,15 +38,15 @@ class Saver:
         self.background, self.max_failed, self.say = background, max_failed, say
         self.failed = 0
         self._todo: SimpleQueue[Callable[[ArrayGroups], object] | None] = SimpleQueue()
-        self._done = threading.Event()
-        self._given = self._alive = False
+        self._finished = threading.Event()
+        self._submitted = self._alive = False
         self._failure: BaseException | None = None
         self._start()
 
     @property
     def busy(self) -> bool:
         """Whether a save was begun and is not yet written."""
-        return self._given and not self._done.is_set()
+        return self._submitted and not self._finished.is_set()
 
     def follow(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
         """See :meth:`Snapshot.follow`."""
@@ -63,8 +63,8 @@ class Saver:
         self.wait()
         self._start()
         self.snapshot.take()
-        self._done.clear()
-        self._given = True
+        self._finished.clear()
+        self._submitted = True
         self._todo.put(write)
         if not self.background:
             self.wait()
@@ -81,9 +81,9 @@ class Saver:
             CheckpointError: It failed, and so did more than ``max_failed`` in a row.
             TelechatMoeError: What is to be saved is wrong.
         """
-        pending, self._given = self._given, False
+        pending, self._submitted = self._submitted, False
         if pending:
-            self._done.wait()
+            self._finished.wait()
         if last and self._alive:
             self._todo.put(None)
             self._alive = False
@@ -103,8 +103,8 @@ class Saver:
 
     def abandon(self) -> None:
         """Give the save in flight a moment to end after training has failed; ignore its own failure."""
-        if self._given:
-            self._done.wait(_LAST_SAVE_S)
+        if self._submitted:
+            self._finished.wait(_LAST_SAVE_S)
 
     def _start(self) -> None:
         if not self._alive:
@@ -121,4 +121,4 @@ class Saver:
                 write(self.snapshot.groups)
             except BaseException as error:
                 self._failure = error
-            self._done.set()
+            self._finished.set()

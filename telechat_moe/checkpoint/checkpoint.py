@@ -37,6 +37,7 @@ from telechat_moe.checkpoint.manifest import BrokenCheckpointError
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import FileContent
 from telechat_moe.interruption import unfinished
+from telechat_moe.narrowing import equal_values
 from telechat_moe.tensor_files import (
     Array,
     TensorFile,
@@ -279,12 +280,12 @@ def _read(path: Path, *, keep: bool) -> Checkpoint | None:
 
     def read_one(name: str) -> FileContent | str:
         try:
-            content = files.read(path / name, keep=keep)
+            file_content = files.read(path / name, keep=keep)
         except FileNotFoundError:
             return "missing"
         except OSError as error:
             return f"cannot be read ({error.strerror})"
-        return files.difference(content.sums, described[name]) or content
+        return files.difference(file_content.sums, described[name]) or file_content
 
     contents = dict(zip(described, _parallel(read_one, list(described)), strict=True))
     problems = [
@@ -366,7 +367,7 @@ def diff_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
     return [
         f"{key}: {_shown(before, key)} -> {_shown(now, key)}"
         for key in sorted(before.keys() | now.keys())
-        if not (key in before and key in now and _same(before[key], now[key]))
+        if not (key in before and key in now and equal_values(before[key], now[key]))
     ]
 
 
@@ -377,10 +378,6 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in value.items():
         flat |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
     return flat
-
-
-def _same(a: Any, b: Any) -> bool:
-    return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
 def _shown(flat: dict[str, Any], key: str) -> str:

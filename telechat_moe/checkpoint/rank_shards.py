@@ -127,14 +127,14 @@ class ShardExchange:
         for rank in range(self.ranks):
             with np.load(place / f"rank_{rank}.npz", allow_pickle=False) as archive:
                 for name in archive.files:
-                    self._same(name, rank, sums)
+                    self._check_copies(name, rank, sums)
                     piece = archive[name]
                     if name not in tensors:
                         tensors[name] = np.empty(self.sharing.shapes[name], piece.dtype)
                     tensors[name][slices(self.sharing.regions[rank][name])] = piece
         return tensors
 
-    def _same(self, name: str, owner: int, sums: list[dict[str, str]]) -> None:
+    def _check_copies(self, name: str, owner: int, sums: list[dict[str, str]]) -> None:
         bounds = self.sharing.regions[owner][name]
         for rank in self.sharing.holders[name, bounds]:
             if sums[rank][name] != sums[owner][name]:

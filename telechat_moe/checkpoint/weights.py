@@ -229,16 +229,16 @@ class ShardedEntry(TensorEntry):
 
     def read(self, offset: int = 0, count: int | None = None) -> Bytes:
         """See :meth:`TensorEntry.read`."""
-        data = self._whole()
+        data = self._merge_shards()
         return data[offset : len(data) if count is None else offset + count]
 
     def chunks(self) -> Iterator[Bytes]:
         """See :meth:`TensorEntry.chunks`."""
-        data = self._whole()
+        data = self._merge_shards()
         for offset in range(0, len(data), READ_BYTES):
             yield data[offset : offset + READ_BYTES]
 
-    def _whole(self) -> Bytes:
+    def _merge_shards(self) -> Bytes:
         width = self.nbytes // max(math.prod(self.shape), 1)
         data = np.empty((*self.shape, width), np.uint8)
         for shard, region in self.shards:

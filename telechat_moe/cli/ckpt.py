@@ -60,7 +60,7 @@ def _paths(
 def run_show(args: argparse.Namespace) -> int:
     """Verify, describe; return the exit code."""
     path = Path(args.path)
-    report = _found(path)
+    report = _verify_and_describe(path)
     if write_json(args.json, report):
         return 0
     print(f"{path}: {report['kind']} of step {report['step']}, {report['layout']}")
@@ -162,7 +162,7 @@ def run_from(args: argparse.Namespace) -> int:
     return 0
 
 
-def _found(path: Path) -> dict[str, Any]:
+def _verify_and_describe(path: Path) -> dict[str, Any]:
     """Verify a checkpoint or a folder of shards and describe it."""
     from telechat_moe.checkpoint import checkpoint, manifest, reshard
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from telechat_moe.recipe import Problem, Recipe
 
 NOTES = """\
-MindSpore's front end compiles the training step of a rank for Ascend on this machine; nothing is run. One rank stands for its
-pipeline stage; --check-rank proves it for another one.
+MindSpore's front end compiles the training step of a rank for Ascend on this machine; nothing is run. One rank of each pipeline
+stage is compiled, for the others differ in their groups only; --check-rank compiles another one and compares.
 
 With --confirm the graph is compared with the planner's prediction: trained parameters and collectives must be equal, the
 activations at the peak within 5 %. With --mindformers it is MindFormers' own model (extra `mindformers`), from the same recipe
@@ -124,7 +124,7 @@ def _compile(
     from telechat_moe.tools.plan.cost.device import load_device
 
     devices = None if other else args.devices
-    find = _mindformers if mindformers else _ours
+    find = _mindformers if mindformers else _our_model
     subject, compile_ = find(name, args.overrides, devices, args.target)
     mesh = subject.mesh
     ranks = mesh.first_ranks() if args.stage else [args.rank or 0]
@@ -163,7 +163,7 @@ def _compile(
 Compile = Callable[[Sequence[int], Callable[[], object]], list[Any]]
 
 
-def _ours(
+def _our_model(
     name: str, overrides: Sequence[str], devices: int | None, target: str
 ) -> tuple[Any, Compile]:
     """Return what the report is about, and what compiles ranks of our model."""

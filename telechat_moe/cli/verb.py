@@ -126,7 +126,7 @@ class VerbParser(argparse.ArgumentParser):
             args = [self.verb.default, *args]
         parsed, extra = super().parse_known_args(args, namespace)
         if extra:
-            suggestion = _near(extra[0].partition("=")[0], self._option_string_actions)
+            suggestion = _suggestion(extra[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(extra)}{suggestion}")
         return parsed, extra
 
@@ -134,7 +134,7 @@ class VerbParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += _near(str(value), map(str, action.choices or ()))
+            error.message += _suggestion(str(value), map(str, action.choices or ()))
             error.message += "; nor is it a file or folder" if self.verb.default else ""
             raise
 
@@ -143,6 +143,6 @@ class VerbParser(argparse.ArgumentParser):
         super().error(f"{message}\n`{self.prog} --help` explains all arguments.")
 
 
-def _near(word: str, names: Iterable[str]) -> str:
+def _suggestion(word: str, names: Iterable[str]) -> str:
     matches = difflib.get_close_matches(word, list(names), 1)
     return f"; did you mean {matches[0]}?" if matches else ""

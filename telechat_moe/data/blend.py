@@ -107,7 +107,7 @@ def lay_out(
         progress: Called where it is kept on the disk.
 
     Returns:
-        ``chosen`` and ``within``, see :class:`Blend`, and ``counts``, int64: samples of each dataset.
+        ``chosen`` and ``within``, see :class:`Blend`, and ``taken``, int64: samples of each dataset.
     """
     count = len(segments[0][1])
 

@@ -37,9 +37,13 @@ class Epochs:
         end = max(place, int(self.end))
         edge = min(place - place % self.size + self.size, end)
         epochs, last = divmod(end - edge, self.size)
-        return self._whole(edge - place) + epochs * self._whole(self.size) + self._whole(last)
+        return (
+            self._round_down(edge - place)
+            + epochs * self._round_down(self.size)
+            + self._round_down(last)
+        )
 
-    def _whole(self, samples: int) -> int:
+    def _round_down(self, samples: int) -> int:
         return samples // self.unit * self.unit
 
     def ranges(self, place: int, count: int) -> list[tuple[int, int]]:
@@ -47,7 +51,7 @@ class Epochs:
         ranges = list[tuple[int, int]]()
         while count > 0:
             place = self.begin(place)
-            full = self._whole(self.size - place % self.size)
+            full = self._round_down(self.size - place % self.size)
             ranges.append((place, place + min(full, count)))
             place, count = ranges[-1][1], count - full
         return ranges

@@ -95,7 +95,7 @@ class _Orderer:
                 self.members[self.pass_of[name]].append(name)
         self.fresh = type(self.main)()
         self.editor = Editor(model, self.fresh.node)
-        self.done: set[str] = set()
+        self.placed: set[str] = set()
         self.token, self.tokens = "", 0
 
     def _free(self) -> None:
@@ -222,7 +222,7 @@ class _Orderer:
         """Add to the gradients what is there by now."""
         ready: list[str] = []
         for weight, additions in self.sums.items():
-            while additions and self.nodes[additions[0]].input[1] in self.done:
+            while additions and self.nodes[additions[0]].input[1] in self.placed:
                 ready.append(additions[0])
                 self.sums[weight] = additions = additions[1:]
         fresh: list[str] = []
@@ -245,19 +245,19 @@ class _Orderer:
 
     def _collect(self, name: str, side: PassGroup, fresh: list[str]) -> None:
         """Append a node behind all that it needs and that is not there yet."""
-        waiting = [(name, iter(self.nodes[name].input))] if name not in self.done else []
-        self.done.add(name)
+        waiting = [(name, iter(self.nodes[name].input))] if name not in self.placed else []
+        self.placed.add(name)
         while waiting:
             current, inputs = waiting[-1]
             for source in inputs:
-                if source in self.nodes and source not in self.done:
+                if source in self.nodes and source not in self.placed:
                     other = self.pass_of.get(source)
                     if other is not None and other not in side:
                         early = side[0] if side else other
                         raise BadInputError(
                             f"the schedule has {_show(early)} before {_show(other)}"
                         )
-                    self.done.add(source)
+                    self.placed.add(source)
                     waiting.append((source, iter(self.nodes[source].input)))
                     break
             else:
@@ -304,4 +304,4 @@ class _Orderer:
 
     def _write(self, node: Any) -> None:
         self.fresh.node.add().CopyFrom(node)
-        self.done.add(node.name)
+        self.placed.add(node.name)

@@ -335,12 +335,12 @@ class _Tapper:
                 self._see(node.input[i], values[i])
             outputs = [values[i].tensor for i in written]
         else:
-            outputs = self._made(name, result)
+            outputs = self._tapped_outputs(name, result)
         shown = update_of(shown, chosen) if weights else shown
         self.plan.nodes.append(replace(shown, outputs=outputs))
         self.names.append(name)
 
-    def _made(self, name: str, result: Any) -> list[Argument]:
+    def _tapped_outputs(self, name: str, result: Any) -> list[Argument]:
         if isinstance(result, TappedTensor):
             self._see(name, result)
             return [result]

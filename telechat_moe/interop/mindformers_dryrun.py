@@ -339,10 +339,8 @@ def _configuration(written: Mapping[str, Any]) -> Any:
     for key, below in _DROPPED.items():
         if below and isinstance(settings.get(key), dict):
             settings[key] = {k: v for k, v in settings[key].items() if k not in below}
-    settings["context"] = {
-        **settings.get("context", {}),
-        "device_target": "CPU",
-    }  # until it is built
+    until_built = {"device_target": "CPU"}
+    settings["context"] = {**settings.get("context", {}), **until_built}
     settings["load_checkpoint"] = ""
     settings["trainer"] = {"type": UPSTREAM_TRAINER}  # ours would build our model
     Path("recipe.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")

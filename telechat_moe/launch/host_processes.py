@@ -181,7 +181,7 @@ class HostProcesses:
         if failures[first]["known"]:
             raise RankFailedError(message, failures[first]["exit_code"])
         raise RankDiedError(
-            f"rank {first} failed{self._where()}: {message}{self._positions()}\n{self._last_lines(first)}",
+            f"rank {first} failed{self._location()}: {message}{self._positions()}\n{self._last_lines(first)}",
             is_echo=True,  # of the death of another, often: its collectives break
         )
 
@@ -193,7 +193,7 @@ class HostProcesses:
             hangs = self.detector.hangs(int(pid), self.control.sign_of_life(f"rank_{rank}"))
             if hangs and (process_state := state(int(pid))):
                 raise RankDiedError(
-                    f"rank {rank} (process {pid}) hangs{self._where()}: its state is {process_state}, it has not moved for "
+                    f"rank {rank} (process {pid}) hangs{self._location()}: its state is {process_state}, it has not moved for "
                     f"{self.silence_s:.0f} s; all processes were ended{self._positions()}; {self._last_lines(rank)}"
                 )
 
@@ -217,7 +217,7 @@ class HostProcesses:
         else:
             return
         raise RankDiedError(
-            f"MindSpore's scheduler (process {pid}) {how}{self._where()}; without it the ranks cannot go on; all "
+            f"MindSpore's scheduler (process {pid}) {how}{self._location()}; without it the ranks cannot go on; all "
             f"processes were ended; its log is {self.logs / 'scheduler.log'}"
         )
 
@@ -247,19 +247,21 @@ class HostProcesses:
         text = self._msrun_log()
         last = "\n".join(text.splitlines()[-LAST_LINES:])
         if rank < 0:
-            return f"msrun ended before the processes did{self._where()}; its last lines:\n{last}"
+            return (
+                f"msrun ended before the processes did{self._location()}; its last lines:\n{last}"
+            )
         pid, lines = self._reports("pid").get(rank), self._last_lines(rank)
         if pid is None:
             if not (self.logs / f"worker_{rank}.log").exists():
                 lines += f"\nmsrun says:\n{last}"
-            return f"rank {rank} did not start{self._where()}; {lines}"
+            return f"rank {rank} did not start{self._location()}; {lines}"
         match = _DEATH.search(text)
         code = code or (int(match[2]) if match else 0)
         how = f"was killed by {death(code)}" if code < 0 else "died"
         how += f" with exit code {code}" if code > 0 else ""
-        return f"rank {rank} (process {pid}) {how}{self._where()}; all other processes were ended; {lines}"
+        return f"rank {rank} (process {pid}) {how}{self._location()}; all other processes were ended; {lines}"
 
-    def _where(self) -> str:
+    def _location(self) -> str:
         position = self.describe()
         return (f" {position}" if position else "") + (
             f" on {self.node.host}" if self.node.host else ""

@@ -95,7 +95,7 @@ class MultiHostProcesses:
         """
         self.control = Control(self.job / CONTROL)
         self.tail = LogTail(self.logs / "worker_0.log", self.out)
-        self.said: queue.Queue[tuple[_Agent, dict[str, Any]]] = queue.Queue()
+        self.messages: queue.Queue[tuple[_Agent, dict[str, Any]]] = queue.Queue()
         self.agents: list[_Agent] = []
         try:
             with stop_on_signal(self.control.ask_to_stop if self.can_stop else None):
@@ -135,14 +135,14 @@ class MultiHostProcesses:
             except ValueError:  # a remote host's greeting
                 continue
             if isinstance(message, dict):
-                self.said.put((agent, message))
-        self.said.put((agent, {"closed": True}))
+                self.messages.put((agent, message))
+        self.messages.put((agent, {"closed": True}))
 
     def _hear(self) -> None:
         """Take in what the agents said; raise what ends the run."""
         with suppress(queue.Empty):
             while True:
-                agent, message = self.said.get_nowait()
+                agent, message = self.messages.get_nowait()
                 agent.heard = time.monotonic()
                 agent.is_up |= "up" in message
                 agent.has_closed |= "closed" in message

@@ -35,7 +35,7 @@ class Checker:
     def __init__(self, report: EntryReport, choose: Choose = lambda options: None) -> None:
         self.report = report
         self.choose = choose
-        self._done: dict[tuple[int, int], Any] = {}
+        self._checked: dict[tuple[int, int], Any] = {}
 
     def check(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         """Return the Python value of ``entry`` as annotation ``kind`` wants it, or INVALID."""
@@ -44,9 +44,9 @@ class Checker:
             return INVALID
         if node.kind in ("map", "list"):
             memo = (id(node), id(kind))  # an alias is checked once, where it was written
-            if memo not in self._done:
-                self._done[memo] = self._check(entry, kind, path)
-            return self._done[memo]
+            if memo not in self._checked:
+                self._checked[memo] = self._check(entry, kind, path)
+            return self._checked[memo]
         if node.trap:
             self.report(entry, path, node.show(), node.trap, "")
             return INVALID
@@ -59,7 +59,7 @@ class Checker:
         if node.kind == "int" and len(fitting) > 1:  # int | float: the exact one
             fitting = [o for o in fitting if _bare(o) is not float] or fitting
         if len(fitting) == 1:
-            return self._one(entry, fitting[0], path)
+            return self._check_entry(entry, fitting[0], path)
         if len(fitting) > 1 and all(dataclasses.is_dataclass(o) for o in fitting):
             chosen = self.choose(tuple(fitting))
             if chosen is not None:
@@ -69,7 +69,7 @@ class Checker:
         for option in fitting:
             problems.clear()
             trial = Checker(lambda place, key, found, expected, near: problems.append(key))
-            value = trial._one(entry, option, path)
+            value = trial._check_entry(entry, option, path)
             if not problems:
                 return value
         self.report(
@@ -77,7 +77,7 @@ class Checker:
         )
         return INVALID
 
-    def _one(self, entry: YamlEntry, kind: Any, path: str) -> Any:
+    def _check_entry(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         node = entry.node
         base, limits = split_annotation(kind)
         if dataclasses.is_dataclass(base):
@@ -89,7 +89,7 @@ class Checker:
             return self._dict(entry, get_args(base)[1], path)
         if base is object and node.kind in ("map", "list"):
             kind = dict[str, object] if node.kind == "map" else list[object]
-            return self._one(entry, kind, path)
+            return self._check_entry(entry, kind, path)
         value = node.value
         if base is float and node.kind == "int":
             value = float(node.value)

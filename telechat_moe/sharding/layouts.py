@@ -46,7 +46,7 @@ def _layout(*inputs: str, out: str | None = None) -> LayoutRule:
     return LayoutRule(inputs, () if out is None else (out,))
 
 
-def _own(*inputs: str, out: str) -> LayoutRule:
+def _own_rule(*inputs: str, out: str) -> LayoutRule:
     return LayoutRule(inputs, (out,), "own")
 
 
@@ -77,7 +77,7 @@ TABLE: dict[str, dict[str, LayoutRule]] = {
         "to_compute": _layout("stream ."),
         "weight_to_compute": _layout("."),
         "square": _layout("stream ."),
-        "mean": _own("stream .", out="stream ."),
+        "mean": _own_rule("stream .", out="stream ."),
         "add_eps": _layout("stream .", ""),
         "rsqrt": _layout("stream ."),
         "normalize": _layout("stream .", "stream ."),
@@ -111,8 +111,8 @@ TABLE: dict[str, dict[str, LayoutRule]] = {
         "split_latent": _layout("stream ."),
         "split_query": _layout("batch seq tp ."),
         "split_key_value": _layout("batch . tp ."),
-        "concat_query": _own("batch seq tp .", "batch seq tp .", out="batch seq tp ."),
-        "concat_key": _own("batch . tp .", "batch . tp .", out="batch . tp ."),
+        "concat_query": _own_rule("batch seq tp .", "batch seq tp .", out="batch seq tp ."),
+        "concat_key": _own_rule("batch . tp .", "batch . tp .", out="batch . tp ."),
         "query_heads_first": _layout("batch seq tp ."),
         "heads_first": _layout("batch . tp ."),
         "tokens_first": _layout("batch tp seq ."),
@@ -156,7 +156,7 @@ TABLE: dict[str, dict[str, LayoutRule]] = {
         "cast_down": _layout("expert width ."),
     },
     "MTPLayer": {
-        "concat": _own("stream .", "stream .", out="stream ."),
+        "concat": _own_rule("stream .", "stream .", out="stream ."),
         "to_residual": _layout("stream ."),
     },
     "ParallelCrossEntropy": {

@@ -197,8 +197,8 @@ class OneProcess(Engine):
             return nullcontext()
         self.keep_graph = False
         values = {k: v for k, v in self.recipe.to_dict().items() if k != "output_dir"}
-        parameters = self.train_step.parameters_dict().values()
-        tensors = [(x.name, x.shape, str(x.dtype)) for x in parameters]
+        weights = self.train_step.parameters_dict().values()
+        tensors = [(x.name, x.shape, str(x.dtype)) for x in weights]
         inputs = [(x.shape, str(x.dtype)) for x in batches[-1]]
         made_from = [values, self.operators, tensors, inputs]
         return cache.compile_cache(made_from, 1 + (len(batches) > 1), self.say)
@@ -235,7 +235,7 @@ class OneProcess(Engine):
         params, square_sums = self.optimizer.params, output.square_sums
         broken = [p.name for p in params if not np.isfinite(p.asnumpy()).all()]
         if broken:
-            return f"the weight {broken[0]} is not finite" + _more(broken)
+            return f"the weight {broken[0]} is not finite" + _count_of_others(broken)
         assert square_sums is not None
         sums = zip(params, square_sums.asnumpy(), strict=True)
         bad = [p.name for p, x in sums if not np.isfinite(x)]
@@ -243,7 +243,7 @@ class OneProcess(Engine):
             return "the loss is not finite although all gradients are"
         if len(bad) == len(params):
             return f"the loss is not finite, and so is every gradient, {bad[-1]} the last"
-        return f"the gradient of {bad[-1]} is not finite" + _more(bad[::-1])
+        return f"the gradient of {bad[-1]} is not finite" + _count_of_others(bad[::-1])
 
 
 def _give_back_memory() -> None:
@@ -252,5 +252,5 @@ def _give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _more(names: list[str]) -> str:
+def _count_of_others(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -44,12 +44,12 @@ def put(
         BadInputError: Tensors are missing, unknown, or of another shape or data type; lists all.
     """
     problems: list[str] = []
-    for group, cells in groups.items():
-        problems += _differences(group, cells, arrays.get(group, {}))
+    for group, by_name in groups.items():
+        problems += _differences(group, by_name, arrays.get(group, {}))
     if problems:
         raise BadInputError(f"{source} does not fit the model:\n  " + "\n  ".join(problems))
-    for group, cells in groups.items():
-        for name, parameter in cells.items():
+    for group, by_name in groups.items():
+        for name, parameter in by_name.items():
             value = Tensor(arrays[group][name])
             if in_place and not isinstance(parameter, PooledTensor):
                 ops.assign(parameter, value)

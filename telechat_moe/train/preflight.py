@@ -348,12 +348,12 @@ class Preflight:
         if not exists(path):
             return False
         try:
-            manifest = parse_json(path.read_bytes())
-            tokenizer = manifest["tokenizer"]
+            build_manifest = parse_json(path.read_bytes())
+            tokenizer = build_manifest["tokenizer"]
             size, eod = int(tokenizer["vocab_size"]), int(tokenizer["eod"])
-            if prefix.name not in manifest:
+            if prefix.name not in build_manifest:
                 return False  # of another dataset in the same folder
-            self._inputs(key, prefix, manifest)
+            self._inputs(key, prefix, build_manifest)
         except (OSError, *MALFORMED) as error:
             finding = f"{path}: cannot be read ({type(error).__name__}: {error})"
             self.add(key, finding, "what `telechat-moe data build` wrote; build the dataset again")
@@ -368,9 +368,9 @@ class Preflight:
             self.add(f"{DATA}.config.eod", finding, str(eod))
         return True
 
-    def _inputs(self, key: str, prefix: Path, manifest: Mapping[str, Any]) -> None:
+    def _inputs(self, key: str, prefix: Path, build_manifest: Mapping[str, Any]) -> None:
         """Compare what a dataset was built from with the recipe: its tokenizer, and how conversations are written."""
-        inputs, settings = manifest.get("inputs", {}), self.recipe.telechat_moe
+        inputs, settings = build_manifest.get("inputs", {}), self.recipe.telechat_moe
         built = inputs.get("conversations")
         if (built is None) != (settings.conversations is None):
             kinds = ("text", "conversations") if built is None else ("conversations", "text")
@@ -379,16 +379,18 @@ class Preflight:
             return
         path = settings.corpus.tokenizer
         if path and exists(Path(path)):  # else it cannot be compared
-            key = "telechat_moe.corpus.tokenizer"
-            tokenizer = self.attempt(key, lambda: load_tokenizer(path))
+            tokenizer_key = "telechat_moe.corpus.tokenizer"
+            tokenizer = self.attempt(tokenizer_key, lambda: load_tokenizer(path))
             if tokenizer is not None and "tokenizer" in inputs:
                 digest = fingerprint(tokenizer)
                 if digest != inputs["tokenizer"]:
                     finding = f"{path} (sha256 {digest[:12]}), but {prefix} is built with {str(inputs['tokenizer'])[:12]}"
-                    self.add(key, finding, "the tokenizer of the data, or the data built again")
+                    self.add(
+                        tokenizer_key, finding, "the tokenizer of the data, or the data built again"
+                    )
                     return
         if built and (chat := self.attempt("telechat_moe.conversations", self._format)) is not None:
-            self._same_format(prefix, built, chat, len(manifest.get("too_long", ())))
+            self._same_format(prefix, built, chat, len(build_manifest.get("too_long", ())))
 
     def _format(self) -> ChatFormat | None:
         """Return how the recipe writes conversations, without a chat template that is not on this machine."""
@@ -527,8 +529,8 @@ def data_notes(recipe: Recipe) -> list[str]:
     notes: list[str] = []
     for prefix in sources_of(recipe):
         with suppress(OSError, ValueError, AttributeError):
-            manifest = parse_json((Path(prefix).parent / MANIFEST).read_bytes())
-            notes += [f"{prefix}: {note}" for note in manifest.get("notes", ())]
+            build_manifest = parse_json((Path(prefix).parent / MANIFEST).read_bytes())
+            notes += [f"{prefix}: {note}" for note in build_manifest.get("notes", ())]
     return notes
 
 

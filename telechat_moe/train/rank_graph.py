@@ -27,7 +27,7 @@ from telechat_moe.train.rank_step import PlacedModel, RankStep
 
 
 def placed_model(
-    recipe: Recipe, rank: int, target: str, *, shared_graph: bool | None = None
+    recipe: Recipe, rank: int, target: str, *, shared_graph: bool | None
 ) -> PlacedModel:
     """Return the model of one rank, placed on the mesh of a recipe.
 

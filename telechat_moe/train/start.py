@@ -80,7 +80,7 @@ def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
     if overwrite and start.kind == "resume" and _is_in(start.path, root):
         finding = f"{start.path} is of the run that --overwrite removes"
         raise RecipeError([recipe.problem(start.key, finding, "--resume, or another output_dir")])
-    if newest and not (start.kind == "resume" and _same(start.path, newest)):
+    if newest and not (start.kind == "resume" and _same_path(start.path, newest)):
         raise UsageError(
             f"{root} holds checkpoints of an earlier run (newest {newest.name}); continue from them with --resume, "
             "train from the start with --overwrite, or write elsewhere, as with --set output_dir=output/mine"
@@ -168,7 +168,7 @@ def _is_in(path: Path | None, folder: Path) -> bool:
     return path is not None and real_path(path).is_relative_to(real_path(folder))
 
 
-def _same(a: Path | None, b: Path) -> bool:
+def _same_path(a: Path | None, b: Path) -> bool:
     return a is not None and real_path(a) == real_path(b)
 
 

@@ -403,7 +403,7 @@ def test_refusals(arguments, code, words, capsys):
 def test_without_mindformers(option, monkeypatch, capsys):
     monkeypatch.setattr("telechat_moe.versions.find_spec", lambda name: None)
     result = report_of(called_graph().compiled())
-    monkeypatch.setattr(dryrun, "_ours", lambda *args: (_subject(), lambda *ranks: ["graph"]))
+    monkeypatch.setattr(dryrun, "_our_model", lambda *args: (_subject(), lambda *ranks: ["graph"]))
     monkeypatch.setattr("telechat_moe.graph.report.report", lambda *args: result)
     assert main(["dryrun", "telechat3_moe/pretrain_tiny.yaml", option]) == 3
     assert "found no mindformers, no mindspore, no numpy. Install" in capsys.readouterr().err
@@ -450,7 +450,7 @@ def test_a_rank_that_is_checked(change, code, difference, monkeypatch, capsys, t
     def compiled(ranks, step):
         return [graphs[rank] for rank in ranks]
 
-    monkeypatch.setattr(dryrun, "_ours", lambda *args: (subject, compiled))
+    monkeypatch.setattr(dryrun, "_our_model", lambda *args: (subject, compiled))
     target = tmp_path / "report.json"
     command = ["dryrun", "x.yaml", "--check-rank", "3", "--json", str(target)]
     assert main(command) == code

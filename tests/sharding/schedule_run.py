@@ -128,7 +128,7 @@ def planted(fault: str):
         def as_they_come(self: reorder._Orderer) -> None:
             additions = [name for names in self.sums.values() for name in names]
             for name in additions:
-                if self.nodes[name].input[1] in self.done and name not in self.done:
+                if self.nodes[name].input[1] in self.placed and name not in self.placed:
                     self._write(self.nodes[name])
 
         return patch.object(reorder._Orderer, "_add_sums", as_they_come)

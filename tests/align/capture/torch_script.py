@@ -93,6 +93,6 @@ def recorded(run: Callable[[], Any]) -> Dump:
             hook.remove()
     ranks = {
         (step, 0): RankDump(step, 0, "pytorch", "tensor", "L1", found)
-        for step, found in cut.found.items()
+        for step, found in cut.calls_of_steps.items()
     }
     return Dump(Path("run"), ranks)

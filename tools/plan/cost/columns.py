@@ -86,7 +86,7 @@ def _stages(
     for row, (a, x) in enumerate(pairs):
         key = (a.layers, x.pp, x.vpp, x.chunks, x.recompute_layers, x.recomputed, x.schedule)
         if key not in cache:
-            cache[key] = _one(a, x)
+            cache[key] = _layers_of_stages(a, x)
         out[:, row, : x.pp] = cache[key]
     return out[0], out[1], out[2], out[3]
 
@@ -99,7 +99,7 @@ def stage_of_chunk(layout: Layout) -> list[int]:
     return [chunk % p for chunk in range(p * v)]
 
 
-def _one(a: Architecture, x: Layout) -> Array:
+def _layers_of_stages(a: Architecture, x: Layout) -> Array:
     table = np.zeros((4, x.pp))
     for stage, layers in zip(stage_of_chunk(x), x.chunk_kinds(a.layers), strict=True):
         for kind, recomputed in layers:

@@ -97,14 +97,14 @@ class SimulatedStep:
     @cached_property
     def host_bytes(self) -> Array:
         """Most bytes of activations in the host's memory, for a device of each stage."""
-        return self._most(self.moved)
+        return self._peak_activation(self.moved)
 
     @cached_property
     def kept_bytes(self) -> Array:
         """Most bytes that micro-batches in flight keep on each stage, without what backward passes need besides."""
-        return self._most(self.times.activation)
+        return self._peak_activation(self.times.activation)
 
-    def _most(self, activation: Array) -> Array:
+    def _peak_activation(self, activation: Array) -> Array:
         """Return the most that micro-batches in flight keep on each stage, of what one keeps of each chunk."""
         alone = replace(self.times, activation=activation, working=np.zeros(self.program.chunks))
         return np.array(
