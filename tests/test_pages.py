@@ -76,6 +76,12 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pages.short_recipes(tmp_path_factory.mktemp("pages") / "recipes")
 
 
+def test_the_recipes_of_pages_have_short_ones(recipes: Path) -> None:
+    """The texts that make a run short stand in the shipped recipes; what runs the pages is slow."""
+    for name, changes in pages.SHORT.items():
+        assert all(short in (recipes / name).read_text("utf-8") for short in changes.values())
+
+
 @pytest.fixture(scope="session")
 def after_readme(tmp_path_factory: pytest.TempPathFactory, recipes: Path) -> Path:
     """Return a folder in which a reader has run the README: what `make train` does, and the five minutes."""

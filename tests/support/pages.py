@@ -36,11 +36,11 @@ SHORT: dict[str, dict[str, str]] = {
         "max_new_tokens: 32": "max_new_tokens: 2",
     },
     "sweeps/telechat3_moe/pilot.yaml": {
-        "sizes: [2400, 0, 0]": "sizes: [16, 0, 0]",
-        "warmup_steps: 30": "warmup_steps: 1",
-        "save_checkpoint_steps: 150": "save_checkpoint_steps: 2",
-        "interval: 50": "interval: 1",
-        "batches: 24": "batches: 1",
+        "sizes=[2400, 0, 0]": "sizes=[16, 0, 0]",
+        "warmup_steps=30": "warmup_steps=1",
+        "save_checkpoint_steps=150": "save_checkpoint_steps=2",
+        "interval=50": "interval=1",
+        "batches=24": "batches=1",
         "seeds: [1, 2, 3]": "seeds: [1]",
     },
 }
