@@ -1,4 +1,4 @@
-"""How often MindFormers' callbacks fetch from the device: the numbers of docs/host_syncs.md."""
+"""How often MindFormers' callbacks fetch from the device: the numbers of docs/performance.md."""
 
 import importlib.util
 import json

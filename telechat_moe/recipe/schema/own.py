@@ -149,7 +149,7 @@ class Operators:
     host: list[HostPart] = field(default_factory=list[HostPart])
     """What the host computes in a graph for Ascend, with the same results: `top_k` the choice of experts with its group limit,
     `sort` the places of (token, expert) pairs, `histogram` the pairs of each expert. Each waits for every router
-    ([host_syncs.md](host_syncs.md))."""
+    ([performance.md](performance.md#keep-the-device-busy))."""
 
     adamw: Backend | None = None
     """AdamW, clipping and the gradient norm."""
