@@ -1,7 +1,8 @@
 """Arguments that several verbs take."""
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from telechat_moe.errors import UsageError
 
@@ -9,67 +10,71 @@ if TYPE_CHECKING:
     from telechat_moe.sharding.mesh import Mesh
 
 
+Add = Callable[[Any], object]
+"""Adds arguments to a parser or to a group of one."""
+
+
+def arg(words: str, says: str, default: Any = None, **options: Any) -> Add:
+    """Return what adds an argument.
+
+    Args:
+        words: ``--top K``: an option with a value, which has the type of its default; ``--force``: one that is set or not;
+            ``FILE`` or, where the attribute has another name, ``curves CURVE``: an argument by its place.
+        options: Further ones of ``add_argument``.
+    """
+    *names, last = words.split()
+    if not words.startswith("-"):
+        names, options["metavar"] = names or [last.lower()], last
+    elif names and not last.startswith("-"):
+        options["metavar"] = last
+    else:
+        names.append(last)
+        if default is None and "choices" not in options:
+            options.setdefault("action", "store_true")
+    if default is not None:
+        options["default"] = default
+    if isinstance(default, int | float):
+        options.setdefault("type", type(default))
+    return lambda parser: parser.add_argument(*names, help=says, **options)
+
+
+def exclusive(*adds: Add) -> Add:
+    """Return what adds options of which one may be set."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for add_one in adds:
+            add_one(group)
+
+    return add
+
+
 def add_overrides(
-    parser: argparse.ArgumentParser, help_text: str = "override a value of the recipe"
+    parser: argparse.ArgumentParser, says: str = "override a value of the recipe"
 ) -> None:
     """Let a verb take ``--set KEY=VALUE``, any number of times, as ``overrides``."""
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=help_text
-    )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Let a verb take ``--json FILE``, for `output.write_json`."""
-    says = "write the report as JSON ('-': standard output)"
-    parser.add_argument("--json", metavar="FILE", help=says)
-
-
-def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Let a verb take the dumps of two runs."""
-    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
-    parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
+    arg("--set KEY=VALUE", says, [], action="append", dest="overrides")(parser)
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
     """Let a verb that trains take ``--resume`` or ``--overwrite``, and ``--allow-outside``."""
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume",
-        action="store_true",
-        help="resume from the newest valid checkpoint of output_dir; start as the recipe says if there is none",
-    )
-    start.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="remove the checkpoints of output_dir and start from the beginning",
-    )
-    parser.add_argument(
-        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
-    )
+    resume = "resume from the newest valid checkpoint of output_dir; start as the recipe says if there is none"
+    overwrite = "remove the checkpoints of output_dir and start from the beginning"
+    exclusive(arg("--resume", resume), arg("--overwrite", overwrite))(parser)
+    arg("--allow-outside", "the recipe may write outside of output_dir")(parser)
 
 
-def add_trainer(parser: argparse.ArgumentParser) -> None:
-    """Let a verb that trains take ``--through``, whose trainer."""
-    parser.add_argument(
-        "--through",
-        choices=("own", "mindformers"),
-        help="whose trainer (default: own for trainer.type TelechatMoeTrainer on CPU, else mindformers)",
-    )
-
-
-def add_documents(parser: argparse.ArgumentParser) -> None:
-    """Let a verb take ``--documents FILE``, the lengths of documents that attention stays in."""
-    parser.add_argument(
-        "--documents",
-        metavar="FILE",
-        help="attention stays in documents of these lengths: an .idx, or a number a line",
-    )
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Let a verb of the planner demand ``--device D``, the description of what a recipe runs on."""
-    says = "shipped device (ascend-910b, h100 ...) or YAML"
-    parser.add_argument("--device", required=True, metavar="D", help=says)
+add_json = arg("--json FILE", "write the report as JSON ('-': standard output)")
+add_trainer = arg(
+    "--through",
+    "whose trainer (default: own for trainer.type TelechatMoeTrainer on CPU, else mindformers)",
+    choices=("own", "mindformers"),
+)
+add_documents = arg(
+    "--documents FILE",
+    "attention stays in documents of these lengths: an .idx, or a number a line",
+)
+add_device = arg("--device D", "shipped device (ascend-910b, h100 ...) or YAML", required=True)
 
 
 def check_rank(option: str, rank: int, mesh: "Mesh", recipe: str) -> int:

@@ -3,10 +3,10 @@
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
@@ -38,23 +38,6 @@ telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --s
 telechat-moe train my_recipe.yaml --resume --set output_dir=mine
 """
 BAD = {2: "wrong usage, or the output exists", 3: "missing, broken, or of another model"}
-
-
-def _paths(
-    path: str, out: str = "", recipe: str = "", *, tensors: bool = False
-) -> Callable[[argparse.ArgumentParser], None]:
-    """Return what adds PATH, OUT and --recipe with these helps; those without a help are left out."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("path", metavar="PATH", help=path)
-        if out:
-            parser.add_argument("out", metavar="OUT", help=out)
-        if recipe:
-            parser.add_argument("--recipe", required=True, metavar="RECIPE", help=recipe)
-        if tensors:
-            parser.add_argument("--tensors", action="store_true", help="list every tensor")
-
-    return add
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -124,17 +107,6 @@ def run_average(args: argparse.Namespace) -> int:
             f"{averaged.path}: {averaged.tensors} tensors, {size_text(averaged.total_bytes)}: {terms}"
         )
     return 0
-
-
-def _average_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoints, or weights")
-    parser.add_argument(
-        "--out", required=True, metavar="OUT", help="folder or .safetensors to make"
-    )
-    parser.add_argument(
-        "--weights", nargs="+", type=float, metavar="W", help="one each (default: equal)"
-    )
-    parser.add_argument("--ema", action="store_true", help="of the moving averages that they hold")
 
 
 def run_to(args: argparse.Namespace) -> int:
@@ -217,7 +189,10 @@ SHOW = Verb(
     exits=BAD,
     json_keys="path, kind (checkpoint | pieces), step, layout, devices, tensors (name: group, dtype, shape), groups "
     "(name: tensors, elements, dtypes), files (name: bytes, sha256), bytes, verified.",
-    arguments=_paths("checkpoint, or folder of shards", tensors=True),
+    arguments=[
+        arg("PATH", "checkpoint, or folder of shards"),
+        arg("--tensors", "list every tensor"),
+    ],
     run=run_show,
 )
 RESHARD = Verb(
@@ -227,7 +202,11 @@ RESHARD = Verb(
     exits=BAD,
     json_keys="as those of `ckpt show`.",
     overrides="override a value of the recipe",
-    arguments=_paths("checkpoint", "folder to make", "recipe of that model with the layout"),
+    arguments=[
+        arg("PATH", "checkpoint"),
+        arg("OUT", "folder to make"),
+        arg("--recipe RECIPE", "recipe of that model with the layout", required=True),
+    ],
     run=run_reshard,
 )
 MERGE = Verb(
@@ -236,9 +215,10 @@ MERGE = Verb(
     examples="telechat-moe ckpt merge shards merged",
     exits=BAD,
     json_keys="path.",
-    arguments=_paths(
-        "folder of shards, or checkpoint", "folder of checkpoints; OUT/step-... is made"
-    ),
+    arguments=[
+        arg("PATH", "folder of shards, or checkpoint"),
+        arg("OUT", "folder of checkpoints; OUT/step-... is made"),
+    ],
     run=run_merge,
 )
 AVERAGE = Verb(
@@ -249,7 +229,12 @@ AVERAGE = Verb(
     examples="telechat-moe ckpt average output/checkpoints/step-00000800 output/checkpoints/step-00001000 --out averaged",
     exits={1: "writing failed (disk full)", **BAD},
     json_keys="path, sources (path, share, group, checkpoint.json: its SHA-256), files, tensors, total_bytes.",
-    arguments=_average_arguments,
+    arguments=[
+        arg("paths PATH", "checkpoints, or weights", nargs="+"),
+        arg("--out OUT", "folder or .safetensors to make", required=True),
+        arg("--weights W", "one each (default: equal)", nargs="+", type=float),
+        arg("--ema", "of the moving averages that they hold"),
+    ],
     run=run_average,
 )
 TO_MINDFORMERS = Verb(
@@ -259,7 +244,11 @@ TO_MINDFORMERS = Verb(
     examples=TO_EXAMPLES,
     json_keys="path, load_checkpoint, resume_training.",
     overrides="override a value of the recipe",
-    arguments=_paths("checkpoint", "folder to make", "recipe of the run"),
+    arguments=[
+        arg("PATH", "checkpoint"),
+        arg("OUT", "folder to make"),
+        arg("--recipe RECIPE", "recipe of the run", required=True),
+    ],
     run=run_to,
 )
 FROM_MINDFORMERS = Verb(
@@ -269,7 +258,10 @@ FROM_MINDFORMERS = Verb(
     examples=FROM_EXAMPLES,
     json_keys="path.",
     overrides="override a value of the recipe",
-    arguments=_paths("checkpoint of MindFormers", recipe="recipe of the run"),
+    arguments=[
+        arg("PATH", "checkpoint of MindFormers"),
+        arg("--recipe RECIPE", "recipe of the run", required=True),
+    ],
     run=run_from,
 )
 VERB = Verb(

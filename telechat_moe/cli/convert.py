@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import to_yaml, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
@@ -35,25 +36,6 @@ telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
 telechat-moe convert weights/hf weights/ours --recipe telechat3_moe/pretrain_tiny.yaml --to telechat \\
     --recipe-out mine.yaml
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("src", metavar="SRC", help="weights to read")
-    parser.add_argument("dst", nargs="?", metavar="DST", help="folder or .safetensors file to make")
-    parser.add_argument(
-        "--verify", action="store_true", help="compare the files of SRC with its checksums, no more"
-    )
-    parser.add_argument("--recipe", metavar="RECIPE", help="recipe whose model the weights are of")
-    parser.add_argument(
-        "--recipe-out", metavar="FILE", help="write RECIPE with the model of SRC's config.json"
-    )
-    parser.add_argument("--to", choices=("hf", "telechat"), help="format and names to write")
-    parser.add_argument(
-        "--shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest file, in bytes or as 500MB, 5GB, 2GiB (default 5GB)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -184,6 +166,18 @@ VERB = Verb(
     "else with these weights, what was rounded or not judged, NaN and infinite values), resumed_files (finished by an earlier run), seconds. "
     "With --verify: path, files, bytes, problems, seconds.",
     overrides="override a value of the recipe, for example model.model_config.num_hidden_layers=4",
-    arguments=_arguments,
+    arguments=[
+        arg("SRC", "weights to read"),
+        arg("DST", "folder or .safetensors file to make", nargs="?"),
+        arg("--verify", "compare the files of SRC with its checksums, no more"),
+        arg("--recipe RECIPE", "recipe whose model the weights are of"),
+        arg("--recipe-out FILE", "write RECIPE with the model of SRC's config.json"),
+        arg("--to", "format and names to write", choices=("hf", "telechat")),
+        arg(
+            "--shard-size SIZE",
+            "largest file, in bytes or as 500MB, 5GB, 2GiB (default 5GB)",
+            "5GB",
+        ),
+    ],
     run=run,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli import data_audit
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
@@ -42,54 +43,6 @@ compared if a manifest.json is beside the files, else they are "not judged".
 
 Of conversations one is written out; what is learned of it is between [[ and ]], or green on a terminal.
 """
-
-
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("prefix", metavar="PREFIX", help="path without .bin/.idx, or a folder")
-    add("--tokens", type=int, default=32, metavar="N", help="tokens to decode (default 32)")
-    add("--document", type=int, default=0, metavar="N", help="conversation to show (default 0)")
-    add("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the data, if any)")
-
-
-def _build_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--corpus", nargs="+", metavar="PATH", help="text files and folders (default: see below)")
-    add(
-        "--valid", nargs="+", metavar="PATH", help="validation files and folders (default: a share)"
-    )
-    add("--out", metavar="DIR", help=f"folder to write (default {DEFAULT_OUT})")
-    add(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help=f"tokens of the tokenizer that is trained (default {DEFAULT_VOCAB})",
-    )
-    add(
-        "--tokenizer",
-        metavar="PATH",
-        help="use this tokenizer.json, or that of a Hugging Face folder, instead of training one",
-    )
-    add("--eod-token", metavar="NAME", help="end-of-document token of --tokenizer (default: usual)")
-    add(
-        "--valid-fraction",
-        type=float,
-        metavar="F",
-        help=f"share of documents kept for validation (default {DEFAULT_VALID})",
-    )
-    add("--seed", type=int, metavar="N", help=f"seed of the split (default {DEFAULT_SEED})")
-    add("--extension", nargs="+", metavar="EXT", help="take only such files from folders")
-    add(
-        "--text-key",
-        metavar="KEY",
-        help="key of the text (default text) or messages (messages) in lines and rows",
-    )
-    add(
-        "--recipe",
-        metavar="RECIPE",
-        help="take corpus, vocabulary, seed and folder from a recipe; other options override it",
-    )
-    add("--force", action="store_true", help="replace a dataset of other inputs")
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -232,10 +185,6 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
         )
     lines += [f"  note       {note}" for note in manifest.get("notes", ())]
     return "\n".join(lines)
-
-
-def _index_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe whose training data are meant")
 
 
 def run_index(args: argparse.Namespace) -> int:
@@ -382,7 +331,37 @@ BUILD = Verb(
     "tokenizer, dtype, train, valid, sha256, versions: as in manifest.json).",
     after_interruption="the same command goes on",
     overrides="override a value of --recipe",
-    arguments=_build_arguments,
+    arguments=[
+        arg("--corpus PATH", "text files and folders (default: see below)", nargs="+"),
+        arg("--valid PATH", "validation files and folders (default: a share)", nargs="+"),
+        arg("--out DIR", f"folder to write (default {DEFAULT_OUT})"),
+        arg(
+            "--vocab-size N",
+            f"tokens of the tokenizer that is trained (default {DEFAULT_VOCAB})",
+            type=int,
+        ),
+        arg(
+            "--tokenizer PATH",
+            "use this tokenizer.json, or that of a Hugging Face folder, instead of training one",
+        ),
+        arg("--eod-token NAME", "end-of-document token of --tokenizer (default: usual)"),
+        arg(
+            "--valid-fraction F",
+            f"share of documents kept for validation (default {DEFAULT_VALID})",
+            type=float,
+        ),
+        arg("--seed N", f"seed of the split (default {DEFAULT_SEED})", type=int),
+        arg("--extension EXT", "take only such files from folders", nargs="+"),
+        arg(
+            "--text-key KEY",
+            "key of the text (default text) or messages (messages) in lines and rows",
+        ),
+        arg(
+            "--recipe RECIPE",
+            "take corpus, vocabulary, seed and folder from a recipe; other options override it",
+        ),
+        arg("--force", "replace a dataset of other inputs"),
+    ],
     run=run_build,
 )
 SHOW = Verb(
@@ -394,7 +373,12 @@ SHOW = Verb(
     json_keys="datasets, a list of {prefix, dtype, documents, tokens, bytes, shortest, longest, mean_tokens, "
     'checksums ("ok" | "not judged"), tokenizer, first_tokens, first_text, sequences, example (document, tokens, parts: '
     "learned, text; null: no conversations), notes}.",
-    arguments=_show_arguments,
+    arguments=[
+        arg("PREFIX", "path without .bin/.idx, or a folder"),
+        arg("--tokens N", "tokens to decode (default 32)", 32),
+        arg("--document N", "conversation to show (default 0)", 0),
+        arg("--tokenizer FILE", "tokenizer.json (default: beside the data, if any)"),
+    ],
     run=run_show,
 )
 INDEX = Verb(
@@ -407,7 +391,7 @@ INDEX = Verb(
     exits={0: "built or there", 1: "cannot be written", 3: "no recipe or no data"},
     json_keys="samples, seconds.",
     overrides="override a value of the recipe",
-    arguments=_index_arguments,
+    arguments=[arg("RECIPE", "recipe whose training data are meant")],
     run=run_index,
 )
 VERB = Verb(

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
@@ -23,18 +24,6 @@ have now. Checkpoints and metrics.jsonl must agree.
 
 --plan takes a recipe instead of a folder, for a run of MindFormers, and proves that the plan gives every sample of an epoch once.
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", nargs="?", metavar="OUTPUT_DIR", help="folder of the run")
-    parser.add_argument("--recipe", metavar="RECIPE", help="default: OUTPUT_DIR/recipe.json")
-    parser.add_argument("--plan", metavar="RECIPE", help="audit what a recipe plans, no run")
-    parser.add_argument(
-        "--no-contents",
-        dest="contents",
-        action="store_false",
-        help="compare positions only; do not read the samples",
-    )
 
 
 def run_audit(args: argparse.Namespace) -> int:
@@ -121,6 +110,16 @@ VERB = Verb(
     "(a list of {left_out}), mixture (a list of {from_sample, to_sample, sources: a list of {prefix, weight, planned, "
     "seen}}), problems.",
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        arg("OUTPUT_DIR", "folder of the run", nargs="?"),
+        arg("--recipe RECIPE", "default: OUTPUT_DIR/recipe.json"),
+        arg("--plan RECIPE", "audit what a recipe plans, no run"),
+        arg(
+            "--no-contents",
+            "compare positions only; do not read the samples",
+            dest="contents",
+            action="store_false",
+        ),
+    ],
     run=run_audit,
 )

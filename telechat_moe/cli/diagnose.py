@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 
@@ -22,20 +23,6 @@ with these.
 To blame are the ranks of a pipeline stage that are later than their peers in the time that they wait for nobody, by more than
 chance and by 1.5 % of the step or more. docs/diagnose.md has the table of causes.
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN|TRACE",
-        help="folder of a run, the folders of its hosts, or traces of its ranks",
-    )
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help="a page: causes, bounds, ranks x steps, the latest rank's step",
-    )
 
 
 def run_diagnose(args: argparse.Namespace) -> int:
@@ -98,6 +85,13 @@ VERB = Verb(
     json_keys="verdict, says, source, ranks, steps, step_seconds, waiting, causes (a list of {kinds, scope, ranks, host, part, "
     "first_step, last_step, seconds, share, sigmas, lost, who, advice}), bounds (a list of {stage, bound, shares, steps}), "
     "recorded, problems, not_judged.",
-    arguments=_arguments,
+    arguments=[
+        arg(
+            "runs RUN|TRACE",
+            "folder of a run, the folders of its hosts, or traces of its ranks",
+            nargs="+",
+        ),
+        arg("--html FILE", "a page: causes, bounds, ranks x steps, the latest rank's step"),
+    ],
     run=run_diagnose,
 )

@@ -7,7 +7,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from telechat_moe.cli.arguments import check_rank
+from telechat_moe.cli.arguments import arg, check_rank, exclusive
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import counted
 from telechat_moe.cli.verb import Verb
@@ -30,48 +30,6 @@ EXAMPLES = """\
 telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
 telechat-moe dryrun planned.yaml --stage all --confirm
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="R", help="global rank (default 0)")
-    which.add_argument("--stage", choices=["all"], help="the first rank of every pipeline stage")
-    parser.add_argument(
-        "--devices", type=int, metavar="N", help="number of devices; must be the recipe's"
-    )
-    parser.add_argument(
-        "--check-rank",
-        type=int,
-        metavar="R2",
-        help="compile this rank too and compare it with what is derived for it",
-    )
-    parser.add_argument(
-        "--confirm",
-        action="store_true",
-        help="compare with what the planner predicts of the recipe",
-    )
-    parser.add_argument(
-        "--hidden-on",
-        metavar="DEVICE",
-        help="where `pp_1f1b_overlap` pairs passes, say how much of each all-to-all they hide on this device "
-        f"(a device of `plan`; default {HIDDEN_ON})",
-    )
-    parser.add_argument(
-        "--target",
-        choices=["Ascend", "CPU"],
-        default="Ascend",
-        help="operators: Ascend's own primitives, or the plain ones that CPU processes can run",
-    )
-    parser.add_argument(
-        "--mindformers", action="store_true", help="compile MindFormers' own model, not ours"
-    )
-    parser.add_argument("--diff", metavar="OTHER_RECIPE", help="compare with another recipe")
-    parser.add_argument(
-        "--diff-mindformers",
-        action="store_true",
-        help="compare with MindFormers' own model, of OTHER_RECIPE if there is one, else of RECIPE",
-    )
-    parser.add_argument("--html", metavar="FILE", help="write the report as one page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -317,6 +275,36 @@ VERB = Verb(
     },
     recipe=True,
     overrides="override a value, of RECIPE and of OTHER_RECIPE",
-    arguments=_arguments,
+    arguments=[
+        exclusive(
+            arg("--rank R", "global rank (default 0)", type=int),
+            arg("--stage", "the first rank of every pipeline stage", choices=["all"]),
+        ),
+        arg("--devices N", "number of devices; must be the recipe's", type=int),
+        arg(
+            "--check-rank R2",
+            "compile this rank too and compare it with what is derived for it",
+            type=int,
+        ),
+        arg("--confirm", "compare with what the planner predicts of the recipe"),
+        arg(
+            "--hidden-on DEVICE",
+            "where `pp_1f1b_overlap` pairs passes, say how much of each all-to-all they hide on this device "
+            f"(a device of `plan`; default {HIDDEN_ON})",
+        ),
+        arg(
+            "--target",
+            "operators: Ascend's own primitives, or the plain ones that CPU processes can run",
+            "Ascend",
+            choices=["Ascend", "CPU"],
+        ),
+        arg("--mindformers", "compile MindFormers' own model, not ours"),
+        arg("--diff OTHER_RECIPE", "compare with another recipe"),
+        arg(
+            "--diff-mindformers",
+            "compare with MindFormers' own model, of OTHER_RECIPE if there is one, else of RECIPE",
+        ),
+        arg("--html FILE", "write the report as one page"),
+    ],
     run=run,
 )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -23,26 +24,12 @@ Writes OUTPUT_DIR/experts.html, and its numbers as experts.json beside it. docs/
 """
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder of the run")
-    parser.add_argument(
-        "--text",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="a domain and a file or folder of its text; any number of times (default: the validation data)",
-    )
-    for name, default, says in (
-        ("sequences", 96, "sequences of the text, all domains together"),
-        ("checkpoints", 5, "checkpoints to compute, the first and the last among them"),
-        ("permutations", 999, "permutations of the test"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{says} (default: {default})"
-        )
-    parser.add_argument(
-        "--html", metavar="FILE", help="the page (default: OUTPUT_DIR/experts.html)"
-    )
+COUNTS = {
+    "sequences": ("sequences of the text, all domains together", 96),
+    "checkpoints": ("checkpoints to compute, the first and the last among them", 5),
+    "permutations": ("permutations of the test", 999),
+}
+"""Options of numbers: what each is, and its default."""
 
 
 def _texts(arguments: list[str]) -> dict[str, list[str]]:
@@ -61,7 +48,7 @@ def _texts(arguments: list[str]) -> dict[str, list[str]]:
 
 def run_experts(args: argparse.Namespace) -> int:
     """Analyse, write page and JSON, and say the most important."""
-    for name in ("sequences", "checkpoints", "permutations"):
+    for name in COUNTS:
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: expected 1 or more")
     texts = _texts(args.text)
@@ -72,9 +59,7 @@ def run_experts(args: argparse.Namespace) -> int:
     report = analyse(
         run,
         texts,
-        sequences=args.sequences,
-        checkpoints=args.checkpoints,
-        permutations=args.permutations,
+        **{name: getattr(args, name) for name in COUNTS},
         overrides=args.overrides,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
@@ -131,6 +116,19 @@ VERB = Verb(
     "routed_share, flipped, replaced}), specialisation (information_bits, by_chance_bits, p, adjusted_p, significant, ratio), "
     "coactivation, succession (lists of {layer, strength, pairs}), favourites, problems, not_judged.",
     overrides="override a value of the run's recipe, such as where its data are now",
-    arguments=_arguments,
+    arguments=[
+        arg("OUTPUT_DIR", "folder of the run"),
+        arg(
+            "--text NAME=PATH",
+            "a domain and a file or folder of its text; any number of times (default: the validation data)",
+            [],
+            action="append",
+        ),
+        *(
+            arg(f"--{name} N", f"{says} (default: {default})", default)
+            for name, (says, default) in COUNTS.items()
+        ),
+        arg("--html FILE", "the page (default: OUTPUT_DIR/experts.html)"),
+    ],
     run=run_experts,
 )

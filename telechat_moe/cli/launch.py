@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telechat_moe.cli.arguments import add_start, add_trainer
+from telechat_moe.cli.arguments import add_start, add_trainer, arg
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -28,43 +28,6 @@ EXAMPLES = """\
 telechat-moe launch my_recipe.yaml --restart 3
 telechat-moe launch my_recipe.yaml --nodes hosts --bind auto --print
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_start(parser)
-    add_trainer(parser)
-    parser.add_argument("--nodes", metavar="HOSTFILE", help="machines (default: this one)")
-    parser.add_argument(
-        "--print", action="store_true", dest="only_print", help="print the commands, start nothing"
-    )
-    parser.add_argument(
-        "--bind",
-        nargs="?",
-        const="auto",
-        choices=("auto",),
-        help="bind each process to cores of its own, on the NUMA node of its NPU, and report what changes that; "
-        "with --print, show the plan",
-    )
-    parser.add_argument(
-        "--restart",
-        type=int,
-        default=0,
-        metavar="N",
-        help="restart after a process dies, at most N times in a row without a new checkpoint (default 0)",
-    )
-    parser.add_argument(
-        "--master-port",
-        type=int,
-        metavar="P",
-        help="port of the scheduler (default: a free one if the first host is this machine, else 8118)",
-    )
-    parser.add_argument("--logs", metavar="DIR", help="folder for logs (default: output_dir/log)")
-    parser.add_argument(
-        "--remote-shell",
-        metavar="COMMAND",
-        help="command that runs a shell line on a host; {host} in it is replaced by the host, else the "
-        "host is appended (default: ssh)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -172,6 +135,35 @@ VERB = Verb(
     after_interruption="--resume continues from its last checkpoint, if it has saved one",
     recipe=True,
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        add_start,
+        add_trainer,
+        arg("--nodes HOSTFILE", "machines (default: this one)"),
+        arg("--print", "print the commands, start nothing", dest="only_print"),
+        arg(
+            "--bind",
+            "bind each process to cores of its own, on the NUMA node of its NPU, and report what changes that; "
+            "with --print, show the plan",
+            nargs="?",
+            const="auto",
+            choices=("auto",),
+        ),
+        arg(
+            "--restart N",
+            "restart after a process dies, at most N times in a row without a new checkpoint (default 0)",
+            0,
+        ),
+        arg(
+            "--master-port P",
+            "port of the scheduler (default: a free one if the first host is this machine, else 8118)",
+            type=int,
+        ),
+        arg("--logs DIR", "folder for logs (default: output_dir/log)"),
+        arg(
+            "--remote-shell COMMAND",
+            "command that runs a shell line on a host; {host} in it is replaced by the host, else the "
+            "host is appended (default: ssh)",
+        ),
+    ],
     run=run,
 )

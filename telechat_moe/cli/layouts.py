@@ -3,13 +3,9 @@
 import argparse
 from typing import Any
 
-from telechat_moe.cli.arguments import check_rank
+from telechat_moe.cli.arguments import arg, check_rank
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="global rank (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,6 +83,6 @@ VERB = Verb(
     exits={3: "bad recipe"},
     recipe=True,
     overrides="override a value",
-    arguments=_arguments,
+    arguments=[arg("--rank R", "global rank (default 0)", 0)],
     run=run,
 )

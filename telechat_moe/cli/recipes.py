@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telechat_moe.cli.arguments import add_start
+from telechat_moe.cli.arguments import add_start, arg
 from telechat_moe.cli.output import show_table, to_yaml, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
@@ -27,36 +27,7 @@ CONVENTION = (
 )
 
 
-def _settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
-
-
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    _settings(parser)
-    parser.add_argument(
-        "--keys", action="store_true", help="list the written keys and who reads each"
-    )
-
-
-def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="shipped recipes or files")
-    _settings(parser)
-    parser.add_argument(
-        "--for",
-        dest="use",
-        choices=["train", "dryrun", "mindformers"],
-        default="written",
-        help="what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
-    )
-    add_start(parser)
-
-
-def _cp_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dest", metavar="DEST", help="file or folder to write")
-    parser.add_argument(
-        "--output-dir", metavar="DIR", help="the copy's output_dir, for runs of its own"
-    )
-    parser.add_argument("--force", action="store_true", help="replace DEST if it exists")
+DEVICES = arg("--devices N", "number of devices", type=int)
 
 
 def run_ls(args: argparse.Namespace) -> int:
@@ -311,7 +282,10 @@ VERBS = (
         "mindformers), train (what our trainer makes of a key that it does not read)}.",
         recipe=True,
         overrides=SET,
-        arguments=_show_arguments,
+        arguments=[
+            DEVICES,
+            arg("--keys", "list the written keys and who reads each"),
+        ],
         run=run_show,
     ),
     Verb(
@@ -331,7 +305,18 @@ VERBS = (
         "notes (what the build of its data said)}; "
         "problems, their number.",
         overrides=SET,
-        arguments=_check_arguments,
+        arguments=[
+            arg("recipes RECIPE", "shipped recipes or files", nargs="+"),
+            DEVICES,
+            arg(
+                "--for",
+                "what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
+                "written",
+                dest="use",
+                choices=["train", "dryrun", "mindformers"],
+            ),
+            add_start,
+        ],
         run=run_check,
     ),
     Verb(
@@ -341,7 +326,11 @@ VERBS = (
         exits={2: "wrong usage, or DEST exists", 3: "no such recipe"},
         json_keys="source, destination.",
         recipe=True,
-        arguments=_cp_arguments,
+        arguments=[
+            arg("DEST", "file or folder to write"),
+            arg("--output-dir DIR", "the copy's output_dir, for runs of its own"),
+            arg("--force", "replace DEST if it exists"),
+        ],
         run=run_cp,
     ),
 )

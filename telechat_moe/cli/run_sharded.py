@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -16,17 +17,6 @@ as MindIR, its collectives rewritten into the one that CPU has, and run under ms
 says what differs from the graph for Ascend. --compare runs the same steps in one process and fails where a loss
 differs by more than {BOUND:g} (relative; float32).
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--processes", type=int, required=True, metavar="N", help="the recipe's devices"
-    )
-    parser.add_argument("--steps", type=int, default=5, metavar="K", help="steps (default 5)")
-    parser.add_argument(
-        "--compare", action="store_true", help="run the same steps in one process, too"
-    )
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the MindIR files in a new folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,6 +103,11 @@ VERB = Verb(
     "kept, single (as steps), relative_errors.",
     recipe=True,
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        arg("--processes N", "the recipe's devices", type=int, required=True),
+        arg("--steps K", "steps (default 5)", 5),
+        arg("--compare", "run the same steps in one process, too"),
+        arg("--keep FOLDER", "keep the MindIR files in a new folder"),
+    ],
     run=run,
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
@@ -19,23 +20,6 @@ predicted. docs/sweep.md describes each key.
 Each run is a `telechat-moe train` of its own in output_dir/VARIANT/seed-N. The same command goes on after an interruption.
 output_dir/sweep.html and sweep.json hold the results.
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "file",
-        metavar="FILE",
-        help="sweep file, or a shipped one such as sweeps/telechat3_moe/pilot.yaml",
-    )
-    add(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs at a time, which share the cores (default 1)",
-    )
-    add("--report", action="store_true", help="train nothing: report what is finished")
 
 
 @contextmanager
@@ -119,6 +103,10 @@ VERB = Verb(
     "each}, tokens_per_second}; studies {NAME: about, equal, against_first {VARIANT: mean, low, high, each, verdict}}; "
     "larger {NAME: recipe, device, variants {NAME: settings, parameters, active, flops_per_token, devices, layout, gap, why, fits, step_s, "
     "tokens_per_s, mfu, device_hours}}.",
-    arguments=_arguments,
+    arguments=[
+        arg("FILE", "sweep file, or a shipped one such as sweeps/telechat3_moe/pilot.yaml"),
+        arg("--jobs N", "runs at a time, which share the cores (default 1)", 1),
+        arg("--report", "train nothing: report what is finished"),
+    ],
     run=run,
 )

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from telechat_moe.cli.arguments import add_start
+from telechat_moe.cli.arguments import add_start, arg
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -21,18 +21,6 @@ EXAMPLES = """\
 telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml
 telechat-moe train telechat3_moe/pretrain_tiny.yaml --set output_dir=output/first
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_start(parser)
-    parser.add_argument(
-        "--plain", action="store_true", help="print plain lines, also on a terminal"
-    )
-    parser.add_argument(
-        "--no-graph-cache",
-        action="store_true",
-        help="compile the graph of a step, also where an earlier start has kept it, and keep none",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +83,13 @@ VERB = Verb(
     after_interruption="--resume continues from its last checkpoint, if it has saved one",
     recipe=True,
     overrides="override a value, for example optimizer.weight_decay=0.05",
-    arguments=_arguments,
+    arguments=[
+        add_start,
+        arg("--plain", "print plain lines, also on a terminal"),
+        arg(
+            "--no-graph-cache",
+            "compile the graph of a step, also where an earlier start has kept it, and keep none",
+        ),
+    ],
     run=run,
 )

@@ -9,15 +9,11 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NoReturn
 
-from telechat_moe.cli.arguments import add_json, add_overrides
+from telechat_moe.cli.arguments import Add, add_json, add_overrides, arg
 
 WIDTH = 110
 EXITS = {0: "ok", 2: "wrong usage", 3: "bad input", 130: "interrupted"}
 """Exit codes that mean the same in every verb, unless it says more."""
-
-
-def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the verb takes only what the frame adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +49,8 @@ class Verb:
     overrides: str | None = None
     """Help of `--set`; None: the verb has no `--set`."""
 
-    arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
-    """Adds the verb's own arguments."""
+    arguments: Sequence[Add] = ()
+    """The verb's own."""
 
     run: Callable[[argparse.Namespace], int] | None = None
     """Runs it and returns the exit code."""
@@ -67,8 +63,9 @@ class Verb:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add all arguments of the verb to a parser."""
         if self.recipe:
-            parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
-        self.arguments(parser)
+            arg("RECIPE", "shipped recipe name or YAML file")(parser)
+        for add in self.arguments:
+            add(parser)
         if self.overrides is not None:
             add_overrides(parser, self.overrides)
         if self.run is not None:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import (
     VERDICT_CODES,
     show_counts,
@@ -32,40 +33,6 @@ EXAMPLES = """\
 telechat-moe align bisect gpu_dump npu_dump --html align.html
 telechat-moe align bisect gpu_dump npu_dump --standard ecosystem
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "reference", metavar="REFERENCE", help="dump or checkpoint of the trusted run"
-    )
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        nargs="?",
-        help="the same of the run to judge (none: REFERENCE is judged by itself)",
-    )
-    parser.add_argument(
-        "--map",
-        metavar="FILE",
-        help="tensors that both runs have, where their calls differ (default: found)",
-    )
-    parser.add_argument(
-        "--rtol",
-        type=float,
-        metavar="X",
-        help="largest allowed difference of these tensors, relative L2 (default: by type, 2e-5 in float32)",
-    )
-    parser.add_argument(
-        "--standard", metavar="NAME", help="judge tensors by this published standard"
-    )
-    parser.add_argument("--benchmark", metavar="DUMP", help="third run, for ascend-l0, -l1, -l2")
-    parser.add_argument("--html", metavar="FILE", help="write one page with the first wrong call")
-    parser.add_argument("--junit", metavar="FILE", help="write the answer as JUnit XML")
-    parser.add_argument(
-        "--reproducer",
-        metavar="DIR",
-        help="write the first wrong call as data and a script that fails while it is wrong",
-    )
 
 
 def _standard(args: argparse.Namespace) -> Any:
@@ -222,6 +189,27 @@ VERB = Verb(
     "sentence, next (command, shows); of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
     "data flow around it), picture (worst error over bound of each field); with --standard: standard (name, source, notes, flips (choices that "
     "legally came out otherwise), tensors (step, rank, operator, tensor, status, observed_over_limit, element, reason, checks))",
-    arguments=_arguments,
+    arguments=[
+        arg("REFERENCE", "dump or checkpoint of the trusted run"),
+        arg(
+            "TARGET",
+            "the same of the run to judge (none: REFERENCE is judged by itself)",
+            nargs="?",
+        ),
+        arg("--map FILE", "tensors that both runs have, where their calls differ (default: found)"),
+        arg(
+            "--rtol X",
+            "largest allowed difference of these tensors, relative L2 (default: by type, 2e-5 in float32)",
+            type=float,
+        ),
+        arg("--standard NAME", "judge tensors by this published standard"),
+        arg("--benchmark DUMP", "third run, for ascend-l0, -l1, -l2"),
+        arg("--html FILE", "write one page with the first wrong call"),
+        arg("--junit FILE", "write the answer as JUnit XML"),
+        arg(
+            "--reproducer DIR",
+            "write the first wrong call as data and a script that fails while it is wrong",
+        ),
+    ],
     run=run,
 )

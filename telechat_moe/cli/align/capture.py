@@ -5,6 +5,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
@@ -20,38 +21,6 @@ EXAMPLES = """\
 telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint
 telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--torch", metavar="SCRIPT", help="run this script")
-    parser.add_argument("--out", required=True, metavar="OUT", help="folder to make")
-    parser.add_argument(
-        "--steps", default="0", metavar="A[-B]", help="steps to record, from 0 (default: 0)"
-    )
-    parser.add_argument(
-        "--modules", action="store_true", help="of a script: record what modules return, too"
-    )
-    parser.add_argument("--layers", metavar="N,A-B", help="of a recipe: only these layers")
-    parser.add_argument("--ranks", metavar="N,A-B", help="of a recipe: only these ranks")
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="of a recipe: only operators whose name fits, such as '*.attention.*'",
-    )
-    parser.add_argument(
-        "--values",
-        choices=VALUES,
-        default=VALUES[0],
-        help="of a recipe: whole tensors (default), statistics, or fingerprints of 2 KiB",
-    )
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="RECIPE",
-        help="the recipe; of a script its arguments, after --",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,6 +110,26 @@ VERB = Verb(
     },
     json_keys="out, calls, steps and ranks (their numbers); with --torch: out, exit_code.",
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        arg("--torch SCRIPT", "run this script"),
+        arg("--out OUT", "folder to make", required=True),
+        arg("--steps A[-B]", "steps to record, from 0 (default: 0)", "0"),
+        arg("--modules", "of a script: record what modules return, too"),
+        arg("--layers N,A-B", "of a recipe: only these layers"),
+        arg("--ranks N,A-B", "of a recipe: only these ranks"),
+        arg(
+            "--only PATTERN",
+            "of a recipe: only operators whose name fits, such as '*.attention.*'",
+            [],
+            action="append",
+        ),
+        arg(
+            "--values",
+            "of a recipe: whole tensors (default), statistics, or fingerprints of 2 KiB",
+            VALUES[0],
+            choices=VALUES,
+        ),
+        arg("arguments RECIPE", "the recipe; of a script its arguments, after --", nargs="*"),
+    ],
     run=run,
 )

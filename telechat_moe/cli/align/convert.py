@@ -4,6 +4,7 @@ import argparse
 from contextlib import nullcontext
 from pathlib import Path
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.interruption import unfinished
@@ -17,14 +18,6 @@ EXAMPLES = """\
 telechat-moe align convert dump tensors.csv
 telechat-moe align convert dump small --fingerprints
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dump", metavar="DUMP", help="folder of a dump, or a statistic.csv")
-    parser.add_argument("out", metavar="OUT", help="folder to make, or FILE.csv")
-    parser.add_argument(
-        "--fingerprints", action="store_true", help="fingerprints instead of values"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +48,10 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={2: "wrong usage, or OUT exists", 3: "missing or broken"},
     json_keys="out, and tensors (of a table) or steps and ranks (of a tree).",
-    arguments=_arguments,
+    arguments=[
+        arg("DUMP", "folder of a dump, or a statistic.csv"),
+        arg("OUT", "folder to make, or FILE.csv"),
+        arg("--fingerprints", "fingerprints instead of values"),
+    ],
     run=run,
 )

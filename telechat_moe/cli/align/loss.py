@@ -2,6 +2,7 @@
 
 import argparse
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -14,35 +15,6 @@ EXAMPLES = """\
 telechat-moe align loss base1/metrics.jsonl base2/metrics.jsonl run/metrics.jsonl --html loss.html
 telechat-moe align loss gpu.csv msrun_log/worker_7.log
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "curves", nargs="+", metavar="CURVE", help="base runs, then the run to judge"
-    )
-    parser.add_argument(
-        "--base", "--base2", action="append", default=[], metavar="CURVE", help="one more base run"
-    )
-    parser.add_argument("--metric", metavar="NAME", help="name of the loss in the files")
-    parser.add_argument(
-        "--margin",
-        type=_percent,
-        default=0.003,
-        metavar="PERCENT",
-        help="a lasting difference below this is as good as none (0.3)",
-    )
-    parser.add_argument(
-        "--negligible",
-        type=_percent,
-        default=0.0005,
-        metavar="PERCENT",
-        help="a difference below this is no divergence, however certain (0.05)",
-    )
-    parser.add_argument(
-        "--min-steps", type=_steps, default=1000, metavar="N", help="fewest steps of a pass (1000)"
-    )
-    parser.add_argument("--html", metavar="FILE", help="write one page with the curves")
-    parser.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
 
 
 def _percent(text: str) -> float:
@@ -103,6 +75,25 @@ VERB = Verb(
     "low, high, margin, statistic, limit, p, effective_steps), power (seen_95, margin), noise (spread, "
     "correlation_time, inflation, wander), spikes (step, base, target, where), steps (compared, first, "
     "last), notes, inputs, settings. Differences are fractions.",
-    arguments=_arguments,
+    arguments=[
+        arg("curves CURVE", "base runs, then the run to judge", nargs="+"),
+        arg("--base --base2 CURVE", "one more base run", [], action="append"),
+        arg("--metric NAME", "name of the loss in the files"),
+        arg(
+            "--margin PERCENT",
+            "a lasting difference below this is as good as none (0.3)",
+            0.003,
+            type=_percent,
+        ),
+        arg(
+            "--negligible PERCENT",
+            "a difference below this is no divergence, however certain (0.05)",
+            0.0005,
+            type=_percent,
+        ),
+        arg("--min-steps N", "fewest steps of a pass (1000)", 1000, type=_steps),
+        arg("--html FILE", "write one page with the curves"),
+        arg("--junit FILE", "write the checks as JUnit XML"),
+    ],
     run=run,
 )

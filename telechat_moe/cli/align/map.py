@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from telechat_moe.cli.arguments import add_runs
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import write_json, write_text
 from telechat_moe.cli.verb import Verb
 
@@ -21,11 +21,6 @@ EXAMPLES = """\
 telechat-moe align map hf ours map.json
 telechat-moe align bisect hf ours --map map.json
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_runs(parser)
-    parser.add_argument("file", metavar="FILE", help="file to write")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +43,10 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={3: "bad input, or no weight of one run is one of the other's"},
     json_keys="file, tensors (their number).",
-    arguments=_arguments,
+    arguments=[
+        arg("REFERENCE", "dump of the run that is trusted"),
+        arg("TARGET", "dump of the run to judge"),
+        arg("FILE", "file to write"),
+    ],
     run=run,
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json
 from telechat_moe.cli.progress import tracked
 from telechat_moe.cli.verb import Verb
@@ -21,24 +22,6 @@ EXAMPLES = """\
 telechat-moe align merge dump merged
 telechat-moe align merge megatron_dump merged --said layout.json --ulp 1
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dump", metavar="DUMP", help="dump of all ranks")
-    parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument("--step", type=int, metavar="N", help="only this step")
-    parser.add_argument("--said", metavar="FILE", help="what the dump does not say of layouts")
-    parser.add_argument(
-        "--reference",
-        metavar="DUMP",
-        help="of one device: infer layouts that are not said from its shapes",
-    )
-    for name, measure in (("rtol", "relative"), ("atol", "absolute"), ("ulp", "ULPs of the type")):
-        text = f"how far copies may differ, {measure} (0)"
-        parser.add_argument(f"--{name}", type=float, default=0.0, metavar="X", help=text)
-    parser.add_argument(
-        "--keep", action="store_true", help="write the first copy where copies differ"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,6 +122,21 @@ VERB = Verb(
     json_keys="verdict (pass | diverged | inconclusive), out, steps, tensors, merged, copies (bitwise | within "
     "bound | differ: tensors), how (dump | said | inferred | copies | one rank: tensors), problems (step,"
     " key, place, ranks, how, copies, problem).",
-    arguments=_arguments,
+    arguments=[
+        arg("DUMP", "dump of all ranks"),
+        arg("OUT", "folder to make"),
+        arg("--step N", "only this step", type=int),
+        arg("--said FILE", "what the dump does not say of layouts"),
+        arg("--reference DUMP", "of one device: infer layouts that are not said from its shapes"),
+        *(
+            arg(f"--{name} X", f"how far copies may differ, {measure} (0)", 0.0)
+            for name, measure in (
+                ("rtol", "relative"),
+                ("atol", "absolute"),
+                ("ulp", "ULPs of the type"),
+            )
+        ),
+        arg("--keep", "write the first copy where copies differ"),
+    ],
     run=run,
 )

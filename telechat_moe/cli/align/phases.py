@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import VERDICT_CODES, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -17,26 +18,6 @@ NOTES = """\
 A phase is not run again while nothing changed that it depends on. One that diverged ends the run. OUT has
 phases.json, phases.html, and the report of each verb. docs/align_guide.md tells it with an example.
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="OUT", help="folder of the reports")
-    parser.add_argument("--reference", metavar="DUMP", help="dump of a step that is trusted")
-    parser.add_argument(
-        "--target", metavar="DUMP", help="dump of the recipe's step that was captured separately"
-    )
-    parser.add_argument("--map", metavar="FILE", help="tensors that both have, as for `bisect`")
-    parser.add_argument(
-        "--base", action="append", default=[], metavar="CURVE", help="a curve that is trusted"
-    )
-    parser.add_argument(
-        "--curve", metavar="CURVE", help="the recipe's curve (default: train it here)"
-    )
-    parser.add_argument(
-        "--min-steps", type=int, default=1000, metavar="N", help="fewest steps of a pass (1000)"
-    )
-    parser.add_argument("--again", action="store_true", help="run all phases again")
-    parser.add_argument("--go-on", action="store_true", help="continue after a phase that diverged")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,6 +71,16 @@ VERB = Verb(
     "not_judged)",
     recipe=True,
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        arg("--out OUT", "folder of the reports", required=True),
+        arg("--reference DUMP", "dump of a step that is trusted"),
+        arg("--target DUMP", "dump of the recipe's step that was captured separately"),
+        arg("--map FILE", "tensors that both have, as for `bisect`"),
+        arg("--base CURVE", "a curve that is trusted", [], action="append"),
+        arg("--curve CURVE", "the recipe's curve (default: train it here)"),
+        arg("--min-steps N", "fewest steps of a pass (1000)", 1000),
+        arg("--again", "run all phases again"),
+        arg("--go-on", "continue after a phase that diverged"),
+    ],
     run=run,
 )

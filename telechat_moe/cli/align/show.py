@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.units import count_text
@@ -18,14 +19,6 @@ telechat-moe align inspect dump
 telechat-moe align inspect dump --calls --step 0 --rank 0
 """
 _COUNTS = ("calls", "tensors", "values", "statistics", "checksums", "fingerprints")
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dump", metavar="DUMP", help="folder of a dump, or a statistic.csv")
-    parser.add_argument("--calls", action="store_true", help="list every tensor of every call")
-    parser.add_argument("--step", type=int, metavar="N", help="only this step")
-    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    parser.add_argument("--verify", action="store_true", help="open every file of values")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,6 +73,12 @@ VERB = Verb(
     "tensors, values, statistics, checksums, fingerprints, nothing, layouts, elements, dtypes, verified),"
     " not_judged (reason: tensors), calls (with --calls: step, rank, key, kind, phase, parent, tensors "
     "(place, dtype, shape, max, min, mean, norm, has)).",
-    arguments=_arguments,
+    arguments=[
+        arg("DUMP", "folder of a dump, or a statistic.csv"),
+        arg("--calls", "list every tensor of every call"),
+        arg("--step N", "only this step", type=int),
+        arg("--rank N", "only this rank", type=int),
+        arg("--verify", "open every file of values"),
+    ],
     run=run,
 )

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
@@ -14,22 +15,6 @@ EXAMPLES = """\
 telechat-moe plan calibrate --out this-machine.yaml
 telechat-moe plan simulate telechat3_moe/pretrain_19m.yaml --device this-machine.yaml
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", metavar="FILE", default="this-machine.yaml", help="default this-machine.yaml")
-    add(
-        "--recipe",
-        metavar="RECIPE",
-        help="recipe whose matrix products are measured (default pretrain_19m)",
-    )
-    add(
-        "--operators",
-        choices=["fused", "plain"],
-        default="fused",
-        help="of the steps: fused as `train` runs them in one process, plain as `run-sharded` does (default fused)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +61,15 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={1: "the measurement failed"},
     json_keys="out, products (m, n, k, flops_per_s), steps (step, measured_s, fitted_s).",
-    arguments=_arguments,
+    arguments=[
+        arg("--out FILE", "default this-machine.yaml", "this-machine.yaml"),
+        arg("--recipe RECIPE", "recipe whose matrix products are measured (default pretrain_19m)"),
+        arg(
+            "--operators",
+            "of the steps: fused as `train` runs them in one process, plain as `run-sharded` does (default fused)",
+            "fused",
+            choices=["fused", "plain"],
+        ),
+    ],
     run=run,
 )

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.arguments import add_documents
+from telechat_moe.cli.arguments import add_documents, arg
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
@@ -23,44 +23,6 @@ telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 -
   --out my_recipe.yaml
 telechat-moe check my_recipe.yaml --devices 256
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--devices", type=int, required=True, metavar="N", help="number of devices")
-    add("--device", default="ascend-910b", metavar="D", help="description (default ascend-910b)")
-    add(
-        "--memory",
-        metavar="SIZE",
-        help="memory of a device to use, as 55GiB (2^30 bytes) or 59GB (10^9)",
-    )
-    add("--global-batch", type=int, metavar="B", help="sequences of a step (default: the recipe's)")
-    add(
-        "--fix",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="allow only these values of a variable, such as tp=8 or zero=0,1",
-    )
-    add("--top", type=int, default=10, metavar="K", help="layouts to print (default 10)")
-    add("--limit", type=float, default=300.0, metavar="S", help="seconds (default 300)")
-    add(
-        "--beyond-recipes",
-        action="store_true",
-        help="also search what recipes cannot express: swapping, ZeRO 2 and 3, MTP before its head, zb-v",
-    )
-    add("--out", metavar="FILE", help="write the recipe with the layout")
-    add(
-        "--pick",
-        type=int,
-        default=1,
-        metavar="K",
-        help="layout of the ranked table that --out writes (default 1)",
-    )
-    add("--why", metavar="FILE", help="write a line for every layout not chosen")
-    add("--html", metavar="FILE", help="write the report with the front of time against memory")
-    add("--certificate", metavar="FILE", help="write the proof, for every configuration")
-    add_documents(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,6 +114,29 @@ VERB = Verb(
     },
     recipe=True,
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        arg("--devices N", "number of devices", type=int, required=True),
+        arg("--device D", "description (default ascend-910b)", "ascend-910b"),
+        arg("--memory SIZE", "memory of a device to use, as 55GiB (2^30 bytes) or 59GB (10^9)"),
+        arg("--global-batch B", "sequences of a step (default: the recipe's)", type=int),
+        arg(
+            "--fix NAME=VALUE",
+            "allow only these values of a variable, such as tp=8 or zero=0,1",
+            [],
+            action="append",
+        ),
+        arg("--top K", "layouts to print (default 10)", 10),
+        arg("--limit S", "seconds (default 300)", 300.0),
+        arg(
+            "--beyond-recipes",
+            "also search what recipes cannot express: swapping, ZeRO 2 and 3, MTP before its head, zb-v",
+        ),
+        arg("--out FILE", "write the recipe with the layout"),
+        arg("--pick K", "layout of the ranked table that --out writes (default 1)", 1),
+        arg("--why FILE", "write a line for every layout not chosen"),
+        arg("--html FILE", "write the report with the front of time against memory"),
+        arg("--certificate FILE", "write the proof, for every configuration"),
+        add_documents,
+    ],
     run=run,
 )

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from telechat_moe.cli.arguments import add_device
+from telechat_moe.cli.arguments import add_device, arg
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -13,24 +13,6 @@ NOTES = """\
 The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes
 (docs/plan_memory.md).
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_device(parser)
-    add("--memory", metavar="SIZE", help="what the step may use of a device, as 55GiB")
-    add(
-        "--margin",
-        type=float,
-        metavar="SHARE",
-        help="added to the peak for fragmentation and the model's error (default 0.05)",
-    )
-    add(
-        "--host-memory",
-        metavar="SIZE",
-        help="what a device may use of its host's memory for swapped activations, as 64GiB (default: any)",
-    )
-    add("--expert-loads", metavar="FILE", help="a run's metrics.jsonl, with loads of experts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,6 +54,19 @@ VERB = Verb(
     json_keys="fits, limit_bytes, margin, stages, largest_load_factor, recorded_loads, first, changes",
     recipe=True,
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        add_device,
+        arg("--memory SIZE", "what the step may use of a device, as 55GiB"),
+        arg(
+            "--margin SHARE",
+            "added to the peak for fragmentation and the model's error (default 0.05)",
+            type=float,
+        ),
+        arg(
+            "--host-memory SIZE",
+            "what a device may use of its host's memory for swapped activations, as 64GiB (default: any)",
+        ),
+        arg("--expert-loads FILE", "a run's metrics.jsonl, with loads of experts"),
+    ],
     run=run,
 )

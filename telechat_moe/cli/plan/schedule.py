@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -17,39 +18,6 @@ telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2 --times 1,1
 """
 
 MOST = 10**6
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--stages", type=int, required=True, metavar="P", help="pipeline stages")
-    add("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of a step")
-    add("--chunks", type=int, default=1, metavar="V", help="chunks of a stage (default 1)")
-    add("--times", default="1,1,1", metavar="F,D,W",
-        help="forward, dX and dW of a stage and micro-batch (default 1,1,1)")  # fmt: skip
-    add("--backward", type=float, metavar="B", help="dX and dW together, if less than D + W")
-    add("--scale", action="append", default=[], metavar="CHUNK=FACTOR",
-        help="a chunk that takes FACTOR times as long, such as one with MTP; repeatable")  # fmt: skip
-    add("--comm", type=float, default=0.0, metavar="C", help="time between neighbouring stages")
-    add("--memory", type=float, default=1.0, metavar="X", help="activations, 1F1B's = 1 (default)")
-    add("--kept-for-dw", type=float, default=1.0, metavar="SHARE",
-        help="share of the activations that only dW frees (default 1)")  # fmt: skip
-    add("--overlap", type=float, default=0.0, metavar="SHARE",
-        help="share of F and dX that is experts' all-to-all, which a forward and a backward hide for each other "
-        "(default 0: no overlap)")  # fmt: skip
-    add("--no-split", action="store_true", help="keep dX and dW together")
-    add(
-        "--placement",
-        choices=("v", "loop"),
-        help="chunks on stages: zigzag or round-robin (default: both)",
-    )
-    add(
-        "--effort",
-        type=float,
-        metavar="N",
-        help="operations scheduled in all tries (default 2e7, seconds)",
-    )
-    add("--seed", type=int, default=0, help="of the search (default 0)")
-    add("--html", metavar="FILE", help="write a picture as a page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,6 +76,40 @@ VERB = Verb(
     notes=NOTES,
     examples=EXAMPLES,
     json_keys="the figures (bubble, makespan, lower_bound, gap, published, ...) and the program (start, end, activations).",
-    arguments=_arguments,
+    arguments=[
+        arg("--stages P", "pipeline stages", type=int, required=True),
+        arg("--micro-batches M", "micro-batches of a step", type=int, required=True),
+        arg("--chunks V", "chunks of a stage (default 1)", 1),
+        arg(
+            "--times F,D,W",
+            "forward, dX and dW of a stage and micro-batch (default 1,1,1)",
+            "1,1,1",
+        ),
+        arg("--backward B", "dX and dW together, if less than D + W", type=float),
+        arg(
+            "--scale CHUNK=FACTOR",
+            "a chunk that takes FACTOR times as long, such as one with MTP; repeatable",
+            [],
+            action="append",
+        ),
+        arg("--comm C", "time between neighbouring stages", 0.0),
+        arg("--memory X", "activations, 1F1B's = 1 (default)", 1.0),
+        arg("--kept-for-dw SHARE", "share of the activations that only dW frees (default 1)", 1.0),
+        arg(
+            "--overlap SHARE",
+            "share of F and dX that is experts' all-to-all, which a forward and a backward hide for each other "
+            "(default 0: no overlap)",
+            0.0,
+        ),
+        arg("--no-split", "keep dX and dW together"),
+        arg(
+            "--placement",
+            "chunks on stages: zigzag or round-robin (default: both)",
+            choices=("v", "loop"),
+        ),
+        arg("--effort N", "operations scheduled in all tries (default 2e7, seconds)", type=float),
+        arg("--seed", "of the search (default 0)", 0),
+        arg("--html FILE", "write a picture as a page"),
+    ],
     run=run,
 )

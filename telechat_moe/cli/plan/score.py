@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 
@@ -16,17 +17,10 @@ def _notes() -> str:
     return f"{head}\n{describe_columns()}"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tables", nargs="+", metavar="TABLE", help="CSV tables of measured steps")
-    add_options(parser)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that scores tables."""
-    parser.add_argument(
-        "--device", default="a100", metavar="D", help="device of rows that name none (default a100)"
-    )
-    parser.add_argument("--rows", action="store_true", help="print every row, not only the summary")
+    arg("--device D", "device of rows that name none (default a100)", "a100")(parser)
+    arg("--rows", "print every row, not only the summary")(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,6 +116,9 @@ VERB = Verb(
     notes=_notes,
     examples="telechat-moe plan score steps.csv --device ascend-910b --rows",
     exits={3: "bad input or no row that could be scored"},
-    arguments=_arguments,
+    arguments=[
+        arg("tables TABLE", "CSV tables of measured steps", nargs="+"),
+        add_options,
+    ],
     run=run,
 )

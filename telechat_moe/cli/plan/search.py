@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.units import GIB, count_text
@@ -22,20 +23,6 @@ The front are the models that no other beats both in parameters and in tokens a 
 spread evenly, in closed form; then the models of the front that are printed are planned as plan layout does, every
 layer placed and the step simulated, in --place seconds together (gap: how far the step may be from the best one).
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("space", metavar="SPACE", help="YAML file with the choices")
-    add("--top", type=int, default=20, metavar="K", help="models to print (default 20)")
-    add(
-        "--place",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds in which models of the front are planned (default 60; 0: not)",
-    )
-    add("--html", metavar="FILE", help="write a page with the front")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,6 +105,15 @@ VERB = Verb(
     notes=NOTES,
     examples="telechat-moe plan search space.yaml --html models.html",
     exits={1: "no architecture is allowed and fits"},
-    arguments=_arguments,
+    arguments=[
+        arg("SPACE", "YAML file with the choices"),
+        arg("--top K", "models to print (default 20)", 20),
+        arg(
+            "--place S",
+            "seconds in which models of the front are planned (default 60; 0: not)",
+            60.0,
+        ),
+        arg("--html FILE", "write a page with the front"),
+    ],
     run=run,
 )

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from telechat_moe.cli.arguments import add_device, add_documents
+from telechat_moe.cli.arguments import add_device, add_documents, arg
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -11,31 +11,6 @@ from telechat_moe.errors import UsageError
 NOTES = """\
 Times are predictions; benchmarks/plan_published compares them with published measurements.
 """
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_device(parser)
-    add(
-        "--schedule",
-        metavar="S",
-        help="instead of the recipe's: zb-h1, zb-v, dualpipev, overlap ...",
-    )
-    add_documents(parser)
-    add(
-        "--expert-loads",
-        metavar="FILE",
-        help="a run's metrics.jsonl: the step with its loads, as they are and with experts moved where it pays",
-    )
-    add(
-        "--expert-copies",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with --expert-loads: also with N slots of each device for copies of hot experts",
-    )
-    add("--html", metavar="FILE", help="write the timeline as a page")
-    add("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +73,21 @@ VERB = Verb(
     exits={1: "a stage does not fit into the device's memory"},
     recipe=True,
     overrides="override a value of the recipe",
-    arguments=_arguments,
+    arguments=[
+        add_device,
+        arg("--schedule S", "instead of the recipe's: zb-h1, zb-v, dualpipev, overlap ..."),
+        add_documents,
+        arg(
+            "--expert-loads FILE",
+            "a run's metrics.jsonl: the step with its loads, as they are and with experts moved where it pays",
+        ),
+        arg(
+            "--expert-copies N",
+            "with --expert-loads: also with N slots of each device for copies of hot experts",
+            0,
+        ),
+        arg("--html FILE", "write the timeline as a page"),
+        arg("--trace FILE", "write a Chrome trace (Perfetto)"),
+    ],
     run=run,
 )
