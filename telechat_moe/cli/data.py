@@ -81,10 +81,8 @@ def run_build(args: argparse.Namespace) -> int:
         result = build(**settings, force=args.force, progress=progress)
     seconds = time.monotonic() - begin
     if recipe is not None:
-        built, subject = (
-            result.manifest["tokenizer"],
-            "the data was built, but does not fit the recipe",
-        )
+        built = result.manifest["tokenizer"]
+        subject = "the data was built, but does not fit the recipe"
         _require_fit(recipe, built["vocab_size"], built["eod"], subject, "change the recipe")
     report = {**vars(result), "out": str(result.out), "seconds": round(seconds, 3)}
     report["skipped_files"] = report.pop("skipped")

@@ -77,10 +77,8 @@ class TelechatMoeForCausalLM(PreTrainedModel):
         backends = settings.operators
         with select.using(backends.default, backends.backends(), target, backends.host):
             if is_split(recipe):
-                rank, shared = (
-                    ms.get_auto_parallel_context("global_rank"),
-                    recipe.micro_batches > 1,
-                )
+                rank = ms.get_auto_parallel_context("global_rank")
+                shared = recipe.micro_batches > 1
                 placed = placed_model(recipe, rank, target, shared_graph=shared)
                 self.model, routers = placed.model, placed.routers
                 if shared:  # MindSpore's lazy_inline: micro-batches call one graph

@@ -104,11 +104,8 @@ def problems(recipe: Recipe) -> Iterator[Broken]:
         return
     except ValueError as error:
         place = f"{path}:{error.line}" if isinstance(error, JsonError) and error.line else str(path)
-        yield (
-            KEY,
-            f"{place}: not JSON ({error})",
-            'an object such as {"pp_1f1b_overlap": "AlltoAllV"}',
-        )
+        problem = f"{place}: not JSON ({error})"
+        yield KEY, problem, 'an object such as {"pp_1f1b_overlap": "AlltoAllV"}'
         return
     if not text.lstrip().startswith("{"):
         yield KEY, f"{path}:1: not an object", 'an object such as {"pp_1f1b_overlap": "AlltoAllV"}'

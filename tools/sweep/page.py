@@ -167,10 +167,8 @@ def _scatter(rows: Mapping[str, tuple[float | None, Mapping[str, Any]]], title: 
     xs = [x / 10**power for x, _ in points.values()]
     margin = 0.05 * (max(xs) - min(xs)) + 1e-3 * max(xs)
     across = html.ticks(min(xs) - margin, max(xs) + margin, 8, outward=True)
-    low, high = (
-        min(v["low"] for _, v in points.values()),
-        max(v["high"] for _, v in points.values()),
-    )
+    low = min(v["low"] for _, v in points.values())
+    high = max(v["high"] for _, v in points.values())
     up = html.ticks(low, high, 6, outward=True)
     axes = html.ChartAxes((across[0], across[-1]), (up[0], up[-1]), 1040, 360, bottom=44)
     label = f"{title}, 10^{power}" if power else title

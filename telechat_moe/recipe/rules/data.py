@@ -202,11 +202,8 @@ def conversations(r: Recipe) -> Iterator[Broken]:
         problem = "None with telechat_moe.conversations"
         yield "telechat_moe.corpus.tokenizer", problem, "the tokenizer.json of the model"
     for name in sorted({"role", "content"} & {*section.ignore_fields}):
-        yield (
-            "telechat_moe.conversations.ignore_fields",
-            name,
-            "fields without which a message is one",
-        )
+        expected = "fields without which a message is one"
+        yield "telechat_moe.conversations.ignore_fields", name, expected
     if section.message is not None and section.variables:
         problem = "given beside message, where no chat template reads them"
         yield "telechat_moe.conversations.variables", problem, "remove them"
@@ -269,11 +266,8 @@ def mixture(r: Recipe) -> Iterator[Broken]:
         problem = (
             f"{r.runner_config.epochs} with {key}, which repeats each source as its share takes"
         )
-        yield (
-            "runner_config.epochs",
-            problem,
-            "1, and all samples in train_dataset.data_loader.sizes",
-        )
+        expected = "1, and all samples in train_dataset.data_loader.sizes"
+        yield "runner_config.epochs", problem, expected
     size, before = (r.train_dataset.data_loader.sizes or [None])[0], -1
     for index, segment in enumerate(segments):
         segment_key, start = f"{key}.{index}", segment.from_sample
@@ -305,8 +299,5 @@ def batching(r: Recipe) -> Iterator[Broken]:
 def evaluation(r: Recipe) -> Iterator[Broken]:
     """MindFormers' evaluation needs its own data."""
     if r.do_eval and (r.eval_dataset is None or r.eval_dataset_task is None):
-        yield (
-            "do_eval",
-            "True without eval_dataset and eval_dataset_task",
-            "False, or both sections",
-        )
+        problem = "True without eval_dataset and eval_dataset_task"
+        yield "do_eval", problem, "False, or both sections"

@@ -133,10 +133,8 @@ def _expert_devices(r: Recipe) -> int:
 def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """A hop between nodes needs an expert group that spreads over whole nodes, and rows that are not at hand."""
     m, p, settings = r.model.model_config, r.parallel_config, r.telechat_moe
-    devices_key, key = (
-        "model.model_config.npu_nums_per_device",
-        "model.model_config.moe_token_dispatcher_type",
-    )
+    devices_key = "model.model_config.npu_nums_per_device"
+    key = "model.model_config.moe_token_dispatcher_type"
     if not isinstance(m, ModelConfig):
         return
     kind, (hop, node) = m.moe_token_dispatcher_type, hop_between_nodes(m)
@@ -176,11 +174,8 @@ def per_token_loss(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Which tokens the loss is averaged over matters where a step has several micro-batches."""
     if r.model.model_config.calculate_per_token_loss and r.micro_batches == 1:
         problem = "True with one micro-batch a step, whose mean over tokens is that of the step"
-        yield (
-            "model.model_config.calculate_per_token_loss",
-            problem,
-            "remove it, or more micro-batches",
-        )
+        expected = "remove it, or more micro-batches"
+        yield "model.model_config.calculate_per_token_loss", problem, expected
 
 
 def dealt_samples(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -260,11 +255,8 @@ def passes(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if name is None:
         return
     if r.parallel_config.pipeline_stage == 1:
-        yield (
-            key,
-            f"{name} with one stage, where it has no effect",
-            "remove it, or pipeline_stage > 1",
-        )
+        problem = f"{name} with one stage, where it has no effect"
+        yield key, problem, "remove it, or pipeline_stage > 1"
     elif compiled:
         problem = f"{name} in a graph for Ascend, whose order is MindSpore's"
         expected = "remove it; `telechat-moe train` and `run-sharded` take it on CPU processes"
@@ -302,11 +294,8 @@ def sequence_pipeline(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Parts of sequences need a pipeline whose scheduler knows them."""
     p, vpp = r.parallel_config, r.model.model_config.pp_interleave_num or 1
     name = getattr(r.parallel.pipeline_config, "pipeline_scheduler", "1f1b")
-    key, parts, stages = (
-        "parallel.pipeline_config.pipeline_scheduler",
-        p.seq_split_num,
-        p.pipeline_stage,
-    )
+    key, parts = "parallel.pipeline_config.pipeline_scheduler", p.seq_split_num
+    stages = p.pipeline_stage
     by_parts = name in ("seqpipe", "seqvpp")
     if by_parts and parts == 1:
         problem = f"{name} with seq_split_num 1, which sends whole sequences"
@@ -431,11 +420,8 @@ def softmax_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
     plain = backends.of("attention") == "plain" or (r.devices > 1 and backends.attention != "fused")
     if m.softmax_compute_dtype not in ("float32", "fp32", None) and (ascend or not plain):
         problem = f"{m.softmax_compute_dtype} with fused attention, whose softmax is in float32"
-        yield (
-            "model.model_config.softmax_compute_dtype",
-            problem,
-            "float32, or operators.attention plain",
-        )
+        expected = "float32, or operators.attention plain"
+        yield "model.model_config.softmax_compute_dtype", problem, expected
 
 
 def residual_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -489,17 +475,11 @@ def operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
         if not ascend and key.endswith(".attention") and value == "fused":
             parts = r.parallel_config.seq_split_num
             if parts > 1:
-                yield (
-                    key,
-                    f"fused with seq_split_num {parts}, which hides keys otherwise",
-                    "plain or auto",
-                )
+                problem = f"fused with seq_split_num {parts}, which hides keys otherwise"
+                yield key, problem, "plain or auto"
         elif value in ("fused", "True"):
-            yield (
-                key,
-                f"{value} {'in a graph for Ascend' if ascend else many}",
-                "remove it" if value == "True" else "plain or auto",
-            )
+            problem = f"{value} {'in a graph for Ascend' if ascend else many}"
+            yield key, problem, "remove it" if value == "True" else "plain or auto"
 
 
 def host_operators(r: Recipe, compiled: bool) -> Iterator[Broken]:

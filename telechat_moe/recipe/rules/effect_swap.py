@@ -52,11 +52,8 @@ def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
         problem = "a section with swap_config.swap and optimizer.swap False, where it has no effect"
         yield "telechat_moe.swap", problem, "remove it, or one of these True"
     elif chosen.pool_folder is None and chosen.pool_mib is None:
-        yield (
-            "telechat_moe.swap",
-            "a section that says nothing",
-            "pool_folder or pool_mib, or no such section",
-        )
+        problem = "a section that says nothing"
+        yield "telechat_moe.swap", problem, "pool_folder or pool_mib, or no such section"
 
 
 def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
@@ -79,11 +76,8 @@ def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
         for name in patterns_of(item):
             operators = matched(name, part_names)
             if not operators and layers:
-                yield (
-                    key,
-                    f"{name}, which matches no operator of these layers",
-                    f"one of {', '.join(part_names)}",
-                )
+                problem = f"{name}, which matches no operator of these layers"
+                yield key, problem, f"one of {', '.join(part_names)}"
             elif operators and recomputed_parts.issuperset(operators):
                 problem = f"{name}, which telechat_moe.sharding.recompute computes again"
                 yield key, problem, "swapped or recomputed, not both"

@@ -11,12 +11,8 @@ AT = "model.model_config."
 
 def groups(m: AnyModel) -> Iterator[Broken]:
     """Group-limited routing: MindFormers asserts some of this, and divides by zero elsewhere."""
-    experts, groups, chosen, top = (
-        m.n_routed_experts,
-        m.n_group,
-        m.topk_group,
-        m.num_experts_per_tok,
-    )
+    experts, groups, chosen = m.n_routed_experts, m.n_group, m.topk_group
+    top = m.num_experts_per_tok
     if groups is None or chosen is None or experts is None or top is None:
         return
     if top > experts:
@@ -38,11 +34,8 @@ def groups(m: AnyModel) -> Iterator[Broken]:
         yield AT + "num_experts_per_tok", problem, "at most the experts of the kept groups"
     elif top % chosen:
         problem = f"{top} experts per token from {chosen} groups"
-        yield (
-            AT + "num_experts_per_tok",
-            problem,
-            "a multiple of topk_group (MindFormers asserts it)",
-        )
+        expected = "a multiple of topk_group (MindFormers asserts it)"
+        yield AT + "num_experts_per_tok", problem, expected
 
 
 def top_k(m: AnyModel) -> Iterator[Broken]:
@@ -88,11 +81,8 @@ def shared_experts(m: AnyModel) -> Iterator[Broken]:
     """MindFormers ignores the width of shared experts that are not there."""
     if m.n_shared_experts == 0 and m.moe_shared_expert_intermediate_size:
         problem = f"{m.moe_shared_expert_intermediate_size} with n_shared_experts 0"
-        yield (
-            AT + "moe_shared_expert_intermediate_size",
-            problem,
-            "no such key without shared experts",
-        )
+        expected = "no such key without shared experts"
+        yield AT + "moe_shared_expert_intermediate_size", problem, expected
 
 
 def capacity(m: AnyModel) -> Iterator[Broken]:
@@ -143,11 +133,8 @@ def activation(m: AnyModel) -> Iterator[Broken]:
     """MindFormers refuses the fused SwiGLU under another name of the activation."""
     if m.bias_swiglu_fusion and m.hidden_act != "swiglu":
         problem = f"True with hidden_act {m.hidden_act}"
-        yield (
-            AT + "bias_swiglu_fusion",
-            problem,
-            "hidden_act swiglu, or fusedswiglu without this key",
-        )
+        expected = "hidden_act swiglu, or fusedswiglu without this key"
+        yield AT + "bias_swiglu_fusion", problem, expected
 
 
 def tied(m: AnyModel) -> Iterator[Broken]:

@@ -70,11 +70,8 @@ def cpu(r: Recipe) -> Iterator[Broken]:
         for name in ("matmul", "grouped_matmul", "attention"):
             if (getattr(backends, name) or backends.default) == "plain":
                 problem = f"{m.compute_dtype} with plain {name} on CPU"
-                yield (
-                    AT + "compute_dtype",
-                    problem,
-                    "float32: MindSpore has no bfloat16 products there",
-                )
+                expected = "float32: MindSpore has no bfloat16 products there"
+                yield AT + "compute_dtype", problem, expected
 
 
 def tensor_parallel(r: Recipe) -> Iterator[Broken]:
@@ -169,11 +166,8 @@ def rows(r: Recipe) -> Iterator[Broken]:
         yield "runner_config.batch_size", problem, f"rows a multiple of {devices}"
     if p.context_parallel > 1 and batch > 1:
         problem = f"{batch} with context_parallel {p.context_parallel}, which would put rows in another order"
-        yield (
-            "runner_config.batch_size",
-            problem,
-            "1; more data_parallel or micro-batches instead of more sequences",
-        )
+        expected = "1; more data_parallel or micro-batches instead of more sequences"
+        yield "runner_config.batch_size", problem, expected
 
 
 def tied_table(r: Recipe) -> Iterator[Broken]:
@@ -212,18 +206,12 @@ def expert_backends(r: Recipe) -> Iterator[Broken]:
     if not r.trains:
         return
     if (permute == "plain") != (grouped == "plain"):
-        yield (
-            f"{section_key}permute",
-            f"{permute}, with {section_key}grouped_matmul {grouped}",
-            "one backend for both",
-        )
+        problem = f"{permute}, with {section_key}grouped_matmul {grouped}"
+        yield f"{section_key}permute", problem, "one backend for both"
     if grouped == "plain" and settings.sharding.dispatcher == "alltoallv":
         key = "telechat_moe.sharding.dispatcher"
-        yield (
-            key,
-            f"alltoallv, with {section_key}grouped_matmul plain",
-            "alltoall, or another backend",
-        )
+        problem = f"alltoallv, with {section_key}grouped_matmul plain"
+        yield key, problem, "alltoall, or another backend"
 
 
 def _trains_split(r: Recipe) -> bool:
@@ -233,10 +221,8 @@ def _trains_split(r: Recipe) -> bool:
 def dispatcher(r: Recipe) -> Iterator[Broken]:
     """MindFormers' hop between nodes needs expert parallelism over a node at least; `node_hops` is about our own."""
     m, ep = r.model.model_config, r.parallel_config.expert_parallel
-    kind, kinds = (
-        m.moe_token_dispatcher_type,
-        ("alltoall", "alltoall_deredundency", "alltoall_zero_redundancy"),
-    )
+    kind = m.moe_token_dispatcher_type
+    kinds = ("alltoall", "alltoall_deredundency", "alltoall_zero_redundancy")
     if kind is None:
         return
     if kind not in kinds:
@@ -374,29 +360,20 @@ def micro_batches(r: Recipe) -> Iterator[Broken]:
 
 def schedule(r: Recipe) -> Iterator[Broken]:
     """Each pipeline order has its own conditions, checked by MindSpore after the launch."""
-    config, p, section_key = (
-        r.parallel.pipeline_config,
-        r.parallel_config,
-        "parallel.pipeline_config.",
-    )
+    config, p = r.parallel.pipeline_config, r.parallel_config
+    section_key = "parallel.pipeline_config."
     if config is None:
         return
     name, pp, vpp = config.pipeline_scheduler, p.pipeline_stage, chunks(r)
     if name != "1f1b" and not config.pipeline_interleave:
-        yield (
-            section_key + "pipeline_scheduler",
-            f"{name} without pipeline_interleave",
-            "1f1b, or True there",
-        )
+        problem = f"{name} without pipeline_interleave"
+        yield section_key + "pipeline_scheduler", problem, "1f1b, or True there"
     if name == "seqvpp" and p.seq_split_num == 1:
         problem = f"{name} with parallel_config.seq_split_num 1"
         yield section_key + "pipeline_scheduler", problem, "another scheduler, or seq_split_num > 1"
     if name == "seqsmartvpp" and pp % 2 and pp > 1:
-        yield (
-            section_key + "pipeline_scheduler",
-            f"{name} with {pp} stages",
-            "an even number of stages",
-        )
+        problem = f"{name} with {pp} stages"
+        yield section_key + "pipeline_scheduler", problem, "an even number of stages"
     if name == "zero_bubble_v" and (pp < 2 or vpp != 2 or p.micro_batch_num < 2 * pp):
         problem = f"{name} with {pp} stages, {vpp} chunks, {p.micro_batch_num} micro-batches"
         expected = "at least 2 stages, 2 chunks, micro_batch_num >= 2 x pipeline_stage"
@@ -408,11 +385,8 @@ def sequence_parts(r: Recipe) -> Iterator[Broken]:
     m, p = r.model.model_config, r.parallel_config
     if p.seq_split_num > 1 and m.moe_router_load_balancing_type == "seq_aux_loss":
         problem = f"{p.seq_split_num} with moe_router_load_balancing_type seq_aux_loss"
-        yield (
-            "parallel_config.seq_split_num",
-            problem,
-            "1, none, or in MindFormers' own networks sub_seq_aux_loss",
-        )
+        expected = "1, none, or in MindFormers' own networks sub_seq_aux_loss"
+        yield "parallel_config.seq_split_num", problem, expected
     if p.seq_split_num > 1 and m.seq_length is not None and m.seq_length % p.seq_split_num:
         problem = f"{p.seq_split_num} with seq_length {m.seq_length}"
         yield "parallel_config.seq_split_num", problem, f"a divisor of {m.seq_length}"
@@ -460,11 +434,8 @@ def recompute(r: Recipe) -> Iterator[Broken]:
         yield "recompute_config.recompute_slice_activation", "True", "False: the core refuses it"
     if isinstance(value, bool):
         return
-    pp, vpp, layers = (
-        r.parallel_config.pipeline_stage,
-        chunks(r),
-        r.model.model_config.num_hidden_layers,
-    )
+    pp, vpp = r.parallel_config.pipeline_stage, chunks(r)
+    layers = r.model.model_config.num_hidden_layers
     if r.swap_config.swap:
         wrong = [n for n in value if isinstance(n, bool | list) or n >= (layers or n + 1)]
         if wrong or not value:

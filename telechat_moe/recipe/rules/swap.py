@@ -54,11 +54,8 @@ def _layers(
     for index, item in enumerate(items, first):
         item_key = f"{key}.{index}.layers"
         if not item.layers:
-            yield (
-                item_key,
-                f"{item.layers}, which is no layer",
-                "True, a list of layers, or no such item",
-            )
+            problem = f"{item.layers}, which is no layer"
+            yield item_key, problem, "True, a list of layers, or no such item"
             continue
         named = item.layers if isinstance(item.layers, list) else ["all"]
         for layer in named:
@@ -79,11 +76,8 @@ def swap_or_recompute(r: Recipe) -> Iterator[Broken]:
         return
     if recomputed is True:
         problem = "True with recompute_config.recompute True, which keeps nothing to swap"
-        yield (
-            AT + "swap",
-            problem,
-            "False, or the numbers of the recomputed layers in recompute_config.recompute",
-        )
+        expected = "False, or the numbers of the recomputed layers in recompute_config.recompute"
+        yield AT + "swap", problem, expected
         return
     for name, items in (("layer_swap", c.layer_swap), ("op_swap", c.op_swap)):
         for index, item in enumerate(items or ()):

@@ -79,11 +79,8 @@ def state(r: Recipe) -> Iterator[Broken]:
     share = state_bytes(r.model.model_config).total / r.devices
     if share > _LARGEST_STATE:
         problem = f"a model of {size_text(share * r.devices)} with gradients and moments, {size_text(share)} for each device"
-        yield (
-            "model.model_config",
-            problem,
-            f"at most {size_text(_LARGEST_STATE)}; no device has more",
-        )
+        expected = f"at most {size_text(_LARGEST_STATE)}; no device has more"
+        yield "model.model_config", problem, expected
 
 
 def _schedules(r: Recipe) -> Iterator[tuple[str, LrSchedule]]:
@@ -102,11 +99,8 @@ def one_schedule(r: Recipe) -> Iterator[Broken]:
     if r.lr_schedule is None and r.grouped_lr_schedule is None and r.trains:
         yield "lr_schedule", "is missing", "lr_schedule or grouped_lr_schedule"
     if r.optimizer.learning_rate is not None and r.lr_schedule is not None:
-        yield (
-            "optimizer.learning_rate",
-            "together with lr_schedule",
-            "remove it: the schedule applies",
-        )
+        problem = "together with lr_schedule"
+        yield "optimizer.learning_rate", problem, "remove it: the schedule applies"
 
 
 def schedule_keys(r: Recipe) -> Iterator[Broken]:
@@ -364,11 +358,8 @@ def converter_names(r: Recipe) -> Iterator[Broken]:
             yield MODEL + other, f"{copy}, but {key} is {width}", f"{width}"
         elif m.model_type == "telechat3_moe" and copy is None and width not in (None, default):
             problem = f"{width} without {other}; MindFormers ignores this key for telechat3_moe"
-            yield (
-                MODEL + key,
-                problem,
-                f"{other} {width} beside it (or MindFormers trains {default})",
-            )
+            expected = f"{other} {width} beside it (or MindFormers trains {default})"
+            yield MODEL + key, problem, expected
     dtype, written = m.router_dense_type, r.given["model"]["model_config"]
     ignored = m.model_type == "deepseek_v3" and "moe_router_dtype" not in written
     if ignored and dtype not in ("float32", "fp32", None):
