@@ -102,12 +102,9 @@ def parameters(c: ModelConfig) -> Parameters:
         if not members:
             continue
         count = len({weight.name.split(".")[1] for weight in members})  # numbers of layers
-        total = sum(math.prod(weight.shape) for weight in members)
-        active = sum(_active(c, weight) for weight in members)
-        elements, met = total // count, active // count
-        parts.append(
-            ModelPart(name=name, count=count, each=elements, active=met, mtp=name == "MTP")
-        )
+        size = sum(math.prod(weight.shape) for weight in members) // count
+        active = sum(_active(c, weight) for weight in members) // count
+        parts.append(ModelPart(name=name, count=count, each=size, active=active, mtp=name == "MTP"))
     return Parameters(parts=tuple(parts))
 
 

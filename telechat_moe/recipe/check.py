@@ -61,8 +61,7 @@ class Checker:
         if len(fitting) == 1:
             return self._check_entry(entry, fitting[0], path)
         if len(fitting) > 1 and all(dataclasses.is_dataclass(o) for o in fitting):
-            chosen = self.choose(tuple(fitting))
-            if chosen is not None:
+            if (chosen := self.choose(tuple(fitting))) is not None:
                 return self.section(entry, chosen, path)
             return self._by_type(entry, fitting, path)
         problems: list[str] = []
@@ -72,9 +71,11 @@ class Checker:
             value = trial._check_entry(entry, option, path)
             if not problems:
                 return value
-        self.report(
-            entry, path, node.show(), f"expected {describe(kind)}", nearest_word(node, kind)
-        )
+        return self._refuse(entry, kind, path)
+
+    def _refuse(self, entry: YamlEntry, kind: Any, path: str) -> Any:
+        expected, node = f"expected {describe(kind)}", entry.node
+        self.report(entry, path, node.show(), expected, nearest_word(node, kind))
         return INVALID
 
     def _check_entry(self, entry: YamlEntry, kind: Any, path: str) -> Any:
@@ -98,17 +99,14 @@ class Checker:
                 return INVALID
         bad = origin is Literal and value not in get_args(base)
         if bad or not all(limit.allows(value) for limit in limits):
-            expected = f"expected {describe(kind)}"
-            self.report(entry, path, node.show(), expected, nearest_word(node, kind))
-            return INVALID
+            return self._refuse(entry, kind, path)
         return value
 
     def _list(self, entry: YamlEntry, kind: Any, path: str) -> Any:
         base, limits = split_annotation(kind)
         (item,) = get_args(base)
         if not all(limit.allows(len(entry.node.entries)) for limit in limits):
-            self.report(entry, path, entry.node.show(), f"expected {describe(kind)}", "")
-            return INVALID
+            return self._refuse(entry, kind, path)
         values = [self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries]
         return INVALID if any(v is INVALID for v in values) else values
 
@@ -192,17 +190,17 @@ class SectionKeys:
 def section_keys(cls: type) -> SectionKeys:
     """Return the keys of a section."""
     fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
-    names = {name: name for name in fields}
-    for field in fields.values():
-        for other in cast("tuple[str, ...]", field.metadata.get("names", ())):
-            names[other] = field.name
     required = frozenset(name for name, field in fields.items() if is_required(field))
-    elsewhere = {
-        name: field.name
-        for field in fields.values()
-        for name in cast("tuple[str, ...]", field.metadata.get("instead_of", ()))
-    }
-    return SectionKeys(fields, names, required, elsewhere)
+
+    def listed(kind: str) -> dict[str, str]:
+        return {
+            name: field.name
+            for field in fields.values()
+            for name in cast("tuple[str, ...]", field.metadata.get(kind, ()))
+        }
+
+    names = {name: name for name in fields} | listed("names")
+    return SectionKeys(fields, names, required, listed("instead_of"))
 
 
 def type_names(cls: Any) -> tuple[str, ...]:
@@ -228,8 +226,7 @@ def split_annotation(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 def parts_of(kind: Any) -> list[tuple[type, bool]]:
     """Return the sections that an annotation names, and whether each is in a list."""
     parts: list[tuple[type, bool]] = []
-    for option in options_of(kind):
-        base, _ = split_annotation(option)
+    for base in map(_bare, options_of(kind)):
         if dataclasses.is_dataclass(base):
             parts.append((cast(type, base), False))
         elif get_origin(base) is list:
@@ -297,10 +294,6 @@ def nearest_word(node: YamlNode, kind: Any) -> str:
     """Return the allowed word that is nearest to a misspelt one; empty if none is near."""
     if node.kind != "str":
         return ""
-    words = [
-        str(value)
-        for option in options_of(kind)
-        if get_origin(_bare(option)) is Literal
-        for value in get_args(_bare(option))
-    ]
+    bases = map(_bare, options_of(kind))
+    words = [str(v) for base in bases if get_origin(base) is Literal for v in get_args(base)]
     return "".join(difflib.get_close_matches(node.text, words, 1))

@@ -27,25 +27,17 @@ def drops(model: ModelConfig | OtherModelConfig) -> bool:
 
 def dispatcher(recipe: Recipe, target: str) -> str:
     """Return how rows reach their experts on a target, within a node where there are two hops."""
-    form = recipe.telechat_moe.sharding.dispatcher
-    config = recipe.model_config
-    if form == "auto" and hop_between_nodes(config)[0] == "once":
+    form, config = recipe.telechat_moe.sharding.dispatcher, recipe.model_config
+    if form != "auto":
+        return form
+    if hop_between_nodes(config)[0] == "once":
         return "alltoallv"  # buffers for the worst routing would take every token to every node
-    if form == "auto":
-        blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
-        return (
-            "alltoallv" if target == "Ascend" and not drops(config) and not blocks else "alltoall"
-        )
-    return form
+    blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
+    return "alltoallv" if target == "Ascend" and not drops(config) and not blocks else "alltoall"
 
 
 def expert_shares(ep: int, degrees: Sequence[int]) -> list[int] | None:
-    """Return over how many devices of each degree the experts spread; None: ``ep`` does not fit.
-
-    Args:
-        ep: Expert parallelism.
-        degrees: Degrees of the devices, the innermost first.
-    """
+    """Return over how many devices of each degree, the innermost first, the experts spread; None: ``ep`` does not fit."""
     shares: list[int] = []
     for degree in degrees:
         shares.append(math.gcd(ep, degree))
@@ -56,11 +48,7 @@ def expert_shares(ep: int, degrees: Sequence[int]) -> list[int] | None:
 
 
 def expert_degrees(degrees: Sequence[int]) -> list[int]:
-    """Return every expert parallelism that fits, in rising order.
-
-    Args:
-        degrees: Degrees of the devices, the innermost first.
-    """
+    """Return every expert parallelism that fits, in rising order; the innermost degree comes first."""
     fitting, inner = {1}, 1
     for degree in degrees:
         fitting |= {inner * d for d in range(1, degree + 1) if degree % d == 0}

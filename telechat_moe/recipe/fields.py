@@ -129,11 +129,8 @@ class Takes:
 
     def allows(self, value: object, of: Field[Any]) -> bool:
         """Return whether a value of the field asks for nothing that our trainer does not do."""
-        return (
-            bool(self.reason)
-            or value is None
-            or any(equal_values(value, v) for v in self.neutral(of))
-        )
+        neutral = self.neutral(of)
+        return bool(self.reason) or value is None or any(equal_values(value, v) for v in neutral)
 
     def neutral(self, of: Field[Any]) -> tuple[object, ...]:
         """Return the neutral values of a field, beside None."""

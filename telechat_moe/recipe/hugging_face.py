@@ -144,6 +144,10 @@ class HfConfig:
     end_tokens: tuple[int, ...] = ()
     longest: int | None = None
 
+    def refuse(self, name: str, value: Any, expected: str) -> None:
+        """Note a field that no recipe can say."""
+        self.refused.append((f"{name} is {_json(value)}", expected))
+
 
 def config_beside(source: Path) -> Path | None:
     """Return the config.json in a folder of weights or beside a file, also where a link to the file leads."""
@@ -155,10 +159,8 @@ def config_beside(source: Path) -> Path | None:
 def of_recipe(config: ModelConfig) -> dict[str, Any]:
     """Return what a recipe's model computes, as :attr:`HfConfig.values`."""
     values = {key: getattr(config, key) for key in COMPARED}
-    shared, remainder = divmod(config.shared_width, config.moe_intermediate_size)
-    values["n_shared_experts"] = (
-        shared if not remainder else config.shared_width / config.moe_intermediate_size
-    )
+    width, unit = config.shared_width, config.moe_intermediate_size
+    values["n_shared_experts"] = width / unit if width % unit else width // unit
     return _plain(values)
 
 
@@ -166,12 +168,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Write what computes the same in the same way."""
     if values.keys() >= {"n_group", "topk_group"}:
         groups, chosen = values["n_group"], values["topk_group"]
-        limited = groups > 1 and chosen < groups
-        values |= (
-            {"n_group": groups, "topk_group": chosen}
-            if limited
-            else {"n_group": 0, "topk_group": 0}
-        )
+        if not (groups > 1 and chosen < groups):
+            values |= {"n_group": 0, "topk_group": 0}
     for key in _NULLABLE & values.keys():
         values[key] = values[key] or 0
     if values.get("num_experts_per_tok") == 1:  # the weight of a single expert is its score
@@ -231,12 +229,9 @@ def changed(before: ModelConfig, now: ModelConfig) -> list[ModelDifference]:
     was, after = of_recipe(before), of_recipe(now)
     for key in ("qk_layernorm", "moe_router_enable_expert_bias"):
         was[key], after[key] = getattr(before, key), getattr(now, key)
+    text = "{}, but the weights were trained with {}"
     return [
-        ModelDifference(
-            key,
-            f"{after[key]}, but the weights were trained with {value}",
-            f"set it to {_yaml(value)}",
-        )
+        ModelDifference(key, text.format(after[key], value), f"set it to {_yaml(value)}")
         for key, value in was.items()
         if after[key] != value
     ]
@@ -291,9 +286,7 @@ def _values(fields: Mapping[str, Any], kind: str, config: HfConfig) -> dict[str,
             continue
         values[key], config.texts[key] = value, f"{name} is {_json(value)}{text}"
         if not (_fits(value, default) or (value is None and key in _NULLABLE)):
-            config.refused.append(
-                (f"{name} is {_json(value)}", f"a value such as {_json(default)}")
-            )
+            config.refuse(name, value, f"a value such as {_json(default)}")
     if absent:
         config.notes.append(
             f"{config.file}: not judged, absent without a known default: {', '.join(absent)}"
@@ -306,16 +299,14 @@ def _family(fields: Mapping[str, Any], config: HfConfig) -> str | None:
     kind, classes = fields.get("model_type"), cast("Any", fields.get("architectures") or [])
     by_class = {name: key for key, name in FAMILY.items()}
     if not is_list(classes) or not all(_is_text(name) and name in by_class for name in classes):
-        config.refused.append(
-            (f"architectures is {_json(classes)}", f"one of {', '.join(by_class)}")
-        )
+        config.refuse("architectures", classes, f"one of {', '.join(by_class)}")
         return None
     if kind is None and classes:
         kind = by_class[classes[0]]
     if kind is None or (_is_text(kind) and kind in FAMILY):
         return str(kind or "")
     expected = f"weights of another family cannot be read; {' or '.join(FAMILY)}"
-    config.refused.append((f"model_type is {_json(kind)}", expected))
+    config.refuse("model_type", kind, expected)
     return None
 
 
@@ -328,7 +319,7 @@ def _rope(fields: Mapping[str, Any], config: HfConfig) -> tuple[str, Any] | None
     for name in ("rope_scaling", "rope_parameters"):
         section = cast("Any", fields.get(name) or {})
         if not is_object(section):
-            config.refused.append((f"{name} is {_json(section)}", "an object, or null"))
+            config.refuse(name, section, "an object, or null")
             continue
         parameters = {key: value for key, value in section.items() if value is not None}
         if "rope_theta" in parameters:
@@ -343,7 +334,7 @@ def _rope(fields: Mapping[str, Any], config: HfConfig) -> tuple[str, Any] | None
             neutral.get(k) != v for k, v in parameters.items()
         ):
             expected = "cannot be expressed: this model has no scaled rotary frequencies"
-            config.refused.append((f"{name} is {_json(section)}", expected))
+            config.refuse(name, section, expected)
     places = list(bases.items())
     for name, value in places[1:]:
         if value != places[0][1]:
@@ -364,17 +355,12 @@ def _consistent(fields: Mapping[str, Any], values: Mapping[str, Any], config: Hf
         derived["head_dim"] = values["qk_rope_head_dim"]
         derived["qk_head_dim"] = values["qk_rope_head_dim"] + values["qk_nope_head_dim"]
     for name, right in derived.items():
-        if fields.get(name) not in (right, None):
-            expected = f"cannot be expressed; {right} with the other fields"
-            config.refused.append((f"{name} is {_json(fields[name])}", expected))
+        if (value := fields.get(name)) not in (right, None):
+            config.refuse(name, value, f"cannot be expressed; {right} with the other fields")
     for name, (right, reason) in FIXED.items():
         if name in fields and not any(equal_values(fields[name], value) for value in right):
-            config.refused.append(
-                (
-                    f"{name} is {_json(fields[name])}",
-                    f"cannot be expressed: {reason} ({_json(right[0])})",
-                )
-            )
+            text = f"cannot be expressed: {reason} ({_json(right[0])})"
+            config.refuse(name, fields[name], text)
 
 
 def _as_transformers(values: Mapping[str, Any], config: HfConfig) -> None:
@@ -400,8 +386,7 @@ def _others(fields: Mapping[str, Any], config: HfConfig) -> None:
         if not FOREIGN.fullmatch(name):
             unknown += [name]
         elif _is_active(name, value, fields):
-            expected = "cannot be expressed: a feature of another family"
-            config.refused.append((f"{name} is {_json(value)}", expected))
+            config.refuse(name, value, "cannot be expressed: a feature of another family")
     if unknown:
         named = ", ".join(short(name) for name in sorted(unknown)[:_SHOWN])
         suffix = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
@@ -420,19 +405,16 @@ def _others(fields: Mapping[str, Any], config: HfConfig) -> None:
 def _block(fields: Mapping[str, Any], config: HfConfig) -> tuple[int, int]:
     """Return the block size of FP8 weights; refuse another quantisation."""
     section = cast("Any", fields.get("quantization_config") or {})
-    if (
-        not is_object(section)
-        or section.get("quant_method", "fp8") != "fp8"
-        or section.get("fmt", "e4m3") != "e4m3"
-    ):
+    readable = {"quant_method": "fp8", "fmt": "e4m3"}
+    if not is_object(section) or any(section.get(k, v) != v for k, v in readable.items()):
         expected = "cannot be read: FP8 (e4m3) with block scales, or no quantisation"
-        config.refused.append((f"quantization_config is {_json(section)}", expected))
+        config.refuse("quantization_config", section, expected)
         return HfConfig.block
     block = section.get("weight_block_size", list(HfConfig.block))
     if is_list(block) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
     expected = "cannot be read: rows and columns of a block, such as [128, 128]"
-    config.refused.append((f"quantization_config.weight_block_size is {_json(block)}", expected))
+    config.refuse("quantization_config.weight_block_size", block, expected)
     return HfConfig.block
 
 
@@ -479,8 +461,8 @@ def overrides(hf: HfConfig, config: ModelConfig, written: Mapping[str, Any]) -> 
         hf: The file, which no part of is refused.
         written: The model section as the recipe writes it.
     """
-    values, recipe_values = dict(hf.values), of_recipe(config)
-    values = {key: value for key, value in values.items() if value != recipe_values[key]}
+    recipe_values = of_recipe(config)
+    values = {key: value for key, value in hf.values.items() if value != recipe_values[key]}
     second = {
         "num_key_value_heads": "num_attention_heads",
         "qk_pos_emb_head_dim": "qk_rope_head_dim",
@@ -489,11 +471,12 @@ def overrides(hf: HfConfig, config: ModelConfig, written: Mapping[str, Any]) -> 
     values |= {k: values[of] for k, of in second.items() if k in written and of in values}
     if "moe_layer_freq" in written:
         values["moe_layer_freq"] = 1
-    if "moe_shared_expert_intermediate_size" in written and values.keys() & {
-        "n_shared_experts",
-        "moe_intermediate_size",
-    }:
-        values["moe_shared_expert_intermediate_size"] = None
+    key, sizes = (
+        "moe_shared_expert_intermediate_size",
+        {"n_shared_experts", "moe_intermediate_size"},
+    )
+    if key in written and values.keys() & sizes:
+        values[key] = None
     if hf.longest is not None:
         values["max_position_embeddings"] = max(hf.longest, config.seq_length)
     for key, value in values.items():

@@ -12,6 +12,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,11 +74,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     ends = {form: shipped for shipped in shipped_names() for form in (shipped, Path(shipped).name)}
     matches = difflib.get_close_matches(text.removesuffix(".yaml") + ".yaml", ends, 1, 0.8)
     expected = "expected a file, or a recipe that `telechat-moe ls` lists"
-    suggestion = "".join(ends[form] for form in matches)
-    problem = Problem(
-        file=text, line=0, key="", found=problem_text, expected=expected, suggestion=suggestion
-    )
-    raise RecipeError([problem])
+    place = {"file": text, "key": "", "suggestion": "".join(ends[form] for form in matches)}
+    raise RecipeError([Problem(**place, line=0, found=problem_text, expected=expected)])
 
 
 def load(
@@ -106,8 +104,7 @@ def load(
     Raises:
         RecipeError: With every problem found.
     """
-    path = find(name)
-    return _Loader(path, use, look).load(overrides, devices)
+    return _Loader(find(name), use, look).load(overrides, devices)
 
 
 def loads(
@@ -125,7 +122,7 @@ def sections(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") 
     loader = _Loader(Path(name))
     plain = loader.tree(text, overrides).plain()
     if loader.problems:
-        raise RecipeError(list(loader.problems.values()))
+        raise loader.error()
     return plain
 
 
@@ -133,19 +130,19 @@ class _Loader:
     """Load one file and collect its problems."""
 
     def __init__(self, path: Path, use: Use | None = None, look: Look | None = None) -> None:
-        self.path = path
+        self.path, self.file, self.look = path, label(path), look
         self.use: Use | None = use
-        self.look = look
-        self.file = label(path)
         self.problems: dict[tuple[str, int, str, str], Problem] = {}
 
     def report(
         self, file: str, line: int, key: str, found: str, expected: str, suggestion: str = ""
     ) -> None:
-        problem = Problem(
-            file=file, line=line, key=key, found=found, expected=expected, suggestion=suggestion
-        )
+        place = {"file": file, "key": key, "suggestion": suggestion}
+        problem = Problem(**place, line=line, found=found, expected=expected)
         self.problems.setdefault((file, line, key, found), problem)
+
+    def error(self) -> RecipeError:
+        return RecipeError(list(self.problems.values()))
 
     def load(self, overrides: Sequence[str], devices: int | None) -> Recipe:
         data = b""
@@ -159,7 +156,7 @@ class _Loader:
             self.report(self.file, line, "", "a byte that is not UTF-8", "save the file as UTF-8")
         else:
             return self.parse(self._yaml(text), overrides, devices)
-        raise RecipeError(list(self.problems.values()))
+        raise self.error()
 
     def _yaml(self, text: str) -> str:
         """Return the text of a JSON file as YAML, which would read its floats without a point (1e-08) as text."""
@@ -172,7 +169,7 @@ class _Loader:
             return yaml.safe_dump(read, sort_keys=False)
         except JsonError as error:
             self.report(self.file, error.line, "", f"no JSON ({error})", "the recipe.json of a run")
-            raise RecipeError(list(self.problems.values())) from error
+            raise self.error() from error
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
         recipe = self._resolve(self.tree(text, overrides), devices)
@@ -187,19 +184,16 @@ class _Loader:
             text_found = f"an override that {USES[self.use]} does not read"
             self.report(f"--set {idle}", 0, idle.partition("=")[0], text_found, "remove it")
         if self.problems:
-            raise RecipeError(list(self.problems.values()))
+            raise self.error()
         return recipe
 
     def tree(self, text: str, overrides: Sequence[str]) -> YamlNode:
-        def in_file(line: int, key: str, found: str, expected: str) -> None:
-            self.report(self.file, line, key, found, expected)
-
-        root = read(text, in_file)
+        root = read(text, partial(self.report, self.file))
         if root is not None and root.kind != "map":
             self.report(self.file, root.line, "", root.show(), "a recipe is a YAML map")
             root = None
         if root is None:
-            raise RecipeError(list(self.problems.values()))
+            raise self.error()
         for override in overrides:
             self._override(root, override)
         return root
@@ -249,8 +243,7 @@ class _Loader:
         if node is None:
             return
         _mark(node, origin)
-        refusal = _put(root, parts, node, origin)
-        if refusal:
+        if refusal := _put(root, parts, node, origin):
             self.report(origin, 0, key, *refusal)
 
 
@@ -332,13 +325,12 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
     """Return what the Hugging Face configuration in ``folder`` says about known keys."""
     path = Path(folder) / "config.json"
     try:
-        data = parse_json(path.read_bytes())
+        fields = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}, ""
     keys = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}
-    if not isinstance(data, dict):
+    if not is_object(fields):
         return {}, ""
-    fields = cast("dict[str, object]", data)
     rope = fields.get("rope_parameters")  # transformers 5
     if is_object(rope) and "rope_theta" in rope:
         fields.setdefault("rope_theta", rope["rope_theta"])
@@ -349,10 +341,8 @@ def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:
     """Add keys that are not written, as if YAML said them."""
     have = {e.key for e in section.entries}
     missing = {key: value for key, value in values.items() if key not in have}
-    node = read(
-        yaml.safe_dump(missing, sort_keys=False, allow_unicode=True),
-        lambda line, key, found, expected: None,
-    )
+    text = yaml.safe_dump(missing, sort_keys=False, allow_unicode=True)
+    node = read(text, lambda line, key, found, expected: None)
     if node is not None:
         _mark(node, origin)
         section.entries += node.entries

@@ -52,8 +52,7 @@ class RecipeError(BadInputError):
     ) -> None:
         self.problems: list[Problem] = sorted(problems, key=lambda p: (p.line == 0, p.line))
         self.not_judged = dict(not_judged or {})
-        count = len(self.problems)
-        lines = [str(p) for p in self.problems]
+        count, lines = len(self.problems), list(map(str, self.problems))
         lines += [f"not judged: {key}: {reason}" for key, reason in self.not_judged.items()]
         lines.append(f"{count} problem{'s' if count != 1 else ''}; nothing was started.")
         super().__init__("\n".join(lines))

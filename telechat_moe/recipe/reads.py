@@ -42,23 +42,19 @@ class KeyReading(NamedTuple):
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    table = json.loads(FILE.read_text(encoding="utf-8"))
+    return {**table, "read": frozenset(table["read"])}
 
 
+@functools.cache
 def schema_names(top: type) -> set[str]:
     """Return the name of every key of a section and of all sections below it."""
-    names: set[str] = set()
-    todo = [top]
-    visited: set[type] = set()
-    while todo:
-        cls = todo.pop()
-        if cls in visited:
-            continue
-        visited.add(cls)
-        plan = section_keys(cls)
-        names |= plan.names.keys()
-        todo += [inner for field in plan.fields.values() for inner, _ in parts_of(field.type)]
-    return names
+    sections = [top]
+    for cls in sections:  # which grows
+        kinds = [field.type for field in section_keys(cls).fields.values()]
+        below = (inner for kind in kinds for inner, _ in parts_of(kind))
+        sections += [inner for inner in dict.fromkeys(below) if inner not in sections]
+    return {name for cls in sections for name in section_keys(cls).names}
 
 
 def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[KeyReading]:
@@ -68,10 +64,8 @@ def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[KeyRe
         sections: A recipe's sections.
         model_type: Whose network MindFormers builds; None: not known, no model key is judged.
     """
-    loader = _loader(sections)
-    unobserved = (
-        "" if sections.get("run_mode") in ("train", "finetune") else "only training was observed"
-    )
+    loader, trains = _loader(sections), sections.get("run_mode") in ("train", "finetune")
+    unobserved = "" if trains else "only training was observed"
     for key, pattern in _leaves(sections):
         if key.startswith("telechat_moe."):
             continue
@@ -79,11 +73,8 @@ def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[KeyRe
         reason = unobserved
         if ".data_loader." in key and loader != LOADER:
             reason = f"{loader} was not observed"
-        yield (
-            KeyReading(key, "not judged", reason)
-            if reason and judged.verdict == "never"
-            else judged
-        )
+        is_open = reason and judged.verdict == "never"
+        yield KeyReading(key, "not judged", reason) if is_open else judged
 
 
 def _loader(sections: Mapping[str, Any]) -> Any:
@@ -122,7 +113,7 @@ def _judge(key: str, pattern: str, model_type: str | None) -> KeyReading:
     if not key.startswith(MODEL):
         parts = pattern.split(".")
         wildcards = {".".join([*parts[:depth], "*"]) for depth in range(1, len(parts))}
-        if _read() & {pattern, *wildcards}:  # MindSpore gets some sections whole
+        if table["read"] & {pattern, *wildcards}:  # MindSpore gets some sections whole
             return KeyReading(key, "read")
         return _unseen(key, table["named"].get(name))
     model = table["model"].get(model_type)
@@ -136,20 +127,9 @@ def _judge(key: str, pattern: str, model_type: str | None) -> KeyReading:
 
 def _unseen(key: str, place: str | None) -> KeyReading:
     """Return the judgement on a key whose reading was not seen, but perhaps is at a place of the source."""
-    if place is None and key.rpartition(".")[2] not in _names():
+    if place is None and key.rpartition(".")[2] not in schema_names(Recipe):
         return KeyReading(key, "not judged", "its section has keys of any name")
     if place is None:
         return KeyReading(key, "never")
-    return KeyReading(
-        key, "not judged", f"read with other settings, or later (mindformers/{place})"
-    )
-
-
-@functools.cache
-def _names() -> set[str]:
-    return schema_names(Recipe)
-
-
-@functools.cache
-def _read() -> frozenset[str]:
-    return frozenset(_table()["read"])
+    reason = f"read with other settings, or later (mindformers/{place})"
+    return KeyReading(key, "not judged", reason)

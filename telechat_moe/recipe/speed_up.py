@@ -15,13 +15,8 @@ from telechat_moe.recipe.schema import Broken, Recipe
 
 KEY = "context.ascend_config.parallel_speed_up_json_path"
 OPERATORS = (
-    "AlltoAll",
-    "AlltoAllV",
-    "MorphAllGather",
-    "MorphReduceScatter",
-    "AllGather",
-    "ReduceScatter",
-    "AllReduce",
+    *("AlltoAll", "AlltoAllV", "MorphAllGather", "MorphReduceScatter"),
+    *("AllGather", "ReduceScatter", "AllReduce"),
 )
 """Names that a list of communication operators may contain."""
 
@@ -138,10 +133,9 @@ def _entry(key: str, value: Any, written: dict[str, str]) -> Iterator[tuple[str,
         "list": isinstance(value, str),
         "bool or list": isinstance(value, bool | str),
     }[takes]
-    wrong = [word for word in words if word not in (*OPERATORS, "")]
     if not fits:
         yield json.dumps(value), _EXPECTED[takes]
-    for word in wrong:
+    for word in [word for word in words if word not in (*OPERATORS, "")]:
         matches = difflib.get_close_matches(word.strip(), OPERATORS, 1, 0.6)
         yield f"{word!r}", f"did you mean {matches[0]!r}?" if matches else _EXPECTED[takes]
 
@@ -155,10 +149,10 @@ def overlapped(recipe: Recipe) -> tuple[str, ...]:
 def needs(recipe: Recipe) -> Iterator[Broken]:
     """Yield the switches that are on without what they need beside them."""
     named, config = overlapped(recipe), recipe.parallel.pipeline_config
-    fits = config is not None and config.pipeline_interleave
-    fits = fits and config is not None and config.pipeline_scheduler == "zero_bubble_v"
-    if named and (recipe.parallel_config.pipeline_stage == 1 or not fits):
-        word = config.pipeline_scheduler if config is not None else "no pipeline_config"
-        stages = recipe.parallel_config.pipeline_stage
+    word, stages = "no pipeline_config", recipe.parallel_config.pipeline_stage
+    if config is not None:
+        word = config.pipeline_scheduler
+    fits = config is not None and config.pipeline_interleave and word == "zero_bubble_v"
+    if named and (stages == 1 or not fits):
         problem = f"pp_1f1b_overlap with {stages} stages and {word}, which pairs no passes"
         yield KEY, problem, "parallel.pipeline_config with pipeline_scheduler zero_bubble_v"

@@ -167,11 +167,7 @@ def decides(use: Use, key: str) -> bool:
 
 def graph_settings(recipe: Recipe) -> dict[str, Any]:
     """Return every setting that the compiled graphs of a recipe's ranks may depend on, by its dotted key."""
-    settings = {
-        key: value
-        for key, _, value in _settings("", recipe)
-        if {"graph", "plugin"} & {*decided(key)}
-    }
+    settings = {k: v for k, _, v in _settings("", recipe) if {"graph", "plugin"} & {*decided(k)}}
     return {**settings, speed_up.KEY: speed_up.switches(recipe)}
 
 
@@ -217,15 +213,15 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
         yield from missing.until(_only_ours(recipe))
         yield from missing.until(decayed(recipe))
     yield from missing.until(_only_whole(recipe, use, plugin))
-    if use == "train":
-        yield from missing.until(_on_processes(recipe))
+    with missing.skipped():
+        if use == "train" and recipe.context.device_target == "CPU" and recipe.devices > 1:
+            yield from in_plain_graph(recipe)
 
     def judged(key: str) -> bool:
         if use == "mindformers":
             return plugin and (decides(use, key) or key == speed_up.KEY)
-        if key.startswith("model.model_config.") and not isinstance(
-            recipe.model.model_config, ModelConfig
-        ):
+        is_ours = isinstance(recipe.model.model_config, ModelConfig)
+        if key.startswith("model.model_config.") and not is_ours:
             return key.endswith(".model_type")  # says it all
         return use not in ("data", "weights") and decides(use, key)
 
@@ -285,11 +281,6 @@ def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
         yield "parallel_config.seq_split_num", f"{parts}, which {who}", "1"
 
 
-def _on_processes(recipe: Recipe) -> Iterator[Broken]:
-    if recipe.context.device_target == "CPU" and recipe.devices > 1:
-        yield from in_plain_graph(recipe)
-
-
 def in_plain_graph(recipe: Recipe) -> Iterator[Broken]:
     """Yield what the graphs that CPU processes run, which are made of plain operators, cannot compute."""
     dtype = recipe.model.model_config.compute_dtype
@@ -304,7 +295,7 @@ def _never_read(recipe: Recipe) -> Iterator[Broken]:
     entries = {entry.key: entry for entry in written(recipe) if not is_required(entry.field)}
     for judged in judged_by_mindformers(recipe):
         entry, instead = entries.get(judged.key), _DROPPED.get(judged.key)
-        if entry is None or Takes().allows(entry.value, entry.field):
+        if entry is None or _asks_nothing(entry):
             continue
         if instead:
             problem = f"{entry.value}, read by MindFormers {MINDFORMERS} and then dropped"
@@ -330,21 +321,22 @@ def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
     if (use_of(recipe) if use == "written" else use) != "mindformers":
         return {}
     entries = {entry.key: entry for entry in written(recipe)}
-    open_keys = [
-        judged for judged in judged_by_mindformers(recipe) if judged.verdict == "not judged"
-    ]
     return {
         judged.key: judged.place
-        for judged in open_keys
-        if judged.key not in entries
-        or not Takes().allows(entries[judged.key].value, entries[judged.key].field)
+        for judged in judged_by_mindformers(recipe)
+        if judged.verdict == "not judged"
+        if (entry := entries.get(judged.key)) is None or not _asks_nothing(entry)
     }
+
+
+def _asks_nothing(entry: WrittenKey) -> bool:
+    return Takes().allows(entry.value, entry.field)
 
 
 def _is_ours(entry: WrittenKey) -> bool:
     """Return whether a key asks for something of a run that only this package's model or trainer does."""
     run = entry.key.startswith("telechat_moe.") and not entry.key.startswith("telechat_moe.corpus.")
-    return run and not Takes().allows(entry.value, entry.field)
+    return run and not _asks_nothing(entry)
 
 
 def _text(value: Any) -> str:

@@ -20,12 +20,9 @@ def plain(section: Any, mapping: Mapping[str, Any]) -> dict[str, Any]:
     result = {name: _value(getattr(section, name), value) for name, value in written.items()}
     for field in dataclasses.fields(cls):
         value = getattr(section, field.name)
-        skip = field.metadata.get("hidden") or field.metadata.get("own")
-        if field.name in result or skip or value is None or dataclasses.is_dataclass(value):
-            continue
-        if isinstance(value, list) and not value:
-            continue
-        result[field.name] = _value(value, value)
+        skip = field.metadata.get("hidden") or field.metadata.get("own") or field.name in result
+        if not skip and value not in (None, []) and not dataclasses.is_dataclass(value):
+            result[field.name] = _value(value, value)
     return result
 
 
