@@ -122,11 +122,8 @@ def _about(source: Path, share: float, ema: bool) -> dict[str, Any]:
     origin: dict[str, Any] = {"path": str(source), "share": share, "group": EMA if ema else "model"}
     file = source / manifest.FILE
     if file.is_file():
-        origin["checkpoint.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    else:
-        stat = source.stat()
-        origin["written"] = stat.st_mtime_ns
-    return origin
+        return {**origin, "checkpoint.json": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {**origin, "written": source.stat().st_mtime_ns}
 
 
 def _mean(entries: Sequence[TensorEntry], shares: Sequence[float]) -> Iterator[Bytes]:

@@ -86,15 +86,7 @@ class Fp8Entry(TensorEntry):
 def dequantised(
     entries: Mapping[str, TensorEntry], block: tuple[int, int]
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Replace FP8 matrices and their scales by entries that read as bfloat16.
-
-    Args:
-        entries: All tensors.
-        block: Rows and columns of a block.
-
-    Returns:
-        The tensors without the scales, and what is wrong, a line each.
-    """
+    """Replace FP8 matrices and their scales by entries that read as bfloat16; return also what is wrong, a line each."""
     readable, problems = dict(entries), list[str]()
     for name, entry in entries.items():
         if entry.dtype != FP8:
@@ -115,7 +107,6 @@ def dequantised(
             )
             continue
         nbytes = 2 * entry.shape[0] * entry.shape[1]
-        readable[name] = Fp8Entry(
-            entry.file, "BF16", entry.shape, entry.start, nbytes, scale, block
-        )
+        place = (entry.file, "BF16", entry.shape, entry.start, nbytes)
+        readable[name] = Fp8Entry(*place, scale, block)
     return readable, problems

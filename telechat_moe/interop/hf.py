@@ -5,6 +5,7 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 :mod:`telechat_moe.interop.names` for what is transposed, renamed or written twice.
 """
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -78,13 +79,7 @@ class Conversion:
     """The result of a conversion.
 
     Attributes:
-        source: Where the weights came from.
-        destination: File or folder that was written.
-        to: Format of the destination.
-        files: Names of the files written.
-        tensors: Number of tensors written.
         parameters: Number of weights of the model, each counted once.
-        total_bytes: Size of all tensors written.
         dtypes: Number of tensors written of each data type.
         ignored: Tensors of the source that are no weights.
         notes: Where Hugging Face's model computes something else than ours with these weights, what was not copied bit
@@ -121,10 +116,8 @@ def convert(
         src: Safetensors file, folder with one or with an index, or folder of a training checkpoint.
         dst: Folder, or a name that ends in ``.safetensors`` for one file without config.json. Must
             not exist; appears only when it is complete.
-        model_config: Model section of the recipe whose weights these are.
         to: ``hf``: ``src`` has our names; ``telechat``: ``src`` has Hugging Face's.
         shard_bytes: Largest file in a folder, in bytes of tensors; a larger tensor gets its own file.
-        progress: Called with what is being done, the bytes done so far and in all.
 
     Raises:
         WeightsError: If a tensor is unknown, missing, of wrong shape or type, or a copy differs.
@@ -152,9 +145,7 @@ def convert(
         to=to,
         files=files,
         tensors=len(outputs),
-        parameters=sum(
-            int(np.prod(p.shape, dtype=np.int64)) for p in opened.table if not p.is_bias
-        ),
+        parameters=sum(math.prod(p.shape) for p in opened.table if not p.is_bias),
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
         ignored=opened.ignored,
@@ -244,9 +235,8 @@ def fitting(source: Path, recipe: Recipe) -> list[str]:
     hf_settings, config = hugging_face.read(file), recipe.model_config
     if hf_settings.refused:
         raise OtherModelError(hugging_face.differences(hf_settings, config))
-    overrides = list(
-        hugging_face.overrides(hf_settings, config, recipe.given["model"]["model_config"])
-    )
+    section = recipe.given["model"]["model_config"]
+    overrides = list(hugging_face.overrides(hf_settings, config, section))
     if (depth := mtp_layers(read_entries(source))) != config.num_nextn_predict_layers:
         overrides.append(f"model.model_config.num_nextn_predict_layers={depth}")
         if depth and config.mtp_loss_factor is None:
@@ -294,18 +284,14 @@ def _open(
     if to == "telechat":
         mtp_layer = first_mtp_layer(entries, config)
         if _is_hf(entries) and (depth := mtp_layers(entries)) != config.num_nextn_predict_layers:
-            key, recipe_depth = "num_nextn_predict_layers", config.num_nextn_predict_layers
-            text = (
-                f"{recipe_depth}, but {src} holds {depth} MTP layers (model.layers.*.enorm.weight)"
-            )
-            raise OtherModelError([ModelDifference(key, text, f"set it to {depth}")])
+            text = f"{config.num_nextn_predict_layers}, but {src} holds {depth} MTP layers (model.layers.*.enorm.weight)"
+            difference = "num_nextn_predict_layers", text, f"set it to {depth}"
+            raise OtherModelError([ModelDifference(*difference)])
         entries = _dequantised(src, entries, hf_settings.block if hf_settings else fp8.BLOCK, notes)
     table = pairs(config, mtp_layer)
-    hint = (
-        ""
-        if hf_settings or to == "hf"
-        else f"There is no {CONFIG} that says which model they are of."
-    )
+    hint = ""
+    if to == "telechat" and not hf_settings:
+        hint = f"There is no {CONFIG} that says which model they are of."
     ignored = _check(src, entries, table, config, to, mtp_layer, contents, hint)
     return _Source(entries, files, table, ignored, notes)
 
@@ -367,11 +353,9 @@ def _outputs(
 
 def _check_expressible(config: ModelConfig, to: Format) -> None:
     problems: list[str] = []
-    if config.position_embedding_type != "rope":
-        kind = config.position_embedding_type
-        problems.append(
-            f"position_embedding_type is {kind}, whose scaling this package does not write"
-        )
+    if (kind := config.position_embedding_type) != "rope":
+        problem = f"position_embedding_type is {kind}, whose scaling this package does not write"
+        problems.append(problem)
     best = hugging_face.best_of_group(config.num_experts_per_tok, config.n_group, config.topk_group)
     if to == "hf" and best not in (None, 2):
         problems.append(
@@ -433,11 +417,8 @@ def _check(
     state = OUR_STATE if to == "hf" else HF_STATE
     ignored = {n for n in entries if state.fullmatch(n)}
     if to == "telechat":
-        ignored |= {
-            n
-            for n in empty_shared_experts(config, mtp_layer)
-            if n in entries and not entries[n].nbytes
-        }
+        empty = empty_shared_experts(config, mtp_layer)
+        ignored |= {n for n in empty if n in entries and not entries[n].nbytes}
     unknown = [n for n in entries if n not in needed and n not in optional and n not in ignored]
     missing = [n for n in needed if n not in entries]
     problems = [f"unknown tensor {n}" for n in _folded(unknown)]
@@ -526,24 +507,20 @@ def _to_hf(
 ) -> Iterator[TensorOutput]:
     for p in table:
         entry = entries[p.name]
-        if not p.stacked:
-            for name in (*p.hf, *p.copies):
-                yield TensorOutput(
-                    name, entry.dtype, p.hf_shape, partial(finite, p.name, entry, report=report)
-                )
-            continue
-        _, rows, columns = p.shape
-        size = entry.nbytes // p.shape[0]
-        for j, name in enumerate(p.hf):
-            yield TensorOutput(
-                name,
-                entry.dtype,
-                p.hf_shape,
-                lambda n=p.name, e=entry, offset=j * size, size=size, r=rows, c=columns: (
-                    _transposed(raw, r, c)
-                    for raw in finite(n, e, [e.read(offset, size)], offset, report)
-                ),
-            )
+        for j, name in enumerate((*p.hf, *p.copies)):
+            chunks = partial(finite, p.name, entry, report=report)
+            if p.stacked:
+                chunks = partial(_expert, p, entry, j, report)
+            yield TensorOutput(name, entry.dtype, p.hf_shape, chunks)
+
+
+def _expert(
+    p: WeightNames, entry: TensorEntry, number: int, report: ProblemHandler
+) -> Iterator[Bytes]:
+    size = entry.nbytes // p.shape[0]
+    offset = number * size
+    for raw in finite(p.name, entry, [entry.read(offset, size)], offset, report):
+        yield _transposed(raw, p.shape[1:])
 
 
 def _to_ours(
@@ -552,27 +529,22 @@ def _to_ours(
     for p in table:
         parts = {name: entries[name] for name in p.hf}
         name, first = next(iter(parts.items()))
+        chunks = partial(finite, name, first, report=report)
         if p.stacked:
-            rows, columns = p.hf_shape
-            yield TensorOutput(
-                p.name,
-                first.dtype,
-                p.shape,
-                lambda parts=parts, r=rows, c=columns: (
-                    _transposed(raw, r, c)
-                    for n, e in parts.items()
-                    for raw in finite(n, e, [e.read()], report=report)
-                ),
-            )
-        else:
-            yield TensorOutput(
-                p.name, first.dtype, p.shape, partial(finite, name, first, report=report)
-            )
+            chunks = partial(_stack, p, parts, report)
+        yield TensorOutput(p.name, first.dtype, p.shape, chunks)
 
 
-def _transposed(raw: Bytes, rows: int, columns: int) -> Bytes:
-    """Return the bytes of a ``[rows, columns]`` matrix transposed."""
-    matrix = raw.view(f"u{raw.nbytes // (rows * columns)}").reshape(rows, columns)
+def _stack(
+    p: WeightNames, experts: Mapping[str, TensorEntry], report: ProblemHandler
+) -> Iterator[Bytes]:
+    for name, entry in experts.items():
+        for raw in finite(name, entry, [entry.read()], report=report):
+            yield _transposed(raw, p.hf_shape)
+
+
+def _transposed(raw: Bytes, shape: tuple[int, ...]) -> Bytes:
+    matrix = raw.view(f"u{raw.nbytes // math.prod(shape)}").reshape(shape)
     return np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
 
 

@@ -21,6 +21,7 @@ Its files also hold counters and the terms of the last loss (:data:`STATE`, and 
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.data.epochs import Epochs
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
-from telechat_moe.interop.mindformers_config import TRAINER
+from telechat_moe.interop.mindformers_config import DEGREES, TRAINER
 from telechat_moe.narrowing import short
 from telechat_moe.reading import MALFORMED, parse_json, read_text
 from telechat_moe.recipe import Recipe
@@ -62,7 +63,6 @@ class MindFormersCheckpoint:
     """A checkpoint of MindFormers.
 
     Attributes:
-        path: Folder or file that was read.
         step: Finished steps, over all epochs.
         updates: Those of them that changed the weights (the others had an infinite gradient).
         global_batch: Samples of a step.
@@ -92,12 +92,8 @@ def newest(root: Path) -> Path | None:
             raise BadInputError(f"{marker}: {short(text)!r}, expected the number of a step")
         return root / f"iteration_{int(text):08d}"
     ranks = sorted(root.glob("rank_*"))
-    counts: dict[tuple[int, int], int] = {}
-    for rank in ranks:
-        for path in rank.glob("*.safetensors"):
-            if match := RANK_FILE.fullmatch(path.name):
-                key = int(match[3]), int(match[4])
-                counts[key] = counts.get(key, 0) + 1
+    matches = (RANK_FILE.fullmatch(p.name) for rank in ranks for p in rank.glob("*.safetensors"))
+    counts = Counter((int(match[3]), int(match[4])) for match in matches if match)
     complete = [key for key, count in counts.items() if count == len(ranks)]
     if not complete:
         return None
@@ -129,11 +125,8 @@ def resume_settings(root: Path, recipe: Recipe) -> dict[str, Any]:
                 f"{root}: holds checkpoints in MindFormers' old format, from which it cannot resume one process; "
                 "train with use_legacy_format False"
             )
-        return {
-            "use_legacy_format": False,
-            "load_checkpoint": str(checkpoint),
-            "resume_training": True,
-        }
+        place = {"load_checkpoint": str(checkpoint), "resume_training": True}
+        return {"use_legacy_format": False, **place}
     return {"load_checkpoint": str(root), "resume_training": checkpoint.name}
 
 
@@ -193,10 +186,7 @@ def _renamed(
     """Return the tensors of a checkpoint under the other model's names and in its layouts.
 
     Args:
-        groups: Weights and moments.
         rename: `upstream_names.to_ours` or `upstream_names.to_upstream`.
-        recipe: Its model section says what there must be.
-        path: Where they are from, for errors.
     """
     config, optimizer = recipe.model_config, dict[str, Array]()
     try:
@@ -228,9 +218,6 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     Args:
         path: See :func:`read`.
         recipe: The recipe that goes on, of any batch; the checkpoint goes into its ``output_dir``.
-
-    Returns:
-        The checkpoint, ``output_dir/checkpoints/step-...``.
 
     Raises:
         BadInputError: It is broken, or of another model.
@@ -264,15 +251,7 @@ def _on_one_device(sections: dict[str, Any], batch: int) -> dict[str, Any]:
     sections = json.loads(json.dumps(sections))
     sections["use_parallel"] = False
     degrees = sections.setdefault("parallel_config", {})
-    for key in (
-        "data_parallel",
-        "model_parallel",
-        "context_parallel",
-        "pipeline_stage",
-        "expert_parallel",
-    ):
-        degrees[key] = 1
-    degrees["use_seq_parallel"] = False
+    degrees |= {**dict.fromkeys(DEGREES, 1), "use_seq_parallel": False}
     sections["runner_config"]["batch_size"] = batch
     for section in (sections["train_dataset"], sections["model"]["model_config"]):
         if section.get("batch_size"):
@@ -377,15 +356,14 @@ def _ranks(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, prefix: 
         "scale_sense": np.array(1.0, np.float32),
     }
     words = {"remove_redundancy": "False", "format": "ms"}
-    first = None
+    first = folder / "rank_0" / f"{prefix}_rank_0-{epoch}_{step}.safetensors"
     for rank in range(recipe.devices):
         place = folder / f"rank_{rank}"
         place.mkdir()
         file = f"{prefix}_rank_{rank}-{epoch}_{step}.safetensors"
-        if first is None:
-            file_of(file, tensors, words).write(place / file)
-            first = place / file
-        else:
+        if rank:
             os.link(first, place / file)
+        else:
+            file_of(file, tensors, words).write(first)
         meta = {"last_epoch": epoch, "last_step": step, "last_ckpt_file": file}
         (place / "meta.json").write_text(json.dumps(meta), encoding="utf-8")

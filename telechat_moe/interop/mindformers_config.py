@@ -21,14 +21,7 @@ NAME = "MindFormers' configuration"
 
 # Keys that MindFormers 1.9.0 adds while it reads a file or sets itself up.
 _FILLED_IN: dict[str, tuple[str, ...]] = {
-    "": (
-        "checkpoint",
-        "device_num",
-        "local_rank",
-        "metric",
-        "moe_config",
-        "rank_id",
-    ),
+    "": ("checkpoint", "device_num", "local_rank", "metric", "moe_config", "rank_id"),
     "context": ("device_id",),
     "model.model_config": ("checkpoint_name_or_path",),
     "parallel": ("search_mode", "strategy_ckpt_save_file"),
@@ -38,9 +31,12 @@ _FILLED_IN: dict[str, tuple[str, ...]] = {
 }
 _MADE_UP = r".*\.flash_attention"
 """The pattern of operators that it puts where neither layers nor operators are named."""
-_DEGREES = (
-    *("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage"),
-    *("micro_batch_num", "use_seq_parallel"),
+DEGREES = (
+    "data_parallel",
+    "model_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "pipeline_stage",
 )
 
 
@@ -87,15 +83,13 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if hasattr(value, "micro_batch_num"):  # TransformerOpParallelConfig
-        return {key: _plain(getattr(value, key)) for key in _DEGREES}
+        keys = (*DEGREES, "micro_batch_num", "use_seq_parallel")
+        return {key: _plain(getattr(value, key)) for key in keys}
     return _plain(value.to_dict() if hasattr(value, "to_dict") else vars(value))
 
 
 def check_launch(recipe: Recipe, processes: int) -> None:
     """Refuse a job of another size than the recipe's, or of MindFormers' own model.
-
-    Args:
-        processes: Processes of the job (msrun's ``--worker_num``).
 
     Raises:
         BadInputError: Names the key, what it is and what it must be.

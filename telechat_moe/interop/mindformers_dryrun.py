@@ -22,6 +22,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
+from telechat_moe.interop.mindformers_config import DEGREES
 from telechat_moe.processes import CompileError, in_clean_process
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
@@ -124,12 +125,9 @@ def devices_of(name: str, written: Mapping[str, Any]) -> int:
     Raises:
         BadInputError: The recipe is not semi-automatic parallel, or a degree is no positive integer.
     """
-    old = _section(name, written, "model.arch").get("type")
-    if not (
-        old
-        or _section(name, written, MODEL).get("model_type")
-        or written.get("pretrained_model_dir")
-    ):
+    kinds = (("model.arch", "type"), (MODEL, "model_type"))
+    named = [_section(name, written, path).get(key) for path, key in kinds]
+    if not any([*named, written.get("pretrained_model_dir")]):
         raise BadInputError(
             f"{name}: names no model: neither {MODEL}.model_type nor pretrained_model_dir is written; expected a type "
             "such as deepseek_v3, or the folder of a Hugging Face model"
@@ -214,13 +212,7 @@ def subject_of(name: str, written: Mapping[str, Any]) -> Subject:
     MindFormers spreads experts over the innermost ranks of a stage, as we do, and tokens of a micro-batch over tensor
     and context parallel ranks before an exchange.
     """
-    keys = {
-        "dp": "data_parallel",
-        "cp": "context_parallel",
-        "tp": "model_parallel",
-        "pp": "pipeline_stage",
-        "ep": "expert_parallel",
-    }
+    keys = dict(zip(("dp", "tp", "cp", "ep", "pp"), DEGREES, strict=True))
     sizes: dict[str, Any] = {
         short: _integer(name, written, f"parallel_config.{key}", 1) for short, key in keys.items()
     }
@@ -238,10 +230,8 @@ def subject_of(name: str, written: Mapping[str, Any]) -> Subject:
 
 def _model(name: str, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's configuration: written, in the Hugging Face folder, or MindFormers' default of its class."""
-    written = {
-        **_section(name, _hugging_face(name, sections), MODEL),
-        **_section(name, sections, MODEL),
-    }
+    folder_says = _section(name, _hugging_face(name, sections), MODEL)
+    written = {**folder_says, **_section(name, sections, MODEL)}
     return {**DEEPSEEK_V3, **written} if written.get("model_type") == "deepseek_v3" else written
 
 
@@ -261,14 +251,9 @@ def sample_length(name: str, sections: Mapping[str, Any]) -> int:
     both = [f"{section}.seq_length" for section in ("train_dataset.data_loader.config", MODEL)]
     handlers = _section(name, sections, "train_dataset.data_loader").get("handler")
     lengths = [h.get("seq_length") for h in handlers or () if isinstance(h, Mapping)]
-    from_handlers = {
-        "handler": {"seq_length": next((n for n in reversed(lengths) if n is not None), None)}
-    }
-    for written, key in (
-        (sections, both[0]),
-        (from_handlers, "handler.seq_length"),
-        (sections, both[1]),
-    ):
+    last_length = next((n for n in reversed(lengths) if n is not None), None)
+    handler = ({"handler": {"seq_length": last_length}}, "handler.seq_length")
+    for written, key in ((sections, both[0]), handler, (sections, both[1])):
         section, _, last = key.rpartition(".")
         if _section(name, written, section).get(last) is not None:
             return _integer(name, written, key)
@@ -293,9 +278,8 @@ def _build(written: Mapping[str, Any], rank: int, our_model: bool) -> Built:
 
     os.dup2(2, 1)  # MindFormers logs to standard output
     sys.stdout = sys.__stdout__
-    ms.runtime.set_cpu_affinity = lambda *args, **kwargs: (
-        None
-    )  # it would bind the compiler to a core
+    # It would bind the compiler to a core.
+    ms.runtime.set_cpu_affinity = lambda *args, **kwargs: None
     config, length = _configuration(written), sample_length("recipe", written)
 
     from mindformers.core.context import build_context
@@ -374,9 +358,8 @@ def _step(trainer: Any, columns: list[str] | None) -> Any:
     optimizer = trainer.create_optimizer_scheduler(network, parameters)
     step = trainer.create_model_wrapper(network, optimizer)
     if hasattr(step, "ascend_910b_target"):
-        step.ascend_910b_target = (
-            True  # no chip tells; without it, overflow is asked as on the first 910
-        )
+        # No chip tells; without it, overflow is asked as on the first 910.
+        step.ascend_910b_target = True
     step.set_train(True)
     return step
 

@@ -210,12 +210,7 @@ def transformer_config(recipe: Recipe) -> MLATransformerConfig:
 
 
 class _Balance:
-    """Move expert biases between two steps, by the rule of :class:`telechat_moe.model.balance.BiasUpdate`.
-
-    Args:
-        rate: Step of the bias.
-        devices: Processes whose loads are added up.
-    """
+    """Move expert biases between two steps, by the rule of :class:`telechat_moe.model.balance.BiasUpdate`."""
 
     def __init__(self, rate: float, devices: int) -> None:
         self.sum = SumOverProcesses() if devices > 1 else None
@@ -246,11 +241,7 @@ class _Balance:
 
 @MindFormerRegister.register(MindFormerModuleType.TRAINER)
 class TelechatMoeTrainer(CausalLanguageModelingTrainer):
-    """MindFormers' trainer with our model.
-
-    Args:
-        model_name: ``trainer.model_name``.
-    """
+    """MindFormers' trainer with our model."""
 
     def __init__(self, model_name: str | None = None) -> None:
         super().__init__(model_name)

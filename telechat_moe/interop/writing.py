@@ -47,12 +47,10 @@ class Destination:
 
     Args:
         dst: Folder, or a name that ends in ``.safetensors``.
-        source: Where the weights come from.
         inputs: Files that are read.
         shards: Tensors of each output file.
         extra: JSON files of a folder besides, by name.
         label: ``format`` in the files' metadata.
-        progress: Receives what is done.
     """
 
     dst: Path
@@ -111,17 +109,14 @@ class Destination:
         sources = self._check_inputs()
         self._verify_finished()
         resumed = sum(name in self.finished for name in names)
-        finished_bytes = sum(
-            o.nbytes
-            for shard, name in zip(self.shards, names, strict=True)
-            for o in shard
-            if name in self.finished
-        )
-        advance = counter("writing", total, self.progress, finished_bytes)
+        todo = [
+            pair for pair in zip(names, self.shards, strict=True) if pair[0] not in self.finished
+        ]
+        left = sum(o.nbytes for _, shard in todo for o in shard)
+        advance = counter("writing", total, self.progress, total - left)
         advance(0)
-        for name, shard in zip(names, self.shards, strict=True):
-            if name not in self.finished:
-                self._write_shard(name, shard, advance)
+        for name, shard in todo:
+            self._write_shard(name, shard, advance)
         changed = [path for path in self.inputs if _identity(path) != before[path]]
         if changed:
             raise BadInputError(

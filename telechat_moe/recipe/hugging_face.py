@@ -471,11 +471,8 @@ def overrides(hf: HfConfig, config: ModelConfig, written: Mapping[str, Any]) -> 
     values |= {k: values[of] for k, of in second.items() if k in written and of in values}
     if "moe_layer_freq" in written:
         values["moe_layer_freq"] = 1
-    key, sizes = (
-        "moe_shared_expert_intermediate_size",
-        {"n_shared_experts", "moe_intermediate_size"},
-    )
-    if key in written and values.keys() & sizes:
+    key = "moe_shared_expert_intermediate_size"
+    if key in written and values.keys() & {"n_shared_experts", "moe_intermediate_size"}:
         values[key] = None
     if hf.longest is not None:
         values["max_position_embeddings"] = max(hf.longest, config.seq_length)
