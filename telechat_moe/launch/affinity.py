@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -79,9 +79,7 @@ class Topology:
             cpus[node] = set(parse_cpus(path.read_text())) & allowed
         if not any(cpus.values()):  # a kernel without NUMA
             cpus = {0: allowed}
-        nodes = {
-            node: _cores(sys, node_cpus) for node, node_cpus in sorted(cpus.items()) if node_cpus
-        }
+        nodes = {node: _cores(sys, usable) for node, usable in sorted(cpus.items()) if usable}
         return Topology(nodes, _npus(sys, cpus))
 
     def shares(self, processes: int) -> list[CoreShare]:
@@ -90,9 +88,6 @@ class Topology:
         Process i drives NPU i and gets cores of its NUMA node while there is one for it. The others are put where a
         process gets the most cores (the highest average), neighbours on the same node. Those on one node share its
         cores evenly; only with fewer cores than processes some run on the same.
-
-        Args:
-            processes: Processes on this machine.
         """
         count = dict.fromkeys(self.nodes, 0)
         places: list[tuple[int | None, str]] = []
@@ -111,15 +106,13 @@ class Topology:
             free.append(max(count, key=lambda n: (len(self.nodes[n]) / (count[n] + 1), -n)))
             count[free[-1]] += 1
         others = iter(sorted(free))
-        chosen = [
-            (next(others) if node is None else node, node_reason) for node, node_reason in places
-        ]
+        chosen = [(next(others) if node is None else node, reason) for node, reason in places]
         order = [node for node, _ in chosen]
         shares: list[CoreShare] = []
-        for i, (node, node_reason) in enumerate(chosen):
+        for i, (node, reason) in enumerate(chosen):
             cores = _part(self.nodes[node], count[node], order[:i].count(node))
             npu = self.npus[i] if i < len(self.npus) else None
-            shares.append(CoreShare(sorted(chain(*cores)), node, npu, node_reason))
+            shares.append(CoreShare(sorted(chain(*cores)), node, npu, reason))
         return shares
 
 
@@ -130,10 +123,9 @@ def _part(cores: Sequence[Core], parts: int, index: int) -> Sequence[Core]:
     return cores[index * len(cores) // parts : (index + 1) * len(cores) // parts]
 
 
-def _cores(sys: Path, cpus: Iterable[int]) -> list[Core]:
+def _cores(sys: Path, usable: set[int]) -> list[Core]:
     """Group CPUs by the core that they are hardware threads of, in the order of their first ones."""
     cores: dict[Core, None] = {}
-    usable = set(cpus)
     for cpu in sorted(usable):
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         siblings = parse_cpus(path.read_text()) if path.exists() else [cpu]
@@ -165,9 +157,8 @@ def _npus(sys: Path, cpus: dict[int, set[int]]) -> list[Npu]:
     if any(npu.node < 0 for npu in npus):
         near_cpus = npu_cpus()
         for i, npu in enumerate(npus):
-            shared = {
-                node: len(node_cpus & set(near_cpus.get(i, []))) for node, node_cpus in cpus.items()
-            }
+            usable = set(near_cpus.get(i, []))
+            shared = {node: len(node_cpus & usable) for node, node_cpus in cpus.items()}
             node = max(shared, key=lambda node: (shared[node], -node))
             if npu.node < 0 and shared[node]:
                 npus[i] = npu._replace(node=node)
@@ -259,8 +250,4 @@ def npu_interrupts(
     """
     numbers = {path.name for path in sys.glob(f"bus/pci/devices/{npu.address or '-'}/msi_irqs/*")}
     named = ("sq_send_trigger_irq", "cq_update_irq")
-    return [
-        interrupt
-        for interrupt in interrupts(proc)
-        if str(interrupt.number) in numbers and interrupt.name in named
-    ]
+    return [i for i in interrupts(proc) if str(i.number) in numbers and i.name in named]

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,8 +92,7 @@ def use_cores(processes: int, index: int, bind: bool) -> Binding | None:
     Call it before mindspore is imported, whose threads inherit both.
 
     Args:
-        processes: Processes on this machine.
-        index: Which of them this is.
+        processes: Processes on this machine, of which ``index`` is this one.
 
     Raises:
         UsageError: ``msrun`` has bound it already.
@@ -138,10 +138,7 @@ def plan(processes: int, first_rank: int) -> list[str]:
     for i, share in enumerate(Topology.read().shares(processes)):
         lines.append(f"rank {first_rank + i}: {share.describe()}")
         if share.npu is not None:
-            by_cpus: dict[tuple[str, str], int] = {}
-            for interrupt in npu_interrupts(share.npu):
-                key = interrupt.name, ranges_text(interrupt.cpus, ",")
-                by_cpus[key] = by_cpus.get(key, 0) + 1
+            by_cpus = Counter((i.name, ranges_text(i.cpus, ",")) for i in npu_interrupts(share.npu))
             lines += [f"  {n} x {name} on CPUs {cpus}" for (name, cpus), n in by_cpus.items()]
     return lines
 
@@ -186,7 +183,6 @@ class BindingWatch:
     """Looks from time to time whether the ranks of a host still run where they were bound, and says it once if not.
 
     Args:
-        ranks: The ranks of this host.
         say: Shows a line to the user.
     """
 
@@ -210,28 +206,22 @@ class BindingWatch:
             if noted is None or begun is None:
                 continue
             pid = int(self.control.read(f"rank_{rank}.pid") or 0)
-            binding, is_new = Binding(**json.loads(noted)), rank not in self.bound
-            self.bound[rank] = binding
+            is_new = rank not in self.bound
+            self.bound[rank] = binding = Binding(**json.loads(noted))
             changes = binding.changes(pid)
             self._say(rank, changes)
             if is_new and not changes:
-                threads = count_threads(pid)
-                self.say(
-                    f"rank {rank}: bound to {binding.share}, memory {binding.memory}; verified, {threads} threads"
-                )
+                text = f"bound to {binding.share}, memory {binding.memory}"
+                self.say(f"rank {rank}: {text}; verified, {count_threads(pid)} threads")
 
     def end(self) -> None:
         """Say what the ranks found as they ended."""
         ends = {rank: self.control.read(f"rank_{rank}.bound_at_end") for rank in self.ranks}
-        changes_by_rank = {
-            rank: json.loads(text) for rank, text in ends.items() if text is not None
-        }
-        for rank, changes in changes_by_rank.items():
+        noted = {rank: json.loads(text) for rank, text in ends.items() if text is not None}
+        for rank, changes in noted.items():
             self._say(rank, changes)
-        if changes_by_rank and not self.reported:
-            self.say(
-                f"ranks {ranges_text(sorted(changes_by_rank))}: bound at the end as at the start"
-            )
+        if noted and not self.reported:
+            self.say(f"ranks {ranges_text(sorted(noted))}: bound at the end as at the start")
 
     def _say(self, rank: int, changes: Iterable[str]) -> None:
         for change in changes:

@@ -4,6 +4,7 @@ Only lines made by ``shlex.join`` pass through a shell, and msrun itself starts 
 value of a recipe is never run as a command.
 """
 
+import errno
 import os
 import shlex
 import socket
@@ -34,10 +35,8 @@ class LaunchNode:
     Attributes:
         number: Counted from 0; the scheduler runs on node 0.
         host: Name, as in the hostfile.
-        local: Processes on it.
-        total: Processes of the run.
-        master: Address of node 0.
-        port: Port of the scheduler there.
+        local: Processes on it, of ``total`` of the run.
+        master: Address of node 0, where the scheduler has ``port``.
         is_here: It is this machine.
     """
 
@@ -86,7 +85,6 @@ def make_nodes(hosts: Sequence[Host], port: int | None) -> list[LaunchNode]:
     """Return the nodes of a run.
 
     Args:
-        hosts: Its hosts, with the slots that are used.
         port: Port of the scheduler; None: a free one on this machine, else 8118.
 
     Raises:
@@ -102,10 +100,8 @@ def make_nodes(hosts: Sequence[Host], port: int | None) -> list[LaunchNode]:
     if port is None:
         port = free_port(master) if hosts[0].is_here() else DEFAULT_PORT
     total = sum(h.slots for h in hosts)
-    return [
-        LaunchNode(i, h.name, h.slots, total, master, port, h.is_here())
-        for i, h in enumerate(hosts)
-    ]
+    run = (total, master, port)
+    return [LaunchNode(i, h.name, h.slots, *run, h.is_here()) for i, h in enumerate(hosts)]
 
 
 def remote(shell: str, host: str, argv: Sequence[str]) -> list[str]:
@@ -119,9 +115,8 @@ def remote(shell: str, host: str, argv: Sequence[str]) -> list[str]:
     try:
         words = shlex.split(shell)
     except ValueError as error:
-        raise UsageError(
-            f"--remote-shell {shell}: {error}; write it as a shell would read it"
-        ) from None
+        text = f"--remote-shell {shell}: {error}; write it as a shell would read it"
+        raise UsageError(text) from None
     if any("{host}" in word for word in words):
         words = [word.replace("{host}", host) for word in words]
     else:
@@ -161,14 +156,13 @@ def check_port(address: str, port: int) -> None:
         try:
             s.bind((address, port))
         except OSError as error:
-            if error.errno == 99:  # EADDRNOTAVAIL
-                raise UsageError(
-                    f"{address} is not an address of this machine, where the scheduler should listen"
-                ) from None
-            raise UsageError(
+            text = (
                 f"port {port} of {address} cannot be used by the scheduler: {error.strerror}{_user(port)}; "
                 "choose another with --master-port"
-            ) from None
+            )
+            if error.errno == errno.EADDRNOTAVAIL:
+                text = f"{address} is not an address of this machine, where the scheduler should listen"
+            raise UsageError(text) from None
 
 
 def _socket(address: str) -> socket.socket:

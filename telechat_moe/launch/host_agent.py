@@ -50,11 +50,8 @@ def _work(task: dict[str, Any], go: threading.Event, gone: threading.Event) -> d
     control = Control(job / CONTROL)
     try:
         if control.read("nonce") != task["nonce"]:
-            return _failed(
-                f"host {node.host} does not see {control.folder} as the launcher does; output_dir must be one "
-                "folder that all hosts see",
-                3,
-            )
+            text = f"host {node.host} does not see {control.folder} as the launcher does"
+            return _failed(f"{text}; output_dir must be one folder that all hosts see", 3)
         if node.number == 0:
             check_port(node.master, node.port)
         control.write(f"node_{node.number}.up", os.uname().nodename)

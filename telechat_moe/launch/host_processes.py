@@ -174,12 +174,12 @@ class HostProcesses:
                 break
             time.sleep(POLL_S)
             failures = self._failures()
-        first = min(
-            failures, key=lambda rank: (not failures[rank]["known"], failures[rank]["time"])
+        first, failure = min(
+            failures.items(), key=lambda item: (not item[1]["known"], item[1]["time"])
         )
-        message = failures[first]["message"]
-        if failures[first]["known"]:
-            raise RankFailedError(message, failures[first]["exit_code"])
+        message = failure["message"]
+        if failure["known"]:
+            raise RankFailedError(message, failure["exit_code"])
         raise RankDiedError(
             f"rank {first} failed{self._location()}: {message}{self._positions()}\n{self._last_lines(first)}",
             is_echo=True,  # of the death of another, often: its collectives break
@@ -206,16 +206,14 @@ class HostProcesses:
         if process_state is None:
             code = exit_code(pid)
             how = f"was killed by {death(code)}" if code < 0 else "ended before the ranks did"
-        # One that waits in MindSpore gives no sign of life either, and wakes for moments only.
-        elif (
-            self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER))
-            and "stop" in process_state
-        ):
+        else:
+            # One that waits in MindSpore gives no sign of life either, and wakes for moments only.
+            hangs = self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER))
+            if not hangs or "stop" not in process_state:
+                return
             how = (
                 f"hangs: its state is {process_state}, it has not moved for {self.silence_s:.0f} s"
             )
-        else:
-            return
         raise RankDiedError(
             f"MindSpore's scheduler (process {pid}) {how}{self._location()}; without it the ranks cannot go on; all "
             f"processes were ended; its log is {self.logs / 'scheduler.log'}"
@@ -262,10 +260,8 @@ class HostProcesses:
         return f"rank {rank} (process {pid}) {how}{self._location()}; all other processes were ended; {lines}"
 
     def _location(self) -> str:
-        position = self.describe()
-        return (f" {position}" if position else "") + (
-            f" on {self.node.host}" if self.node.host else ""
-        )
+        host = self.node.host and f"on {self.node.host}"
+        return "".join(f" {text}" for text in (self.describe(), host) if text)
 
     def _last_lines(self, rank: int) -> str:
         path = self.logs / f"worker_{rank}.log"

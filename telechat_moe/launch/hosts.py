@@ -5,15 +5,15 @@ import platform
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.reading import read_text
 
-_HOST = re.compile(
-    r"[A-Za-z0-9_][A-Za-z0-9_.@:-]*"
-)  # user@name, name, address; no leading dash, nothing of a shell
+# user@name, name, address; no leading dash, nothing of a shell
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]*")
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ def local_addresses() -> set[str]:
     """Return the addresses of this machine's interfaces."""
     import psutil
 
-    return {
-        a.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for a in addresses
-    }
+    interfaces = psutil.net_if_addrs().values()
+    return {a.address.split("%")[0] for addresses in interfaces for a in addresses}
 
 
 def _is_loopback(text: str) -> bool:
@@ -93,15 +92,13 @@ def _host(words: list[str], before: list[Host]) -> Host:
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key not in ("slots", "addr") or not equals or key in settings:
-            raise ValueError(
-                f"`{word}` is not understood; expected `slots=8` or `addr=10.0.0.1`, each once"
-            )
+            expected = "expected `slots=8` or `addr=10.0.0.1`, each once"
+            raise ValueError(f"`{word}` is not understood; {expected}")
         settings[key] = value
     slots = settings.get("slots", "")
     if not slots.isdecimal() or not int(slots):
-        raise ValueError(
-            f"{name} has slots={slots or '(not given)'}; expected slots=N, its devices"
-        )
+        slots = slots or "(not given)"
+        raise ValueError(f"{name} has slots={slots}; expected slots=N, its devices")
     address = settings.get("addr", "")
     if address:
         try:
@@ -111,9 +108,8 @@ def _host(words: list[str], before: list[Host]) -> Host:
     host = Host(name, int(slots), address)
     for other in before:
         if host.name == other.name or host.reached_at == other.reached_at:
-            raise ValueError(
-                f"{name} ({host.reached_at}) is there twice; give all its slots in one line"
-            )
+            text = f"{name} ({host.reached_at}) is there twice"
+            raise ValueError(f"{text}; give all its slots in one line")
     return host
 
 
@@ -128,14 +124,12 @@ def choose(hosts: Sequence[Host], processes: int, path: Path) -> list[Host]:
     """
     room, chosen = 0, []
     for host in hosts:
-        if room >= processes:
-            break
-        chosen.append(host)
-        room += host.slots
+        if room < processes:
+            chosen.append(host)
+            room += host.slots
     if room < processes:
-        raise BadInputError(
-            f"{path}: {room} slots on {len(hosts)} host(s), the recipe needs {processes}"
-        )
+        text = f"{room} slots on {len(hosts)} host(s), the recipe needs {processes}"
+        raise BadInputError(f"{path}: {text}")
     per_host, remainder = divmod(processes, len(chosen))
     too_small = [h for h in chosen if h.slots < per_host]
     if remainder or too_small:
@@ -160,10 +154,8 @@ def resolve(host: Host) -> str:
     """
     if host.is_here() and not host.address:
         return "127.0.0.1"
-    try:
+    with suppress(ValueError):
         return str(ipaddress.ip_address(host.reached_at))
-    except ValueError:
-        pass
     try:
         addresses = socket.getaddrinfo(host.reached_at, None, type=socket.SOCK_STREAM)
     except OSError:

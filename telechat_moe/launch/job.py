@@ -59,16 +59,12 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
 
     keep_others_out()
     sharding = recipe.telechat_moe.sharding
-    chosen = {
-        "overlap_exchange": sharding.overlap_exchange,
-        "pipeline_schedule": sharding.pipeline_schedule,
-    }
+    chosen = {key: getattr(sharding, key) for key in ("overlap_exchange", "pipeline_schedule")}
     key = next((key for key, value in chosen.items() if value), None)
     if key is not None and orders is None:
-        problem_text = f"{chosen[key]}, which this command does not take"
+        problem = f"{chosen[key]}, which this command does not take"
         expected = "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
-        problem = recipe.problem(f"telechat_moe.sharding.{key}", problem_text, expected)
-        raise RecipeError([problem])
+        raise RecipeError([recipe.problem(f"telechat_moe.sharding.{key}", problem, expected)])
     for count, smaller in smaller_steps(recipe).items():
         write_job(smaller, folder / f"micro_batches_{count}")
     settings, written = {**graph_settings(recipe), "orders": orders}, folder / "key"
@@ -104,14 +100,12 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
         )
     if largest.states:
         moments = size_text(sum(state.nbytes for state in largest.states))
-        _say(
-            f"rank {rank}: {len(largest.states)} moments of {moments} are out of its memory between updates"
-        )
+        text = f"{len(largest.states)} moments of {moments} are out of its memory between updates"
+        _say(f"rank {rank}: {text}")
     require_pool(recipe, largest.pool, f"rank {rank}")
 
 
 def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
-    """Compile and write a job."""
     from telechat_moe.graph.execute import Job
     from telechat_moe.train.rank_graph import compile_recipe
 
@@ -171,12 +165,8 @@ class LaunchPlan:
         self, resolved: Path, *, resume: bool, overwrite: bool, nonce: str | None = None
     ) -> list[str]:
         """Return what the processes run; the nonce tells them that the control folder and the graphs are there."""
-        flags = {
-            "--resume": resume,
-            "--overwrite": overwrite,
-            "--bind-cores": self.bind,
-            "--allow-outside": self.allow_outside,
-        }
+        flags = {"--resume": resume, "--overwrite": overwrite}
+        flags |= {"--bind-cores": self.bind, "--allow-outside": self.allow_outside}
         return [
             *("python", "-u", "-m", "telechat_moe.run", str(resolved.absolute())),
             *(f"--through={self.through}", f"--local-processes={self.nodes[0].local}"),
@@ -211,11 +201,9 @@ def check(
     if plan.through == "own" and not plan.nodes[0].is_here:
         return
     if plan.through == "own":
-        start = preflight.require(
-            recipe, resume=resume, overwrite=overwrite, weights=hf.weights
-        ).start
-        if start.kind == "resume":  # refused here, not after minutes by every rank
-            start.load(warn=lambda _: None)
+        run = preflight.require(recipe, resume=resume, overwrite=overwrite, weights=hf.weights)
+        if run.start.kind == "resume":  # refused here, not after minutes by every rank
+            run.start.load(warn=lambda _: None)
     else:
         from telechat_moe.interop.mindformers_config import check_launch
 
@@ -273,10 +261,9 @@ def train(
         if plan.through == "own" and recipe.devices > 1:
             write_job(recipe, resolved.parent, orders)
         _train_to_the_end(recipe, plan, resolved, resume, overwrite)
-    summary = Path(recipe.output_dir) / "summary.json"
     if plan.through != "own":
         return {"finished": True}
-    return json.loads(summary.read_text(encoding="utf-8"))
+    return json.loads((Path(recipe.output_dir) / "summary.json").read_text(encoding="utf-8"))
 
 
 def _train_to_the_end(
@@ -310,24 +297,21 @@ def _train_to_the_end(
 def _start(
     recipe: Recipe, plan: LaunchPlan, resolved: Path, logs: Path, resume: bool, overwrite: bool
 ) -> None:
-    """Start the processes once and watch them to their end."""
     job = resolved.parent
     nonce = Control.fresh(job).read("nonce")
     logs.mkdir(parents=True, exist_ok=True)
     program = plan.program(resolved, resume=resume, overwrite=overwrite, nonce=nonce)
     can_stop, metrics = plan.through == "own", Path(recipe.output_dir) / "metrics.jsonl"
-    if len(plan.nodes) > 1 or not plan.nodes[0].is_here:
-        nodes, shell = plan.nodes, plan.shell
+
+    def describe() -> str:
+        return f"in step {last_step(metrics) + 1}" if can_stop else ""
+
+    nodes, shell = plan.nodes, plan.shell
+    if len(nodes) > 1 or not nodes[0].is_here:
         run = MultiHostProcesses(job, nodes, logs, program, metrics, shell, can_stop=can_stop)
     else:
-        run = HostProcesses(
-            job,
-            plan.nodes[0],
-            logs,
-            program,
-            describe=lambda: f"in step {last_step(metrics) + 1}" if can_stop else "",
-            can_stop=can_stop,
-        )
+        command = (job, nodes[0], logs, program)
+        run = HostProcesses(*command, describe=describe, can_stop=can_stop)
     try:
         run.run()
     except (RankDiedError, RankFailedError) as error:  # name the file that the user knows
@@ -372,9 +356,8 @@ def only_launch(output: Path) -> Iterator[None]:
     Raises:
         UsageError: One does already.
     """
-    output.mkdir(parents=True, exist_ok=True)
     folder = output / ".job"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     check_private(folder)
     busy = f"{output}: another launch trains into it; wait, stop it, or set another output_dir"
     with locked(folder / "launched", UsageError(busy)):
@@ -382,7 +365,6 @@ def only_launch(output: Path) -> Iterator[None]:
 
 
 def _last_good(root: Path) -> str:
-    """Say which checkpoint to resume from."""
     for path in checkpoint.list_checkpoints(root):
         with suppress(BadInputError):
             checkpoint.verify(path)

@@ -10,9 +10,8 @@ import sys
 
 
 def _no_shell(command: str) -> int:
-    sys.stderr.write(
-        "msrun: lines of scheduler.log are not shown; it is in the folder of --log_dir\n"
-    )
+    text = "lines of scheduler.log are not shown; it is in the folder of --log_dir"
+    sys.stderr.write(f"msrun: {text}\n")
     return 0
 
 

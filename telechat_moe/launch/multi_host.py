@@ -39,8 +39,6 @@ END_S = 10.0  # for an agent to end its processes
 
 @dataclass
 class _Agent:
-    """The agent on one host."""
-
     node: LaunchNode
     process: subprocess.Popen[str]
     log: Path
@@ -67,9 +65,7 @@ class MultiHostProcesses:
     """The processes of one job on several hosts.
 
     Args:
-        job: Job folder; all hosts see it.
-        logs: Folder for logs; all hosts see it.
-        program: What the processes run.
+        job, logs: Folders that all hosts see.
         metrics: File whose last line says how far the run is.
         shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
         out: Where to show what rank 0 prints.
@@ -154,10 +150,8 @@ class MultiHostProcesses:
             code = agent.process.poll()
             # Its answer may come after its end, until the connection is closed.
             if code is not None and agent.has_closed and agent.answer is None:
-                agent.answer = {
-                    "kind": "lost",
-                    "message": f"host {agent.node.host}: its agent ended with exit code {code}:{agent.last_lines()}",
-                }
+                text = f"its agent ended with exit code {code}:{agent.last_lines()}"
+                agent.answer = {"kind": "lost", "message": f"host {agent.node.host}: {text}"}
 
     def _wait_until_up(self) -> None:
         deadline = time.monotonic() + START_S
@@ -165,19 +159,15 @@ class MultiHostProcesses:
             self._hear()
             self._raise_bad()
             late = [a for a in self.agents if not a.is_up]
-            unseen = [
-                a for a in self.agents if self.control.read(f"node_{a.node.number}.up") is None
-            ]
+            ups = [(a, self.control.read(f"node_{a.node.number}.up")) for a in self.agents]
+            unseen = [a for a, up in ups if up is None]
             if not late and not unseen:
                 return
             if time.monotonic() > deadline:
-                host = (late or unseen)[0].node.host
-                reason = (
-                    "its agent did not start"
-                    if late
-                    else f"what it writes into {self.control.folder} is not seen here; output_dir must be one "
-                    "folder that all hosts see"
-                )
+                host, reason = (late or unseen)[0].node.host, "its agent did not start"
+                if not late:
+                    reason = f"what it writes into {self.control.folder} is not seen here; output_dir must be one "
+                    reason += "folder that all hosts see"
                 raise RankDiedError(f"host {host}: {reason} within {START_S:.0f} s")
             time.sleep(POLL_S)
 

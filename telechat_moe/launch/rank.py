@@ -82,13 +82,9 @@ def run_supervised(
     if binding is not None:
         note(control, rank, binding)
 
-    # All processes must stop after the same step, so one that is asked to asks for all.
-    def stop(number: int, frame: object) -> None:
-        control.ask_to_stop()
-
-    if can_stop:
-        signal.signal(signal.SIGINT, stop)
-        signal.signal(signal.SIGTERM, stop)
+    if can_stop:  # all after the same step, so one that is asked to asks for all
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: control.ask_to_stop())
     try:
         work()
     except BaseException as error:

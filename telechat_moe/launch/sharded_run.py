@@ -96,7 +96,6 @@ def run(
     """Run the first steps of a recipe, one CPU process for each device.
 
     Args:
-        compare: Run them in one process, too.
         keep: Folder to make for the graphs (MindIR, as executed).
         orders: See :func:`telechat_moe.launch.job.write_job`.
 
@@ -181,23 +180,22 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     cpu: Counter[str] = sum((Counter(job.operators[r]) for r in mesh.first_ranks()), Counter())
     rewritten: Counter[str] = sum((Counter(counts) for counts in job.rewritten), Counter())
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
-    kind = dispatcher(recipe, "CPU")
     beside, swaps = recipe.telechat_moe.sharding.overlap_exchange, recipe.swap_config.swap
-    forms = PLAIN | (ROUTED if kind == "alltoallv" else {})
+    forms = PLAIN | (ROUTED if dispatcher(recipe, "CPU") == "alltoallv" else {})
     if recipe.telechat_moe.operators.attention == "fused":
         forms |= FLASH
+
+    def missing(counts: Counter[str], others: Counter[str]) -> list[tuple[str, int]]:
+        names = sorted(counts.keys() - others.keys() - {*COLLECTIVES})
+        return [(name, counts[name]) for name in names]
+
     return {
         "counted": f"operators on the first rank of each of {mesh.pp} stage(s), collectives on all ranks",
         "operators": [
             {"ascend": name, "count": count, "cpu": forms.get(name, "other primitives")}
-            for name, count in sorted(ascend.items())
-            if name not in cpu and name not in COLLECTIVES
+            for name, count in missing(ascend, cpu)
         ],
-        "only_cpu": {
-            name: count
-            for name, count in sorted(cpu.items())
-            if name not in ascend and name not in COLLECTIVES
-        },
+        "only_cpu": dict(missing(cpu, ascend)),
         "collectives": [
             {"ascend": name, "count": rewritten[name], "cpu": FORMS[name]}
             for name in sorted(rewritten)
@@ -226,20 +224,17 @@ def dispatch_text(recipe: Recipe) -> str:
 
 def one_process(recipe: Recipe) -> Recipe:
     """Return the same training on one device: the same global batch in as many micro-batches, plain operators."""
-    rows = recipe.micro_batch_samples
-    runner = replace(
-        recipe.runner_config, batch_size=rows, gradient_accumulation_steps=recipe.micro_batches
-    )
+    counts = {"gradient_accumulation_steps": recipe.micro_batches}
+    runner = replace(recipe.runner_config, batch_size=recipe.micro_batch_samples, **counts)
     pipeline = replace(recipe.parallel_config, pipeline_stage=1, seq_split_num=1)
     sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)
     operators = replace(recipe.telechat_moe.operators, default="plain")
     moe = replace(recipe.telechat_moe.moe, balance_group="dp", placement=None)
     settings = replace(recipe.telechat_moe, operators=operators, sharding=sharding, moe=moe)
-    states = replace(recipe.optimizer, swap=False)
     return replace(
         recipe,
         use_parallel=False,
-        optimizer=states,
+        optimizer=replace(recipe.optimizer, swap=False),
         runner_config=runner,
         parallel_config=pipeline,
         telechat_moe=settings,
