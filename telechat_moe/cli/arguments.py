@@ -70,10 +70,8 @@ add_trainer = arg(
     "whose trainer (default: own for trainer.type TelechatMoeTrainer on CPU, else mindformers)",
     choices=("own", "mindformers"),
 )
-add_documents = arg(
-    "--documents FILE",
-    "attention stays in documents of these lengths: an .idx, or a number a line",
-)
+LENGTHS = "attention stays in documents of these lengths: an .idx, or a number a line"
+add_documents = arg("--documents FILE", LENGTHS)
 add_device = arg("--device D", "shipped device (ascend-910b, h100 ...) or YAML", required=True)
 
 

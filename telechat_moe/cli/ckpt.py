@@ -47,9 +47,9 @@ def run_show(args: argparse.Namespace) -> int:
     if write_json(args.json, report):
         return 0
     print(f"{path}: {report['kind']} of step {report['step']}, {report['layout']}")
+    groups = report["groups"].items()
     rows = [
-        [name, f"{g['tensors']:,}", f"{g['elements']:,}", ", ".join(g["dtypes"])]
-        for name, g in report["groups"].items()
+        [n, f"{g['tensors']:,}", f"{g['elements']:,}", ", ".join(g["dtypes"])] for n, g in groups
     ]
     show_table(["group", "tensors ", "elements ", "types"], rows)
     print()
@@ -72,10 +72,8 @@ def run_reshard(args: argparse.Namespace) -> int:
     content = reshard(Path(args.path), Path(args.out), load(args.recipe, args.overrides))
     report = _describe(Path(args.out), content)
     if not write_json(args.json, report):
-        print(
-            f"{args.out}: step {report['step']} for {report['layout']}, {report['devices']} files, "
-            f"{size_text(report['bytes'])}"
-        )
+        files = f"{report['devices']} files, {size_text(report['bytes'])}"
+        print(f"{args.out}: step {report['step']} for {report['layout']}, {files}")
     return 0
 
 
@@ -93,19 +91,13 @@ def run_average(args: argparse.Namespace) -> int:
     """Average, say where."""
     from telechat_moe.interop.average import average
 
+    paths = list(map(Path, args.paths))
     with bars(in_bytes=True) as progress:
-        averaged = average(
-            list(map(Path, args.paths)),
-            Path(args.out),
-            args.weights,
-            ema=args.ema,
-            progress=progress,
-        )
-    if not write_json(args.json, vars(averaged)):
-        terms = " + ".join(f"{s['share']:.4g} {s['path']}" for s in averaged.sources)
-        print(
-            f"{averaged.path}: {averaged.tensors} tensors, {size_text(averaged.total_bytes)}: {terms}"
-        )
+        result = average(paths, Path(args.out), args.weights, ema=args.ema, progress=progress)
+    if not write_json(args.json, vars(result)):
+        terms = " + ".join(f"{s['share']:.4g} {s['path']}" for s in result.sources)
+        size = size_text(result.total_bytes)
+        print(f"{result.path}: {result.tensors} tensors, {size}: {terms}")
     return 0
 
 
@@ -114,8 +106,7 @@ def run_to(args: argparse.Namespace) -> int:
     from telechat_moe.interop.mindformers_checkpoint import resume_settings, to_mindformers
     from telechat_moe.recipe import load
 
-    recipe = load(args.recipe, args.overrides)
-    out = Path(args.out)
+    recipe, out = load(args.recipe, args.overrides), Path(args.out)
     to_mindformers(Path(args.path), out, recipe)
     settings = resume_settings(out, recipe)
     if not write_json(args.json, {"path": str(out), **settings}):

@@ -42,12 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Convert and say what was written."""
     if args.verify:
         return _verify(args)
-    missing = [
-        name
-        for name, value in (("DST", args.dst), ("--recipe", args.recipe), ("--to", args.to))
-        if not value
-    ]
-    if missing:
+    needed = {"DST": args.dst, "--recipe": args.recipe, "--to": args.to}
+    if missing := [name for name, value in needed.items() if not value]:
         raise UsageError(f"convert needs {', '.join(missing)} (or --verify to check SRC only)")
     shard_bytes = parse_size("--shard-size", args.shard_size, bare=True)
     from telechat_moe.files import write_atomic
@@ -59,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
         with bars(in_bytes=True) as progress:
-            result = convert(
-                args.src, args.dst, recipe.model_config, args.to, shard_bytes, progress
-            )
+            model = recipe.model_config
+            result = convert(args.src, args.dst, model, args.to, shard_bytes, progress)
     except OtherModelError as error:
         raise RecipeError(error.problems(recipe, _MODEL)) from error
     seconds = time.monotonic() - begin
@@ -69,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             write_atomic(Path(args.recipe_out), text.encode())
         except OSError as error:
-            raise UsageError(
-                f"--recipe-out {args.recipe_out} cannot be written: {error.strerror}; the weights are in {args.dst}"
-            ) from error
+            text = f"--recipe-out {args.recipe_out} cannot be written: {error.strerror}"
+            raise UsageError(f"{text}; the weights are in {args.dst}") from error
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     if not write_json(args.json, {**vars(result), "seconds": round(seconds, 3)}):
@@ -103,14 +97,12 @@ def _recipe(args: argparse.Namespace) -> tuple[Recipe, str]:
     changes = [*args.overrides, *fits, weights]
     after, source = load(args.recipe, changes), find(args.recipe)
     text = edited(source.read_text(encoding="utf-8-sig"), load(source), after, changes)
-    text = (text or to_yaml(after.to_dict())).replace(
-        "$schema=../schema.json", f"$schema={schema_file()}", 1
-    )
+    text = text or to_yaml(after.to_dict())
+    text = text.replace("$schema=../schema.json", f"$schema={schema_file()}", 1)
     return after, f"# {args.recipe} with the model of {args.src}\n{text}"
 
 
 def _verify(args: argparse.Namespace) -> int:
-    """Compare files with their checksums and say how they differ."""
     if args.dst or args.recipe or args.to or args.recipe_out:
         raise UsageError("--verify takes SRC only")
     from telechat_moe.files import verify_checksums
@@ -119,14 +111,8 @@ def _verify(args: argparse.Namespace) -> int:
     with bars(in_bytes=True) as progress:
         files, size, problems = verify_checksums(Path(args.src), progress)
     seconds = time.monotonic() - begin
-    report = {
-        "path": args.src,
-        "files": files,
-        "bytes": size,
-        "problems": problems,
-        "seconds": round(seconds, 3),
-    }
-    if not write_json(args.json, report) and not problems:
+    report = {"path": args.src, "files": files, "bytes": size, "problems": problems}
+    if not write_json(args.json, {**report, "seconds": round(seconds, 3)}) and not problems:
         print(f"{args.src}: {files} file(s), {size_text(size)}, all as they were written")
     for problem in problems:
         print(problem, file=sys.stderr)

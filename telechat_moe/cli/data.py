@@ -137,9 +137,8 @@ def _require_fit(recipe: Recipe, vocabulary: int, eod: int, subject: str, hint: 
     size, config = recipe.model_config.vocab_size, recipe.train_dataset.data_loader.config
     problems: list[str] = []
     if vocabulary > size:
-        problems.append(
-            f"model.model_config.vocab_size is {size}, the tokenizer has {vocabulary} tokens"
-        )
+        key = "model.model_config.vocab_size"
+        problems.append(f"{key} is {size}, the tokenizer has {vocabulary} tokens")
     if config is not None and config.eod != eod:
         key = "train_dataset.data_loader.config.eod"
         problems.append(f"{key} is {config.eod}, the tokenizer's is {eod}")
@@ -150,11 +149,9 @@ def _require_fit(recipe: Recipe, vocabulary: int, eod: int, subject: str, hint: 
 def _describe_build(result: BuildResult, seconds: float) -> str:
     manifest = result.manifest
     corpus, tokenizer = manifest["corpus"], manifest["tokenizer"]
-    did = (
-        f"{result.out}: a finished dataset of the same inputs is there, reused ({seconds:.1f} s)"
-        if result.reused
-        else f"{result.out}: built in {seconds:.1f} s"
-    )
+    did = f"{result.out}: built in {seconds:.1f} s"
+    if result.reused:
+        did = f"{result.out}: a finished dataset of the same inputs is there, reused ({seconds:.1f} s)"
     if result.resumed_shards:
         did += f"; {result.resumed_shards} of {result.shards} shards were done before"
     lines = [
@@ -168,19 +165,16 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
         if side in manifest:
             part = manifest[side]
             per_token = part["text_bytes"] / max(1, part["tokens"])
-            lines.append(
-                f"  {side:<9}  {part['documents']:,} documents, {part['tokens']:,} tokens "
-                f"({per_token:.2f} bytes/token)"
-            )
+            counts = f"{part['documents']:,} documents, {part['tokens']:,} tokens"
+            lines.append(f"  {side:<9}  {counts} ({per_token:.2f} bytes/token)")
     if result.skipped:
         lines.append(f"  skipped    {len(result.skipped)} file(s) that are not text")
     if long := manifest.get("too_long"):
         some = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in long[:3])
         ellipsis = f", ... (all in {result.out / 'manifest.json'})" if len(long) > 3 else ""
         limit = manifest["inputs"]["conversations"]["seq_length"]
-        lines.append(
-            f"  too long   {len(long):,} of more than {limit:,} tokens left out: {some}{ellipsis}"
-        )
+        text = f"{len(long):,} of more than {limit:,} tokens left out: {some}{ellipsis}"
+        lines.append(f"  too long   {text}")
     lines += [f"  note       {note}" for note in manifest.get("notes", ())]
     return "\n".join(lines)
 
@@ -211,10 +205,10 @@ def run_show(args: argparse.Namespace) -> int:
         prefixes = [path.with_suffix("") for path in sorted(root.glob("*.idx"))]
         if not prefixes:
             raise BadInputError(f"{root}: no .idx file in this folder; build a dataset first")
-    reports: list[dict[str, Any]] = []
-    for prefix in prefixes:
-        tokenizer = _tokenizer_for(prefix, args.tokenizer)
-        reports.append(_report(prefix, IndexedDataset(prefix), tokenizer, args))
+    reports = [
+        _report(prefix, IndexedDataset(prefix), _tokenizer_for(prefix, args.tokenizer), args)
+        for prefix in prefixes
+    ]
     if not write_json(args.json, {"datasets": reports}):
         print("\n".join(map(_describe, reports)))
     return 0
@@ -298,13 +292,10 @@ def _describe(report: dict[str, Any]) -> str:
     if example := report["example"]:
         green = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         begin, end, how = ("\33[32m", "\33[0m", "green") if green else ("[[", "]]", "in [[ ]]")
-        text = "".join(
-            f"{begin}{_visible(part['text'])}{end}" if part["learned"] else _visible(part["text"])
-            for part in example["parts"]
-        )
-        lines.append(
-            f"  document {example['document']}, {example['tokens']:,} tokens, learned is {how}:"
-        )
+        parts = [(_visible(part["text"]), part["learned"]) for part in example["parts"]]
+        text = "".join(f"{begin}{text}{end}" if is_learned else text for text, is_learned in parts)
+        counts = f"document {example['document']}, {example['tokens']:,} tokens"
+        lines.append(f"  {counts}, learned is {how}:")
         lines += [f"    {line}" for line in text.split("\n")]
     return "\n".join(lines)
 

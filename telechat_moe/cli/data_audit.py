@@ -38,9 +38,8 @@ def run_audit(args: argparse.Namespace) -> int:
     else:
         path = args.recipe or Path(args.output_dir) / "recipe.json"
         if args.recipe is None and not path.exists():
-            raise BadInputError(
-                f"{args.output_dir}: no recipe.json there; name the recipe with --recipe"
-            )
+            text = "no recipe.json there; name the recipe with --recipe"
+            raise BadInputError(f"{args.output_dir}: {text}")
         recipe = load(path, args.overrides)
         with bars() as progress:
             report = audit(args.output_dir, recipe, contents=args.contents, progress=progress)
@@ -53,38 +52,32 @@ def run_audit(args: argparse.Namespace) -> int:
 
 def _show(report: Audit) -> None:
     if report.starts:
-        rows = [
-            [str(s.line), str(s.step), s.layout, str(s.steps), str(s.kept)] for s in report.starts
-        ]
+        rows = [[s.line, s.step, s.layout, s.steps, s.kept] for s in report.starts]
         show_table(["line ", "after step ", "layout", "steps done ", "of these count "], rows)
-    verdict = (
-        f"{len(report.problems)} problem(s)" if report.problems else "every sample is accounted for"
-    )
+    count = len(report.problems)
+    verdict = f"{count} problem(s)" if count else "every sample is accounted for"
     print(
         f"{report.source}: {verdict}\n"
         f"  {report.steps} steps saw {report.samples} samples, {report.epochs:.3f} epochs of {report.samples_per_epoch}; "
         f"{report.skipped} step(s) without update, {report.undone} done and undone"
     )
     if report.unread:
-        print(
-            f"  {report.unread} sample(s) at the end of an epoch are not read: they do not fill a step"
-        )
+        text = "at the end of an epoch are not read: they do not fill a step"
+        print(f"  {report.unread} sample(s) {text}")
     if report.to_come:
         print(f"  {report.to_come} sample(s) are still to come")
     if len(report.data) > 1:
         for span in report.data:
             judged = "" if span.read_again else ", not read again"
-            print(
-                f"  steps {span.first_step} to {span.last_step}: {' '.join(span.data_path)}{judged}"
-            )
+            steps = f"steps {span.first_step} to {span.last_step}"
+            print(f"  {steps}: {' '.join(span.data_path)}{judged}")
     if report.mixture:
-        rows: list[list[str]] = []
+        rows: list[list[object]] = []
         for part in report.mixture:
-            span = [str(part["from_sample"]), str(part["to_sample"] - 1)]
             for source in part["sources"]:
-                count = "" if source["seen"] is None else str(source["seen"])
-                name, share = source["prefix"], f"{source['weight']:.4f}"
-                rows.append([*span, name, share, str(source["planned"]), count])
+                row = [part["from_sample"], part["to_sample"] - 1, source["prefix"]]
+                count = "" if source["seen"] is None else source["seen"]
+                rows.append([*row, f"{source['weight']:.4f}", source["planned"], count])
         show_table(["from sample ", "to ", "source", "weight ", "planned ", "seen "], rows)
     for rollback in report.rollbacks:
         first, end = rollback["left_out"]

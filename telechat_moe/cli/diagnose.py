@@ -58,10 +58,8 @@ def _show(diagnosis: Diagnosis) -> None:
         show_table(["who", "what", "steps", "of a step ", "of the run "], rows)
         show_left(len(diagnosis.causes) - SHOWN, "--json")
     print()
-    names = list(BOUNDS.values())
-    bounds = [
-        [b.stage, b.bound, *(f"{b.shares[n]:.1%}" for n in names)] for b in diagnosis.bounds[:SHOWN]
-    ]
+    names, shown = list(BOUNDS.values()), diagnosis.bounds[:SHOWN]
+    bounds = [[b.stage, b.bound, *(f"{b.shares[n]:.1%}" for n in names)] for b in shown]
     show_table(["stage ", "bound by", *(f"{n} " for n in names)], bounds)
     print(f"waiting for other ranks: {diagnosis.waiting:.1%} of all ranks' time")
     for line in diagnosis.left():

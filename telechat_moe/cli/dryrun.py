@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -131,18 +132,11 @@ def _our_model(
     from telechat_moe.recipe.speed_up import overlapped
     from telechat_moe.sharding.recipe import even_exchange, mesh_of
 
-    recipe = load(
-        name,
-        overrides,
-        devices=devices,
-        use="dryrun",
-        look=lambda recipe, problems: _for_target(recipe, target, problems),
-    )
+    look = partial(_for_target, target)
+    recipe = load(name, overrides, devices=devices, use="dryrun", look=look)
     mesh = mesh_of(recipe)
-    sizes = Expected(*even_exchange(recipe, mesh))
-    named = overlapped(recipe)
-    states = recipe.optimizer.swap
-    subject = Subject(str(recipe.source), mesh, sizes, "telechat-moe", named, states)
+    sizes, states = Expected(*even_exchange(recipe, mesh)), recipe.optimizer.swap
+    subject = Subject(str(recipe.source), mesh, sizes, "telechat-moe", overlapped(recipe), states)
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types
@@ -154,7 +148,7 @@ def _our_model(
 
 
 def _for_target(
-    recipe: "Recipe", target: str, problems: "Sequence[Problem]"
+    target: str, recipe: "Recipe", problems: "Sequence[Problem]"
 ) -> "Iterator[Problem]":
     """Yield what a graph for a target cannot compute."""
     from telechat_moe.recipe.problems import Missing
@@ -174,9 +168,8 @@ def _mindformers(
     label, sections = upstream.sections_of(name, overrides)
     layout_devices = upstream.devices_of(label, sections)
     if devices is not None and devices != layout_devices:
-        raise BadInputError(
-            f"{name}: its layout has {layout_devices} devices; {devices} were given"
-        )
+        text = f"its layout has {layout_devices} devices; {devices} were given"
+        raise BadInputError(f"{name}: {text}")
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         return upstream.compile_mindformers(name, ranks, overrides=overrides, done=done)
@@ -185,7 +178,13 @@ def _mindformers(
 
 
 def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
-    from telechat_moe.graph.report import difference_tables, overlap_text, swap_text, tables
+    from telechat_moe.graph.report import (
+        check_text,
+        difference_tables,
+        overlap_text,
+        swap_text,
+        tables,
+    )
 
     print(
         f"{result['recipe']}, {result['model']}'s model: {result['layout']}, {result['devices']} devices, target {result['target']}, "
@@ -193,9 +192,7 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
     )
     if compared is not None:
         two = compared["two"]
-        print(
-            f"against {two['recipe']}, {two['model']}'s model: {two['layout']}, {two['devices']} devices"
-        )
+        print("against {recipe}, {model}'s model: {layout}, {devices} devices".format(**two))
         _tables(difference_tables(compared))
         return
     _tables(tables(result))
@@ -212,33 +209,23 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
         )
         if sentence := swap_text(stage):
             print(f"{name}: {sentence}")
-        if stage["derived_ranks"]:
-            ranks = stage["derived_ranks"]
+        if ranks := stage["derived_ranks"]:
             print(f"{name}: ranks {ranks[0]} to {ranks[-1]} derived by substituting groups")
-        print(
-            f"{name}: compiled in {stage['compile_seconds']:.1f} s, peak memory {size_text(stage['peak_memory'])}"
-        )
+        memory = size_text(stage["peak_memory"])
+        print(f"{name}: compiled in {stage['compile_seconds']:.1f} s, peak memory {memory}")
     for problem in result["unmatched_transfers"]:
         print(f"NOT MATCHED: {problem}")
     if nothing := overlap_text(result):
         print(f"NOT OVERLAPPED: {nothing}")
-    _show_check(result["check"])
+    if check := result["check"]:
+        print("\n  ".join((check_text(check), *check["differences"])))
     _show_confirm(result.get("confirm", []))
     for name, text in result["notes"].items():
         print(f"{name}: {text}")
     print(result["limits"])
 
 
-def _show_check(check: dict[str, Any] | None) -> None:
-    from telechat_moe.graph.report import check_text
-
-    if check is None:
-        return
-    print("\n  ".join((check_text(check), *check["differences"])))
-
-
 def _show_confirm(stages: list[dict[str, Any]]) -> None:
-
     if not stages:
         return
     rows: list[list[str]] = []

@@ -37,9 +37,8 @@ def _texts(arguments: list[str]) -> dict[str, list[str]]:
     for argument in arguments:
         name, equals, path = argument.partition("=")
         if not (name and equals and path):
-            raise UsageError(
-                f"--text {argument}: expected NAME=PATH, such as code=/usr/lib/python3.11"
-            )
+            expected = "expected NAME=PATH, such as code=/usr/lib/python3.11"
+            raise UsageError(f"--text {argument}: {expected}")
         texts.setdefault(name, []).append(path)
     if len(texts) == 1:
         raise UsageError("--text names one domain; give another NAME=PATH to compare it with")

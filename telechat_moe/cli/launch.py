@@ -52,17 +52,15 @@ def run(args: argparse.Namespace) -> int:
         alone=known_hosts is None,
     )
     plan = _plan(args, recipe, trainer_of(recipe, args.through), known_hosts)
-    resume = args.resume
     if args.only_print:
-        _print_commands(recipe, plan, resume, args.overwrite)
+        _print_commands(recipe, plan, args.resume, args.overwrite)
         return 0
     for node in plan.nodes:
         for line in _binding(plan, node):
             print(line, file=sys.stderr)
     orders = rank_orders(recipe) if plan.through == "own" else None
-    summary = launch.train(
-        recipe, resume=resume, overwrite=args.overwrite, plan=plan, orders=orders
-    )
+    start = {"resume": args.resume, "overwrite": args.overwrite}
+    summary = launch.train(recipe, plan=plan, orders=orders, **start)
     stdout_is_taken = write_json(args.json, summary)
     if not summary["finished"]:
         return 130
@@ -74,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
 def _plan(
     args: argparse.Namespace, recipe: "Recipe", through: str, known_hosts: "list[Host] | None"
 ) -> "LaunchPlan":
-    """Return how to start the recipe, as asked."""
     from telechat_moe.launch import commands, hosts
     from telechat_moe.launch import job as launch
 

@@ -17,8 +17,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args.recipe, args.overrides)
     mesh = mesh_of(recipe)
     check_rank("--rank", args.rank, mesh, args.recipe)
-    places = stages_of(recipe)
-    stage = mesh.stage(args.rank)
+    places, stage = stages_of(recipe), mesh.stage(args.rank)
+    layers = places and [i for i, place in enumerate(places.layers) if place.stage == stage]
     words = {
         word: {
             "axes": [axis for axis in resolve(word, mesh) if mesh.sizes[axis] > 1],
@@ -35,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
         "rank": args.rank,
         "groups": {d: mesh.group(args.rank, mesh.axes(d)) for d in ("dp", "cp", "tp", "ep")} | hops,
         "stage": stage,
-        "layers": None
-        if places is None
-        else [i for i, place in enumerate(places.layers) if place.stage == stage],
+        "layers": layers,
         "words": words,
         "weights": WEIGHTS,
         "modules": {
@@ -59,9 +57,7 @@ def _print(answer: dict[str, Any]) -> None:
     show_table(("group", "ranks"), groups)
     print()
     words = answer["words"].items()
-    sizes = [
-        (word, str(split["parts"]), ", ".join(split["axes"]) or "whole") for word, split in words
-    ]
+    sizes = [(w, split["parts"], ", ".join(split["axes"]) or "whole") for w, split in words]
     show_table(("word", "parts ", "axes of the mesh"), sizes)
     print()
     rows: list[tuple[str, ...]] = []

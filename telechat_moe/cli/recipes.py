@@ -113,13 +113,7 @@ def _show_keys(recipe: Recipe, args: argparse.Namespace) -> int:
     ]
     if not write_json(args.json, {"source": str(recipe.source), "keys": report}):
         rows = [
-            [
-                str(row["line"] or ""),
-                row["key"],
-                str(row["value"]),
-                ", ".join(row["readers"]),
-                row["train"],
-            ]
+            [row["line"] or "", row["key"], row["value"], ", ".join(row["readers"]), row["train"]]
             for row in report
         ]
         show_table(["line ", "key", "value", "read by", "for `telechat-moe train`"], rows)
@@ -130,13 +124,8 @@ def _derived(model: ModelConfig) -> dict[str, Any]:
     from telechat_moe.recipe.arithmetic import flops_per_token, parameters, state_bytes
 
     counts, flops, state = parameters(model), flops_per_token(model), state_bytes(model)
-    parts = [
-        {
-            **{key: getattr(part, key) for key in ("name", "count", "each", "total")},
-            "active": part.total_active,
-        }
-        for part in counts.parts
-    ]
+    keys = {key: key for key in ("name", "count", "each", "total")} | {"active": "total_active"}
+    parts = [{key: getattr(part, name) for key, name in keys.items()} for part in counts.parts]
     rates = {"forward": flops.forward, "training": flops.training, "convention": CONVENTION}
     return {
         "parameters": {**counts.totals(), "parts": parts},
@@ -195,16 +184,10 @@ def run_check(args: argparse.Namespace) -> int:
     missing = False
     if args.use == "mindformers":
         warn_of_mindformers()
-    start = {"resume": args.resume, "overwrite": args.overwrite}
+    names = ("use", "devices", "allow_outside", "resume", "overwrite")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
     for name in args.recipes:
-        judged = judge(
-            name,
-            args.overrides,
-            use=args.use,
-            devices=args.devices,
-            allow_outside=args.allow_outside,
-            **start,
-        )
+        judged = judge(name, args.overrides, **options)
         problems, use, open_keys = judged.problems, judged.use, judged.not_judged
         missing = missing or not use
         ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}"
@@ -241,9 +224,8 @@ def run_cp(args: argparse.Namespace) -> int:
         line = f"output_dir: {json.dumps(args.output_dir, ensure_ascii=False)}".encode()
         data, count = re.subn(rb"^output_dir:[^\r\n]*", lambda _: line, data, flags=re.MULTILINE)
         if count != 1:
-            raise BadInputError(
-                f"{source}: --output-dir needs one line output_dir: in it, found {count}"
-            )
+            text = f"--output-dir needs one line output_dir: in it, found {count}"
+            raise BadInputError(f"{source}: {text}")
     try:
         write_atomic(dest, data, replace=args.force)
     except FileExistsError:

@@ -42,10 +42,8 @@ def run(args: argparse.Namespace) -> int:
         return 130
     worst = _worst(report)
     if worst > BOUND:
-        print(
-            f"error: a loss or gradient norm differs from one process by {worst:.1e}, more than {BOUND:g}",
-            file=sys.stderr,
-        )
+        text = f"differs from one process by {worst:.1e}, more than {BOUND:g}"
+        print(f"error: a loss or gradient norm {text}", file=sys.stderr)
         return 1
     return 0
 
@@ -64,20 +62,15 @@ def _show(report: dict[str, Any]) -> None:
         row = [str(step["step"]), f"{step['loss']:.7f}", f"{step['grad_norm']:.6f}"]
         if single:
             errors = report["relative_errors"][i]
-            row += [
-                f"{single[i]['loss']:.7f}",
-                f"{errors['loss']:.1e}",
-                f"{max(errors.values()):.1e}",
-            ]
+            row += [f"{single[i]['loss']:.7f}", f"{errors['loss']:.1e}"]
+            row.append(f"{max(errors.values()):.1e}")
         rows.append(row)
     columns = ["one process ", "relative error ", "worst of all "] if single else []
     show_table(["step ", "loss ", "gradient norm ", *columns], rows)
     differences = report["differences"]
     print(f"\nwhat ran instead of Ascend's graph ({differences['counted']}):\n")
-    rows = [
-        [row["ascend"], str(row["count"]), row["cpu"]]
-        for row in (*differences["operators"], *differences["collectives"])
-    ]
+    forms = (*differences["operators"], *differences["collectives"])
+    rows = [[row["ascend"], str(row["count"]), row["cpu"]] for row in forms]
     show_table(["Ascend", "count ", "CPU"], rows)
     for name, count in differences["unchanged_collectives"].items():
         print(f"{name}: {count} as they are")

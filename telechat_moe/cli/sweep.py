@@ -79,10 +79,8 @@ def _show(report: dict[str, Any]) -> None:
         show_table(STUDY_TITLES, study_rows(study, report))
     for name, model in report["larger"].items():
         print(f"\npredicted at {name} ({model['recipe']} on {model['device']})")
-        show_table(
-            ["variant", *COST_TITLES],
-            [[name, *cost_row(c)] for name, c in model["variants"].items()],
-        )
+        rows = [[name, *cost_row(c)] for name, c in model["variants"].items()]
+        show_table(["variant", *COST_TITLES], rows)
 
 
 VERB = Verb(

@@ -30,32 +30,24 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.interop import hf
 
     keep_others_out()
-    start = {"resume": args.resume, "overwrite": args.overwrite}
+    start, outside = {"resume": args.resume, "overwrite": args.overwrite}, args.allow_outside
     # Says what is wrong before the seconds that importing mindspore takes.
-    recipe = require(
-        args.recipe, args.overrides, use="train", allow_outside=args.allow_outside, **start
-    )
+    recipe = require(args.recipe, args.overrides, use="train", allow_outside=outside, **start)
     try:
         from telechat_moe.train.trainer import Trainer
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"training needs the package {error.name}; pip install 'telechat-moe[train]'"
-        ) from error
+        text = f"training needs the package {error.name}; pip install 'telechat-moe[train]'"
+        raise UsageError(text) from error
 
     if recipe.devices > 1:
         from telechat_moe.launch import job as launch
         from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
-        plan = launch.plan_here(recipe, allow_outside=args.allow_outside)
+        plan = launch.plan_here(recipe, allow_outside=outside)
         summary = launch.train(recipe, plan=plan, orders=rank_orders(recipe), **start)
     else:
-        trainer = Trainer(
-            recipe,
-            **start,
-            plain=args.plain,
-            keep_graph=not args.no_graph_cache,
-            weights=hf.weights,
-        )
+        keep, weights = not args.no_graph_cache, hf.weights
+        trainer = Trainer(recipe, **start, plain=args.plain, keep_graph=keep, weights=weights)
         summary = asdict(trainer.run())
     stdout_is_taken = write_json(args.json, summary)
     if not summary["finished"]:

@@ -84,9 +84,8 @@ class Verb:
         """Return the text of the help after the options: notes, examples, JSON keys and exit codes."""
         notes = self.notes if isinstance(self.notes, str) else self.notes()
         examples = "example:\n" + textwrap.indent(textwrap.dedent(self.examples).strip("\n"), "  ")
-        codes = "; ".join(
-            f"{code} {says}" for code, says in sorted({**EXITS, **self.exits}.items())
-        )
+        exits = sorted({**EXITS, **self.exits}.items())
+        codes = "; ".join(f"{code} {says}" for code, says in exits)
         keys = f"--json keys: {self.json_keys}" if self.json_keys else ""
         texts = [*map(_filled, notes.strip("\n").split("\n\n")), examples]
         return "\n\n".join(filter(None, [*texts, _filled(keys), _filled(f"exit codes: {codes}")]))
@@ -104,10 +103,8 @@ class VerbParser(argparse.ArgumentParser):
     """The parser of a verb; it puts the end of its help together when the help is printed."""
 
     def __init__(self, verb: Verb, **options: Any) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(
-            description=_filled(verb.first_sentence()), formatter_class=formatter, **options
-        )
+        formatter, text = argparse.RawDescriptionHelpFormatter, _filled(verb.first_sentence())
+        super().__init__(description=text, formatter_class=formatter, **options)
         self.verb = verb
         verb.add_arguments(self)
 

@@ -162,8 +162,6 @@ def _shipped() -> dict[str, Path]:
 
 
 class _SweepReader:
-    """Reads one sweep file and collects its problems."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.file = path, label(path)
         self.problems: dict[Problem, None] = {}
@@ -212,15 +210,13 @@ class _SweepReader:
 
     def keys(self) -> SweepKeys:
         """Return the file's keys, each of the right form."""
-        text = ""
+        root = None
         try:
-            text = self.path.read_text(encoding="utf-8-sig")
+            root = read(self.path.read_text(encoding="utf-8-sig"), self.report)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             expected = f"expected a file in UTF-8, or a shipped one: {', '.join(_shipped())}"
             self.report(0, "", f"cannot be read: {reason}", expected)
-        self.stop_if_broken()
-        root = read(text, self.report)
         if root is not None and root.kind != "map":
             self.report(root.line, "", root.show(), "a sweep file is a YAML map")
         self.stop_if_broken()
@@ -318,10 +314,8 @@ class _SweepReader:
             for p in error.problems:
                 if p.file in sources:
                     place, line = sources[p.file]
-                    problem = replace(
-                        p, file=self.file, line=line, key=f"{place}: {p.key or p.file}"
-                    )
-                    self.problems[problem] = None
+                    key = f"{place}: {p.key or p.file}"
+                    self.problems[replace(p, file=self.file, line=line, key=key)] = None
                 elif p not in self.recipe_problems:  # other variants have it, too
                     self.recipe_problems.add(p)
                     problem = f"{p.found} (with {self.file}: {variant})"
@@ -365,6 +359,5 @@ class _SweepReader:
                 apart = values[high] / values[low] - 1
                 if apart > limit:
                     problem = f"{group}{low} has {values[low]:,.0f}, {high} {values[high]:,.0f}, {apart:.2%} more"
-                    self.report(
-                        line, f"{key}.equal.{measure}", problem, f"at most {limit:.2%} more"
-                    )
+                    expected = f"at most {limit:.2%} more"
+                    self.report(line, f"{key}.equal.{measure}", problem, expected)

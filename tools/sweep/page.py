@@ -15,12 +15,7 @@ _FROM = 0.2
 
 
 def page(report: Mapping[str, Any], runs: Sequence[RunResult]) -> str:
-    """Return the page of a sweep.
-
-    Args:
-        report: As `results.report` returns it.
-        runs: Its runs.
-    """
+    """Return the page of a sweep from what `results.report` returns."""
     states = [r.state for r in runs]
     counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     seeds = report["seeds"]
@@ -28,11 +23,10 @@ def page(report: Mapping[str, Any], runs: Sequence[RunResult]) -> str:
     lead += f"Losses are {report['loss']} losses in nats per token"
     lead += ": mean, and lowest to highest over the seeds." if len(seeds) > 1 else "."
     parts = [html.tag("p", lead, "sentence"), *_failures(runs)]
-    for name, study in report["studies"].items():
-        parts.append(html.tag("section", html.Html("".join(_study(name, study, report, runs)))))
-    parts.append(html.tag("section", html.Html("".join(_overview(report)))))
-    for name, model in report["larger"].items():
-        parts.append(html.tag("section", html.Html("".join(_larger(name, model, report)))))
+    sections = [_study(name, study, report, runs) for name, study in report["studies"].items()]
+    sections.append(_overview(report))
+    sections += [_larger(name, model, report) for name, model in report["larger"].items()]
+    parts += [html.tag("section", html.Html("".join(section))) for section in sections]
     return html.page(f"Sweep of {report['recipe']}", parts, wide=True)
 
 

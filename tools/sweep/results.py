@@ -171,5 +171,4 @@ def report(
 
 
 def _settings(overrides: Overrides) -> dict[str, str]:
-    """Return the values of overrides by the recipe's keys."""
     return dict(override.split("=", 1) for override in overrides)

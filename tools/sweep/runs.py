@@ -152,15 +152,8 @@ def _progress(
 
 def _start(sweep: Sweep, run: SweepRun, cores: list[int] | None) -> "subprocess.Popen[Any]":
     sets = [word for override in run.overrides for word in ("--set", override)]
-    command = [
-        sys.executable,
-        "-m",
-        "telechat_moe.cli",
-        "train",
-        sweep.keys.recipe,
-        "--plain",
-        "--resume",
-    ]
+    verb = ("-m", "telechat_moe.cli", "train")
+    command = [sys.executable, *verb, sweep.keys.recipe, "--plain", "--resume", *sets]
     run.folder.mkdir(parents=True, exist_ok=True)
 
     def begin() -> None:
@@ -171,7 +164,7 @@ def _start(sweep: Sweep, run: SweepRun, cores: list[int] | None) -> "subprocess.
     threads = {} if cores is None else {"OMP_NUM_THREADS": str(len(cores))}
     with (run.folder / LOG).open("ab") as log:
         return processes.start(
-            [*command, *sets],
+            command,
             env={**os.environ, **threads},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -181,7 +174,6 @@ def _start(sweep: Sweep, run: SweepRun, cores: list[int] | None) -> "subprocess.
 
 
 def _failure(run: SweepRun, code: int) -> str:
-    """Say why a process ended before its run was finished."""
     log = run.folder / LOG
     lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
     errors = [line for line in lines if line.startswith("error: ")]

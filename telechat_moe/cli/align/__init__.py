@@ -3,26 +3,14 @@
 Each sub-verb is a module here with a `VERB`; heavy imports stand inside its run function.
 """
 
-from telechat_moe.cli.align import (
-    bisect,
-    capture,
-    convert,
-    loss,
-    map,
-    merge,
-    phases,
-    show,
-)
+from telechat_moe.cli.align import bisect, capture, convert, loss, map, merge, phases, show
 from telechat_moe.cli.verb import Verb
 
 EXAMPLES = """\
 telechat-moe align inspect dump
 telechat-moe align golden_dump dump --html align.html
 """
-MODULES = (
-    *(capture, show, map, merge),
-    *(bisect, loss, convert, phases),
-)
+MODULES = (capture, show, map, merge, bisect, loss, convert, phases)
 
 VERB = Verb(
     name="align",

@@ -105,7 +105,6 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def _checkpoints(args: argparse.Namespace, profile: Any) -> int:
-    """Judge the tensors of two checkpoints by a standard."""
     from telechat_moe.checkpoint.stored import open_checkpoint
     from telechat_moe.tools.align.compare import profiles
     from telechat_moe.tools.align.judge.standard import judge_checkpoints

@@ -39,9 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.torch).is_file():
         raise BadInputError(f"--torch {args.torch}: there is no such file")
     command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
-    command += ["--modules"] if args.modules else []
-    ends = [str(steps.start), str(steps.stop - 1)]
-    command += [args.out, *ends, args.torch, *args.arguments]
+    command += ["--modules"] * args.modules
+    command += [args.out, str(steps.start), str(steps.stop - 1), args.torch, *args.arguments]
     with unfinished(args.out):
         code = subprocess.call(command, start_new_session=True)  # Ctrl-C reaches only this process
     write_json(args.json, {"out": args.out, "exit_code": code})
@@ -50,15 +49,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(args: argparse.Namespace, steps: range) -> int:
     if len(args.arguments) != 1:
-        raise UsageError(
-            f"one recipe expected, or --torch SCRIPT; found {' '.join(args.arguments) or 'none'}"
-        )
+        words = " ".join(args.arguments) or "none"
+        raise UsageError(f"one recipe expected, or --torch SCRIPT; found {words}")
     from telechat_moe.cli.judge import require
 
     layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)
-    recipe = require(
-        args.arguments[0], args.overrides, use="train", overwrite=True, allow_outside=True
-    )
+    flags = {"overwrite": True, "allow_outside": True}
+    recipe = require(args.arguments[0], args.overrides, use="train", **flags)
     from telechat_moe.tools.align.capture import mindspore as capture
 
     selection = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))

@@ -42,9 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if not bases:
         raise UsageError("one curve given; expected base runs and then the run to judge")
     curves = [loss_read.read(path, args.metric) for path in [*bases, target]]
-    settings = loss.LossSettings(
-        margin=args.margin, negligible=args.negligible, steps=args.min_steps
-    )
+    limits = {"margin": args.margin, "negligible": args.negligible}
+    settings = loss.LossSettings(**limits, steps=args.min_steps)
     report = loss.judge(curves[:-1], curves[-1], settings)
     write_text("--html ", args.html, lambda: loss_page.page(report))
     write_text("--junit ", args.junit, lambda: loss_page.junit(report))

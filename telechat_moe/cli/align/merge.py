@@ -52,14 +52,10 @@ def run(args: argparse.Namespace) -> int:
     with parts as folder, unfinished(folder), unfinished(out):
         for step in tracked(steps, "merging"):
             write = merger.into(Path(folder, str(step)))
-            step_description = (
-                description
-                if model is None
-                else replace(description, reference=_one_rank(model, step))
-            )
-            ranks, merged_tensors = merger.merge_ranks(
-                dump.at(step), step_description, write, bound, args.keep
-            )
+            if model is not None:
+                description = replace(description, reference=_one_rank(model, step))
+            run = (dump.at(step), description, write, bound, args.keep)
+            ranks, merged_tensors = merger.merge_ranks(*run)
             merged.append(ranks)
             outcomes += [(step, outcome) for outcome in merged_tensors]
         writer.write(records.Dump(Path(folder), {(r.step, 0): r for r in merged}), out)
@@ -77,12 +73,9 @@ def _report(args: argparse.Namespace, steps: list[int], outcomes: list[tuple[int
     from telechat_moe.tools.align.judge.coverage import answer
 
     problems = [(step, o) for step, o in outcomes if o.problem is not None]
-    differ = [
-        o for _, o in problems if o.copies == "differ" and o.how in ("dump", "said", "inferred")
-    ]
-    verdict, _ = answer(
-        bool(differ), problem=f"{len(problems)} tensors not merged" if problems else ""
-    )
+    laid_out = [o for _, o in problems if o.how in ("dump", "said", "inferred")]
+    text = f"{len(problems)} tensors not merged" if problems else ""
+    verdict, _ = answer(any(o.copies == "differ" for o in laid_out), problem=text)
     code = VERDICT_CODES[verdict]
     report: dict[str, Any] = {
         "verdict": verdict,
@@ -102,9 +95,8 @@ def _report(args: argparse.Namespace, steps: list[int], outcomes: list[tuple[int
         show_left(len(problems) - 20, "--json FILE")
         print()
     how = ", ".join(f"{n} {name}" for name, n in report["how"].items())
-    print(
-        f"{verdict}: {report['merged']} of {len(outcomes)} tensors merged into {args.out} (layout from: {how})"
-    )
+    text = f"{report['merged']} of {len(outcomes)} tensors merged into {args.out}"
+    print(f"{verdict}: {text} (layout from: {how})")
     return code
 
 

@@ -29,19 +29,12 @@ def run(args: argparse.Namespace) -> int:
         recipe = args.recipe or here.RECIPE
         calibration: Any = here.calibrate(recipe, operators=args.operators, progress=progress)
     write_text("--out ", args.out, lambda: here.as_yaml(calibration))
-    products = [
-        {"m": m, "n": n, "k": k, "flops_per_s": rate} for (m, n, k), rate in calibration.products
-    ]
-    steps = [
-        {"step": name, "measured_s": measured, "fitted_s": fitted}
-        for name, measured, fitted in calibration.steps
-    ]
+    measured, keys = calibration.products, ("step", "measured_s", "fitted_s")
+    products = [{"m": m, "n": n, "k": k, "flops_per_s": rate} for (m, n, k), rate in measured]
+    steps = [dict(zip(keys, step, strict=True)) for step in calibration.steps]
     if write_json(args.json, {"out": args.out, "products": products, "steps": steps}):
         return 0
-    rows = [
-        [f"{m} x {n} x {k}", f"{rate / 1e9:.1f} GFLOP/s"]
-        for (m, n, k), rate in calibration.products
-    ]
+    rows = [[f"{m} x {n} x {k}", f"{rate / 1e9:.1f} GFLOP/s"] for (m, n, k), rate in measured]
     show_table(["product (m x n x k)", "rate "], rows)
     print()
     differences = [

@@ -22,15 +22,13 @@ def run(args: argparse.Namespace) -> int:
 
     margin = memory.MARGIN if args.margin is None else args.margin
     if not 0 <= margin < 1:
-        raise UsageError(
-            f"--margin {margin:g}: expected a share of the peak, from 0 to less than 1"
-        )
+        expected = "expected a share of the peak, from 0 to less than 1"
+        raise UsageError(f"--margin {margin:g}: {expected}")
     room = args.memory and parse_size("--memory", args.memory)
     host = parse_size("--host-memory", args.host_memory) if args.host_memory else float("inf")
     device = load_device(args.device)
-    forecast: Any = memory.answer(
-        args.recipe, args.overrides, device, margin, room, args.expert_loads, host
-    )
+    limits = (device, margin, room, args.expert_loads, host)
+    forecast: Any = memory.answer(args.recipe, args.overrides, *limits)
     code = 0 if forecast.fits(forecast.step) else 1
     if write_json(args.json, memory.report(forecast)):
         return code

@@ -26,9 +26,8 @@ def run(args: argparse.Namespace) -> int:
 
     count = args.stages * args.chunks * args.micro_batches
     if count > MOST:
-        raise UsageError(
-            f"schedule: {count:,} stages x chunks x micro-batches; at most {MOST:,} are simulated"
-        )
+        text = f"{count:,} stages x chunks x micro-batches; at most {MOST:,} are simulated"
+        raise UsageError(f"schedule: {text}")
     names = ("stages", "micro_batches", "chunks", "backward", "comm", "memory", "overlap", "placement", "effort", "seed")  # fmt: skip
     request: Any = report.ScheduleRequest(
         times=_numbers(args.times),

@@ -63,7 +63,6 @@ def show_report(result: dict[str, Any], every_row: bool) -> None:
 
 
 def _show_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Print one line a row."""
     heads = (
         "row", "model", "layout", "predicted ", "measured ", "error ", "memory ", "prov", "rejected",
     )  # fmt: skip
@@ -85,7 +84,6 @@ def _show_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_tables(result: dict[str, Any]) -> None:
-    """Print one line a table, and one of all."""
     heads = (
         "table", "rows ", "timed ", "rejected ", "MAPE ", "median ", "p95 ", "bias ", "memory rows ", "memory MAPE ",
     )  # fmt: skip

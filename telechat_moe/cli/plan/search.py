@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     space: Any = models.read_space(args.space)
     result: Any = models.search_models(space)
     shown = result.front[: args.top]
-    placed: Any = (
-        models.plan_models(space, shown, args.place) if args.place > 0 else [None] * len(shown)
-    )
+    placed: Any = [None] * len(shown)
+    if args.place > 0:
+        placed = models.plan_models(space, shown, args.place)
 
     def row(c: Any) -> list[str]:
         a = c.architecture
@@ -43,15 +43,8 @@ def run(args: argparse.Namespace) -> int:
             f"{c.peak_bytes / GIB:.1f}", models.describe_model(a), c.layout.short(),
         ]  # fmt: skip
 
-    headers = [
-        "parameters ",
-        "active ",
-        "tokens/s a device ",
-        "step, s ",
-        "peak, GiB ",
-        "model",
-        "layout",
-    ]
+    headers = ["parameters ", "active ", "tokens/s a device ", "step, s ", "peak, GiB "]
+    headers += ["model", "layout"]
 
     def planned(p: Any) -> list[str]:
         if p is None:

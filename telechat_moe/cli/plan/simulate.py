@@ -24,9 +24,8 @@ def run(args: argparse.Namespace) -> int:
     if args.documents:
         from telechat_moe.tools.plan.cost import documents
 
-        packed = documents.pack(
-            documents.read_lengths(args.documents), recipe.model_config.seq_length
-        )
+        lengths = documents.read_lengths(args.documents)
+        packed = documents.pack(lengths, recipe.model_config.seq_length)
     share: float = packed.share if packed else 0.0
     step: Any = report.of_recipe(recipe, args.device, args.schedule, share)
     write_text("--html ", args.html, lambda: timeline.page(report.timeline(step)))
@@ -51,9 +50,8 @@ def run(args: argparse.Namespace) -> int:
 def _loads(args: argparse.Namespace, step: Any, figures: dict[str, Any]) -> list[Any]:
     """Return the table of --expert-loads, if it is given, and add it to the figures."""
     if args.expert_copies < 0 or (args.expert_copies and not args.expert_loads):
-        raise UsageError(
-            f"--expert-copies {args.expert_copies}: expected 1 or more, with --expert-loads"
-        )
+        expected = "expected 1 or more, with --expert-loads"
+        raise UsageError(f"--expert-copies {args.expert_copies}: {expected}")
     if not args.expert_loads:
         return []
     from telechat_moe.tools.plan.report import expert_loads
