@@ -23,7 +23,6 @@ class Judgement:
     Attributes:
         use: The use that it was judged for; ``written`` where its problems hide it, empty if there is no such recipe.
         recipe: The loaded recipe; None if it has problems of its own.
-        problems: Everything that is wrong.
         not_judged: Keys that could not be judged, with the reason.
         notes: Messages that the build of its data left.
     """

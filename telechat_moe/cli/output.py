@@ -17,7 +17,6 @@ def write_json(target: str | None, report: Any) -> bool:
 
     Args:
         target: The option's value: a file, ``-`` for stdout, or None.
-        report: Plain data.
 
     Returns:
         Whether stdout is taken, so that nothing else may be printed there.

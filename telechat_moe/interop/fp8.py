@@ -58,7 +58,6 @@ class Fp8Entry(TensorEntry):
 
     Attributes:
         scale: Its block scales, F32, BF16 or F8_E8M0.
-        block: Rows and columns of a block.
     """
 
     scale: TensorEntry

@@ -64,7 +64,6 @@ class WeightsError(BadInputError):
 
     Attributes:
         problems: One line for each tensor that is unknown, missing or not as expected.
-        hint: What may be the reason, or empty.
     """
 
     def __init__(self, source: Path, problems: list[str], hint: str = "") -> None:
@@ -198,7 +197,6 @@ def settings(
     """Compare the settings that stand beside weights with the recipe's model; return the config.json, if there is one.
 
     Args:
-        notes: Receives what is not judged.
         hf: The tensors have Hugging Face's names.
 
     Raises:

@@ -65,7 +65,6 @@ class MindFormersCheckpoint:
     Attributes:
         step: Finished steps, over all epochs.
         updates: Those of them that changed the weights (the others had an infinite gradient).
-        global_batch: Samples of a step.
         samples: Samples that it has consumed, over all epochs.
         tensors: Weights and optimizer states, in the groups of a checkpoint of ours.
     """
@@ -135,7 +134,6 @@ def read(path: Path, recipe: Recipe) -> MindFormersCheckpoint:
 
     Args:
         path: ``iteration_...`` folder, ``..._rank_...safetensors`` file, or the folder of them (the newest is read).
-        recipe: The recipe that it was trained with.
 
     Raises:
         BadInputError: There is none, or it is broken.
@@ -216,7 +214,6 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     """Write a checkpoint of MindFormers as one of ours, from which ``telechat-moe train --resume`` continues.
 
     Args:
-        path: See :func:`read`.
         recipe: The recipe that goes on, of any batch; the checkpoint goes into its ``output_dir``.
 
     Raises:
@@ -264,7 +261,6 @@ def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
     """Write a checkpoint of ours as one from which MindFormers' trainer resumes.
 
     Args:
-        path: ``checkpoints/step-...``.
         out: Folder to make, in the layout that MindFormers resumes the recipe's number of processes from.
         recipe: The recipe of the resumed run; its ``trainer.type`` says whose names are written.
 

@@ -58,9 +58,6 @@ def compile_mindformers(
             (``deepseek3/pretrain_deepseek3_671b.yaml``). Files are judged by MindFormers' rules, not by ours.
         ours: Compile what MindFormers' trainer trains with our plug-in instead: our model, its step and optimizer.
 
-    Returns:
-        The graphs, in the order of ``ranks``.
-
     Raises:
         BadInputError: MindFormers is not installed, the recipe is not semi-automatic parallel, or there is no
             such rank.

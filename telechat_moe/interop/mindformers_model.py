@@ -41,7 +41,6 @@ class TelechatMoeConfig(PretrainedConfig):
 
     Args:
         recipe: Put in by :class:`TelechatMoeTrainer`.
-        **kwargs: ``model.model_config``.
     """
 
     model_type = "telechat_moe"
@@ -223,7 +222,6 @@ class _Balance:
 
         Args:
             routers: All routers of the model; None for one of another stage.
-            experts: ``E``.
         """
         loads_LE = np.zeros((len(routers), experts), np.float32)
         for i, router in enumerate(routers):

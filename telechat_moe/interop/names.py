@@ -61,7 +61,6 @@ class WeightNames:
     """One tensor of ours and what it is called in a Hugging Face checkpoint.
 
     Attributes:
-        name: Our name.
         shape: Our shape; three dimensions are a stack of experts.
         hf: Hugging Face's name, or with a stack one name for each expert.
         copies: Further tensors that Hugging Face's checkpoint holds with the same content.

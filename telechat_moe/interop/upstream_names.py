@@ -30,13 +30,9 @@ class FusedWeight:
     """One parameter of upstream's class and those of ours that it holds.
 
     Attributes:
-        upstream: Its name there.
-        shape: Its shape there.
-        names: Our names.
         layout: ``same``; ``rows``: ours stacked by rows; ``rows in turn``: rows of the first and the second of
             ours alternate; ``experts: gate, up``: ours ``[E, H, F]`` side by side, experts stacked by rows;
             ``experts: down``: ours ``[E, F, H]``, experts stacked by rows.
-        shapes: Our shapes.
         is_trained: False for the selection bias of a router.
     """
 
@@ -106,7 +102,6 @@ def to_upstream(
 
     Args:
         arrays: All weights, or, with ``only_trained``, all but the biases of the routers, such as an optimizer's moments.
-        only_trained: See ``arrays``.
 
     Raises:
         BadInputError: A weight is missing, unknown or has another shape; all of them are named.

@@ -47,7 +47,6 @@ class Destination:
 
     Args:
         dst: Folder, or a name that ends in ``.safetensors``.
-        inputs: Files that are read.
         shards: Tensors of each output file.
         extra: JSON files of a folder besides, by name.
         label: ``format`` in the files' metadata.

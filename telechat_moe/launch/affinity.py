@@ -69,7 +69,6 @@ class Topology:
         """Read this machine's topology.
 
         Args:
-            sys: Where the kernel describes it.
             allowed: CPUs that may be used; None = those of this process (control group and affinity).
         """
         allowed = os.sched_getaffinity(0) if allowed is None else allowed

@@ -33,7 +33,6 @@ class Binding:
     """What a process is bound to.
 
     Attributes:
-        cpus: CPUs that it and its threads may run on.
         mems: NUMA nodes that its memory may come from, in the kernel's list format; empty if not known.
         share: Where and why, in words.
         memory: Which of these nodes it takes memory from, in words.
@@ -90,9 +89,6 @@ def use_cores(processes: int, index: int, bind: bool) -> Binding | None:
     """Bind this process to its cores if asked; set how many threads it may use if that is not set.
 
     Call it before mindspore is imported, whose threads inherit both.
-
-    Args:
-        processes: Processes on this machine, of which ``index`` is this one.
 
     Raises:
         UsageError: ``msrun`` has bound it already.
@@ -180,11 +176,7 @@ def note_end(control: Control, rank: int, binding: Binding) -> None:
 
 @dataclass
 class BindingWatch:
-    """Looks from time to time whether the ranks of a host still run where they were bound, and says it once if not.
-
-    Args:
-        say: Shows a line to the user.
-    """
+    """Looks from time to time whether the ranks of a host still run where they were bound, and says it once if not."""
 
     control: Control
     ranks: Iterable[int]

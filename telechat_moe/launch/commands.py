@@ -34,10 +34,8 @@ class LaunchNode:
 
     Attributes:
         number: Counted from 0; the scheduler runs on node 0.
-        host: Name, as in the hostfile.
         local: Processes on it, of ``total`` of the run.
         master: Address of node 0, where the scheduler has ``port``.
-        is_here: It is this machine.
     """
 
     number: int = 0
@@ -57,8 +55,6 @@ class LaunchNode:
         """Return the command.
 
         Args:
-            logs: Folder for the logs of scheduler and workers.
-            program: What the workers run: ``python`` and its arguments, or a script.
             watched: We follow it, and show its logs ourselves; msrun leaves its ``tail`` processes behind when killed.
         """
         scripts = Path(sysconfig.get_path("scripts"))

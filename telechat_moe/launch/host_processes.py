@@ -77,11 +77,9 @@ class HostProcesses:
     """The processes of one job on one host, under ``msrun``.
 
     Args:
-        node: Which of the job's processes are here.
         logs: Folder for their logs; made if it is not there.
         program: What they run: ``python`` and its arguments, or a script; the job folder must be one of the words.
         out: Where to show what rank 0 prints; None: nowhere.
-        say: Shows a line to the user.
         describe: Returns how far the run is, for the message when a process dies.
         silence_s: A process that neither gives signs of life nor computes for this long hangs.
         can_stop: The processes know how to stop between two steps, so Ctrl-C asks them to; else it ends them.

@@ -150,7 +150,6 @@ class LaunchPlan:
         restarts: How often in a row to restart after a process died or hung without a new checkpoint in between.
         shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
         logs: Folder for logs; None: ``output_dir/log``.
-        allow_outside: The recipe may write outside of ``output_dir``.
     """
 
     nodes: Sequence[LaunchNode]

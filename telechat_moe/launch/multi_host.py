@@ -67,8 +67,6 @@ class MultiHostProcesses:
     Args:
         job, logs: Folders that all hosts see.
         metrics: File whose last line says how far the run is.
-        shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
-        out: Where to show what rank 0 prints.
         can_stop: See :class:`telechat_moe.launch.host_processes.HostProcesses`.
     """
 

@@ -134,7 +134,6 @@ def flops_per_token(c: ModelConfig, seq_length: int | None = None, *, mtp: bool 
 
     Args:
         seq_length: Tokens per sequence; the recipe's if None.
-        mtp: Count multi-token prediction too, as training does.
     """
     length = seq_length or c.seq_length
     depth = c.num_nextn_predict_layers if mtp else 0

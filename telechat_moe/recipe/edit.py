@@ -16,7 +16,6 @@ def edited(text: str, before: Recipe, after: Recipe, overrides: Sequence[str]) -
     A value that is an alias follows its anchor; a key of the model section that is not there is added at its beginning.
 
     Args:
-        text: The YAML of ``before``.
         overrides: ``key=value``, all values on one line.
 
     Returns:

@@ -91,11 +91,7 @@ class ModelDifference(NamedTuple):
 
 
 class OtherModelError(BadInputError):
-    """Weights belong to a model that computes something else than the recipe's (exit code 3).
-
-    Attributes:
-        differences: All of them.
-    """
+    """Weights belong to a model that computes something else than the recipe's (exit code 3)."""
 
     def __init__(self, differences: Sequence[ModelDifference]) -> None:
         self.differences = list(differences)
@@ -125,7 +121,6 @@ class HfConfig:
     """A config.json.
 
     Attributes:
-        file: The file.
         values: What it says, by the recipe's key; routing without groups is 0 of 0 groups, no query latent 0.
         texts: How the file says it, by the recipe's key.
         refused: What no recipe can say, and what would be right.
@@ -459,7 +454,6 @@ def overrides(hf: HfConfig, config: ModelConfig, written: Mapping[str, Any]) -> 
 
     Args:
         hf: The file, which no part of is refused.
-        written: The model section as the recipe writes it.
     """
     recipe_values = of_recipe(config)
     values = {key: value for key, value in hf.values.items() if value != recipe_values[key]}

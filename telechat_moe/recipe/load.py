@@ -98,9 +98,6 @@ def load(
             ``written``: what its trainer and device say (:func:`~telechat_moe.recipe.uses.use_of`). None: not judged.
         look: Looks at what is beside the recipe; its problems are reported with all others.
 
-    Returns:
-        The recipe.
-
     Raises:
         RecipeError: With every problem found.
     """

@@ -43,7 +43,6 @@ class RecipeError(BadInputError):
     """A recipe cannot be used; ``problems`` lists every reason, in the order of the file.
 
     Args:
-        problems: All problems found, at least one.
         not_judged: Keys whose consequences were not judged, and why.
     """
 

@@ -30,7 +30,6 @@ class KeyReading(NamedTuple):
     """What is known of a written key.
 
     Attributes:
-        key: Dotted, as written.
         verdict: ``read``: seen; ``never``: neither seen nor looked up anywhere in MindFormers' source.
         place: Why it is not judged.
     """
@@ -61,7 +60,6 @@ def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[KeyRe
     """Yield what is known of every written key, keys of our own section left out.
 
     Args:
-        sections: A recipe's sections.
         model_type: Whose network MindFormers builds; None: not known, no model key is judged.
     """
     loader, trains = _loader(sections), sections.get("run_mode") in ("train", "finetune")

@@ -25,7 +25,6 @@ def require_pool(recipe: Recipe, size: int, who: str) -> None:
 
     Args:
         size: Bytes of its pool.
-        who: The process.
 
     Raises:
         RecipeError: It is.

@@ -310,9 +310,6 @@ class _TooDeepError(Exception):
 def read(text: str, report: LineReport) -> YamlNode | None:
     """Parse YAML text.
 
-    Args:
-        text: The text of one YAML document.
-
     Returns:
         The tree, or None if the text is not one YAML document.
     """

@@ -75,9 +75,6 @@ class WrittenKey:
     """A key that a recipe writes.
 
     Attributes:
-        key: Dotted, as written.
-        value: As checked.
-        field: Its field in the schema.
         takes: What our trainer takes of it; None: our code reads it.
     """
 

@@ -27,7 +27,6 @@ class RunResult:
 
     Attributes:
         state: ``finished``, ``failed``, ``unfinished`` or ``not begun``.
-        why: Why it failed.
         flops: Of all its steps done.
         train_loss: Mean next-token loss of the last 20 steps, nats; None: not finished, or not finite.
         validation_loss: Next-token loss of the last evaluation, nats; None: not finished, not finite, or none.

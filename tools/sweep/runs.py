@@ -35,7 +35,6 @@ class TrainingOutcome:
 
     Attributes:
         failed: Why a run failed, by its folder.
-        stopped: The user stopped the sweep.
     """
 
     failed: dict[Path, str] = field(default_factory=dict[Path, str])
