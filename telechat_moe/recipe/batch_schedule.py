@@ -43,9 +43,7 @@ class BatchSchedule:
             ValueError: A number cannot be read, thresholds do not rise from 0 or a batch is 0; says which.
         """
         pairs = [entry.partition(":")[::2] for entry in text.replace(",", " ").split()]
-        entries = tuple(
-            (_number(threshold) // seq_length, _number(batch)) for threshold, batch in pairs
-        )
+        entries = tuple((_number(start) // seq_length, _number(batch)) for start, batch in pairs)
         thresholds = [threshold for threshold, _ in entries]
         if not thresholds or thresholds[0] != 0:
             raise ValueError("a first threshold of 0")

@@ -166,9 +166,8 @@ class Checker:
     def _unknown(self, child: YamlEntry, plan: "SectionKeys", path: str, below: str) -> str:
         """Report a key that is not known; return the name of the field that it may mean, empty: none."""
         section_text = f"the section {path}" if path else "a recipe"
-        match = plan.elsewhere.get(child.key) or "".join(
-            difflib.get_close_matches(child.key, plan.names, 1, 0.6)
-        )
+        close = difflib.get_close_matches(child.key, plan.names, 1, 0.6)
+        match = plan.elsewhere.get(child.key) or "".join(close)
         suggestion = f"{path}.{match}".lstrip(".") if match else ""
         self.report(child, below, "unknown key", f"{section_text} has no such key", suggestion)
         return plan.names.get(match, "")

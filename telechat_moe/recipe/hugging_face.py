@@ -95,14 +95,10 @@ class OtherModelError(BadInputError):
 
     def __init__(self, differences: Sequence[ModelDifference]) -> None:
         self.differences = list(differences)
-        lines = [
-            f"{f'model.model_config.{d.key}: ' if d.key else ''}{d.found}; {d.expected}"
-            for d in differences
-        ]
-        super().__init__(
-            f"these are weights of another model ({len(lines)} difference(s)):\n  "
-            + "\n  ".join(lines)
-        )
+        keys = [f"model.model_config.{d.key}: " if d.key else "" for d in differences]
+        lines = [f"{key}{d.found}; {d.expected}" for key, d in zip(keys, differences, strict=True)]
+        text = f"these are weights of another model ({len(lines)} difference(s)):"
+        super().__init__("\n  ".join([text, *lines]))
 
     def problems(self, recipe: Recipe, key: str) -> list[Problem]:
         """Return the differences at the recipe's keys.
@@ -283,9 +279,8 @@ def _values(fields: Mapping[str, Any], kind: str, config: HfConfig) -> dict[str,
         if not (_fits(value, default) or (value is None and key in _NULLABLE)):
             config.refuse(name, value, f"a value such as {_json(default)}")
     if absent:
-        config.notes.append(
-            f"{config.file}: not judged, absent without a known default: {', '.join(absent)}"
-        )
+        text = f"not judged, absent without a known default: {', '.join(absent)}"
+        config.notes.append(f"{config.file}: {text}")
     return values
 
 
@@ -319,15 +314,11 @@ def _rope(fields: Mapping[str, Any], config: HfConfig) -> tuple[str, Any] | None
         parameters = {key: value for key, value in section.items() if value is not None}
         if "rope_theta" in parameters:
             bases[f"{name}.rope_theta"] = parameters.pop("rope_theta")
-        kinds = {
-            parameters.pop(key, "default")
-            for key in ("rope_type", "type")
-            if _is_text(parameters.get(key, ""))
-        }
+        named = [key for key in ("rope_type", "type") if _is_text(parameters.get(key, ""))]
+        kinds = {parameters.pop(key, "default") for key in named}
         neutral = {"factor": 1, "partial_rotary_factor": 1}
-        if not kinds <= {"default", "linear"} or any(
-            neutral.get(k) != v for k, v in parameters.items()
-        ):
+        scales = any(neutral.get(k) != v for k, v in parameters.items())
+        if scales or not kinds <= {"default", "linear"}:
             expected = "cannot be expressed: this model has no scaled rotary frequencies"
             config.refuse(name, section, expected)
     places = list(bases.items())
@@ -360,9 +351,8 @@ def _consistent(fields: Mapping[str, Any], values: Mapping[str, Any], config: Hf
 
 def _as_transformers(values: Mapping[str, Any], config: HfConfig) -> None:
     """Refuse what transformers computes in another way than this model and MindFormers do."""
-    top_k, groups, chosen = (
-        values[key] for key in ("num_experts_per_tok", "n_group", "topk_group")
-    )
+    keys = ("num_experts_per_tok", "n_group", "topk_group")
+    top_k, groups, chosen = (values[key] for key in keys)
     if values["norm_topk_prob"] and top_k == 1:
         expected = "cannot be expressed: transformers weighs a single expert with 1, this model with its score"
         config.refused.append(("norm_topk_prob is true with num_experts_per_tok 1", expected))
@@ -387,9 +377,8 @@ def _others(fields: Mapping[str, Any], config: HfConfig) -> None:
         suffix = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         config.notes.append(f"{config.file}: not judged, unknown here: {named}{suffix}")
     if dropout := fields.get("attention_dropout"):
-        config.notes.append(
-            f"{config.file}: attention_dropout {_json(dropout)} acts in training only; here it is the recipe's"
-        )
+        text = f"attention_dropout {_json(dropout)} acts in training only; here it is the recipe's"
+        config.notes.append(f"{config.file}: {text}")
     tokens = fields.get("eos_token_id")
     tokens = tokens if is_list(tokens) else [tokens]
     config.end_tokens = tuple(token for token in tokens if isinstance(token, int))

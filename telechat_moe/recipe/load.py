@@ -74,8 +74,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     ends = {form: shipped for shipped in shipped_names() for form in (shipped, Path(shipped).name)}
     matches = difflib.get_close_matches(text.removesuffix(".yaml") + ".yaml", ends, 1, 0.8)
     expected = "expected a file, or a recipe that `telechat-moe ls` lists"
-    place = {"file": text, "key": "", "suggestion": "".join(ends[form] for form in matches)}
-    raise RecipeError([Problem(**place, line=0, found=problem_text, expected=expected)])
+    suggestion = "".join(ends[form] for form in matches)
+    raise RecipeError([Problem(text, 0, "", problem_text, expected, suggestion)])
 
 
 def load(
@@ -134,8 +134,7 @@ class _Loader:
     def report(
         self, file: str, line: int, key: str, found: str, expected: str, suggestion: str = ""
     ) -> None:
-        place = {"file": file, "key": key, "suggestion": suggestion}
-        problem = Problem(**place, line=line, found=found, expected=expected)
+        problem = Problem(file, line, key, found, expected, suggestion)
         self.problems.setdefault((file, line, key, found), problem)
 
     def error(self) -> RecipeError:

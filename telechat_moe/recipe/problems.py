@@ -11,7 +11,7 @@ from telechat_moe.errors import BadInputError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong, in terms of the file that the user wrote."""
 

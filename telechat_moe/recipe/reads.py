@@ -79,9 +79,8 @@ def _loader(sections: Mapping[str, Any]) -> Any:
     """Return the type of the data loader."""
     section: Any = sections
     for key in ("train_dataset", "data_loader", "type"):
-        section = (
-            cast("Mapping[str, Any]", section).get(key) if isinstance(section, Mapping) else None
-        )
+        is_section = isinstance(section, Mapping)
+        section = cast("Mapping[str, Any]", section).get(key) if is_section else None
     return section or LOADER
 
 

@@ -106,13 +106,11 @@ _NUMBER_ELSEWHERE = re.compile(
     r"[-+]?([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|0[ox][0-9a-fA-F]+"
 )
 _TAG = "tag:yaml.org,2002:"
+_Resolvers = dict[str | None, list[tuple[str, re.Pattern[str]]]]
 
 
 def _tag_of(text: str) -> str:
-    resolvers = cast(
-        dict[str | None, list[tuple[str, re.Pattern[str]]]],
-        yaml.SafeLoader.yaml_implicit_resolvers,
-    )
+    resolvers: _Resolvers = cast(Any, yaml.SafeLoader).yaml_implicit_resolvers
     for tag, pattern in [*resolvers.get(text[:1], []), *resolvers.get(None, [])]:
         if pattern.match(text):
             return tag.removeprefix(_TAG)
@@ -227,9 +225,8 @@ class _Builder:
         if target is None:
             anchors = [a for a, n in self.anchors.items() if n is not None]
             problem = f"*{name} is inside &{name}" if name in self.anchors else f"no anchor &{name}"
-            self.report(
-                line, path, problem, f"use one defined above: {', '.join(anchors) or 'none'}"
-            )
+            expected = f"use one defined above: {', '.join(anchors) or 'none'}"
+            self.report(line, path, problem, expected)
             return YamlNode("broken", line)
         return target
 
@@ -258,9 +255,8 @@ class _Builder:
                 merged += self._merge(value, path)
             elif key in lines:
                 problem = f"a second time, first on line {lines[key]}"
-                self.report(
-                    key_line, below, problem, "write each key once (MindFormers takes the last)"
-                )
+                expected = "write each key once (MindFormers takes the last)"
+                self.report(key_line, below, problem, expected)
             else:
                 lines[key] = key_line
                 node.entries.append(value)
@@ -293,11 +289,8 @@ class _Builder:
                 self.report(value.line, path, "<< with something else", "<< takes a section")
                 continue
             have = {e.key for e in entries}
-            entries += [
-                YamlEntry(e.key, e.line, e.node, alias=True)
-                for e in source.node.entries
-                if e.key not in have
-            ]
+            new = (e for e in source.node.entries if e.key not in have)
+            entries += [YamlEntry(e.key, e.line, e.node, alias=True) for e in new]
         return entries
 
 

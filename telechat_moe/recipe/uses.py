@@ -217,8 +217,8 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
     def judged(key: str) -> bool:
         if use == "mindformers":
             return plugin and (decides(use, key) or key == speed_up.KEY)
-        is_ours = isinstance(recipe.model.model_config, ModelConfig)
-        if key.startswith("model.model_config.") and not is_ours:
+        of_model = key.startswith("model.model_config.")
+        if of_model and not isinstance(recipe.model.model_config, ModelConfig):
             return key.endswith(".model_type")  # says it all
         return use not in ("data", "weights") and decides(use, key)
 

@@ -9,14 +9,11 @@ from telechat_moe.reading import real_path
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import Recipe
 
-WRITTEN_KEYS = frozenset(
-    {
-        *("dataset_state_dir", "directory", "dump_local_norm_path", "dump_path", "filepath_prefix"),
-        *("health_ckpts_record_dir", "output_path", "path_to_cache", "pool_folder"),
-        "remote_save_url",
-        *("s3_cache_path", "save_file", "save_graphs_path", "save_path", "strategy_ckpt_save_file"),
-    }
-)
+WRITTEN_KEYS = {
+    *("dataset_state_dir", "directory", "dump_local_norm_path", "dump_path", "filepath_prefix"),
+    *("health_ckpts_record_dir", "output_path", "path_to_cache", "pool_folder", "remote_save_url"),
+    *("s3_cache_path", "save_file", "save_graphs_path", "save_path", "strategy_ckpt_save_file"),
+}
 """Names of keys, wherever they occur. Folders of MindFormers' sections of free form are among them (`save_path`)."""
 
 

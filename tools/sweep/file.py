@@ -142,8 +142,8 @@ class Sweep:
 
     def problem(self, variant: str, problem: str, expected: str) -> Problem:
         """Return what is wrong with a variant."""
-        place = {"file": label(self.file), "key": f"variants.{variant}"}
-        return Problem(**place, line=self.lines[variant], found=problem, expected=expected)
+        line, key = self.lines[variant], f"variants.{variant}"
+        return Problem(label(self.file), line, key, problem, expected)
 
 
 def read_sweep(name: str) -> Sweep:
@@ -171,8 +171,7 @@ class _SweepReader:
     def report(
         self, line: int, key: str, problem: str, expected: str, suggestion: str = ""
     ) -> None:
-        place = {"file": self.file, "key": key, "suggestion": suggestion}
-        self.problems[Problem(**place, line=line, found=problem, expected=expected)] = None
+        self.problems[Problem(self.file, line, key, problem, expected, suggestion)] = None
 
     def stop_if_broken(self) -> None:
         if self.problems:

@@ -9,15 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 
 from telechat_moe.recipe.problems import Missing
-from telechat_moe.recipe.rules import (
-    data,
-    effect,
-    effect_swap,
-    model,
-    parallel,
-    swap,
-    train,
-)
+from telechat_moe.recipe.rules import data, effect, effect_swap, model, parallel, swap, train
 from telechat_moe.recipe.schema import Broken, Recipe
 
 

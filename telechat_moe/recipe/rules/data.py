@@ -95,23 +95,14 @@ def columns(r: Recipe) -> Iterator[Broken]:
         for key in ("input_columns", "construct_args_key"):
             columns = getattr(data, key)
             if columns is not None and columns != expected:
-                expected_text = f"{expected}, what the data set gives with "
                 mask = f"create_attention_mask {config.create_attention_mask}"
-                expected_text += (
-                    "create_compressed_eod_mask True" if config.create_compressed_eod_mask else mask
-                )
-                yield DATA + key, str(columns), expected_text
-    elif (
-        data.input_columns is not None
-        and data.construct_args_key is not None
-        and data.input_columns != data.construct_args_key
-    ):
-        problem = str(data.construct_args_key)
-        yield DATA + "construct_args_key", problem, f"as input_columns: {data.input_columns}"
-    for key, names in (
-        ("input_columns", data.input_columns or []),
-        ("construct_args_key", data.construct_args_key or []),
-    ):
+                if config.create_compressed_eod_mask:
+                    mask = "create_compressed_eod_mask True"
+                yield DATA + key, str(columns), f"{expected}, what the data set gives with {mask}"
+    inputs, arguments = data.input_columns, data.construct_args_key
+    if not config and None not in (inputs, arguments) and inputs != arguments:
+        yield DATA + "construct_args_key", str(arguments), f"as input_columns: {inputs}"
+    for key, names in (("input_columns", inputs or []), ("construct_args_key", arguments or [])):
         if len(set(names)) != len(names):
             yield DATA + key, str(names), "each column once"
 
@@ -138,10 +129,10 @@ def unlisted_columns(data: Mapping[str, Any]) -> Broken | None:
     else:
         return None  # each device reads the whole batch
     expected = ["input_ids", "labels", "loss_mask", "position_ids", column]
-    expected_text = (
-        f"{expected}, also as construct_args_key, for MindFormers splits these with {setting}"
-    )
-    return None if columns == expected else (DATA + "input_columns", str(columns), expected_text)
+    if columns == expected:
+        return None
+    reason = f"also as construct_args_key, for MindFormers splits these with {setting}"
+    return DATA + "input_columns", str(columns), f"{expected}, {reason}"
 
 
 def masks(r: Recipe) -> Iterator[Broken]:
@@ -171,9 +162,8 @@ def _whole_documents_key(r: Recipe) -> str | None:
     """Return the section that keeps documents whole; None: text is cut."""
     settings = r.telechat_moe
     choices = {"conversations": settings.conversations, "packing": settings.packing}
-    return next(
-        (f"telechat_moe.{k}" for k, section in choices.items() if section is not None), None
-    )
+    named = (f"telechat_moe.{k}" for k, section in choices.items() if section is not None)
+    return next(named, None)
 
 
 def whole_documents(r: Recipe) -> Iterator[Broken]:
@@ -262,10 +252,8 @@ def mixture(r: Recipe) -> Iterator[Broken]:
         yield name, f"weights beside {key}, where they have no effect", "prefixes only"
     elif len(set(prefixes)) < max(2, len(prefixes)):
         yield name, f"{path} with {key}", "two different prefixes or more"
-    if r.runner_config.epochs > 1:
-        problem = (
-            f"{r.runner_config.epochs} with {key}, which repeats each source as its share takes"
-        )
+    if (epochs := r.runner_config.epochs) > 1:
+        problem = f"{epochs} with {key}, which repeats each source as its share takes"
         expected = "1, and all samples in train_dataset.data_loader.sizes"
         yield "runner_config.epochs", problem, expected
     size, before = (r.train_dataset.data_loader.sizes or [None])[0], -1

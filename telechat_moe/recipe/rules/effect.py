@@ -106,17 +106,13 @@ def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
     elif form == "allgather":
         problem = f"a section with {OWN}sharding.dispatcher allgather, which adds up a token's experts device by device"
         yield placement_key, problem, "remove it, or dispatcher alltoall or alltoallv"
+    factor = m.moe_expert_capacity_factor if drops(m) else None
+    split = r.telechat_moe.sharding.expert_tensor_parallel
     unproven = {
         "parallel_config.pipeline_stage": (r.parallel_config.pipeline_stage, 1),
         "parallel.enable_parallel_optimizer": (r.parallel.enable_parallel_optimizer, False),
-        f"{OWN}sharding.expert_tensor_parallel": (
-            r.telechat_moe.sharding.expert_tensor_parallel,
-            False,
-        ),
-        "model.model_config.moe_expert_capacity_factor": (
-            m.moe_expert_capacity_factor if drops(m) else None,
-            None,
-        ),
+        f"{OWN}sharding.expert_tensor_parallel": (split, False),
+        "model.model_config.moe_expert_capacity_factor": (factor, None),
     }
     for key, (value, needed) in unproven.items():
         if value != needed:
@@ -147,13 +143,9 @@ def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
     inner, remainder = divmod(node, stride)
     group = f"expert_parallel {ep}" + (f" with {stride} devices an expert" if stride > 1 else "")
     if r.devices == 1 or ep <= max(inner, 1):
-        problem = (
-            f"{kind} with {group} and nodes of {node} devices, which takes no token to another node"
-        )
-        expected = (
-            f"alltoall, or expert_parallel of several nodes ({devices_key.split('.')[-1]} {node})"
-        )
-        yield key, problem, expected
+        nodes = f"nodes of {node} devices, which takes no token to another node"
+        expected = f"alltoall, or expert_parallel of several nodes (npu_nums_per_device {node})"
+        yield key, f"{kind} with {group} and {nodes}", expected
     elif remainder or ep % inner:
         problem = f"{node} with {group}, which does not spread over whole nodes"
         sizes = [str(stride * n) for n in range(1, ep) if ep % n == 0]
@@ -217,9 +209,8 @@ def schedule_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield "lr_schedule.warmup_lr_init", problem, "remove it, or warmup_steps > 0"
     total = s.total_steps or -1
     if s.type == "ConstantWarmUpLR" and total not in (-1, r.train_steps) and not s.warmup_ratio:
-        problem = (
-            f"{total}, but {r.train_steps} steps are trained (train_dataset.data_loader.sizes)"
-        )
+        trained = f"{r.train_steps} steps are trained (train_dataset.data_loader.sizes)"
+        problem = f"{total}, but {trained}"
         yield "lr_schedule.total_steps", problem, "-1: a constant rate has no end"
     if s.decay_steps is not None and s.decay_ratio is not None:
         yield "lr_schedule.decay_ratio", "together with decay_steps", "only one of the two"
@@ -328,10 +319,8 @@ def whole_sequences(r: Recipe, compiled: bool) -> Iterator[Broken]:
         if data is not None and getattr(data, key):
             problem = f"True {context}, whose keys are counted from the first token of the sequence"
             yield f"train_dataset.data_loader.config.{key}", problem, "False"
-    if r.recompute_config.recompute:
-        problem = (
-            f"{r.recompute_config.recompute} {context}: attention would keep a part's keys twice"
-        )
+    if layers := r.recompute_config.recompute:
+        problem = f"{layers} {context}: attention would keep a part's keys twice"
         expected = f"False, or modules in {OWN}sharding.recompute"
         yield "recompute_config.recompute", problem, expected
     if r.telechat_moe.sharding.pipeline_schedule is not None:
@@ -345,10 +334,8 @@ def speed_up(r: Recipe, compiled: bool) -> Iterator[Broken]:
         return
     alone, cpu = r.devices == 1, not compiled and r.context.device_target == "CPU"
     if alone or cpu:
-        context = "on one device" if alone else "on CPU processes"
-        problem = (
-            f"switches of MindSpore's graph for several Ascend devices, without effect {context}"
-        )
+        context = "without effect " + ("on one device" if alone else "on CPU processes")
+        problem = f"switches of MindSpore's graph for several Ascend devices, {context}"
         yield switches.KEY, problem, "remove it"
         return
     yield from switches.problems(r)

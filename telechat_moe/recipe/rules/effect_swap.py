@@ -57,21 +57,15 @@ def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def _swapped_parts(r: Recipe, m: ModelConfig) -> Iterator[Broken]:
-    recomputed_parts = {
-        part for word in r.telechat_moe.sharding.recompute for part in RECOMPUTED.get(word, ())
-    }
-    count = m.num_hidden_layers
-    for index, item in enumerate(r.swap_config.op_swap or ()):
-        layers = [i for i in range(count) if names_layer(item, i)]
-        layer_items = [
-            x for x in r.swap_config.layer_swap or () if any(names_layer(x, i) for i in layers)
-        ]
+    words, config = r.telechat_moe.sharding.recompute, r.swap_config
+    recomputed_parts = {part for word in words for part in RECOMPUTED.get(word, ())}
+    for index, item in enumerate(config.op_swap or ()):
+        layers = [i for i in range(m.num_hidden_layers) if names_layer(item, i)]
+        layer_items = [x for x in config.layer_swap or () if any(names_layer(x, i) for i in layers)]
         key = f"swap_config.op_swap.{index}.op_name"
         if layer_items and all(any(names_layer(x, i) for x in layer_items) for i in layers):
-            problem = (
-                f"{item.op_name} in layers that layer_swap swaps as a whole, where it has no effect"
-            )
-            yield key, problem, "other layers, or no such item"
+            others = "layers that layer_swap swaps as a whole, where it has no effect"
+            yield key, f"{item.op_name} in {others}", "other layers, or no such item"
         part_names = list(dict.fromkeys(name for i in layers for name in parts(m, i)))
         for name in patterns_of(item):
             operators = matched(name, part_names)

@@ -80,22 +80,14 @@ def tensor_parallel(r: Recipe) -> Iterator[Broken]:
     if tp == 1:
         return
     for key in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "moe_shared_expert_intermediate_size",
+        *("num_attention_heads", "num_key_value_heads", "vocab_size", "hidden_size"),
+        *("intermediate_size", "moe_shared_expert_intermediate_size"),
     ):
         value = getattr(m, key)
         if value is not None and value % tp:
             yield TP, f"{tp}, with {key} {value}", f"a divisor of {key} ({value})"
-    if (
-        isinstance(m, ModelConfig)
-        and m.shared_width % tp
-        and not m.moe_shared_expert_intermediate_size
-    ):
-        width = m.shared_width
+    width = m.shared_width if isinstance(m, ModelConfig) else 0
+    if width % tp and not m.moe_shared_expert_intermediate_size:
         yield TP, f"{tp}, with shared experts {width} wide", f"a divisor of {width}"
 
 
@@ -122,11 +114,9 @@ def expert_parallel(r: Recipe) -> Iterator[Broken]:
         yield EP, f"{ep}, with {experts} routed experts", f"a divisor of {experts}"
     stage = p.data_parallel * p.model_parallel * p.context_parallel
     if r.use_parallel and stage % ep and r.trains:
-        problem = (
-            f"{ep}, with data_parallel ({p.data_parallel}) x model_parallel ({p.model_parallel})"
-        )
-        problem += f" x context_parallel ({p.context_parallel}) = {stage} devices per stage"
-        yield EP, problem, f"a divisor of {stage}"
+        problem = f"{ep}, with data_parallel ({p.data_parallel}) x model_parallel "
+        problem += f"({p.model_parallel}) x context_parallel ({p.context_parallel})"
+        yield EP, f"{problem} = {stage} devices per stage", f"a divisor of {stage}"
 
 
 def expert_mesh(r: Recipe) -> Iterator[Broken]:
@@ -138,10 +128,8 @@ def expert_mesh(r: Recipe) -> Iterator[Broken]:
     text = f"{ep}, with data_parallel ({dp}) x context_parallel ({cp}) x model_parallel ({tp})"
     if r.telechat_moe.sharding.expert_tensor_parallel and tp > 1:
         if dp % ep:
-            problem = (
-                f"{ep} with expert_tensor_parallel, which spreads experts over data_parallel ({dp})"
-            )
-            yield EP, problem, f"a divisor of {dp}"
+            spread = f"which spreads experts over data_parallel ({dp})"
+            yield EP, f"{ep} with expert_tensor_parallel, {spread}", f"a divisor of {dp}"
         width = m.moe_intermediate_size
         if width is not None and width % tp:
             key = "telechat_moe.sharding.expert_tensor_parallel"
@@ -295,10 +283,8 @@ def offset(r: Recipe) -> Iterator[Broken]:
     if rows is None:
         shape = f"a list of {pp} numbers" if vpp == 1 else f"{vpp} lists of {pp} numbers each"
         yield key, str(value), f"0 or {shape}"
-    elif sum(map(sum, rows)) != remainder:
-        problem = (
-            f"{value}, which sums to {sum(map(sum, rows))}; {layout_text} leaves {remainder} over"
-        )
+    elif (total := sum(map(sum, rows))) != remainder:
+        problem = f"{value}, which sums to {total}; {layout_text} leaves {remainder} over"
         yield key, problem, f"a sum of {remainder}, such as {_example(remainder, pp, vpp)}"
     else:
         yield from _empty_chunks(rows, base, f"{value}; {layout_text}")

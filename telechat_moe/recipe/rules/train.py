@@ -1,6 +1,7 @@
 """Rules about learning rate, callbacks and the run as a whole."""
 
 import functools
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,10 +10,7 @@ from typing import Any
 from telechat_moe.recipe.arithmetic import state_bytes
 from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.recipe.schema import Broken, Recipe
-from telechat_moe.recipe.schema.callbacks import (
-    ProfileMonitor,
-    TopkBiasBalanceCallback,
-)
+from telechat_moe.recipe.schema.callbacks import ProfileMonitor, TopkBiasBalanceCallback
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.optimizer import LrSchedule
 from telechat_moe.recipe.written import texts
@@ -21,22 +19,19 @@ from telechat_moe.units import size_text
 MODEL = "model.model_config."
 _LARGEST_STATE = 16 << 40  # bytes
 
-_WARMUP = ("type", "params", "learning_rate", "warmup_steps", "warmup_ratio", "warmup_lr_init")
+_WARMUP = (
+    *("type", "params", "learning_rate", "warmup_steps", "warmup_ratio", "warmup_lr_init"),
+    "total_steps",
+)
 _LR_KEYS: dict[str, tuple[str, ...]] = {
-    "ConstantWarmUpLR": (*_WARMUP, "total_steps"),
-    "LinearWithWarmUpLR": (*_WARMUP, "total_steps"),
-    "CosineWithWarmUpLR": (
-        *(*_WARMUP, "total_steps", "num_cycles", "lr_end", "decay_steps", "decay_ratio"),
-    ),
-    "CosineWithRestartsAndWarmUpLR": (
-        *(*_WARMUP, "total_steps", "num_cycles", "lr_end", "decay_steps"),
-    ),
-    "PolynomialWithWarmUpLR": (*_WARMUP, "total_steps", "lr_end", "power", "decay_steps"),
-    "WarmUpStableDecayLR": (
-        *(*_WARMUP, "total_steps", "lr_end", "decay_start_steps", "decay_start_ratio"),
-    ),
+    "ConstantWarmUpLR": _WARMUP,
+    "LinearWithWarmUpLR": _WARMUP,
+    "CosineWithWarmUpLR": (*_WARMUP, "num_cycles", "lr_end", "decay_steps", "decay_ratio"),
+    "CosineWithRestartsAndWarmUpLR": (*_WARMUP, "num_cycles", "lr_end", "decay_steps"),
+    "PolynomialWithWarmUpLR": (*_WARMUP, "lr_end", "power", "decay_steps"),
+    "WarmUpStableDecayLR": (*_WARMUP, "lr_end", "decay_start_steps", "decay_start_ratio"),
     "ConstantWithCoolDownLR": (
-        *(*_WARMUP, "total_steps", "keep_steps", "decay_steps", "decay_ratio", "num_cycles"),
+        *(*_WARMUP, "keep_steps", "decay_steps", "decay_ratio", "num_cycles"),
         *("lr_end1", "final_steps", "lr_end2"),
     ),
     "CosineAnnealingLR": ("type", "params", "base_lr", "t_max", "eta_min"),
@@ -130,11 +125,8 @@ def schedule_steps(r: Recipe) -> Iterator[Broken]:
             warmup = int(s.warmup_ratio * total)
         if total > 0 and warmup > total:
             problem = f"{warmup} steps of warm-up, the schedule has {total}"
-            yield (
-                section_key + ("warmup_steps" if s.warmup_steps else "warmup_ratio"),
-                problem,
-                f"at most {total}",
-            )
+            key = "warmup_steps" if s.warmup_steps else "warmup_ratio"
+            yield section_key + key, problem, f"at most {total}"
         if s.decay_steps is not None and total > 0 and warmup + s.decay_steps > total:
             problem = f"{s.decay_steps} after {warmup} of warm-up, the schedule has {total}"
             yield section_key + "decay_steps", problem, f"at most {total - warmup}"
@@ -183,31 +175,26 @@ def batch_sizes(r: Recipe) -> Iterator[Broken]:
             unit = "runner_config.batch_size" + " x data_parallel" * several
             yield key, f"{batch} samples in {text!r}", f"multiples of {unit} ({rows})"
         elif batch < fewest * rows:
-            problem = (
-                f"{batch} samples in {text!r}, {batch // rows} micro-batches for {stages} stages"
-            )
+            parts = f"{batch // rows} micro-batches for {stages} stages"
+            problem = f"{batch} samples in {text!r}, {parts}"
             yield key, problem, f"at least {fewest} micro-batches ({fewest * rows} samples)"
     if max(batches) != r.global_batch:
         steps = _MICRO if stages > 1 else "runner_config.gradient_accumulation_steps"
-        problem = (
-            f"at most {max(batches)} samples in {text!r}, a step of the recipe has {r.global_batch}"
-        )
-        yield key, problem, f"{r.global_batch}, or {steps} {max(batches) // rows}"
+        largest, step = max(batches), r.global_batch
+        problem = f"at most {largest} samples in {text!r}, a step of the recipe has {step}"
+        yield key, problem, f"{step}, or {steps} {largest // rows}"
     if len(batches) == 1:
         yield key, f"{text!r}, one batch for all steps", "a second threshold, or remove it"
 
 
 def _of_one_size(r: Recipe) -> list[str]:
     """Return what a recipe asks for that is decided for steps of one size."""
-    settings = r.telechat_moe
-    settings_of_one_size = {
-        "telechat_moe.sharding.pipeline_schedule": settings.sharding.pipeline_schedule,
-        "telechat_moe.balance_attention": settings.balance_attention,
-        "telechat_moe.moe.placement": settings.moe.placement,
-        "telechat_moe.sharding.overlap_exchange": settings.sharding.overlap_exchange,
-        "swap_config.swap": r.swap_config.swap,
-    }
-    return [key for key, value in settings_of_one_size.items() if value]
+    keys = (
+        *("telechat_moe.sharding.pipeline_schedule", "telechat_moe.balance_attention"),
+        *("telechat_moe.moe.placement", "telechat_moe.sharding.overlap_exchange"),
+        "swap_config.swap",
+    )
+    return [key for key in keys if operator.attrgetter(key)(r)]
 
 
 def averages(r: Recipe) -> Iterator[Broken]:
@@ -233,10 +220,8 @@ def schedule_rates(r: Recipe) -> Iterator[Broken]:
 
 def regular_expressions(r: Recipe) -> Iterator[Broken]:
     """Patterns for parameter names must compile."""
-    patterns = [
-        (f"telechat_moe.weight_decay_exclude.{i}", text)
-        for i, text in enumerate(r.telechat_moe.weight_decay_exclude)
-    ]
+    key, excluded = "telechat_moe.weight_decay_exclude", r.telechat_moe.weight_decay_exclude
+    patterns = [(f"{key}.{i}", text) for i, text in enumerate(excluded)]
     if r.grouped_lr_schedule is not None:
         for index, group in enumerate(r.grouped_lr_schedule.grouped):
             params_key = f"grouped_lr_schedule.grouped.{index}.params"

@@ -189,14 +189,8 @@ class Recipe:
         """Return what is wrong with a key, at its line or that of the nearest section above it."""
         entry = locate(self.tree, key) if self.tree is not None else None
         origin, line = (entry.node.origin, entry.line) if entry is not None else ("", 0)
-        return Problem(
-            file=origin or label(self.source),
-            line=0 if origin else line,
-            key=key,
-            found=found,
-            expected=expected,
-            suggestion=suggestion,
-        )
+        place = (origin or label(self.source), 0 if origin else line)
+        return Problem(*place, key, found, expected, suggestion)
 
     @property
     def model_config(self) -> ModelConfig:

@@ -107,18 +107,14 @@ def section(cls: type[T]) -> type[T]:
             raise TypeError(f"{FILE.name}: [{cls.__name__}] must name the fields of the class")
         cls.__annotations__ = {}
         for name, row in rows.items():
-            kind = (
-                eval(_compiled(row.values), _VOCABULARY, names) if row.values else annotations[name]
-            )
-            cls.__annotations__[name] = kind
+            kind = annotations.get(name)
             if row.values:
+                kind = eval(_compiled(row.values), _VOCABULARY, names)
                 setattr(cls, name, _field(row, kind))
             elif row.metadata:
-                setattr(
-                    cls,
-                    name,
-                    fields.add_metadata(vars(cls).get(name, dataclasses.MISSING), row.metadata),
-                )
+                default = vars(cls).get(name, dataclasses.MISSING)
+                setattr(cls, name, fields.add_metadata(default, row.metadata))
+            cls.__annotations__[name] = kind
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 
@@ -148,13 +144,13 @@ def __getattr__(name: str) -> Any:
     """Return a section that is in the table alone, so that `pickle` finds its class, too."""
     if name.startswith("_") or name not in blocks():
         raise AttributeError(name)
-    built = section(cast("type[Any]", type(name, (), _body(name))))
-    globals()[name] = built
+    body: dict[str, Any] = {
+        "__doc__": blocks()[name].says,
+        "__module__": __name__,
+        "__annotations__": {},
+    }
+    globals()[name] = built = section(cast("type[Any]", type(name, (), body)))
     return built
-
-
-def _body(name: str) -> dict[str, Any]:
-    return {"__doc__": blocks()[name].says, "__module__": __name__, "__annotations__": {}}
 
 
 def is_made(cls: type) -> bool:
