@@ -264,10 +264,7 @@ VERBS = (
         "mindformers), train (what our trainer makes of a key that it does not read)}.",
         recipe=True,
         overrides=SET,
-        arguments=[
-            DEVICES,
-            arg("--keys", "list the written keys and who reads each"),
-        ],
+        arguments=[DEVICES, arg("--keys", "list the written keys and who reads each")],
         run=run_show,
     ),
     Verb(

@@ -88,21 +88,18 @@ def average(
 def _open(source: Path, ema: bool) -> dict[str, TensorEntry]:
     """Return the weights of a source by name; of a checkpoint every checksum is compared."""
     if ema and not (source / manifest.FILE).is_file():
-        raise BadInputError(
-            f"{source} is no checkpoint, so it holds no moving average; leave --ema out"
-        )
+        text = "is no checkpoint, so it holds no moving average; leave --ema out"
+        raise BadInputError(f"{source} {text}")
     entries = read_weights(source, group=EMA if ema else "model")
     if ema and not entries:
-        raise BadInputError(
-            f"{source} holds no moving average; set telechat_moe.ema in the recipe of the run"
-        )
+        text = "holds no moving average; set telechat_moe.ema in the recipe of the run"
+        raise BadInputError(f"{source} {text}")
     prefix = f"{EMA}." if ema else ""
     entries = {n.removeprefix(prefix): e for n, e in entries.items() if not is_transient(n)}
     for name, entry in entries.items():
         if entry.dtype not in BYTES_OF_DTYPE:
-            raise BadInputError(
-                f"{source}: {name} is {entry.dtype}; an average takes {', '.join(BYTES_OF_DTYPE)}"
-            )
+            text = f"{name} is {entry.dtype}; an average takes {', '.join(BYTES_OF_DTYPE)}"
+            raise BadInputError(f"{source}: {text}")
     return entries
 
 

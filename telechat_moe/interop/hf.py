@@ -19,18 +19,8 @@ import numpy as np
 
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import manifest
-from telechat_moe.checkpoint.weights import (
-    MODEL_CONFIG,
-    NO_SETTINGS,
-    ProblemHandler,
-    finite,
-    glance,
-    own_weights,
-    read_weights,
-    refuse,
-    trained_with,
-    unfit,
-)
+from telechat_moe.checkpoint import weights as stored
+from telechat_moe.checkpoint.weights import ProblemHandler, finite, refuse
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import Progress, require_checksums
 from telechat_moe.interop import fp8
@@ -178,16 +168,16 @@ def weights(
         )
     if (source / manifest.FILE).is_file() or not _is_hf(entries := read_entries(source)):
         settings(source, config, notes)
-        return own_weights(source, config, verify=verify, notes=notes)
+        return stored.own_weights(source, config, verify=verify, notes=notes)
     if verify:
         require_checksums(source)
     try:
         opened = _open(source, entries, config, "telechat", notes, contents=verify)
     except WeightsError as error:
-        raise unfit(source, error.problems, error.hint) from None
+        raise stored.unfit(source, error.problems, error.hint) from None
     outputs = list(_to_ours(opened.table, opened.entries))
     if not verify:
-        glance(outputs, notes)
+        stored.glance(outputs, notes)
     return outputs
 
 
@@ -204,8 +194,8 @@ def settings(
     """
     file = hugging_face.config_beside(source) if hf or source.is_dir() else None
     if file is None:
-        if trained_with(source) is None:
-            notes.append(f"{source}: {NO_SETTINGS}")
+        if stored.trained_with(source) is None:
+            notes.append(f"{source}: {stored.NO_SETTINGS}")
         return None
     hf_settings = hugging_face.read(file)
     if differing := hugging_face.differences(hf_settings, config):
@@ -227,9 +217,8 @@ def fitting(source: Path, recipe: Recipe) -> list[str]:
     """
     file = hugging_face.config_beside(source)
     if file is None:
-        raise BadInputError(
-            f"{source}: no {CONFIG} beside the weights, so no recipe follows from it"
-        )
+        text = f"no {CONFIG} beside the weights, so no recipe follows from it"
+        raise BadInputError(f"{source}: {text}")
     hf_settings, config = hugging_face.read(file), recipe.model_config
     if hf_settings.refused:
         raise OtherModelError(hugging_face.differences(hf_settings, config))
@@ -248,10 +237,10 @@ def _is_hf(entries: Mapping[str, TensorEntry]) -> bool:
 
 def _read(source: Path, config: ModelConfig) -> dict[str, TensorEntry]:
     """Return the tensors of a source; a checkpoint must be of a model that computes the same."""
-    before = trained_with(source)
+    before = stored.trained_with(source)
     if before is not None and (differing := hugging_face.changed(before, config)):
         raise OtherModelError(differing)
-    return read_weights(source)
+    return stored.read_weights(source)
 
 
 class _Source(NamedTuple):
@@ -338,7 +327,9 @@ def _outputs(
 ) -> tuple[list[TensorOutput], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
-        return list(_to_ours(opened.table, opened.entries, report)), {MODEL_CONFIG: asdict(config)}
+        return list(_to_ours(opened.table, opened.entries, report)), {
+            stored.MODEL_CONFIG: asdict(config)
+        }
     outputs = list(_to_hf(opened.table, opened.entries, report))
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)
@@ -363,17 +354,13 @@ def _check_expressible(config: ModelConfig, to: Format) -> None:
         problems.append("qk_layernorm is False, but there the latents always have an RMSNorm")
     width, unit = config.shared_width, config.moe_intermediate_size
     if width % unit:
-        problems.append(
-            f"moe_shared_expert_intermediate_size ({width}) must be a multiple of "
-            f"moe_intermediate_size ({unit})"
-        )
+        key = f"moe_shared_expert_intermediate_size ({width})"
+        problems.append(f"{key} must be a multiple of moe_intermediate_size ({unit})")
     if config.n_group > 1 and config.n_routed_experts // config.n_group < 2:
         problems.append("a group has 1 expert, but there it needs at least 2")
     if problems:
-        raise BadInputError(
-            "Hugging Face's DeepseekV3ForCausalLM cannot hold the recipe's model:\n  "
-            + "\n  ".join(problems)
-        )
+        text = "Hugging Face's DeepseekV3ForCausalLM cannot hold the recipe's model:"
+        raise BadInputError("\n  ".join([text, *problems]))
 
 
 def _notes(config: ModelConfig, to: Format) -> list[str]:

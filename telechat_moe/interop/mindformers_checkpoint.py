@@ -163,9 +163,8 @@ def read(path: Path, recipe: Recipe) -> MindFormersCheckpoint:
             step += state["step_num"].item()
             samples = step * batch
     except MALFORMED as error:
-        raise BadInputError(
-            f"{path}: not a training checkpoint of MindFormers: no {error}"
-        ) from None
+        text = f"not a training checkpoint of MindFormers: no {error}"
+        raise BadInputError(f"{path}: {text}") from None
     if min(step, updates, samples) < 0 or not 1 <= batch <= recipe.epoch_samples:
         raise BadInputError(
             f"{path}: {step} steps, {updates} of them applied, of {batch} samples, {samples} in all; expected a batch from 1 "
@@ -189,11 +188,9 @@ def _renamed(
     config, optimizer = recipe.model_config, dict[str, Array]()
     try:
         for moment in MOMENTS:
-            moments = {
-                name.removeprefix(f"{moment}."): tensor
-                for name, tensor in groups["optimizer"].items()
-                if name.startswith(f"{moment}.")
-            }
+            states = groups["optimizer"].items()
+            named = ((n.removeprefix(f"{moment}."), n, tensor) for n, tensor in states)
+            moments = {name: tensor for name, n, tensor in named if name != n}
             renamed = rename(moments, config, only_trained=True)
             optimizer |= {f"{moment}.{name}": tensor for name, tensor in renamed.items()}
         return {"model": rename(groups["model"], config), "optimizer": optimizer}
@@ -226,10 +223,7 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     from telechat_moe.train.trainer import Trainer
 
     saved = read(path, recipe)
-    batch = recipe.runner_config.batch_size * (
-        recipe.parallel_config.data_parallel if recipe.use_parallel else 1
-    )
-    text = yaml.safe_dump(_on_one_device(recipe.given, batch))
+    text = yaml.safe_dump(_on_one_device(recipe.given, recipe.micro_batch_samples))
     trainer = Trainer(loads(text, name=str(recipe.source)))
     trainer.engine.put(checkpoints.Checkpoint(saved.path, saved.step, saved.tensors, {}))
     trainer.state.step, trainer.state.updates = saved.step, saved.updates
@@ -316,10 +310,9 @@ def _iteration(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, pref
     (folder / name).mkdir()
     updates = {"global_step": np.array([saved.state["updates"]], np.int32)}
     model = saved.tensors["model"]
+    biases = {name: bias for name, bias in model.items() if name.endswith("expert_bias")}
     counters = {
-        name.replace("expert_bias", "expert_load"): np.zeros_like(bias)
-        for name, bias in model.items()
-        if name.endswith("expert_bias")
+        n.replace("expert_bias", "expert_load"): np.zeros_like(b) for n, b in biases.items()
     }
     groups = {"model": model | counters, "opt": saved.tensors["optimizer"] | updates}
     for group, tensors in groups.items():

@@ -67,11 +67,9 @@ def compile_mindformers(
     folder()
     name, written = sections_of(path_or_recipe, overrides)
     devices = devices_of(name, written)
-    wrong = [rank for rank in ranks if not 0 <= rank < devices]
-    if wrong:
-        raise BadInputError(
-            f"{name}: no rank {wrong[0]}: its layout has {devices} devices, expected 0 to {devices - 1}"
-        )
+    if wrong := [rank for rank in ranks if not 0 <= rank < devices]:
+        text = f"its layout has {devices} devices, expected 0 to {devices - 1}"
+        raise BadInputError(f"{name}: no rank {wrong[0]}: {text}")
     _refuse(name, written)
     try:
         return compile_ranks(
@@ -131,9 +129,8 @@ def devices_of(name: str, written: Mapping[str, Any]) -> int:
         )
     run = written.get("run_mode", "train")
     if run not in ("train", "finetune"):
-        raise BadInputError(
-            f"{name}: run_mode is {run}, and a training step is compiled: expected train or finetune"
-        )
+        text = "and a training step is compiled: expected train or finetune"
+        raise BadInputError(f"{name}: run_mode is {run}, {text}")
     parallel = _section(name, written, "parallel")
     mode = parallel.get("parallel_mode")
     if not written.get("use_parallel") or mode not in SEMI_AUTO:
@@ -370,7 +367,5 @@ def _batch(config: Any, length: int) -> tuple[Any, ...]:
     ends = (loader.config or {}).get("eod_pad_length") or loader.compressed_eod_mask_length or 128
     rows = config.runner_config.batch_size
     below = {"attention_mask": (1, length, length), "actual_seq_len": (ends,)}
-    return tuple(
-        initializer("zeros", (rows, *below.get(column, (length,))), ms.int32)
-        for column in config.train_dataset.input_columns
-    )
+    shapes = [below.get(column, (length,)) for column in config.train_dataset.input_columns]
+    return tuple(initializer("zeros", (rows, *shape), ms.int32) for shape in shapes)

@@ -84,17 +84,15 @@ class TelechatMoeForCausalLM(PreTrainedModel):
                     self.cell_init_args = f"lazy_inline_{type(self).__name__}"
                 held_here = [placed.placement.is_here(router.weight) for router in routers]
             else:
-                self.model = CausalLM(
-                    recipe.model_config, settings.moe_block_rows, settings.moe_capacity_tokens
-                )
+                sizes = (settings.moe_block_rows, settings.moe_capacity_tokens)
+                self.model = CausalLM(recipe.model_config, *sizes)
                 routers = [c for _, c in self.model.cells_and_names() if isinstance(c, Router)]
                 held_here = [True] * len(routers)
                 if backends.fuse_plain:
                     fuse_cells(self.model)
         # A tuple, not a CellList: some belong to other stages.
-        self.routers = tuple(
-            r if is_here else None for r, is_here in zip(routers, held_here, strict=True)
-        )
+        pairs = zip(routers, held_here, strict=True)
+        self.routers = tuple(r if is_here else None for r, is_here in pairs)
 
     def initialize(self, seed: int) -> None:
         """Fill in the initial weights: where nothing is split, those of ``telechat-moe train``.

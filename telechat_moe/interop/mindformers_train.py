@@ -62,7 +62,6 @@ def write_resolved(recipe: Recipe, settings: Mapping[str, Any]) -> Path:
     folder = Path(recipe.output_dir) / ".mindformers"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"recipe_{os.environ.get('RANK_ID', '0')}.yaml"
-    path.write_text(
-        yaml.safe_dump({**recipe.given, **settings}, allow_unicode=True), encoding="utf-8"
-    )
+    text = yaml.safe_dump({**recipe.given, **settings}, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
     return path

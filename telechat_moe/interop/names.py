@@ -123,10 +123,8 @@ def empty_shared_experts(config: ModelConfig, mtp_layer: int | None = None) -> d
         return {}
     L, H = config.num_hidden_layers, config.hidden_size
     mtp = L if mtp_layer is None else mtp_layer
-    layers = [
-        *range(config.first_k_dense_replace, L),
-        *range(mtp, mtp + config.num_nextn_predict_layers),
-    ]
+    depth = config.num_nextn_predict_layers
+    layers = [*range(config.first_k_dense_replace, L), *range(mtp, mtp + depth)]
     return {
         f"model.layers.{i}.mlp.shared_experts.{part}_proj.weight": shape
         for i in layers

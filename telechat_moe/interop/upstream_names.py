@@ -135,9 +135,8 @@ def _check(
     state: re.Pattern[str],
     whose: str,
 ) -> None:
-    problems = [
-        f"{name}: missing, expected {list(shapes[name])}" for name in shapes.keys() - arrays
-    ]
+    missing = shapes.keys() - arrays
+    problems = [f"{name}: missing, expected {list(shapes[name])}" for name in missing]
     for name in arrays:
         if name not in shapes and not state.fullmatch(name):
             problems.append(f"{name}: unknown")
@@ -145,10 +144,8 @@ def _check(
             shape = list(arrays[name].shape)
             problems.append(f"{name}: found shape {shape}, expected {list(shapes[name])}")
     if problems:
-        raise BadInputError(
-            f"{len(problems)} problem(s) with the weights of {whose} model:\n  "
-            + "\n  ".join(sorted(problems))
-        )
+        text = f"{len(problems)} problem(s) with the weights of {whose} model:"
+        raise BadInputError("\n  ".join([text, *sorted(problems)]))
 
 
 _LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(block\.)?(.*)")

@@ -21,22 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from telechat_moe import tensor_files
+from telechat_moe import files, tensor_files
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.files import (
-    FileSums,
-    Progress,
-    checksum,
-    checksums_content,
-    checksums_path,
-    counter,
-    differences,
-    json_bytes,
-    locked,
-    read_checksums,
-    sync_folder,
-    write_atomic,
-)
+from telechat_moe.files import FileSums, Progress
 from telechat_moe.reading import json_or_none, parse_json
 from telechat_moe.tensor_files import TensorFile, TensorOutput
 
@@ -77,7 +64,7 @@ class Destination:
             self.files = self.work / "files"
             self.files.mkdir(parents=True, exist_ok=True)
             busy = UsageError(f"another process is writing {self.dst}; wait for it")
-            with locked(self.work / "lock", busy):
+            with files.locked(self.work / "lock", busy):
                 return self._write(total)
         except OSError as error:
             path = error.filename or self.work
@@ -108,19 +95,16 @@ class Destination:
         sources = self._check_inputs()
         self._verify_finished()
         resumed = sum(name in self.finished for name in names)
-        todo = [
-            pair for pair in zip(names, self.shards, strict=True) if pair[0] not in self.finished
-        ]
+        shards = zip(names, self.shards, strict=True)
+        todo = [(name, shard) for name, shard in shards if name not in self.finished]
         left = sum(o.nbytes for _, shard in todo for o in shard)
-        advance = counter("writing", total, self.progress, total - left)
+        advance = files.counter("writing", total, self.progress, total - left)
         advance(0)
         for name, shard in todo:
             self._write_shard(name, shard, advance)
-        changed = [path for path in self.inputs if _identity(path) != before[path]]
-        if changed:
-            raise BadInputError(
-                f"{changed[0]} changed while it was being read; {self.dst} was not made"
-            )
+        if changed := [path for path in self.inputs if _identity(path) != before[path]]:
+            text = f"{changed[0]} changed while it was being read"
+            raise BadInputError(f"{text}; {self.dst} was not made")
         return self._finish(names, sources), resumed
 
     # ------------------------------------------------------------------ what is there already
@@ -144,28 +128,26 @@ class Destination:
             (self.work / name).unlink(missing_ok=True)
         shutil.rmtree(self.files)
         self.files.mkdir()
-        write_atomic(path, json_bytes({"key": key}))
+        files.write_atomic(path, files.json_bytes({"key": key}))
 
     def _check_inputs(self) -> FileSums:
         """Return the checksums of the inputs; compare them with the ones beside them."""
         log = self.work / "inputs.jsonl"
         logged = {line["name"]: line for line in _lines(log)}
         total = sum(path.stat().st_size for path in self.inputs)
-        advance, sums = counter("checking the source", total, self.progress), FileSums()
+        advance, sums = files.counter("checking the source", total, self.progress), FileSums()
         for path in self.inputs:
             if path.name in logged:
                 sums[path.name] = {k: logged[path.name][k] for k in ("bytes", "sha256")}
                 advance(sums[path.name]["bytes"])
                 continue
-            sums[path.name] = checksum(path, advance)
+            sums[path.name] = files.checksum(path, advance)
             _append(log, {"name": path.name, **sums[path.name]})
-        expected = read_checksums(self.source) or {}
-        folder = checksums_path(self.source).parent
-        if problems := differences(folder, expected, sums):
-            raise BadInputError(
-                f"{self.source}: the weights are not those that were written:\n  "
-                + "\n  ".join(problems)
-            )
+        expected = files.read_checksums(self.source) or {}
+        folder = files.checksums_path(self.source).parent
+        if problems := files.differences(folder, expected, sums):
+            text = f"{self.source}: the weights are not those that were written:"
+            raise BadInputError("\n  ".join([text, *problems]))
         return sums
 
     def _verify_finished(self) -> None:
@@ -173,7 +155,7 @@ class Destination:
         for line in _lines(self.work / "done.jsonl"):
             path = self.files / line["name"]
             if path.is_file() and path.stat().st_size == line["bytes"]:
-                checksums = checksum(path)
+                checksums = files.checksum(path)
                 if checksums["sha256"] == line["sha256"]:
                     self.finished[line["name"]] = checksums
         for path in self.files.iterdir():
@@ -188,7 +170,7 @@ class Destination:
         part = self.files / f"{name}.part"
         checksums = TensorFile(name, shard, {"format": self.label}).write(part, advance)
         part.rename(self.files / name)
-        sync_folder(self.files)
+        files.sync_folder(self.files)
         _append(self.work / "done.jsonl", {"name": name, **checksums})
         self.finished[name] = checksums
 
@@ -196,19 +178,21 @@ class Destination:
         """Put the destination under its own name, complete."""
         extra = {} if self._single() else dict(self.extra)
         for name, content in extra.items():
-            write_atomic(self.files / name, json_bytes(content))
-        files = {name: self.finished[name] for name in names}
-        files |= {name: checksum(self.files / name) for name in extra}
-        sums = checksums_path(self.files / self.dst.name if self._single() else self.files)
-        write_atomic(sums, json_bytes(checksums_content(files, self.source, sources)))
+            files.write_atomic(self.files / name, files.json_bytes(content))
+        written = {name: self.finished[name] for name in names}
+        written |= {name: files.checksum(self.files / name) for name in extra}
+        sums = files.checksums_path(self.files / self.dst.name if self._single() else self.files)
+        files.write_atomic(
+            sums, files.json_bytes(files.checksums_content(written, self.source, sources))
+        )
         if self._single():
             sums.rename(self.dst.with_name(sums.name))
             (self.files / self.dst.name).rename(self.dst)
         else:
             self.files.rename(self.dst)
-        sync_folder(self.dst.parent)
+        files.sync_folder(self.dst.parent)
         shutil.rmtree(self.work, ignore_errors=True)
-        return sorted([*files, sums.name])
+        return sorted([*written, sums.name])
 
     def _single(self) -> bool:
         return self.dst.suffix == ".safetensors"
@@ -223,11 +207,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a log; a torn last one is left out."""
     if not path.exists():
         return []
-    return [
-        parse_json(line)
-        for line in path.read_bytes().splitlines(keepends=True)
-        if line.endswith(b"\n")
-    ]
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [parse_json(line) for line in lines if line.endswith(b"\n")]
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:

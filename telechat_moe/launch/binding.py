@@ -62,10 +62,9 @@ class Binding:
         for cpus, names in others.items():
             suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
             which = "thread" if len(names) == 1 else "threads"
+            which = f"{which} {', '.join(names[:3])}{suffix}"
             bound = ranges_text(self.cpus, ",")
-            texts.append(
-                f"{which} {', '.join(names[:3])}{suffix} may run on CPUs {cpus}, bound to {bound}"
-            )
+            texts.append(f"{which} may run on CPUs {cpus}, bound to {bound}")
         return texts
 
 

@@ -21,21 +21,7 @@ from telechat_moe import processes
 from telechat_moe.files import keep_others_out
 from telechat_moe.launch.binding import BindingWatch
 from telechat_moe.launch.commands import NO_SHELL, LaunchNode, environment
-from telechat_moe.processes import (
-    CONTROL,
-    SCHEDULER,
-    Control,
-    HangDetector,
-    RankDiedError,
-    RankFailedError,
-    death,
-    end,
-    exit_code,
-    reasons,
-    start,
-    state,
-    stop_on_signal,
-)
+from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankDiedError, RankFailedError
 
 PATIENCE_S = 2.0  # for the other processes to say why, once one is dead
 POLL_S = 0.1
@@ -108,13 +94,13 @@ class HostProcesses:
         self.control = Control(self.job / CONTROL)
         self.logs.mkdir(parents=True, exist_ok=True)
         self.tail = LogTail(self.logs / "worker_0.log", self.out)
-        self.detector = HangDetector(self.silence_s)
+        self.detector = processes.HangDetector(self.silence_s)
         self.bindings = BindingWatch(self.control, self.node.ranks, self.say)
         number = self.node.number
         self.log = self.logs / (f"msrun_{number}.log" if number else "msrun.log")
         msrun = self.node.msrun(self.logs.absolute(), self.program, watched=True)
         with self.log.open("wb") as log:
-            self.process = start(
+            self.process = processes.start(
                 [sys.executable, *NO_SHELL, *msrun],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -122,7 +108,7 @@ class HostProcesses:
                 env=environment(),
             )
         try:
-            with stop_on_signal(self.control.ask_to_stop if self.can_stop else None):
+            with processes.stop_on_signal(self.control.ask_to_stop if self.can_stop else None):
                 self._watch()
         finally:
             self._end()
@@ -143,7 +129,11 @@ class HostProcesses:
             self._raise_for_scheduler()
             if dead is None:  # the first one: msrun kills the others when it sees it
                 dead, found_at = self._dead(), time.monotonic()
-                code = exit_code(int(self._reports("pid").get(dead, 0))) if dead is not None else 0
+                code = (
+                    processes.exit_code(int(self._reports("pid").get(dead, 0)))
+                    if dead is not None
+                    else 0
+                )
             # Give the dead one's last words a moment to reach the disk.
             elif time.monotonic() - found_at > POLL_S * 3:
                 self._raise_failed()
@@ -172,9 +162,9 @@ class HostProcesses:
                 break
             time.sleep(POLL_S)
             failures = self._failures()
-        first, failure = min(
-            failures.items(), key=lambda item: (not item[1]["known"], item[1]["time"])
-        )
+        order = {rank: (not s["known"], s["time"]) for rank, s in failures.items()}
+        first = min(order, key=order.__getitem__)
+        failure = failures[first]
         message = failure["message"]
         if failure["known"]:
             raise RankFailedError(message, failure["exit_code"])
@@ -189,7 +179,7 @@ class HostProcesses:
             if rank not in begun or rank in finished:
                 continue
             hangs = self.detector.hangs(int(pid), self.control.sign_of_life(f"rank_{rank}"))
-            if hangs and (process_state := state(int(pid))):
+            if hangs and (process_state := processes.state(int(pid))):
                 raise RankDiedError(
                     f"rank {rank} (process {pid}) hangs{self._location()}: its state is {process_state}, it has not moved for "
                     f"{self.silence_s:.0f} s; all processes were ended{self._positions()}; {self._last_lines(rank)}"
@@ -200,18 +190,21 @@ class HostProcesses:
         pid = int(self.control.read(f"{SCHEDULER}.pid") or 0)
         if self.node.number or not pid or self._finished() or self._dead() is not None:
             return
-        process_state = state(pid)
+        process_state = processes.state(pid)
         if process_state is None:
-            code = exit_code(pid)
-            how = f"was killed by {death(code)}" if code < 0 else "ended before the ranks did"
+            code = processes.exit_code(pid)
+            how = (
+                f"was killed by {processes.death(code)}"
+                if code < 0
+                else "ended before the ranks did"
+            )
         else:
             # One that waits in MindSpore gives no sign of life either, and wakes for moments only.
             hangs = self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER))
             if not hangs or "stop" not in process_state:
                 return
-            how = (
-                f"hangs: its state is {process_state}, it has not moved for {self.silence_s:.0f} s"
-            )
+            how = f"hangs: its state is {process_state}, "
+            how += f"it has not moved for {self.silence_s:.0f} s"
         raise RankDiedError(
             f"MindSpore's scheduler (process {pid}) {how}{self._location()}; without it the ranks cannot go on; all "
             f"processes were ended; its log is {self.logs / 'scheduler.log'}"
@@ -231,7 +224,7 @@ class HostProcesses:
         if match := _DEATH.search(self._msrun_log()):
             return next((rank for rank, pid in pids.items() if pid == match[1]), not_started)
         for rank, pid in pids.items():
-            if rank not in finished and state(int(pid)) is None:
+            if rank not in finished and processes.state(int(pid)) is None:
                 return rank
         return not_started if self.process.poll() is not None else None
 
@@ -253,7 +246,7 @@ class HostProcesses:
             return f"rank {rank} did not start{self._location()}; {lines}"
         match = _DEATH.search(text)
         code = code or (int(match[2]) if match else 0)
-        how = f"was killed by {death(code)}" if code < 0 else "died"
+        how = f"was killed by {processes.death(code)}" if code < 0 else "died"
         how += f" with exit code {code}" if code > 0 else ""
         return f"rank {rank} (process {pid}) {how}{self._location()}; all other processes were ended; {lines}"
 
@@ -267,7 +260,9 @@ class HostProcesses:
         lines = [line for line in text.splitlines() if not _CHATTER.match(line)]
         if not lines:
             return f"it wrote nothing into {path}"
-        exceptions = [f"MindSpore says: {line}" for line in reasons(text)]  # its exceptions do not
+        exceptions = [
+            f"MindSpore says: {line}" for line in processes.reasons(text)
+        ]  # its exceptions do not
         shown = [f"the last lines of {path}:", *exceptions, *lines[-LAST_LINES:]]
         return "\n  ".join(line[:300] for line in shown)
 
@@ -276,7 +271,7 @@ class HostProcesses:
         if self.process.poll() is None and self._finished():
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=PATIENCE_S)
-        end(self.process)
+        processes.end(self.process)
         deadline = time.monotonic() + PATIENCE_S
         for pid in map(int, self._reports("pid").values()):
             while not has_ended(pid) and _is_of_job(pid, self.job) and time.monotonic() < deadline:

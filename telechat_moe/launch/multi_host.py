@@ -22,15 +22,7 @@ from telechat_moe import processes
 from telechat_moe.interruption import can_stop
 from telechat_moe.launch.commands import SSH, LaunchNode, remote
 from telechat_moe.launch.host_processes import LAST_LINES, PATIENCE_S, POLL_S, LogTail
-from telechat_moe.processes import (
-    CONTROL,
-    Control,
-    RankDiedError,
-    RankFailedError,
-    end,
-    start,
-    stop_on_signal,
-)
+from telechat_moe.processes import CONTROL, Control, RankDiedError, RankFailedError
 
 START_S = 60.0  # for a remote shell to start an agent
 ANSWER_S = 20.0  # agents speak every second
@@ -92,7 +84,7 @@ class MultiHostProcesses:
         self.messages: queue.Queue[tuple[_Agent, dict[str, Any]]] = queue.Queue()
         self.agents: list[_Agent] = []
         try:
-            with stop_on_signal(self.control.ask_to_stop if self.can_stop else None):
+            with processes.stop_on_signal(self.control.ask_to_stop if self.can_stop else None):
                 self.agents += [self._start(node) for node in self.nodes]
                 self._wait_until_up()
                 for agent in self.agents:
@@ -108,7 +100,7 @@ class MultiHostProcesses:
         log = self.logs / f"agent_{node.number}.log"
         with log.open("wb") as errors:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            process = start(command, text=True, **pipes)
+            process = processes.start(command, text=True, **pipes)
         agent = _Agent(node, process, log)
         task = {
             "node": asdict(node),
@@ -217,4 +209,4 @@ class MultiHostProcesses:
         for agent in self.agents:
             with suppress(subprocess.TimeoutExpired):
                 agent.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-            end(agent.process)
+            processes.end(agent.process)

@@ -19,13 +19,7 @@ from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.interruption import die_with_parent
 from telechat_moe.launch.binding import Binding, note, note_end, use_cores
-from telechat_moe.processes import (
-    CONTROL,
-    SCHEDULER,
-    Control,
-    RankDiedError,
-    describe_failure,
-)
+from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankDiedError, describe_failure
 
 ECHO_S = 2.0
 """For the launcher to find the process whose end another one noticed."""

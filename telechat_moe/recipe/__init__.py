@@ -5,32 +5,16 @@ their values go together, `weights.py` and `arithmetic.py` what follows for the 
 `files`; never mindspore. Begin with `load.py`, then `schema/__init__.py`.
 """
 
-from telechat_moe.recipe.load import (
-    COMPUTED_WITH,
-    find,
-    load,
-    loads,
-    schema_file,
-    sections,
-    shipped_names,
-)
-from telechat_moe.recipe.problems import Problem, RecipeError
-from telechat_moe.recipe.schema import Recipe
-from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
-from telechat_moe.recipe.schema.own import TelechatMoe
-
-__all__ = [
-    "COMPUTED_WITH",
-    "ModelConfig",
-    "OtherModelConfig",
-    "Problem",
-    "Recipe",
-    "RecipeError",
-    "TelechatMoe",
-    "find",
-    "load",
-    "loads",
-    "schema_file",
-    "sections",
-    "shipped_names",
-]
+from telechat_moe.recipe.load import COMPUTED_WITH as COMPUTED_WITH
+from telechat_moe.recipe.load import find as find
+from telechat_moe.recipe.load import load as load
+from telechat_moe.recipe.load import loads as loads
+from telechat_moe.recipe.load import schema_file as schema_file
+from telechat_moe.recipe.load import sections as sections
+from telechat_moe.recipe.load import shipped_names as shipped_names
+from telechat_moe.recipe.problems import Problem as Problem
+from telechat_moe.recipe.problems import RecipeError as RecipeError
+from telechat_moe.recipe.schema import Recipe as Recipe
+from telechat_moe.recipe.schema.model import ModelConfig as ModelConfig
+from telechat_moe.recipe.schema.model import OtherModelConfig as OtherModelConfig
+from telechat_moe.recipe.schema.own import TelechatMoe as TelechatMoe

@@ -114,9 +114,6 @@ VERB = Verb(
     notes=_notes,
     examples="telechat-moe plan score steps.csv --device ascend-910b --rows",
     exits={3: "bad input or no row that could be scored"},
-    arguments=[
-        arg("tables TABLE", "CSV tables of measured steps", nargs="+"),
-        add_options,
-    ],
+    arguments=[arg("tables TABLE", "CSV tables of measured steps", nargs="+"), add_options],
     run=run,
 )

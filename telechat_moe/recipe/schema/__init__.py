@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telechat_moe.recipe.batch_schedule import BatchSchedule
-from telechat_moe.recipe.fields import (
-    ONLY_DEFAULT,
-    Positive,
-    Seed,
-    Text,
-    decides,
-)
+from telechat_moe.recipe.fields import ONLY_DEFAULT, Positive, Seed, Text, decides
 from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig

@@ -3,15 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import (
-    Above0,
-    Count,
-    Fraction,
-    Length,
-    NonNegative,
-    Range,
-    Text,
-)
+from telechat_moe.recipe.fields import Above0, Count, Fraction, Length, NonNegative, Range, Text
 from telechat_moe.recipe.schema.table import section
 
 

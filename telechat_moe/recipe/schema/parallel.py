@@ -3,16 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import (
-    Count,
-    Degree,
-    Length,
-    Positive,
-    Range,
-    Text,
-    decides,
-    only,
-)
+from telechat_moe.recipe.fields import Count, Degree, Length, Positive, Range, Text, decides, only
 from telechat_moe.recipe.schema.table import section
 
 
