@@ -178,13 +178,7 @@ def _mindformers(
 
 
 def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
-    from telechat_moe.graph.report import (
-        check_text,
-        difference_tables,
-        overlap_text,
-        swap_text,
-        tables,
-    )
+    from telechat_moe.graph import report
 
     print(
         f"{result['recipe']}, {result['model']}'s model: {result['layout']}, {result['devices']} devices, target {result['target']}, "
@@ -193,9 +187,9 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
     if compared is not None:
         two = compared["two"]
         print("against {recipe}, {model}'s model: {layout}, {devices} devices".format(**two))
-        _tables(difference_tables(compared))
+        _tables(report.difference_tables(compared))
         return
-    _tables(tables(result))
+    _tables(report.tables(result))
     for stage in result["stages"]:
         name = f"stage {stage['stage']}, rank {stage['rank']}"
         print()
@@ -207,7 +201,7 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
             f"{name}: {recomputation['operators']} forward operators run again, {recomputation['collectives']} of them "
             f"collectives ({size_text(recomputation['sent'])} sent)"
         )
-        if sentence := swap_text(stage):
+        if sentence := report.swap_text(stage):
             print(f"{name}: {sentence}")
         if ranks := stage["derived_ranks"]:
             print(f"{name}: ranks {ranks[0]} to {ranks[-1]} derived by substituting groups")
@@ -215,10 +209,10 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
         print(f"{name}: compiled in {stage['compile_seconds']:.1f} s, peak memory {memory}")
     for problem in result["unmatched_transfers"]:
         print(f"NOT MATCHED: {problem}")
-    if nothing := overlap_text(result):
+    if nothing := report.overlap_text(result):
         print(f"NOT OVERLAPPED: {nothing}")
     if check := result["check"]:
-        print("\n  ".join((check_text(check), *check["differences"])))
+        print("\n  ".join((report.check_text(check), *check["differences"])))
     _show_confirm(result.get("confirm", []))
     for name, text in result["notes"].items():
         print(f"{name}: {text}")

@@ -12,7 +12,6 @@ from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
     from telechat_moe.launch.commands import LaunchNode
-    from telechat_moe.launch.hosts import Host
     from telechat_moe.launch.job import LaunchPlan
     from telechat_moe.recipe import Recipe
 
@@ -33,7 +32,7 @@ telechat-moe launch my_recipe.yaml --nodes hosts --bind auto --print
 def run(args: argparse.Namespace) -> int:
     """Launch; return the exit code."""
     from telechat_moe.cli.judge import require
-    from telechat_moe.launch import hosts
+    from telechat_moe.launch import commands, hosts
     from telechat_moe.launch import job as launch
     from telechat_moe.recipe.uses import trainer_of, use_with
     from telechat_moe.tools.plan.schedules.ranks import rank_orders
@@ -51,7 +50,18 @@ def run(args: argparse.Namespace) -> int:
         local=known_hosts is None or known_hosts[0].is_here(),
         alone=known_hosts is None,
     )
-    plan = _plan(args, recipe, trainer_of(recipe, args.through), known_hosts)
+    chosen = launch.this_machine(recipe.devices)
+    if known_hosts is not None:
+        chosen = hosts.choose(known_hosts, recipe.devices, Path(args.nodes))
+    plan = launch.LaunchPlan(
+        nodes=commands.make_nodes(chosen, args.master_port),
+        through=trainer_of(recipe, args.through),
+        bind=args.bind is not None,
+        restarts=args.restart,
+        shell=args.remote_shell or commands.SSH,
+        logs=Path(args.logs) if args.logs else None,
+        allow_outside=args.allow_outside,
+    )
     if args.only_print:
         _print_commands(recipe, plan, args.resume, args.overwrite)
         return 0
@@ -67,26 +77,6 @@ def run(args: argparse.Namespace) -> int:
     if not stdout_is_taken:
         print(f"done: {recipe.output_dir}")
     return 0
-
-
-def _plan(
-    args: argparse.Namespace, recipe: "Recipe", through: str, known_hosts: "list[Host] | None"
-) -> "LaunchPlan":
-    from telechat_moe.launch import commands, hosts
-    from telechat_moe.launch import job as launch
-
-    chosen = launch.this_machine(recipe.devices)
-    if known_hosts is not None:
-        chosen = hosts.choose(known_hosts, recipe.devices, Path(args.nodes))
-    return launch.LaunchPlan(
-        nodes=commands.make_nodes(chosen, args.master_port),
-        through=through,
-        bind=args.bind is not None,
-        restarts=args.restart,
-        shell=args.remote_shell or commands.SSH,
-        logs=Path(args.logs) if args.logs else None,
-        allow_outside=args.allow_outside,
-    )
 
 
 def _print_commands(recipe: "Recipe", plan: "LaunchPlan", resume: bool, overwrite: bool) -> None:
