@@ -17,25 +17,10 @@ Each process of a run writes its own shards of a checkpoint; `telechat-moe train
 from them in any layout or in one process, and nothing needs to be converted. `merge` makes one with whole tensors,
 for other programs; `reshard` is for programs that load one file a rank.
 """
-EXAMPLES = """\
-telechat-moe ckpt show output/checkpoints/step-00001000
-telechat-moe ckpt merge output/checkpoints/step-00001000 whole
-"""
-TO = """\
-PATH is a checkpoint (step-00001000), OUT a folder to create. MindFormers' trainer resumes with the settings that are printed.
-"""
 FROM = """\
 PATH is an iteration_... folder, a ..._rank_0-1_1000.safetensors file, or the folder checkpoint/ of a run through
 MindFormers (its newest). The checkpoint is written into the recipe's output_dir, and `telechat-moe train --resume`
 goes on.
-"""
-TO_EXAMPLES = """\
-telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
-python -m telechat_moe.run my_recipe.yaml --through mindformers --set load_checkpoint=PRINTED ...
-"""
-FROM_EXAMPLES = """\
-telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
-telechat-moe train my_recipe.yaml --resume --set output_dir=mine
 """
 BAD = {2: "wrong usage, or the output exists", 3: "missing, broken, or of another model"}
 
@@ -231,8 +216,9 @@ AVERAGE = Verb(
 TO_MINDFORMERS = Verb(
     name="to-mindformers",
     help="write a checkpoint as MindFormers' trainer resumes it",
-    notes=TO,
-    examples=TO_EXAMPLES,
+    notes="PATH is a checkpoint (step-00001000), OUT a folder to create. MindFormers' trainer resumes with the settings that are printed.",
+    examples="telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml\n"
+    "python -m telechat_moe.run my_recipe.yaml --through mindformers --set load_checkpoint=PRINTED ...",
     json_keys="path, load_checkpoint, resume_training.",
     overrides="override a value of the recipe",
     arguments=[
@@ -246,7 +232,8 @@ FROM_MINDFORMERS = Verb(
     name="from-mindformers",
     help="take over a checkpoint that MindFormers' trainer wrote",
     notes=FROM,
-    examples=FROM_EXAMPLES,
+    examples="telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine\n"
+    "telechat-moe train my_recipe.yaml --resume --set output_dir=mine",
     json_keys="path.",
     overrides="override a value of the recipe",
     arguments=[
@@ -260,7 +247,8 @@ VERB = Verb(
     help="inspect a checkpoint, shard it for a layout, merge its shards, or average several",
     description="Look into a checkpoint, shard it for a layout, make it whole from shards; exact bits.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe ckpt show output/checkpoints/step-00001000\n"
+    "telechat-moe ckpt merge output/checkpoints/step-00001000 whole",
     exits=BAD,
     subverbs=[SHOW, RESHARD, MERGE, AVERAGE, TO_MINDFORMERS, FROM_MINDFORMERS],
 )

@@ -27,10 +27,6 @@ activations at the peak within 5 %. With --mindformers it is MindFormers' own mo
 or from one that comes with MindFormers. docs/graph.md explains the report.
 """
 HIDDEN_ON = "ascend-910b"
-EXAMPLES = """\
-telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
-telechat-moe dryrun planned.yaml --stage all --confirm
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -249,7 +245,8 @@ VERB = Verb(
     help="compile a rank's graph without devices: collectives, memory, pipeline order",
     description="Compile a rank's real graph for Ascend on this machine, and report what it does in a step.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html\n"
+    "telechat-moe dryrun planned.yaml --stage all --confirm",
     exits={
         1: "the rank checked has another graph, a send has no receive, or --confirm found a difference",
         3: "bad recipe, MindSpore refuses the layout, or MindFormers is asked for and not installed",

@@ -23,10 +23,6 @@ A process that dies or hangs is named with its host, its step and the last lines
 --restart N the run goes on from the last good checkpoint until N restarts in a row brought no new one. Ctrl-C stops after the
 step and saves. docs/operations.md has the details.
 """
-EXAMPLES = """\
-telechat-moe launch my_recipe.yaml --restart 3
-telechat-moe launch my_recipe.yaml --nodes hosts --bind auto --print
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +108,8 @@ VERB = Verb(
     help="train a recipe with msrun on one or several machines",
     description="Start the processes of a recipe with msrun, monitor them, and restart after a process dies.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe launch my_recipe.yaml --restart 3\n"
+    "telechat-moe launch my_recipe.yaml --nodes hosts --bind auto --print",
     exits={
         0: "trained",
         1: "stopped (not finite, disk full, a process died)",

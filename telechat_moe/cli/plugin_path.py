@@ -11,10 +11,6 @@ run_mindformer.py comes with MindFormers' repository, not with its wheel. Withou
   msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True \\
       -m telechat_moe.run my_recipe.yaml --through mindformers
 """
-EXAMPLES = """\
-msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True run_mindformer.py \\
-    --config my_recipe.yaml --register_path "$(telechat-moe plugin-path)"
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +28,8 @@ VERB = Verb(
     help="print the folder for run_mindformer.py --register_path",
     description="Print the folder that MindFormers' run_mindformer.py takes as --register_path.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True run_mindformer.py \\\n"
+    '    --config my_recipe.yaml --register_path "$(telechat-moe plugin-path)"',
     json_keys="path.",
     run=run,
 )

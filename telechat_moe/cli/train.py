@@ -17,10 +17,6 @@ rank. A checkpoint holds whole tensors: --resume goes on from it in any other la
 Writes into the recipe's output_dir: metrics.jsonl, loss.png, tensorboard/, sample.txt,
 summary.json, recipe.json and checkpoints/.
 """
-EXAMPLES = """\
-telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml
-telechat-moe train telechat3_moe/pretrain_tiny.yaml --set output_dir=output/first
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +61,8 @@ VERB = Verb(
     help="train the model of a recipe on this machine",
     description="Train the model of a recipe on this machine, in MindSpore graph mode.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml\n"
+    "telechat-moe train telechat3_moe/pretrain_tiny.yaml --set output_dir=output/first",
     exits={
         0: "trained",
         1: "stopped (not finite, disk full, a process died)",

@@ -6,17 +6,14 @@ Each sub-verb is a module here with a `VERB`; heavy imports stand inside its run
 from telechat_moe.cli.align import bisect, capture, convert, loss, map, merge, phases, show
 from telechat_moe.cli.verb import Verb
 
-EXAMPLES = """\
-telechat-moe align inspect dump
-telechat-moe align golden_dump dump --html align.html
-"""
 MODULES = (capture, show, map, merge, bisect, loss, convert, phases)
 
 VERB = Verb(
     name="align",
     help="name the operator that diverged between two platforms or layouts",
     description="Compare runs operator by operator, on any platform and layout. Dumps alone are `bisect`.",
-    examples=EXAMPLES,
+    examples="telechat-moe align inspect dump\n"
+    "telechat-moe align golden_dump dump --html align.html",
     exits={0: "pass", 1: "diverged", 4: "inconclusive"},
     default="bisect",
     subverbs=[module.VERB for module in MODULES],

@@ -29,10 +29,6 @@ A pass needs 95 % of the calls and of the bytes of each phase judged; with less 
 --standard judges every tensor by a published standard instead: ascend-l0, -l1, -l2 (with --benchmark), ecosystem, mixed, mindformers, msprobe, torch,
 close, ulp or bitwise, with settings (close:rtol=1e-5). Both may also be checkpoints. See docs/align.md and docs/align_standards.md.
 """
-EXAMPLES = """\
-telechat-moe align bisect gpu_dump npu_dump --html align.html
-telechat-moe align bisect gpu_dump npu_dump --standard ecosystem
-"""
 
 
 def _standard(args: argparse.Namespace) -> Any:
@@ -179,7 +175,8 @@ VERB = Verb(
     help="name the first wrong call of a run",
     description="Name the first call of TARGET (or of REFERENCE, alone) that is wrong, and the kind of fault.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe align bisect gpu_dump npu_dump --html align.html\n"
+    "telechat-moe align bisect gpu_dump npu_dump --standard ecosystem",
     exits={0: "pass", 1: "diverged", 4: "inconclusive: too little was judged"},
     json_keys="verdict (pass | diverged | inconclusive), reason, ranks, first and findings (step, rank, phase, "
     "layer, modules (of both runs, across frameworks), operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, values (reference, target), wrong_elements, "

@@ -17,10 +17,6 @@ A recipe runs as `telechat-moe train` or, with a layout, as `telechat-moe run-sh
 --torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward, and every update of a weight
 by an optimizer, which ends a step. OUT is a tree that msprobe reads, too. docs/align_mindspore.md has the details.
 """
-EXAMPLES = """\
-telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint
-telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +95,8 @@ VERB = Verb(
     help="run a recipe or a torch script and dump what it computes",
     description="Run a recipe or a torch script and dump what it computes, forward, backward and updates.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint\n"
+    "telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1",
     exits={
         1: "a process died",
         2: "wrong usage, or OUT exists",

@@ -14,10 +14,6 @@ OUT ending in .csv is a table with a row for each tensor; anything else is a fol
 --fingerprints the folder has no values but 2 KiB for each tensor, which tell whether tensors are equal and how far
 apart they are, whatever the layout.
 """
-EXAMPLES = """\
-telechat-moe align convert dump tensors.csv
-telechat-moe align convert dump small --fingerprints
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +41,8 @@ VERB = Verb(
     help="write a dump as a tree of msprobe, as fingerprints, or as a table",
     description="Write a dump in another form, reading one tensor at a time.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe align convert dump tensors.csv\n"
+    "telechat-moe align convert dump small --fingerprints",
     exits={2: "wrong usage, or OUT exists", 3: "missing or broken"},
     json_keys="out, and tensors (of a table) or steps and ranks (of a tree).",
     arguments=[

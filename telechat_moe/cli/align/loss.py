@@ -7,15 +7,6 @@ from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
-NOTES = """\
-A curve is our metrics.jsonl (or its folder), a log of MindFormers, values of Megatron-LM (JSON), or CSV with columns
-step, loss and maybe grad_norm. Give two base runs or more: what they differ from each other is noise by definition.
-"""
-EXAMPLES = """\
-telechat-moe align loss base1/metrics.jsonl base2/metrics.jsonl run/metrics.jsonl --html loss.html
-telechat-moe align loss gpu.csv msrun_log/worker_7.log
-"""
-
 
 def _percent(text: str) -> float:
     value = float(text.rstrip("%")) / 100
@@ -62,8 +53,10 @@ VERB = Verb(
     help="judge a loss curve against those of base runs",
     description="Judge a loss curve against those of base runs: the published standard, an equivalence test, lasting "
     "differences with their onset, spikes; with the power that the verdict has.",
-    notes=NOTES,
-    examples=EXAMPLES,
+    notes="A curve is our metrics.jsonl (or its folder), a log of MindFormers, values of Megatron-LM (JSON), or CSV with columns\n"
+    "step, loss and maybe grad_norm. Give two base runs or more: what they differ from each other is noise by definition.",
+    examples="telechat-moe align loss base1/metrics.jsonl base2/metrics.jsonl run/metrics.jsonl --html loss.html\n"
+    "telechat-moe align loss gpu.csv msrun_log/worker_7.log",
     exits={
         0: "pass",
         1: "diverged",

@@ -17,10 +17,6 @@ FILE is JSON: a list of {"name", "reference", "target"} with names "KEY PLACE" (
 "use NAME operand" or "use NAME result", maybe several in a list; and "transposed", "target_transposed", "sorted",
 "width", "rows", "joined" (`tools/align/maps/links.py`). It may be edited.
 """
-EXAMPLES = """\
-telechat-moe align map hf ours map.json
-telechat-moe align bisect hf ours --map map.json
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +36,8 @@ VERB = Verb(
     help="write which tensors of two runs of different frameworks are the same",
     description="Write which tensors of REFERENCE are which of TARGET, a run that was written for another framework.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe align map hf ours map.json\n"
+    "telechat-moe align bisect hf ours --map map.json",
     exits={3: "bad input, or no weight of one run is one of the other's"},
     json_keys="file, tensors (their number).",
     arguments=[

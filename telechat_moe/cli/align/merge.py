@@ -18,10 +18,6 @@ OUT is a dump of one rank in msprobe's format: each tensor whole, values that wa
 else that of --said, a JSON file (docs/align_layouts.md). Without one, ranks whose values are equal to the last bit hold copies. What contradicts
 itself is not merged, but named. With --reference the layout is used that fits the shapes and whose copies agree; if several do, none.
 """
-EXAMPLES = """\
-telechat-moe align merge dump merged
-telechat-moe align merge megatron_dump merged --said layout.json --ulp 1
-"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +101,8 @@ VERB = Verb(
     help="make whole tensors from the shards of all ranks",
     description="Make whole tensors from the shards of all ranks, whatever the layout.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe align merge dump merged\n"
+    "telechat-moe align merge megatron_dump merged --said layout.json --ulp 1",
     exits={
         0: "all merged",
         1: "copies differ that the layout calls copies",

@@ -14,10 +14,6 @@ DUMP is a folder that msprobe wrote (of a run, a step or a rank; MindSpore or Py
 (statistic.csv). Neither framework is needed. What has no values can be compared by statistics, checksum or
 fingerprint at most; what has nothing at all cannot be judged, and is counted.
 """
-EXAMPLES = """\
-telechat-moe align inspect dump
-telechat-moe align inspect dump --calls --step 0 --rank 0
-"""
 _COUNTS = ("calls", "tensors", "values", "statistics", "checksums", "fingerprints")
 
 
@@ -67,7 +63,8 @@ VERB = Verb(
     help="show what a dump holds",
     description="Show what a dump holds, and what of it cannot be judged.",
     notes=NOTES,
-    examples=EXAMPLES,
+    examples="telechat-moe align inspect dump\n"
+    "telechat-moe align inspect dump --calls --step 0 --rank 0",
     exits={3: "missing or broken"},
     json_keys="path, source (msprobe | statistic.csv), ranks (step, rank, framework, task, level, calls, phases, "
     "tensors, values, statistics, checksums, fingerprints, nothing, layouts, elements, dtypes, verified),"

@@ -8,14 +8,6 @@ from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 
-NOTES = """\
-Takes less than a minute on an idle machine and needs mindspore; docs/plan_step.md says what is measured.
-"""
-EXAMPLES = """\
-telechat-moe plan calibrate --out this-machine.yaml
-telechat-moe plan simulate telechat3_moe/pretrain_19m.yaml --device this-machine.yaml
-"""
-
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print; return the exit code."""
@@ -50,8 +42,9 @@ VERB = Verb(
     name="calibrate",
     help="measure this machine and write its device description",
     description="Write a device description of this machine for the other sub-verbs.",
-    notes=NOTES,
-    examples=EXAMPLES,
+    notes="Takes less than a minute on an idle machine and needs mindspore; docs/plan_step.md says what is measured.",
+    examples="telechat-moe plan calibrate --out this-machine.yaml\n"
+    "telechat-moe plan simulate telechat3_moe/pretrain_19m.yaml --device this-machine.yaml",
     exits={1: "the measurement failed"},
     json_keys="out, products (m, n, k, flops_per_s), steps (step, measured_s, fitted_s).",
     arguments=[

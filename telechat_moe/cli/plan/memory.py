@@ -9,11 +9,6 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 from telechat_moe.units import parse_size
 
-NOTES = """\
-The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes
-(docs/plan_memory.md).
-"""
-
 
 def run(args: argparse.Namespace) -> int:
     """Predict, print; return the exit code."""
@@ -46,7 +41,8 @@ VERB = Verb(
     help="will a recipe fit, and what to change first",
     description="Predict the memory of each stage of a recipe, the imbalance of the experts that still fits, and what "
     "single changes would give.",
-    notes=NOTES,
+    notes="The limit is --memory, else context.max_device_memory, else the device's memory without what its runtime takes\n"
+    "(docs/plan_memory.md).",
     examples="telechat-moe plan memory pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b",
     exits={1: "a stage does not fit, with the margin"},
     json_keys="fits, limit_bytes, margin, stages, largest_load_factor, recorded_loads, first, changes",

@@ -8,15 +8,6 @@ from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
-NOTES = """\
-Bubble is the idle share of the makespan over all stages, start-up included; no schedule on the allowed placements under
-the same memory and rules is shorter than the bound. Memory is in units of 1F1B's, times are of a whole stage, in any unit.
-"""
-EXAMPLES = """\
-telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2
-telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2 --times 1,1.2,0.8 --scale 31=2.5 --html schedule.html
-"""
-
 MOST = 10**6
 
 
@@ -72,8 +63,10 @@ VERB = Verb(
     name="schedule",
     help="find a pipeline schedule for given times and memory",
     description="Search a pipeline schedule; print its bubble, a proven lower bound and the published schedules.",
-    notes=NOTES,
-    examples=EXAMPLES,
+    notes="Bubble is the idle share of the makespan over all stages, start-up included; no schedule on the allowed placements under\n"
+    "the same memory and rules is shorter than the bound. Memory is in units of 1F1B's, times are of a whole stage, in any unit.",
+    examples="telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2\n"
+    "telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2 --times 1,1.2,0.8 --scale 31=2.5 --html schedule.html",
     json_keys="the figures (bubble, makespan, lower_bound, gap, published, ...) and the program (start, end, activations).",
     arguments=[
         arg("--stages P", "pipeline stages", type=int, required=True),

@@ -8,10 +8,6 @@ from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
-NOTES = """\
-Times are predictions; benchmarks/plan_published compares them with published measurements.
-"""
-
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, write, print; return the exit code."""
@@ -65,7 +61,7 @@ VERB = Verb(
     name="simulate",
     help="predict one step: time, memory, bubble, timeline",
     description="Predict time and memory of one training step of a recipe, stage by stage.",
-    notes=NOTES,
+    notes="Times are predictions; benchmarks/plan_published compares them with published measurements.",
     examples="telechat-moe plan simulate pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b --html step.html "
     "--trace step.json",
     exits={1: "a stage does not fit into the device's memory"},
