@@ -74,13 +74,7 @@ def _cost(model: LargerModel, recipe: Recipe, overrides: Overrides) -> Predicted
 def _step(
     model: LargerModel, recipe: Recipe, overrides: Overrides
 ) -> tuple[Layout, float, bool, float | None]:
-    """Return layout, seconds, whether it fits, and gap.
-
-    Raises:
-        CheckFailedError: The search found no layout.
-        BadInputError: The recipe's schedule does not exist for its layout.
-        UsageError: No layout divides the model.
-    """
+    """Return layout, seconds, whether it fits, and gap; refuse where there is no layout or no such schedule."""
     if not model.search_s:
         step = of_recipe(recipe, model.device)
         return step.layout, step.step_s, report(step)["fits"], None

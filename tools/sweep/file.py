@@ -5,7 +5,7 @@ those of the variants' recipes included.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, cast
@@ -267,13 +267,11 @@ class _SweepReader:
                 line = next(e.line for e in self.entries("larger", name) if e.key == "device")
                 self.report(line, f"larger.{name}.device", model.device, str(error))
 
-    def check_once(self, values: Iterable[tuple[int, str]], key: str) -> None:
+    def check_once(self, values: Sequence[tuple[int, str]], key: str) -> None:
         """Report values, with their lines, that are there twice."""
-        unique: set[str] = set()
-        for line, value in values:
-            if value in unique:
+        for index, (line, value) in enumerate(values):
+            if any(value == before for _, before in values[:index]):
                 self.report(line, key, f"{value} twice", "each once")
-            unique.add(value)
 
     # --------------------------------------------------------------------------------- recipes
 

@@ -24,7 +24,9 @@ def page(report: Mapping[str, Any], runs: Sequence[RunResult]) -> str:
     lead += ": mean, and lowest to highest over the seeds." if len(seeds) > 1 else "."
     parts = [html.tag("p", lead, "sentence"), *_failures(runs)]
     sections = [_study(name, study, report, runs) for name, study in report["studies"].items()]
-    sections.append(_overview(report))
+    rows = {name: (v["training_flops"], v["loss"]) for name, v in report["variants"].items()}
+    title = html.tag("h2", "Loss against training FLOPs, all variants")
+    sections.append([title, _scatter(rows, "training FLOPs of a run")])
     sections += [_larger(name, model, report) for name, model in report["larger"].items()]
     parts += [html.tag("section", html.Html("".join(section))) for section in sections]
     return html.page(f"Sweep of {report['recipe']}", parts, wide=True)
@@ -141,14 +143,6 @@ def _curve(runs: Sequence[RunResult]) -> list[tuple[float, float, float, float]]
     first = _FROM * max(x for curve in begun for x in curve)
     rows = [(x, [curve[x] for curve in begun]) for x in shared if x >= first]
     return [(x, fmean(ys), min(ys), max(ys)) for x, ys in rows]
-
-
-def _overview(report: Mapping[str, Any]) -> list[html.Html]:
-    rows = {name: (v["training_flops"], v["loss"]) for name, v in report["variants"].items()}
-    return [
-        html.tag("h2", "Loss against training FLOPs, all variants"),
-        _scatter(rows, "training FLOPs of a run"),
-    ]
 
 
 def _scatter(rows: Mapping[str, tuple[float | None, Mapping[str, Any]]], title: str) -> html.Html:

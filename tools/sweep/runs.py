@@ -103,10 +103,8 @@ def train(
     """
     outcome, waiting = TrainingOutcome(), [run for run in sweep.runs if not is_finished(run)]
     running: dict[int, tuple[subprocess.Popen[Any], SweepRun]] = {}
-    jobs = min(jobs, len(waiting))
+    jobs, told_to_stop = min(jobs, len(waiting)), False
     shares = [share.cpus for share in Topology.read().shares(jobs)] if jobs > 1 else [None]
-
-    told_to_stop = False
 
     def stop() -> None:
         outcome.stopped = True
@@ -125,8 +123,7 @@ def train(
                     for process, _ in running.values():
                         process.terminate()  # it saves its step
                 for slot, (process, run) in list(running.items()):
-                    code = process.poll()
-                    if code is not None:
+                    if (code := process.poll()) is not None:
                         del running[slot]
                         if not is_finished(run) and not outcome.stopped:
                             outcome.failed[run.folder] = _failure(run, code)
