@@ -129,11 +129,8 @@ class HostProcesses:
             self._raise_for_scheduler()
             if dead is None:  # the first one: msrun kills the others when it sees it
                 dead, found_at = self._dead(), time.monotonic()
-                code = (
-                    processes.exit_code(int(self._reports("pid").get(dead, 0)))
-                    if dead is not None
-                    else 0
-                )
+                pid = self._reports("pid").get(dead, 0) if dead is not None else None
+                code = processes.exit_code(int(pid)) if pid is not None else 0
             # Give the dead one's last words a moment to reach the disk.
             elif time.monotonic() - found_at > POLL_S * 3:
                 self._raise_failed()
@@ -193,11 +190,9 @@ class HostProcesses:
         process_state = processes.state(pid)
         if process_state is None:
             code = processes.exit_code(pid)
-            how = (
-                f"was killed by {processes.death(code)}"
-                if code < 0
-                else "ended before the ranks did"
-            )
+            how = "ended before the ranks did"
+            if code < 0:
+                how = f"was killed by {processes.death(code)}"
         else:
             # One that waits in MindSpore gives no sign of life either, and wakes for moments only.
             hangs = self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER))
@@ -260,9 +255,8 @@ class HostProcesses:
         lines = [line for line in text.splitlines() if not _CHATTER.match(line)]
         if not lines:
             return f"it wrote nothing into {path}"
-        exceptions = [
-            f"MindSpore says: {line}" for line in processes.reasons(text)
-        ]  # its exceptions do not
+        reasons = processes.reasons(text)  # what its exceptions leave out
+        exceptions = [f"MindSpore says: {line}" for line in reasons]
         shown = [f"the last lines of {path}:", *exceptions, *lines[-LAST_LINES:]]
         return "\n  ".join(line[:300] for line in shown)
 
