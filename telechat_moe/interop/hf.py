@@ -327,9 +327,8 @@ def _outputs(
 ) -> tuple[list[TensorOutput], dict[str, dict[str, Any]]]:
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
-        return list(_to_ours(opened.table, opened.entries, report)), {
-            stored.MODEL_CONFIG: asdict(config)
-        }
+        outputs = list(_to_ours(opened.table, opened.entries, report))
+        return outputs, {stored.MODEL_CONFIG: asdict(config)}
     outputs = list(_to_hf(opened.table, opened.entries, report))
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)

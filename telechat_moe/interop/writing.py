@@ -182,9 +182,8 @@ class Destination:
         written = {name: self.finished[name] for name in names}
         written |= {name: files.checksum(self.files / name) for name in extra}
         sums = files.checksums_path(self.files / self.dst.name if self._single() else self.files)
-        files.write_atomic(
-            sums, files.json_bytes(files.checksums_content(written, self.source, sources))
-        )
+        checksums = files.checksums_content(written, self.source, sources)
+        files.write_atomic(sums, files.json_bytes(checksums))
         if self._single():
             sums.rename(self.dst.with_name(sums.name))
             (self.files / self.dst.name).rename(self.dst)

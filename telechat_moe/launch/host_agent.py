@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,10 @@ def _failed(message: str, code: int) -> dict[str, Any]:
 
 
 def _say(message: dict[str, Any]) -> None:
-    try:
-        sys.stdout.write(json.dumps(message) + "\n")
+    # If the launcher is gone, standard input says so, too.
+    with suppress(BrokenPipeError, ValueError):
+        sys.stdout.write(json.dumps(message) + "\n")  # two threads write: a line at once
         sys.stdout.flush()
-    except (BrokenPipeError, ValueError):  # the launcher is gone; standard input says so, too
-        pass
 
 
 if __name__ == "__main__":

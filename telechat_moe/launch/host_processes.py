@@ -231,9 +231,8 @@ class HostProcesses:
         text = self._msrun_log()
         last = "\n".join(text.splitlines()[-LAST_LINES:])
         if rank < 0:
-            return (
-                f"msrun ended before the processes did{self._location()}; its last lines:\n{last}"
-            )
+            how = f"before the processes did{self._location()}"
+            return f"msrun ended {how}; its last lines:\n{last}"
         pid, lines = self._reports("pid").get(rank), self._last_lines(rank)
         if pid is None:
             if not (self.logs / f"worker_{rank}.log").exists():
