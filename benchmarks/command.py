@@ -15,8 +15,6 @@ def answer(
     """Parse arguments, run the benchmark, and return its exit code: 2 wrong usage, 3 bad input.
 
     Args:
-        parser: Knows the options.
-        run: Runs the benchmark and returns an exit code.
         argv: Arguments without the program name; those of the process if None.
     """
     try:

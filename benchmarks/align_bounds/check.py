@@ -99,9 +99,6 @@ def check(
     """Compute one case by several programs and judge each.
 
     Args:
-        name: Canonical name of an operator.
-        dtype: Type of its tensors.
-        kind: Distribution of their values.
         number: Seed.
         size: About how many elements a result has.
         torch: The module; None: NumPy's programs only.

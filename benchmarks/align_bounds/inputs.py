@@ -80,7 +80,6 @@ class Machine:
     """The arithmetic of a program.
 
     Args:
-        dtype: Type of the tensors.
         order: Of sums, see :data:`ORDERS`.
         stores: Each operation is a kernel of its own, whose result is rounded to ``dtype``.
     """
@@ -146,7 +145,6 @@ class Sample:
 
     Attributes:
         arguments: In the order of the formula's signature; arrays of floating point hold values of the type.
-        named: By name.
     """
 
     arguments: Sequence[Any]
@@ -181,9 +179,6 @@ class Source:
     """Draws arguments of one case.
 
     Args:
-        rng: Random numbers.
-        kind: Distribution.
-        dtype: Type.
         size: About how many elements a result has.
     """
 

@@ -11,12 +11,7 @@ Groups = list[list[int]]
 
 
 class Communication:
-    """Differentiable collectives of a model.
-
-    Args:
-        engine: Runs and records.
-        layout: Of the ranks.
-    """
+    """Differentiable collectives of a model."""
 
     def __init__(self, engine: Engine, layout: RankLayout) -> None:
         self.engine, self.layout = engine, layout

@@ -38,10 +38,8 @@ class Site:
     """One call on one rank, or a collective on its group, where a fault can be planted.
 
     Attributes:
-        step: Step.
         key: Key of the call on its (first) rank.
         ranks: The rank; of a collective all ranks of the group.
-        name: Name of the operator.
         phase: ``forward``, ``backward``, ``reduction`` or ``optimizer``.
         keys: Key on each rank.
         shape: Of the first output.
@@ -80,12 +78,10 @@ class Planted:
     """One perturbation of one call.
 
     Attributes:
-        site: Which call.
         rank: On which rank; for a collective the rank whose contribution is changed, None: all.
         stage: ``given`` (arguments, as recorded), ``hidden`` (arguments that the kernel reads), ``settings``,
             ``hidden settings``, ``numerics``, ``result``, ``skip``, ``exchange`` (of a collective: from all ranks'
             contributions to what they receive), ``send`` (a rank's contribution).
-        change: The perturbation.
         done: Right and wrong arguments, settings and results, which the run fills in.
     """
 
@@ -169,9 +165,7 @@ class Engine:
 
         Args:
             name: As in :data:`KERNELS`.
-            inputs: Tensors.
             dtype: Type of floating-point results; that of the program by default.
-            settings: Other arguments.
         """
         ranks = inputs[0].ranks
         needs = any(t.needs and t.is_float for t in inputs)
@@ -392,7 +386,6 @@ class Engine:
         """Run a collective in each group; no gradient.
 
         Args:
-            name: Such as ``all_reduce``.
             x: What each rank gives.
             groups: Ranks that belong together; those without are left alone.
             settings: Further arguments of each rank.
@@ -446,7 +439,6 @@ class Engine:
         """Send the tensor of each rank to another rank.
 
         Args:
-            x: What is sent.
             to: Receiver by sender.
         """
         values: dict[int, Array] = {}

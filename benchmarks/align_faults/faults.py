@@ -28,10 +28,8 @@ class Fault:
         area: One of :data:`AREAS`.
         families: What a tool may rightly call it.
         stage: See :class:`~benchmarks.align_faults.engine.Planted`.
-        pick: Whether it can be planted at a site.
         change: The perturbation, or a function of the generator that draws one.
         dtypes: Types of the program in which it is planted.
-        steps: Steps that a run needs.
     """
 
     name: str

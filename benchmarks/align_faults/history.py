@@ -28,10 +28,6 @@ class Bug:
 
     Attributes:
         source: Where it was reported.
-        said: What was wrong.
-        fault: The fault that reproduces it.
-        layout: Layout in which it is reproduced.
-        dtype: Of the program.
         quiet: The loss of the step does not change.
     """
 

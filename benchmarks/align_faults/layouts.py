@@ -9,7 +9,6 @@ class RankLayout:
     """How a model is split over logical ranks; rank = ((stage dp + data) cp + context) tp + tensor.
 
     Attributes:
-        name: As in tables.
         dp: Data parallel replicas.
         cp: Shards of a sequence.
         tp: Shards of weights.

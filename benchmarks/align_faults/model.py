@@ -14,15 +14,7 @@ ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 
 class Model:
-    """The program.
-
-    Args:
-        layout: Of the ranks.
-        shape: Sizes.
-        numerics: How it computes.
-        seed: Of weights and data.
-        engine: Runs and records.
-    """
+    """The program."""
 
     def __init__(
         self, layout: RankLayout, shape: Shape, numerics: Numerics, seed: int, engine: Engine

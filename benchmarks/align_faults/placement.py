@@ -27,7 +27,6 @@ def weight_layout(
     """Return how a weight, its gradient and its moments are sharded over the ranks of its stage.
 
     Args:
-        layout: Of the program.
         shape: Of the shard that a rank computes with; a stack of experts has three dimensions.
         groups: Ranks that hold the same shard.
         tensor: The dimension that is sharded over ``tp``.

@@ -32,8 +32,6 @@ class Value:
 
     Attributes:
         graph: Adds operators.
-        name: Its name there.
-        shape: Its shape.
         kind: MindIR's number of its type.
     """
 
@@ -121,7 +119,6 @@ class Lie:
     """A fault that makes one operator's result wrong.
 
     Attributes:
-        name: Of the fault.
         families: What it may rightly be called.
         operator: Pattern of the operator's name in a dump, such as ``*.layers.1.moe.experts.*GroupedMatmul``.
         key: Pattern of the key in the dump, where it is not the operator's name.
@@ -147,7 +144,6 @@ def lying(content: bytes, lie: Lie) -> tuple[bytes, str]:
     """Return a tapped graph in which one operator gives a wrong result, and (a pattern of) its key in a dump.
 
     Args:
-        content: Serialised graph with taps.
         lie: The fault; of several operators that fit, the first gets it.
 
     Raises:
@@ -267,12 +263,7 @@ class _Watched:
 
 
 class RealStep:
-    """The training step of a recipe for one device, compiled once, to be run with and without a fault.
-
-    Args:
-        recipe: Loaded recipe.
-        steps: How many steps a run has.
-    """
+    """The training step of a recipe for one device, compiled once, to be run with and without a fault."""
 
     def __init__(self, recipe: "Recipe", steps: int = 1) -> None:
         from mindspore.graph.api import _cell_graph_executor as executor

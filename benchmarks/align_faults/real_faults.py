@@ -70,10 +70,8 @@ class Given:
     """A fault in the step's inputs or weights.
 
     Attributes:
-        name: Of the fault.
         families: What it may rightly be called.
         operator: Pattern of the key of the first call that takes it.
-        step: In which step.
         weight: Which weight or moment is wrong before that step; empty: none.
         value: Function of the weight's first and present value that returns the wrong one.
         place: Number of the step's wrong input; negative: none.

@@ -33,12 +33,6 @@ class Base:
     """A right run: what a fault is planted in, or compared with.
 
     Attributes:
-        layout: Name of the layout.
-        dtype: Of the program.
-        order: Of its sums.
-        fused: Whether it has fused operators.
-        steps: Steps.
-        seed: Of weights and data.
         ties: Whether experts score nearly the same.
         micro: Micro-batches of a step; 0: as the layout has.
         layers: Of the model; 0: as many as the layout needs.
@@ -100,11 +94,7 @@ class Result:
     """The outcome of one planted fault.
 
     Attributes:
-        name: Class.
-        area: Of the class.
         base: Run that it was planted in.
-        key: Key of the call.
-        phase: Of the call.
         ranks: Ranks on which it can be seen; none: it cannot be seen.
         detected: The tool found the run wrong.
         exact: It named call, phase and ranks.
@@ -112,7 +102,6 @@ class Result:
         said: What it named.
         refires: The reproducer fails again; None: none was made.
         baselines: Of each other method: flagged, and whether it named the call.
-        seconds: Of the tool.
     """
 
     name: str
@@ -132,15 +121,7 @@ class Result:
 
 @dataclass
 class Stopped:
-    """A fault that stops its program because shapes or indices no longer fit, so that no tool has to find it.
-
-    Attributes:
-        name: Class.
-        area: Of the class.
-        base: The run.
-        key: The call.
-        reason: What the program says.
-    """
+    """A fault that stops its program because shapes or indices no longer fit, so that no tool has to find it."""
 
     name: str
     area: str

@@ -51,13 +51,9 @@ class Pair:
     """Two right runs that differ.
 
     Attributes:
-        reference: The run that is taken as right.
-        target: The other.
-        verdict: Of the tool.
         flips: Tokens whose experts differ.
         judged: Tensors that were judged.
         unknown: Tensors that were not.
-        said: What the tool named.
         baselines: What each other method flagged.
     """
 
@@ -76,12 +72,9 @@ class Report:
     """The outcome of the whole benchmark.
 
     Attributes:
-        faults: Results by fault.
-        pairs: Right pairs.
         bugs: Real bugs, each with its result and whether the loss changed.
         nowhere: Classes for which no layout had a site.
         stopped: Faults that stopped their programs; not counted among the faults.
-        seconds: Wall time.
     """
 
     faults: list[Result] = field(default_factory=list)
@@ -251,7 +244,6 @@ def run_suite(
         classes: Pattern of the names or areas of classes.
         layouts: Pattern of the names of layouts.
         seed: Another seed, other faults.
-        jobs: Processes.
         history: Whether to reproduce the real bugs, too.
         first: Number of the first fault and of the first pair, to divide a long run.
         progress: Called with the activity, how much is done, and the total.

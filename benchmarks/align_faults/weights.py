@@ -16,17 +16,12 @@ class Shape:
 
     Attributes:
         hidden: Of the residual stream.
-        heads: Of attention.
         layers: All of them with experts but the first, where ``dense`` says so.
-        experts: Routed experts.
         top: Experts of a token.
         inner: Of an expert.
-        vocab: Tokens known.
         sequence: Tokens of a sequence; a replica has one in a micro-batch.
         dense: Whether the first layer has no experts.
         fused: Whether attention, SwiGLU and rotation are one operator each.
-        steps: Steps of training.
-        eps: Of norms.
         rate: Of learning.
         decay: Of weights.
         clip: Largest norm of gradients.
@@ -56,7 +51,6 @@ class Weight:
     """A weight on the ranks that hold it.
 
     Attributes:
-        name: Its name.
         model: As operators take it, in the program's type.
         master: As the optimizer keeps it, float32.
         groups: Ranks among which gradients are added.
@@ -93,11 +87,7 @@ def make_weights(
     """Draw the weights of a model.
 
     Args:
-        layout: Of the ranks.
-        shape: Sizes.
-        numerics: How the model computes.
         rng: Draws the values, the same for every layout.
-        stage_of: Stage of each layer.
     """
     return _Drawn(layout, shape, numerics, rng, stage_of, {}).make()
 

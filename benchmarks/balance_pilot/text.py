@@ -46,7 +46,6 @@ class Text:
 
     Args:
         vocabulary: Entries of the byte-level BPE that is trained on all three.
-        length: Tokens of a sequence.
     """
 
     def __init__(self, vocabulary: int, length: int) -> None:

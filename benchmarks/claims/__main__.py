@@ -105,7 +105,6 @@ def select(claims: Sequence[Claim], changed: bool) -> list[Claim]:
     """Return the quick claims that are compared on this machine, in an order that the commit draws.
 
     Args:
-        claims: All claims.
         changed: Only those of which code or words of a page changed since their commit, and whose numbers depend on no
             machine: processors of one name may still round differently, which must not fail CI.
     """

@@ -18,8 +18,6 @@ def judge(printed: str, measured: float, within: str) -> bool:
     """Return whether a measured number is what a page prints.
 
     Args:
-        printed: As on the page.
-        measured: By the command.
         within: ``printed``: to the last printed digit; ``at most``: not above it; else a percentage of it.
     """
     value = number(printed)

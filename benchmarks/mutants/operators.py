@@ -46,7 +46,6 @@ class Mutant:
         file: Path below the root of the repository.
         line: Where it is, from 1.
         function: First line of the function that it is in, decorators included, as code objects count; 0: in none.
-        kind: Which mistake.
         before: The lines that it changes.
         after: What they are with the mistake.
     """

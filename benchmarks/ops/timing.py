@@ -26,7 +26,6 @@ class Measurement:
 
     Attributes:
         group: Vector, dynamic, moe, attention, ...
-        op: Operator.
         shape: In words.
         threads: Threads of ours and torch.
         dtype: Of the inputs.

@@ -80,9 +80,6 @@ def _blocks(grid: str) -> int:
 def read_kernels(path: str | Path) -> KernelList:
     """Read a kernel list.
 
-    Args:
-        path: A CSV as described above.
-
     Raises:
         BadInputError: The file cannot be read, a column is missing, a number is none, or the list is empty.
     """

@@ -31,7 +31,6 @@ def balance(total: int, sample: int, seconds: float, budget: float) -> dict[str,
     """Place `total` loads; compare with EPLB, and with the optimum where the lower bound does not prove one per cent.
 
     Args:
-        total: Loads.
         sample: Loads that the solver gets, at most, of those that the bound leaves open.
         seconds: Time of the solver for each.
         budget: Seconds after which it gets no other.

@@ -53,7 +53,6 @@ class Row:
     Attributes:
         name: Version and group.
         way: ``dispatch`` or ``combine``.
-        device: Name of a device description.
         measured: Logical GB/s, between nodes if there are several.
     """
 

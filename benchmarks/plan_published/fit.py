@@ -92,7 +92,6 @@ def fit(problem: Problem, start: Constants | None = None, evaluations: int = 40)
     """Return the constants that fit best.
 
     Args:
-        problem: Rows and device.
         start: Where to begin; the defaults if None.
         evaluations: Most evaluations with derivatives.
     """

@@ -23,14 +23,7 @@ LARGE_S = 3e-4
 
 
 def implausible(architecture: Architecture, layout: Layout, step_s: float, device: Device) -> str:
-    """Return why a measured step time is impossible; empty: it is not.
-
-    Args:
-        architecture: The model.
-        layout: The layout that the table gives.
-        step_s: Measured seconds of a step.
-        device: The device that the table names.
-    """
+    """Return why a measured step time is impossible; empty: it is not."""
     if step_s <= 0:
         return f"impossible: a step of {step_s:g} s"
     tokens = layout.global_batch * architecture.seq

@@ -52,9 +52,7 @@ class Component(NamedTuple):
     """A component of the model, and its modules in either graph.
 
     Attributes:
-        name: As in the table.
         upstream: Regular expression for the dotted names of its modules, without the layer in front.
-        ours: Likewise for our modules.
     """
 
     name: str
