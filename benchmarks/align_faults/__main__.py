@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             args.jobs,
             not args.no_history,
             args.first,
-            progress or _quiet,
+            progress or (lambda *_: None),
         )
     failures = report.failures()
     write_text("--html ", args.html, lambda: page.page(report))
@@ -100,38 +100,21 @@ def _show(report: suite.Report) -> None:
     rows = [
         [name, *(str(v) for v in counts.values())] for name, counts in suite.scored(report).items()
     ]
-    seen = sum(bool(r.ranks) for r in report.faults)
-    titles = [
-        "method",
-        f"flagged of {seen} ",
-        "operator named ",
-        "false alarms ",
-        "of right pairs ",
-    ]
-    show_table(titles, rows)
+    flagged = f"flagged of {len(report.observable)} "
+    show_table(["method", flagged, "operator named ", "false alarms ", "of right pairs "], rows)
     if report.pairs:
         layouts = sum(p.reference.ranks != p.target.ranks for p in report.pairs)
         print(
             f"\nright pairs with a flip of routing: {report.flips:.0%}; of two layouts: {layouts}\n"
         )
-    rows = [
-        [
-            bug.source,
-            bug.layout,
-            "yes" if r.detected else "no",
-            "yes" if r.exact else "no",
-            "changed" if changed else "unchanged",
-            r.said[:90],
-        ]
-        for bug, r, changed in report.bugs
-    ]
+    rows = []
+    for bug, r, changed in report.bugs:
+        words = ["yes" if right else "no" for right in r.marks[:2]]
+        loss = "changed" if changed else "unchanged"
+        rows.append([bug.source, bug.layout, *words, loss, r.said[:90]])
     if rows:
         show_table(["bug of history", "layout", "found", "exact", "loss", "said"], rows)
         print()
-
-
-def _quiet(what: str, done: int, of: int) -> None:
-    """Ignore progress."""
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ continues with that call's result, as in a real run.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,6 @@ class Planted:
     """One perturbation of one call.
 
     Attributes:
-        rank: On which rank; for a collective the rank whose contribution is changed, None: all.
         stage: ``given`` (arguments, as recorded), ``hidden`` (arguments that the kernel reads), ``settings``,
             ``hidden settings``, ``numerics``, ``result``, ``skip``, ``exchange`` (of a collective: from all ranks'
             contributions to what they receive), ``send`` (a rank's contribution).
@@ -86,7 +85,6 @@ class Planted:
     """
 
     site: Site
-    rank: int | None
     stage: str
     change: Change
     done: dict[str, Any] = field(default_factory=dict)
@@ -101,9 +99,7 @@ class _Entry:
     keys: dict[int, str]
     tag: str
     back: Callable[[], None] | None = None
-    saved: dict[int, list[Array]] = field(
-        default_factory=dict
-    )  # what the calls were given, by rank
+    saved: dict[int, list[Array]] = field(default_factory=dict)  # arguments of the calls, by rank
 
 
 class Engine:
@@ -179,10 +175,11 @@ class Engine:
         for rank in ranks:
             ins = [t.values[rank] for t in inputs]
             key = self._key(rank, name)
-            if self._hit(rank, key) and self.planted and self.planted.stage == "skip":
+            planted = self._hit(rank, key)
+            if planted and planted.stage == "skip":
                 made[rank] = [ins[0].copy()]
                 self._note(self._site(name, [key], [rank], ins[0], kind, ins), made[rank])
-                self.planted.done |= {"args": ins, "outs": made[rank]}
+                planted.done |= {"args": ins, "outs": made[rank]}
                 continue
             keys[rank] = key
             made[rank], saved[rank] = self._run(name, key, rank, inputs, ins, own[rank], kind)
@@ -211,41 +208,48 @@ class Engine:
     ) -> tuple[list[Array], list[Array]]:
         """Return the results of a call and the arguments that it was given."""
         kernel, numerics = KERNELS[name], self.numerics
-        right, shown, used, original = ins, settings, settings, dict(settings)
-        hit = self._hit(rank, key)
-        planted = self.planted
-        if hit and planted is not None:
+        right, used, original = ins, settings, dict(settings)
+        planted = self._hit(rank, key)
+        if planted:
             if planted.stage in ("given", "hidden"):
                 planted.done["before"] = ins
-                changed = planted.change(ins, self, rank)
-                ins, right = changed, changed if planted.stage == "given" else ins
+                ins = planted.change(ins, self, rank)
+                right = ins if planted.stage == "given" else right
             if planted.stage in ("settings", "hidden settings"):
-                used = planted.change(dict(settings))
+                used = planted.change(original)
                 if planted.stage == "settings":
-                    shown = used
                     settings.update(used)
             if planted.stage == "numerics":
                 numerics = planted.change(numerics)
         with np.errstate(all="ignore"):
             raw = kernel.forward(ins, used, numerics)
         outs = [rounded(np.asarray(o), kind) for o in raw]
-        if hit and planted is not None:
+        if planted:
             planted.done |= {"args": right, "settings": original, "kind": kind}
             if planted.stage == "result":
                 outs = planted.change(outs, right, self, rank)
             planted.done["outs"] = outs
         site = self._site(name, [key], [rank], outs[0], kind, right)
         self._note(site, outs)
-        self._record(site, tensors, right, shown, outs, kind)
+        weight, layout = self.said or ("", None)
+        records = [record(x, t.dtype, t.needs, layout) for t, x in zip(tensors, right, strict=True)]
+        inputs, kwargs = arguments(name, records, settings)
+        made: list[Value] = [
+            record(o, kind if o.dtype.kind == "f" else integer_type(o), layout=layout) for o in outs
+        ]
+        phase = Phase.OPTIMIZER if name.startswith("Optimizer.") else Phase.FORWARD
+        self._save(rank, key, name, phase, inputs, kwargs, made, (weight,) if weight else ())
         return outs, right
 
-    def _hit(self, rank: int, key: str) -> bool:
+    def _hit(self, rank: int, key: str) -> Planted | None:
+        """Return the fault if it belongs into a call."""
         planted = self.planted
-        if planted is None or planted.site.step != self.step:
-            return False
-        hit = planted.site.key == key and rank == planted.site.ranks[0]
-        self.applied |= hit
-        return hit
+        if planted is None or (self.step, key) != (planted.site.step, planted.site.key):
+            return None
+        if rank != planted.site.ranks[0]:
+            return None
+        self.applied = True
+        return planted
 
     def _key(self, rank: int, name: str) -> str:
         count = self._counts[rank]
@@ -274,25 +278,6 @@ class Engine:
             if x.dtype.kind == "f" and x.size >= 8:
                 self.past.setdefault((site.ranks[0], x.shape), []).append(x)
 
-    def _record(
-        self,
-        site: Site,
-        tensors: Sequence[Tensor],
-        ins: list[Array],
-        settings: dict[str, Any],
-        outs: list[Array],
-        kind: str,
-    ) -> None:
-        name, layout = self.said or ("", None)
-        records = [record(x, t.dtype, t.needs, layout) for t, x in zip(tensors, ins, strict=True)]
-        inputs, kwargs = arguments(site.name, records, settings)
-        made = [
-            record(o, kind if o.dtype.kind == "f" else integer_type(o), layout=layout) for o in outs
-        ]
-        phase = Phase.OPTIMIZER if site.name.startswith("Optimizer.") else Phase.FORWARD
-        stack = (name,) if name else ()
-        self._save(site.ranks[0], site.key, site.name, phase, inputs, kwargs, [*made], stack)
-
     def _save(
         self,
         rank: int,
@@ -300,12 +285,12 @@ class Engine:
         name: str,
         phase: Phase,
         inputs: list[Value],
-        kwargs: Mapping[str, Value],
+        kwargs: dict[str, Value],
         outputs: list[Value],
         stack: tuple[str, ...] = (),
     ) -> None:
         number = int(key.split(".")[-2])
-        call = Call(key, "api", name, number, phase, inputs, dict(kwargs), outputs, stack=stack)
+        call = Call(key, "api", name, number, phase, inputs, kwargs, outputs, stack=stack)
         self.dumps[self.step, rank][key] = call
 
     # ------------------------------------------------------------------ backward
@@ -340,13 +325,12 @@ class Engine:
                 send(tensor, rank, grad)
 
     def _gradient(self, entry: _Entry, key: str, rank: int, grads: list[Array]) -> list[Array]:
-        kernel, numerics, planted = KERNELS[entry.name], self.numerics, self.planted
+        kernel, numerics, planted = KERNELS[entry.name], self.numerics, self._hit(rank, key)
         assert kernel.backward is not None, entry.name
-        hit = self._hit(rank, key)
         ins = entry.saved[rank]
         outs = [t.values[rank] for t in entry.outputs]
         used, settings = ins, entry.settings
-        if hit and planted is not None:
+        if planted:
             if planted.stage == "given":
                 planted.done["before"] = grads
                 grads = planted.change(grads, self, rank)
@@ -360,7 +344,7 @@ class Engine:
             raw = kernel.backward(used, settings, outs, grads, numerics)
         mine = [(g, t) for g, t in zip(raw, entry.inputs, strict=True) if t.is_float and t.needs]
         made = [rounded(np.asarray(g), t.dtype) for g, t in mine]
-        if hit and planted is not None:
+        if planted:
             places = [i for i, t in enumerate(entry.inputs) if t.is_float and t.needs]
             planted.done |= {"args": ins, "outs_forward": outs, "grads": grads, "places": places}
             planted.done |= {"settings": entry.settings, "kind": mine[0][1].dtype}
@@ -396,44 +380,28 @@ class Engine:
             keys = [self._key(rank, full) for rank in group]
             given = [settings[r] if settings else {} for r in group]
             parts = [x.values[r] for r in group]
-            planted = self.planted
-            hit = self._hit(group[0], keys[0])
-            if hit and planted is not None:
+            planted = self._hit(group[0], keys[0])
+            if planted:
                 if planted.stage == "send":
                     planted.done["before"] = parts
                     parts = planted.change(parts, self, list(group))
                 planted.done |= {"parts": parts, "exchange": exchange, "given": given, "all": x}
             got = exchange(parts, given, self.numerics, x.dtype)
-            if hit and planted is not None and planted.stage == "exchange":
-                got = planted.change(got, parts, x, list(group), exchange, given, self)
-            if hit and planted is not None:
+            if planted:
+                if planted.stage == "exchange":
+                    got = planted.change(got, parts, x, list(group), exchange, given, self)
                 planted.done["outs"] = got
             self._note(self._site(full, keys, group, got[0], x.dtype, parts))
+            about = {"group_ranks": list(group), "group_id": ""}
             for rank, key, part, mine, extra in zip(group, keys, parts, got, given, strict=True):
                 values[rank] = mine
-                self._exchanged(full, key, rank, part, mine, x, extra, group)
+                kwargs = {
+                    "tensor" if "reduce" in name else "input": record(part, x.dtype),
+                    **{k: Scalar(type(v).__name__, v) for k, v in extra.items()},
+                    "group": Scalar("torch.distributed.ProcessGroup", about),
+                }
+                self._save(rank, key, full, Phase.FORWARD, [], kwargs, [record(mine, x.dtype)])
         return Tensor(values, x.dtype)
-
-    def _exchanged(
-        self,
-        name: str,
-        key: str,
-        rank: int,
-        part: Array,
-        got: Array,
-        x: Tensor,
-        extra: dict[str, Any],
-        group: Sequence[int],
-    ) -> None:
-        kwargs: dict[str, Value] = {k: Scalar(type(v).__name__, v) for k, v in extra.items()}
-        kwargs["group"] = Scalar(
-            "torch.distributed.ProcessGroup", {"group_ranks": list(group), "group_id": ""}
-        )
-        sent: dict[str, Value] = {
-            "tensor" if "reduce" in name else "input": record(part, x.dtype),
-            **kwargs,
-        }
-        self._save(rank, key, name, Phase.FORWARD, [], sent, [record(got, x.dtype)])
 
     def transfer(self, x: Tensor, to: dict[int, int]) -> Tensor:
         """Send the tensor of each rank to another rank.
@@ -442,12 +410,12 @@ class Engine:
             to: Receiver by sender.
         """
         values: dict[int, Array] = {}
-        planted = self.planted
         for rank, other in to.items():
             sent, got = self._key(rank, "Distributed.send"), self._key(other, "Distributed.recv")
             value = x.values[rank]
             self._note(self._site("Distributed.recv", [got], [other], value, x.dtype, [value]))
-            if planted is not None and self._hit(other, got):
+            planted = self._hit(other, got)
+            if planted:
                 planted.done |= {"parts": [value], "kind": x.dtype}
                 value = planted.change([value], self, [rank, other])[0]
                 planted.done["outs"] = [value]

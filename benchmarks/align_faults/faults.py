@@ -143,6 +143,8 @@ def TOPK(site: Site) -> bool:  # noqa: N802
 
 # ------------------------------------------------------------------ how
 
+OfResult = Callable[[Array, np.random.Generator], Array]
+
 
 def always(stage: str, change: Change) -> Draw:
     """Make a perturbation that draws nothing."""
@@ -153,34 +155,26 @@ LEFT_OUT = always("result", lambda outs, ins, *_: [ins[0].copy()])
 """An operator that hands on what it is given."""
 
 
-def result(function: Callable[[Array, np.random.Generator], Array], place: int = 0) -> Draw:
-    """Perturb one output."""
-
-    def draw(rng: np.random.Generator) -> Change:
-        def change(outs: list[Array], *_: Any) -> list[Array]:
-            at = place if place < len(outs) else 0
-            new = np.asarray(function(outs[at], rng)).astype(outs[at].dtype, copy=False)
-            return [new if i == at else o for i, o in enumerate(outs)]
-
-        return change
-
-    return Draw("result", draw)
-
-
-def typed(function: Callable[[Array, np.random.Generator], Array], place: int = 0) -> Draw:
-    """Perturb one output; the result is stored in the program's type."""
+def result(function: OfResult, place: int = 0, stored: bool = False) -> Draw:
+    """Perturb one output, which may be stored in the program's type again."""
 
     def draw(rng: np.random.Generator) -> Change:
         def change(outs: list[Array], ins: list[Array], engine: Engine, rank: int) -> list[Array]:
             at = place if place < len(outs) else 0
-            kind = engine.planted.site.dtype if engine.planted else "float32"
             with np.errstate(all="ignore"):
-                new = rounded(np.asarray(function(outs[at], rng), np.float32), kind)
+                new = np.asarray(function(outs[at], rng)).astype(outs[at].dtype, copy=False)
+                if stored and engine.planted:
+                    new = rounded(new, engine.planted.site.dtype)
             return [new if i == at else o for i, o in enumerate(outs)]
 
         return change
 
     return Draw("result", draw)
+
+
+def typed(function: OfResult, place: int = 0) -> Draw:
+    """Perturb one output; the result is stored in the program's type."""
+    return result(function, place, stored=True)
 
 
 OfArgument = Callable[[Array, np.random.Generator, Engine, int], Any]
@@ -263,11 +257,16 @@ def rms(x: Array) -> float:
     return float(np.sqrt(np.mean(np.square(x[np.isfinite(x)], dtype=np.float64)))) or 1.0
 
 
+def _any_large(flat: Array, rng: np.random.Generator) -> int:
+    """Draw an element that is not smaller than usual."""
+    large = np.flatnonzero(np.abs(flat) >= 0.5 * rms(flat))
+    return int(rng.choice(large)) if len(large) else 0
+
+
 def at_one(x: Array, rng: np.random.Generator, function: Callable[[float], float]) -> Array:
     """Perturb one element that is not smaller than usual."""
     flat = x.copy().reshape(-1)
-    large = np.flatnonzero(np.abs(flat) >= 0.5 * rms(flat))
-    i = int(rng.choice(large)) if len(large) else 0
+    i = _any_large(flat, rng)
     flat[i] = function(float(flat[i]))
     return flat.reshape(x.shape)
 
@@ -303,8 +302,7 @@ def zero_rows(x: Array, rng: np.random.Generator) -> Array:
 def flip_bit(x: Array, rng: np.random.Generator, bits: Sequence[int]) -> Array:
     """Flip one bit of one element, counted in float32."""
     flat = np.ascontiguousarray(x, np.float32).copy().reshape(-1)
-    large = np.flatnonzero(np.abs(flat) >= 0.5 * rms(flat))
-    i = int(rng.choice(large)) if len(large) else 0
+    i = _any_large(flat, rng)
     words = flat.view(np.uint32)
     words[i] ^= np.uint32(1 << int(rng.choice(list(bits))))
     return flat.reshape(x.shape)

@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from benchmarks.align_faults.score import Base, plant, run, sites_of
 from telechat_moe.cli.output import show_table
 from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.bisect import bisect
-from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord, Value
 from telechat_moe.tools.align.dump.value_files import stats
 from telechat_moe.tools.align.judge.outcome import Outcome
 
@@ -54,24 +53,17 @@ def _weights(call: Call) -> Call:
     return replace(call, inputs=call.inputs[:1], kwargs=kwargs)
 
 
-def _statistics(call: Call) -> Call:
-    def less(value: Any) -> Any:
-        if isinstance(value, TensorRecord):
-            return replace(value, stats=stats(value.load()), read=None)
-        if isinstance(value, Mapping):
-            return {n: less(v) for n, v in value.items()}
-        return [less(v) for v in value] if isinstance(value, list) else value
-
-    return replace(
-        call, inputs=less(call.inputs), kwargs=less(call.kwargs), outputs=less(call.outputs)
-    )
+def _statistics(place: str, value: Value) -> Value:
+    if isinstance(value, TensorRecord):
+        return replace(value, stats=stats(value.load()), read=None)
+    return value
 
 
 DUMPS: Mapping[str, Callable[[Call], Call]] = {
     "complete": lambda call: call,
     "weights": _weights,
     "vendor": _vendor,
-    "statistics": _statistics,
+    "statistics": lambda call: call.changed(_statistics, results=True),
 }
 
 
@@ -137,7 +129,7 @@ def wrong(
     able = [s for s in sites_of(target) if fault.pick(s) and s.key == planted.site.key]
     if not able:
         return None
-    planted = Planted(able[0], None, fault.stage, fault.change(rng))
+    planted = Planted(able[0], fault.stage, fault.change(rng))
     try:
         engine = run(target, planted)
     except (ValueError, IndexError):

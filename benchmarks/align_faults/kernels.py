@@ -32,10 +32,6 @@ class Numerics:
     order: str = "blas"
     accumulator: str = ""
 
-    def round(self, x: Array, dtype: str | None = None) -> Array:
-        """Return values rounded to a type."""
-        return rounded(x, dtype or self.dtype)
-
     def matmul(self, a: Array, b: Array) -> Array:
         """Return ``a @ b``, added up in the program's order."""
         if self.accumulator:
@@ -113,10 +109,6 @@ def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _linear(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [n.matmul(ins[0], _t(ins[1]))]
-
-
 def _linear_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [n.matmul(g[0], ins[1]), n.matmul(_t(_rows(g[0])), _rows(ins[0]))]
 
@@ -142,18 +134,6 @@ def _mul_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) ->
 
 def _mul(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0] * (ins[1] if len(ins) > 1 else ins[0].dtype.type(s["other"]))]
-
-
-def _add(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [ins[0] + ins[1]]
-
-
-def _add_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
-    return [_fit(g[0], x, n) for x in ins]
-
-
-def _div(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [ins[0] / ins[1]]
 
 
 def _div_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
@@ -242,10 +222,6 @@ def _rotary_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics)
     return [g[0] * ins[1] - _rotate(g[0] * ins[2]), None, None]
 
 
-def _embedding_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
-    return [None, _add_rows(ins[1].shape, ins[0].reshape(-1), _rows(g[0]))]
-
-
 def _add_rows(shape: tuple[int, ...], index: Array, rows: Array) -> Array:
     out = np.zeros(shape, rows.dtype)
     np.add.at(out, index, rows)
@@ -255,10 +231,6 @@ def _add_rows(shape: tuple[int, ...], index: Array, rows: Array) -> Array:
 def _topk(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     order = np.argsort(-ins[0], -1, kind="stable")[..., : s["k"]]
     return [np.take_along_axis(ins[0], order, -1), order]
-
-
-def _gather(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [np.take_along_axis(ins[0], ins[1], s["dim"])]
 
 
 def _gather_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
@@ -323,14 +295,6 @@ def _grouped_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics
     return [np.concatenate(dx, 0), np.stack(dw), None]
 
 
-def _index_select(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [ins[0][ins[1]]]
-
-
-def _index_select_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
-    return [_add_rows(ins[0].shape, ins[1], g[0]), None]
-
-
 def _cross_entropy(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     x, label = ins
     top = x - x.max(-1, keepdims=True)
@@ -347,20 +311,8 @@ def _cross_entropy_back(
     return [p * g[0], None]
 
 
-def _reshape(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [ins[0].reshape(s["shape"])]
-
-
 def _transpose(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [np.ascontiguousarray(np.swapaxes(ins[0], s["dim0"], s["dim1"]))]
-
-
-def _masked_fill(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [np.where(ins[1], ins[0].dtype.type(s["value"]), ins[0])]
-
-
-def _norm(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [np.sqrt(n.sum(np.square(ins[0]).reshape(-1), 0))[0]]
 
 
 def _adamw(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
@@ -375,16 +327,14 @@ def _adamw(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [w - kind(s["lr"]) * mhat / (np.sqrt(vhat) + kind(s["eps"])), m, v]
 
 
-def _keep(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
-    return [ins[0].copy()]
-
-
 KERNELS: dict[str, Kernel] = {
-    "Functional.linear": Kernel(_linear, _linear_back),
+    "Functional.linear": Kernel(lambda i, s, n: [n.matmul(i[0], _t(i[1]))], _linear_back),
     "Torch.matmul": Kernel(lambda i, s, n: [n.matmul(i[0], i[1])], _matmul_back),
     "Torch.mul": Kernel(_mul, _mul_back),
-    "Torch.add": Kernel(_add, _add_back),
-    "Torch.div": Kernel(_div, _div_back),
+    "Torch.add": Kernel(
+        lambda i, s, n: [i[0] + i[1]], lambda i, s, o, g, n: [_fit(g[0], x, n) for x in i]
+    ),
+    "Torch.div": Kernel(lambda i, s, n: [i[0] / i[1]], _div_back),
     "Torch.sigmoid": Kernel(
         lambda i, s, n: [_sigmoid(i[0])], lambda i, s, o, g, n: [g[0] * o[0] * (1 - o[0])]
     ),
@@ -394,22 +344,31 @@ KERNELS: dict[str, Kernel] = {
     "Functional.softmax": Kernel(_softmax, _softmax_back),
     "Functional.scaled_dot_product_attention": Kernel(_sdpa, _sdpa_back),
     "NPU.npu_rotary_mul": Kernel(_rotary, _rotary_back),
-    "Functional.embedding": Kernel(lambda i, s, n: [i[1][i[0]]], _embedding_back),
+    "Functional.embedding": Kernel(
+        lambda i, s, n: [i[1][i[0]]],
+        lambda i, s, o, g, n: [None, _add_rows(i[1].shape, i[0].reshape(-1), _rows(g[0]))],
+    ),
     "Torch.topk": Kernel(_topk),
-    "Torch.gather": Kernel(_gather, _gather_back),
+    "Torch.gather": Kernel(
+        lambda i, s, n: [np.take_along_axis(i[0], i[1], s["dim"])], _gather_back
+    ),
     "Torch.sum": Kernel(_sum, _sum_back),
     "NPU.npu_moe_token_permute": Kernel(_permute, _permute_back),
     "NPU.npu_moe_token_unpermute": Kernel(_unpermute, _unpermute_back),
     "NPU.grouped_matmul": Kernel(_grouped, _grouped_back),
-    "Torch.index_select": Kernel(_index_select, _index_select_back),
-    "Functional.cross_entropy": Kernel(_cross_entropy, _cross_entropy_back),
-    "Tensor.reshape": Kernel(_reshape, lambda i, s, o, g, n: [g[0].reshape(i[0].shape)]),
-    "Tensor.transpose": Kernel(
-        _transpose,
-        lambda i, s, o, g, n: [np.ascontiguousarray(np.swapaxes(g[0], s["dim0"], s["dim1"]))],
+    "Torch.index_select": Kernel(
+        lambda i, s, n: [i[0][i[1]]],
+        lambda i, s, o, g, n: [_add_rows(i[0].shape, i[1], g[0]), None],
     ),
+    "Functional.cross_entropy": Kernel(_cross_entropy, _cross_entropy_back),
+    "Tensor.reshape": Kernel(
+        lambda i, s, n: [i[0].reshape(s["shape"])],
+        lambda i, s, o, g, n: [g[0].reshape(i[0].shape)],
+    ),
+    "Tensor.transpose": Kernel(_transpose, lambda i, s, o, g, n: _transpose(g, s, n)),
     "Tensor.masked_fill": Kernel(
-        _masked_fill, lambda i, s, o, g, n: [np.where(i[1], g[0].dtype.type(0), g[0]), None]
+        lambda i, s, n: [np.where(i[1], i[0].dtype.type(s["value"]), i[0])],
+        lambda i, s, o, g, n: [np.where(i[1], g[0].dtype.type(0), g[0]), None],
     ),
     "Torch.cat": Kernel(
         lambda i, s, n: [np.concatenate(i, s["dim"])],
@@ -427,8 +386,8 @@ KERNELS: dict[str, Kernel] = {
     ),
     "Torch.argsort": Kernel(lambda i, s, n: [np.argsort(i[0], -1, kind="stable")]),
     "Torch.repeat_interleave": Kernel(lambda i, s, n: [np.repeat(i[0], i[1])]),
-    "Tensor.to": Kernel(_keep, lambda i, s, o, g, n: [g[0]]),
-    "Torch.norm": Kernel(_norm),
+    "Tensor.to": Kernel(lambda i, s, n: [i[0].copy()], lambda i, s, o, g, n: [g[0]]),
+    "Torch.norm": Kernel(lambda i, s, n: [np.sqrt(n.sum(np.square(i[0]).reshape(-1), 0))[0]]),
     "Torch.square": Kernel(lambda i, s, n: [i[0] * i[0]]),
     "Torch.sqrt": Kernel(lambda i, s, n: [np.sqrt(i[0])]),
     "Torch.clamp": Kernel(lambda i, s, n: [np.minimum(i[0], i[0].dtype.type(s["max"]))]),

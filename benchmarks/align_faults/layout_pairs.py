@@ -235,16 +235,13 @@ def _counts(record: TensorRecord) -> bool:
 
 
 def _with(call: Call, place: str, values: Any) -> Call:
-    def changed(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [changed(f"{name}.{i}", v) for i, v in enumerate(value)]
-        return replace(value, path=None, read=lambda: values) if name == place else value
-
-    return replace(
-        call,
-        inputs=[changed(f"input.{i}", v) for i, v in enumerate(call.inputs)],
-        kwargs={n: changed(f"input.{n}", v) for n, v in call.kwargs.items()},
-        outputs=[changed(f"output.{i}", v) for i, v in enumerate(call.outputs)],
+    return call.changed(
+        lambda name, value: (
+            replace(value, path=None, read=lambda: values)
+            if name == place and isinstance(value, TensorRecord)
+            else value
+        ),
+        results=True,
     )
 
 

@@ -8,7 +8,7 @@ from benchmarks.align_faults.kernels import Array, Numerics, rounded
 from benchmarks.align_faults.layouts import RankLayout
 from benchmarks.align_faults.placement import chosen_layout, weight_layout
 from benchmarks.align_faults.tensors import Tensor
-from benchmarks.align_faults.weights import Shape, Weight, make_weights
+from benchmarks.align_faults.weights import Shape, Weight, WeightSource
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 
@@ -26,7 +26,7 @@ class Model:
             (i * layout.pp * layout.chunks // shape.layers) % layout.pp for i in range(shape.layers)
         ]
         rng = np.random.default_rng(seed)
-        self.weights = make_weights(layout, shape, numerics, rng, self.stage_of)
+        self.weights = WeightSource(layout, shape, numerics, rng, self.stage_of).draw()
 
     # ------------------------------------------------------------------ data
 
@@ -42,24 +42,19 @@ class Model:
 
     def _local(self, x: Array, stage: int) -> Tensor:
         """Divide ``(dp, sequence)`` over the ranks of a stage by data and context."""
-        lay = self.layout
-        return Tensor(
-            {
-                r: np.ascontiguousarray(np.split(x[lay.place(r)[0]], lay.cp)[lay.place(r)[1]])
-                for r in lay.ranks(stage)
-            },
-            "int64",
-        )
+        lay, values = self.layout, {}
+        for rank in lay.ranks(stage):
+            data, context, _ = lay.place(rank)
+            values[rank] = np.ascontiguousarray(np.split(x[data], lay.cp)[context])
+        return Tensor(values, "int64")
 
     def _shard(self, x: Tensor) -> Tensor:
         """Divide rows over the ranks of ``tp`` if the layout does."""
         lay = self.layout
         if not lay.sp or lay.tp == 1:
             return x
-        return Tensor(
-            {r: np.split(v, lay.tp)[lay.place(r)[2]].copy() for r, v in x.values.items()},
-            x.dtype,
-        )
+        rows = {r: np.split(v, lay.tp)[lay.place(r)[2]].copy() for r, v in x.values.items()}
+        return Tensor(rows, x.dtype)
 
     # ------------------------------------------------------------------ layers
 
@@ -83,9 +78,7 @@ class Model:
         y = e.op("Tensor.to", y, dtype="float32")
         target = self._shard(self._local(labels, stage))
         loss = e.op("Functional.cross_entropy", y, target, reduction="sum")
-        count = lay.dp * self.shape.sequence * lay.micro
-        scale = 1.0 / count
-        return e.op("Torch.mul", loss, other=scale)
+        return e.op("Torch.mul", loss, other=1.0 / (lay.dp * self.shape.sequence * lay.micro))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Apply RMSNorm."""
@@ -124,8 +117,7 @@ class Model:
             parts[name] = y
         keep = {}
         for rank in h.ranks:
-            c = lay.place(rank)[1]
-            at = np.arange(rows) + c * rows
+            at = np.arange(rows) + lay.place(rank)[1] * rows
             keep[rank] = at[:, None] >= np.arange(s.sequence)[None]
         y = self.attend(parts["q"], parts["k"], parts["v"], keep, dim)
         y = e.op("Tensor.transpose", y, dim0=0, dim1=1)
@@ -193,7 +185,7 @@ class Model:
 
     def experts(self, h: Tensor, shared: Tensor, p: str, stage: int) -> Tensor:
         """Apply the routed experts and add the shared one."""
-        e, s, lay, w = self.engine, self.shape, self.layout, self.weights
+        e, s, lay = self.engine, self.shape, self.layout
         probs, index = self.route(h, p)
         e.tag = "experts"
         if lay.tp > 1 and not lay.extend:
@@ -205,23 +197,15 @@ class Model:
         counts = e.op("Torch.bincount", index, minlength=s.experts)
         members = lay.ep * (lay.tp if lay.extend else 1)
         if members == 1:
-            y = self._ffn(rows, counts, w, p)
+            y = self._ffn(rows, counts, p)
         else:
-            y = self._far(rows, counts, w, p, stage, members)
+            y = self._far(rows, counts, p, stage, members)
         y = e.op("NPU.npu_moe_token_unpermute", y, went, probs)
         if lay.extend:
             return e.op("Torch.add", self.ranks.leave(shared, stage), y)
         return self.ranks.leave(e.op("Torch.add", shared, y), stage)
 
-    def _far(
-        self,
-        rows: Tensor,
-        counts: Tensor,
-        w: dict[str, Weight],
-        p: str,
-        stage: int,
-        members: int,
-    ) -> Tensor:
+    def _far(self, rows: Tensor, counts: Tensor, p: str, stage: int, members: int) -> Tensor:
         """Apply experts of other ranks: tokens go there and come back."""
         e, s, groups = self.engine, self.shape, self.layout.experts(stage)
         each = s.experts // members
@@ -236,13 +220,13 @@ class Model:
         number = Tensor({r: np.tile(np.arange(each), members) for r in counts.ranks}, "int64")
         expert = e.op("Torch.repeat_interleave", number, theirs)
         order = e.op("Torch.argsort", expert)
-        y = self._ffn(e.op("Torch.index_select", sent, order, dim=0), local, w, p)
+        y = self._ffn(e.op("Torch.index_select", sent, order, dim=0), local, p)
         y = e.op("Torch.index_select", y, e.op("Torch.argsort", order), dim=0)
         back = {r: [sizes[o][i] for o in group] for group in groups for i, r in enumerate(group)}
         return self.ranks.exchange(y, groups, back)
 
-    def _ffn(self, x: Tensor, counts: Tensor, w: dict[str, Weight], p: str) -> Tensor:
-        e = self.engine
+    def _ffn(self, x: Tensor, counts: Tensor, p: str) -> Tensor:
+        e, w = self.engine, self.weights
         y = e.op("NPU.grouped_matmul", x, w[p + "w1"].model, counts)
         return e.op("NPU.grouped_matmul", self.swiglu(y), w[p + "w2"].model, counts)
 
@@ -267,13 +251,16 @@ class Model:
         e.phase, e.tag = "reduction", "gradient"
         grads: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
-            held = weight.model
-            none = {r: np.zeros_like(v) for r, v in held.values.items()}
-            g = Tensor({**none, **held.grad}, held.dtype)
-            weight.model.grad = {}
+            model = weight.model
+            none = {r: np.zeros_like(v) for r, v in model.values.items()}
+            g = Tensor({**none, **model.grad}, model.dtype)
+            model.grad = {}
             if weight.sequence:
                 g = e.collective("all_reduce", g, weight.sequence)
-            grads[name] = self._reduced(weight, g)
+            if len(weight.groups[0]) > 1:
+                reduction = "reduce_scatter_tensor" if self._is_cut(weight) else "all_reduce"
+                g = e.collective(reduction, g, weight.groups)
+            grads[name] = g
         e.phase, e.tag = "optimizer", "clip"
         grads = self._clipped(grads)
         e.tag = "update"
@@ -284,14 +271,9 @@ class Model:
         size = len(weight.groups[0])
         return self.layout.zero and size > 1 and weight.shape[0] % size == 0
 
-    def _reduced(self, weight: Weight, g: Tensor) -> Tensor:
-        e = self.engine
-        if len(weight.groups[0]) > 1:
-            if self._is_cut(weight):
-                g = e.collective("reduce_scatter_tensor", g, weight.groups)
-            else:
-                g = e.collective("all_reduce", g, weight.groups)
-        return g
+    def _share(self, weight: Weight) -> float:
+        """Return how much of the squares of a shard counts: other ranks hold the same."""
+        return 1 / (weight.copies / (len(weight.groups[0]) if self._is_cut(weight) else 1))
 
     def _clipped(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scale gradients so that the norm over all ranks is at most ``clip``."""
@@ -302,14 +284,7 @@ class Model:
             own = {n: g for n, g in grads.items() if g.ranks[0] // lay.stage_size == stage}
             norms = [e.op("Torch.norm", g) for g in own.values()]
             squares = e.op("Torch.square", e.op("Torch.stack", *norms, dim=0))
-            share = [
-                1
-                / (
-                    self.weights[n].copies
-                    / (len(self.weights[n].groups[0]) if self._is_cut(self.weights[n]) else 1)
-                )
-                for n in own
-            ]
+            share = [self._share(self.weights[n]) for n in own]
             part = Tensor({r: np.array(share, np.float32) for r in squares.ranks}, "float32")
             total = e.op("Torch.sum", e.op("Torch.mul", squares, part), dim=0)
             done |= {r: v.reshape(1) for r, v in total.values.items()}
@@ -325,16 +300,14 @@ class Model:
         e, s = self.engine, self.shape
         cut = self._is_cut(weight)
         master = weight.master
-        if cut and not weight.state:
-            groups = {r: group for group in weight.groups for r in group}
-            weight.master = master = Tensor(
-                {
+        if not weight.state:
+            if cut:
+                groups = {r: group for group in weight.groups for r in group}
+                rows = {
                     r: np.split(v, len(groups[r]))[groups[r].index(r)].copy()
                     for r, v in master.values.items()
-                },
-                "float32",
-            )
-        if not weight.state:
+                }
+                master = Tensor(rows, "float32")
             zero = {r: np.zeros_like(v) for r, v in master.values.items()}
             weight.state = [Tensor(dict(zero), "float32"), Tensor(dict(zero), "float32")]
         decay = s.decay if len(next(iter(master.values.values())).shape) > 1 else 0.0
@@ -347,8 +320,7 @@ class Model:
             *weight.state,
             step=float(step + 1),
             lr=s.rate,
-            betas=ADAM["betas"],
-            eps=ADAM["eps"],
+            **ADAM,
             weight_decay=decay,
         )
         e.said = None

@@ -1,8 +1,9 @@
 """The report of the fault benchmark as one self-contained page."""
 
+from collections import Counter
 from html import escape
 
-from benchmarks.align_faults.suite import COLUMNS, Report, scored, table, used
+from benchmarks.align_faults.suite import COLUMNS, Report, scored, table
 from telechat_moe import html
 from telechat_moe.html import Html, code
 
@@ -11,7 +12,7 @@ def page(report: Report) -> str:
     """Return the page."""
     failures = report.failures()
     word = "diverged" if failures else "pass"
-    shares = report.shares
+    shares, layouts = report.shares, Counter(r.base.layout for r in report.faults)
     body = [
         f"<p class=sentence>{len(report.faults)} planted faults, {len(report.pairs)} right pairs: "
         f"{shares['detected']:.2%} of what can be seen detected, {shares['exact']:.2%} with operator, phase and ranks, "
@@ -24,7 +25,7 @@ def page(report: Report) -> str:
         "<h2>Bugs of history</h2>",
         _history(report),
         "<h2>Layouts</h2>",
-        html.table(["layout", "faults "], used(report).most_common()),
+        html.table(["layout", "faults "], layouts.most_common()),
         "<h2>What was not named correctly</h2>",
         _missed(report),
     ]
@@ -49,33 +50,17 @@ def _methods(report: Report) -> str:
 
 
 def _history(report: Report) -> str:
-    rows: list[list[object]] = [
-        [
-            bug.source,
-            bug.said,
-            bug.layout,
-            "found" if r.detected else html.tag("span", "not found", "diverged"),
-            "changed" if changed else "unchanged",
-            code(r.said[:160]),
-        ]
-        for bug, r, changed in report.bugs
-    ]
+    rows: list[list[object]] = []
+    for bug, r, changed in report.bugs:
+        word = "found" if r.detected else html.tag("span", "not found", "diverged")
+        loss = "changed" if changed else "unchanged"
+        rows.append([bug.source, bug.said, bug.layout, word, loss, code(r.said[:160])])
     return html.table(["bug", "what", "layout", "", "loss of the step", "the tool says"], rows)
 
 
 def _missed(report: Report) -> str:
-    wrong = [
-        r
-        for r in report.faults
-        if r.ranks and not (r.detected and r.exact and r.family and r.refires)
-    ]
-    rows: list[list[object]] = [
-        [
-            r.name,
-            f"{r.base.layout}, {r.base.dtype}",
-            Html(f"{code(r.key)} {r.phase} {r.ranks}"),
-            code(r.said[:200]),
-        ]
-        for r in wrong[:200]
-    ]
+    rows: list[list[object]] = []
+    for r in report.missed[:200]:
+        planted = Html(f"{code(r.key)} {r.phase} {r.ranks}")
+        rows.append([r.name, f"{r.base.layout}, {r.base.dtype}", planted, code(r.said[:200])])
     return html.table(["class", "run", "planted", "said"], rows) if rows else "<p>Nothing.</p>"

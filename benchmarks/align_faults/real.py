@@ -6,17 +6,17 @@ as a wrong kernel would. Faults of the graph itself (data, a weight, a missing o
 """
 
 import fnmatch
-import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from telechat_moe.graph.mindir import Editor, MindIR, output_shapes, value_of
 from telechat_moe.numerics import Array
-from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import Dump, RankDump, TensorRecord
 from telechat_moe.tools.align.dump.records import Value as DumpValue
 
 if TYPE_CHECKING:
@@ -99,8 +99,6 @@ class _Fresh:
     """A graph that is written anew, node by node."""
 
     def __init__(self, model: Any, nodes: Any) -> None:
-        from telechat_moe.graph.mindir import Editor
-
         self.nodes, self.editor = nodes, Editor(model, nodes)
 
     def tensor(self, values: Array) -> str:
@@ -149,8 +147,6 @@ def lying(content: bytes, lie: Lie) -> tuple[bytes, str]:
     Raises:
         LookupError: No operator fits.
     """
-    from telechat_moe.graph.mindir import MindIR
-
     model = MindIR(content)
     for graph in model.graphs():
         for node in graph.node:
@@ -177,8 +173,12 @@ def _rewritten(model: Any, graph: Any, wrong: Any, lie: Lie) -> None:
     """Write a graph anew with a fault in one of its nodes."""
     name = wrong.output[0]
     places = {name: wrong} if lie.result is not None else {}
-    if lie.result is not None and len(_shapes(wrong)) > 1:
-        numbers = {n.output[0]: _number(n) for n in graph.node if n.op_type == "Constant"}
+    if lie.result is not None and len(output_shapes(wrong)) > 1:
+        numbers = {
+            n.output[0]: next((value_of(a) for a in n.attribute if a.name == "value"), None)
+            for n in graph.node
+            if n.op_type == "Constant"
+        }
         places = {
             n.output[0]: n
             for n in graph.node
@@ -187,14 +187,15 @@ def _rewritten(model: Any, graph: Any, wrong: Any, lie: Lie) -> None:
             and n.input[0] == name
             and numbers.get(n.input[1]) == lie.result
         }
-    shapes = {out: _shapes(n)[0] for n in graph.node for out in n.output if _shapes(n)}
+    shapes = {out: output_shapes(n)[0] for n in graph.node for out in n.output if output_shapes(n)}
     given = [(i.name, t) for i in graph.input for t in i.tensor]
     given += [(p.name, p) for p in graph.parameter]
     shapes |= {name: (tuple(t.dims), t.data_type) for name, t in given}
     nodes = type(graph)()
     fresh = _Fresh(model, nodes.node)
     for node in graph.node:
-        mine = node.output and node.output[0] == name
+        shown = node.output[0] if node.output else None
+        mine = shown == name
         if mine and lie.argument is not None:
             assert lie.edit is not None
             source = node.input[lie.argument]
@@ -204,32 +205,19 @@ def _rewritten(model: Any, graph: Any, wrong: Any, lie: Lie) -> None:
             node.input[i], node.input[j] = node.input[j], node.input[i]
         if mine and lie.settings:
             _set(model, node, lie.settings)
-        if not (node.output and node.output[0] in places):
+        if shown not in places:
             nodes.node.add().CopyFrom(node)
             continue
         assert lie.edit is not None
-        shown = node.output[0]
         right = nodes.node.add()
         right.CopyFrom(node)
         right.name = right.output[0] = fresh.editor.name("right")
-        made = lie.edit(Value(fresh, right.name, *_shapes(node)[0]))
+        made = lie.edit(Value(fresh, right.name, *output_shapes(node)[0]))
         last = nodes.node[-1]
         assert last.output[0] == made.name
         last.name = last.output[0] = shown
     del graph.node[:]
     graph.node.extend(nodes.node)
-
-
-def _shapes(node: Any) -> list[tuple[tuple[int, ...], int]]:
-    from telechat_moe.graph.mindir import output_shapes
-
-    return output_shapes(node)
-
-
-def _number(node: Any) -> Any:
-    from telechat_moe.graph.mindir import value_of
-
-    return next((value_of(a) for a in node.attribute if a.name == "value"), None)
 
 
 def _set(model: Any, node: Any, settings: dict[str, Any]) -> None:
@@ -240,10 +228,7 @@ def _set(model: Any, node: Any, settings: dict[str, Any]) -> None:
     for attribute in own.attribute:
         if attribute.name in settings:
             value = settings[attribute.name]
-            if isinstance(value, bool):
-                attribute.i = int(value)
-            else:
-                attribute.f = value
+            setattr(attribute, "i" if isinstance(value, bool) else "f", value)
     model.primitives[own.name] = own
     node.op_type = f"REF::{own.name}"
 
@@ -278,8 +263,7 @@ class RealStep:
         step = trainer.engine.train_step
         self.initial = {p.name: p.asnumpy().copy() for p in step.get_parameters()}
         self.inputs: list[tuple[Any, ...]] = []
-        watched = _Watched(step, self.inputs)
-        trainer.engine.train_step = watched  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.engine.train_step = _Watched(step, self.inputs)  # pyright: ignore[reportAttributeAccessIssue]
         record_steps(trainer, steps)
         phase, _ = executor.compile(step, *self.inputs[0], phase="export.mindir")
         mindir = executor._get_func_graph_proto(step, phase, "mind_ir")
@@ -311,37 +295,23 @@ class RealStep:
             if name in self.initial:
                 parameter.set_data(Tensor(self.initial[name]))
         ranks: dict[tuple[int, int], RankDump] = {}
-        folder = Path(tempfile.mkdtemp())
-        try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for step, given in enumerate(self.inputs):
                 between(step, weights)
-                taps = folder / str(step)
+                taps = Path(folder, str(step))
                 with recording(taps, "tensor"):
                     cell(*inputs(step, list(given)))
-                calls = _in_memory(Reader(self.plan, taps, "tensor").calls())
+                calls = {
+                    key: call.changed(_in_memory, results=True)
+                    for key, call in Reader(self.plan, taps, "tensor").calls().items()
+                }
                 ranks[step, 0] = RankDump(step, 0, "mindspore", "tensor", "mix", calls)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return Dump(Path("real"), ranks), key
 
 
-def _in_memory(calls: Mapping[str, Call]) -> dict[str, Call]:
-    """Return calls whose tensors no longer need their files."""
-
-    def kept(value: DumpValue) -> DumpValue:
-        if isinstance(value, list):
-            return [kept(v) for v in value]
-        if isinstance(value, TensorRecord) and value.read is not None:
-            values = np.array(value.load())
-            return replace(value, read=lambda: values)
+def _in_memory(place: str, value: DumpValue) -> DumpValue:
+    """Return an argument that no longer needs its file."""
+    if not isinstance(value, TensorRecord) or value.read is None:
         return value
-
-    return {
-        key: replace(
-            call,
-            inputs=[kept(v) for v in call.inputs],
-            kwargs={k: kept(v) for k, v in call.kwargs.items()},
-            outputs=[kept(v) for v in call.outputs],
-        )
-        for key, call in calls.items()
-    }
+    values = np.array(value.load())
+    return replace(value, read=lambda: values)

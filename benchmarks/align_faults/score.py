@@ -118,6 +118,11 @@ class Result:
     baselines: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @property
+    def marks(self) -> tuple[bool, bool, bool, bool]:
+        """Whether it is detected, exact, of the right family, and its reproducer fails again."""
+        return self.detected, self.exact, self.family, bool(self.refires)
+
 
 @dataclass
 class Stopped:
@@ -148,7 +153,7 @@ def plant(fault: Fault, layouts: Sequence[str], number: int) -> tuple[Base, Plan
         if able:
             rng = np.random.default_rng([zlib.crc32(fault.name.encode()), number, 1])
             site = able[int(rng.integers(len(able)))]
-            return base, Planted(site, None, fault.stage, fault.change(rng))
+            return base, Planted(site, fault.stage, fault.change(rng))
     return None
 
 

@@ -4,7 +4,6 @@ import os
 import time
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -85,16 +84,22 @@ class Report:
     seconds: float = 0.0
 
     @property
+    def observable(self) -> list[Result]:
+        """The faults that can be seen."""
+        return [r for r in self.faults if r.ranks]
+
+    @property
+    def missed(self) -> list[Result]:
+        """The observable faults that are not named right in all."""
+        return [r for r in self.observable if not all(r.marks)]
+
+    @property
     def shares(self) -> dict[str, float]:
         """The shares of :data:`BARS`; 1 where there is nothing to count."""
-        seen = [r for r in self.faults if r.ranks]
-        return {
-            "detected": _share(r.detected for r in seen),
-            "exact": _share(r.exact for r in seen),
-            "family": _share(r.family for r in seen),
-            "reproducer": _share(bool(r.refires) for r in seen),
-            "observable": _share(bool(r.ranks) for r in self.faults),
+        shares = {
+            name: _share(r.marks[i] for r in self.observable) for i, name in enumerate(COLUMNS[4:])
         }
+        return {**shares, "observable": _share(bool(r.ranks) for r in self.faults)}
 
     @property
     def false_alarms(self) -> int:
@@ -161,11 +166,7 @@ class Report:
                 }
                 for bug, r, changed in self.bugs
             ],
-            "missed": [
-                asdict(r)
-                for r in self.faults
-                if r.ranks and not (r.detected and r.exact and r.family and r.refires)
-            ],
+            "missed": [asdict(r) for r in self.missed],
             "not_observable": [asdict(r) for r in self.faults if not r.ranks],
             "alarms": [asdict(p) for p in self.pairs if p.verdict == "diverged"],
             "no_place": self.nowhere,
@@ -188,19 +189,14 @@ def table(report: Report) -> list[list[Any]]:
         these = [r for r in report.faults if area in (r.area, "all")]
         seen = [r for r in these if r.ranks]
         if these:
-            counts = [
-                sum(r.detected for r in seen),
-                sum(r.exact for r in seen),
-                sum(r.family for r in seen),
-                sum(bool(r.refires) for r in seen),
-            ]
+            counts = [sum(r.marks[i] for r in seen) for i in range(4)]
             rows.append([area, len({r.name for r in these}), len(these), len(seen), *counts])
     return rows
 
 
 def scored(report: Report) -> dict[str, dict[str, int]]:
     """Return for each method what it flagged and named of the observable faults, and its false alarms."""
-    seen = [r for r in report.faults if r.ranks]
+    seen = report.observable
     found = {
         "align bisect": {
             "detected": sum(r.detected for r in seen),
@@ -273,8 +269,8 @@ def run_suite(
         Stopped: report.stopped,
         Pair: report.pairs,
     }
-    for found in _mapped(work, jobs):
-        for item in found:
+    for outcomes in _mapped(work, jobs):
+        for item in outcomes:
             into[type(item)].append(item)
         judged = len(report.faults) + len(report.stopped) + len(report.pairs)
         progress("judged", judged, total)
@@ -297,16 +293,12 @@ def _fitting(classes: str, layouts: str, seed: int) -> tuple[list[Fault], list[s
 
 def _mapped(work: list[tuple[Any, ...]], jobs: int) -> Iterable[list[Any]]:
     if jobs <= 1:
-        yield from map(_do, work)
+        yield from (function(*arguments) for function, *arguments in work)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        yield from pool.map(_do, work)
-
-
-def _do(item: tuple[Any, ...]) -> list[Any]:
-    function, *arguments = item
-    return function(*arguments)
+        for future in [pool.submit(*item) for item in work]:
+            yield future.result()
 
 
 def _faults(
@@ -348,16 +340,15 @@ def in_layout(target: Base, layout: str) -> tuple[Base, Base]:
     micro = _batch(target.layout) // LAYOUTS[layout].dp
     stages = max(LAYOUTS[n].pp * LAYOUTS[n].chunks for n in (layout, target.layout))
     layers = max(stages, target.shape.layers)
-    return replace(target, layout=layout, micro=micro, layers=layers), replace(
-        target, layers=layers
-    )
+    target = replace(target, layers=layers)
+    return replace(target, layout=layout, micro=micro), target
 
 
 def _batch(layout: str) -> int:
     return LAYOUTS[layout].dp * LAYOUTS[layout].micro
 
 
-def _pairs(names: Sequence[str], seed: int, numbers: Iterable[int]) -> list[Pair]:
+def _pairs(names: Sequence[str], seed: int, numbers: range) -> list[Pair]:
     return [judge_pair(*pair_of(names, seed, number)) for number in numbers]
 
 
@@ -384,12 +375,10 @@ def _bug(bug: Bug, seed: int) -> tuple[Bug, Result, bool]:
         raise RuntimeError(f"{bug.source}: no place in layout {bug.layout}")
     rng = np.random.default_rng([seed, zlib.crc32(bug.source.encode())])
     site = able[int(rng.integers(len(able)))]
-    found = try_fault(
-        bug.fault, base, Planted(site, None, bug.fault.stage, bug.fault.change(rng)), seed
-    )
+    found = try_fault(bug.fault, base, Planted(site, bug.fault.stage, bug.fault.change(rng)), seed)
     if isinstance(found, Stopped):
         raise RuntimeError(f"{bug.source}: {found.key} stops its program: {found.reason}")
-    again = Planted(site, None, bug.fault.stage, bug.fault.change(np.random.default_rng(seed)))
+    again = Planted(site, bug.fault.stage, bug.fault.change(np.random.default_rng(seed)))
     wrong = run(base, again, seed).dump()
     return bug, found, _losses(right(base)[0]) != _losses(wrong)
 
@@ -401,11 +390,3 @@ def _losses(dump: Dump) -> list[bytes]:
         for call in rank.calls.values()
         if call.name == "Functional.cross_entropy" and call.key.endswith("forward")
     ]
-
-
-def used(report: Report) -> Counter[str]:
-    """Return how many faults were planted in each layout."""
-    return Counter(r.base.layout for r in report.faults)
-
-
-__all__ = ["BARS", "BUGS", "Fault", "Pair", "Report", "run_suite", "scored", "table", "used"]

@@ -190,16 +190,14 @@ def test_msprobe_rules_by_hand():
 @pytest.mark.parametrize(("size", "seen"), [(1e-9, []), (2e-7, []), (1e-3, [0])])
 def test_the_oracle_sees_what_is_beyond_noise(size, seen):
     site = next(s for s in sites_of(Base("one")) if s.op == "linear")
-    planted = Planted(
-        site, None, "result", lambda outs, *_: [(outs[0] * (1 + size)).astype(np.float32)]
-    )
+    planted = Planted(site, "result", lambda outs, *_: [(outs[0] * (1 + size)).astype(np.float32)])
     assert run(Base("one"), planted).applied
     assert seen_on(planted) == seen
 
 
 def test_a_fault_touches_one_call():
     site = next(s for s in sites_of(Base("tp2")) if s.op == "silu" or s.op == "npu_swiglu")
-    planted = Planted(site, None, "result", lambda outs, *_: [2 * outs[0]])
+    planted = Planted(site, "result", lambda outs, *_: [2 * outs[0]])
     one, two = run(Base("tp2")).dump(), run(Base("tp2"), planted).dump()
     wrong = []
     for place, rank in one.ranks.items():
@@ -279,7 +277,7 @@ def test_a_long_run_in_parts():
 
 def family(change):
     site = next(s for s in sites_of(Base("one")) if s.op == "linear")
-    planted = Planted(site, None, "result", lambda outs, *_: [change(outs[0].copy())])
+    planted = Planted(site, "result", lambda outs, *_: [change(outs[0].copy())])
     return bisect(run(Base("one")).dump(), run(Base("one"), planted).dump()).findings[0].family
 
 

@@ -77,31 +77,31 @@ class Weight:
         return next(iter(self.model.values.values())).shape
 
 
-def make_weights(
-    layout: RankLayout,
-    shape: Shape,
-    numerics: Numerics,
-    rng: np.random.Generator,
-    stage_of: list[int],
-) -> dict[str, Weight]:
-    """Draw the weights of a model.
-
-    Args:
-        rng: Draws the values, the same for every layout.
-    """
-    return _Drawn(layout, shape, numerics, rng, stage_of, {}).make()
+def _shard(x: Any, pieces: int, index: int, axis: int, halves: bool) -> Any:
+    """Return one of equal pieces; of halves, the same piece of both."""
+    if halves:
+        return np.concatenate(
+            [np.split(h, pieces, axis)[index] for h in np.split(x, 2, axis)], axis
+        )
+    return np.split(x, pieces, axis)[index]
 
 
 @dataclass
-class _Drawn:
+class WeightSource:
+    """Draws the weights of a model.
+
+    Attributes:
+        rng: Draws the values, the same for every layout.
+    """
+
     layout: RankLayout
     shape: Shape
     numerics: Numerics
     rng: np.random.Generator
     stage_of: list[int]
-    weights: dict[str, Weight]
+    weights: dict[str, Weight] = field(default_factory=dict)
 
-    def make(self) -> dict[str, Weight]:
+    def draw(self) -> dict[str, Weight]:
         """Return the weights of all stages by name."""
         s, lay = self.shape, self.layout
         self._weight("embedding", (s.vocab, s.hidden), 0, sequence=True)
@@ -143,15 +143,10 @@ class _Drawn:
             x = self.rng.normal(size=shape)
         if name.endswith("router") and self.shape.ties:
             x[1:] = x[:1] * (1 + 8e-3 * self.rng.normal(size=x[1:].shape))
-        values = {}
-        for rank in lay.ranks(stage):
-            part = x
-            if cut is not None and halves:
-                two = [np.split(h, lay.tp, cut)[lay.place(rank)[2]] for h in np.split(x, 2, cut)]
-                part = np.concatenate(two, cut)
-            elif cut is not None:
-                part = np.split(x, lay.tp, cut)[lay.place(rank)[2]]
-            values[rank] = part
+        values = {
+            rank: x if cut is None else _shard(x, lay.tp, lay.place(rank)[2], cut, halves)
+            for rank in lay.ranks(stage)
+        }
         copies = lay.dp * lay.cp * (1 if cut is not None else lay.tp)
         self._add(name, values, lay.data(stage), copies, cut, halves)
         if lay.sp and lay.tp > 1 and (norm or sequence):
@@ -165,17 +160,7 @@ class _Drawn:
         for rank in lay.ranks(stage):
             index, t = lay.expert_place(rank)  # type: ignore[misc]
             part = np.split(x, members, 0)[index]
-            if not lay.extend and lay.tp > 1:
-                pieces = (
-                    [
-                        np.concatenate([np.split(h, lay.tp, 2)[j] for h in np.split(part, 2, 2)], 2)
-                        for j in range(lay.tp)
-                    ]
-                    if cut == 2
-                    else np.split(part, lay.tp, 1)
-                )
-                part = pieces[t]
-            values[rank] = part
+            values[rank] = part if lay.extend else _shard(part, lay.tp, t, cut, cut == 2)
         copies = lay.stage_size // members // (1 if lay.extend else lay.tp)
         within = None if lay.extend else cut
         self._add(name, values, lay.same_experts(stage), copies, within, cut == 2)
@@ -190,10 +175,9 @@ class _Drawn:
         halves: bool,
     ) -> None:
         kind = self.numerics.dtype
+        # values that every type holds, so that runs in different types begin with the same
         exact = {
-            # values that every type holds, so that runs in different types begin with the same
-            r: rounded(np.ascontiguousarray(v, np.float32), "bfloat16")
-            for r, v in values.items()
+            r: rounded(np.ascontiguousarray(v, np.float32), "bfloat16") for r, v in values.items()
         }
         master = Tensor(exact, "float32")
         model = Tensor({r: rounded(v, kind) for r, v in exact.items()}, kind, True)
