@@ -7,6 +7,16 @@ from collections.abc import Callable, Sequence
 from telechat_moe.errors import TelechatMoeError
 
 
+def new_parser(name: str, text: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m benchmarks.NAME``, whose texts keep their lines."""
+    return argparse.ArgumentParser(
+        f"python -m benchmarks.{name}",
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def answer(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], int],

@@ -145,8 +145,10 @@ def measure(
                 runs[name].append(timed(ours(folder, name, report), (0, 1)))
                 errors[name] = our_errors(report)
     peer = middle(runs["msprobe compare"]) if msprobe else None
+    theirs_by_tensor = errors.get("msprobe compare", {})
+    about = {"tree": tree, "tensors": count, "bytes": size}
     return [
-        summary(tree, size, name, runs[name], peer, errors[name], errors.get("msprobe compare", {}))
+        {**about, **summary(name, size, runs[name], peer, errors[name], theirs_by_tensor)}
         for name in names
     ]
 
@@ -157,9 +159,8 @@ def middle(runs: list[Timed]) -> tuple[float, float]:
 
 
 def summary(
-    tree: str,
-    size: int,
     name: str,
+    size: int,
     runs: list[Timed],
     peer: tuple[float, float] | None,
     errors: dict[str, float],
@@ -167,14 +168,11 @@ def summary(
 ) -> dict[str, Any]:
     """Return a line of the report."""
     median, cpu = middle(runs)
-    own = name != "msprobe compare"
+    is_ours = name != "msprobe compare"
     both = errors.keys() & others.keys()
     return {
-        "tree": tree,
-        "tensors": TREES[tree][0],
-        "bytes": size,
-        "tool": "ours" if own else "msprobe",
-        "profile": name if own else None,
+        "tool": "ours" if is_ours else "msprobe",
+        "profile": name if is_ours else None,
         "seconds": [round(r.seconds, 4) for r in runs],
         "min_s": min(r.seconds for r in runs),
         "median_s": median,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.align_faults import page, suite
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
@@ -37,11 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.align_faults",
-        description="Plant faults in small sharded models and see whether bisect names them.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = new_parser(
+        "align_faults",
+        "Plant faults in small sharded models and see whether bisect names them.",
+        EPILOG,
     )
     parser.add_argument("--faults", type=int, default=150, metavar="N", help="faults (150)")
     parser.add_argument("--clean", type=int, default=30, metavar="N", help="right pairs (30)")

@@ -158,14 +158,23 @@ def _apart(pair: tuple[Array, Array, str]) -> bool:
     return float(np.linalg.norm(off)) > 1e-3 * float(np.linalg.norm(np.nan_to_num(golden)))
 
 
-METHODS = (
-    "msprobe tensor mode",
-    "msprobe -da",
-    "allclose of each operator",
-    "allclose end to end",
-    "first other bits, or checksum",
-    "inputs equal to 0.001, outputs not",
-)
+def _ends_apart(call: Call, inputs: Pairs, outputs: Pairs) -> bool:
+    """Return whether allclose fails for the loss or an updated weight."""
+    last = call.phase is Phase.OPTIMIZER or call.name == "Functional.cross_entropy"
+    return last and call.phase is not Phase.BACKWARD and not_close(outputs[:1])
+
+
+METHODS: dict[str, Callable[[Call, Pairs, Pairs], bool]] = {
+    "msprobe tensor mode": lambda call, ins, outs: tensor_rule(call.name, ins, outs) != "pass",
+    "msprobe -da": lambda call, ins, outs: statistics_differ(outs),
+    "allclose of each operator": lambda call, ins, outs: not_close(outs),
+    "allclose end to end": _ends_apart,
+    "first other bits, or checksum": lambda call, ins, outs: any(
+        not np.array_equal(a, b) for a, b, _ in outs
+    ),
+    "inputs equal to 0.001, outputs not": lambda call, ins, outs: inputs_agree(ins, outs),
+}
+"""Whether each method flags a call."""
 
 
 def judged(reference: Dump, target: Dump) -> dict[str, str | None]:
@@ -175,19 +184,9 @@ def judged(reference: Dump, target: Dump) -> dict[str, str | None]:
     """
     found: dict[str, str | None] = dict.fromkeys(METHODS)
     for key, call, inputs, outputs in _in_order(reference, target):
-        if found[METHODS[0]] is None and tensor_rule(call.name, inputs, outputs) != "pass":
-            found[METHODS[0]] = key
-        if found[METHODS[1]] is None and statistics_differ(outputs):
-            found[METHODS[1]] = key
-        if found[METHODS[2]] is None and not_close(outputs):
-            found[METHODS[2]] = key
-        last = call.phase is Phase.OPTIMIZER or call.name == "Functional.cross_entropy"
-        if found[METHODS[3]] is None and last and call.phase is not Phase.BACKWARD:
-            found[METHODS[3]] = "" if not_close(outputs[:1]) else None
-        if found[METHODS[4]] is None and any(not np.array_equal(a, b) for a, b, _ in outputs):
-            found[METHODS[4]] = key
-        if found[METHODS[5]] is None and inputs_agree(inputs, outputs):
-            found[METHODS[5]] = key
+        for name, flags in METHODS.items():
+            if found[name] is None and flags(call, inputs, outputs):
+                found[name] = "" if flags is _ends_apart else key
         if all(name is not None for name in found.values()):
             break
     return found

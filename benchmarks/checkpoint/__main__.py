@@ -302,20 +302,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
+    document: dict[str, Any] = {"rounds": args.rounds, "results": results}
     if args.stall is not None:
         for recipe in args.stall or ["telechat3_moe/pretrain_tiny.yaml"]:
             results.append(measure_stall(recipe, args.rounds, args.folder))
             show_stall(results[-1])
-        if args.json:
-            args.json.write_text(
-                json.dumps({"rounds": args.rounds, "results": results}, indent=1) + "\n"
-            )
-        return
-    for size in args.sizes:
-        results += measure(size, args.rounds, args.folder)
-    show(results)
+    else:
+        for size in args.sizes:
+            results += measure(size, args.rounds, args.folder)
+        show(results)
+        document = {"sizes_mib": args.sizes, **document}
     if args.json:
-        document = {"sizes_mib": args.sizes, "rounds": args.rounds, "results": results}
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -11,7 +11,6 @@ Exit codes: 0 ok, 1 a number differs or a quote is gone, 2 usage.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import os
@@ -24,15 +23,8 @@ from pathlib import Path
 
 from benchmarks.claims.compare import compare
 from benchmarks.claims.history import git, holds_here, reworded, stale, this_machine
-from benchmarks.claims.read import (
-    ROOT,
-    Claim,
-    definitions,
-    pages,
-    problems,
-    read_claims,
-    uncovered,
-)
+from benchmarks.claims.read import ROOT, Claim, definitions, pages, problems, read_claims, uncovered
+from benchmarks.command import new_parser
 
 PAGE = Path(__file__).with_name("verification.md")
 HEAD = """# What was verified, and how
@@ -137,11 +129,7 @@ def run_all(chosen: Sequence[Claim], seconds: float) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.claims",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("claims", __doc__)
     parser.add_argument("ids", nargs="*", metavar="ID")
     parser.add_argument(
         "--changed",

@@ -69,21 +69,13 @@ class Claim:
 
 
 def _quote(page: str, entry: Any) -> Quote:
-    if isinstance(entry, str):
-        entry = {"text": entry}
-    text = entry.get("text", "")
-    read = entry.get("read", ())
-    return Quote(
-        page,
-        " ".join(re.sub(r"\{([^{}]*)\}", r"\1", text).split()),
-        tuple(re.findall(r"\{([^{}]*)\}", text)),
-        (read,) if isinstance(read, str) else tuple(read),
-        str(entry.get("within", "printed")),
-        entry.get("table", ""),
-        str(entry.get("seal", "")),
-        entry.get("source", ""),
-        entry.get("times", ""),
-    )
+    braces = re.compile(r"\{([^{}]*)\}")
+    others = {"text": entry} if isinstance(entry, str) else {**entry}
+    text, read = others.pop("text", ""), others.pop("read", ())
+    words = " ".join(braces.sub(r"\1", text).split())
+    read = (read,) if isinstance(read, str) else tuple(read)
+    others = {name: str(value) for name, value in others.items()}
+    return Quote(page, words, tuple(braces.findall(text)), read, **others)
 
 
 def read_claims(file: Path = FILE) -> list[Claim]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from benchmarks.plan_published.models import published
 from telechat_moe.data import IndexedDataset, build
 from telechat_moe.data.balance import deal
@@ -237,11 +237,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.data_balance",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("data_balance", __doc__)
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON")
     return answer(parser, run, argv)
 

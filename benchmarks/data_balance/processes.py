@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from benchmarks.data_balance.rank import CALIBRATIONS, KINDS
 from benchmarks.machine import machine
 from benchmarks.ranks import run_ranks
@@ -66,11 +66,7 @@ MODEL = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.data_balance.processes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("data_balance.processes", __doc__)
     parser.add_argument("--processes", type=int, default=4, metavar="N", help="default 4")
     parser.add_argument("--window", type=int, default=4096, metavar="TOKENS", help="default 4096")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="batches (default 4)")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from benchmarks.data_balance.__main__ import OWN, Documents
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
@@ -84,11 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.data_packing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("data_packing", __doc__)
     parser.add_argument("--documents", type=int, default=1_000_000, metavar="N")
     add_json(parser)
     return answer(parser, run, argv)

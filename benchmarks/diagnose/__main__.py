@@ -63,9 +63,9 @@ def speed(ranks: int, steps: int) -> dict[str, float]:
         command = [sys.executable, "-m", "telechat_moe.cli", "diagnose", folder, "--json", "-"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "gib": peak}
+    cpu_seconds, gib = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "gib": gib}
 
 
 def recording(steps: int = 2000) -> dict[str, float]:
@@ -106,11 +106,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.traces:
         return _public(Path(args.traces))
-    report: dict[str, object] = {"recording": recording()}
+    timing = recording()
+    report: dict[str, object] = {"recording": timing}
     print(
-        "recording a step: {minimum_us:.0f} us minimum, {median_us:.0f} us median".format(
-            **recording()
-        )
+        f"recording a step: {timing['minimum_us']:.0f} us minimum, {timing['median_us']:.0f} us median"
     )
     if args.speed:
         report["speed"] = speeds = speed(args.ranks, args.speed)

@@ -34,16 +34,19 @@ TELECHAT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 DEEPSEEK = "deepseek3/pretrain_deepseek3_671b.yaml"
 
 
-def layout(dp: int, tp: int, pp: int, ep: int, micro: int) -> list[str]:
-    """Return overrides for a layout."""
-    degrees = {
-        "data_parallel": dp,
-        "model_parallel": tp,
-        "pipeline_stage": pp,
-        "expert_parallel": ep,
-        "micro_batch_num": micro,
-    }
-    return [f"parallel_config.{key}={value}" for key, value in degrees.items()]
+DEGREES = (
+    "data_parallel",
+    "model_parallel",
+    "pipeline_stage",
+    "expert_parallel",
+    "micro_batch_num",
+)
+
+
+def layout(*degrees: int) -> list[str]:
+    """Return overrides for a layout, in the order of :data:`DEGREES`."""
+    pairs = zip(DEGREES, degrees, strict=True)
+    return [f"parallel_config.{key}={value}" for key, value in pairs]
 
 
 SMALL = [

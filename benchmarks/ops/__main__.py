@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from benchmarks.machine import processor
 from benchmarks.ops import TUNED_MALLOC, sets
 from benchmarks.ops.report import page
@@ -39,11 +39,8 @@ exit codes: 0 ran (targets may be missed), 1 peers disagree, 2 usage, 3 no such 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ops",
-        description="Measure the operators and those of torch, TorchInductor and MindSpore.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = new_parser(
+        "ops", "Measure the operators and those of torch, TorchInductor and MindSpore.", EPILOG
     )
     add_options(parser)
     add_json(parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,11 +204,6 @@ def _moe_torch(
         y = y * w.reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(x).index_add_(0, order // K, y)
 
-    def call(function: Any) -> None:
-        for t in leaves:
-            t.grad = None
-        function().backward(td)
-
     for name, function in (("torch loop (HF)", loop), ("torch grouped_mm", grouped)):
         try:
             check_same(case, name, a["out"], function().detach(), 1e-4)
@@ -215,10 +211,17 @@ def _moe_torch(
             if "differs" in str(error):
                 raise
             continue  # this torch has no grouped product for these shapes
-        call(function)
+        peers[name] = partial(_there_and_back, leaves, function, td)
+        peers[name]()
         for ours, leaf in zip(("dx", "dw", "dg", "du", "dd"), leaves, strict=True):
             check_same(case, name, a[ours], leaf.grad, 1e-4)
-        peers[name] = lambda function=function: call(function)
+
+
+def _there_and_back(leaves: list[Any], function: Callable[[], Any], grad: Any) -> None:
+    """Compute a function, and the gradients of its leaves alone."""
+    for leaf in leaves:
+        leaf.grad = None
+    function().backward(grad)
 
 
 def attention(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
@@ -231,12 +234,8 @@ def attention(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     ]
     for B, S, N, D, Dv in shapes[:1] if quick else shapes:
         tell(f"attention {B}x{S}x{N}x{D}/{Dv}")
-        q, k, v, do = (
-            _normal(B, S, N, D),
-            _normal(B, S, N, D) * 0.7,
-            _normal(B, S, N, Dv),
-            _normal(B, S, N, Dv) * 0.9,
-        )
+        q, v = _normal(B, S, N, D), _normal(B, S, N, Dv)
+        k, do = q * 0.7, v * 0.9
         start = np.zeros((B, S), np.int32)
         o, lse = aligned(v), _zeros(B, N, S)
         grads = [aligned(x) for x in (q, k, v)]
@@ -275,21 +274,13 @@ def _attention_torch(torch: Any, case: Measurement, peers: Any, arrays: Any, res
         a, b, c = leaves
         return sdpa(a, b, torch.nn.functional.pad(c, (0, D - Dv)), is_causal=True)[..., :Dv]
 
-    def call(function: Any) -> None:
-        for t in leaves:
-            t.grad = None
-        function().backward(do)
-
-    for name, function in (
-        ("torch eager", eager),
-        ("torch sdpa", plain),
-        ("torch sdpa, v padded", padded),
-    ):
+    ways = {"torch eager": eager, "torch sdpa": plain, "torch sdpa, v padded": padded}
+    for name, function in ways.items():
         check_same(case, name, results[0], function().detach().transpose(1, 2), 1e-4)
-        call(function)
+        peers[name] = partial(_there_and_back, leaves, function, do)
+        peers[name]()
         for ours, leaf in zip(results[1], leaves, strict=True):
             check_same(case, name, ours, leaf.grad.transpose(1, 2), 1e-4)
-        peers[name] = lambda function=function: call(function)
 
 
 def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:

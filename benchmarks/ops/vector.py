@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ops.timing import Measurement, aligned, check_same, in_turns, relative_error
+from benchmarks.ops.timing import Call, Measurement, aligned, check_same, in_turns, relative_error
 from benchmarks.ops.translate import mindspore_cell, torch_function
 from telechat_moe.ops import dvm
 
@@ -125,9 +126,10 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Me
             out = [aligned(y) for y in run(*inputs)]
             exact = interpret(program, inputs)
             case.error = max(relative_error(a, b) for a, b in zip(out, exact, strict=True))
-            peers: dict[str, Any] = {"ours": run.prepared(inputs, out)}
-            _torch_peers(case, program, inputs, out[0], peers)
-            _mindspore_peers(case, program, inputs, out[0], peers)
+            peers: dict[str, Call] = {"ours": run.prepared(inputs, out)}
+            for add_peers in (_torch_peers, _mindspore_peers):
+                with contextlib.suppress(ImportError):
+                    peers |= add_peers(case, program, inputs, out[0])
             in_turns(case, peers, 0.1 if quick else 0.6)
             yield case
 
@@ -147,20 +149,13 @@ def _compiled(body: Body, specs: list[Any], real: list[tuple[int, ...]]) -> tupl
 
 
 def _torch_peers(
-    case: Measurement,
-    program: Any,
-    inputs: list[np.ndarray],
-    ours: np.ndarray,
-    peers: dict[str, Any],
-) -> None:
-    try:
-        import torch
-    except ImportError:
-        return
+    case: Measurement, program: Any, inputs: list[np.ndarray], ours: np.ndarray
+) -> dict[str, Call]:
+    import torch
+
     torch.set_num_threads(case.threads)
     function = torch_function(program)
     tensors = [torch.from_numpy(x) for x in inputs]
-    peers["torch eager"] = lambda: function(*tensors)
     check_same(case, "torch eager", ours, function(*tensors)[0], 1e-4)
     torch._dynamo.reset()
     compiled = torch.compile(function, dynamic=False)
@@ -168,30 +163,26 @@ def _torch_peers(
     result = compiled(*tensors)
     case.compile["inductor"] = (time.perf_counter() - began) * 1e6
     check_same(case, "inductor", ours, result[0], 1e-4)
-    peers["inductor"] = lambda: compiled(*tensors)
+    return {"torch eager": lambda: function(*tensors), "inductor": lambda: compiled(*tensors)}
 
 
 def _mindspore_peers(
-    case: Measurement,
-    program: Any,
-    inputs: list[np.ndarray],
-    ours: np.ndarray,
-    peers: dict[str, Any],
-) -> None:
-    try:
-        import mindspore as ms
-    except ImportError:
-        return
+    case: Measurement, program: Any, inputs: list[np.ndarray], ours: np.ndarray
+) -> dict[str, Call]:
+    import mindspore as ms
+
+    peers: dict[str, Call] = {}
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU", jit_config={"jit_level": "O0"})
     tensors = [ms.Tensor(x) for x in inputs]
-    plain, fused = mindspore_cell(program), _node(program)
-    for name, cell in (("mindspore O0", plain), ("ours in a graph", fused)):
+    cells = {"mindspore O0": mindspore_cell(program), "ours in a graph": _node(program)}
+    for name, cell in cells.items():
         began = time.perf_counter()
         result = cell(*tensors)
         result = result[0] if isinstance(result, tuple) else result
         check_same(case, name, ours, result.asnumpy(), 2e-3)  # its tanh is that coarse
         case.compile[name] = (time.perf_counter() - began) * 1e6
         peers[name] = lambda cell=cell: _wait(cell(*tensors))
+    return peers
 
 
 def _wait(result: Any) -> np.ndarray:
@@ -259,31 +250,20 @@ def _dynamic_peers(
         return built[0](*inputs)[0]
 
     yield "ours", ours
-    try:
+    with contextlib.suppress(ImportError):
         import mindspore as ms
 
         ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU", jit_config={"jit_level": "O0"})
-        for name, cell in (
-            ("ours in a graph", _node(program)),
-            ("mindspore O0", mindspore_cell(program)),
-        ):
-            unknown = [
-                ms.Tensor(
-                    shape=[None if isinstance(d, str) and d == "T" else 1024 for d in s],
-                    dtype=ms.float32,
-                )
-                for s in specs
-            ]
+        shapes = [[None if d == "T" else 1024 for d in s] for s in specs]
+        unknown = [ms.Tensor(shape=shape, dtype=ms.float32) for shape in shapes]
+        cells = {"ours in a graph": _node(program), "mindspore O0": mindspore_cell(program)}
+        for name, cell in cells.items():
             cell.set_inputs(*unknown)
             yield name, lambda inputs, cell=cell: _wait(cell(*map(ms.Tensor.from_numpy, inputs)))
-    except ImportError:
-        pass
-    try:
+    with contextlib.suppress(ImportError):
         import torch
 
         torch.set_num_threads(threads)
         torch._dynamo.reset()
         compiled = torch.compile(torch_function(program), dynamic=True)
         yield "inductor, cold", lambda inputs: compiled(*[torch.from_numpy(x) for x in inputs])[0]
-    except ImportError:
-        pass

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from benchmarks.overlap import report
 from benchmarks.overlap.overlap import LAUNCH_US, MULTIPROCESSORS
 from telechat_moe.cli.arguments import add_json
@@ -24,12 +24,11 @@ exit codes: 0 ok, 2 usage, 3 bad input
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap",
-        description="Predict when the kernels of a profiled step start, how long it takes and how much communication "
+    parser = new_parser(
+        "overlap",
+        "Predict when the kernels of a profiled step start, how long it takes and how much communication "
         "is hidden.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     parser.add_argument("kernels", metavar="KERNELS", help="CSV of kernels")
     parser.add_argument(

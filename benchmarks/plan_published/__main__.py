@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from benchmarks.plan_published import partial_steps
 from benchmarks.plan_published.fit import refit
 from benchmarks.plan_published.tables import read_table
@@ -35,14 +35,13 @@ WHOLE_STEPS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan_published",
-        description="Predict every row of published tables and compare with what was measured. Rows that cannot be "
+    parser = new_parser(
+        "plan_published",
+        "Predict every row of published tables and compare with what was measured. Rows that cannot be "
         "predicted are listed with the reason.",
-        epilog="example:\n  python -m benchmarks.plan_published "
+        "example:\n  python -m benchmarks.plan_published "
         "benchmarks/plan_published/data/vtrain_a100_multi.csv --device a100\n\n"
         "exit codes: 0 ok, 2 usage, 3 bad input or no row that could be scored",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "tables",

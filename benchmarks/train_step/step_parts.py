@@ -21,18 +21,6 @@ WARM_UP = 8  # MindSpore tries two ways to run a graph in its first calls and ke
 CALLS = 7
 
 
-class First(nn.Cell):
-    """The first output of a cell."""
-
-    def __init__(self, cell: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.cell = cell
-
-    def construct(self, *inputs: Tensor) -> Tensor:
-        """Return the first output."""
-        return self.cell(*inputs)[0]
-
-
 class Routed(nn.Cell):
     """Router and dispatch of a mixture of experts whose experts do nothing."""
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.command import answer
+from benchmarks.command import answer, new_parser
 from benchmarks.upstream import compare
 from telechat_moe.cli.arguments import add_json, add_overrides
 from telechat_moe.cli.output import show_table, write_json
@@ -48,11 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.upstream",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("upstream", __doc__)
     parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="global rank (default 0)")
     parser.add_argument("--one-device", action="store_true", help="operators without the layout's")

@@ -223,10 +223,8 @@ def component_of(module: str, upstream: bool) -> str | None:
         if re.fullmatch(r"layers\.\d+|mtp\.\d+\.block", module):
             return "residual stream"
     inner = re.sub(f"^{layer}", "", module) if module != "model" else module
-    for part in COMPONENTS:
-        if inner and re.fullmatch(part.upstream if upstream else part.ours, inner):
-            return part.name
-    return None
+    patterns = ((part.name, part.upstream if upstream else part.ours) for part in COMPONENTS)
+    return next((name for name, p in patterns if inner and re.fullmatch(p, inner)), None)
 
 
 def _parts(function: Any, upstream: bool) -> dict[str, str]:
@@ -238,10 +236,10 @@ def _parts(function: Any, upstream: bool) -> dict[str, str]:
     known = {n.name: component_of(modules[n.name], upstream) for n in forward}
     known = {name: part for name, part in known.items() if part is not None}
     for node in forward:
-        if modules[node.name] == "unknown":
-            found = _weight_part(function, node, known, upstream)
-            if found is not None:
-                known[node.name] = found
+        if modules[node.name] == "unknown" and (
+            part := _weight_part(function, node, known, upstream)
+        ):
+            known[node.name] = part
     users: dict[str, list[str]] = {}
     for node in forward:
         for source in node.inputs:
@@ -300,13 +298,11 @@ def operator_table(theirs: RankGraph, ours: RankGraph) -> list[tuple[str, str, s
     found, own = operators(theirs, True), operators(ours, False)
     order = [part.name for part in COMPONENTS]
     order += sorted((found.keys() | own.keys()) - set(order))
-    return [(name, _said(found.get(name)), _said(own.get(name))) for name in order]
+    return [(name, *(_listed(side.get(name, {})) for side in (found, own))) for name in order]
 
 
-def _said(counts: Counter[str] | None) -> str:
-    if not counts:
-        return "-"
-    return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "-"
 
 
 def parameter_table(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
@@ -319,10 +315,6 @@ def parameter_table(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
 
 def elements(rows: Sequence[Row]) -> tuple[int, int]:
     """Return the trained values of upstream's model and of ours."""
-    theirs = [row.shape for row in rows]
-    ours = [shape for row in rows for shape in row.our_shapes]
-    return _elements(theirs), _elements(ours)
-
-
-def _elements(shapes: Iterable[Shape | None]) -> int:
-    return sum(prod(shape) for shape in shapes if shape is not None)
+    theirs = sum(prod(row.shape) for row in rows if row.shape is not None)
+    ours = (shape for row in rows for shape in row.our_shapes if shape is not None)
+    return theirs, sum(map(prod, ours))

@@ -32,16 +32,7 @@ from telechat_moe.launch.commands import free_port
 from telechat_moe.recipe import load
 
 STEPS = 24
-TWO = {
-    "train_dataset__data_loader__sizes": f"[{4 * STEPS},0,0]",
-    "use_parallel": True,
-    "parallel__parallel_mode": 1,
-    "parallel__full_batch": True,
-    "parallel_config__data_parallel": 2,
-    "parallel_config__expert_parallel": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
-}
+TWO = {**mini.DP2_EP2, "train_dataset__data_loader__sizes": f"[{4 * STEPS},0,0]"}
 
 
 def launch(data: Path, output: Path, *flags: str, **changes: object) -> list[str]:

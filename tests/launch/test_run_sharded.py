@@ -11,6 +11,7 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
+from mini_recipe import DP2_EP2, PP2
 
 from telechat_moe.cli import main
 from telechat_moe.graph.mindir import kinds
@@ -19,30 +20,11 @@ from telechat_moe.recipe import load
 from telechat_moe.sharding.recipe import mesh_of
 
 STEPS = 4
-DP2_EP2 = {
-    "use_parallel": True,
-    "parallel__parallel_mode": 1,
-    "parallel__full_batch": True,
-    "parallel_config__data_parallel": 2,
-    "parallel_config__expert_parallel": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
-}
 LENGTH = (
     "model__model_config__seq_length",
     "train_dataset__data_loader__config__seq_length",
     "model__model_config__max_position_embeddings",
 )
-PP2 = {
-    "use_parallel": True,
-    "parallel__parallel_mode": 1,
-    "parallel__full_batch": True,
-    "parallel_config__pipeline_stage": 2,
-    "parallel_config__micro_batch_num": 2,
-    "callbacks__1__micro_batch_num": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
-}
 
 
 def arguments(data: Path, output: Path, processes: int, **changes: object) -> list[str]:

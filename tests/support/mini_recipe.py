@@ -11,15 +11,19 @@ from telechat_moe.recipe.weights import weights
 
 STEPS = 12
 SPREAD = {"use_parallel": True, "parallel__parallel_mode": 1, "parallel__full_batch": True}
-TP2_PP2 = {
-    **SPREAD,
-    "parallel_config__model_parallel": 2,
-    "parallel_config__use_seq_parallel": True,
+_HALF = {**SPREAD, "runner_config__batch_size": 2, "model__model_config__batch_size": 2}
+DP2 = {**_HALF, "parallel_config__data_parallel": 2}
+DP2_EP2 = {**DP2, "parallel_config__expert_parallel": 2}
+PP2 = {
+    **_HALF,
     "parallel_config__pipeline_stage": 2,
     "parallel_config__micro_batch_num": 2,
     "callbacks__1__micro_batch_num": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
+}
+TP2_PP2 = {
+    **PP2,
+    "parallel_config__model_parallel": 2,
+    "parallel_config__use_seq_parallel": True,
 }
 OVERRIDES = {
     "model.model_config.vocab_size": 64,

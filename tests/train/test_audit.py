@@ -15,6 +15,7 @@ pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
 import spiky_data
+from mini_recipe import DP2_EP2
 from running import Hold, rank, steps_in, until
 from spiky_data import BATCH, SPIKE, STEPS
 
@@ -203,16 +204,6 @@ def test_a_plan(done, capsys):
 
 
 # --------------------------------------------------------------------------------- several processes
-
-DP2_EP2 = {
-    "use_parallel": True,
-    "parallel__parallel_mode": 1,
-    "parallel__full_batch": True,
-    "parallel_config__data_parallel": 2,
-    "parallel_config__expert_parallel": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
-}
 
 
 @pytest.mark.slow

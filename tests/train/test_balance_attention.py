@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mindspore
 
 import key_effects
 import mini_recipe as mini
-from mini_recipe import SPREAD
+from mini_recipe import DP2
 
 from telechat_moe.cli import main
 from telechat_moe.launch.sharded_run import one_process
@@ -37,13 +37,7 @@ DOCUMENTS = {
 }
 ONE = {"runner_config__gradient_accumulation_steps": 2}
 ONE |= {"callbacks__1__gradient_accumulation_steps": 2}
-TWO = {
-    **SPREAD,
-    **ONE,
-    "parallel_config__data_parallel": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
-}
+TWO = {**DP2, **ONE}
 DEALT = {**TWO, "telechat_moe__balance_attention": True}
 
 

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import mini_recipe
 import numpy as np
 import pytest
-from mini_recipe import SPREAD
+from mini_recipe import DP2_EP2
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
@@ -13,19 +14,16 @@ pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
 from saved import assert_near
 from test_growing_runs import BATCHES, SETTINGS
 from test_sharded_average import saved, train
-from test_sharded_train import BOUND, DP2_EP2, curve, records
+from test_sharded_train import BOUND, curve, records
 
 from telechat_moe.cli import main
 
 DP2 = {**SETTINGS, **DP2_EP2}
 PP2 = {
     **SETTINGS,
-    **SPREAD,
-    "parallel_config__pipeline_stage": 2,
+    **mini_recipe.PP2,
     "parallel_config__micro_batch_num": 4,
     "callbacks__1__micro_batch_num": 4,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
     "runner_config__gradient_accumulation_steps": 1,
     "callbacks__1__gradient_accumulation_steps": 1,
 }

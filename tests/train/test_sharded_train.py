@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mini_recipe import SPREAD, TP2_PP2
+from mini_recipe import DP2_EP2, SPREAD, TP2_PP2
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
@@ -28,13 +28,6 @@ STEPS = 40
 SAME = {
     "train_dataset__data_loader__sizes": f"[{4 * STEPS},0,0]",
     "telechat_moe__evaluation__interval": 20,
-}
-DP2_EP2 = {
-    **SPREAD,
-    "parallel_config__data_parallel": 2,
-    "parallel_config__expert_parallel": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
 }
 BESIDE = {
     **DP2_EP2,

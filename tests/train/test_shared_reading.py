@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mini_recipe as mini
 import pytest
-from mini_recipe import SPREAD, TP2_PP2
+from mini_recipe import DP2, TP2_PP2
 
 from telechat_moe.processes import Control
 
@@ -23,12 +23,6 @@ DOCUMENTS = {
     f"{CONFIG}create_attention_mask": True,
     f"{CONFIG}reset_attention_mask": True,
     f"{CONFIG}reset_position_ids": True,
-}
-DP2 = {
-    **SPREAD,
-    "parallel_config__data_parallel": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
 }
 DEALT = {
     **DP2,

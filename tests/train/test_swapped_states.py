@@ -13,12 +13,12 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
 
 import mini_recipe as mini
-from mini_recipe import SPREAD
+from mini_recipe import DP2_EP2, PP2
 from running import Hold, rank, wait_for_ends, wait_for_step
 from test_expert_moves import DP4
 from test_growing_runs import SETTINGS
 from test_sharded_average import ZERO, equal, train
-from test_sharded_train import BESIDE, DP2_EP2, records
+from test_sharded_train import BESIDE, records
 
 from benchmarks.ranks import transfers
 from telechat_moe.checkpoint import checkpoint
@@ -47,15 +47,7 @@ ACTIVATIONS = {
     "callbacks__1__gradient_accumulation_steps": 2,
     "swap_config__swap": True,
 }
-PIPELINE = {
-    **SPREAD,
-    "parallel_config__pipeline_stage": 2,
-    "parallel_config__micro_batch_num": 2,
-    "callbacks__1__micro_batch_num": 2,
-    "runner_config__batch_size": 2,
-    "model__model_config__batch_size": 2,
-    "telechat_moe__sharding__pipeline_schedule": "zb-h1",
-}
+PIPELINE = {**PP2, "telechat_moe__sharding__pipeline_schedule": "zb-h1"}
 ALONE = {
     **RUN,
     "runner_config__batch_size": 2,
