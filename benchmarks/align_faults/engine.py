@@ -14,14 +14,7 @@ import numpy as np
 
 from benchmarks.align_faults.exchanges import EXCHANGES
 from benchmarks.align_faults.kernels import KERNELS, Array, Numerics, rounded
-from benchmarks.align_faults.tensors import (
-    Tensor,
-    arguments,
-    integer_type,
-    record,
-    send,
-    widest,
-)
+from benchmarks.align_faults.tensors import Tensor, arguments, integer_type, record, send, widest
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,

@@ -137,10 +137,7 @@ def _mul(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
 
 
 def _div_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
-    return [
-        _fit(g[0] / ins[1], ins[0], n),
-        _fit(-g[0] * ins[0] / (ins[1] * ins[1]), ins[1], n),
-    ]
+    return [_fit(g[0] / ins[1], ins[0], n), _fit(-g[0] * ins[0] / (ins[1] * ins[1]), ins[1], n)]
 
 
 def _sigmoid(x: Array) -> Array:
@@ -362,8 +359,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "Functional.cross_entropy": Kernel(_cross_entropy, _cross_entropy_back),
     "Tensor.reshape": Kernel(
-        lambda i, s, n: [i[0].reshape(s["shape"])],
-        lambda i, s, o, g, n: [g[0].reshape(i[0].shape)],
+        lambda i, s, n: [i[0].reshape(s["shape"])], lambda i, s, o, g, n: [g[0].reshape(i[0].shape)]
     ),
     "Tensor.transpose": Kernel(_transpose, lambda i, s, o, g, n: _transpose(g, s, n)),
     "Tensor.masked_fill": Kernel(

@@ -13,22 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.align_faults import baselines
+from benchmarks.align_faults import baselines, score
 from benchmarks.align_faults.engine import Planted
 from benchmarks.align_faults.faults import AREAS, CLASSES, Fault
 from benchmarks.align_faults.history import BUGS, Bug
 from benchmarks.align_faults.layouts import LAYOUTS
-from benchmarks.align_faults.score import (
-    Base,
-    Result,
-    Stopped,
-    chosen,
-    plant,
-    right,
-    run,
-    sites_of,
-    try_fault,
-)
+from benchmarks.align_faults.score import Base, Result, Stopped
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.across_layouts import across
 from telechat_moe.tools.align.bisect import bisect
@@ -254,7 +244,7 @@ def run_suite(
     for done, i in enumerate(range(first, first + faults), 1):
         kind = kinds[i % len(kinds)]
         number = seed * 1_000_003 + i // len(kinds)
-        found = plant(kind, names, number)
+        found = score.plant(kind, names, number)
         if found is None:
             report.nowhere.append(kind.name)
         else:
@@ -284,7 +274,7 @@ def run_suite(
 
 def _fitting(classes: str, layouts: str, seed: int) -> tuple[list[Fault], list[str]]:
     """Return the classes, in an order that the seed gives, and the names of layouts that fit two patterns."""
-    kinds, names = chosen(classes), [n for n in LAYOUTS if fnmatch(n, layouts)]
+    kinds, names = score.chosen(classes), [n for n in LAYOUTS if fnmatch(n, layouts)]
     if not kinds or not names:
         what = f"classes {classes!r}" if not kinds else f"layouts {layouts!r}"
         raise UsageError(f"no {what}; there are {', '.join(CLASSES if not kinds else LAYOUTS)}")
@@ -306,9 +296,9 @@ def _faults(
 ) -> list[Result | Stopped]:
     found: list[Result | Stopped] = []
     for name, number in some:
-        planted = plant(CLASSES[name], names, number)
+        planted = score.plant(CLASSES[name], names, number)
         assert planted is not None
-        found.append(try_fault(CLASSES[name], base, planted[1], number))
+        found.append(score.try_fault(CLASSES[name], base, planted[1], number))
     return found
 
 
@@ -357,7 +347,7 @@ def judge_pair(reference: Base, target: Base) -> Pair:
     same = reference.ranks == target.ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        one, two = run(reference).dump(), run(target).dump()
+        one, two = score.run(reference).dump(), score.run(target).dump()
         outcome = bisect(one, two, ReferenceCache()) if same else across(one, two)
     first = outcome.findings[0] if outcome.findings else None
     said = f"{first.verdict.key}: {first.verdict.reason}" if first else outcome.reason
@@ -370,17 +360,19 @@ def judge_pair(reference: Base, target: Base) -> Pair:
 
 def _bug(bug: Bug, seed: int) -> tuple[Bug, Result, bool]:
     base = Base(bug.layout, bug.dtype, seed=zlib.crc32(bug.source.encode()) % 97)
-    able = [s for s in sites_of(base) if bug.fault.pick(s)]
+    able = [s for s in score.sites_of(base) if bug.fault.pick(s)]
     if not able:
         raise RuntimeError(f"{bug.source}: no place in layout {bug.layout}")
     rng = np.random.default_rng([seed, zlib.crc32(bug.source.encode())])
     site = able[int(rng.integers(len(able)))]
-    found = try_fault(bug.fault, base, Planted(site, bug.fault.stage, bug.fault.change(rng)), seed)
+    found = score.try_fault(
+        bug.fault, base, Planted(site, bug.fault.stage, bug.fault.change(rng)), seed
+    )
     if isinstance(found, Stopped):
         raise RuntimeError(f"{bug.source}: {found.key} stops its program: {found.reason}")
     again = Planted(site, bug.fault.stage, bug.fault.change(np.random.default_rng(seed)))
-    wrong = run(base, again, seed).dump()
-    return bug, found, _losses(right(base)[0]) != _losses(wrong)
+    wrong = score.run(base, again, seed).dump()
+    return bug, found, _losses(score.right(base)[0]) != _losses(wrong)
 
 
 def _losses(dump: Dump) -> list[bytes]:

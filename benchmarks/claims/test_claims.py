@@ -13,37 +13,24 @@ from benchmarks.claims import __main__ as runner
 from benchmarks.claims import history, read
 from benchmarks.claims.__main__ import PAGE, page
 from benchmarks.claims.compare import compare, judge
-from benchmarks.claims.read import (
-    MEASURED,
-    ROOT,
-    Claim,
-    Quote,
-    definitions,
-    page_text,
-    pages,
-    problems,
-    read_claims,
-    seal,
-    table,
-    uncovered,
-)
+from benchmarks.claims.read import Claim, Quote
 from telechat_moe.cli import build_parser
 
-CLAIMS = read_claims()
-MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+CLAIMS = read.read_claims()
+MAKEFILE = (read.ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_every_quote_is_in_its_page():
-    assert problems(CLAIMS) == []
+    assert read.problems(CLAIMS) == []
 
 
-@pytest.mark.parametrize("name", pages())
+@pytest.mark.parametrize("name", read.pages())
 def test_every_figure_of_a_page_has_a_claim(name):
-    assert uncovered(name, CLAIMS, definitions().get(name)) == []
+    assert read.uncovered(name, CLAIMS, read.definitions().get(name)) == []
 
 
 def test_every_row_of_the_readmes_results_has_a_claim():
-    rows = table("README.md", "| what | result | machine").splitlines()[2:]
+    rows = read.table("README.md", "| what | result | machine").splitlines()[2:]
     texts = [quote.text for claim in CLAIMS for quote in claim.quotes if quote.page == "README.md"]
     assert len(rows) >= 6
     assert [row for row in rows if not any(text in row for text in texts)] == []
@@ -85,14 +72,14 @@ def test_a_command_can_be_pasted(claim):
             assert find_spec(arguments[1]) is not None
         else:
             assert program in ("python", "sh")
-            assert (ROOT / arguments[0]).is_file()
+            assert (read.ROOT / arguments[0]).is_file()
         for word in arguments:
             if word.startswith(("tests/", "benchmarks/", "docs/")):
-                assert (ROOT / word).exists(), word
+                assert (read.ROOT / word).exists(), word
 
 
 @pytest.mark.parametrize(
-    "page", sorted(ROOT.glob("benchmarks/*/README.md")), ids=lambda p: p.parent.name
+    "page", sorted(read.ROOT.glob("benchmarks/*/README.md")), ids=lambda p: p.parent.name
 )
 def test_commands_of_a_readme_are_understood(page: Path):
     for block in re.findall(r"(?ms)^```sh\n(.*?)^```", page.read_text(encoding="utf-8")):
@@ -107,23 +94,23 @@ def test_commands_of_a_readme_are_understood(page: Path):
 def test_an_edited_page_breaks_its_claim():
     quote = Quote("README.md", "search 35,629 layouts", ("35,629",), ("x",))
     changed = Claim("x", "x", "unverified", "x", (quote,))
-    assert problems([changed]) == ["x: README.md does not say 'search 35,629 layouts'"]
-    text = table("README.md", "| what | result | machine")
-    edited = seal(text.replace("5.9 %", "5.8 %"))
+    assert read.problems([changed]) == ["x: README.md does not say 'search 35,629 layouts'"]
+    text = read.table("README.md", "| what | result | machine")
+    edited = read.seal(text.replace("5.9 %", "5.8 %"))
     sealed = Quote("README.md", table="| what | result | machine", seal=edited, times="AMD")
-    wrong = problems([Claim("x", "x", "unverified", "x", (sealed,))])
+    wrong = read.problems([Claim("x", "x", "unverified", "x", (sealed,))])
     assert "changed; measure it again" in wrong[0]
 
 
-@pytest.mark.parametrize("status", MEASURED)
+@pytest.mark.parametrize("status", read.MEASURED)
 def test_words_alone_verify_nothing(status):
     words = Quote("README.md", "whose error is 5.9 % on average")
     claim = Claim("x", "x", status, "x", (words,), machine="AMD", commit="1", date="1")
-    assert ["needs `read`, or `times`" in text for text in problems([claim])] == [True]
+    assert ["needs `read`, or `times`" in text for text in read.problems([claim])] == [True]
     timed = replace(claim, quotes=(replace(words, times="AMD"),))
-    assert problems([timed]) == []
+    assert read.problems([timed]) == []
     elsewhere = replace(claim, quotes=(replace(words, times="a laptop"),))
-    assert "expected one of AMD" in problems([elsewhere])[0]
+    assert "expected one of AMD" in read.problems([elsewhere])[0]
 
 
 def test_words_that_are_called_a_time_have_a_unit_of_speed():
@@ -138,7 +125,9 @@ def test_every_commit_is_in_the_history():
     if not history.is_whole():
         pytest.skip("not judged: this clone has no history (git fetch --unshallow)")
     texts = {c.id: f"{c.commit} {c.note}" for c in CLAIMS}
-    texts |= {p: " ".join(re.findall(r"commit [0-9a-f]{7}\b", page_text(p))) for p in pages()}
+    texts |= {
+        p: " ".join(re.findall(r"commit [0-9a-f]{7}\b", read.page_text(p))) for p in read.pages()
+    }
     hashes = {
         (name, word)
         for name, text in texts.items()
@@ -154,7 +143,7 @@ def test_a_command_depends_on_folders_that_there_are():
         if claim.command:
             folders = history.covers(claim)
             assert folders, claim.id
-            assert [f for f in folders if not (ROOT / f).exists()] == [], claim.id
+            assert [f for f in folders if not (read.ROOT / f).exists()] == [], claim.id
 
 
 def test_a_claim_is_stale_if_its_folders_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +238,7 @@ def test_what_does_not_fit_into_the_time_is_named(
 
 def test_no_quick_command_ends_at_a_time_limit():
     assert [c.id for c in CLAIMS if c.quick and "--limit" in c.command] == []
-    assert "benchmarks.claims --changed" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "benchmarks.claims --changed" in (read.ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 BOUNDS = [(c.id, q) for c in CLAIMS for q in c.quotes if q.source]
@@ -266,9 +255,9 @@ def test_a_figure_beside_a_quoted_one_is_not_covered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(read, "units", lambda page: ["It takes 3.5 s and 2.5 GiB."])
     quote = Quote("README.md", "It takes 3.5 s", ("3.5",), ("x",))
     claim = Claim("x", "x", "verified", "x", (quote,))
-    assert uncovered("README.md", [claim], None) == ["It takes 3.5 s and 2.5 GiB."]
+    assert read.uncovered("README.md", [claim], None) == ["It takes 3.5 s and 2.5 GiB."]
     full = replace(claim, quotes=(replace(quote, text="3.5 s and 2.5 GiB"),))
-    assert uncovered("README.md", [full], None) == []
+    assert read.uncovered("README.md", [full], None) == []
 
 
 TABLE = "| case | step, s | memory |\n|---|---|---|\n| **a 1** | 1.50 | 2.5 GiB, 30 % |\n| b | 1,500 | 3 GiB, 4 % |\n"
@@ -332,8 +321,8 @@ ACCURACY = (
 
 @pytest.mark.parametrize(("page", "claimed", "file", "bound"), ACCURACY)
 def test_bounds_of_the_accuracy_tests_are_at_most_ten_times_the_claims(page, claimed, file, bound):
-    printed = re.search(claimed, page_text(f"docs/{page}.md"))
-    tested = re.search(bound, (ROOT / file).read_text(encoding="utf-8"))
+    printed = re.search(claimed, read.page_text(f"docs/{page}.md"))
+    tested = re.search(bound, (read.ROOT / file).read_text(encoding="utf-8"))
     assert printed
     assert tested
     assert float(printed[1]) < float(tested[1]) <= 10.001 * float(printed[1])

@@ -219,11 +219,7 @@ def main() -> None:
         prefixes = {kind: write_documents(folder, kind) for kind in KINDS}
         rows = [
             measure(
-                prefixes[kind],
-                kind,
-                length,
-                masks,
-                folder / f"cache{number}" if compare else None,
+                prefixes[kind], kind, length, masks, folder / f"cache{number}" if compare else None
             )
             for number, (kind, length, masks) in enumerate(CASES)
         ]

@@ -5,11 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.ranks import Transfer
-from telechat_moe.tools.plan.cost.expert_overlap import (
-    Interval,
-    OverlapSummary,
-    summarise,
-)
+from telechat_moe.tools.plan.cost.expert_overlap import Interval, OverlapSummary, summarise
 
 
 class Step(NamedTuple):

@@ -115,11 +115,7 @@ def _free(running: dict[int, float], holds: Sequence[int], count: int) -> int:
 
 
 def run_streams(
-    kernels: Sequence[Kernel],
-    order: Order,
-    launch_us: float,
-    gap_us: float,
-    multiprocessors: int,
+    kernels: Sequence[Kernel], order: Order, launch_us: float, gap_us: float, multiprocessors: int
 ) -> tuple[list[float], float]:
     """Return each kernel's start and the host's time, in us from the first start on the device.
 

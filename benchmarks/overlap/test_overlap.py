@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.overlap.__main__ import main
-from benchmarks.overlap.kernel_list import (
-    Kernel,
-    KernelList,
-    by_stream,
-    read_kernels,
-    role_of,
-)
+from benchmarks.overlap.kernel_list import Kernel, KernelList, by_stream, read_kernels, role_of
 from benchmarks.overlap.kernel_order import _same_runs, _twins, infer_order
 from benchmarks.overlap.overlap import predict, run_streams, summarise
 from telechat_moe.errors import BadInputError

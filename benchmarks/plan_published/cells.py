@@ -83,14 +83,7 @@ def new_row(
     )
 
 
-UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    yaml.YAMLError,
-)
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError)
 """Exceptions that a row's own figures can raise, such as a division by a speed of 0."""
 
 

@@ -252,9 +252,7 @@ def test_synthetic_measurements_give_their_constants_back():
     truth = Constants(matmul_share=0.61, layer_host_s=4e-4, memory_share=0.7, **measured)
     rows = list(read_table(TABLES / "vtrain_a100_single.csv"))[::30]
     predicted = evaluate(
-        [r.architecture for r in rows],
-        [r.layout for r in rows],
-        replace(device, constants=truth),
+        [r.architecture for r in rows], [r.layout for r in rows], replace(device, constants=truth)
     ).step_s
     rows = [replace(r, step_s=float(t)) for r, t in zip(rows, predicted, strict=True)]
     problem = Problem(rows, device)
@@ -305,19 +303,7 @@ def test_command_line(tmp_path, capsys):
     table = tmp_path / "part.csv"
     lines = (TABLES / "mindformers_ascend.csv").read_text().splitlines()
     table.write_text("\n".join(lines[:12]) + "\n")
-    assert (
-        main(
-            [
-                str(table),
-                "--device",
-                "ascend-910b",
-                "--json",
-                str(target),
-                "--rows",
-            ]
-        )
-        == 0
-    )
+    assert main([str(table), "--device", "ascend-910b", "--json", str(target), "--rows"]) == 0
     report = json.loads(target.read_text())
     rows = report["rows"]
     assert len(rows) == 11

@@ -32,10 +32,7 @@ WIDER = {
     "model.model_config.moe_intermediate_size": 384,
     "model.model_config.moe_shared_expert_intermediate_size": 384,
 }
-LENGTH = (
-    "model.model_config.seq_length",
-    "train_dataset.data_loader.config.seq_length",
-)
+LENGTH = ("model.model_config.seq_length", "train_dataset.data_loader.config.seq_length")
 MICRO_BATCHES = 2
 PROCESSES = 2
 _PEAK = re.compile(r"dynamic memory pool .*?peak used mem:(\d+)M")

@@ -48,12 +48,7 @@ for _name, _options, _programs in (
     ("isnan", {}, [np.isnan]), ("isinf", {}, [np.isinf]), ("isfinite", {}, [np.isfinite]),
     ("logical_not", {}, [np.logical_not]),
 ):  # fmt: skip
-    spec(
-        _name,
-        one(**_options),
-        *(lambda m, x, f=f: f(x) for f in _programs),
-        torch=_name,
-    )
+    spec(_name, one(**_options), *(lambda m, x, f=f: f(x) for f in _programs), torch=_name)
 spec("tanh", one(), lambda m, x: np.tanh(x), _tanh_by_exp, torch="tanh")
 spec("erf", one(), lambda m, x: _ERF(x).astype(m.work), torch="erf")
 spec("silu", one(), lambda m, x: x * sigmoid(x), lambda m, x: x / (1 + np.exp(-x)), torch="silu")

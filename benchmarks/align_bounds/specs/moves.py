@@ -33,10 +33,7 @@ for _name, _more, _function, _torch in (
     ("triu", lambda x: (), lambda x: x * (np.arange(8)[:, None] <= np.arange(8)), "triu"),
 ):  # fmt: skip
     exact(
-        _name,
-        lambda s, more=_more: (lambda x: Sample([x, *more(x)]))(_block(s)),
-        _function,
-        _torch,
+        _name, lambda s, more=_more: (lambda x: Sample([x, *more(x)]))(_block(s)), _function, _torch
     )
 exact(
     "repeat_interleave",
