@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,9 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Me
             exact = interpret(program, inputs)
             case.error = max(relative_error(a, b) for a, b in zip(out, exact, strict=True))
             peers: dict[str, Call] = {"ours": run.prepared(inputs, out)}
-            for add_peers in (_torch_peers, _mindspore_peers):
-                with contextlib.suppress(ImportError):
-                    peers |= add_peers(case, program, inputs, out[0])
+            for package, peers_of in (("torch", _torch_peers), ("mindspore", _mindspore_peers)):
+                if find_spec(package) is not None:
+                    peers |= peers_of(case, program, inputs, out[0])
             in_turns(case, peers, 0.1 if quick else 0.6)
             yield case
 
