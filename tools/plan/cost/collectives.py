@@ -34,11 +34,7 @@ def latency(members: Array, nodes: Array, device: Device) -> Array:
 
 
 def all_gather(
-    size: Array,
-    members: Array,
-    stride: Array,
-    device: Device,
-    calls: Array | float = 1.0,
+    size: Array, members: Array, stride: Array, device: Device, calls: Array | float = 1.0
 ) -> Array:
     """Return the time of all-gathers or reduce-scatters of ``size`` bytes in total.
 
@@ -55,11 +51,7 @@ def all_reduce(size: Array, members: Array, stride: Array, device: Device) -> Ar
 
 
 def all_to_all(
-    size: Array,
-    members: Array,
-    stride: Array,
-    device: Device,
-    copies: Array | float = 0.0,
+    size: Array, members: Array, stride: Array, device: Device, copies: Array | float = 0.0
 ) -> Array:
     """Return the time of an all-to-all, ``size`` bytes leaving each member.
 

@@ -76,9 +76,7 @@ def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
     return {f"re_{name}": np.ascontiguousarray(table[:, i]) for i, name in enumerate(_SMALL)}
 
 
-def _stages(
-    pairs: Sequence[tuple[Architecture, Layout]],
-) -> tuple[Array, Array, Array, Array]:
+def _stages(pairs: Sequence[tuple[Architecture, Layout]]) -> tuple[Array, Array, Array, Array]:
     """Return the dense, MoE, recomputed dense and recomputed MoE layers of each pipeline stage, [n, largest pp]."""
     width = max(layout.pp for _, layout in pairs)
     out = np.zeros((4, len(pairs), width))

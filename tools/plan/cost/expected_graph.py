@@ -51,9 +51,7 @@ def predict(recipe: Recipe, rank: int) -> ExpectedRank:
     calls = Calls(a, x, WeightShards.of(recipe))
     stage = calls.mesh.stage(rank)
     return ExpectedRank(
-        elements=calls.gradients(rank),
-        calls=calls.of(rank),
-        activations=activations(a, x)[stage],
+        elements=calls.gradients(rank), calls=calls.of(rank), activations=activations(a, x)[stage]
     )
 
 

@@ -307,9 +307,7 @@ def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) ->
 
 
 def evaluate(
-    architecture: Architecture | Sequence[Architecture],
-    layouts: Sequence[Layout],
-    device: Device,
+    architecture: Architecture | Sequence[Architecture], layouts: Sequence[Layout], device: Device
 ) -> StepTable:
     """Predict time and memory of steps, one entry a layout.
 

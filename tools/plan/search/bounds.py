@@ -459,11 +459,7 @@ def prove(
 
 
 def _proven_bound(
-    c: Costs,
-    rows: NDArray[Any],
-    proof: Multipliers,
-    stages_of: NDArray[Any],
-    space: Array,
+    c: Costs, rows: NDArray[Any], proof: Multipliers, stages_of: NDArray[Any], space: Array
 ) -> Array:
     chunks, g, layer, tail = len(stages_of), c.bulk, c.layers, c.tail
     number, few = max(c.count), min(c.count)

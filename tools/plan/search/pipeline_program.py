@@ -16,11 +16,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
 from telechat_moe.tools.plan.native import address, load
-from telechat_moe.tools.plan.schedules.interleaved import (
-    interleaved_warm_up,
-    orders,
-    plain_warm_up,
-)
+from telechat_moe.tools.plan.schedules.interleaved import interleaved_warm_up, orders, plain_warm_up
 from telechat_moe.tools.plan.schedules.program import OpKind
 
 

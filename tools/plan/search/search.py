@@ -197,11 +197,7 @@ class _LayoutSearch:
     """A search in progress, which fills in a result."""
 
     def __init__(
-        self,
-        plan: SearchResult,
-        top: int,
-        until: float,
-        progress: Callable[[int], object],
+        self, plan: SearchResult, top: int, until: float, progress: Callable[[int], object]
     ) -> None:
         self.plan, self.top, self.until, self.progress = plan, top, until, progress
         self.guess = np.full(len(plan.rows), np.inf)
