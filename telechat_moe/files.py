@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.interruption import unfinished
+from telechat_moe.narrowing import is_object
 from telechat_moe.reading import parse_json
 
 CHUNK_BYTES = 1 << 20
@@ -61,9 +62,7 @@ FileSums = dict[str, dict[str, Any]]
 # ---------------------------------------------------------------------------------------- durable
 
 
-def write_new(
-    path: Path, chunks: Iterable[bytes | memoryview], advance: Advance = lambda _: None
-) -> dict[str, Any]:
+def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a file that must not exist yet and wait until it is on the disk; return its ``bytes`` and ``sha256``."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -71,7 +70,6 @@ def write_new(
             digest.update(chunk)
             file.write(chunk)
             size += len(chunk)
-            advance(len(chunk))
         sync_file(file)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
@@ -234,16 +232,14 @@ def unseal(raw: bytes) -> tuple[dict[str, Any], str | None]:
     """
     try:
         content = parse_json(raw.decode())
+        if not is_object(content):
+            raise ValueError("no object")
     except ValueError as error:
         raise ValueError(f"not valid JSON, truncated or changed ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError("not valid JSON, truncated or changed (no object)")
-    claimed = str(content.get("sha256"))  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
+    claimed = str(content.get("sha256"))
     actual = hashlib.sha256(raw.replace(claimed.encode(), UNSEALED.encode(), 1)).hexdigest()
-    if actual == claimed:
-        return content, None  # pyright: ignore[reportUnknownVariableType]
     wrong = f"checksum differs, the file was changed (sha256 {actual}, not {claimed})"
-    return content, wrong  # pyright: ignore[reportUnknownVariableType]
+    return content, wrong if actual != claimed else None
 
 
 def checksums_path(weights: Path) -> Path:
@@ -334,17 +330,13 @@ def verify_checksums(weights: Path, progress: Progress | None = None) -> tuple[i
     Raises:
         BadInputError: There are no checksums.
     """
-    expected = read_checksums(weights)
+    expected, sums = read_checksums(weights), checksums_path(weights)
     if expected is None:
-        problem = (
-            "no such file or folder"
-            if not weights.exists()
-            else f"no {checksums_path(weights).name} there"
-        )
+        problem = f"no {sums.name} there" if weights.exists() else "no such file or folder"
         raise BadInputError(f"{weights}: {problem}; nothing to verify against")
     if not expected:
-        raise BadInputError(f"{checksums_path(weights)}: names no file; nothing to verify")
-    folder = checksums_path(weights).parent
+        raise BadInputError(f"{sums}: names no file; nothing to verify")
+    folder = sums.parent
     total = sum(f["bytes"] for f in expected.values())
     advance = counter("verifying", total, progress)
     problems: list[str] = []
@@ -364,9 +356,7 @@ def require_checksums(weights: Path) -> None:
     Raises:
         BadInputError: A file differs, is missing or cannot be read; lists all.
     """
-    if read_checksums(weights) is None:
-        return
-    _, _, problems = verify_checksums(weights)
+    problems = verify_checksums(weights)[2] if read_checksums(weights) is not None else []
     if problems:
         raise BadInputError(
             f"{weights}: the weights are not those that were written:\n  " + "\n  ".join(problems)

@@ -219,9 +219,7 @@ class ChartAxes:
 
     Attributes:
         across: Lowest and highest value of the horizontal axis.
-        up: Lowest and highest value of the vertical axis; what is beyond is drawn at the edge.
-        width: Width of the drawing in pixels.
-        height: Height of the drawing in pixels.
+        up: Those of the vertical axis; what is beyond is drawn at the edge.
     """
 
     across: tuple[float, float]

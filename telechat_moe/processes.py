@@ -95,13 +95,13 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
     }
 
 
-def beat(action: Callable[[], object], every_s: float = BEAT_S) -> None:
-    """Call ``action`` regularly from a thread, for as long as this interpreter runs."""
+def beat(action: Callable[[], object]) -> None:
+    """Call ``action`` every `BEAT_S` seconds from a thread, for as long as this interpreter runs."""
 
     def repeat() -> None:
         while True:
             action()
-            time.sleep(every_s)
+            time.sleep(BEAT_S)
 
     threading.Thread(target=repeat, daemon=True, name="beat").start()
 
@@ -293,25 +293,21 @@ class Control:
         """
         self.write(f"{name}-{rank}")
         deadline = time.monotonic() + patience_s
-        waiting = {other for other in range(ranks) if other != rank}
-        while waiting:
-            waiting = {r for r in waiting if not (self.folder / f"{name}-{r}").exists()}
-            if waiting and time.monotonic() > deadline:
+        waiting = set(range(ranks)) - {rank}
+        while waiting := {r for r in waiting if not (self.folder / f"{name}-{r}").exists()}:
+            if time.monotonic() > deadline:
                 raise RankDiedError(
                     f"rank {rank} waited {patience_s:.0f} s for rank {min(waiting)}"
                 )
-            if waiting:
-                time.sleep(0.003)
+            time.sleep(0.003)
 
 
 def has_computed() -> bool:
     """Return whether MindSpore's threads run in this process (on Linux; otherwise False)."""
     names: set[str] = set()
     for task in Path("/proc/self/task").glob("*/comm"):
-        try:
+        with suppress(OSError):  # the thread ended
             names.add(task.read_text().strip())
-        except OSError:  # the thread ended
-            continue
     return not names.isdisjoint(_THREADS)
 
 
@@ -324,10 +320,9 @@ def in_clean_process(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        is_clean = not has_computed()
-        return (
-            function(*args, **kwargs) if is_clean else _run_in_subprocess(function, *args, **kwargs)
-        )
+        if has_computed():
+            return _run_in_subprocess(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return run
 
@@ -335,7 +330,6 @@ def in_clean_process(function: Callable[P, T]) -> Callable[P, T]:
 def _run_in_subprocess(
     function: Callable[..., T], *args: Any, done: Callable[[], object] | None = None, **kwargs: Any
 ) -> T:
-    """Return what a function returns in a new interpreter."""
     task = pickle.dumps(
         (function.__module__, function.__qualname__, done is not None, args, kwargs)
     )
@@ -440,7 +434,6 @@ def in_children(
 
 
 def _result(name: str, folder: Path, code: int) -> Any:
-    """Return what a child computed."""
     errors, result = folder / "stderr", folder / "result"
     text = errors.read_text(errors="replace") if errors.exists() else ""
     because = "".join(f"\n  MindSpore says: {line[:400]}" for line in reasons(text))
@@ -473,9 +466,7 @@ def _place(error: BaseException) -> str:
     if not isinstance(error, AttributeError | LookupError | TypeError):
         return ""
     file, number, _, line = traceback.extract_tb(error.__traceback__)[-1]
-    if (
-        file == "<string>"
-    ):  # code of a cell that MindSpore evaluates; it logs the calls that led there
+    if file == "<string>":  # a cell's code, which MindSpore evaluates: it logs the calls to it
         log = Path("stderr").read_text(errors="replace")
         calls = re.findall(r"# \d+ In file (\S+?):(\d+).*\n *(.*)", log)
         file, number, line = calls[-1] if calls else (file, number, line)

@@ -80,12 +80,12 @@ def parse_json(text: bytes | str, *, finite: bool = True, unique: bool = True) -
 
 
 def _check_depth(value: Any) -> None:
-    containers: list[Any] = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
+    containers: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
         containers = [
             below
             for above in containers
-            for below in (above.values() if isinstance(above, dict) else above)  # pyright: ignore[reportUnknownVariableType,reportUnknownMemberType]
+            for below in (above.values() if is_object(above) else above)
             if isinstance(below, dict | list)
         ]
     if containers:

@@ -143,7 +143,6 @@ def _as_worker(
     processes: int,
     binding: Binding | None,
 ) -> int:
-    """Train as one of several processes."""
     if args.nonce:  # with it the control folder; the launcher watches us from the first moment
         control.check_nonce(args.nonce)
         rank = int(os.environ["RANK_ID"])
@@ -256,7 +255,6 @@ def _through_mindformers(
     processes: int,
     binding: Binding | None,
 ) -> int:
-    """Let MindFormers' Trainer do the work of this process."""
     if args.overwrite:
         raise UsageError(
             "--overwrite goes with --through own; MindFormers' Trainer writes over what is there"

@@ -85,9 +85,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
         return "BF16"
     name = _NAME_OF_KIND.get(dtype.str[1:])
     if name is None:
-        supported = ", ".join(DTYPES)
         raise BadInputError(
-            f"dtype {dtype} cannot be stored in a checkpoint; known are {supported}"
+            f"dtype {dtype} cannot be stored in a checkpoint; known are {', '.join(DTYPES)}"
         )
     return name
 
@@ -226,7 +225,6 @@ class _Header:
 
 
 def _described(name: str, entry: Any) -> Described:
-    """Return what an entry of a header says of a tensor."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]}:
             if all(type(n) is int and n >= 0 for n in (*shape, start, end)):
@@ -390,12 +388,8 @@ class TensorFile:
         offset = 0
         for output in self.outputs:
             end = offset + output.nbytes
-            shape = list(output.shape)
-            entries[output.name] = {
-                "dtype": output.dtype,
-                "shape": shape,
-                "data_offsets": [offset, end],
-            }
+            described = {"dtype": output.dtype, "shape": list(output.shape)}
+            entries[output.name] = described | {"data_offsets": [offset, end]}
             offset = end
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -170,12 +170,8 @@ class StepTimer:
         if path is None:
             return
         columns = [*COLUMNS, *(links.columns() if links is not None else ())]
-        header = {
-            "version": VERSION,
-            **(about or {}),
-            "host": socket.gethostname(),
-            "columns": columns,
-        }
+        header = {"version": VERSION, **(about or {}), "host": socket.gethostname()}
+        header["columns"] = columns
         rows = _rows_until(path, step, columns) if step else b""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +211,7 @@ class StepTimer:
         self.lap("host")
         counts = self._counts()
         row = self._row | {
-            name: counts[name] - self._counts_before[name] for name in ("gc", "paused", "faults")
+            name: counts[name] - count for name, count in self._counts_before.items()
         }
         row |= {"step": step, "first": self._first, "delay": self._waits.longest()}
         row["rows"] = float("nan") if rows is None else rows
