@@ -48,39 +48,23 @@ class StageBound:
 
 def stage_bounds(records: Records) -> list[StageBound]:
     """Return for each pipeline stage what bounds its steps."""
-    local = records.own
-    names = list(BOUNDS.values())
-    moved = _moved(records)
+    names, columns = list(BOUNDS.values()), np.arange(len(records.steps))
+    measured = {**records.columns, "comm": _moved(records)}
     bounds: list[StageBound] = []
     for stage in range(int(records.stage.max()) + 1):
         rows = np.flatnonzero(records.stage == stage)
-        latest = rows[local[rows].argmax(0)]
-        columns = np.arange(len(records.steps))
+        latest = rows[records.own[rows].argmax(0)]
         parts = np.zeros((len(names), len(columns)))
         for number, part in enumerate(BOUNDS):
-            if part == "comm":
-                parts[number] = moved[latest, columns]
-            elif part in records.columns:
-                parts[number] = records.columns[part][latest, columns]
+            if part in measured:
+                parts[number] = measured[part][latest, columns]
         if not records.inside:  # beside the host: lost there
-            host = names.index("host")
-            parts[host] += sum(
-                records.columns[n][latest, columns] for n in LOST if n in records.columns
-            )
-        by_step = parts.argmax(0)
-        total = parts.sum()
-        bounds.append(
-            StageBound(
-                stage,
-                {
-                    n: float(p.sum() / total) if total else 0.0
-                    for n, p in zip(names, parts, strict=True)
-                },
-                {n: float((by_step == i).mean()) for i, n in enumerate(names)},
-                by_step,
-                latest,
-            )
-        )
+            lost = [measured[name][latest, columns] for name in LOST if name in measured]
+            parts[names.index("host")] += sum(lost)
+        by_step, total = parts.argmax(0), parts.sum()
+        shares = {n: float(p.sum() / (total or 1)) for n, p in zip(names, parts, strict=True)}
+        steps = {n: float((by_step == i).mean()) for i, n in enumerate(names)}
+        bounds.append(StageBound(stage, shares, steps, by_step, latest))
     return bounds
 
 

@@ -182,15 +182,9 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 
 
 def possible(kind: str, recorded: frozenset[str], lasting: bool) -> tuple[str, ...]:
-    """Return a kind that is left over and those that the records cannot exclude.
+    """Return a kind that is left over and those that the records, which have some columns, cannot exclude.
 
-    Args:
-        recorded: Columns that were recorded.
-        lasting: The excess does not come in pulses.
+    ``lasting``: the excess does not come in pulses.
     """
-    others = (
-        name
-        for name in INSTEAD.get(kind, ())
-        if KINDS[name].needs not in recorded and not (lasting and KINDS[name].pulsed)
-    )
-    return (kind, *others)
+    others = (name for name in INSTEAD.get(kind, ()) if KINDS[name].needs not in recorded)
+    return (kind, *(name for name in others if not (lasting and KINDS[name].pulsed)))

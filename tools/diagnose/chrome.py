@@ -214,7 +214,7 @@ def _category(event: TraceEvent) -> str:
 
 
 def _complete(events: list[TraceEvent]) -> list[TraceEvent]:
-    """Return the events that have an end: complete ones (``X``), and pairs of begin and end (``B``, ``E``) of a thread."""
+    """Return complete events (``X``), and pairs of begin and end (``B``, ``E``) of a thread."""
     complete = [e for e in events if e.get("ph") == "X" and "dur" in e]
     open_: dict[tuple[str, str], list[TraceEvent]] = {}
     for event in events:
@@ -274,10 +274,7 @@ def _json(path: Path) -> Any:
             f"{path}:{error.lineno}: is no JSON after {text[: error.pos][-60:]!r} ({error.msg}, column {error.colno}); quotes in a name must be "
             "escaped, which torch's profiler does not do with with_stack=True"
         ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of thousands of digits; nested too deeply
+    except (ValueError, RecursionError) as error:  # thousands of digits; nested too deeply
         raise BadInputError(f"{path}: cannot be read: {error}") from error
 
 

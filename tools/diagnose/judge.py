@@ -73,14 +73,12 @@ class Judge:
     # ------------------------------------------------------------------------------------- ranks
 
     def _late_parts(self) -> dict[str, dict[int, LateRow]]:
-        """Return the late ranks of each part."""
         late_by_part: dict[str, dict[int, LateRow]] = {}
         for part in (*LOCAL, *LOST):
             if part in self.records.columns:
                 x, _ = center(self.records.columns[part], self.records.stage)
-                min_excess = LEAST * self.calm_s
-                floor, lost = FLOOR * self.calm_s, part in LOST
-                rows = late_rows(x, self.records.stage, min_excess, floor, lost=lost)
+                limits = LEAST * self.calm_s, FLOOR * self.calm_s
+                rows = late_rows(x, self.records.stage, *limits, lost=part in LOST)
                 late_by_part[part] = {late_row.row: late_row for late_row in rows}
         return late_by_part
 
@@ -137,9 +135,8 @@ class Judge:
         if clock is not None:
             clocks = columns["clock"][row, span]
             usual = clocks - clock
-            seconds["frequency_drop"] = float(
-                (columns["compute"][row, span] * (1 - clocks / usual)).mean()
-            )
+            compute = columns["compute"][row, span]
+            seconds["frequency_drop"] = float((compute * (1 - clocks / usual)).mean())
         for name, kind in (("rows", "expert_imbalance"), ("work", "sequence_imbalance")):
             excess = self._excess(name, row, span)
             if excess is not None:

@@ -59,34 +59,24 @@ def late_pairs(
             continue
         alike = np.zeros(len(ends), np.int64)
         x = center(seconds, alike)[0]
-        late_links_of_kind = late_rows(x, alike, LEAST * calm_s, FLOOR * calm_s, few=MANY)
-        if not late_links_of_kind or len(late_links_of_kind) == len(ends):
+        slow = late_rows(x, alike, LEAST * calm_s, FLOOR * calm_s, few=MANY)
+        if not slow or len(slow) == len(ends):
             continue
-        calm = np.median(
-            np.delete(seconds, [late_row.row for late_row in late_links_of_kind], axis=0), axis=0
-        )
-        late = {
-            late_row.row: _above(late_row, seconds[late_row.row] - calm)
-            for late_row in late_links_of_kind
-        }
-        late = {
-            i: late_row
-            for i, late_row in late.items()
-            if late_row.seconds > KEPT * max(lost.get(row, 0.0) for row in ends[i].tolist())
-        }
+        calm = np.median(np.delete(seconds, [link.row for link in slow], axis=0), axis=0)
+        late: dict[int, LateRow] = {}
+        for link in slow:  # with what its messages took above those of links that are not late
+            above = (seconds[link.row] - calm)[link.begin : link.end]
+            link = replace(link, seconds=float(np.mean(above)))
+            if link.seconds > KEPT * max(lost.get(row, 0.0) for row in ends[link.row].tolist()):
+                late[link.row] = link
         rows: list[int] = np.unique(ends[list(late)]).tolist()
         for row in sorted(rows, key=lambda r: -sum(r in ends[i] for i in late)):
             of_row = [i for i in late if row in ends[i]]
             if len(of_row) > 1 and len(of_row) > 0.6 * (ends == row).any(1).sum():
                 ones = [late.pop(i) for i in of_row]
                 causes.append(_cause(records, np.array([row]), ones, step_s))
-        causes += [_cause(records, ends[i], [late_row], step_s) for i, late_row in late.items()]
+        causes += [_cause(records, ends[i], [link], step_s) for i, link in late.items()]
     return causes
-
-
-def _above(late: LateRow, seconds: Array) -> LateRow:
-    """Return a late link with what its messages were on their way above those of links that are not late."""
-    return replace(late, seconds=float(np.mean(seconds[late.begin : late.end])))
 
 
 def transfers(records: Records, axis: str) -> tuple[Array, Array]:

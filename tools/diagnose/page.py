@@ -30,30 +30,21 @@ FULL = 0.2
 """Share of the step at which a pixel has its full colour."""
 STAGES = 8
 """Stages whose latest rank is drawn."""
-COLOURS = {
-    "device": "--m0",
-    "communication": "--m2",
-    "host": "--m1",
-    "data": "--m5",
-    "checkpoint": "--m4",
-}
+COLOURS = dict(zip(BOUNDS.values(), ("--m0", "--m2", "--m1", "--m5", "--m4"), strict=True))
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
     """Return a diagnosis as one self-contained page of HTML."""
     records = diagnosis.records
-    body: list[str] = [tag("p", diagnosis.says(), "sentence")]
+    ranks = f"{len(records.ranks):,} on {len(records.hosts):,} host(s)"
     rows = [
         ("from", records.source),
-        (
-            "ranks",
-            f"{len(records.ranks):,} on {len(records.hosts):,} host(s), {len(diagnosis.bounds)} stage(s)",
-        ),
+        ("ranks", f"{ranks}, {len(diagnosis.bounds)} stage(s)"),
         ("steps", f"{int(records.steps[0]):,} to {int(records.steps[-1]):,}"),
         ("median step", seconds_text(diagnosis.step_s)),
         ("waiting for other ranks", f"{diagnosis.waiting:.1%} of all ranks' time"),
     ]
-    body.append(facts(rows))
+    body: list[str] = [tag("p", diagnosis.says(), "sentence"), facts(rows)]
     if diagnosis.causes:
         body += [tag("h2", "Causes"), _causes(diagnosis)]
     body += [tag("h2", "What bounds the steps"), _bounds(diagnosis.bounds)]
@@ -100,40 +91,25 @@ def _pooled(x: Array, columns: int, rows: int) -> Array:
 
 def _heat(diagnosis: Diagnosis) -> Html:
     """Draw how much later than its peers each rank is."""
-    records = diagnosis.records
+    records, count = diagnosis.records, len(diagnosis.records.ranks)
     late, _ = center(records.own, records.stage)
     cells = _pooled(late, *PIXELS) / diagnosis.step_s
-    strength = np.clip(cells / FULL, 0, 1)
     rgba = np.zeros((*cells.shape, 4), np.uint8)
     rgba[..., :3] = (185, 48, 34)
-    rgba[..., 3] = (255 * strength).astype(np.uint8)
+    rgba[..., 3] = (255 * np.clip(cells / FULL, 0, 1)).astype(np.uint8)
     data = png(cells.shape[1], cells.shape[0], rgba.tobytes())
     first, last = float(records.steps[0]), float(records.steps[-1])
-    axes = ChartAxes(
-        (first, max(last, first + 1)),
-        (-float(len(records.ranks)), 0.0),
-        WIDTH,
-        HEIGHT,
-        LEFT,
-        bottom=40,
-    )
-    inner = (
-        axes.x(first),
-        axes.top,
-        axes.width - axes.left - axes.right,
-        axes.height - axes.top - axes.bottom,
-    )
-    ticks = np.unique(
-        np.linspace(0, len(records.ranks) - 1, min(6, len(records.ranks))).astype(int)
-    )
-    size = inner[3] / len(records.ranks)
-    up = [(-float(t) - 0.5 * (size > 10), f"{int(records.ranks[t]):,}") for t in ticks]
-    x, y, width, height = inner
-    frame = f"<rect class=frame x={x:g} y={y:g} width={width:g} height={height:g} />"
+    across = first, max(last, first + 1)
+    axes = ChartAxes(across, (-float(count), 0.0), WIDTH, HEIGHT, LEFT, bottom=40)
+    x, y, width = axes.x(first), axes.top, axes.width - axes.left - axes.right
+    height = axes.height - axes.top - axes.bottom
+    ticks = np.unique(np.linspace(0, count - 1, min(6, count)).astype(int))
+    below = 0.5 * (height / count > 10)
+    up = [(-float(t) - below, f"{int(records.ranks[t]):,}") for t in ticks]
     parts = [
         axes.grid(None, up, labels=("step", "")),
-        picture(data, *inner),
-        frame,
+        picture(data, x, y, width, height),
+        f"<rect class=frame x={x:g} y={y:g} width={width:g} height={height:g} />",
         *_names(diagnosis, axes),
     ]
     note = f"later than the median peer: white 0, red {FULL:.0%} of a step and more; rows are ranks"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def read_runs(runs: Sequence[Path]) -> Records:
         raise BadInputError(
             f"{source}: no {timings.FOLDER}/rank_N.bin and no trace; name the output_dir of a run of `telechat-moe train`, or traces"
         )
-    heads: list[dict[str, object]] = []
+    heads: list[dict[str, Any]] = []
     spans: list[tuple[int, int]] = []
     problems: list[str] = []
     judged_paths: list[Path] = []
@@ -65,7 +66,7 @@ def read_runs(runs: Sequence[Path]) -> Records:
         judged_paths.append(path)
     if not judged_paths:
         raise BadInputError(f"{source}: no rank has a finished step after the first")
-    numbers = [int(str(head["rank"])) for head in heads]
+    numbers = [int(head["rank"]) for head in heads]
     if twice := [rank for rank, count in Counter(numbers).items() if count > 1]:
         raise BadInputError(
             f"{source}: rank {min(twice)} is there twice; name the folders of one run"
@@ -81,10 +82,9 @@ def read_runs(runs: Sequence[Path]) -> Records:
     return _records(source, [heads[i] for i in order], columns, steps, pairs, problems)
 
 
-def _steady(header: dict[str, object], rows: Array) -> np.ndarray:
+def _steady(header: dict[str, Any], rows: Array) -> np.ndarray:
     """Return which rows are judged: not a process's first step, which compiles the graph."""
     names = header["columns"]
-    assert isinstance(names, list)
     return rows[:, names.index("first")] == 0 if "first" in names else np.ones(len(rows), bool)
 
 
@@ -137,16 +137,14 @@ def _pairs(ranks: list[int], ways: Ways) -> dict[str, PairLinks]:
         if other < row and forward is not None and forward.any():
             links.setdefault(kind, []).append((other, row, (forward + backward) / 2))
     return {
-        kind: PairLinks(
-            np.array([pair[:2] for pair in pairs]), np.stack([pair[2] for pair in pairs])
-        )
+        kind: PairLinks(np.array([pair[:2] for pair in pairs]), np.stack([p[2] for p in pairs]))
         for kind, pairs in links.items()
     }
 
 
 def _records(
     source: str,
-    heads: list[dict[str, object]],
+    heads: list[dict[str, Any]],
     columns: dict[str, Array],
     steps: Array,
     pairs: dict[str, PairLinks],
@@ -154,15 +152,12 @@ def _records(
 ) -> Records:
     names = [str(head.get("host", "")) for head in heads]
     hosts = list(dict.fromkeys(names))
-    stage = np.array([int(str(head["stage"])) for head in heads])
+    stage = np.array([int(head["stage"]) for head in heads])
     inside = "compute" in columns
-    ranks = [int(str(head["rank"])) for head in heads]
-    absent = sorted(set(range(int(str(heads[0].get("ranks", 0))))) - set(ranks))
-    groups = {
-        name[len(COMM) :]: _groups(heads, name[len(COMM) :])
-        for name in columns
-        if name.startswith(COMM)
-    }
+    ranks = [int(head["rank"]) for head in heads]
+    absent = sorted(set(range(int(heads[0].get("ranks", 0)))) - set(ranks))
+    axes = [name[len(COMM) :] for name in columns if name.startswith(COMM)]
+    groups = {axis: _groups(heads, axis) for axis in axes}
     if not inside and {"graph", "cpu"} <= set(columns):
         _split_graph(columns)
         groups["all"] = np.zeros(len(heads), np.int64)
@@ -183,13 +178,11 @@ def _records(
     )
 
 
-def _groups(heads: list[dict[str, object]], axis: str) -> Array:
+def _groups(heads: list[dict[str, Any]], axis: str) -> Array:
     """Return the number of each rank's group of an axis, from the first lines of its file."""
     groups = [head.get("groups") for head in heads]
-    return np.unique(
-        [int(g[axis]) if isinstance(g, dict) and axis in g else 0 for g in groups],
-        return_inverse=True,
-    )[1]
+    numbers = [int(g[axis]) if isinstance(g, dict) and axis in g else 0 for g in groups]
+    return np.unique(numbers, return_inverse=True)[1]
 
 
 def _split_graph(columns: dict[str, Array]) -> None:
@@ -198,9 +191,8 @@ def _split_graph(columns: dict[str, Array]) -> None:
     Threads compute together, so CPU time is divided by how many of them are busy on the rank that is busiest.
     """
     graph = columns["graph"]
-    lost = sum(
-        (columns[name] for name in ("delay", "paused") if name in columns), np.zeros_like(graph)
-    )
+    recorded = (columns[name] for name in ("delay", "paused") if name in columns)
+    lost = sum(recorded, np.zeros_like(graph))
     busy = float((np.median(columns["cpu"], 1) / np.maximum(np.median(graph, 1), 1e-9)).max())
     columns["compute"] = columns["cpu"] / max(busy, 1.0)
     columns[COMM + "all"] = np.maximum(graph - columns["compute"] - lost, 0)

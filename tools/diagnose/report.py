@@ -50,13 +50,9 @@ class Diagnosis:
         if not self.causes:
             bound = self.bounds[0]
             share = bound.shares[bound.bound]
-            summary = (
-                "no rank, host or link stands out"
-                if self.verdict == "pass"
-                else "nothing stands out"
-            )
+            subject = "no rank, host or link" if self.verdict == "pass" else "nothing"
             return (
-                f"{summary} in {len(self.records.steps):,} steps of {len(self.records.ranks):,} ranks: a step takes "
+                f"{subject} stands out in {len(self.records.steps):,} steps of {len(self.records.ranks):,} ranks: a step takes "
                 f"{seconds_text(self.step_s)}, bound by the {bound.bound} ({share:.0%} of the latest rank's time)"
             )
         first = self.causes[0]

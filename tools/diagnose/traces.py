@@ -13,6 +13,8 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.diagnose.chrome import (
+    COMPUTING,
+    EXPOSED,
     MICRO,
     Parts,
     RankTrace,
@@ -103,11 +105,7 @@ def _table(path: Path) -> list[RankTrace]:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInputError(f"cannot read the table {path}: {error}") from error
-    parts_by_title = {
-        "Computing": "compute",
-        "Communication(Not Overlapped)": COMM + "all",
-        "Free": "host",
-    }
+    parts_by_title = {COMPUTING: "compute", EXPOSED: COMM + "all", "Free": "host"}
     titles = list(rows[0]) if rows else []
     if missing := [name for name in ("Step", *parts_by_title) if name not in titles]:
         raise BadInputError(
