@@ -49,8 +49,6 @@ class AttentionMask(nn.Cell):
         the 2048 x 2048 triangle of its compressed causal mode.
 
         Args:
-            batch: Sequences ``B``.
-            length: Tokens in a sequence ``S``.
             mask_B1SS: uint8, 1 = hidden, as Megatron's dataset gives it; None = causal.
         """
         if self.backend == "fused":

@@ -65,9 +65,8 @@ class Fingerprint:
             raise BadInputError(
                 f"a fingerprint has {_HEADER.size + 8 * BUCKETS} bytes, found {len(content)}"
             )
-        magic, flags, buckets, count, total, special, checksum, squares = _HEADER.unpack_from(
-            content
-        )
+        header = _HEADER.unpack_from(content)
+        magic, flags, buckets, count, total, special, checksum, squares = header
         if (magic, flags, buckets, count) != (_MAGIC, _FLAGS, BUCKETS, total) or special > total:
             raise BadInputError(f"no fingerprint: {content[:8]!r}, {count} of {total} elements")
         sketch = np.frombuffer(content, "<f8", offset=_HEADER.size).astype(np.float64)
@@ -78,8 +77,7 @@ def of(values: Array) -> Fingerprint:
     """Return the fingerprint of a whole tensor.
 
     Args:
-        values: Numbers of any shape and type, maybe mapped: they are read in chunks. bfloat16 and float8 widened to
-    float32.
+        values: Numbers of any shape and type, maybe mapped: they are read in chunks. bfloat16 and float8 widened to float32.
     """
     values = _numbers(values)
     sketch, begin = _Sketch(), 0

@@ -9,6 +9,7 @@ arguments: ``x_TH`` has the symbols T and H.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -101,9 +102,7 @@ class _Self:
         if isinstance(attribute, ops.Primitive):
             return lambda *args: self._tracer.operation(attribute, args)
         if isinstance(attribute, nn.Cell):
-            construct: Any = type(
-                attribute
-            ).construct  # called with a recorder in place of the cell
+            construct: Any = type(attribute).construct  # called with a recorder for the cell
             return lambda *args: construct(_Self(attribute, self._tracer), *args)
         return attribute
 
@@ -139,11 +138,8 @@ class _Tracer:
 
 
 def _mean(k: Builder, primitive: ops.Primitive, x: ProgramValue, axis: Any) -> ProgramValue:
-    y = _reduce("sum")(k, primitive, x, axis)
-    count = 1
-    for a in _axes(x, axis):
-        count *= k.extent(x, a)
-    return y * (1.0 / count)
+    count = math.prod(k.extent(x, a) for a in _axes(x, axis))
+    return _reduce("sum")(k, primitive, x, axis) * (1.0 / count)
 
 
 def _axes(x: ProgramValue, axis: Any) -> list[int]:

@@ -1,6 +1,6 @@
 """Choice of experts: scores, group limit, selection with a bias, weights (DeepSeek-V3, section 2.1.2)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -134,14 +134,8 @@ class FusedRouting(nn.Cell):
 
     def __init__(self, rule: RoutingRule) -> None:
         super().__init__()
-        attributes = {
-            "top_k": rule.top_k,
-            "groups": rule.groups,
-            "kept_groups": rule.kept_groups,
-            "scale": float(rule.scale),
-            "normalize": rule.normalize,
-            "softmax": rule.softmax,
-        }
+        attributes: dict[str, Any] = rule._asdict() | {"scale": float(rule.scale)}
+        del attributes["experts"]
         self.forward = custom_op("Routing", lambda x, bias: (x, ms.int32, x, x, x), 5, **attributes)
         self.backward = custom_op(
             "RoutingGrad", lambda score, index, dscore, dweight: score, **attributes

@@ -61,7 +61,8 @@ class _Selection(NamedTuple):
     host: Collection[str] = ()
 
 
-_selection: ContextVar[_Selection | None] = ContextVar("backends", default=None)
+_AUTOMATIC = _Selection("CPU", "auto", {})
+_selection: ContextVar[_Selection] = ContextVar("backends", default=_AUTOMATIC)
 
 
 @contextlib.contextmanager
@@ -104,7 +105,7 @@ def choose(operator: str) -> BackendChoice:
     Raises:
         BadInputError: The backend asked for is not there.
     """
-    selection = _selection.get() or _Selection("CPU", "auto", {})
+    selection = _selection.get()
     backends = OPERATORS[operator]
     name = selection.operators.get(operator, selection.default)
     if name == "auto":
@@ -135,8 +136,7 @@ def _automatic(operator: str, backends: Mapping[str, str], target: str) -> Backe
 
 def target() -> str:
     """Return the target for which cells are built now: ``CPU`` or ``Ascend``."""
-    selection = _selection.get()
-    return selection.target if selection is not None else "CPU"
+    return _selection.get().target
 
 
 def host_computes(part: str, *primitives: ops.Primitive) -> None:
@@ -144,8 +144,7 @@ def host_computes(part: str, *primitives: ops.Primitive) -> None:
 
     The primitives of a part have only each other between them, so that their inputs go to the host once.
     """
-    selection = _selection.get()
-    if selection is not None and part in selection.host:
+    if part in _selection.get().host:
         for primitive in primitives:
             primitive.set_device("CPU")
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -204,12 +205,8 @@ class Builder:
         """
         d = x.dims[dim]
         if d < 0:
-            self._refuse(
-                "extent",
-                _line(),
-                f"the symbol {self._name(d)}",
-                "a constant; pass the number as an input",
-            )
+            expected = "a constant; pass the number as an input"
+            self._refuse("extent", _line(), f"the symbol {self._name(d)}", expected)
         return d
 
     # ------------------------------------------------------------------ the rest
@@ -274,9 +271,8 @@ class Builder:
         if not axes:
             self._refuse(name, line, "no dimension to reduce", "one or more")
         reduced = tuple(1 if i in axes else d for i, d in enumerate(x.dims))
-        y = self._node(
-            ir.REDUCE[name], "float32", (x.index,), reduced, (int(keepdims), *axes), line
-        )
+        attrs = (int(keepdims), *axes)
+        y = self._node(ir.REDUCE[name], "float32", (x.index,), reduced, attrs, line)
         if keepdims:
             return y
         return self.reshape(y, tuple(d for i, d in enumerate(x.dims) if i not in axes))
@@ -334,10 +330,7 @@ class Builder:
 
 
 def _factors(dims: tuple[int, ...]) -> tuple[int, list[int]]:
-    number = 1
-    for d in dims:
-        number *= d if d >= 0 else 1
-    return number, sorted(d for d in dims if d < 0)
+    return math.prod(d for d in dims if d >= 0), sorted(d for d in dims if d < 0)
 
 
 def _line() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from telechat_moe.ops.dvm import ir
 from telechat_moe.ops.dvm.builder import Builder, ProgramValue
@@ -184,20 +185,14 @@ def _unspread(k: Builder, g: ProgramValue, dims: tuple[int, ...], line: int) -> 
     lead = len(g.dims) - len(dims)
     padded = (1,) * lead + dims
     axes = tuple(i for i, d in enumerate(g.dims) if padded[i] == 1 and d != 1)
-    if axes:  # one run of dimensions at a time: leading ones, then trailing ones
-        for run in _runs(axes):
-            g = k.sum(g, run)
+    for run in _runs(axes):  # one run of dimensions at a time: leading ones, then trailing ones
+        g = k.sum(g, run)
     return g if not lead else k._node(ir.RESHAPE, "float32", (g.index,), dims, (), line)
 
 
 def _runs(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    runs: list[list[int]] = []
-    for axis in axes:
-        if runs and runs[-1][-1] == axis - 1:
-            runs[-1].append(axis)
-        else:
-            runs.append([axis])
-    return [tuple(run) for run in runs]
+    runs = groupby(enumerate(axes), lambda item: item[1] - item[0])
+    return [tuple(axis for _, axis in run) for _, run in runs]
 
 
 def _without_dead(program: DvmProgram) -> DvmProgram:
