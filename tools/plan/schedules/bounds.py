@@ -114,13 +114,11 @@ def lower_bound(
             continue
         cap = _usable(times, chunks, float(memory[s]), kept_share)
         needed = micro_batches * float((times.activation[chunks] * stay[chunks]).sum())
+        edges = _edges_bound(times, ways, chunks, micro_batches, rules, cap, kept_share)
         candidates = [
             (_stage_bound(times, ways, chunks, micro_batches, rules), "work"),
             (float(ways.head_f[chunks].min()) + needed / cap, "memory"),
-            (
-                _edges_bound(times, ways, chunks, micro_batches, rules, cap, kept_share),
-                "start and end",
-            ),
+            (edges, "start and end"),
         ]
         for value, reason in candidates:
             if value > best.makespan:
@@ -146,21 +144,16 @@ def _edges_bound(
     kept_share: float,
 ) -> float:
     """Return a stage's work and the idle time that its memory forces at start and end."""
-    f, b, w, a = (
-        times.forward[chunks],
-        ways.dx[chunks],
-        ways.weight[chunks],
-        times.activation[chunks],
-    )
+    f, a = times.forward[chunks], times.activation[chunks]
+    b, w = ways.dx[chunks], ways.weight[chunks]
     saved = _savings(times, ways, chunks, np.ones(3 * len(chunks), bool)) if rules.pairs else 0.0
     work = micro_batches * (float((f + b + w).sum()) - saved)
     with np.errstate(divide="ignore", invalid="ignore"):
         filling = cap * float(np.max(np.where(a > 0, f / a, np.inf)))
         draining = cap * float(np.max(np.where(a > 0, (b + w) / a, np.inf)))
         if kept_share and w.any():
-            draining = max(
-                draining, cap * float(np.max(np.where(a > 0, w / (kept_share * a), np.inf)))
-            )
+            late = np.where(a > 0, w / (kept_share * a), np.inf)
+            draining = max(draining, cap * float(np.max(late)))
         elif w.any():
             draining = np.inf
     # until its first D it can do no more forwards than fit; after its last F no more than what it holds

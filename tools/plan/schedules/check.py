@@ -1,6 +1,7 @@
 """Check that a program can run: it is complete, each operation is on its stage, and no stage waits forever."""
 
 from collections import Counter
+from itertools import product
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.program import OpKind, Program, Times
@@ -20,7 +21,6 @@ def check(program: Program) -> None:
 
 
 def _incompleteness(program: Program) -> list[str]:
-    """Return what is wrong with the set of operations: one is missing, doubled, or on a stage without its chunk."""
     counts: Counter[tuple[str, int, int]] = Counter()
     problems: list[str] = []
     for s, ops in enumerate(program.ops):
@@ -36,12 +36,10 @@ def _incompleteness(program: Program) -> list[str]:
                     problems.append(f"{op} is on stage {s}, its chunk on stage {stage}")
                 for letter in "DW" if kind is OpKind.B else kind.value:
                     counts[letter, chunk, micro] += 1
-    for letter in "FDW":
-        for chunk in range(program.chunks):
-            for micro in range(program.micro_batches):
-                count = counts[letter, chunk, micro]
-                if count != 1:
-                    problems.append(
-                        f"{letter} of chunk {chunk}, micro-batch {micro}: {count} times, expected once"
-                    )
+    for letter, chunk, micro in product("FDW", range(program.chunks), range(program.micro_batches)):
+        count = counts[letter, chunk, micro]
+        if count != 1:
+            problems.append(
+                f"{letter} of chunk {chunk}, micro-batch {micro}: {count} times, expected once"
+            )
     return problems

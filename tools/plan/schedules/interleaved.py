@@ -56,10 +56,8 @@ def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True)
     ops: list[tuple[Op, ...]] = []
     for stage_ops, first in zip(plain.ops, ahead, strict=True):
         first = min(first, len(stage_ops) // 2)
-        steady, last = (
-            stage_ops[first : len(stage_ops) - first],
-            stage_ops[len(stage_ops) - first :],
-        )
+        end = len(stage_ops) - first
+        steady, last = stage_ops[first:end], stage_ops[end:]
         new = list(stage_ops[:first])
         for f, b in zip(steady[::2], steady[1::2], strict=True):
             new.append(Op(pair, f.chunk, f.micro, b.chunk, b.micro))
@@ -101,9 +99,7 @@ def orders(
     for s in range(stages):
         forward = (turn * stages + s) * m + micro
         backward = (number + (chunks - 1 - turn) * stages + s) * m + micro
-        first = min(
-            ahead[s], total
-        )  # Megatron-LM runs all forwards first where m = P; so does this
+        first = min(ahead[s], total)  # as Megatron-LM, all forwards first where m = P
         both = np.stack([forward[first:], backward[: total - first]], axis=1).ravel()
         order = np.concatenate([forward[:first], both, backward[total - first :]])
         stage_orders.append(order.astype(np.int32))

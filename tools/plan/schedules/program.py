@@ -71,11 +71,8 @@ class StageWriter:
         self.left: dict[str, deque[int]] = {}
         """Micro-batches that still go forward (`F0` for lane 0) and backward (`D0`), and those whose dW waits (`W0`)."""
         for lane, micro_batches in enumerate(micros):
-            self.left |= {
-                f"F{lane}": deque(micro_batches),
-                f"D{lane}": deque(micro_batches),
-                f"W{lane}": deque(),
-            }
+            both = {f"{way}{lane}": deque(micro_batches) for way in "FD"}
+            self.left |= both | {f"W{lane}": deque[int]()}
         self.ops: list[Op] = []
 
     def put(self, pattern: str, times: int = 1) -> None:
@@ -170,7 +167,6 @@ class Program:
         return program
 
     def _fits(self) -> bool:
-        """Return whether each micro-batch has a route, each route as many chunks, and each stage operations."""
         return (
             self.stages == len(self.ops)
             and len({len(route) for route in self.routes}) == 1
@@ -239,9 +235,8 @@ class Times:
         }
         arrays = {name: getattr(self, name) for name in usual}
         filled = {k: _array(a, n) if len(a) else usual[k] for k, a in arrays.items()}
-        result = Times(
-            forward, dx, dw, float(self.comm), **filled, kept_for_w=float(self.kept_for_w)
-        )
+        arrays = {"forward": forward, "dx": dx, "dw": dw, **filled}
+        result = Times(**arrays, comm=float(self.comm), kept_for_w=float(self.kept_for_w))
         if not 0 <= result.comm < np.inf or not 0 <= result.kept_for_w <= 1:
             raise BadInputError(
                 f"times of a schedule: comm {result.comm} must be finite and not negative, "

@@ -109,7 +109,6 @@ def _program(name: str, stages: int, micro: int, chunks: int, placement: str) ->
 
 
 def _check_fit(program: Program, stages: int, micro: int, route: tuple[int, ...]) -> None:
-    """Refuse a program of another layout."""
     (route_of_program, *others) = program.routes
     if others:
         raise BadInputError(

@@ -81,9 +81,8 @@ def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
         for i, op in enumerate(ops):
             parts = op.parts()
             activations += sum(float(times.activation[c]) for k, c, _ in parts if k is OpKind.F)
-            during[i] = activations + sum(
-                float(times.working[c]) for k, c, _ in parts if k in (OpKind.D, OpKind.B)
-            )
+            needed = (float(times.working[c]) for k, c, _ in parts if k in (OpKind.D, OpKind.B))
+            during[i] = activations + sum(needed)
             activations -= sum(freed[k] * float(times.activation[c]) for k, c, _ in parts)
         result.append(during)
     return tuple(result)

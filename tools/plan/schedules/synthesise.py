@@ -208,10 +208,9 @@ class _Instance:
     def follow(self, pattern: Pattern) -> "_Policy":
         """Return the due dates of a pattern, and when each micro-batch may enter."""
         t, n = self.times, len(self.route)
-        dx = self._arrays[2]
-        mean = float((t.forward + dx + self._arrays[3]).sum()) / (
-            n * (3 if self.rules.split else 2)
-        )
+        dx, dw = self._arrays[2:4]
+        kinds = 3 if self.rules.split else 2
+        mean = float((t.forward + dx + dw).sum()) / (n * kinds)
         stage = np.array(self.route)
         link = np.append(np.where(stage[1:] != stage[:-1], t.comm, 0.0), 0.0)
         turns = np.append((np.arange(1, n) % self.stages == 0) * pattern.jump_b * mean, 0.0)
@@ -226,9 +225,8 @@ class _Instance:
         )
         offsets = np.stack([forward, backward, backward + pattern.late_w * mean])
         release = np.maximum(i - pattern.burst, 0.0) * pattern.pace * self.busiest
-        return _Policy(
-            offsets[:, :, None] + begin, release, np.array([pattern.wait, pattern.eager], float)
-        )
+        wait_eager = np.array([pattern.wait, pattern.eager], float)
+        return _Policy(offsets[:, :, None] + begin, release, wait_eager)
 
     def imitate(self, result: Simulation) -> "_Policy":
         """Return the due dates that reproduce a schedule on this placement: its start times."""
@@ -245,14 +243,11 @@ class _Instance:
     ) -> tuple[float, "_Policy", "_Order"]:
         """Return makespan, improved policy and order; infinity where the memory does not suffice."""
         improved = _Policy(*(array.copy() for array in policy))
-        out = np.empty(self.operations, np.int32)
-        lengths = np.empty(self.stages, np.int32)
+        due, release, wait = improved
+        out, lengths = np.empty(self.operations, np.int32), np.empty(self.stages, np.int32)
         makespan = load().telechat_schedule_pipeline(
             ctypes.byref(self._problem),
-            *map(
-                address,
-                (improved.due, improved.release, improved.wait_eager, improved.wait_eager[1:]),
-            ),
+            *map(address, (due, release, wait, wait[1:])),
             seed,
             steps,
             self.bound.makespan * (1 + 1e-12),

@@ -470,9 +470,8 @@ def _proven_bound(
     slopes = shown[:, None] * tail.reduce[rows] + tail.update[rows]
     weighted = slopes[:, :, None] * proof.parameters  # [n, 2, P + 1]
     largest, weighted = weighted[:, :, -1], weighted[:, :, :-1]
-    total = (
-        constant + k * proof.sends * c.send[rows] + (largest * c.least_weights[rows]).sum(axis=1)
-    )
+    largest_s = (largest * c.least_weights[rows]).sum(axis=1)
+    total = constant + k * proof.sends * c.send[rows] + largest_s
     ends = c.first[rows] @ proof.counts[:, 0] + c.last[rows] @ proof.counts[:, -1]
     if chunks > 1:
         ends = ends + c.before[rows] @ proof.counts[:, -2]

@@ -89,22 +89,22 @@ class CertificateWriter:
         """Return the number of multipliers of a search; their paths are written with the schedule."""
         key = id(search), proof
         if key not in self._written:
-            multipliers = search.multipliers(proof)
-            for number, _ in multipliers.paths:
+            m = search.multipliers(proof)
+            for number, _ in m.paths:
                 kind, micro = np.divmod(self.pools[p.key][number], p.micro_batches)
                 passes = np.where(kind < p.number, kind, 3 * p.number - 1 - kind)
                 ops = passes * p.micro_batches + micro
                 self.paths[self._schedule(p)][number] = ops.tolist()
             self._written[key] = len(self.proofs), search  # or another may get its id
-            values = {
-                "share": multipliers.share,
-                "parameters": multipliers.parameters,
-                "memory": multipliers.memory,
-                "most": multipliers.limits,
-                "fewest": multipliers.fewest,
+            weights = {
+                "share": m.share,
+                "parameters": m.parameters,
+                "memory": m.memory,
+                "most": m.limits,
+                "fewest": m.fewest,
             }
-            lists = {name: np.maximum(value, 0).tolist() for name, value in values.items()}
-            self.proofs.append({"paths": [[n, w] for n, w in multipliers.paths], **lists})
+            lists = {name: np.maximum(w, 0).tolist() for name, w in weights.items()}
+            self.proofs.append({"paths": [[n, w] for n, w in m.paths], **lists})
         return self._written[key][0]
 
     def _tree(self, p: PlacementProblem, tree: ProofTree, box: int = 0) -> Any:
@@ -138,10 +138,7 @@ class CertificateWriter:
             "time": [(g.times[0], g.times[1] + g.times[2]) for g in layers],
             "again": [g.recompute_time * p.choice for g in layers],
             "full": [g.states + np.array(g.activations) for g in layers],
-            "entry": [
-                g.states + np.array(activations)
-                for g, activations in zip(layers, inputs, strict=True)
-            ],
+            "entry": [g.states + np.array(kept) for g, kept in zip(layers, inputs, strict=True)],
             "working": [g.working for g in layers],
             "weight": [g.weights for g in layers],
             "fixed": [p.fixed[0], p.fixed[1] + p.fixed[2]],

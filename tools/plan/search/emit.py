@@ -109,9 +109,8 @@ def write_recipe(
 
     source = load(name, overrides)
     changes = settings(layout, source.model_config.num_hidden_layers)
-    columns = len(
-        source.train_dataset.construct_args_key or source.train_dataset.input_columns or []
-    )
+    data = source.train_dataset
+    columns = len(data.construct_args_key or data.input_columns or [])
     if layout.devices > 1:
         changes["parallel.dataset_strategy"] = [[layout.dp, 1]] * columns
     if layout.exchange != "alltoall" or source.model_config.moe_token_dispatcher_type:
@@ -123,9 +122,9 @@ def write_recipe(
         _put(changed, key, value)
     changed["model"]["model_config"]["batch_size"] = layout.micro_batch
     callbacks: list[dict[str, Any]] = changed.get("callbacks") or []
+    batches = {"micro_batch_num": "parallel_config", "gradient_accumulation_steps": "runner_config"}
     for callback in callbacks:
-        for name in ("micro_batch_num", "gradient_accumulation_steps"):
-            section = "parallel_config" if name == "micro_batch_num" else "runner_config"
+        for name, section in batches.items():
             if callback.get(name) is not None or "micro_batch_num" in callback:
                 callback[name] = changes[f"{section}.{name}"]
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
@@ -205,9 +204,8 @@ def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
         arguments += ["--expert-tensor-parallel-size", layout.etp]
     recomputed = layout.recompute_layers
     if layout.recompute == "full" and (recomputed is None or any(recomputed)):
-        count = (
-            size if recomputed is None else max(recomputed)
-        )  # one number for all chunks: at least what each needs
+        # one number for all chunks: at least what each needs
+        count = size if recomputed is None else max(recomputed)
         arguments += ["--recompute-granularity", "full", "--recompute-method", "block"]
         arguments += ["--recompute-num-layers", count]
     return [str(word) for word in arguments]

@@ -98,14 +98,13 @@ class _Costs:
         self.activations, self.kinds = ChunkActivations(a, base.layout), a.layers
         # of each operation of each stage: micro-batches of each chunk that it finds, and whose backward pass it is
         zero, units = np.zeros(chunks), np.eye(chunks)
-        self.flight = [
-            memory(base.program, replace(base.times, activation=unit, working=zero))
-            for unit in units
-        ]
-        self.back = [
-            memory(base.program, replace(base.times, activation=zero, working=unit))
-            for unit in units
-        ]
+
+        def counts(activation: Array, working: Array) -> tuple[Array, ...]:
+            times = replace(base.times, activation=activation, working=working)
+            return memory(base.program, times)
+
+        self.flight = [counts(unit, zero) for unit in units]
+        self.back = [counts(zero, unit) for unit in units]
 
     def of(self, stage: int, chunks: tuple[int, ...], n: Array) -> tuple[Array, Array, Array]:
         """Return seconds added to a stage, its peak, and its bytes in the host's memory, of each choice."""
@@ -128,13 +127,8 @@ class _Costs:
             kind = int(self.kinds[number] == "moe")
             position = self.of_kind[chunk][kind].index(number)
             recomputed, away = once[:, kind], once[:, 2 + kind]
-            ways.append(
-                np.where(
-                    position < recomputed,
-                    RECOMPUTED,
-                    np.where(position < recomputed + away, SWAPPED, KEPT),
-                )
-            )
+            others = np.where(position < recomputed + away, SWAPPED, KEPT)
+            ways.append(np.where(position < recomputed, RECOMPUTED, others))
         kept_and_working = self.activations.of(chunk, [self.kinds[i] for i in numbers], ways)
         kept_and_working = np.broadcast_arrays(*kept_and_working, once[:, 0])[:2]
         return np.stack(kept_and_working, axis=-1)[which.ravel()]

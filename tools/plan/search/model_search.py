@@ -107,6 +107,7 @@ def read_space(file: str) -> Choices:
     recipe = load(raw["recipe"])
     layout = Layout.from_recipe(recipe)
     room = raw.get("memory_gib")
+    numbers = {**align, **{name: raw[name] for name in ("layouts",) if name in raw}}
     return Choices(
         base=Architecture.from_recipe(recipe),
         layout=layout,
@@ -115,9 +116,7 @@ def read_space(file: str) -> Choices:
         global_batch=int(raw.get("global_batch") or layout.global_batch),
         choices={k: _numbers(file, k, v) for k, v in choices.items()},
         budget={k: _range(file, k, v) for k, v in budget.items()},
-        width=int(align.get("width", 256)),
-        block=int(align.get("block", 16)),
-        layouts=int(raw.get("layouts", 12)),
+        **{name: int(value) for name, value in numbers.items()},
     )
 
 
@@ -254,19 +253,18 @@ def plan_models(s: Choices, some: list[ScoredModel], limit_s: float) -> list[Sco
         space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, fixed=fixed)
         share = max(until - time.perf_counter(), 0.0) / (len(some) - i)
         plan = search(c.architecture, space, s.device, top=1, limit_s=share)
-        tokens = s.global_batch * s.base.seq / s.devices
         plans += [
-            ScoredModel(
-                c.architecture,
-                candidate.layout,
-                candidate.step_s,
-                tokens / candidate.step_s,
-                candidate.simulated_bytes,
-                plan.gap,
-            )
-            for candidate in plan.best[:1]
+            _scored(s, c.architecture, x.layout, x.step_s, x.simulated_bytes, plan.gap)
+            for x in plan.best[:1]
         ] or [None]
     return plans
+
+
+def _scored(
+    s: Choices, a: Architecture, layout: Layout, step_s: float, peak: float, gap: float = np.inf
+) -> ScoredModel:
+    tokens_per_s = s.global_batch * s.base.seq / s.devices / step_s
+    return ScoredModel(a, layout, step_s, tokens_per_s, peak, gap)
 
 
 def _score(
@@ -283,15 +281,8 @@ def _score(
         if table.fits[k]:
             best.setdefault(pairs[k][2], k)
     refused["does not fit in memory"] += len(divided) - len(best)
-    tokens = s.global_batch * s.base.seq / s.devices
     return [
-        ScoredModel(
-            pairs[k][0],
-            pairs[k][1],
-            float(table.step_s[k]),
-            tokens / float(table.step_s[k]),
-            float(table.memory.peak[k].max()),
-        )
+        _scored(s, *pairs[k][:2], float(table.step_s[k]), float(table.memory.peak[k].max()))
         for k in best.values()
     ]
 

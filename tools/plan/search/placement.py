@@ -149,14 +149,8 @@ class PlacementSearch:
             until: `time.perf_counter()` after which the search ends.
         """
         bound, size = ctypes.c_double(), np.zeros(4, dtype=np.int32)
-        load().telechat_placement_solve(
-            self._handle,
-            target,
-            nodes,
-            until - time.perf_counter(),
-            ctypes.byref(bound),
-            address(size),
-        )
+        left, result = until - time.perf_counter(), (ctypes.byref(bound), address(size))
+        load().telechat_placement_solve(self._handle, target, nodes, left, *result)
         examined, count, first, _ = map(int, size)
         boxes, proofs = np.zeros((count, 6), dtype=np.int32), np.zeros(first, dtype=np.int32)
         load().telechat_placement_tree(self._handle, address(boxes), address(proofs))
@@ -172,14 +166,8 @@ class PlacementSearch:
     def proves(self, tree: ProofTree, target: float) -> bool:
         """Return whether a tree, possibly of another search, proves that no placement takes less than `target`."""
         longest = np.array(tree.longest, dtype=np.int32)
-        return load().telechat_placement_proves(
-            self._handle,
-            tree.search._handle,
-            address(tree.boxes),
-            address(longest),
-            len(longest),
-            target,
-        )
+        proof = tree.search._handle, *map(address, (tree.boxes, longest)), len(longest)
+        return load().telechat_placement_proves(self._handle, *proof, target)
 
     def empty(self) -> ProofTree:
         """Return the tree that proves a problem without placements."""
@@ -220,8 +208,7 @@ class PlacementSearch:
             None if start is None else address(start),
             patience,
             until - time.perf_counter(),
-            address(layers),
-            address(recomputed),
+            *map(address, (layers, recomputed)),
         )
         if not seconds:
             return None

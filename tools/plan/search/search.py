@@ -223,17 +223,15 @@ class _LayoutSearch:
         self._runners_up()
         fastest = sorted(self.placed, key=lambda row: self.placed[row].seconds)
         best = self.plan.best
-        for row in fastest[
-            : SHOWN + self.top
-        ]:  # simulated in full; of the best one only where time is up
+        # simulated in full; of the best one only where time is up
+        for row in fastest[: SHOWN + self.top]:
             if best and self._late():
                 break
             best.append(self._candidate(row, self.placed[row]))
         best.sort(key=lambda c: (round(c.step_s, 7), c.row))
         bound = self.plan.bound_s
-        self.plan.lower_bound_s = float(
-            min([c.step_s for c in best[:1]] + [*bound[np.isfinite(bound)]], default=math.inf)
-        )
+        steps = [c.step_s for c in best[:1]] + [*bound[np.isfinite(bound)]]
+        self.plan.lower_bound_s = float(min(steps, default=math.inf))
         for c in best:
             c.bound_s = min(float(bound[c.row]), c.step_s)
 
@@ -339,9 +337,8 @@ class _LayoutSearch:
     def _next(self, candidates: NDArray[Any]) -> list[int]:
         """Return the open configurations with the least bounds, no two with one schedule."""
         chosen: dict[ScheduleKey, int] = {}
-        value = np.where(
-            candidates & (self.plan.bound_s < self.best * (1 - CLOSE)), self.plan.bound_s, np.inf
-        )
+        bound = self.plan.bound_s
+        value = np.where(candidates & (bound < self.best * (1 - CLOSE)), bound, np.inf)
         for row in map(int, np.argsort(value, kind="stable")[: 4 * WORKERS]):
             if not np.isfinite(value[row]) or len(chosen) == WORKERS:
                 break

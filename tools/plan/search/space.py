@@ -223,9 +223,8 @@ def space_columns(a: Architecture, rows: NDArray[Any], space: Space) -> Columns:
         for policy, schedule, end in kinds
     ]
     n, settings = len(rows), dict(zip(NAMES, rows.T, strict=True))
-    kind = (settings["policy"] * len(SCHEDULES) + settings["schedule"]) * len(ENDS) + settings[
-        "ends"
-    ]
+    kind = settings["policy"] * len(SCHEDULES) + settings["schedule"]
+    kind = kind * len(ENDS) + settings["ends"]
     values: dict[str, Any] = {
         name: value[kind] if len(value) == len(layouts) else np.broadcast_to(value, (n,))
         for name, value in vars(columns([(a, x) for x in layouts])).items()
