@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import STACK, Layout, TokenExchange
+from telechat_moe.tools.plan.schedules.program import loop_route, v_route
 
 Array = NDArray[np.float64]
 
@@ -86,15 +87,13 @@ def _stages(pairs: Sequence[tuple[Architecture, Layout]]) -> tuple[Array, Array,
         if key not in cache:
             cache[key] = _layers_of_stages(a, x)
         out[:, row, : x.pp] = cache[key]
-    return out[0], out[1], out[2], out[3]
+    return tuple(out)
 
 
-def stage_of_chunk(layout: Layout) -> list[int]:
+def stage_of_chunk(layout: Layout) -> tuple[int, ...]:
     """Return the stage of each global chunk: 0 to P - 1 in every round; V schedules turn back at the last stage."""
-    p, v = layout.pp, layout.vpp
-    if layout.schedule in ("zb-v", "dualpipev") and v == 2:
-        return [*range(p), *reversed(range(p))]
-    return [chunk % p for chunk in range(p * v)]
+    v_shape = layout.schedule in ("zb-v", "dualpipev") and layout.vpp == 2
+    return (v_route if v_shape else loop_route)(layout.pp, layout.vpp)
 
 
 def _layers_of_stages(a: Architecture, x: Layout) -> Array:
@@ -132,10 +131,8 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     """Return the arrays of configurations, each an architecture and a layout."""
     architectures = [a for a, _ in pairs]
     layouts = [x for _, x in pairs]
-    if all(a is architectures[0] for a in architectures):
-        values = _arrays(architectures[:1], _ARCHITECTURE)  # one row, broadcast
-    else:
-        values = _arrays(architectures, _ARCHITECTURE)
+    alike = all(a is architectures[0] for a in architectures)  # then one row, broadcast
+    values = _arrays(architectures[:1] if alike else architectures, _ARCHITECTURE)
     values |= _arrays(layouts, _LAYOUT)
     values |= _arrays([x.stack for x in layouts], STACK)
     values |= _recomputed([x.recompute for x in layouts])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,10 +155,9 @@ def _key(text: str) -> str:
 
 def _by_name(name: str) -> Path | None:
     files, key = sorted(FOLDER.glob("*.yaml")), _key(name)
-    named = [file for file in files if _key(file.stem) == key]
-    return next(iter(named), None) or next(
-        (file for file in files if key in map(_key, _read(file).aliases)), None
-    )
+    named = (file for file in files if _key(file.stem) == key)
+    aliased = (file for file in files if key in map(_key, _read(file).aliases))
+    return next(chain(named, aliased), None)
 
 
 def _read(file: Path) -> Device:
@@ -173,20 +173,16 @@ def _parsed(file: Path, changed: int) -> Device:
     measured = tuple(name for name in values if name not in fitted)
     figures_sources: dict[str, str] = raw.pop("sources", None) or {}
     sources = {**figures_sources, **notes}
-    is_required = {
-        f.name: f.default is f.default_factory for f in fields(Device)
-    }  # both MISSING: required
-    wrong = [key for key in raw if key not in is_required]
+    # without a default both are MISSING
+    required = {f.name: f.default is f.default_factory for f in fields(Device)}
+    wrong = [key for key in raw if key not in required]
     if wrong:
         raise BadInputError(
-            f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(is_required))}"
+            f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(required))}"
         )
-    lacks = [
-        name for name, required in is_required.items() if required and name not in {"name", *raw}
-    ]
-    if lacks:
-        raise BadInputError(f"{file}: missing {', '.join(lacks)}")
     raw.setdefault("name", file.stem)
+    if lacks := [name for name, needed in required.items() if needed and name not in raw]:
+        raise BadInputError(f"{file}: missing {', '.join(lacks)}")
     raw["name"] = str(raw["name"])
     try:
         raw["aliases"] = tuple(map(str, list[Any](raw.get("aliases") or ())))
@@ -248,14 +244,11 @@ def _merged(file: Path) -> dict[str, Any]:
     name = f"{raw.pop('base')}.yaml"
     beside = file.parent / name
     base = read_mapping(beside if os.path.isfile(beside) else FOLDER / name)  # noqa: PTH113 (any text)
-    identity: dict[str, Any] = {
-        "aliases": raw.get("aliases") or [],
-        "name": raw.get("name", file.stem),
-    }
     both: dict[str, Any] = {
         key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")
     }
-    return {**base, **raw, **both, **identity}
+    both |= {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
+    return {**base, **raw, **both}
 
 
 def _constants(

@@ -167,10 +167,7 @@ class Calls:
     def _block(self, kind: str) -> list[_ForwardCall]:
         a, mesh = self.a, self.mesh
         calls: list[_ForwardCall] = []
-        if a.q_lora_rank:
-            calls += self._gather_tp(WIDTH * self.token * a.q_lora_rank)
-        else:
-            calls += self._gather_tp(WIDTH * self.token * a.hidden)
+        calls += self._gather_tp(WIDTH * self.token * (a.q_lora_rank or a.hidden))
         for width in (a.kv_lora_rank, a.qk_rope):
             size = WIDTH * self.whole * width
             # MindSpore gathers a latent over both at once where other rows stay divided over dp.
@@ -198,19 +195,15 @@ class Calls:
         if mesh.expert_tp:
             calls += self._gather_tp(WIDTH * self.token * a.hidden)
             size = 4 * self.token * a.top_k
-            calls += [
-                _ForwardCall("AllGather", tp, size, backward=False),
-                _ForwardCall("AllGather", tp, size),
-            ]
+            calls += [_ForwardCall("AllGather", tp, size, backward) for backward in (False, True)]
         if self.x.ep > 1:
             calls.append(_ForwardCall("AlltoAll", ep, 4 * a.experts, backward=False))
             calls += [_ForwardCall("AlltoAllV", ep, WIDTH * self.pairs * a.hidden)] * 2
         if mesh.expert_tp:
             calls += self._sum_tp()
         elif not mesh.sp:
-            calls.append(
-                _ForwardCall("AllGather", tp, WIDTH * self.token * a.hidden, recomputed=False)
-            )
+            size = WIDTH * self.token * a.hidden
+            calls.append(_ForwardCall("AllGather", tp, size, recomputed=False))
         return calls
 
     def _balance(self) -> list[_ForwardCall]:
@@ -224,16 +217,12 @@ class Calls:
         mesh, tp = self.mesh, self.mesh.axes("tp")
         tokens = mesh.axes("dp", "cp")
         part = 4 * self.token
-        calls = self._gather_tp(WIDTH * self.token * self.a.hidden)
-        for axes, size, backward in (
-            (tp, part, False),
-            (tp, part, True),
-            (tp, part, True),
-            (tokens, 4, True),
-            (tokens, 4, False),
-        ):
-            calls.append(_ForwardCall("AllReduce", axes, size, backward, recomputed=False))
-        return calls
+        sums = [(tp, part, backward) for backward in (False, True, True)]
+        sums += [(tokens, 4, backward) for backward in (True, False)]
+        return self._gather_tp(WIDTH * self.token * self.a.hidden) + [
+            _ForwardCall("AllReduce", axes, size, backward, recomputed=False)
+            for axes, size, backward in sums
+        ]
 
     def _batch(self, stage: int) -> None:
         """Add the gathers of the columns that a stage reads: tokens, labels, mask, positions."""
@@ -242,11 +231,8 @@ class Calls:
             return
         place = stage_of_chunk(x)
         first, last = place[0] == stage, place[-1] == stage
-        layers = any(
-            n
-            for n, stage_number in zip(x.chunk_layers(len(a.layers)), place, strict=True)
-            if stage_number == stage
-        )
+        counts = zip(x.chunk_layers(len(a.layers)), place, strict=True)
+        layers = any(count for count, of_stage in counts if of_stage == stage)
         columns = [first, last or (first and a.mtp > 0), last, layers or (last and a.mtp > 0)]
         size = 4 * x.dp * x.micro_batch * x.micro_batches * a.seq
         ranks = self.mesh.group(self.rank, self.mesh.axes("dp"))

@@ -10,6 +10,7 @@ Symbols: T tokens of a device, b bytes of one, K experts a token, n nodes of g d
 uniform; with n_group and topk_group they are uniform within groups of experts that are uniform.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import comb
 from typing import NamedTuple, get_args
@@ -94,9 +95,8 @@ def exchange_s(kind: TokenExchange, x: Columns, size: Array, device: Device) -> 
         across = all_gather(size * nodes, nodes, node, device)
     else:
         leaving = size * reached(x, nodes) * (1 - 1 / nodes)
-        across = leaving / (device.inter_bandwidth * device.constants.inter_share) + latency(
-            nodes, nodes, device
-        )
+        bandwidth = device.inter_bandwidth * device.constants.inter_share
+        across = leaving / bandwidth + latency(nodes, nodes, device)
     return np.where(nodes > 1, within + across, direct)
 
 
@@ -120,7 +120,6 @@ def choices(
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
-def told(architecture: Architecture, layout: Layout, device: Device) -> str:
-    """Return the times of the ways in words, the fastest first; empty without an exchange."""
-    times = choices(architecture, layout, device)
+def told(times: Mapping[TokenExchange, float]) -> str:
+    """Return the times of the ways of `choices` in words, the fastest first; empty without an exchange."""
     return ", ".join(f"{kind} {seconds * 1e3:.3g} ms" for kind, seconds in times.items())

@@ -113,9 +113,7 @@ def layer_times(architecture: Architecture, layout: Layout, device: Device) -> L
             "MoE layers and ep of 2 or more"
         )
     alone = replace(a, shared_experts=0, shared_ffn=0)
-    bare = replace(
-        alone, top_k=1, moe_ffn=1
-    )  # next to no routed experts: what is left is attention
+    bare = replace(alone, top_k=1, moe_ffn=1)  # next to no routed experts: attention is left
     x = columns([(m, layout.with_changes(ep_overlap=False)) for m in (a, alone, bare)])
     block = layer(x, rates(x, device), True)
 
@@ -225,9 +223,8 @@ def hidden(
     """
     full = layer_times(architecture, layout, device)
     if layout.micro_batch > 1:
-        half = layer_times(
-            architecture, layout.with_changes(micro_batch=layout.micro_batch // 2), device
-        )
+        halved = layout.with_changes(micro_batch=layout.micro_batch // 2)
+        half = layer_times(architecture, halved, device)
     else:  # half the tokens; attention's core still sees all keys, so the first half costs a little less than this
         half = layer_times(replace(architecture, seq=architecture.seq // 2), layout, device)
         half = replace(

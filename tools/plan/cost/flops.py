@@ -30,9 +30,9 @@ def layer_weights(a: Architecture, kind: str) -> float:
     return a.attention_weights + a.top_k * a.expert_weights + a.shared_weights
 
 
-def model_flops(a: Architecture, *, keys: float | None = None, mtp: bool = True) -> Flops:
+def model_flops(a: Architecture, *, keys: float | None = None) -> Flops:
     """Return the FLOPs of a token; `keys` a query where they are not the causal ones."""
-    depth = a.mtp if mtp else 0
+    depth = a.mtp
     weights = sum(layer_weights(a, kind) for kind in a.layers)
     weights += depth * (2 * a.hidden**2 + layer_weights(a, a.layers[-1]))
     weights += (1 + depth) * a.vocab * a.hidden
@@ -65,9 +65,6 @@ def hardware_flops(a: Architecture, x: Layout) -> float:
         )
         recompute = sum(flop for names, flop in shares if words & names)
     return flops.training + share * recompute
-
-
-CONVENTIONS = ("model", "full_attention", "six_n", "hardware")
 
 
 def utilisation(a: Architecture, x: Layout, step_s: float, peak_flops: float) -> dict[str, float]:

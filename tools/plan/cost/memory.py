@@ -90,9 +90,7 @@ def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
         return _common(x)
     s, own_graph = saved(x), x.own_graph > 0
     pairs = zip((s.dense, s.moe, s.entry), _common(x), strict=True)
-    dense, moe, entry = (
-        np.where(own_graph, package_bytes, other) for package_bytes, other in pairs
-    )
+    dense, moe, entry = (np.where(own_graph, ours, other) for ours, other in pairs)
     return dense, moe, entry
 
 
@@ -112,9 +110,8 @@ def _common(x: Columns) -> tuple[Array, Array, Array]:
     attention = attention + singly * t * v * x.re_attention * (1 - x.re_core)
     attention = attention + singly * rows * h * (2 - x.re_attention - x.re_mlp)
     entered = np.where(x.fp32 > 0, 4, x.input_bytes)
-    norm = (
-        (2 * entered + width) * rows * h * (1 - x.re_norm)
-    )  # outputs of both norms, input of the second
+    # outputs of both norms, input of the second
+    norm = (2 * entered + width) * rows * h * (1 - x.re_norm)
     residual = np.where(x.fused > 0, 0.0, 2.0) * rows * h * (1 - x.re_full)
     f = x.ffn / tp
     # of an element of the inner width: the first products' results, and the last one's input
@@ -162,10 +159,9 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
     early = (x.one_graph > 0) & (x.own_graph > 0)
     gradients = held(np.where(early, 1, 2)) * x.gradient_bytes[:, None]
     full_parameters, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
-    parameters = np.where(x.gathered[:, None] > 0, shard + 2 * full_parameters, parameters)
-    gradients = np.where(
-        x.gathered[:, None] > 0, full_parameters * x.gradient_bytes[:, None], gradients
-    )
+    gathered = x.gathered[:, None] > 0
+    parameters = np.where(gathered, shard + 2 * full_parameters, parameters)
+    gradients = np.where(gathered, full_parameters * x.gradient_bytes[:, None], gradients)
     optimizer = held(1) * x.optimizer_bytes[:, None]
     one_dense, one_moe, entry = (_column(a, x) for a in layer_activations(x))
     moe_entry = entry
@@ -241,9 +237,8 @@ def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -
     # two swapped layers are in memory: one in use and one being copied
     full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
     recompute: Array = np.where(x.stage_moe_recomputed > 0, moe[0], dense[0])
-    recompute = recompute * np.where(
-        swapped, 2.0 * (x.stage_dense_recomputed + x.stage_moe_recomputed > 0), full
-    )
+    layers = x.stage_dense_recomputed + x.stage_moe_recomputed
+    recompute = recompute * np.where(swapped, 2.0 * (layers > 0), full)
     if not np.any(x.own_graph):
         return recompute
     s = saved(x)
@@ -255,9 +250,8 @@ def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -
         (x.stage_moe_recomputed, one_moe, moe),
     ):
         besides = np.where(swapped, 2 * plain, plain - entry)
-        largest = np.maximum(
-            largest, np.where((layers > 0) & (full | swapped), working + besides, 0.0)
-        )
+        needed = np.where((layers > 0) & (full | swapped), working + besides, 0.0)
+        largest = np.maximum(largest, needed)
     return np.where(x.own_graph[:, None] > 0, largest, recompute)
 
 
@@ -303,9 +297,8 @@ def _besides(x: Columns, dense: Array, moe: Array) -> Array:
     extra[:, 0] += (flight[:, 0] + x.one_graph) * x.mtp * s.entry * x.own_graph
     if np.any(x.mtp_apart > 0):
         layer = 3 * s.entry + np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
-        ahead = np.minimum(
-            np.where(x.vpp > 1, 3, 2), x.micro_batches
-        )  # forward passes of that chunk
+        # forward passes of that chunk
+        ahead = np.minimum(np.where(x.vpp > 1, 3, 2), x.micro_batches)
         mtp_bytes = ahead * x.mtp * layer * x.own_graph * x.mtp_apart
         extra[np.arange(len(x)), x.mtp_stage.astype(int)] += mtp_bytes
     return extra

@@ -56,9 +56,7 @@ class Pass:
     """Time that the host waits for the device and launches nothing, added to the lower bound."""
 
     def __add__(self, other: "Pass") -> "Pass":
-        return Pass(
-            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
+        return Pass(*map(np.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, factor: Array | float) -> "Pass":
         return Pass(*(a * factor for a in vars(self).values()))
@@ -186,10 +184,8 @@ def casts(x: Columns, r: Rates, moe: bool) -> tuple[Array, Array]:
         shared = x.shared_width / x.tp
         forward = forward + t * shared * (x.shared_width > 0)
         backward = backward + t * (x.matrices - 1) * shared * (x.shared_width > 0)
-    forward, backward = (
-        forward + rows * (entry + f),
-        backward + rows * ((x.matrices - 1) * f + x.hidden),
-    )
+    forward = forward + rows * (entry + f)
+    backward = backward + rows * ((x.matrices - 1) * f + x.hidden)
     return CAST_BYTES * forward * x.fp8 / r.stream, CAST_BYTES * backward * x.fp8 / r.stream
 
 
@@ -290,9 +286,8 @@ def embedding_forward(x: Columns, r: Rates) -> Pass:
     """Return the forward times of the embedding."""
     t = tokens(x)
     zero = np.zeros_like(t * x.tp)
-    tensor = np.where(
-        x.tp > 1, all_reduce(2 * t * x.hidden, x.tp, np.ones_like(x.tp), r.device), 0.0
-    )
+    reduce = all_reduce(2 * t * x.hidden, x.tp, np.ones_like(x.tp), r.device)
+    tensor = np.where(x.tp > 1, reduce, 0.0)
     host = r.constants.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
     return Pass(zero, zero, 8 * t * x.hidden / r.stream + zero, tensor, zero, zero + host, zero)
 
@@ -317,9 +312,7 @@ def swap_wait(size: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
             f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
         )
     copy = size / (r.device.host_bandwidth * r.constants.intra_share)
-    waits: list[Array] = [
-        np.maximum(copy - direction.time, 0.0) for direction in (forward, backward)
-    ]
+    waits: list[Array] = [np.maximum(copy - p.time, 0.0) for p in (forward, backward)]
     return waits[0] + waits[1]
 
 
@@ -335,9 +328,8 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
     tensor_back, tensor = tensor + around_back, tensor + around
     expert = zero + (expert_forward(x, r) if moe else 0.0)
     kernels = 2.0 if moe else 1.0
-    meet = (
-        2 * r.constants.collective_host_s * x.tp * (x.tp > 1)
-    )  # the slowest of tp hosts, twice a layer
+    # the slowest of tp hosts, twice a layer
+    meet = 2 * r.constants.collective_host_s * x.tp * (x.tp > 1)
     host = zero + (r.constants.layer_host_s * kernels + meet) * np.where(x.graphs > 0, 0.0, 1.0)
     wait = ROUTING * r.constants.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0) * moe
     forward = Pass(
@@ -370,7 +362,6 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
         wait * x.re_full,
     )
     if np.any(x.re_swap > 0):
-        recompute.memory = recompute.memory + x.re_swap * swap_wait(
-            whole_layers(x)[moe], r, forward, backward
-        )
+        wait = swap_wait(whole_layers(x)[moe], r, forward, backward)
+        recompute.memory = recompute.memory + x.re_swap * wait
     return Layer(forward, backward, recompute)

@@ -261,13 +261,8 @@ class ChunkActivations:
         """Return kept bytes and those that the backward pass needs besides, [chunks] each."""
         layout, kinds = self.layout, self.architecture.layers
         numbers = iter(range(len(kinds)))
-        marked = (
-            RECOMPUTED
-            if "full" in layout.recompute
-            else AWAY
-            if "swap" in layout.recompute
-            else KEPT
-        )
+        policies = {"full": RECOMPUTED, "swap": AWAY}
+        marked = next((way for word, way in policies.items() if word in layout.recompute), KEPT)
         chunks: list[tuple[Array, Array]] = []
         for chunk, layers in enumerate(layout.chunk_kinds(kinds)):
             ways = [marked if recomputed else KEPT for _, recomputed in layers]
@@ -337,9 +332,8 @@ class ChunkActivations:
         """Return MTP's layer: recipes that count or name recomputed layers leave it out."""
         x = self.layout
         recomputed = "full" in x.recompute and x.recompute_layers is x.recomputed is None
-        return self._layer(
-            self.architecture.layers[-1], np.asarray(RECOMPUTED if recomputed else KEPT, np.int64)
-        )
+        way = np.asarray(RECOMPUTED if recomputed else KEPT, np.int64)
+        return self._layer(self.architecture.layers[-1], way)
 
     def _losses(self, mtp: bool) -> list[_Item]:
         """Return the last chunk's end. MTP's loss goes back before its block, the other loss last.
@@ -353,9 +347,8 @@ class ChunkActivations:
             return [_Item(entry), _Item(loss, max(first, head - 1.5 * logits))]
         late = a.mtp * logits / 2
         items = [_Item(entry), _Item(loss, max(2 * logits + late, head + (a.mtp - 1.5) * logits))]
-        for _ in range(
-            a.mtp
-        ):  # the norm's output, both inputs of the projection, the block, its output
+        # the norm's output, both inputs of the projection, the block, its output
+        for _ in range(a.mtp):
             if mtp:
                 block = self._block()
                 items += [_Item(3 * entry, late), block._replace(working=block.working + late)]

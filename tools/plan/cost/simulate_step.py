@@ -6,6 +6,7 @@ where time and memory go. "Bubble" is the idle share of the makespan over all st
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -107,9 +108,7 @@ class SimulatedStep:
     def _peak_activation(self, activation: Array) -> Array:
         """Return the most that micro-batches in flight keep on each stage, of what one keeps of each chunk."""
         alone = replace(self.times, activation=activation, working=np.zeros(self.program.chunks))
-        return np.array(
-            [operation_bytes.max(initial=0.0) for operation_bytes in memory(self.program, alone)]
-        )
+        return np.array([held.max(initial=0.0) for held in memory(self.program, alone)])
 
     @property
     def peak_bytes(self) -> Array:
@@ -139,13 +138,13 @@ def make_program(layout: Layout) -> Program:
 class SwapCost:
     """What swapping a layer does, of a dense and of a MoE layer."""
 
-    moved: tuple[float, float]
+    moved: tuple[float, ...]
     """Bytes of a micro-batch that wait in the host's memory."""
 
-    freed: tuple[float, float]
+    freed: tuple[float, ...]
     """Bytes of a micro-batch that the device no longer keeps."""
 
-    wait_s: tuple[float, float]
+    wait_s: tuple[float, ...]
     """Seconds by which the copies exceed the passes beside them."""
 
     prefetch: int
@@ -164,22 +163,17 @@ def swap_of(architecture: Architecture, layout: Layout, device: Device) -> SwapC
     full = "full" in layout.recompute.split("+")
     layer_bytes = whole_layers(x) if full else layer_activations(x)[:2]
     shares = (MOVED, FREED) if layout.own_graph else ((1.0, 1.0), (1.0, 1.0))
-    moved: list[float] = []
-    freed: list[float] = []
-    wait: list[float] = []
-    ahead = 1
-    for moe in (False, True):
-        if moe and not architecture.moe_layers:
-            moved, freed, wait = [*moved, 0.0], [*freed, 0.0], [*wait, 0.0]
-            continue
+    costs, ahead = [(0.0, 0.0, 0.0)] * 2, 1
+    for moe in (False, True) if architecture.moe_layers else (False,):
         block, size = layer(x, r, moe), layer_bytes[moe] * shares[0][moe]
-        moved.append(float(size[0]))
-        freed.append(float(layer_bytes[moe][0]) * shares[1][moe])
-        wait.append(float(swap_wait(size, r, block.forward, block.backward)[0]))
-        copy = moved[-1] / (device.host_bandwidth * device.constants.intra_share)
+        freed = float(layer_bytes[moe][0]) * shares[1][moe]
+        wait = float(swap_wait(size, r, block.forward, block.backward)[0])
+        costs[moe] = float(size[0]), freed, wait
+        copy = float(size[0]) / (device.host_bandwidth * device.constants.intra_share)
         operator = float(block.backward.time[0]) / BACKWARD_OPERATORS[moe]
         ahead = max(ahead, min(int(np.ceil(copy / operator)), BACKWARD_OPERATORS[moe]))
-    return SwapCost((moved[0], moved[1]), (freed[0], freed[1]), (wait[0], wait[1]), ahead)
+    moved, freed, wait_s = zip(*costs, strict=True)
+    return SwapCost(moved, freed, wait_s, ahead)
 
 
 def _swapped(architecture: Architecture, layout: Layout) -> Array:
@@ -275,10 +269,9 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
     result = simulate(program, times)
     table = evaluate(architecture, [layout], device)
     footprint = table.memory
+    states = footprint.parameters + footprint.gradients + footprint.optimizer
     buffers = footprint.constant if layout.own_graph else footprint.buffers
-    fixed = (footprint.parameters + footprint.gradients + footprint.optimizer + buffers)[
-        0, : layout.pp
-    ]
+    fixed = (states + buffers)[0, : layout.pp]
     moved = np.zeros(program.chunks)
     if layout.swapped:  # two layers' are on the device: one in use and one being copied
         swap, count_2C = swap_of(architecture, layout, device), _swapped(architecture, layout)
@@ -307,13 +300,10 @@ def _bubble(program: Program, times: Times, recompute: Array, total: float) -> B
     def mean(values: Array) -> Array:
         return np.full_like(values, values.mean())
 
-    alone = times.dx - recompute
-    forward, dx, dw = (mean(a) for a in (times.forward, times.dx, times.dw))
-    exposed_forward, exposed_backward = mean(times.forward_exposed), mean(times.backward_exposed)
-    equal = Times(
-        forward, dx, dw, forward_exposed=exposed_forward, backward_exposed=exposed_backward
-    )
-    ideal = simulate(program, equal).bubble
-    uneven = simulate(program, replace(times, dx=alone + recompute.mean(), comm=0.0)).bubble
+    parts = ("forward", "dx", "dw", "forward_exposed", "backward_exposed")
+    equal: dict[str, Any] = {name: mean(getattr(times, name)) for name in parts}
+    ideal = simulate(program, Times(**equal)).bubble
+    alone = times.dx - recompute + recompute.mean()
+    uneven = simulate(program, replace(times, dx=alone, comm=0.0)).bubble
     recomputed = simulate(program, replace(times, comm=0.0)).bubble
     return Bubble(total, ideal, uneven - ideal, recomputed - uneven, total - recomputed)

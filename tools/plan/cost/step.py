@@ -239,11 +239,8 @@ def reduction(x: Columns, device: Device, dense: Array, experts: Array) -> tuple
             np.where(x.zero > 0, stride * shards, stride),
             device,
         )
-        total = (
-            total
-            + between * (members > 1)
-            + np.where((x.zero > 0) & (members > 1), scatter + gather, 0.0)
-        )
+        scattered = np.where((x.zero > 0) & (members > 1), scatter + gather, 0.0)
+        total = total + between * (members > 1) + scattered
         gathers = gather * (1 + x.fsdp) * (x.zero == 3)
         gathers = gathers + gather * x.own_graph * (x.zero == 2) / x.micro_batches  # once a step
         repeated = repeated + np.where(members > 1, between + scatter + gathers, 0.0)
@@ -290,6 +287,7 @@ def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) ->
     parts = {name: seconds * x.micro_batches for name, seconds in s.parts.items()}
     parts["neighbours"] = sends
     footprint = Memory(*[np.zeros_like(s.forward)] * 7) if steps_only else memory(x)
+    room = device.memory_bytes - device.reserved_bytes
     return StepTable(
         step_s=pipeline_s + data + optimizer + host,
         pipeline_s=pipeline_s,
@@ -300,9 +298,7 @@ def evaluate_columns(x: Columns, device: Device, *, steps_only: bool = False) ->
         parts=parts,
         stages=s,
         memory=footprint,
-        fits=(footprint.peak.max(axis=1) <= device.memory_bytes - device.reserved_bytes).astype(
-            float
-        ),
+        fits=(footprint.peak.max(axis=1) <= room).astype(float),
     )
 
 

@@ -242,11 +242,7 @@ class Calibration:
 
 
 def calibrate(
-    recipe: str = RECIPE,
-    *,
-    operators: str = "fused",
-    network: bool = True,
-    progress: Callable[[str, int, int], None] | None = None,
+    recipe: str, *, operators: str, progress: Callable[[str, int, int], None]
 ) -> Calibration:
     """Measure this machine.
 
@@ -254,32 +250,26 @@ def calibrate(
         recipe: Whose products are measured for the peak.
         operators: Of the steps that are measured: ``fused``, in one process; or ``plain``, in two at once, which share
             caches and memory as the processes of `run-sharded` do.
-        network: Measure an AllReduce between two processes, too.
         progress: Called with what was done, how many of how many.
 
     Raises:
         MeasurementError: A measurement failed.
     """
     shapes = product_shapes(*of_case(StepCase("recipe", (), recipe)))
-    total, completed = len(CALIBRATION) + 3 + network, 0
+    total, completed = len(CALIBRATION) + 4, 0
 
     def step(result: dict[str, Any]) -> None:
         nonlocal completed
         completed += 1
-        if progress:
-            progress(str(result.get("ready", "rates")), completed, total)
+        progress(str(result.get("ready", "rates")), completed, total)
 
     cases = as_job(CALIBRATION, operators)
     job = {"shapes": shapes, "cases": cases}
     results = run_measurement(job, beside=operators == "plain", on_result=step)
     rates, seconds = results["flops"], medians(results)
-    link, start = 1e9, 1e-4
-    if network:
-        network_results = run_measurement(
-            {"all_reduce": ALL_REDUCE_BYTES}, processes=2, on_result=step
-        )
-        small, large = network_results["all_reduce"]
-        link, start = ALL_REDUCE_BYTES[1] / max(large - small, 1e-9), small
+    network = run_measurement({"all_reduce": ALL_REDUCE_BYTES}, processes=2, on_result=step)
+    start, large = network["all_reduce"]
+    link = ALL_REDUCE_BYTES[1] / max(large - start, 1e-9)
     base = Device(
         name="this-machine" if operators == "fused" else "this-machine-plain",
         peak_flops={"fp32": max(rates), "bf16": max(rates)},

@@ -89,11 +89,9 @@ def read_for(step: SimulatedStep, path: str) -> tuple[NDArray[np.float64], int]:
     """
     a, layout = step.architecture, step.layout
     if not a.moe_layers or layout.ep == 1:
-        reason = (
-            "has no experts"
-            if not a.moe_layers
-            else "keeps all experts on each device (expert_parallel 1)"
-        )
+        reason = "has no experts"
+        if a.moe_layers:
+            reason = "keeps all experts on each device (expert_parallel 1)"
         raise UsageError(f"--expert-loads {path}: has no effect, as the recipe {reason}")
     return read(path, a.moe_layers + (a.mtp if a.layers[-1] == "moe" else 0), a.experts)
 
@@ -112,29 +110,28 @@ def judge(step: SimulatedStep, path: str, spare: int = 0) -> list[ExpertPlacemen
     layers = load_NLE.shape[1]
     rule = _rule(step, steps, float(load_NLE[0, 0].sum()) / layout.ep, layers)
     start = SlotMap.identity(layers, a.experts, layout.ep)
-    place = start
+    place, recorded = start, "recorded loads, "
     before: list[float] = []
     after: list[float] = []
     copies: list[float] = []
-    moved: list[int] = []
-    move_s: list[float] = []
+    moves: list[tuple[int, float]] = []
     for n, next_LE in enumerate(load_NLE[1:], 1):
         known_NLE = load_NLE[max(0, n - WINDOW) : n]
         proposal = plan(known_NLE, place, rule)
-        moved.append(int((proposal.placement.owners != place.owners).sum()))
-        move_s.append(float(proposal.cost_s.sum()))
+        moved = int((proposal.placement.owners != place.owners).sum())
+        moves.append((moved, float(proposal.cost_s.sum())))
         place = proposal.placement
         before.append(_imbalance(next_LE, start.owners, layout.ep))
         after.append(_imbalance(next_LE, place.owners, layout.ep))
         if spare:
             expert_LS, owner_LS, _ = copied(known_NLE.mean(axis=0), layout.ep, spare)
             copies.append(_imbalance(copy_loads(next_LE, expert_LS), owner_LS, layout.ep))
-    recorded = "recorded loads, "
+    mean_moves = [float(np.mean(values)) for values in zip(*moves, strict=True)]
     steps_placed = [
         _placed(step, "equal loads", [1.0]),
         _placed(step, recorded + "the recipe's order", before),
-        _placed(step, recorded + "moved where it pays", after, float(np.mean(moved)), float(np.mean(move_s))),
-    ]  # fmt: skip
+        _placed(step, recorded + "moved where it pays", after, *mean_moves),
+    ]
     return steps_placed + (
         [_placed(step, f"{recorded}{spare} copies a device", copies)] if spare else []
     )
@@ -176,12 +173,10 @@ def _placed(
 ) -> ExpertPlacementStep:
     """Return the step at the mean of these imbalances."""
     imbalance = float(np.mean(imbalances))
-    simulated = simulate_step(
-        step.architecture, step.layout.with_changes(imbalance=imbalance), step.device
-    )
-    return ExpertPlacementStep(
-        name, imbalance, simulated.step_s, float(simulated.peak_bytes.max()), moved, move_s
-    )
+    layout = step.layout.with_changes(imbalance=imbalance)
+    simulated = simulate_step(step.architecture, layout, step.device)
+    peak = float(simulated.peak_bytes.max())
+    return ExpertPlacementStep(name, imbalance, simulated.step_s, peak, moved, move_s)
 
 
 def table(placements: list[ExpertPlacementStep]) -> Table:

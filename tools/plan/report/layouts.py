@@ -10,7 +10,7 @@ import numpy as np
 from telechat_moe import html
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.expert_exchange import choices
+from telechat_moe.tools.plan.cost.expert_exchange import choices, told
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
 from telechat_moe.tools.plan.search.search import PlacedLayout, SearchResult
@@ -23,9 +23,8 @@ EXACT = 1e-6
 
 def distinct(plan: SearchResult) -> list[PlacedLayout]:
     """Return the layouts found; those that may recompute layers but recompute none are left out if others remain."""
-    candidates = [
-        c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
-    ]
+    free = (c.layout.recompute_layers for c in plan.best)
+    candidates = [c for c, n in zip(plan.best, free, strict=True) if n is None or any(n)]
     return candidates or plan.best
 
 
@@ -55,8 +54,7 @@ def placement(layout: dict[str, Any]) -> list[tuple[str, str]]:
     option = f"--pipeline-model-parallel-layout '{string}'"
     words = layout["mindspeed_arguments"]
     if layout["exchange_s"]:
-        ways = ", ".join(f"{kind} {s * 1e3:.3g} ms" for kind, s in layout["exchange_s"].items())
-        facts.append(("tokens to experts, a dispatch", ways))
+        facts.append(("tokens to experts, a dispatch", told(layout["exchange_s"])))
     return [
         *facts,
         ("Megatron", option if string.startswith("E") else string),
@@ -83,16 +81,11 @@ def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def too_large(data: dict[str, Any]) -> list[str]:
     """Return a line if listed layouts need more memory in the simulation than the search counted."""
-    room = data["memory_bytes"]
-    over = [
-        (i, layout["simulated_peak_bytes"])
-        for i, layout in enumerate(data["layouts"], 1)
-        if layout["simulated_peak_bytes"] > room * (1 + EXACT)
-    ]
+    room, peaks = data["memory_bytes"], [c["simulated_peak_bytes"] for c in data["layouts"]]
+    over = {i: peak for i, peak in enumerate(peaks, 1) if peak > room * (1 + EXACT)}
     if not over:
         return []
-    numbers = ", ".join(str(i) for i, _ in over)
-    largest = max(peak for _, peak in over) / GIB
+    numbers, largest = ", ".join(map(str, over)), max(over.values()) / GIB
     return [
         f"note: run operation by operation, layout {numbers} of the table needs more than {room / GIB:.2f} GiB, up to {largest:.2f}: the search "
         "counts a stage's micro-batches in flight as a mean over its chunks, and these differ. Take another with --pick, or "
@@ -253,11 +246,8 @@ def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) ->
     title = f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
     reasons = f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all"
     others = [FrontPoint(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
-    drawn = html.front_chart(
-        list(map(_on_chart, points)),
-        list(map(_on_chart, others)),
-        ("peak memory of a device, GiB", "step, s"),
-    )
+    labels = ("peak memory of a device, GiB", "step, s")
+    drawn = html.front_chart([*map(_on_chart, points)], [*map(_on_chart, others)], labels)
     parts = [
         html.tag("p", question(data)),
         html.tag("p", verdict(plan), "sentence"),

@@ -168,10 +168,9 @@ def _variants(step: SimulatedStep, top: float, host: float) -> Iterator[tuple[st
     yield from _activations(step, top, host)
     if now.zero == 0 and now.dp * now.cp > 1:
         yield "shard the optimizer", now.with_changes(zero=1)
+    twice = now.micro_batches * 2
     if now.micro_batch % 2 == 0:
-        half = now.with_changes(
-            micro_batch=now.micro_batch // 2, micro_batches=now.micro_batches * 2
-        )
+        half = now.with_changes(micro_batch=now.micro_batch // 2, micro_batches=twice)
         yield "half the micro-batch", half
     ep = now.ep * 2
     while step.architecture.moe_layers and now.dp * now.cp * now.tp % (ep * now.etp) == 0:
@@ -179,7 +178,7 @@ def _variants(step: SimulatedStep, top: float, host: float) -> Iterator[tuple[st
         ep *= 2
     if now.dp % 2:
         return
-    fewer = {"dp": now.dp // 2, "micro_batches": now.micro_batches * 2}
+    fewer = {"dp": now.dp // 2, "micro_batches": twice}
     for kind, degree in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
         changes: dict[str, Any] = {**fewer, degree: getattr(now, degree) * 2}
         if degree == "pp":

@@ -66,26 +66,19 @@ def tables(step: SimulatedStep) -> list[Table]:
 def exchange(step: SimulatedStep) -> Table:
     """Return how much of the experts' all-to-all overlapped schedules hide, whichever the recipe has."""
     h = hidden(step.architecture, step.layout, step.device, layers=max(*step.layers, 1))
+    parts = {
+        "steady: 16 pairs of a forward and a backward": h.steady,
+        "warm-up: a forward alone, in two halves": h.warm_up,
+        "warm-up, not halved: under shared experts only": h.shared_only,
+        "cool-down: a backward alone, in two halves and under dW": h.cool_down,
+        "cool-down, not halved: under dW and shared experts only": h.dw_only,
+    }
     rows = [
-        [
-            name,
-            f"{s.communication_us / 1e3:.3f} ms",
-            f"{s.exposed_us / 1e3:.3f} ms",
-            f"{s.overlap * 100:.2f} %",
-        ]
-        for name, s in (
-            ("steady: 16 pairs of a forward and a backward", h.steady),
-            ("warm-up: a forward alone, in two halves", h.warm_up),
-            ("warm-up, not halved: under shared experts only", h.shared_only),
-            ("cool-down: a backward alone, in two halves and under dW", h.cool_down),
-            ("cool-down, not halved: under dW and shared experts only", h.dw_only),
-        )
-    ]
-    return Table(
-        "Experts' all-to-all of one chunk, if it is overlapped",
-        ("part of the schedule", "all-to-all ", "shows ", "hidden "),
-        rows,
-    )
+        [part, *(f"{us / 1e3:.3f} ms" for us in (s.communication_us, s.exposed_us)), f"{s.overlap * 100:.2f} %"]
+        for part, s in parts.items()
+    ]  # fmt: skip
+    heads = ("part of the schedule", "all-to-all ", "shows ", "hidden ")
+    return Table("Experts' all-to-all of one chunk, if it is overlapped", heads, rows)
 
 
 def summary(step: SimulatedStep) -> Table:
@@ -130,11 +123,8 @@ def bubble(step: SimulatedStep) -> Table:
     rows = [
         [n, f"{v * 100:.3f} %", seconds_text(v * step.result.makespan)] for n, v in causes.items()
     ]
-    return Table(
-        "Bubble: idle share of the makespan, start-up included, mean over stages",
-        ("cause", "share ", "time "),
-        rows,
-    )
+    title = "Bubble: idle share of the makespan, start-up included, mean over stages"
+    return Table(title, ("cause", "share ", "time "), rows)
 
 
 def utilisation(step: SimulatedStep) -> Table:
@@ -143,9 +133,8 @@ def utilisation(step: SimulatedStep) -> Table:
         [CONVENTIONS[name], f"{flops / 1e12:,.1f} TFLOP", f"{share * 100:.2f} %"]
         for name, flops, share in utilisations(step)
     ]
-    return Table(
-        "Utilisation, by convention", ("FLOPs counted", "of a step ", "of the peak "), rows
-    )
+    heads = ("FLOPs counted", "of a step ", "of the peak ")
+    return Table("Utilisation, by convention", heads, rows)
 
 
 CONVENTIONS = {
@@ -212,25 +201,19 @@ def stages(step: SimulatedStep) -> Table:
 def notes(step: SimulatedStep) -> list[str]:
     """Return what was simulated."""
     a, layout = step.architecture, step.layout
-    measured: list[str] = []
-    if step.device.step and layout.devices == 1:
-        seconds = cpu_step.predict(a, layout, step.device.step)
-        measured = [
-            f"one CPU thread, as this machine measured itself: {seconds_text(seconds)} a step"
-        ]
-    ways = told(a, layout, step.device)
-    exchange = (
-        [f"one dispatch of tokens to experts ({layout.exchange} here): {ways}"] if ways else []
-    )
-    return [
-        *measured,
+    lines = [
         f"{a.name}: {count_text(a.parameters)} parameters, {count_text(a.active_parameters)} active; "
         f"{layout.short()} on {layout.devices} x {step.device.name}; schedule {step.program.name}, "
         f"global batch {layout.global_batch} sequences of {a.seq} tokens",
         f"predicted step {seconds_text(step.step_s)}, bubble {step.bubble.total * 100:.2f} % (idle share of the makespan, "
         f"start-up included), peak memory {gib_text(float(step.peak_bytes.max()))} of a device",
-        *exchange,
     ]
+    if step.device.step and layout.devices == 1:
+        seconds = seconds_text(cpu_step.predict(a, layout, step.device.step))
+        lines.insert(0, f"one CPU thread, as this machine measured itself: {seconds} a step")
+    if ways := told(choices(a, layout, step.device)):
+        lines.append(f"one dispatch of tokens to experts ({layout.exchange} here): {ways}")
+    return lines
 
 
 def timeline(step: SimulatedStep) -> PipelineTimeline:
@@ -284,22 +267,17 @@ def _after(step: SimulatedStep, stage: int, start: float, boxes: list[TimelineBo
         start += seconds
 
 
-def layout_exchange(step: SimulatedStep) -> dict[str, Any]:
-    """Return how tokens reach their experts, and the seconds of a dispatch by each way that the layout allows."""
-    times = choices(step.architecture, step.layout, step.device)
-    return {"chosen": step.layout.exchange, "dispatch_s": times}
-
-
 def report(step: SimulatedStep) -> dict[str, Any]:
     """Return the figures as plain data."""
-    t = step.table
+    t, room = step.table, step.device.memory_bytes - step.device.reserved_bytes
+    dispatch_s = choices(step.architecture, step.layout, step.device)
     return {
         "model": step.architecture.name,
         "layout": step.layout.short(),
         "devices": step.layout.devices,
         "device": step.device.name,
         "schedule": step.program.name,
-        "exchange": layout_exchange(step),
+        "exchange": {"chosen": step.layout.exchange, "dispatch_s": dispatch_s},
         "step_s": step.step_s,
         "pipeline_s": step.result.makespan,
         "data_parallel_s": float(t.data_s[0]),
@@ -313,8 +291,6 @@ def report(step: SimulatedStep) -> dict[str, Any]:
             {"convention": name, "counted": CONVENTIONS[name], "flops": flops, "share": share}
             for name, flops, share in utilisations(step)
         ],
-        "fits": bool(
-            (step.peak_bytes <= step.device.memory_bytes - step.device.reserved_bytes).all()
-        ),
+        "fits": bool((step.peak_bytes <= room).all()),
         "stages": per_stage(step),
     }

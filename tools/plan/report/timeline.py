@@ -104,13 +104,8 @@ def activations(result: Simulation, fixed: Sequence[float], end: float) -> list[
     curves: list[MemoryCurve] = []
     for s, (start, fixed_bytes) in enumerate(zip(result.start, fixed, strict=True)):
         t = [0.0, *map(float, start), float(result.end[s][-1]), end]
-        bytes_ = [
-            fixed_bytes,
-            *(fixed_bytes + float(v) for v in result.memory[s]),
-            fixed_bytes,
-            fixed_bytes,
-        ]
-        curves.append(MemoryCurve(s, t, bytes_))
+        held = [fixed_bytes + float(v) for v in result.memory[s]]
+        curves.append(MemoryCurve(s, t, [fixed_bytes, *held, fixed_bytes, fixed_bytes]))
     return curves
 
 
@@ -155,27 +150,20 @@ def chrome_trace(timeline: PipelineTimeline) -> str:
 
     Each row is a thread; memory is a counter. Times are microseconds.
     """
-    events: list[dict[str, object]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title}}
-    ]
+    events: list[dict[str, object]] = []
+
+    def put(ph: str, name: str, args: dict[str, object], **fields: object) -> None:
+        events.append({"ph": ph, "pid": 0, "name": name, **fields, "args": args})
+
+    put("M", "process_name", {"name": timeline.title})
     for number, name in enumerate(timeline.rows):
-        events.append(
-            {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}}
-        )
-        events.append(
-            {"ph": "M", "pid": 0, "tid": number, "name": "thread_sort_index",
-             "args": {"sort_index": number}}
-        )  # fmt: skip
+        put("M", "thread_name", {"name": name}, tid=number)
+        put("M", "thread_sort_index", {"sort_index": number}, tid=number)
     for box in (*timeline.boxes, *timeline.sends):
-        events.append(
-            {"ph": "X", "pid": 0, "tid": box.row, "name": box.label or KINDS[box.kind],
-             "cat": KINDS[box.kind], "ts": box.start_s * 1e6, "dur": box.duration_s * 1e6,
-             "args": {"what": box.text}}
-        )  # fmt: skip
+        kind, times = KINDS[box.kind], {"ts": box.start_s * 1e6, "dur": box.duration_s * 1e6}
+        put("X", box.label or kind, {"what": box.text}, tid=box.row, cat=kind, **times)
     for curve in timeline.memory:
         name = f"memory, {timeline.rows[curve.row]} (bytes)"
         for t, value in zip(curve.start_s, curve.bytes, strict=True):
-            events.append(
-                {"ph": "C", "pid": 0, "name": name, "ts": t * 1e6, "args": {"bytes": float(value)}}
-            )
+            put("C", name, {"bytes": float(value)}, ts=t * 1e6)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

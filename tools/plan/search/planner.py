@@ -8,7 +8,7 @@ from telechat_moe.recipe.load import load
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.documents import pack, read_lengths
-from telechat_moe.tools.plan.cost.expert_exchange import choices
+from telechat_moe.tools.plan.cost.expert_exchange import choices, told
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.report.layouts import distinct
 from telechat_moe.tools.plan.search.emit import write_recipe
@@ -49,15 +49,12 @@ def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int
         "Not measured."
     )
     layout = best.layout
-    ways = choices(plan.architecture, layout, plan.device)
+    times = choices(plan.architecture, layout, plan.device)
+    if len(times) > 1:
+        layout = layout.with_changes(exchange=next(iter(times)))
+        comment += f"\nDispatch of tokens to experts: {told(times)}"
+        comment += f"\n(the step is predicted with {best.layout.exchange})."
     node = plan.device.node_devices
-    if len(ways) > 1:
-        layout = layout.with_changes(exchange=next(iter(ways)))
-        comment += (
-            "\nDispatch of tokens to experts: "
-            + ", ".join(f"{kind} {seconds * 1e3:.3g} ms" for kind, seconds in ways.items())
-            + f"\n(the step is predicted with {best.layout.exchange})."
-        )
     return write_recipe(recipe, overrides, layout, comment, node)
 
 
