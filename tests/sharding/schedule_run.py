@@ -24,7 +24,6 @@ from telechat_moe.graph import reorder, swapping
 from telechat_moe.graph.exchanges import split
 from telechat_moe.graph.mindir import Editor, MindIR, output_shapes
 from telechat_moe.graph.swapping import in_pool
-from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import (
     Op,
     OpKind,
@@ -35,6 +34,7 @@ from telechat_moe.tools.plan.schedules.program import (
 )
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
 from telechat_moe.tools.plan.schedules.ranks import stage_order
+from telechat_moe.tools.plan.schedules.simulate import check
 from telechat_moe.tools.plan.schedules.synthesise import synthesise
 
 CASES = {

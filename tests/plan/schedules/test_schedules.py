@@ -18,10 +18,9 @@ from schedule_formulas import (
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.bounds import Rules
-from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import Op, OpKind, Program, Times
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate, known, merge
-from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
+from telechat_moe.tools.plan.schedules.simulate import check, makes, needs, simulate
 
 CHUNKS = {"zb-v": (2,), "dualpipev": (2,), "interleaved": (2, 3), "1f1b-overlap": (1, 2), "1f1b-overlap-full": (2,)}  # fmt: skip
 

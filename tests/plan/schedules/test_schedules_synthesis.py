@@ -10,10 +10,9 @@ from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.report.schedule import ScheduleRequest, find, ideal_bubble
 from telechat_moe.tools.plan.schedules.bounds import Rules, lower_bound
-from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import OpKind, Program, Times, v_route
 from telechat_moe.tools.plan.schedules.published import GENERATORS, allowed, generate, merge
-from telechat_moe.tools.plan.schedules.simulate import simulate
+from telechat_moe.tools.plan.schedules.simulate import check, simulate
 from telechat_moe.tools.plan.schedules.synthesise import synthesise
 
 QUICK = 50_000

@@ -15,9 +15,8 @@ from telechat_moe.tools.plan.report.timeline import (
     page,
 )
 from telechat_moe.tools.plan.schedules.bounds import Rules
-from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import Times
-from telechat_moe.tools.plan.schedules.simulate import Simulation
+from telechat_moe.tools.plan.schedules.simulate import Simulation, check
 from telechat_moe.tools.plan.schedules.synthesise import EFFORT, PLACEMENTS, Synthesis, synthesise
 
 HEADERS = ["schedule", "chunks a stage ", "bubble ", "makespan ", "memory (1F1B = 1) ", "fits"]
@@ -111,9 +110,8 @@ def _chunk_times(r: ScheduleRequest) -> Times:
     if not 0 <= r.overlap < 1:
         raise BadInputError(f"schedule: overlap {r.overlap}, expected from 0 to below 1")
     if not max(*r.times, r.backward or 0.0) <= LONGEST:  # nan is none
-        raise BadInputError(
-            f"schedule: times {list(r.times)}, B {r.backward}; expected up to {LONGEST:g}"
-        )
+        problem = f"times {list(r.times)}, B {r.backward}"
+        raise BadInputError(f"schedule: {problem}; expected up to {LONGEST:g}")
     forward, dx, dw = (factor * t / r.chunks for t in r.times)
     return Times(
         forward,
@@ -219,18 +217,11 @@ def html(s: Synthesis, memory: float) -> str:
         f"Pipeline schedule: {p.stages} stages, {p.micro_batches} micro-batches, "
         f"{p.chunks // p.stages} chunks a stage"
     )
-    memory_curves = activations(s.result, [0.0] * p.stages, s.result.makespan)
-    table = Table("Schedules on the same times", HEADERS, rows(s))
+    curves = activations(s.result, [0.0] * p.stages, s.result.makespan)
+    tables = [Table("Schedules on the same times", HEADERS, rows(s))]
     names = [f"stage {i}" for i in range(p.stages)]
     notes = ["; ".join(summary(s, memory)[:4]) + "."]
-    return page(
-        PipelineTimeline(
-            title,
-            names,
-            operations(s.result),
-            memory=memory_curves,
-            tables=[table],
-            notes=notes,
-            units=False,
-        )
+    timeline = PipelineTimeline(
+        title, names, operations(s.result), memory=curves, tables=tables, notes=notes, units=False
     )
+    return page(timeline)

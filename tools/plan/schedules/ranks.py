@@ -7,7 +7,6 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.sharding.recipe import mesh_of, stages_of
-from telechat_moe.tools.plan.schedules.check import check
 from telechat_moe.tools.plan.schedules.program import (
     PAIRS,
     PROGRAM_FILE,
@@ -17,6 +16,7 @@ from telechat_moe.tools.plan.schedules.program import (
     v_route,
 )
 from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
+from telechat_moe.tools.plan.schedules.simulate import check
 
 KEY = "telechat_moe.sharding.pipeline_schedule"
 ONE_STAGE = "1f1b-overlap-full"

@@ -2,10 +2,12 @@
 
 A stage computes one operation at a time, in the program's order. F of a chunk waits for F of the chunk before it, D and
 B for D or B of the chunk after it (for their own F on the last chunk), W for its own D; between different stages
-`Times.comm` passes, during which both may compute. Exact: no time steps, no tolerance.
+`Times.comm` passes, during which both may compute. Exact: no time steps, no tolerance. `check` refuses a program that cannot run.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -202,3 +204,40 @@ def _deadlock(
             f"{missing[0]}(chunk {missing[1]}, micro-batch {missing[2]})"
         )
     return f"program {program.name} cannot finish (deadlock):\n" + "\n".join(lines)
+
+
+def check(program: Program) -> None:
+    """Refuse a program that is incomplete or deadlocks.
+
+    Raises:
+        BadInputError: An operation is missing or doubled, or stages wait for each other.
+    """
+    problems = _incompleteness(program)
+    if problems:
+        raise BadInputError(f"program {program.name}: " + "; ".join(problems[:5]))
+    simulate(program, Times.even(1, program.chunks))
+
+
+def _incompleteness(program: Program) -> list[str]:
+    counts: Counter[tuple[str, int, int]] = Counter()
+    problems: list[str] = []
+    for s, ops in enumerate(program.ops):
+        for op in ops:
+            for kind, chunk, micro in op.parts():
+                if not (0 <= chunk < program.chunks and 0 <= micro < program.micro_batches):
+                    problems.append(
+                        f"stage {s}: {op} names a chunk or micro-batch that is not there"
+                    )
+                    continue
+                stage = program.stage(chunk, micro)
+                if stage != s:
+                    problems.append(f"{op} is on stage {s}, its chunk on stage {stage}")
+                for letter in "DW" if kind is OpKind.B else kind.value:
+                    counts[letter, chunk, micro] += 1
+    for letter, chunk, micro in product("FDW", range(program.chunks), range(program.micro_batches)):
+        count = counts[letter, chunk, micro]
+        if count != 1:
+            problems.append(
+                f"{letter} of chunk {chunk}, micro-batch {micro}: {count} times, expected once"
+            )
+    return problems
