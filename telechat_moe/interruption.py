@@ -145,7 +145,6 @@ def _begin(scratch: Path) -> None:
 
 
 def _wait(work: int, scratch: Path) -> int:
-    """Wait for the end of the work and return the exit code."""
     shared = scratch / SHARED
     first: float | None = None
 

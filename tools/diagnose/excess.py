@@ -138,15 +138,14 @@ def _spread(means: Array, x: Array, span: tuple[int, int], rows: Array, few: int
 
 
 def late_rows(
-    x: Array, peers: Array, min_excess: float, floor: float, *, lost: bool = False, few: int = FEW
+    x: Array, peers: Array, calm_s: float, *, lost: bool = False, few: int = FEW
 ) -> list[LateRow]:
     """Return the rows that are later than their peers, with the window that shows it best.
 
     Args:
         x: Seconds, rows minus their peers' median (:func:`center`).
         peers: Group of peers of each row.
-        min_excess: Excess in seconds that matters.
-        floor: Spread in seconds that peers have at least.
+        calm_s: A step without waiting, of which an excess is a share.
         lost: The seconds were lost, which peers that are alike do not: of few peers only the floor counts, because what varies
             from step to step is the loss itself.
         few: Peers below which they do not show each other's spread, because half of them may be late.
@@ -158,7 +157,8 @@ def late_rows(
         rows = np.flatnonzero(peers == group)
         if len(rows) < 2:
             continue
-        wide = floor * (1.0 if len(rows) >= MANY else 1.7 if len(rows) >= FEW else 2.5)
+        scale = 1.0 if len(rows) >= MANY else 1.7 if len(rows) >= FEW else 2.5
+        wide = FLOOR * calm_s * scale
         wanders = _wandering(means, spans, rows, few)
         for number, span in enumerate(spans):
             known_spread = len(rows) >= MANY or not lost
@@ -167,7 +167,7 @@ def late_rows(
             spread = max(shown, wide) if known_spread else wide
             middle = float(np.median(means[number, rows])) if len(rows) >= FEW else 0.0
             above = means[number, rows] - middle
-            for i in np.flatnonzero((above > SIGMAS * spread) & (above > min_excess)):
+            for i in np.flatnonzero((above > SIGMAS * spread) & (above > LEAST * calm_s)):
                 row, score = int(rows[i]), float(above[i] / spread)
                 # The longest window that shows it, unless a shorter one shows more than 1.5 times as much.
                 best_window = best.get(row)

@@ -12,7 +12,7 @@ import numpy as np
 
 from telechat_moe.numerics import Array
 from telechat_moe.tools.diagnose.causes import KINDS, Cause, possible
-from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, LateRow, center, late_rows
+from telechat_moe.tools.diagnose.excess import LEAST, LateRow, center, late_rows
 from telechat_moe.tools.diagnose.links import late_links, late_pairs
 from telechat_moe.tools.diagnose.records import LOCAL, LOST, Records
 
@@ -77,8 +77,7 @@ class Judge:
         for part in (*LOCAL, *LOST):
             if part in self.records.columns:
                 x, _ = center(self.records.columns[part], self.records.stage)
-                limits = LEAST * self.calm_s, FLOOR * self.calm_s
-                rows = late_rows(x, self.records.stage, *limits, lost=part in LOST)
+                rows = late_rows(x, self.records.stage, self.calm_s, lost=part in LOST)
                 late_by_part[part] = {late_row.row: late_row for late_row in rows}
         return late_by_part
 

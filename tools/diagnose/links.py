@@ -11,7 +11,7 @@ import numpy as np
 
 from telechat_moe.numerics import Array
 from telechat_moe.tools.diagnose.causes import Cause
-from telechat_moe.tools.diagnose.excess import FLOOR, LEAST, MANY, LateRow, center, late_rows
+from telechat_moe.tools.diagnose.excess import MANY, LateRow, center, late_rows
 from telechat_moe.tools.diagnose.records import COMM, Records
 
 KEPT = 1.5
@@ -29,7 +29,7 @@ def late_links(records: Records, step_s: float, calm_s: float) -> list[Cause]:
     for axis in records.axes:
         x, peers = transfers(records, axis)
         if len(x) > 1:
-            for late_row in late_rows(center(x, peers)[0], peers, LEAST * calm_s, FLOOR * calm_s):
+            for late_row in late_rows(center(x, peers)[0], peers, calm_s):
                 late[axis, late_row.row] = late_row
     causes: list[Cause] = []
     named: set[tuple[str, int]] = set()
@@ -59,7 +59,7 @@ def late_pairs(
             continue
         alike = np.zeros(len(ends), np.int64)
         x = center(seconds, alike)[0]
-        slow = late_rows(x, alike, LEAST * calm_s, FLOOR * calm_s, few=MANY)
+        slow = late_rows(x, alike, calm_s, few=MANY)
         if not slow or len(slow) == len(ends):
             continue
         calm = np.median(np.delete(seconds, [link.row for link in slow], axis=0), axis=0)

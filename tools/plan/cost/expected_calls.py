@@ -105,7 +105,6 @@ class Calls:
         return elements
 
     def _trained(self, stage: int) -> list[Weight]:
-        """Return the trained weights of a stage."""
         weights = self.shards.weights.values()
         return [w for w in weights if w.trained and self.shards.stage(w.name) == stage]
 

@@ -23,7 +23,6 @@ def _count(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    """Return a finite number above 0."""
     number = float(text)
     if not 0 < number < math.inf:
         raise ValueError("expected more than 0")

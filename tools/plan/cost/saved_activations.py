@@ -106,8 +106,6 @@ def _rows(x: Columns) -> _Rows:
 
 @dataclass
 class _Attention:
-    """Bytes of attention."""
-
     activations: Array
     operands: Array
     """Queries, keys and values of its core."""

@@ -237,7 +237,6 @@ def _legal(
     variants: Iterator[tuple[str, Layout]],
     device: Device,
 ) -> Iterator[Change]:
-    """Yield the changes that the recipe takes."""
 
     def said(layout: Layout) -> dict[str, Any]:
         """Return the layout's settings; a schedule that they lack is the same in all variants."""
