@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import FlashAttentionScore
 
-from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.custom import Tensors, custom_op
 from telechat_moe.ops.select import backend
 
 
@@ -23,9 +23,7 @@ class AttentionMask(nn.Cell):
 
     The mask is stretched over the heads here: adding a tensor of the scores' own shape is four
     times faster on CPU than broadcasting one inside every layer. Where the attribute ``stretch`` is False it is not.
-
-    Args:
-        compute_dtype: Data type of attention's products; mask and attention must agree on the backend.
+    ``compute_dtype`` is that of attention's products: mask and attention must agree on the backend.
     """
 
     MASKED = -1e30  # finite, so that a row with no visible key gives no NaN
@@ -46,10 +44,8 @@ class AttentionMask(nn.Cell):
         """Return the mask as the chosen backend wants it.
 
         Plain: ``[B, N, S, S]`` fp32, 0 where a key is visible; fused: ``[B, S]`` int32; Ascend: the mask, or
-        the 2048 x 2048 triangle of its compressed causal mode.
-
-        Args:
-            mask_B1SS: uint8, 1 = hidden, as Megatron's dataset gives it; None = causal.
+        the 2048 x 2048 triangle of its compressed causal mode. ``mask_B1SS`` is uint8, 1 = hidden, as Megatron's
+        dataset gives it; None = causal.
         """
         if self.backend == "fused":
             if mask_B1SS is None:
@@ -69,8 +65,7 @@ class AttentionMask(nn.Cell):
 class PlainAttention(nn.Cell):
     """``softmax(q k^T * scale + mask) v`` with the scores in memory, differentiated by MindSpore.
 
-    Args:
-        softmax_dtype: Data type of scores and softmax; the product with v is in v's.
+    Scores and softmax are in ``softmax_dtype``, the product with v is in v's.
     """
 
     def __init__(self, scale: float, softmax_dtype: ms.Type = ms.float32) -> None:
@@ -120,8 +115,8 @@ class SoftmaxAttention(PlainAttention):
         k_BNSD: Tensor,
         v_BNSD: Tensor,
         mask_BNSS: Tensor,
-        out: tuple[Tensor, Tensor],
-        dout: tuple[Tensor, Tensor],
+        out: Tensors,
+        dout: Tensors,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of q, k, v; the mask has none and the weights give none."""
         o, weight = out
@@ -201,9 +196,9 @@ class FlashAttention(nn.Cell):
         k_BSND: Tensor,
         v_BSND: Tensor,
         start_BS: Tensor,
-        out: tuple[Tensor, Tensor],
-        dout: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, ...]:
+        out: Tensors,
+        dout: Tensors,
+    ) -> Tensors:
         """Return the gradients of q, k, v; the log-sum-exp gives none."""
         grads = self.backward(q_BSND, k_BSND, v_BSND, start_BS, out[0], out[1], dout[0])
         return *grads, ops.zeros_like(start_BS)
@@ -243,9 +238,9 @@ class MlaAssemble(nn.Cell):
         k_rope_TR: Tensor,
         cos_BS1r: Tensor,
         sin_BS1r: Tensor,
-        out: tuple[Tensor, ...],
-        dout: tuple[Tensor, ...],
-    ) -> tuple[Tensor, ...]:
+        out: Tensors,
+        dout: Tensors,
+    ) -> Tensors:
         """Return the gradients of the projections; angles have none."""
         grads = self.backward(*dout, cos_BS1r, sin_BS1r)
         return *grads, ops.zeros_like(cos_BS1r), ops.zeros_like(sin_BS1r)

@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.custom import Tensors, custom_op
 from telechat_moe.ops.select import backend
 
 
@@ -14,10 +14,8 @@ class CrossEntropy(nn.Cell):
     A batch whose mask is all zero has loss 0. The fused backend reads the logits once forward and once
     backward and keeps two numbers a row; on Ascend the elementary primitives serve.
 
-    Args:
-        sums: In training return the sum instead of the mean.
-
     Attributes:
+        sums: In training return the sum instead of the mean.
         by_token: Also return what each token adds to the sum.
         marked: The mask also names sources (``model.by_source``): all that is above 0 counts as 1.
     """
@@ -77,11 +75,7 @@ class CrossEntropy(nn.Cell):
 
 
 class FusedCrossEntropy(nn.Cell):
-    """The fused backend, with the z-loss of PaLM if asked for.
-
-    Args:
-        z_loss: Coefficient of the mean squared log-sum-exp.
-    """
+    """The fused backend; ``z_loss`` is the coefficient of PaLM's mean squared log-sum-exp."""
 
     def __init__(self, z_loss: float = 0.0) -> None:
         super().__init__()
@@ -97,12 +91,7 @@ class FusedCrossEntropy(nn.Cell):
         return self.forward(logits_TV, label_T, mask_T)
 
     def bprop(
-        self,
-        logits_TV: Tensor,
-        label_T: Tensor,
-        mask_T: Tensor,
-        out: tuple[Tensor, Tensor],
-        dout: tuple[Tensor, Tensor],
+        self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor, out: Tensors, dout: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient of the logits; label, mask and the log-sum-exp have none."""
         dx = self.backward(logits_TV, label_T, mask_T, out[1], dout[0])

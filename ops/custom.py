@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspore import ops
+from mindspore import Tensor, ops
 
 from telechat_moe.ops import native
 from telechat_moe.ops.native import Attribute
+
+Tensors = tuple[Tensor, ...]
 
 
 def custom_op(

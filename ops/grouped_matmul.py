@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import auto_generate
 
-from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.custom import Tensors, custom_op
 
 
 class GroupedMatmul(nn.Cell):
@@ -59,7 +59,7 @@ class FusedGroupedMatmul(nn.Cell):
 
     def bprop(
         self, x_PI: Tensor, weight_EIO: Tensor, size_E: Tensor, out: Tensor, dout: Tensor
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         """Return the gradients of x and the weights."""
         return *self.backward(x_PI, weight_EIO, size_E, dout), ops.zeros_like(size_E)
 
@@ -77,8 +77,6 @@ class AscendGroupedMatmul(nn.Cell):
         """Return ``[P, O]`` in the data type of x, which is the weight's.
 
         Args:
-            x_PI: Rows sorted by expert.
-            weight_EIO: One matrix an expert.
             size_E: Rows of each expert, int32. The primitive wants the last row of each, int64.
         """
         end_E = self.to_int64(self.cumsum(size_E, 0), ms.int64)
@@ -113,7 +111,7 @@ class GroupedMatmulIntoMainGrad(nn.Cell):
         main_EIO: Tensor,
         out: Tensor,
         dout: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         """Return the gradient of x, and zeros."""
         dx = self.backward(x_PI, weight_EIO, size_E, dout, main_EIO)
         zeros = (ops.zeros_like(weight_EIO), ops.zeros_like(size_E), ops.zeros_like(main_EIO))
@@ -148,9 +146,9 @@ class GroupedSwiGLU(nn.Cell):
         gate_EIO: Tensor,
         up_EIO: Tensor,
         size_E: Tensor,
-        out: tuple[Tensor, ...],
-        dout: tuple[Tensor, ...],
-    ) -> tuple[Tensor, ...]:
+        out: Tensors,
+        dout: Tensors,
+    ) -> Tensors:
         """Return the gradients of x and both weights; only the activation's gradient counts."""
         grads = self.backward(x_PI, gate_EIO, up_EIO, size_E, out[1], out[2], dout[0])
         return *grads, ops.zeros_like(size_E)
@@ -192,9 +190,9 @@ class GroupedSwiGLUIntoMainGrad(nn.Cell):
         size_E: Tensor,
         gate_main_EIO: Tensor,
         up_main_EIO: Tensor,
-        out: tuple[Tensor, ...],
-        dout: tuple[Tensor, ...],
-    ) -> tuple[Tensor, ...]:
+        out: Tensors,
+        dout: Tensors,
+    ) -> Tensors:
         """Return the gradient of x, and zeros."""
         saved = (out[1], out[2], dout[0])
         mains = (gate_main_EIO, up_main_EIO)

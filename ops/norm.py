@@ -7,6 +7,7 @@ from mindspore.common.initializer import One, initializer
 from mindspore.ops.auto_generate import RmsNorm
 
 from telechat_moe.ops import dvm
+from telechat_moe.ops.custom import Tensors
 from telechat_moe.ops.select import backend
 
 
@@ -18,8 +19,6 @@ class RMSNorm(nn.Cell):
     Backends: fused (a DVM program, fp32), plain, ascend (``RmsNorm``; not run here).
 
     Args:
-        width: Size of the last dimension.
-        compute_dtype: Data type of the arithmetic.
         out_dtype: Data type of the result; None = the input's.
 
     Source: Zhang and Sennrich 2019, equation 4.
@@ -150,12 +149,7 @@ class FusedAddRMSNorm(nn.Cell):
         return self.forward(x_TH, y_TH, weight_H)
 
     def bprop(
-        self,
-        x_TH: Tensor,
-        y_TH: Tensor,
-        weight_H: Tensor,
-        out: tuple[Tensor, Tensor],
-        dout: tuple[Tensor, Tensor],
+        self, x_TH: Tensor, y_TH: Tensor, weight_H: Tensor, out: Tensors, dout: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of x, y (the same) and the weight."""
         dx, dweight = self.backward(out[1], weight_H, dout[0], dout[1])

@@ -21,7 +21,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import auto_generate
 
-from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.custom import Tensors, custom_op
 from telechat_moe.ops.select import host_computes
 
 
@@ -74,8 +74,7 @@ class BlockPlan(nn.Cell):
     def construct(self, index_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Return ``(row_N, expert_G)``: the row of each pair, the expert of each block; int32.
 
-        Args:
-            rows: Rows ``R`` of a block; fewer pad less, more multiply faster.
+        Fewer ``rows`` of a block pad less, more multiply faster.
         """
         expert_N = self.reshape(index_TK, (-1,))
         rank_N, load_E = self.rank(expert_N, self.num_experts)
@@ -94,9 +93,7 @@ class BlockPlan(nn.Cell):
 class CapacityPlan(nn.Cell):
     """Give each pair a row among its expert's ``C``, or none.
 
-    Args:
-        num_experts: ``E``.
-        policy: Which pairs are kept: ``probs`` those with the highest weight, ``position`` the first.
+    By ``policy`` ``probs`` the pairs with the highest weight are kept, by ``position`` the first.
     """
 
     def __init__(self, num_experts: int, policy: str) -> None:
@@ -161,8 +158,7 @@ class _CopyToRows(nn.Cell):
 class Permute(nn.Cell):
     """Copy each token to the rows of its pairs. Rows that no pair takes hold token 0.
 
-    Args:
-        differentiable: Leave the backward pass to MindSpore instead of writing it out (inside Morph).
+    ``differentiable`` leaves the backward pass to MindSpore instead of writing it out (inside Morph).
     """
 
     def __init__(self, differentiable: bool = False) -> None:
@@ -283,7 +279,7 @@ class FusedUnpermute(nn.Cell):
         weight_TK: Tensor,
         out: Tensor,
         dout: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         """Return the gradients of the rows and the weights."""
         dy, dweight = self.backward(y_PH, pair_P, weight_TK, dout)
         return dy, ops.zeros_like(pair_P), ops.zeros_like(row_N), dweight

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.custom import Tensors, custom_op
 from telechat_moe.ops.select import backend, host_computes
 
 
@@ -110,7 +110,7 @@ class Routing(nn.Cell):
         host_computes("top_k", self.top)
         host_computes("histogram", self.count)
 
-    def construct(self, logits_TE: Tensor, bias_E: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, logits_TE: Tensor, bias_E: Tensor) -> Tensors:
         """Return ``(score_TE, index_TK, weight_TK, chosen_TE, load_E)``; all fp32, ``index`` int32."""
         score_TE = self.score(logits_TE)
         choice_TE = self.add_bias(ops.stop_gradient(score_TE), bias_E)
@@ -141,12 +141,12 @@ class FusedRouting(nn.Cell):
             "RoutingGrad", lambda score, index, dscore, dweight: score, **attributes
         )
 
-    def construct(self, logits_TE: Tensor, bias_E: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, logits_TE: Tensor, bias_E: Tensor) -> Tensors:
         """Return ``(score_TE, index_TK, weight_TK, chosen_TE, load_E)``; all fp32, ``index`` int32."""
         return self.forward(logits_TE, bias_E)
 
     def bprop(
-        self, logits_TE: Tensor, bias_E: Tensor, out: tuple[Tensor, ...], dout: tuple[Tensor, ...]
+        self, logits_TE: Tensor, bias_E: Tensor, out: Tensors, dout: Tensors
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of the logits from those of scores and weights; the bias has none."""
         return self.backward(out[0], out[1], dout[0], dout[2]), ops.zeros_like(bias_E)
@@ -170,11 +170,7 @@ class FusedBalance(nn.Cell):
         return self.forward(score_gnE, chosen_gnE)
 
     def bprop(
-        self,
-        score_gnE: Tensor,
-        chosen_gnE: Tensor,
-        out: tuple[Tensor, ...],
-        dout: tuple[Tensor, ...],
+        self, score_gnE: Tensor, chosen_gnE: Tensor, out: Tensors, dout: Tensors
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of the scores; the choices have none."""
         return self.backward(score_gnE, out[1], dout[0]), ops.zeros_like(chosen_gnE)

@@ -18,6 +18,12 @@ class _Backward(Builder):
         super().__init__(program.file)
         self.symbols = {name: i for i, name in enumerate(program.symbols)}
         self.at = 0
+        self.values: list[ProgramValue] = []  # of the forward program's nodes
+        self.adjoint: dict[int, ProgramValue] = {}
+
+    def give(self, node: int, g: ProgramValue) -> None:
+        """Add to the gradient of a node."""
+        self.adjoint[node] = self.add(self.adjoint[node], g) if node in self.adjoint else g
 
     def _node(self, op, dtype, args, dims, attrs, line):
         return super()._node(op, dtype, args, dims, attrs, self.at)
@@ -39,19 +45,14 @@ def grad(program: DvmProgram, wrt: Sequence[int] | None = None) -> DvmProgram:
     for i in wrt:
         if i not in floats:
             raise ProgramError(f"input {i} is {program.load_of(i).dtype}: it has no gradient")
-    values = _recompute(k, program)
-    adjoint: dict[int, ProgramValue] = {}
-
-    def add(node: int, g: ProgramValue) -> None:
-        adjoint[node] = k.add(adjoint[node], g) if node in adjoint else g
-
+    _recompute(k, program)
     for number in range(program.outputs):
         store = program.store_of(number)
         if _is_float(store.dtype):
-            add(store.args[0], _input(k, store, "float32"))
+            k.give(store.args[0], _input(k, store, "float32"))
     for i in range(len(program.nodes) - 1, -1, -1):
         node = program.nodes[i]
-        if i in adjoint and node.op not in (ir.LOAD, ir.STORE):
+        if i in k.adjoint and node.op not in (ir.LOAD, ir.STORE):
             k.at = node.line
             if node.op == ir.GATHER_LOAD:
                 if node.attrs[0] in wrt:
@@ -60,12 +61,12 @@ def grad(program: DvmProgram, wrt: Sequence[int] | None = None) -> DvmProgram:
                         "expected another input: its gradient would be a scatter"
                     )
                 continue
-            _propagate(k, program, node, values[i], [values[a] for a in node.args], adjoint[i], add)
+            _propagate(k, node, k.values[i], k.adjoint[i])
     for number in wrt:
         load = program.load_of(number)
         index = program.nodes.index(load)
         k.at = load.line
-        g = adjoint.get(index)
+        g = k.adjoint.get(index)
         if g is None:
             g = k._spread(k.scalar(0.0), load.dims, load.line)
         k.store(g, load.dtype)
@@ -81,8 +82,8 @@ def _input(k: Builder, like: ProgramNode, dtype: str) -> ProgramValue:
     return k._node(ir.LOAD, dtype, (), like.dims, (k.inputs - 1,), like.line)
 
 
-def _recompute(k: _Backward, program: DvmProgram) -> list[ProgramValue]:
-    values: list[ProgramValue] = []
+def _recompute(k: _Backward, program: DvmProgram) -> None:
+    values = k.values
     for node in program.nodes:
         k.at = node.line
         if node.op == ir.STORE:
@@ -91,7 +92,6 @@ def _recompute(k: _Backward, program: DvmProgram) -> list[ProgramValue]:
         args = tuple(values[a].index for a in node.args)
         values.append(k._node(node.op, node.dtype, args, node.dims, node.attrs, node.line))
     k.inputs = program.inputs
-    return values
 
 
 GradientRule = Callable[[Builder, ProgramValue, ProgramValue, ProgramValue], ProgramValue]
@@ -111,18 +111,10 @@ UNARY: dict[str, GradientRule] = {
 }
 
 
-def _propagate(
-    k: Builder,
-    program: DvmProgram,
-    node: ProgramNode,
-    y: ProgramValue,
-    args: list[ProgramValue],
-    g: ProgramValue,
-    add: Callable[[int, ProgramValue], None],
-) -> None:
-    name = ir.NAMES[node.op]
+def _propagate(k: _Backward, node: ProgramNode, y: ProgramValue, g: ProgramValue) -> None:
+    name, add, args = ir.NAMES[node.op], k.give, [k.values[a] for a in node.args]
     if name in ir.BINARY:
-        _binary(k, name, node, y, args, g, add)
+        _binary(k, name, node, y, g)
     elif name in UNARY:
         add(node.args[0], UNARY[name](k, args[0], y, g))
     elif name in ir.REDUCE:
@@ -146,17 +138,9 @@ def _propagate(
         add(node.args[0], _unspread(k, g, args[0].dims, node.line))
 
 
-def _binary(
-    k: Builder,
-    name: str,
-    node: ProgramNode,
-    y: ProgramValue,
-    args: list[ProgramValue],
-    g: ProgramValue,
-    add: Callable[[int, ProgramValue], None],
-) -> None:
-    a, b = args
+def _binary(k: _Backward, name: str, node: ProgramNode, y: ProgramValue, g: ProgramValue) -> None:
     i, j = node.args
+    a, b, add = k.values[i], k.values[j], k.give
     if not _is_float(node.dtype):
         return
     if name in ("add", "sub"):
