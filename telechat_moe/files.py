@@ -147,10 +147,7 @@ def lock(descriptor: int) -> None:
 def locked(path: Path, busy: Exception | None) -> Generator[None, None, None]:
     """Hold the lock of a file, made if it is not there, or of a folder; the system drops it when the process dies.
 
-    Where the file system has no locks, nothing is held.
-
-    Args:
-        busy: What to raise if another process holds it; None: wait for it.
+    ``busy`` is raised if another process holds it; None: wait for it. Where the file system has no locks, nothing is held.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags, 0o666)

@@ -19,9 +19,7 @@ _POWERS = ("", "K", "M", "G", "T")
 def parse_size(option: str, text: str, *, bare: bool = False) -> int:
     """Return the bytes of a size that was given on the command line, such as ``55GB`` or ``55GiB``.
 
-    Args:
-        option: Name of the option, for the error.
-        bare: Whether a number without a unit is a number of bytes.
+    ``bare``: a number without a unit is a number of bytes.
 
     Raises:
         UsageError: It is no size, or less than a byte.

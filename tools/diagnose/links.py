@@ -21,9 +21,7 @@ KEPT = 1.5
 def late_links(records: Records, step_s: float, calm_s: float) -> list[Cause]:
     """Return the slow links of a run; each names the smallest set of ranks that its records leave.
 
-    Args:
-        step_s: Median step in seconds.
-        calm_s: A step without waiting, of which an excess is a share.
+    ``calm_s`` is a step without waiting, of which an excess is a share.
     """
     late: dict[tuple[str, int], LateRow] = {}
     for axis in records.axes:

@@ -68,7 +68,6 @@ class Calls:
     Args:
         a: The model: MLA, gated feed-forwards, balance loss by sequence, no z-loss.
         x: Its layout; experts reached by AlltoAllV.
-        shards: Shards of its weights.
     """
 
     def __init__(self, a: Architecture, x: Layout, shards: WeightShards) -> None:

@@ -94,7 +94,7 @@ def activations(a: Architecture, x: Layout) -> list[int]:
     activation, working = ChunkActivations(a, x).all()
     none = np.zeros_like(activation)
     times = Times(none, none, none, activation=activation, working=working)
-    return [round(float(held.max(initial=0.0))) for held in memory(make_program(x), times)]
+    return [round(float(used.max(initial=0.0))) for used in memory(make_program(x), times)]
 
 
 def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -79,10 +79,7 @@ def spans(members: Array, device: Device) -> Array:
 def exchange_s(kind: TokenExchange, x: Columns, size: Array, device: Device) -> Array:
     """Return the seconds of one dispatch or one combine among ``ep x etp`` neighbouring devices.
 
-    Where these are not several whole nodes, rows go straight whatever the kind.
-
-    Args:
-        size: Bytes of the tokens of a device, each counted once.
+    Where these are not several whole nodes, rows go straight whatever the kind. ``size`` counts the tokens of a device once.
     """
     members, stride = x.ep * x.etp, np.ones_like(x.ep)
     nodes, pairs = spans(members, device), size * x.top_k

@@ -214,29 +214,20 @@ class Layout:
 
     def chunk_kinds(self, layers: Sequence[str]) -> list[list[tuple[str, bool]]]:
         """Return the kinds of layers in each global chunk, each with whether `recompute` is meant for it."""
-        counts = self.chunk_layers(len(layers))
-        if (named := self.recomputed) is not None:
-            numbers = [
-                range(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)
-            ]
-            return [[(layers[i], i in named) for i in chunk] for chunk in numbers]
-        marked = self.recompute_layers or counts
-        return [
-            [(kind, i < marked_layers) for i, kind in enumerate(layers[end - count : end])]
-            for count, end, marked_layers in zip(counts, accumulate(counts), marked, strict=True)
-        ]
+        counts, marked = self.chunk_layers(len(layers)), self.recomputed
+        chunks = [range(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
+        if marked is None:
+            first = zip(chunks, self.recompute_layers or counts, strict=True)
+            marked = {i for chunk, n in first for i in chunk[:n]}
+        return [[(layers[i], i in marked) for i in chunk] for chunk in chunks]
 
     def short(self) -> str:
         """Return the degrees on one line, such as `dp4 tp8 pp8`."""
-        parts = [f"dp{self.dp}"]
-        for name in ("tp", "cp", "pp", "vpp", "ep", "etp"):
-            if getattr(self, name) > 1:
-                parts.append(f"{name}{getattr(self, name)}")
+        degrees = {name: getattr(self, name) for name in ("tp", "cp", "pp", "vpp", "ep", "etp")}
+        parts = [f"dp{self.dp}", *(f"{name}{n}" for name, n in degrees.items() if n > 1)]
         parts += ["sp"] if self.sequence_parallel and self.tp > 1 else []
         parts += [f"mbs{self.micro_batch}", f"m{self.micro_batches}", f"zero{self.zero}"]
-        parts += [
-            word for word, usual in ((self.recompute, "none"), (self.ends, "last")) if word != usual
-        ]
+        parts += [word for word in (self.recompute, self.ends) if word not in ("none", "last")]
         parts += [f"swap{len(self.swapped)}"] if self.swapped else []
         return " ".join(parts)
 
@@ -284,9 +275,7 @@ class Layout:
             recompute_layers=layers,
             recomputed=tuple(_flat(named)) if isinstance(named, list) else None,
             swapped=tuple(swaps),
-            prefetch=max(
-                (early for parts in swaps.values() for early in parts.values()), default=1
-            ),
+            prefetch=max((n for parts in swaps.values() for n in parts.values()), default=1),
             schedule=_schedule(pipeline.pipeline_scheduler if pipeline else "1f1b", vpp),
             chunks=_chunks(c.offset, c.num_hidden_layers, pp, vpp),
             compute=compute,

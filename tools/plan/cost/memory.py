@@ -90,7 +90,7 @@ def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
         return _common(x)
     s, own_graph = saved(x), x.own_graph > 0
     pairs = zip((s.dense, s.moe, s.entry), _common(x), strict=True)
-    dense, moe, entry = (np.where(own_graph, ours, other) for ours, other in pairs)
+    dense, moe, entry = (np.where(own_graph, package, other) for package, other in pairs)
     return dense, moe, entry
 
 
@@ -141,11 +141,7 @@ def in_flight(x: Columns) -> Array:
 
 
 def memory(x: Columns, with_late: bool = True) -> Memory:
-    """Return the bytes of each stage at the step's peak.
-
-    Args:
-        with_late: Whether the end of the backward pass counts, see `late_peak`.
-    """
+    """Return the bytes of each stage at the step's peak; `with_late`: the end of the backward pass counts (`late_peak`)."""
     dense, experts = local_parameters(x)
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut_dense, cut_experts = copies[:, None], x.expert_copies[:, None]

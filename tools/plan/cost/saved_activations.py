@@ -141,11 +141,7 @@ def _attention(x: Columns, r: _Rows, norm: Array) -> _Attention:
 
 
 def saved(x: Columns) -> SavedActivations:
-    """Return the bytes of layers and ends.
-
-    Args:
-        x: Configurations; MLA and gated feed-forwards. Of those that recompute whole layers: what the others keep.
-    """
+    """Return the bytes of layers and ends, of MLA and gated feed-forwards; where whole layers are recomputed, of the others."""
     r, h, single = _rows(x), x.hidden, x.one_graph > 0
     norm, act = x.re_norm * (1 - x.re_full), x.re_activation * (1 - x.re_full)
     residual = x.residual_bytes * r.stream * h
@@ -275,11 +271,8 @@ class ChunkActivations:
     ) -> tuple[Array, Array]:
         """Return the same of one chunk.
 
-        Args:
-            chunk: Its number in the model.
-            kinds: Kinds of its decoder layers.
-            ways: For each of them `KEPT`, `RECOMPUTED`, `SWAPPED` or `AWAY`: a number, or an array of any shape that all share;
-                the results have this shape.
+        `ways` says of each of its decoder layers `KEPT`, `RECOMPUTED`, `SWAPPED` or `AWAY`: a number, or an array of any
+        shape that all share; the results have this shape.
         """
         items = self._begin(chunk)
         items += [

@@ -108,7 +108,7 @@ class SimulatedStep:
     def _peak_activation(self, activation: Array) -> Array:
         """Return the most that micro-batches in flight keep on each stage, of what one keeps of each chunk."""
         alone = replace(self.times, activation=activation, working=np.zeros(self.program.chunks))
-        return np.array([held.max(initial=0.0) for held in memory(self.program, alone)])
+        return np.array([used.max(initial=0.0) for used in memory(self.program, alone)])
 
     @property
     def peak_bytes(self) -> Array:

@@ -213,12 +213,9 @@ def hides_forward(x: Columns) -> Array:
 
 
 def reduction(x: Columns, device: Device, dense: Array, experts: Array) -> tuple[Array, Array]:
-    """Return the time to reduce gradients and gather parameters, hidden or not.
+    """Return the time to reduce gradients and gather parameters, hidden or not: once a step, or sharded in every micro-batch.
 
     `dense` are the parameters of the largest stage that all data-parallel copies hold, `experts` those of its experts.
-
-    Returns:
-        The time once a step, and the time that sharded gradients and parameters need in every micro-batch.
     """
     total, repeated = np.zeros_like(dense), np.zeros_like(dense)
     for count, members, stride in (

@@ -116,7 +116,6 @@ def run_measurement(
         job: What to measure, see `measure_here`.
         processes: Several talk to each other, under msrun.
         beside: A second process does the same at the same time: both share memory and caches.
-        on_result: Called with each result.
 
     Raises:
         MeasurementError: It ended without a result.

@@ -89,9 +89,7 @@ def answer(
     """Predict the memory of a recipe's step and of the steps with one thing changed.
 
     Args:
-        name: Name or file of the recipe.
         overrides: Settings instead of the recipe's, as `KEY=VALUE`.
-        device: What the recipe runs on.
         margin: Share of the peak, see `MARGIN`.
         memory: Bytes that the step may use. None: what the recipe or the device says.
         expert_loads: A run's metrics.jsonl.

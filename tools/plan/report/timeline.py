@@ -104,8 +104,8 @@ def activations(result: Simulation, fixed: Sequence[float], end: float) -> list[
     curves: list[MemoryCurve] = []
     for s, (start, fixed_bytes) in enumerate(zip(result.start, fixed, strict=True)):
         t = [0.0, *map(float, start), float(result.end[s][-1]), end]
-        held = [fixed_bytes + float(v) for v in result.memory[s]]
-        curves.append(MemoryCurve(s, t, [fixed_bytes, *held, fixed_bytes, fixed_bytes]))
+        sums = [fixed_bytes + float(v) for v in result.memory[s]]
+        curves.append(MemoryCurve(s, t, [fixed_bytes, *sums, fixed_bytes, fixed_bytes]))
     return curves
 
 

@@ -59,6 +59,15 @@ class _Ways:
     """Time of D, or of B where dX and dW are one operation."""
     weight: NDArray[Any]
     """Time of W, or zero where it is included in B."""
+    forward: NDArray[Any]
+    talk_f: NDArray[Any]
+    """Time of F that is communication, which a pair can hide."""
+    talk_b: NDArray[Any]
+    """The same of D (or B)."""
+    activation: NDArray[Any]
+
+    def at(self, chunks: NDArray[Any]) -> "_Ways":
+        return _Ways(**{name: values[chunks] for name, values in vars(self).items()})
 
 
 def _ways(times: Times, route: tuple[int, ...], rules: Rules) -> _Ways:
@@ -79,13 +88,10 @@ def _ways(times: Times, route: tuple[int, ...], rules: Rules) -> _Ways:
     for c in range(len(stage)):
         onward = link[c - 1] + dx[c - 1] + longest if c else 0.0
         longest = tail_b[c] = max(float(weight[c]), float(onward))
-    tail_f = np.empty(len(stage))
-    after = float(dx[-1] + tail_b[-1])
-    for c in range(len(stage) - 1, -1, -1):
-        tail_f[c] = after
-        if c:
-            after += float(times.forward[c] + link[c - 1])
-    return _Ways(head_f, head_b, tail_f, tail_b, dx, weight)
+    onward_f = (times.forward[1:] + link)[::-1]
+    tail_f = np.cumsum(np.concatenate([[dx[-1] + tail_b[-1]], onward_f]))[::-1]
+    talk = times.forward_exposed, times.backward_exposed
+    return _Ways(head_f, head_b, tail_f, tail_b, dx, weight, times.forward, *talk, times.activation)
 
 
 def lower_bound(
@@ -101,9 +107,8 @@ def lower_bound(
     Times are filled in (`Times.full`); `memory` is the most activations of each stage.
     """
     ways = _ways(times, route, rules)
-    best = MakespanBound(
-        float(ways.head_b[0] + ways.dx[0] + ways.tail_b[0]), "path of one micro-batch"
-    )
+    path = float(ways.head_b[0] + ways.dx[0] + ways.tail_b[0])
+    best = MakespanBound(path, "path of one micro-batch")
     kept_share = times.kept_for_w if rules.split else 0.0
     # from the start of F to the end of D, and of W
     stay = ways.head_b + ways.dx - ways.head_f + kept_share * ways.weight
@@ -112,13 +117,13 @@ def lower_bound(
         chunks = np.flatnonzero(stage == s)
         if not len(chunks):
             continue
-        cap = _usable(times, chunks, float(memory[s]), kept_share)
-        needed = micro_batches * float((times.activation[chunks] * stay[chunks]).sum())
-        edges = _edges_bound(times, ways, chunks, micro_batches, rules, cap, kept_share)
+        ways_s = ways.at(chunks)
+        cap = _usable(ways_s.activation, float(memory[s]), kept_share)
+        needed = micro_batches * float((ways_s.activation * stay[chunks]).sum())
         candidates = [
-            (_stage_bound(times, ways, chunks, micro_batches, rules), "work"),
-            (float(ways.head_f[chunks].min()) + needed / cap, "memory"),
-            (edges, "start and end"),
+            (_stage_bound(ways_s, micro_batches, rules), "work"),
+            (float(ways_s.head_f.min()) + needed / cap, "memory"),
+            (_edges_bound(ways_s, micro_batches, rules, cap, kept_share), "start and end"),
         ]
         for value, reason in candidates:
             if value > best.makespan:
@@ -126,27 +131,19 @@ def lower_bound(
     return best
 
 
-def _usable(times: Times, chunks: NDArray[Any], cap: float, kept_share: float) -> float:
+def _usable(sizes: NDArray[Any], cap: float, kept_share: float) -> float:
     """Return the memory that whole activations can fill, without the remainder that fits none."""
-    sizes = times.activation[chunks]
     if kept_share not in (0.0, 1.0) or np.ptp(sizes) > 1e-12 * sizes.max() or not sizes[0]:
         return cap
     return float(np.floor(cap / sizes[0] * (1 + 1e-9)) * sizes[0])
 
 
 def _edges_bound(
-    times: Times,
-    ways: _Ways,
-    chunks: NDArray[Any],
-    micro_batches: int,
-    rules: Rules,
-    cap: float,
-    kept_share: float,
+    ways: _Ways, micro_batches: int, rules: Rules, cap: float, kept_share: float
 ) -> float:
     """Return a stage's work and the idle time that its memory forces at start and end."""
-    f, a = times.forward[chunks], times.activation[chunks]
-    b, w = ways.dx[chunks], ways.weight[chunks]
-    saved = _savings(times, ways, chunks, np.ones(3 * len(chunks), bool)) if rules.pairs else 0.0
+    f, b, w, a = ways.forward, ways.dx, ways.weight, ways.activation
+    saved = _savings(ways, np.ones(3 * len(f), bool)) if rules.pairs else 0.0
     work = micro_batches * (float((f + b + w).sum()) - saved)
     with np.errstate(divide="ignore", invalid="ignore"):
         filling = cap * float(np.max(np.where(a > 0, f / a, np.inf)))
@@ -157,38 +154,32 @@ def _edges_bound(
         elif w.any():
             draining = np.inf
     # until its first D it can do no more forwards than fit; after its last F no more than what it holds
-    start = max(float(ways.head_f[chunks].min()), float(ways.head_b[chunks].min()) - filling)
-    end = max(0.0, float(ways.tail_f[chunks].min()) - draining)
+    start = max(float(ways.head_f.min()), float(ways.head_b.min()) - filling)
+    end = max(0.0, float(ways.tail_f.min()) - draining)
     if micro_batches * float(a.sum()) > cap * (1 + 1e-9):  # so the last F comes after the first D
         return start + work + end
     return work + max(start, end)
 
 
-def _stage_bound(
-    times: Times, ways: _Ways, chunks: NDArray[Any], micro_batches: int, rules: Rules
-) -> float:
-    head = np.concatenate(
-        [ways.head_f[chunks], ways.head_b[chunks], ways.head_b[chunks] + ways.dx[chunks]]
-    )
-    tail = np.concatenate([ways.tail_f[chunks], ways.tail_b[chunks], np.zeros(len(chunks))])
-    work = np.concatenate([times.forward[chunks], ways.dx[chunks], ways.weight[chunks]])
-    talk = times.backward_exposed[chunks]
-    quiet = np.concatenate(
-        [times.forward_exposed[chunks], talk, np.maximum(talk - ways.dx[chunks], 0)]
-    )
+def _stage_bound(ways: _Ways, micro_batches: int, rules: Rules) -> float:
+    head = np.concatenate([ways.head_f, ways.head_b, ways.head_b + ways.dx])
+    tail = np.concatenate([ways.tail_f, ways.tail_b, np.zeros(len(ways.dx))])
+    work = np.concatenate([ways.forward, ways.dx, ways.weight])
+    exposed_w = np.maximum(ways.talk_b - ways.dx, 0)
+    quiet = np.concatenate([ways.talk_f, ways.talk_b, exposed_w])
     best = 0.0
     for h in np.unique(head):
         for t in np.unique(tail):
             inside = (head >= h) & (tail >= t)
             if not inside.any():
                 continue
-            saved = _savings(times, ways, chunks, inside) if rules.pairs else 0.0
+            saved = _savings(ways, inside) if rules.pairs else 0.0
             total = max(work[inside].sum() - saved, np.maximum(work - quiet, 0)[inside].sum())
             best = max(best, float(h + micro_batches * total + t))
     return best
 
 
-def _savings(times: Times, ways: _Ways, chunks: NDArray[Any], inside: NDArray[Any]) -> float:
+def _savings(ways: _Ways, inside: NDArray[Any]) -> float:
     """Return the most time that overlapped pairs can save on a set of operations, for one micro-batch.
 
     A pair has one forward and one backward, so all pairs save no more than the forwards can, and no more than the
@@ -196,11 +187,11 @@ def _savings(times: Times, ways: _Ways, chunks: NDArray[Any], inside: NDArray[An
     time. A forward hides more beside D and W as one backward (FB) than beside D alone.
     `inside` says of F, D and W of each chunk of the stage whether it is in the set.
     """
-    f, dx, weight = times.forward[chunks][:, None], ways.dx[chunks], ways.weight[chunks]
+    f, dx, weight = ways.forward[:, None], ways.dx, ways.weight
     has_f, has_d, has_w = inside.reshape(3, -1)
     part = np.where(has_d, dx, 0.0) + np.where(has_w, weight, 0.0)
     both = np.where(has_w, dx + weight, dx)[None, :]
-    talk = times.forward_exposed[chunks][:, None] + times.backward_exposed[chunks][None, :]
+    talk = ways.talk_f[:, None] + ways.talk_b[None, :]
     lasting = np.maximum(np.maximum(f, both), np.maximum(f + both - talk, talk))
     saved = np.maximum(f + part - lasting, 0.0)[has_f][:, has_d | has_w]
     return float(min(saved.max(1).sum(), saved.max(0).sum())) if saved.size else 0.0

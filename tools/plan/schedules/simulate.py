@@ -146,11 +146,7 @@ def makes(op: Op) -> list[ResultKey]:
 def longest_paths(
     program: Program, lasting: list[list[float]], comm: float
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return start and end of each operation of each stage.
-
-    Args:
-        lasting: How long each operation takes, which may differ from micro-batch to micro-batch.
-        comm: See `Times.comm`.
+    """Return start and end of each operation of each stage; how long each takes may differ from micro-batch to micro-batch.
 
     Raises:
         BadInputError: The program cannot finish.

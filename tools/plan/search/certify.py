@@ -138,7 +138,7 @@ class CertificateWriter:
             "time": [(g.times[0], g.times[1] + g.times[2]) for g in layers],
             "again": [g.recompute_time * p.choice for g in layers],
             "full": [g.states + np.array(g.activations) for g in layers],
-            "entry": [g.states + np.array(kept) for g, kept in zip(layers, inputs, strict=True)],
+            "entry": [g.states + np.array(n) for g, n in zip(layers, inputs, strict=True)],
             "working": [g.working for g in layers],
             "weight": [g.weights for g in layers],
             "fixed": [p.fixed[0], p.fixed[1] + p.fixed[2]],

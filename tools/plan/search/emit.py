@@ -64,24 +64,21 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     return values
 
 
-def _refuse(
-    layout: Layout, who: str, swap: bool = False, ends: bool = False, zero: bool = False
-) -> None:
+def _refuse(layout: Layout, who: str, only_places: bool = False) -> None:
     """Refuse a layout with a setting that a program cannot express.
 
     Raises:
         BadInputError: The program cannot express it; the message names the layout and the setting.
     """
-    reasons: list[str] = []
-    if layout.schedule not in ("1f1b", "interleaved", "gpipe"):
-        reasons.append(f"place layers for {layout.schedule}")
-    swapped = layout.recompute_layers is None or any(layout.recompute_layers)
-    if layout.recompute == "swap" and swapped and not swap:
-        reasons.append("swap whole layers")
-    if layout.ends != "last" and not ends:
-        reasons.append("place MTP before its head")
-    if layout.zero > 1 and not zero:
-        reasons.append("shard gradients or parameters")
+    is_placed = layout.schedule in ("1f1b", "interleaved", "gpipe")
+    reasons = [] if is_placed else [f"place layers for {layout.schedule}"]
+    some = layout.recompute_layers is None or any(layout.recompute_layers)
+    unsaid = {
+        "swap whole layers": layout.recompute == "swap" and some,
+        "place MTP before its head": layout.ends != "last",
+        "shard gradients or parameters": layout.zero > 1,
+    }
+    reasons += [] if only_places else [word for word, is_set in unsaid.items() if is_set]
     if reasons:
         raise BadInputError(
             f"layout {layout.short()}: {who} cannot {' or '.join(reasons)}; --pick another, or leave --beyond-recipes out"
@@ -148,7 +145,7 @@ def layout_string(a: Architecture, layout: Layout) -> str:
     Raises:
         BadInputError: Megatron cannot say it.
     """
-    _refuse(layout, "Megatron's layout", swap=True, ends=True, zero=True)
+    _refuse(layout, "Megatron's layout", only_places=True)
     chunks = ["t" * n for n in layout.chunk_layers(len(a.layers))]
     chunks[0] = "E" + chunks[0]
     chunks[-1 - (layout.ends != "last")] += "m" * a.mtp

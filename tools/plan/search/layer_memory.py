@@ -35,12 +35,7 @@ MOST = 300_000
 def choose(step: SimulatedStep, top: float, host: float = np.inf) -> Layout | None:
     """Return the layout of a step with each layer kept, recomputed or swapped, which adds the least time to every stage.
 
-    Args:
-        top: Bytes of a device.
-        host: Bytes of the host's memory that a device may use.
-
-    Returns:
-        None: no choice fits, or a stage has more than `MOST`.
+    A device may use `top` bytes, and `host` bytes of its host's memory. None: no choice fits, or a stage has more than `MOST`.
 
     Raises:
         BadInputError: The device's description has no link to its host.

@@ -237,10 +237,8 @@ def _layouts(s: Choices, a: Architecture) -> list[Layout]:
 def plan_models(s: Choices, some: list[ScoredModel], limit_s: float) -> list[ScoredModel | None]:
     """Plan architectures one by one; see `search`. Each device's shard of a width stays in whole blocks.
 
-    All together take `limit_s` seconds; the next ones may use the time that one does not need.
-
-    Returns:
-        One plan for each architecture; None: no layout was found in its time.
+    All together take `limit_s` seconds; the next ones may use the time that one does not need. None: no layout was found in
+    an architecture's time.
     """
     until = time.perf_counter() + limit_s
     plans: list[ScoredModel | None] = []
