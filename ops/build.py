@@ -2,11 +2,8 @@
 
     python -m telechat_moe.ops.build [--checked | --sanitize] [--out FILE]
 
-``--out`` compiles the operators only. ``pip install`` runs the same code.
-``--checked`` turns on bounds checks and poisons scratch memory,
-``--sanitize`` adds AddressSanitizer and UndefinedBehaviorSanitizer. Files named ``*.simd.cc`` are compiled
-once for each instruction set (see ``csrc/dispatch.h``); no flag depends on this machine, and ``CXX`` may be a cross
-compiler.
+``pip install`` runs the same code. Files named ``*.simd.cc`` are compiled once for each instruction set (see
+``csrc/dispatch.h``); no flag depends on this machine, and ``CXX`` may be a cross compiler.
 """
 
 from __future__ import annotations

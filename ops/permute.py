@@ -1,19 +1,9 @@
 """Bring tokens into expert order and back.
 
-The fused backend sorts pairs of token and expert by expert (a stable counting sort), without padding:
-:class:`SortPlan`, :class:`SortCapacityPlan`, :class:`FusedPermute`, :class:`FusedUnpermute`.
-
-The Ascend backend sorts likewise: :class:`AscendPermute`, :class:`AscendUnpermute`.
-
-The plain backend has shapes that do not depend on the routing. Two plans say which row of the
-expert-ordered buffer each (token, expert) pair takes:
-
-* :class:`BlockPlan` loses no pair: every expert's rows are padded to whole blocks of ``R`` rows, and
-  there are as many blocks as the worst routing needs.
-* :class:`CapacityPlan` gives every expert ``C`` rows and drops the pairs that do not fit.
-
-A per-expert loop over dynamic shapes is no alternative: MindSpore 2.9 on CPU dies with SIGFPE where
-an expert gets no token.
+The fused and the Ascend backend sort pairs of token and expert by expert (a stable counting sort), without padding. The
+plain backend has shapes that do not depend on the routing: a plan says which row of the expert-ordered buffer each pair
+takes. :class:`BlockPlan` loses no pair, :class:`CapacityPlan` drops those that do not fit. A per-expert loop over dynamic
+shapes is no alternative: MindSpore 2.9 on CPU dies with SIGFPE where an expert gets no token.
 """
 
 import mindspore as ms

@@ -62,39 +62,32 @@ def is_work() -> bool:
 
 def can_stop(can: bool = True) -> None:
     """Declare whether a first signal is a request to stop in order; else it kills. Any process of the work may do so."""
-    if (shared := _shared()) is None:
-        return
     with suppress(OSError):
-        (shared / "can_stop").touch() if can else (shared / "can_stop").unlink()
+        (_shared() / "can_stop").touch() if can else (_shared() / "can_stop").unlink()
 
 
 def advise(text: str) -> None:
     """Set what the user is told after an interruption, such as ``the same command goes on``."""
-    if (shared := _shared()) is not None:
-        with suppress(OSError):
-            (shared / "advice").write_text(text, encoding="utf-8")
+    with suppress(OSError):
+        (_shared() / "advice").write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def unfinished(path: str | os.PathLike[str]) -> Generator[None, None, None]:
     """Have a file or folder removed if the work is killed meanwhile."""
-    link = None
-    if (shared := _shared()) is not None:
-        link = shared / f"{os.getpid()}-{next(_numbers)}"
-        with suppress(OSError):
-            link.symlink_to(Path(path).absolute())
+    link = _shared() / f"{os.getpid()}-{next(_numbers)}"
+    with suppress(OSError):
+        link.symlink_to(Path(path).absolute())
     try:
         yield
     finally:
-        if link is not None:
-            with suppress(OSError):
-                link.unlink()
+        with suppress(OSError):
+            link.unlink()
 
 
-def _shared() -> Path | None:
-    """Return the folder that is shared with the parent of the work, None if there is none."""
-    folder = Path(os.environ.get("TMPDIR", ""), SHARED)
-    return folder if folder.is_dir() else None
+def _shared() -> Path:
+    """Return the folder that is shared with the parent of the work; without such a parent it is not there."""
+    return Path(os.environ.get("TMPDIR", ""), SHARED)
 
 
 # ---------------------------------------------------------------------------------------- its parent

@@ -6,7 +6,7 @@ in which the device is idle and waits for the host. Source of the table: MindStu
 
 import csv
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,8 @@ def read_traces(paths: Sequence[Path]) -> Records:
         name: np.array([[ranks[r][s].get(name, 0.0) for s in common] for r in numbers], np.float32)
         for name in sorted(names)
     }
+    world = next(iter(worlds), 0)  # 0: none says it; ranks may be guessed from names
+    absent = sorted(set(range(world or max(ranks) + 1)) - ranks.keys())
     alike = np.zeros(len(numbers), np.int64)
     return Records(
         source=f"traces {source}",
@@ -85,17 +87,8 @@ def read_traces(paths: Sequence[Path]) -> Records:
         host=alike,
         hosts=[""],
         groups={"all": alike},
-        absent=_absent(ranks.keys(), next(iter(worlds), 0)),
+        absent=absent if world or len(absent) < len(ranks) else [],
     )
-
-
-def _absent(ranks: Collection[int], world: int) -> list[int]:
-    """Return the ranks of which there is no trace; if none says how many there are (0), those between the numbers of the others.
-
-    These may be guessed from names, so more gaps than ranks say nothing.
-    """
-    absent = sorted(set(range(world or max(ranks) + 1)) - set(ranks))
-    return absent if world or len(absent) < len(ranks) else []
 
 
 def _table(path: Path) -> list[RankTrace]:

@@ -156,10 +156,9 @@ class Program:
                 ),
                 tuple(int(r) for r in data["route_of"]),
             )
-        except KeyError as error:
-            raise BadInputError(f"no program: it lacks {error}; expected {PROGRAM_FILE}") from None
-        except (TypeError, ValueError) as error:
-            raise BadInputError(f"no program: {error}; expected {PROGRAM_FILE}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise BadInputError(f"no program: {problem}; expected {PROGRAM_FILE}") from None
         if not program._fits():
             raise BadInputError(
                 f"no program: stages, routes and operations do not fit together; expected {PROGRAM_FILE}"
