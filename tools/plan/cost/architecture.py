@@ -169,16 +169,10 @@ class Architecture:
     @property
     def mtp_weights(self) -> int:
         """Elements of one MTP layer: its projection, norms and a layer; the head is shared."""
-        last = self.dense_weights
+        h, last = self.hidden, self.dense_weights
         if self.layers[-1] == "moe":
             last = self.experts * self.expert_weights + self.shared_weights
-        return (
-            2 * self.hidden**2
-            + 3 * self.hidden
-            + self.attention_weights
-            + last
-            + self.small_weights
-        )
+        return 2 * h**2 + 3 * h + self.attention_weights + last + self.small_weights
 
     @property
     def parameters(self) -> int:

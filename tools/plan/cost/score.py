@@ -9,7 +9,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.flops import utilisation
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate
@@ -70,38 +70,26 @@ class ScoredStep:
         return self.memory_bytes / self.row.memory_bytes - 1
 
 
-def device_of(row: MeasuredStep, default: str) -> Device | None:
-    """Return the description of a row's device; None: there is none."""
-    try:
-        return load_device(row.device or default)
-    except BadInputError:
-        return None
-
-
 def checked(rows: Sequence[MeasuredStep], default: str) -> list[MeasuredStep]:
     """Return the rows; those that cannot be predicted get a reason."""
-    out: list[MeasuredStep] = []
-    for row in rows:
-        if not row.reason:
-            device = device_of(row, default)
-            empty = _empty(row)
-            if empty:
-                row = replace(row, reason=f"missing: {empty}")
-            elif device is None:
-                row = replace(row, reason=f"device without a description: {row.device}")
-            elif row.step_s is None and row.memory_bytes is None:
-                row = replace(row, reason="missing: a measured time or memory")
-            elif row.architecture and row.layout and row.step_s is not None:
-                row = replace(row, reason=_refused(row.layout, row.step_s, device))
-        out.append(row)
-    return out
+    return [row if row.reason else replace(row, reason=_reason(row, default)) for row in rows]
 
 
-def _refused(layout: Layout, step_s: float, device: Device) -> str:
-    """Return why no step of a layout can be compared on a device; empty: it can be."""
-    if layout.compute == "fp8" and "fp8" not in device.peak_flops:
+def _reason(row: MeasuredStep, default: str) -> str:
+    """Return why a row's step cannot be predicted or compared; empty: it can be."""
+    if empty := _empty(row):
+        return f"missing: {empty}"
+    try:
+        device = load_device(row.device or default)
+    except BadInputError:
+        return f"device without a description: {row.device}"
+    if row.step_s is None and row.memory_bytes is None:
+        return "missing: a measured time or memory"
+    if row.architecture is None or row.layout is None or row.step_s is None:
+        return ""
+    if row.layout.compute == "fp8" and "fp8" not in device.peak_flops:
         return f"device without a description of fp8: {device.name}"
-    return f"impossible: a step of {step_s:g} s" if step_s <= 0 else ""
+    return f"impossible: a step of {row.step_s:g} s" if row.step_s <= 0 else ""
 
 
 def _empty(row: MeasuredStep) -> str:

@@ -158,14 +158,13 @@ def per_stage(step: SimulatedStep) -> list[dict[str, Any]]:
     """Return the layers, the idle share and the memory of each stage, as `report` writes them."""
     footprint = step.table.memory
     states = (footprint.parameters + footprint.gradients + footprint.optimizer)[0]
+    names = ("parameters", "gradients", "optimizer")
     return [
         {
             "stage": s,
             "layers": [step.layers[c] for c in chunks],
             "idle": float(step.result.idle[s]),
-            "parameters_bytes": float(footprint.parameters[0, s]),
-            "gradients_bytes": float(footprint.gradients[0, s]),
-            "optimizer_bytes": float(footprint.optimizer[0, s]),
+            **{f"{name}_bytes": float(getattr(footprint, name)[0, s]) for name in names},
             "activations_bytes": float(step.kept_bytes[s]),
             "buffers_bytes": float(step.peak_bytes[s] - step.kept_bytes[s] - states[s]),
             "peak_bytes": float(step.peak_bytes[s]),
