@@ -66,7 +66,7 @@ class _Ways:
     """The same of D (or B)."""
     activation: NDArray[Any]
 
-    def at(self, chunks: NDArray[Any]) -> "_Ways":
+    def of_chunks(self, chunks: NDArray[Any]) -> "_Ways":
         return _Ways(**{name: values[chunks] for name, values in vars(self).items()})
 
 
@@ -117,7 +117,7 @@ def lower_bound(
         chunks = np.flatnonzero(stage == s)
         if not len(chunks):
             continue
-        ways_s = ways.at(chunks)
+        ways_s = ways.of_chunks(chunks)
         cap = _usable(ways_s.activation, float(memory[s]), kept_share)
         needed = micro_batches * float((ways_s.activation * stay[chunks]).sum())
         candidates = [
