@@ -74,9 +74,14 @@ def exchange(step: SimulatedStep) -> Table:
         "cool-down, not halved: under dW and shared experts only": h.dw_only,
     }
     rows = [
-        [part, *(f"{us / 1e3:.3f} ms" for us in (s.communication_us, s.exposed_us)), f"{s.overlap * 100:.2f} %"]
+        [
+            part,
+            f"{s.communication_us / 1e3:.3f} ms",
+            f"{s.exposed_us / 1e3:.3f} ms",
+            f"{s.overlap * 100:.2f} %",
+        ]
         for part, s in parts.items()
-    ]  # fmt: skip
+    ]
     heads = ("part of the schedule", "all-to-all ", "shows ", "hidden ")
     return Table("Experts' all-to-all of one chunk, if it is overlapped", heads, rows)
 
