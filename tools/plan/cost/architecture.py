@@ -17,66 +17,48 @@ class Architecture:
     name: str = ""
     hidden: int
     """Width of the residual stream."""
-
     layers: tuple[LayerKind, ...]
     """Decoder layers in order, without MTP."""
-
     heads: int
     kv_heads: int = 0
     """Key/value heads; 0: `heads`, as for MLA."""
-
     head_dim: int = 0
     """Width of a head; 0: `qk_nope + qk_rope` for MLA, else the width over the heads."""
-
     q_lora_rank: int = 0
     """MLA: width of the query latent; 0: queries are projected directly."""
-
     kv_lora_rank: int = 0
     """MLA: width of the key-value latent; 0: another kind of attention."""
-
     qk_nope: int = 0
     qk_rope: int = 0
     v_head_dim: int = 0
     """Width of a value head; 0: `head_dim`."""
-
     ffn: int = 0
     """Inner width of a dense layer's feed-forward; 0: four times the width."""
-
     gated: bool = True
     """Feed-forwards are SwiGLU (three matrices); False: two matrices with an activation between them."""
-
     experts: int = 0
     top_k: int = 0
     expert_groups: int = 1
     kept_groups: int = 1
     """Groups of experts, and of how many of them a token may choose; 1: no groups."""
-
     shared_experts: int = 0
     moe_ffn: int = 0
     """Inner width of one routed expert."""
-
     shared_ffn: int = 0
     """Inner width of all shared experts together; 0: `shared_experts * moe_ffn`."""
-
     mtp: int = 0
     """Multi-token prediction layers; each is like the last decoder layer, with its own head pass."""
-
     vocab: int
     tied: bool = False
     """The head's matrix is the embedding's."""
-
     seq: int
     """Tokens per sequence."""
-
     window: int = 0
     """How many keys back a query may look (sliding-window attention); 0: all."""
-
     pair_share: float = 0.0
     """Share of a sequence's `seq**2` query-key pairs within documents (`documents.pack`); 0: causal, one document."""
-
     positions: int = 0
     """Rows of a learned position table; 0: none (rotary or ALiBi)."""
-
     biases: bool = False
     """Linear layers have biases and norms have shifts (GPT-2/3)."""
 

@@ -28,43 +28,30 @@ class Constants:
 
     matmul_share: float = 0.75
     """Largest share of the peak that a large matrix product reaches."""
-
     matmul_half: float = 256.0
     """Size at which a product's dimension costs half its efficiency (elements)."""
-
     attention_share: float = 0.5
     """Share of the peak that attention's core reaches."""
-
     memory_share: float = 0.75
     """Share of the memory bandwidth that elementwise operators reach."""
-
     fp8_share: float = 0.6
     """Share of the float8 peak relative to `matmul_share`."""
-
     eager_share: float = 0.8
     """Rate of attention and matrix products without fused kernels, relative to fused ones."""
-
     layer_host_s: float = 2e-4
     """Host time to launch one layer's forward kernels; the layer takes no less."""
-
     collective_host_s: float = 2e-5
     """Time of starting one collective inside a node, on host and device."""
-
     intra_share: float = 0.7
     """Share of the link bandwidth inside a node that collectives reach."""
-
     inter_share: float = 0.6
     """Share of the network bandwidth that collectives reach."""
-
     inter_latency_s: float = 2e-5
     """Latency of one hop between nodes."""
-
     exposed: float = 0.3
     """Share of overlapped communication that is not hidden."""
-
     tensor_exposed: float = 0.4
     """The same where collectives are divided and run during their own matrix products."""
-
     step_host_s: float = 5e-3
     """Time of a step that does not depend on its micro-batches."""
 
@@ -76,39 +63,28 @@ class Device:
     name: str
     peak_flops: dict[str, float]
     """Dense peak by type, FLOP/s: fp32, fp16, bf16, fp8."""
-
     memory_bytes: float
     memory_bandwidth: float
     """Bytes/s."""
-
     node_devices: int
     """Devices joined by the fast links."""
-
     intra_bandwidth: float
     """Bytes/s of a device to the others of its node."""
-
     inter_bandwidth: float
     """Bytes/s of a device to other nodes."""
-
     host_bandwidth: float = 0.0
     """Bytes/s of a device to its host's memory, each direction; 0: not known, nothing is swapped."""
-
     reserved_bytes: float = 1.5 * GIB
     """Bytes that the runtime, libraries and communication buffers hold."""
-
     constants: Constants = field(default_factory=Constants)
     sources: dict[str, str] = field(default_factory=dict[str, str])
     """Where each figure comes from."""
-
     fitted: tuple[str, ...] = ()
     """Constants that were fitted for this device; the rest are defaults or another device's (see `sources`)."""
-
     measured: tuple[str, ...] = ()
     """Constants that were measured directly (`fitted: false`); a fit does not change them."""
-
     prior_weight: float = 0.0
     """How strongly a fit pulls the constants towards `fit.TYPICAL`; 0: weakly, and towards the defaults."""
-
     aliases: tuple[str, ...] = ()
     step: dict[str, float] = field(default_factory=dict[str, float])
     """Coefficients of `cpu_step`, on a machine that measured itself (`plan calibrate`)."""

@@ -18,7 +18,6 @@ class Packed:
 
     seq: int
     """Tokens of a sequence."""
-
     pairs: NDArray[np.float64]
     """Query-key pairs within documents and at or before the query, of each sequence."""
 

@@ -29,13 +29,10 @@ class ExpectedCall(NamedTuple):
 
     phase: str
     """`forward`, `recompute`, `backward` or `optimizer`."""
-
     kind: str
     """MindSpore's name."""
-
     ranks: tuple[int, ...]
     """Both ends of a Send or Receive."""
-
     bytes: int
     """Bytes of the larger of input and output; for AlltoAllV, those of evenly spread tokens."""
 
@@ -54,10 +51,8 @@ class _ForwardCall(NamedTuple):
     bytes: int
     backward: bool = True
     """Whether it has a counterpart in the backward pass."""
-
     recomputed: bool = True
     """Whether recomputing a layer needs its result."""
-
     by: str = "recompute"
     """Phase that repeats it where a layer is recomputed."""
 

@@ -32,10 +32,8 @@ class ExpectedRank:
 
     elements: int
     """Trained parameters whose gradients the device holds: of one graph with shared optimizer's states, its share."""
-
     calls: Counter[ExpectedCall]
     """Collectives of a step."""
-
     activations: int
     """The most bytes of activations alive at once."""
 

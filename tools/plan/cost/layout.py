@@ -27,46 +27,33 @@ class Stack:
 
     input_bytes: int = 2
     """Bytes per element of the products' inputs kept for the backward pass; 1 for float8 (Transformer Engine)."""
-
     flash: bool = True
     """Attention without score-sized tensors in memory."""
-
     fused: bool = True
     """Norms, activations and losses as single kernels (a compiler or a fused library)."""
-
     fused_attention: bool = True
     """The attention kernel of a current library; False: the first flash kernels."""
-
     fused_loss: bool = True
     """The cross-entropy reads the logits once or twice; False: operator by operator in float32."""
-
     overlap: bool = True
     """Gradient reduction and parameter gathering run under the backward pass."""
-
     tp_overlap: bool = False
     """Tensor-parallel collectives are divided and run during their matrix products."""
-
     cp_overlap: bool = True
     """Context parallelism sends keys and values around the ring during attention; False: those of all query heads are
     gathered before it, as in PyTorch's first ring attention."""
-
     hierarchical: bool = False
     """Dispatch sends a token once to each node that holds one of its experts."""
-
     ep_overlap: bool = False
     """All-to-all of one micro-batch runs under the computation of another."""
-
     fused_experts: bool = False
     """The experts' activation and casts are in their grouped products (NVIDIA's CuTe DSL kernels)."""
-
     permute_bytes: int = 16
     """Bytes moved to sort one element of the experts' rows and to restore its order; 8 where dispatch and combine do
     half of this (HybridEP)."""
-
     gathered: bool = False
     """torch's FSDP under a pipeline: a step's parameters stay gathered and its gradients whole until the last micro-batch,
     and the last stage keeps the output of every micro-batch."""
-
     graphs: bool = False
     """Kernels are launched as captured graphs (CUDA graphs, whole-graph sinking): no launch floor."""
 
@@ -89,74 +76,54 @@ class Layout:
     pp: int = 1
     vpp: int = 1
     """Chunks of each stage."""
-
     ep: int = 1
     etp: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     """What is sharded over data parallelism: 1 optimizer, 2 and gradients, 3 and parameters."""
-
     opt_shards: int = 0
     """Devices over which `zero` shards; 0: all copies (`dp x cp`)."""
-
     fsdp: bool = False
     """ZeRO-3 whose parameters are gathered layer by layer, forward and backward."""
-
     micro_batch: int = 1
     """Sequences of one micro-batch on one data-parallel copy."""
-
     micro_batches: int = 1
     """Micro-batches of a step on one data-parallel copy."""
-
     recompute: str = "none"
     """`none`, `selective` (attention's core), `full`, or module names joined by `+`: `attention`, `mlp`, `experts`,
     `norm`, `core_attention`, `activation`; `save_qkv`: all except the query, key and value products; `save_half`: every
     other product; `full+early_stop`: `full` without the last product, whose result no backward pass needs (PyTorch's
     non-reentrant checkpoints). `swap`: nothing is recomputed, activations of whole layers wait in the host's memory."""
-
     recompute_layers: tuple[int, ...] | None = None
     """How many decoder layers of each global chunk, counted from its first, are recomputed or swapped; None: all."""
-
     recomputed: tuple[int, ...] | None = None
     """Numbers of the decoder layers that `full` recomputes; None: `recompute_layers` counts them."""
-
     swapped: tuple[int, ...] = ()
     """Numbers of the decoder layers whose activations wait in the host's memory, beside those that are recomputed or kept."""
-
     prefetch: int = 1
     """How many operators before its reader the way back of a swapped activation begins."""
-
     schedule: ScheduleName = "1f1b"
     chunks: tuple[int, ...] | None = None
     """Decoder layers of each global chunk, in the model's order (`pp x vpp` numbers); None: as even as possible, with
     one more in the first chunks. The embedding is in the first chunk, MTP and the head are in the last."""
-
     ends: Ends = "last"
     """Which chunk holds MTP's layer: the last one, with both heads, or the one before it (`mtp-before`), which then
     also ends the decoder layers and leaves only the heads for the last chunk."""
-
     compute: Compute = "bf16"
     """Type of the matrix products."""
-
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     """Bytes per parameter: float32 master copy and two moments."""
-
     host_bytes: int = 0
     """Bytes per parameter of moments that wait in the host's memory between updates, not in `optimizer_bytes`."""
-
     residual_bytes: int = 2
     """Bytes per element of the residual stream."""
-
     own_graph: bool = False
     """Whether the step is this package's, whose graph keeps what `saved` lists; else it keeps what frameworks share."""
-
     exchange: TokenExchange = "alltoall"
     """How tokens reach experts on other devices; other than direct where `ep` is several whole nodes."""
-
     skips: bool = True
     """The attention kernel skips pairs that no query sees; False: it gets a mask as a matrix and computes all."""
-
     stack: Stack = Stack()
     imbalance: float = 1.0
     """Tokens of the busiest expert-parallel rank over the mean of all."""

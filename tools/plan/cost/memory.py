@@ -26,13 +26,10 @@ class Memory:
     optimizer: Array
     activations: Array
     """Activations of all micro-batches in flight at the peak."""
-
     buffers: Array
     """Logits and their gradients, gathered layers, what a recomputed layer needs while it runs."""
-
     constant: Array
     """Those of the buffers that are there all the time."""
-
     peak: Array
 
 

@@ -45,13 +45,10 @@ class Pass:
     memory: Array
     tensor: Array
     """Tensor-parallel and context-parallel communication that is not hidden."""
-
     expert: Array
     """All-to-all of the experts that is not hidden."""
-
     host: Array
     """Time that the host needs to launch it, a lower bound of its time."""
-
     wait: Array
     """Time that the host waits for the device and launches nothing, added to the lower bound."""
 
@@ -88,10 +85,8 @@ class Rates:
     device: Device
     peak: Array
     """FLOP/s of attention and of the head."""
-
     linear: Array
     """FLOP/s of the layers' matrices."""
-
     stream: float
     """Bytes/s of elementwise operators."""
 

@@ -49,37 +49,27 @@ class SavedActivations:
 
     dense: Array
     """Bytes that a dense layer keeps for its backward pass."""
-
     moe: Array
     entry: Array
     """Bytes of a layer's input, which is all that a recomputed dense layer keeps."""
-
     moe_entry: Array
     """Bytes that a recomputed MoE layer keeps."""
-
     dense_working: Array
     """The most bytes that a layer's backward pass needs in addition, at its beginning or in its attention."""
-
     moe_working: Array
     dense_late: LateBytes
     """Bytes that a layer leaves behind for the gradients of its weights."""
-
     moe_late: LateBytes
     loss: Array
     """Bytes that one cross-entropy keeps, with its head's input."""
-
     loss_working: Array
     """Bytes that the cross-entropy whose backward pass is first needs in addition."""
-
     logits: Array
     """Bytes of one cross-entropy's logits, float32."""
-
     head_gradient: Array
     """Bytes of the head's weights, bfloat16."""
-
     table_gradient: Array
     """Bytes of the gradients of the embeddings' table that are alive at once."""
-
     ends: Array
     """Bytes that every chunk keeps in addition: the tables of positions."""
 
@@ -109,10 +99,8 @@ class _Attention:
     activations: Array
     operands: Array
     """Queries, keys and values of its core."""
-
     out: Array
     """The core's result."""
-
     late: Array
 
 
@@ -228,7 +216,6 @@ class _Item(NamedTuple):
     activations: Array | float
     working: Array | float = 0.0
     """Bytes that only its backward pass needs."""
-
     late: Array | float = 0.0
     """Bytes that it leaves behind for the gradients of its weights."""
 

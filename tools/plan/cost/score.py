@@ -22,25 +22,20 @@ class MeasuredStep:
     table: str
     line: int
     """Line of the CSV file, or number of the row within its set."""
-
     model: str
     device: str
     """Device as the table names it; empty: the command's default."""
-
     group: str = ""
     """Model and scale: rows of one group are left out of a fit together."""
-
     architecture: Architecture | None = None
     layout: Layout | None = None
     step_s: float | None = None
     memory_bytes: float | None = None
     memory_stage: int | None = None
     """Stage whose memory was measured; None: the largest."""
-
     provenance: str = "A"
     reason: str = ""
     """Why the row is not predicted; empty: it is."""
-
     source: str = ""
 
 

@@ -140,13 +140,10 @@ class SwapCost:
 
     moved: tuple[float, ...]
     """Bytes of a micro-batch that wait in the host's memory."""
-
     freed: tuple[float, ...]
     """Bytes of a micro-batch that the device no longer keeps."""
-
     wait_s: tuple[float, ...]
     """Seconds by which the copies exceed the passes beside them."""
-
     prefetch: int
     """How many operators ahead of their readers the way back begins: the copy's time over that of an operator of the layer before,
     at most a whole layer."""

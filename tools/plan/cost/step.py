@@ -40,7 +40,6 @@ class StageTimes:
     backward: Array
     recompute: Array
     """Recomputation, included in `backward`."""
-
     parts: dict[str, Array]
     """The same seconds by kind of operator, of the slowest stage, [n]."""
 
@@ -53,15 +52,12 @@ class StepTable:
     pipeline_s: Array
     data_s: Array
     """Gradient reduction and parameter gathering that is not hidden."""
-
     optimizer_s: Array
     host_s: Array
     bubble: Array
     """Idle share of the pipeline's makespan over all stages."""
-
     parts: dict[str, Array]
     """Seconds of the slowest stage over the step, by kind of operator."""
-
     stages: StageTimes
     memory: Memory
     fits: Array

@@ -44,19 +44,15 @@ class MemoryForecast:
     step: SimulatedStep
     limit_bytes: float
     """What the step may use of a device: `--memory`, `context.max_device_memory`, or the device without what it reserves."""
-
     limit_from: str
     margin: float
     largest_factor: float | None
     """Largest load factor that fits, at most `expert_parallel`, where one device gets all tokens; None: not even 1 fits,
     or the load has no effect."""
-
     recorded: tuple[tuple[int, float, float], ...]
     """Percentile of the records, load factor, peak bytes."""
-
     host: float
     """What a device may use of the host's memory, bytes."""
-
     changes: tuple[Change, ...]
     """Those that recipes can say, fastest first; those that do not fit come last."""
 

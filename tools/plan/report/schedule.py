@@ -34,34 +34,24 @@ class ScheduleRequest:
     micro_batches: int
     chunks: int
     """Chunks of a stage."""
-
     times: Sequence[float]
     """F, D and W of a whole stage."""
-
     backward: float | None = None
     """B of a whole stage; D + W where it is None."""
-
     scale: Mapping[int, float] = field(default_factory=dict[int, float])
     """Factors of single chunks' times and activations."""
-
     comm: float = 0.0
     """Time between neighbouring stages."""
-
     memory: float = 1.0
     """The most activations that a stage may hold, 1F1B's = 1."""
-
     kept_for_w: float = 1.0
     """Share of the activations that only dW frees."""
-
     overlap: float = 0.0
     """Share of F and D that communicates and can be hidden; pairs are allowed where it is positive."""
-
     split: bool = True
     """Whether dX and dW may be separate operations."""
-
     placement: str | None = None
     """A key of `PLACEMENTS`; all where it is None."""
-
     effort: float | None = None
     seed: int = 0
 

@@ -47,22 +47,16 @@ class LayerCosts:
 
     times: Array
     """F, B (D where dW is separate) and W, [n, 2, 3]."""
-
     recompute_time: Array
     """Further backward time of a recomputed layer, [n, 2]."""
-
     states: Array
     """Bytes of parameters, gradients and optimizer, [n, 2]."""
-
     activations: Array
     """Bytes kept at the peak of each stage, not recomputed, [n, 2, P]."""
-
     inputs: Array
     """The same, recomputed."""
-
     working: Array
     """Working set of a stage that recomputes a layer, [n, 2]."""
-
     weights: Array
     """Parameters that all data-parallel copies hold, and experts' parameters, [n, 2 kinds, 2]."""
 
@@ -73,16 +67,12 @@ class StageCosts:
 
     memory: Array
     """Bytes without `logits`, [n, P]."""
-
     logits: Array
     """Bytes of the last stage that its layers' working set may use as well, [n]."""
-
     working: Array
     """Working set that a stage needs as soon as it has layers, [n]."""
-
     last: NDArray[Any]
     """Number of the stage with the head, [n]."""
-
     weights: Array
     """Parameters as in `LayerCosts.weights`, [n, 2, P]."""
 
@@ -95,22 +85,16 @@ class Costs:
     stages: StageCosts
     first: Array
     """F, B, W of the embedding, [n, 3]."""
-
     before: Array
     """The same for MTP without its head where it is in the chunk before the last one; else zero."""
-
     last: Array
     """The same for head and MTP."""
-
     send: Array
     """Seconds of a send from one stage to another, [n]."""
-
     tail: Columns
     """The fields of `StepTail`, [n] or [n, 2]."""
-
     count: tuple[int, int]
     """Dense and MoE layers of the model."""
-
     micro_batches: Array
     choice: NDArray[Any]
     """Whether the number of recomputed layers of each chunk is free."""

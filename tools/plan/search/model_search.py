@@ -51,10 +51,8 @@ class Choices:
     budget: Mapping[str, tuple[float, float]]
     width: int = 256
     """Widths and ranks of latents must be multiples of this number."""
-
     block: int = 16
     """Each device's shard of a width must be a multiple of this number; the matrix unit is 16 x 16."""
-
     layouts: int = 12
     """Layouts that are tried with every architecture."""
 
@@ -68,7 +66,6 @@ class ScoredModel:
     step_s: float
     tokens_per_s: float
     """Of one device."""
-
     peak_bytes: float
     gap: float = np.inf
     """Relative distance of a simulated step to the proven bound; infinity: the step is a closed form."""
@@ -80,10 +77,8 @@ class ModelSearchResult:
 
     scored: list[ScoredModel]
     """Scored architectures, fastest in tokens a second first."""
-
     front: list[ScoredModel]
     """Those that no other exceeds or equals in both parameters and tokens a second."""
-
     refused: Counter[str]
     number: int
 

@@ -48,23 +48,17 @@ class Multipliers:
 
     share: float
     """Weight of the first of the two lines of `StepTail.lines`; the second has 1 minus this weight."""
-
     paths: tuple[tuple[int, float], ...]
     """Number of a path in its pool and its weight; they add up to 1."""
-
     counts: NDArray[np.float64]
     """Operations of the weighted paths, [3, chunks]."""
-
     sends: float
     parameters: NDArray[np.float64]
     """Weights of each stage's parameters and of the largest stage's least ones, [2, stages + 1]; rows add up to 1."""
-
     memory: NDArray[np.float64]
     """Seconds for each byte of each stage."""
-
     limits: NDArray[np.float64]
     """Seconds for a layer of each stage, from the rows that limit the layers by memory and time."""
-
     fewest: NDArray[np.float64]
     """Seconds for a layer of each stage, from the rows that demand a least number of layers."""
 
@@ -75,12 +69,10 @@ class ProofTree:
 
     search: "PlacementSearch"
     """The search whose multipliers prove the boxes: this configuration's, or that of one with the same schedule."""
-
     boxes: NDArray[np.int32]
     """One row for each box, [boxes, 6]; the first is the box of all placements. A row holds the kind of division (its
     number in `CUTS`), the chunk or stage and the layers of the division, the number of its first smaller box, how many
     of these there are, and the number of its proof."""
-
     longest: tuple[int, ...]
     """Layers of every stage that are too few in total."""
 
@@ -109,13 +101,10 @@ class PlacementAnswer:
     best: LayerPlacement | None
     bound: float
     """Lower bound of all placements, but no more than the target that was asked for."""
-
     nodes: int
     """Number of boxes that were examined."""
-
     tree: ProofTree
     """Proof that no placement is faster than `bound`, if the search came to its end."""
-
     first_proofs: tuple[int, ...]
     """Proofs of the first boxes."""
 

@@ -37,19 +37,14 @@ class LayerGroup:
     times: PassTimes
     states: int
     """Bytes of one layer's parameters, gradients and optimizer."""
-
     activations: tuple[int, ...]
     """Bytes that one layer keeps at the peak of each stage, for all micro-batches in flight."""
-
     recompute_time: int = 0
     """Additional backward time of a recomputed layer, ps."""
-
     inputs: tuple[int, ...] = ()
     """Bytes that a recomputed layer keeps."""
-
     working: int = 0
     """Bytes that a stage needs while it recomputes one of these layers; the larger of both kinds counts."""
-
     weights: tuple[int, int] = (0, 0)
     """Parameters of one layer on a device: those that all data-parallel copies hold, and experts'."""
 
@@ -69,7 +64,6 @@ class StepTail:
     exposed: float = 1.0
     overlap_limit: tuple[float, float] = (0.0, 0.0)
     """A stage whose micro-batch takes t hides at most ``overlap_limit[0] t + overlap_limit[1]``."""
-
     overlap_weights: tuple[float, float] = (0.0, 1.0)
     """Seconds hidden for a second of forward and of backward of the stage that hides most; ZeRO 2 and 3 reduce in every
     micro-batch."""
@@ -95,35 +89,25 @@ class PlacementProblem:
     micro_batches: int
     chunks: int = 1
     """Chunks of a stage."""
-
     layers: tuple[LayerGroup, ...]
     first: PassTimes = (0, 0, 0)
     """Times of the first chunk without its layers: the embedding."""
-
     before: PassTimes = (0, 0, 0)
     """The same of the chunk before the last one: MTP without its head."""
-
     last: PassTimes = (0, 0, 0)
     """The same of the last chunk: MTP and head, or only heads."""
-
     send: int = 0
     """Time of a send from one stage to another, ps."""
-
     memory: tuple[int, ...]
     """Bytes of each stage for layers and what they keep."""
-
     buffer: tuple[int, ...]
     """Bytes of each stage that a layer's working set may use as well, such as logits; the larger one counts."""
-
     choice: bool = False
     """Whether the number of recomputed layers of each chunk is free (its first ones); else none is recomputed."""
-
     working: int = 0
     """Working set of every stage that has layers."""
-
     weights: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Parameters of each stage without its layers, as in `LayerGroup.weights`."""
-
     tail: StepTail = StepTail()
     limits: tuple[int, ...] = ()
     """Most layers of each chunk; none: any number."""
@@ -236,8 +220,6 @@ class LayerPlacement:
 
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
-
     recomputed: tuple[int, ...]
     """Recomputed decoder layers of each chunk."""
-
     seconds: float

@@ -79,17 +79,13 @@ class PlacedLayout:
     layout: Layout
     step_s: float
     """Simulated."""
-
     bound_s: float
     """Lower bound: no placement of this configuration is faster."""
-
     peak_bytes: float
     """Peak memory as in the search, whose formula is linear in the layers of a stage: micro-batches in flight are a mean over its
     chunks, and a recomputed layer's working set comes on top of all that they keep."""
-
     simulated_bytes: float
     """Peak memory of the simulation, operation by operation."""
-
     bubble: float
     problem: PlacementProblem
     placed: LayerPlacement
@@ -105,34 +101,26 @@ class SearchResult:
     room_bytes: float
     rows: NDArray[np.int64]
     """Every configuration."""
-
     bound_s: NDArray[np.float64]
     """Lower bound of each; infinity: it does not fit in memory."""
-
     missing: NDArray[np.float64]
     """Bytes that each lacks where it does not fit, and the stage with the least room, [n, 2]."""
-
     proven_by: NDArray[np.int64]
     """Which of `proofs` prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
-
     best: list[PlacedLayout] = field(default_factory=list[PlacedLayout])
     """Candidates that were found, fastest first."""
-
     lower_bound_s: float = math.inf
     """Proven lower bound: no layout of the space is faster."""
-
     seconds: float = 0.0
     solved: int = 0
     proofs: list[PlacementAnswer] = field(default_factory=list[PlacementAnswer])
     """Answers whose multipliers for the first boxes prune whole schedules."""
-
     answers: dict[int, PlacementAnswer] = field(default_factory=dict[int, PlacementAnswer])
     pools: dict[ScheduleKey, PathPool] = field(default_factory=dict[ScheduleKey, PathPool])
     costs: dict[int, tuple[Costs, NDArray[np.int64]]] = field(
         default_factory=dict[int, tuple[Costs, NDArray[np.int64]]]
     )
     """For each number of pipeline stages the costs, and the configurations that they belong to."""
-
     timed_out: bool = False
 
     @property

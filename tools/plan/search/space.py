@@ -52,21 +52,16 @@ class Space:
     devices: int
     global_batch: int
     """Sequences of a step on all devices."""
-
     base: Layout
     """Types, kernels and overlap, which are not searched."""
-
     fixed: Mapping[str, int | tuple[int, ...]] = field(
         default_factory=dict[str, int | tuple[int, ...]]
     )
     """The values that some columns of the table may have."""
-
     beyond_recipes: bool = False
     """Whether to search what recipes cannot express: V shapes, swapping, MTP before its head, ZeRO 2 and 3."""
-
     swaps: bool = True
     """Whether the device's link to its host is known, so that swapping can be searched."""
-
     most_tp: int = 16
     most_cp: int = 8
     most_pp: int = 64
