@@ -71,7 +71,6 @@ def analyse(
         sequences: Sequences of the text, all domains together.
         checkpoints: At most so many of the run's checkpoints, the first and the last among them.
         overrides: Settings of its recipe to replace, such as where its data are now.
-        say: Called with what is being done.
 
     Raises:
         BadInputError: The run has no recipe or no experts, or a file of it is damaged or of another run.

@@ -222,7 +222,6 @@ def favourites(
     """Return the tokens that each expert takes more often than its load explains.
 
     Args:
-        token_T: Token ids.
         count: Tokens to return for each expert.
         minimum: An expert must have got a token so many times.
 

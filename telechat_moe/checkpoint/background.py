@@ -23,7 +23,6 @@ class Saver:
         sources: Parameters by group and name.
         background: Write while training continues; False: :meth:`save` returns when all is written.
         max_failed: Saves in a row that may fail; each is reported to ``say``, the next one is raised.
-        say: Shows a message to the user.
     """
 
     def __init__(

@@ -62,7 +62,6 @@ class Checkpoint:
     """A checkpoint in memory.
 
     Attributes:
-        path: Folder that it was read from.
         step: Number of finished training steps.
         tensors: Arrays by group ("model", "optimizer", ...) and name. Writable; BF16 is `BFLOAT16`.
         state: The JSON state that was given to `save`.

@@ -42,7 +42,6 @@ class TensorShard:
     """A shard of a tensor.
 
     Attributes:
-        data: Its values.
         region: Its (begin, end) in every dimension of the tensor.
         writes: This rank writes it; False: another holder of it does.
         shared: Other ranks hold the same shard.
@@ -73,9 +72,7 @@ class JointSave:
 
     Attributes:
         root: Folder of all checkpoints of the run.
-        step: Number of finished training steps.
         save: Name that no other save has.
-        ranks: Number of processes.
         control: Tells rank 0 that a rank could not write.
         about: What ``checkpoint.json`` says of the layout.
         keep_last: See :func:`checkpoint.save`.

@@ -166,8 +166,6 @@ def finite(
     """Yield the bytes of a tensor; after the last, report how many of its values are NaN or infinite, if any.
 
     Args:
-        name: Its name in the file.
-        entry: The tensor.
         pieces: Bytes of the tensor in order; None: all.
         begin: Where they begin, in bytes.
         report: Receives file, name, counts and the index of the first.

@@ -48,9 +48,7 @@ def audit(
     """Audit a run.
 
     Args:
-        recipe: The loaded recipe, of any of its layouts.
         contents: Read the samples, too, and compare their checksums; False: compare positions only.
-        progress: Called as the steps are checked.
 
     Raises:
         BadInputError: There is no log, or the data are not there.
@@ -193,7 +191,6 @@ def _logged(start: LoggedStart, sample: int) -> list[Any]:
 
 
 def _compare_schedules(report: Audit, steps: list[TimelineEntry], dataset: MixedDataset) -> None:
-    """Check that every process mixed its steps by the schedule that the recipe has now."""
     ends = {e.start: e.end for e in steps}
     for number, end in ends.items():
         start = report.starts[number]
@@ -232,7 +229,6 @@ def _count_segments(
 
 
 def _compare_sources(report: Audit, steps: list[TimelineEntry], dataset: Blend[Any]) -> None:
-    """Compare the samples of each source that the log says with those of the plan."""
     for entry in steps:
         if entry.sources is None:
             continue

@@ -56,7 +56,6 @@ class Blend(CombinedSource[Blended], Dataset):
     """Samples that are taken from several datasets in an order that is laid out before.
 
     Attributes:
-        datasets: The datasets.
         chosen: int16, the dataset of each sample.
         within: int64, the sample of that dataset; not there where there is one dataset only.
     """
@@ -103,8 +102,6 @@ def lay_out(
 
     Args:
         segments: First sample and weights of each part of the samples, which is a blend of its own; datasets continue.
-        size: Samples in all.
-        progress: Called where it is kept on the disk.
 
     Returns:
         ``chosen`` and ``within``, see :class:`Blend`, and ``taken``, int64: samples of each dataset.
@@ -139,7 +136,6 @@ class BlendedDataset(Blend[Samples]):
 
     Args:
         weights: Share of each; any positive scale.
-        progress: See :func:`lay_out`.
 
     Raises:
         BadInputError: If a dataset has fewer samples than its share needs.
@@ -197,15 +193,12 @@ def open_blend(
     Args:
         data_path: ``[weight, prefix, weight, prefix, ...]``, or prefixes alone, which are weighted by their numbers of
             samples.
-        seq_length: Tokens of a sample's input.
         size: Samples wanted. With weights the dataset serves 0.5 % more, with a prefix alone all samples of whole
             epochs. None, without weights only: one epoch.
         split: Shares of the documents that go to train, valid and test; those of train are opened. None for files of
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
-        options: What a sample contains.
         conversations: The files are of conversations, which stay whole.
         window: Documents stay whole, packed by :class:`telechat_moe.data.document_packing.BestFit`; None: text is cut.
-        progress: See :class:`GptDataset`.
 
     Raises:
         BadInputError: If the path list or the split cannot be understood, or a dataset is broken.

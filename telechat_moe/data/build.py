@@ -61,7 +61,6 @@ class BuildResult:
     """What a build did.
 
     Attributes:
-        manifest: Contents of manifest.json.
         reused: The dataset was there already and nothing was done.
         shards: Shards of the build; 0 where it was reused.
         resumed_shards: Shards that an earlier, interrupted build had finished.
@@ -91,7 +90,6 @@ def build(
     """Build a dataset, resume a build that was interrupted, or reuse the dataset that is there.
 
     Args:
-        out: Folder to write to.
         corpus: What :func:`telechat_moe.data.corpus.open_corpus` returned; None: the Python standard library's sources.
         vocab_size: Tokens of the tokenizer that is trained on the training documents.
         tokenizer: The tokenizer to use instead of training one.
@@ -99,7 +97,6 @@ def build(
             at least one.
         conversations: How the conversations of the corpus are written; None: it is text.
         force: Replace a dataset in ``out`` that was made from other inputs.
-        progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         BadInputError: If the corpus cannot be read.
@@ -175,8 +172,6 @@ def _named_valid(scan: CorpusScan, corpus: Corpus) -> dict[str, int]:
 
 
 class _Job:
-    """One build."""
-
     def __init__(
         self,
         out: Path,
@@ -454,7 +449,6 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Keep other builds out of the folder."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

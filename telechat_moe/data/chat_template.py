@@ -87,7 +87,6 @@ class ChatTemplate:
     """A chat template and what it is rendered with.
 
     Attributes:
-        source: Its text.
         special: Special tokens by the names that it has for them.
         settings: Further variables of all conversations.
     """
@@ -251,12 +250,7 @@ class Span(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """A document.
-
-    Attributes:
-        tokens: Tokens, int32.
-        learned: Which of them are learned, bool.
-    """
+    """A document: its tokens, int32, and which of them are learned, bool."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
@@ -267,7 +261,6 @@ class Conversation:
 
     Args:
         name: Where it comes from, for messages.
-        messages: Its messages.
         variables: What its line sets beside them.
         learned: The numbers of the messages that are learned.
         counts: What is counted on the way, see :func:`notes`.
@@ -322,9 +315,6 @@ class Conversation:
         """Return the documents in which each learned message is learned once.
 
         It is one, unless the template writes a message differently once more follow.
-
-        Raises:
-            BadInputError: The template refuses the messages, leaves a part of them out, or what is learned cannot be told.
         """
         self._look_for_lost()
         if self.template.marks and all(
@@ -483,11 +473,7 @@ class Conversation:
         return Learned(tokens, learned)
 
     def _look_for_lost(self) -> None:
-        """Refuse what the template leaves out, or writes as Python does.
-
-        Raises:
-            BadInputError: Names it.
-        """
+        """Refuse what the template leaves out, or writes as Python does."""
         text = _squeezed(self.text)
         for number, message in enumerate(self.messages):
             content = message["content"]

@@ -72,7 +72,6 @@ def conversation_text(
 
     Args:
         location: File and line, for messages.
-        line: The line.
         key: Its field with the messages.
         ignored: Fields that are left out, with how often they occurred, which is counted.
 
@@ -126,11 +125,7 @@ def _filled(fields: dict[str, Any], ignored: dict[str, int] | None) -> dict[str,
 
 
 def _content(location: str, content: object) -> object:
-    """Return the content of a message, the texts of its parts joined.
-
-    Raises:
-        BadInputError: It has another part than text.
-    """
+    """Return the content of a message, the texts of its parts joined."""
     if not isinstance(content, list):
         return content
     texts: list[str] = []
@@ -176,12 +171,7 @@ def docstring_conversations(source: str) -> Iterator[tuple[int, str]]:
 
 
 class TokenDocument(NamedTuple):
-    """What is stored of a conversation, or of a part of it.
-
-    Attributes:
-        source: Which of the conversations it is of.
-        stored: Its tokens as they are stored, int32.
-    """
+    """What is stored of a conversation or a part of it: which of them it is of, and its tokens, int32."""
 
     source: int
     stored: np.ndarray
@@ -195,7 +185,6 @@ class ChatFormat:
         loss_roles: Roles whose messages are learned.
         longest: Most tokens of a conversation; longer ones are left out and listed.
         message: Pattern of a message with ``{role}`` and ``{content}``; None: ``template``.
-        template: Chat template.
         ignored: Fields of lines and messages that are left out.
     """
 
@@ -258,11 +247,7 @@ class ChatFormat:
         return documents
 
     def _learned(self, name: str, messages: list[ChatMessage]) -> list[int]:
-        """Return the numbers of the messages that are learned.
-
-        Raises:
-            BadInputError: None is.
-        """
+        """Return the numbers of the messages that are learned."""
         learned = [
             i
             for i, message in enumerate(messages)
@@ -341,12 +326,7 @@ class FieldCheck:
         self._unread: dict[tuple[str, str], tuple[int, str]] = {}
 
     def look(self, place: str, text: str) -> None:
-        """Look at a conversation.
-
-        Args:
-            place: Where it comes from.
-            text: What :func:`conversation_text` made of it.
-        """
+        """Look at a conversation from a place, as :func:`conversation_text` wrote it."""
         chat = self.chat
         messages, others = _parsed(text)
         variables = chat._variables(others)
@@ -373,11 +353,7 @@ class FieldCheck:
             self._unread[key] = before + count, first
 
     def refuse(self, corpus: str) -> None:
-        """Refuse a corpus with such fields.
-
-        Raises:
-            BadInputError: Names and counts them.
-        """
+        """Raise a BadInputError that names and counts such fields, if there are any."""
         unread = {k: v for k, v in self._unread.items() if k[::-1] not in self._read}
         if not unread:
             return

@@ -66,7 +66,6 @@ class SourceFile:
     """A file of a corpus.
 
     Attributes:
-        path: Where it is.
         name: Path relative to the corpus.
         explicit: Named by the user, not found in a folder.
     """
@@ -87,7 +86,6 @@ class Corpus:
 
     Attributes:
         label: What it is, for people and the manifest.
-        files: The files in order.
         text_key: Key of the text in ``.jsonl`` lines and ``.parquet`` rows.
         conversations: Documents are conversations, as ``conversation_text`` writes them: lines with messages under
             ``text_key``, or functions of the default corpus and their docstrings.
@@ -209,7 +207,6 @@ def open_corpus(
             takes all that are text.
         text_key: Key of the text or messages in ``.jsonl`` lines and ``.parquet`` rows; None: ``text`` or ``messages``.
         conversations: Take conversations, from ``.jsonl`` files only; see :class:`Corpus`.
-        ignored: Fields of conversations to leave out.
         valid: Files and folders of validation data; none leaves it open which documents are.
 
     Raises:

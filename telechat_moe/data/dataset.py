@@ -67,8 +67,6 @@ class PackedDataset(Dataset):
     """Samples that are made of the tokens of one pair of .bin/.idx files.
 
     Args:
-        prefix: Path of the pair without suffix, or an open dataset.
-        options: What a sample contains.
         settings: What decides the samples beside the files and the options, JSON values.
 
     Raises:
@@ -107,8 +105,6 @@ class GptDataset(PackedDataset):
         num_samples: At least this many samples, from as many epochs as that takes; None for one
             epoch. ``len()`` is all samples of those epochs, as in MindFormers.
         documents: Documents to use, a range; None for all.
-        options: What a sample contains.
-        progress: Called where an index is built on the disk, which takes minutes.
 
     Raises:
         BadInputError: If the files are broken or hold fewer tokens than one sample.

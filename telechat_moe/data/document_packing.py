@@ -36,8 +36,6 @@ class BestFit:
     Of equally full ones the first is taken; a document that fits into none begins a new sample. So none comes later than
     packed one after another (a window of 1), and each fewer than ``window`` samples before the newest one that was begun.
 
-    Attributes:
-        samples: Samples that were begun.
     """
 
     def __init__(self, seq_length: int, window: int = 1) -> None:
@@ -85,11 +83,6 @@ def build_packing(
 ) -> dict[str, np.ndarray]:
     """Build the index of whole documents.
 
-    Args:
-        lengths: Tokens of each document.
-        num_samples, seed, window: See :class:`WholeDataset`.
-        progress: Called with what is being done, how much of it is done, and how much there is.
-
     Returns:
         ``first``: where each document begins in the pieces, and the end, int64; ``row``: the pieces of all samples, sample by
         sample, int32 (int64 from 2^31 pieces on); ``cuts``: where each sample begins in the row, and the end, int64.
@@ -121,13 +114,11 @@ class WholeDataset(PackedDataset):
 
     Args:
         prefix: Path of the .bin/.idx pair without suffix, or an open dataset.
-        seq_length: Tokens of a sample, ``S``.
         num_samples: At least this many samples, from as many epochs as that takes; None for one epoch.
         documents: Documents to use, a range; None for all.
         options: What a sample contains; ``pad`` fills it up (-1: token 0). Document ends come from the index.
         window: See :class:`BestFit`; 1: one document after another.
         conversations: They are what ``data build`` made of conversations, which are not cut.
-        progress: Called where an index is built on the disk, which takes minutes.
 
     Raises:
         BadInputError: The files are broken or have no tokens; or they are not of conversations, or hold one of more than

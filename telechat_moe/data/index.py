@@ -43,7 +43,6 @@ def open_indices(
     """Return the indices of a dataset; see :func:`open_arrays`.
 
     Args:
-        source: The token files.
         documents, settings: See :func:`telechat_moe.data.pack.build_indices`.
 
     Raises:
@@ -79,7 +78,6 @@ def open_arrays(
         key: All that decides it but the files, JSON values.
         entries: About how many numbers it has.
         build: Makes its arrays. It may let the function that it gets, if any, make some of them on the disk.
-        description: What it is an index of, for messages.
 
     Raises:
         TelechatMoeError: It cannot be written.

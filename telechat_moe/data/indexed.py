@@ -72,8 +72,6 @@ def write_index(
 
     Args:
         path: File to write; it is flushed to the disk before the function returns.
-        lengths: Tokens of each document.
-        dtype: Token type of the .bin.
 
     Raises:
         ValueError: If a length is negative or does not fit in an int32.
@@ -102,7 +100,6 @@ def write_indexed(
     """Write PREFIX.bin and PREFIX.idx from documents of token ids.
 
     Args:
-        prefix: Path without the suffix.
         documents: Token ids of each document, the end-of-document token included.
 
     Raises:
@@ -131,7 +128,6 @@ class IndexedDataset:
     themselves are only covered by the checksums of ``manifest.json`` (``telechat_moe.data.verify``).
 
     Attributes:
-        prefix: Path without the suffix.
         sequence_lengths: int32, tokens of each sequence.
         sequence_pointers: int64, start of each sequence in the .bin, in bytes.
         document_indices: int64, the sequence at which each document starts, and their number.

@@ -200,9 +200,7 @@ class Loader(Batches):
     A batch is a dict of the dataset's columns with a leading axis ``batch_size``.
 
     Args:
-        dataset: What to read.
         prefetch: Batches prepared ahead by a thread.
-        epochs: Passes over the samples; None never ends.
         epoch_samples: Samples of a pass; the whole dataset if None.
         deal_to, unit: See :class:`Batches`.
         mark_sources: Multiply the loss mask of each sample by one plus the number of its source, where there are several.

@@ -31,9 +31,6 @@ _OPEN_PASSES = 2
 class Passes(CombinedSource[GptDataset]):
     """The samples of one source, pass after pass without end; pass ``p`` is shuffled with ``seed + p``.
 
-    Args:
-        documents: Documents to use, a range; None for all.
-
     Raises:
         BadInputError: If the files are broken or hold fewer tokens than one sample.
     """
@@ -83,10 +80,7 @@ class MixedDataset(Blend[Passes]):
     """Samples of several sources by a schedule of weights.
 
     Args:
-        sources: Each of them once.
         schedule: Segments in order, the first from sample 0.
-        size: Samples in all.
-        progress: See :func:`telechat_moe.data.blend.lay_out`.
 
     Raises:
         ValueError: If the schedule does not begin at 0, rise, and stay below ``size`` with a weight for every source.
@@ -147,9 +141,7 @@ def open_mixture(
     """Open sources that are mixed by a schedule.
 
     Args:
-        prefixes: Paths of the .bin/.idx pairs without suffix.
         share: Share of each source's documents to use, the first ones.
-        progress: See :class:`GptDataset`.
 
     Raises:
         BadInputError: If the schedule cannot be served, or a dataset is broken.

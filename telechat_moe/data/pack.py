@@ -35,7 +35,6 @@ class SampleIndices:
         samples: int32 (int64 from 2^31 documents on) ``[samples + 1, 2]``, (position in ``documents``, token offset) where
             each starts.
         shuffle: uint32 ``[samples]``, which sample of the row is served as the i-th.
-        epochs: How many times the documents are repeated.
     """
 
     documents: np.ndarray
@@ -49,7 +48,6 @@ class IndexSizes(NamedTuple):
 
     Attributes:
         documents: Documents of an epoch.
-        epochs: How many times they are repeated.
         samples: Samples of all epochs.
         together: Samples that are shuffled together, the first ones; the others are those of a separate final epoch.
     """
@@ -113,12 +111,10 @@ def build_indices(
     Args:
         lengths: int32, tokens of every document of the file.
         documents: The documents to use, a range.
-        seq_length: Tokens of a sample's input.
         num_samples: At least this many samples are made, from as many whole epochs as that takes;
             None means one epoch.
         extra_token: A sample has ``seq_length + 1`` tokens, so neighbours share one.
         allocate: Returns the array of a name, shape and type to fill; None: in memory.
-        progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         ValueError: If the documents hold fewer tokens than one sample needs.

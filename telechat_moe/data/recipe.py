@@ -23,9 +23,6 @@ def open_recipe(
     With ``telechat_moe.mixture`` its sources are mixed by that schedule; else ``data_path`` (or ``train_data_path``) of
     ``train_dataset.data_loader.config`` is read as MindFormers reads it.
 
-    Args:
-        progress: Called where the index of a large dataset is built on the disk.
-
     Raises:
         BadInputError: If the recipe names no data, or they cannot be opened.
     """

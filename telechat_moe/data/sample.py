@@ -67,8 +67,6 @@ def collate(window: np.ndarray, seq_length: int, options: SampleOptions) -> Batc
 
     Args:
         window: int32 ``[B, S + 1]``, or ``[B, S]`` without the extra token.
-        seq_length: ``S``.
-        options: What to make.
     """
     tokens_BS = window[:, :seq_length].copy()
     if options.add_extra_token_to_sequence:
@@ -96,7 +94,6 @@ def with_masks(batch: Batch, is_eod_BS: np.ndarray, options: SampleOptions) -> B
 
     Args:
         is_eod_BS: Where documents end, bool ``[B, S]``.
-        options: What to add.
     """
     count, seq_length = is_eod_BS.shape
     # Documents of a sample are numbered from 0; an end of document still belongs to its own.

@@ -49,7 +49,6 @@ class Publisher:
 
     Args:
         name: Name of the socket, which only the processes of this run on this host use.
-        followers: How many there are.
 
     Raises:
         TelechatMoeError: The name is in use.

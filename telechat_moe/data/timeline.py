@@ -19,10 +19,8 @@ class LoggedStart:
     """A process of the run, from its line ``start`` on.
 
     Attributes:
-        line: Line of the log.
         step: Last step done before.
         layout: How the model was split.
-        steps: Steps that it did.
         kept: Those of these steps that no resume and no rollback undid.
         mixture: The schedule of `telechat_moe.mixture`, as the log has it; None: no mixture.
     """
@@ -42,7 +40,6 @@ class DataSpan:
     Attributes:
         data_path: As in the recipe; empty: the log does not say.
         dataset: Fingerprint.
-        samples_per_epoch: Samples of a pass.
         earlier_samples: Samples of other data that count as read; None: the log does not say.
         first_step, last_step: Of the steps that count; 0: none.
         read_again: Their token ids were compared.
@@ -67,7 +64,6 @@ class Audit:
         steps: Steps that count.
         samples: Samples that these saw.
         epochs: Passes over the samples, the last one perhaps not whole.
-        samples_per_epoch: Samples of a pass.
         unread: Samples at the ends of epochs that do not fill a step.
         to_come: Samples that the run has not reached yet.
         undone: Steps that were done and undone.

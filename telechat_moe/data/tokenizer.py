@@ -35,11 +35,9 @@ class Tokenizer:
     Attributes:
         vocab_size: One more than the largest token id.
         eod: Id of the token that ends a document.
-        eod_token: Its name.
         path: File that it was loaded from, if any.
         eos: Id of the ``eos_token`` of Hugging Face's files beside it; without them ``eod``.
         stops: Ids at which generation stops by default: ``eos``, and those of ``generation_config.json``.
-        special: Ids of special tokens.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Tokenizer:
         """Return the tokens of each text, int32, each with the end of document appended.
 
         Args:
-            texts: Whole documents.
             piece_characters: Longer texts are encoded in pieces (in parallel and with less memory)
                 where that cannot change the result.
         """

@@ -45,8 +45,6 @@ def host_syncs(
     """Return the operators that wait or send, and last, as one entry, those whose shapes are dynamic.
 
     Args:
-        model: A rank's graph.
-        functions: Its functions by name.
         times: How often a step calls each, as :func:`.nodes.call_counts` returns it.
     """
     counts: Counter[tuple[str, str, str, str, bool]] = Counter()

@@ -87,7 +87,6 @@ def pairs(
 
     Args:
         main: The step.
-        functions: All functions by name.
         kinds: Primitives that the switch names.
         size: Gives the bytes of a tensor, dynamic ones with tokens spread evenly.
     """

@@ -191,8 +191,6 @@ def read(
     """Read the graph of a rank.
 
     Args:
-        devices: Devices that it was compiled for.
-        expected: Sizes of dynamic exchanges.
         overlapped: Collectives that ``pp_1f1b_overlap`` names.
     """
     model = MindIR(graph.mindir)

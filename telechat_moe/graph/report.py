@@ -44,8 +44,6 @@ class Subject(NamedTuple):
     """What a report is about.
 
     Attributes:
-        name: Name of the recipe.
-        mesh: Its devices.
         expected: Sizes of dynamic exchanges.
         model: Whose model was compiled from it.
         overlapped: Collectives that ``pp_1f1b_overlap`` names.

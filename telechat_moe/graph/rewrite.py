@@ -39,7 +39,6 @@ class Rewritten(NamedTuple):
     """A rank's graph for CPU.
 
     Attributes:
-        mindir: Serialised graph.
         sent: Receiver, tag and shape of each message that it sends.
         received: Sender, tag and shape of each that it receives.
         counts: Collectives rewritten, by kind.

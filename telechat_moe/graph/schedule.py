@@ -31,7 +31,6 @@ class PassEvent(NamedTuple):
 
     Attributes:
         kind: ``F``, ``B``, or ``sf``, ``sb``, ``rf``, ``rb``.
-        micro: Micro-batch.
         chunk: Chunk of layers, 0 without interleaving.
         peer: Other rank of a send or receive.
         tag: MindSpore's number of the pair.

@@ -94,7 +94,6 @@ def tapped(
     """Return a graph with taps behind the selected operators, and the plan of what they record.
 
     Args:
-        mindir: Serialised graph.
         library: Path of the library that has the operator ``Tap``.
         selects: Selects operators; it is called with an operator without its outputs.
         states: Record an optimizer's states before their update, too, not only after it.

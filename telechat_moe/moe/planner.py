@@ -91,8 +91,6 @@ def plan(loads_NLE: NDArray[np.number[Any]], current: SlotMap, rule: MoveRule) -
 
     Args:
         loads_NLE: `[N, L, E]`, (token, expert) pairs of each expert in each step of the window, summed over all devices.
-        current: The map now.
-        rule: What balance is worth and what a move costs.
 
     Raises:
         BadInputError: The loads are refused by `check_loads`, or are of other layers or experts than the map.
@@ -129,8 +127,6 @@ def choose(
     Args:
         load_LE: Expected load of each expert.
         home_LE: The device that each expert is on.
-        devices: D.
-        rule: What balance is worth and what a move costs.
         goal_L: Load of the busiest device at which a layer is balanced. None: within `TOLERANCE` of the lower bound, and
             no more than by the greedy assignment.
     """

@@ -23,9 +23,7 @@ class Mesh:
     """Parallel degrees and what follows from them.
 
     Args:
-        dp: Data parallel.
-        cp: Context parallel.
-        tp: Tensor parallel.
+        dp, cp, tp: Data, context and tensor parallel.
         pp: Pipeline stages.
         ep: Expert parallel; its groups are within a stage.
         sp: Sequence parallel: between the matrices, rows are spread over ``tp`` too.

@@ -9,7 +9,6 @@ class StageChunk(NamedTuple):
     """A pipeline stage and one of its chunks.
 
     Attributes:
-        stage: Pipeline stage.
         chunk: Model chunk of the stage, 0 without interleaving.
     """
 
@@ -51,7 +50,6 @@ def assign_layers(
 
     Args:
         layers: Decoder layers, MTP not counted.
-        stages: Pipeline stages.
         chunks: Chunks a stage (virtual pipeline).
         offset: 0, or additional layers by stage, or by chunk and stage.
         v_shape: See :class:`Stages`; two chunks.

@@ -36,7 +36,6 @@ def consumed_of(recipe: Recipe, step: int, state: Mapping[str, Any]) -> Consumed
     """Return what the run of a checkpoint has consumed.
 
     Args:
-        step: Its step.
         state: What it holds besides tensors.
 
     Raises:

@@ -38,7 +38,6 @@ class Engine(ABC):
         evaluate_cell: Next-token loss of the model on a batch.
         peers: Processes that this one exchanges messages with.
         say: Called with lines for the user.
-        micro_batches: Micro-batches of a step.
         average: The average of the weights; None: the recipe keeps none.
         limits: Gradient norm and loss that the graph compares with now.
     """
@@ -67,7 +66,6 @@ class Engine(ABC):
         """Run a step.
 
         Args:
-            batches: What :meth:`read` returned.
             number: Number of the update, from 1.
             limits: Gradient norm and loss must be below these for the update to be applied.
         """

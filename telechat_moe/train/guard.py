@@ -37,8 +37,6 @@ class SkippedStep:
 
     Attributes:
         reason: ``gradient norm``, ``loss`` or ``not finite``.
-        loss: Its loss.
-        norm: Its gradient norm.
         limit: What it had to be below; None if it is not finite.
         median: Median of the window; None if a fixed threshold holds, or the window is empty.
         window: Steps in the window.

@@ -63,7 +63,6 @@ class StepResult(NamedTuple):
 
     Attributes:
         ids: Token ids of its micro-batches.
-        output: What the engine returned.
         losses: Next-token, MTP, balance and z-loss.
         norm: Global norm of the gradient before clipping.
         applied: Whether the weights were updated.

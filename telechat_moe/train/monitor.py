@@ -115,8 +115,6 @@ class Monitor:
         """Record a finished step.
 
         Args:
-            step: Number of the step, counted from 1.
-            seconds: Wall time of the step.
             skipped: Whether the weights were left as they are because of a NaN, an Inf or a spike.
             expert_load_by_layer: Tokens of the busiest expert over the mean, for each MoE layer.
             by_source: Next-token loss (nats) and tokens of each source of the step's samples, where there are several.
@@ -218,7 +216,6 @@ class Monitor:
         Args:
             first: First sample, counted through all epochs.
             input_ids: Their token ids, micro-batch by micro-batch.
-            applied: Whether the weights were updated.
             order: How they were dealt (``Loader.order``); None: in their own order.
             sources: How many are of each source (``Loader.counts``); None: there is one only.
         """

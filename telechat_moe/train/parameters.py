@@ -79,7 +79,6 @@ def load_weights(
 
     Args:
         weights: What :class:`telechat_moe.checkpoint.weights.ReadWeights` found.
-        source: Where they come from, for messages.
         in_place: See :func:`put`.
 
     Raises:

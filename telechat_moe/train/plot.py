@@ -125,7 +125,6 @@ def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Ste
 
     Args:
         runs: Name and metrics.jsonl of each.
-        target: Picture to write.
 
     Raises:
         BadInputError: A file is broken, or the runs did not do the same steps.

@@ -60,12 +60,7 @@ _DEVICE_FILES = {"Ascend": "davinci[0-9]*", "GPU": "nvidia[0-9]*"}
 
 @dataclass(frozen=True)
 class Ready:
-    """The start and the training data of a run that passed all checks.
-
-    Attributes:
-        start: How the run begins.
-        loader: The training data, at the first sample.
-    """
+    """The start of a run that passed all checks, and its training data, at the first sample."""
 
     start: RunStart
     loader: Batches

@@ -152,8 +152,7 @@ def compile_recipe(
         ranks: Global ranks; None = all.
         target: Backends, see :func:`build_step`; the front end's target is Ascend always.
         full_batch: See :func:`telechat_moe.sharding.recipe.parallel_context`.
-        optimizer: See :func:`build_step`.
-        shared_graph: See :func:`build_step`.
+        optimizer, shared_graph: See :func:`build_step`.
         done: Called after each rank; :func:`telechat_moe.processes.in_clean_process` knows it by this name.
 
     Raises:

@@ -135,12 +135,7 @@ def _cut(recipe: Recipe, placed: PlacedModel, network: nn.Cell) -> nn.Cell:
 
 
 class RankStep(UpdateStep):
-    """Train on one batch.
-
-    Args:
-        placed: The model of this rank.
-        optimizer: Updates the weights of this rank's stage.
-    """
+    """Train on one batch."""
 
     def __init__(self, recipe: Recipe, placed: PlacedModel, optimizer: AdamW) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual

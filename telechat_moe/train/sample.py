@@ -30,7 +30,6 @@ def continue_prompts(
     Args:
         model: Its training flag is cleared for the run and put back.
         prompts: Beginnings; an empty one starts at the end-of-document token.
-        max_new_tokens: Tokens to add to each, at most.
         temperature: 0 takes the most probable token.
         top_k: Candidates to draw from.
     """
