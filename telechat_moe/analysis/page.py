@@ -186,10 +186,7 @@ def _load(report: ExpertReport) -> Html:
 
 _CHARTS: Sequence[tuple[Callable[[RouterState], Sequence[float | None] | None], str]] = [
     (lambda s: s.entropy, "entropy of a token's scores over the experts (1: undecided)"),
-    (
-        lambda s: s.margin,
-        "median margin: score of the last chosen expert minus that of the next",
-    ),
+    (lambda s: s.margin, "median margin: score of the last chosen expert minus that of the next"),
     (
         lambda s: s.flipped,
         "flips: share of tokens with other experts than at the checkpoint before",
@@ -199,10 +196,7 @@ _CHARTS: Sequence[tuple[Callable[[RouterState], Sequence[float | None] | None], 
         "routed experts' share of what routed and shared experts add (norms)",
     ),
     (lambda s: s.routed, "norm of what routed experts add over that of the residual stream"),
-    (
-        lambda s: s.shared,
-        "norm of what the shared expert adds over that of the residual stream",
-    ),
+    (lambda s: s.shared, "norm of what the shared expert adds over that of the residual stream"),
 ]
 """What is drawn of routers by depth."""
 

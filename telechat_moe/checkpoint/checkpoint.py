@@ -38,14 +38,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.files import FileContent
 from telechat_moe.interruption import unfinished
 from telechat_moe.narrowing import equal_values
-from telechat_moe.tensor_files import (
-    Array,
-    TensorFile,
-    dtype_name,
-    output_of,
-    parse,
-    split,
-)
+from telechat_moe.tensor_files import Array, TensorFile, dtype_name, output_of, parse, split
 from telechat_moe.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -299,9 +292,7 @@ def _read(path: Path, *, keep: bool) -> Checkpoint | None:
 
 
 def _tensors(
-    described: dict[str, dict[str, Any]],
-    contents: dict[str, FileContent],
-    problems: list[str],
+    described: dict[str, dict[str, Any]], contents: dict[str, FileContent], problems: list[str]
 ) -> dict[str, dict[str, Array]]:
     """Take the tensors out of the files, comparing the files' headers with checkpoint.json."""
     in_file: dict[str, dict[str, Array]] = {}

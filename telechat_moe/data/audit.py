@@ -39,11 +39,7 @@ from telechat_moe.reading import MALFORMED, parse_json
 
 
 def audit(
-    output: str | Path,
-    recipe: Any,
-    *,
-    contents: bool = True,
-    progress: Progress | None = None,
+    output: str | Path, recipe: Any, *, contents: bool = True, progress: Progress | None = None
 ) -> Audit:
     """Audit a run.
 

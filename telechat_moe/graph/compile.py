@@ -158,9 +158,7 @@ def _compile(
     ms.set_context(mode=ms.GRAPH_MODE, **context)
     ms.reset_auto_parallel_context()
     ms.set_auto_parallel_context(
-        parallel_mode="semi_auto_parallel",
-        device_num=device.size,
-        **settings,
+        parallel_mode="semi_auto_parallel", device_num=device.size, **settings
     )
     # Not through set_auto_parallel_context, whose check ends at rank 4095; the compiler's does not.
     auto_parallel_context()._context_handle.set_global_rank(device.rank)

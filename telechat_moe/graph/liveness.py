@@ -18,14 +18,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.mindir import find_value
-from telechat_moe.graph.nodes import (
-    SAME_MEMORY,
-    STRUCTURE,
-    Graph,
-    GraphNode,
-    TypedShape,
-    module_of,
-)
+from telechat_moe.graph.nodes import SAME_MEMORY, STRUCTURE, Graph, GraphNode, TypedShape, module_of
 
 IN_PLACE = {"AdamWeightDecay", "ApplyMomentum", "Assign", "AssignAdd"}
 PASSES = ("forward", "recompute", "backward")

@@ -143,10 +143,7 @@ def _pair(
 ) -> MarkedPair:
     passes = [_Pass(functions[name], kinds, size) for name in names]
     exchanges: list[OverlappedExchange] = []
-    for own_pass, beside, letter, ahead in (
-        (*passes, "F", 0),
-        (*reversed(passes), "B", 1),
-    ):
+    for own_pass, beside, letter, ahead in ((*passes, "F", 0), (*reversed(passes), "B", 1)):
         for index, name in enumerate(own_pass.exchanges):
             part = index + ahead
             paired = beside.parts[part] if times[1] and part < len(beside.parts) else Work()

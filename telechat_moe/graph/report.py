@@ -105,10 +105,7 @@ def _stage(
             for kind in sorted(set().union(*reading.operators.values()))
         },
         "recomputation": _recomputation(reading),
-        "swapping": {
-            **_swapping(reading),
-            "states": reading.memory.optimizer * swaps_states,
-        },
+        "swapping": {**_swapping(reading), "states": reading.memory.optimizer * swaps_states},
         "memory": _memory(reading, swaps_states),
         "alive_at_peak": _alive(reading),
         "order": [_event(event) for event in reading.order],

@@ -22,12 +22,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.model.block import Block
 from telechat_moe.model.causal_lm import Embedding
 from telechat_moe.model.mtp import MTPLayer
-from telechat_moe.sharding.cells.collective import (
-    ALONE,
-    Group,
-    Morphed,
-    ParallelCrossEntropy,
-)
+from telechat_moe.sharding.cells.collective import ALONE, Group, Morphed, ParallelCrossEntropy
 from telechat_moe.sharding.cells.shape_only import (
     BlockStub,
     EmbeddingStub,

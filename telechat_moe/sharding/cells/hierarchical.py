@@ -19,13 +19,7 @@ import math
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from mindspore.ops.auto_generate import (
-    IndexAddExt,
-    IndexSelect,
-    NonZero,
-    SortExt,
-    SplitWithSize,
-)
+from mindspore.ops.auto_generate import IndexAddExt, IndexSelect, NonZero, SortExt, SplitWithSize
 
 from telechat_moe.ops.permute import FusedPermute, FusedUnpermute, SortPlan
 from telechat_moe.ops.select import host_computes
