@@ -35,32 +35,25 @@ class Devices(Protocol):
     @property
     def devices(self) -> int:
         """Number of devices."""
-        ...
 
     @property
     def stage_devices(self) -> int:
         """Devices of a pipeline stage; their ranks follow each other."""
-        ...
 
     def degrees(self) -> dict[str, int | bool]:
         """Return the parallel degrees by name."""
-        ...
 
     def describe(self) -> str:
         """Return the degrees in a few words."""
-        ...
 
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a rank."""
-        ...
 
     def group_name(self, ranks: Sequence[int], rank: int) -> str:
         """Return a name for a group that ``rank`` is in."""
-        ...
 
     def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]:
         """Return the group of rank ``new`` that corresponds to a group of rank ``old``."""
-        ...
 
 
 class Expected(NamedTuple):
@@ -232,7 +225,7 @@ def read(
 
 
 def _memory(parameters: dict[str, Any], living: Alive) -> RankMemory:
-    sums: Counter[str] = Counter()
+    sums = Counter(parameters=0, optimizer=0, gradients=0, other=0)
     trained = {n.removeprefix("adam_m.") for n in parameters if n.startswith("adam_m.")}
     accumulates = any(n.startswith("accu_grads.") for n in parameters)
     for name, proto in parameters.items():
@@ -247,10 +240,7 @@ def _memory(parameters: dict[str, Any], living: Alive) -> RankMemory:
         else:
             sums["other"] += size
     return RankMemory(
-        parameters=sums["parameters"],
-        optimizer=sums["optimizer"],
-        gradients=sums["gradients"],
-        other=sums["other"],
+        **sums,
         copies=living.copies,
         activations=living.peak,
         left_behind=living.left_behind,
@@ -287,35 +277,32 @@ class _Links:
     """Find the forward node of a backward one."""
 
     def __init__(self, functions: Iterable[Graph]) -> None:
-        self.forward: dict[str, tuple[Graph, GraphNode]] = {}
+        self.forward: dict[str, GraphNode] = {}
         for function in functions:
             for node in function.nodes.values():
                 if node.kind in COLLECTIVES and not node.scope.startswith("Gradients"):
                     mark = node.mark("unique_id")
                     if mark:  # the first: recomputed copies follow it
-                        self.forward.setdefault(mark, (function, node))
+                        self.forward.setdefault(mark, node)
 
     def of(self, node: GraphNode) -> GraphNode | None:
         """Return the forward collective that a backward one is the derivative of."""
-        link = self.forward.get(node.mark("forward_unique_id") or "")
-        return link[1] if link else None
+        return self.forward.get(node.mark("forward_unique_id") or "")
 
 
+@dataclass
 class _Site:
     """One collective that is being read."""
 
-    def __init__(
-        self,
-        graph: RankGraph,
-        devices: Devices,
-        expected: Expected,
-        links: _Links,
-        function: Graph,
-        node: GraphNode,
-    ) -> None:
-        self.graph, self.devices, self.expected, self.links = graph, devices, expected, links
-        self.function, self.node = function, node
-        self.primitive = function.model.primitive(node.proto)
+    graph: RankGraph
+    devices: Devices
+    expected: Expected
+    links: "_Links"
+    function: Graph
+    node: GraphNode
+
+    def __post_init__(self) -> None:
+        self.primitive = self.function.model.primitive(self.node.proto)
 
     def attribute(self, name: str) -> Any:
         return find_value(self.primitive.attribute, name)
@@ -323,9 +310,7 @@ class _Site:
     def ranks(self) -> list[int]:
         """Return the group; of a Send or Receive: both ends."""
         ranks = list(self.graph.groups.get(self.attribute("group"), ()))
-        if self.node.kind in PEER:
-            return sorted((self.graph.rank, self.peer()))
-        return ranks
+        return sorted((self.graph.rank, self.peer())) if self.node.kind in PEER else ranks
 
     def peer(self) -> int:
         """Return the other end of a Send or Receive."""
@@ -469,17 +454,14 @@ def differences(graph: RankGraph, other: RankGraph, devices: Devices) -> list[st
         for step in sequence(graph)
     ]
     compiled = [step._replace(ranks=tuple(sorted(step.ranks))) for step in sequence(other)]
-    lines = []
+    lines = [
+        f"operation {place}: derived {_signature_text(a)}, compiled {_signature_text(b)}"
+        for place, (a, b) in enumerate(zip(derived, compiled, strict=False))
+        if a != b
+    ]
     if len(derived) != len(compiled):
-        lines.append(f"{len(derived)} operations derived, {len(compiled)} compiled")
-    for place, (a, b) in enumerate(zip(derived, compiled, strict=False)):
-        if a != b:
-            lines.append(
-                f"operation {place}: derived {_signature_text(a)}, compiled {_signature_text(b)}"
-            )
-        if len(lines) == 5:
-            break
-    return lines
+        lines.insert(0, f"{len(derived)} operations derived, {len(compiled)} compiled")
+    return lines[:5]
 
 
 def _signature_text(step: OperationSignature) -> str:

@@ -293,40 +293,30 @@ def tables(result: dict[str, Any]) -> list[ReportTable]:
         report_tables.append((f"{name}: forward collectives by module", head, rows))
         report_tables.append((f"{name}: operators a step", *_operators(stage)))
         rows = [
-            [a["phase"], a["module"], a["kind"], str(a["shape"]), size_text(a["bytes"])]
+            [*_texts(a, "phase module kind shape"), size_text(a["bytes"])]
             for a in stage["alive_at_peak"][:12]
         ]
         head = ["phase", "module", "operator", "shape", "bytes "]
         report_tables.append((f"{name}: largest activations at the peak", head, rows))
         rows = [
-            [
-                r["module"],
-                r["kind"],
-                str(r["shape"]),
-                str(r["count"]),
-                size_text(r["bytes"]),
-                str(r["prefetch"]),
-            ]
+            [*_texts(r, "module kind shape count"), size_text(r["bytes"]), str(r["prefetch"])]
             for r in stage["swapping"]["by_module"]
         ]
         head = ["module", "operator", "shape", "tensors ", "bytes ", "prefetch "]
         report_tables.append((f"{name}: to the host's memory in a step", head, rows))
         report_tables.append((f"{name}: all-to-alls of passes that overlap", *overlap_table(stage)))
         rows = [
-            [
-                s["kind"],
-                s["module"],
-                s["phase"],
-                str(s["times"]),
-                "yes" if s["waits"] else "no",
-                s["why"],
-            ]
+            [*_texts(s, "kind module phase times"), "yes" if s["waits"] else "no", s["why"]]
             for s in stage["host_syncs"]
         ]
         head = ["operator", "module", "phase", "times ", "host waits", "why"]
         report_tables.append((f"{name}: operators that reach the host", head, rows))
     report_tables.append(("memory of a device", *_memory_table(result)))
     return [table for table in report_tables if table[2]]
+
+
+def _texts(row: Mapping[str, Any], keys: str) -> list[str]:
+    return [str(row[key]) for key in keys.split()]
 
 
 def overlap_text(result: Mapping[str, Any]) -> str:
@@ -403,19 +393,16 @@ def difference(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def _stage_difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     first, second = by_group(a), by_group(b)
-    rows = []
+    measures, rows = ("count", "bytes", "sent"), list[dict[str, Any]]()
     for key in dict.fromkeys([*first, *second]):
         x, y = first.get(key, Counter()), second.get(key, Counter())
-        row: dict[str, Any] = dict(zip(("phase", "purpose", "kind", "group"), key, strict=True))
-        for name in ("count", "bytes", "sent"):
-            row[name] = [x[name], y[name]]
-        rows.append(row)
+        place = dict(zip(("phase", "purpose", "kind", "group"), key, strict=True))
+        rows.append({**place, **{name: [x[name], y[name]] for name in measures}})
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         for kind in (row["kind"], ALL_KINDS):
-            empty = {n: [0, 0] for n in ("count", "bytes", "sent")}
-            total = groups.setdefault((row["group"], kind), empty)
-            for name in empty:
+            total = groups.setdefault((row["group"], kind), {n: [0, 0] for n in measures})
+            for name in measures:
                 total[name] = [a + b for a, b in zip(total[name], row[name], strict=True)]
     kinds = sorted({*a["operators"], *b["operators"]})
     operators = {
@@ -444,8 +431,7 @@ def difference_tables(result: dict[str, Any]) -> list[ReportTable]:
                 *(r["group"], r["kind"]),
                 *map(str, r["count"]),
                 *map(size_text, r["bytes"]),
-                *map(size_text, r["sent"]),
-                _change(*r["sent"]),
+                *_sizes(*r["sent"]),
             ]
             for r in stage["groups"]
         ]
@@ -453,11 +439,10 @@ def difference_tables(result: dict[str, Any]) -> list[ReportTable]:
         report_tables.append(
             (f"{name}: each group, all phases", [*head, "sent 2 ", "change "], rows)
         )
-        rows = []
-        for r in stage["collectives"]:
-            calls, sent = r["count"], r["sent"]
-            sizes = [size_text(sent[0]), size_text(sent[1]), _change(*sent)]
-            rows.append([r["phase"], r["purpose"], r["kind"], r["group"], *map(str, calls), *sizes])
+        rows = [
+            [*_texts(r, "phase purpose kind group"), *map(str, r["count"]), *_sizes(*r["sent"])]
+            for r in stage["collectives"]
+        ]
         head = ["phase", "purpose", "collective", "group", "calls 1 ", "calls 2 "]
         report_tables.append(
             (f"{name}: collectives", [*head, "sent 1 ", "sent 2 ", "change "], rows)
@@ -469,14 +454,15 @@ def difference_tables(result: dict[str, Any]) -> list[ReportTable]:
             (f"{name}: operators that differ", ["operator", "1 ", "2 ", "change "], rows)
         )
         rows = [
-            [n.replace("_", " "), size_text(x), size_text(y), _change(x, y)]
-            for n, (x, y) in stage["memory"].items()
+            [n.replace("_", " "), *_sizes(*pair)]
+            for n, pair in stage["memory"].items()
             if n != "micro_batches_in_flight"
         ]
         report_tables.append((f"{name}: memory of a device", ["", "1 ", "2 ", "change "], rows))
     return [table for table in report_tables if table[2]]
 
 
-def _change(a: float, b: float) -> str:
-    """Return the change in bytes; ``=`` for none."""
-    return "=" if a == b else ("+" if b > a else "-") + size_text(abs(b - a))
+def _sizes(a: float, b: float) -> list[str]:
+    """Return two sizes and the change from one to the other; ``=`` for none."""
+    change = "=" if a == b else ("+" if b > a else "-") + size_text(abs(b - a))
+    return [size_text(a), size_text(b), change]

@@ -82,11 +82,8 @@ class PooledTensor:
     def __init__(self, state: State, pool: mmap.mmap) -> None:
         count = state.nbytes // np.dtype(np.float32).itemsize
         values = np.frombuffer(pool, np.float32, count, state.offset)
-        self.name, self.shape, self.memory = (
-            state.name,
-            tuple(state.shape),
-            values.reshape(state.shape),
-        )
+        self.name, self.shape = state.name, tuple(state.shape)
+        self.memory = values.reshape(self.shape)
 
     def set_data(self, value: Any) -> None:
         """Copy the values of a tensor into the pool."""
