@@ -137,9 +137,6 @@ def _spread(paths: Sequence[Path], limit: int) -> list[Path]:
     return [paths[i] for i in sorted(set(places.tolist()))]
 
 
-# ------------------------------------------------------------------------------------------- text
-
-
 def _text(
     recipe: Recipe, texts: Mapping[str, Sequence[str]], sequences: int, not_judged: dict[str, str]
 ) -> ObservedText | None:
@@ -218,9 +215,6 @@ def _windows(documents: Iterable[Array], width: int, count: int, name: str) -> A
         np.linspace(0, available - 1, min(count, available)).round().astype(np.int64)
     )
     return bare(tokens[: available * width].reshape(available, width)[places].astype(np.int32))
-
-
-# ---------------------------------------------------------------------------------------- routers
 
 
 def _routers(

@@ -63,9 +63,6 @@ def _summary(report: ExpertReport) -> Html:
     return Html("".join(parts))
 
 
-# --------------------------------------------------------------------------------------- drawings
-
-
 def _colours(ratio: Array) -> bytes:
     """Return the pixels of ratios: blue below 1, orange above, the stronger the farther; nothing for NaN."""
     with np.errstate(divide="ignore"):
@@ -141,9 +138,6 @@ def _by_depth(
         )
         parts.append(f"<g opacity={number / len(lines):.2f}>{drawn}{''.join(dots)}</g>")
     return svg(axes.width, axes.height, parts, title), title
-
-
-# --------------------------------------------------------------------------------------- sections
 
 
 def _by_layer(report: ExpertReport, columns: Mapping[str, Sequence[object]]) -> Html:

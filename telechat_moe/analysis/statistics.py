@@ -63,9 +63,6 @@ def flips(before_TK: Array, after_TK: Array) -> tuple[float, float]:
     )
 
 
-# ---------------------------------------------------------------------------------- co-activation
-
-
 @dataclass(frozen=True)
 class ExpertPairs:
     """How often two experts serve the same token.
@@ -121,9 +118,6 @@ def succession(index_TK: Array, next_TK: Array, experts: int) -> ExpertPairs:
     share_EE = (one_TE.T @ two_TE).astype(np.float64) / len(index_TK)
     chance_EE = np.outer(one_TE.mean(0, dtype=np.float64), two_TE.mean(0, dtype=np.float64))
     return _pairs(share_EE, chance_EE)
-
-
-# --------------------------------------------------------------------------------- specialisation
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,6 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-# ---------------------------------------------------------------------------------------- saving
-
-
 def save(
     root: str | Path,
     step: int,
@@ -214,9 +211,6 @@ def _size(count: int) -> str:
     return f"{size_text(count)} ({count:,} bytes)"
 
 
-# --------------------------------------------------------------------------------------- reading
-
-
 def load(path: str | Path) -> Checkpoint:
     """Read one checkpoint, verifying every byte.
 
@@ -342,9 +336,6 @@ def _tensor(
         tensor = np.empty(entry["shape"], array.dtype) if tensor is None else tensor
         tensor[manifest.slices(region)] = array
     return tensor if len(problems) == before else None
-
-
-# ---------------------------------------------------------------------------------------- resume
 
 
 def diff_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

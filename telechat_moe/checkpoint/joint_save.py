@@ -106,8 +106,6 @@ class JointSave:
         path = folder.checkpoint_path(self.root, self.step)
         return path.with_name(f".saving-{path.name}-{self.save}")
 
-    # -------------------------------------------------------------------------- every rank
-
     def _follow(self, pieces: TensorShards) -> None:
         if not self._folder_is_there():
             return
@@ -184,8 +182,6 @@ class JointSave:
 
     def _identity(self, rank: int) -> dict[str, Any]:
         return {"step": self.step, "save": self.save, "rank": rank, "ranks": self.ranks}
-
-    # -------------------------------------------------------------------------- rank 0
 
     def _lead(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path:
         needed = checkpoint.space([p.data.nbytes for g in pieces.values() for p in g.values()])

@@ -10,8 +10,6 @@ al. 2025), section 3.1 (who waits for whom). Longest-processing-time rounds: Gra
 Shapes: N samples of a global batch, S tokens of each, R ranks, M micro-batches, n = N / (R M).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 LEVEL = 1.002

@@ -5,8 +5,6 @@
     dataset = open_blend(["0.3", "a/train", "0.7", "b/train"], seq_length=512, size=4000)
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence

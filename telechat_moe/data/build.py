@@ -7,8 +7,6 @@ with the shards that are missing. The files appear in OUT by renaming, complete,
 inputs give equal files, bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

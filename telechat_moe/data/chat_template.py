@@ -4,8 +4,6 @@ transformers renders. An answer is learned from where the template would let the
 ends it; where the template marks what the model writes (``{% generation %}``), that is learned.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -16,15 +14,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from telechat_moe.data.tokenizer import Tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError
-
-if TYPE_CHECKING:
-    from telechat_moe.data.tokenizer import Tokenizer
 
 ChatMessage = dict[str, Any]
 LEARNED, ENDLESS, APPENDED = "learned messages", "learned messages without end", "ends appended"

@@ -6,8 +6,6 @@ a token of the context, which is read but not learned, is stored as its compleme
 :func:`bare` gives the token back.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -17,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +35,10 @@ from telechat_moe.data.chat_template import (
     Conversation,
     fields_read,
 )
-from telechat_moe.data.tokenizer import special_tokens
+from telechat_moe.data.tokenizer import Tokenizer, special_tokens
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_object
 from telechat_moe.reading import read_object, read_text
-
-if TYPE_CHECKING:
-    from telechat_moe.data.tokenizer import Tokenizer
 
 STORED = np.dtype(np.int32)
 """Type of the tokens in the file: it must have a sign."""

@@ -12,8 +12,6 @@ that runs this: every ``*.py`` under ``sysconfig``'s stdlib path, without ``site
 ``_sysconfigdata*.py``, which is generated and names the machine. Python 3.11.7: 733 files, 12.1 MB.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import io

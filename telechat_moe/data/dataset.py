@@ -7,8 +7,6 @@ positions masked in one sample stay masked in all samples that follow; here they
 Shapes: B samples, S = ``seq_length``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ Source of best fit, and of cutting only what is longer than a sample: Ding et al
 Modeling". Theirs sorts all documents by length first; here they come as shuffled, and a window bounds how far they move.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ goes on at its place with any other. What is left of an epoch and does not fill 
 with the next epoch, as in MindFormers.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ dataset's fingerprint and of all settings that decide the index, so one that is 
 renaming, complete; what a killed build left is removed by the next.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -14,8 +14,6 @@ Layout of PREFIX.idx, little endian, no padding::
 Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py`` (the format only).
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence

@@ -13,8 +13,6 @@ every further epoch, whatever the batch (:mod:`telechat_moe.data.epochs`). With 
 dealt to ranks and micro-batches by their attention; which step they belong to stays.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections import deque

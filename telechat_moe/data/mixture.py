@@ -8,8 +8,6 @@ where a run goes on, its past may not (:meth:`MixedDataset.past`).
 Source: Megatron-LM ``megatron/core/datasets/helpers.cpp``, ``build_blending_indices`` (the blend of a segment).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ MindFormers 1.9.0's ``GPTDataset``, sample for sample; tests/data/test_mindforme
 Source: Megatron-LM ``megatron/core/datasets/gpt_dataset.py`` and ``helpers.cpp`` (the algorithm).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

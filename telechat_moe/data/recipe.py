@@ -1,7 +1,5 @@
 """The data that a recipe names: training samples as MindFormers or the recipe's mixture orders them, validation by source."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple

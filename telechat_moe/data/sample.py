@@ -3,8 +3,6 @@
 Shapes: B samples, S = ``seq_length``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar

@@ -4,8 +4,6 @@ The hashes and sizes determine the identity of the corpus, the split into traini
 the tokenizer learns from and the shards; none of these needs the text a second time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterator

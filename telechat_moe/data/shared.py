@@ -13,8 +13,6 @@ A batch is told by the first samples of its step and of itself, which decide wha
 does not ask for: they were prepared before the position changed, which it does in all processes alike.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -5,8 +5,6 @@ alphabet. A text that spells a special token (``<|eod|>`` in a source file) is e
 characters; only ``encode_documents`` puts real ends of documents.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

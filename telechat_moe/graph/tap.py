@@ -154,8 +154,6 @@ class _Tapper:
         used = (n for node in nodes for n in (*node.input, node.op_type.removeprefix("REF::")))
         return Counter(name for name in used if name in names)
 
-    # ------------------------------------------------------------------ one graph
-
     def run(self, graph: Any, arguments: list[_Named] | None) -> None:
         """Put taps behind the selected operators of a graph.
 
@@ -289,8 +287,6 @@ class _Tapper:
             return Number(scalar_of(attribute))
         return Number(None)
 
-    # ------------------------------------------------------------------ operators
-
     def _operator(self, node: Any, primitive: Any, name: str, values: list[Any]) -> None:
         self.env[name] = result = self._of_shapes(node)
         inputs = [_plain(v) for v in values if not isinstance(v, _Monad)]
@@ -378,8 +374,6 @@ class _Tapper:
         # One after another: of several that an UpdateState waits for, MindSpore keeps the first.
         tap = self.editor.custom("Tap", self.library, writes=True, tap=number)
         self._update(self.editor.node(tap, [name, self.monad], [1], 1, "tap"))
-
-    # ------------------------------------------------------------------ order
 
     def _order(self, node: Any, values: Sequence[Any]) -> None:
         """Make a node with side effects wait for the taps before it."""

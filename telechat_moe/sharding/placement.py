@@ -66,8 +66,6 @@ class ModelPlacement:
         self._stages: dict[int, int] = {}
         self.v_shape = False  # see sharding.stages.Stages
 
-    # ------------------------------------------------------------------ one primitive
-
     def put(self, primitive: ops.Primitive, rule: LayoutRule) -> None:
         """Place one primitive.
 

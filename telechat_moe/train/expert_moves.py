@@ -85,8 +85,6 @@ class MovingExperts:
         if ranks.leads:  # a run that was killed leaves rows behind
             shutil.rmtree(folder, ignore_errors=True)
 
-    # -------------------------------------------------------------------- tensors in slots
-
     def layer(self, name: str) -> int | None:
         """Return the MoE layer of a weight of experts, or of a moment or average of one; None: it is another."""
         return self.layers.get(weight_of(name))
@@ -115,8 +113,6 @@ class MovingExperts:
         """Return the values of the parameters that hold the map in this rank's graph, by name."""
         return {name: self.current.slots[layer] for name, layer in self.slots.items()}
 
-    # -------------------------------------------------------------------- checkpoints
-
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the map, JSON values. Its tensors are in the order of experts."""
         window = self.window.loads().astype(np.int64).tolist() if len(self.window) else []
@@ -141,8 +137,6 @@ class MovingExperts:
             self.window.clear()
             return f"the experts begin in their own slots, because the checkpoint has another map ({error})"
         return ""
-
-    # -------------------------------------------------------------------- between two steps
 
     def after_step(self, load_LE: NDArray[np.number]) -> list[dict[str, Any]]:
         """Add the loads of a step to the window; every `every` steps decide and move experts. Return records for the log.

@@ -261,8 +261,6 @@ class Monitor:
         with suppress(BrokenPipeError):
             print(text, file=self._stream, flush=True)
 
-    # ------------------------------------------------------------------------------------- lines
-
     def _speed(self) -> tuple[float, float]:
         """Return tokens per second and seconds to go."""
         seconds = statistics.median(self._recent)
@@ -328,8 +326,6 @@ class Monitor:
             Text(text, style=style) for _, text, style in segments if text in shown
         )
         self._live.update(line, refresh=True)
-
-    # --------------------------------------------------------------------------------------- end
 
     def close(self) -> Path | None:
         """Finish the line and the files and draw loss.png; return its path, None if there is none."""
