@@ -82,12 +82,8 @@ def analyse(
     names = config.moe_layer_names
     if not names:
         raise BadInputError(f"{run}: the model of its recipe.json has no layer with experts")
-    report = ExpertReport(
-        run=str(run),
-        layers=names,
-        experts=config.n_routed_experts,
-        top_k=config.num_experts_per_tok,
-    )
+    experts, top_k = config.n_routed_experts, config.num_experts_per_tok
+    report = ExpertReport(run=str(run), layers=names, experts=experts, top_k=top_k)
     report.load = _loads(run, recipe, report.not_judged)
     if report.load is not None:
         report.judge_load()
@@ -117,11 +113,9 @@ def _loads(run: Path, recipe: Recipe, not_judged: dict[str, str]) -> LoadHistory
         return None
     steps = [r for r in records if r["event"] == "step"]
     tokens = {r["step"]: r["tokens"] for r in steps}
-    shape, top_k = (
-        (len(config.moe_layer_names), config.n_routed_experts),
-        config.num_experts_per_tok,
-    )
-    loads = [loads_per_step(r, tokens, shape, top_k, str(path)) for r in due]
+    shape = len(config.moe_layer_names), config.n_routed_experts
+    about = shape, config.num_experts_per_tok, str(path)
+    loads = [loads_per_step(r, tokens, *about) for r in due]
     seconds = sum(float(r.get("seconds") or 0.0) for r in due)
     total = sum(float(r["seconds"] or 0.0) for r in steps)
     return LoadHistory(
@@ -177,13 +171,11 @@ def _documents(
         return ObservedText(f"{prefix}, one source", windows)
     path, count = tokenizer_path(recipe), max(LEAST, sequences // len(longest))
     tokenizer = load_tokenizer(path) if path.is_file() else None
-    return ObservedText(
-        f"{prefix}, a domain for each of its {len(longest)} longest documents",
-        {
-            _name(i, source[i], tokenizer): _windows([source[i]], width, count, prefix)
-            for i in longest
-        },
-    )
+    windows = {
+        _name(i, source[i], tokenizer): _windows([source[i]], width, count, prefix) for i in longest
+    }
+    description = f"{prefix}, a domain for each of its {len(longest)} longest documents"
+    return ObservedText(description, windows)
 
 
 def _name(number: int, tokens: Array, tokenizer: Tokenizer | None) -> str:

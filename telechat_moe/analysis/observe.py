@@ -54,12 +54,8 @@ class ObservedAdd(nn.Cell):
         super().__init__()
         self.norms = _zero_parameter((2, tokens))
         self.add, self.keep, self.stack = ops.Add(), ops.Assign(), ops.Stack()
-        self.to_float, self.square, self.sum, self.root = (
-            ops.Cast(),
-            ops.Square(),
-            ops.ReduceSum(),
-            ops.Sqrt(),
-        )
+        self.to_float, self.square = ops.Cast(), ops.Square()
+        self.sum, self.root = ops.ReduceSum(), ops.Sqrt()
 
     def norm(self, x_TH: Tensor) -> Tensor:
         """Return the norm of each row, float32 ``[T]``."""
@@ -102,9 +98,8 @@ class Observer:
 
     def __init__(self, recipe: Recipe, rows: int) -> None:
         settings = recipe.telechat_moe
-        operators = replace(
-            settings.operators, fuse_plain=False
-        )  # fused regions have no primitives to replace
+        # Fused regions have no primitives to replace.
+        operators = replace(settings.operators, fuse_plain=False)
         recipe = replace(recipe, telechat_moe=replace(settings, operators=operators))
         self.config = recipe.model_config
         self.model, _ = build_model(recipe)

@@ -3,7 +3,7 @@
 Matrices are drawn as pictures in one scale: a cell's colour is a ratio, from a quarter (blue) over 1 (the paper) to four times (orange).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -105,16 +105,13 @@ def _matrix(ratio: Array, rows: Sequence[str], columns: Sequence[str], label: st
 
 
 def _by_depth(
-    report: ExpertReport,
-    states: Sequence[RouterState],
-    values: Callable[[RouterState], Sequence[float | None] | None],
-    title: str,
+    report: ExpertReport, states: Sequence[RouterState], name: str, title: str
 ) -> tuple[Html, str] | None:
     """Return a chart over the layers with a line for each checkpoint, older ones fainter; None without numbers."""
     lines = [
         (state, [np.nan if v is None else v for v in line])
         for state in states
-        if (line := values(state)) is not None
+        if (line := getattr(state, name)) is not None
     ]
     numbers = [v for _, line in lines for v in line if np.isfinite(v)]
     if not numbers:
@@ -123,11 +120,11 @@ def _by_depth(
     last = max(1, len(report.layers) - 1)
     axes = ChartAxes((0, last), (up[0], up[-1]), 480, 200, left=52, right=34)
     every = -(-len(report.layers) // 8)
-    names = [(i, name) for i, name in enumerate(report.layers) if i % every == 0]
     parts = [axes.grid([])]
     parts += [
-        f"<text x={axes.x(i):.1f} y={axes.height - 6} text-anchor=middle>{html(name)}</text>"
-        for i, name in names
+        f"<text x={axes.x(i):.1f} y={axes.height - 6} text-anchor=middle>{html(layer)}</text>"
+        for i, layer in enumerate(report.layers)
+        if i % every == 0
     ]
     for number, (state, line) in enumerate(lines, 1):
         drawn = axes.line(range(len(line)), line, "target", 2)
@@ -178,28 +175,22 @@ def _load(report: ExpertReport) -> Html:
     )
 
 
-_CHARTS: Sequence[tuple[Callable[[RouterState], Sequence[float | None] | None], str]] = [
-    (lambda s: s.entropy, "entropy of a token's scores over the experts (1: undecided)"),
-    (lambda s: s.margin, "median margin: score of the last chosen expert minus that of the next"),
-    (
-        lambda s: s.flipped,
-        "flips: share of tokens with other experts than at the checkpoint before",
-    ),
-    (
-        lambda s: s.routed_share,
-        "routed experts' share of what routed and shared experts add (norms)",
-    ),
-    (lambda s: s.routed, "norm of what routed experts add over that of the residual stream"),
-    (lambda s: s.shared, "norm of what the shared expert adds over that of the residual stream"),
-]
-"""What is drawn of routers by depth."""
+_CHARTS = {
+    "entropy": "entropy of a token's scores over the experts (1: undecided)",
+    "margin": "median margin: score of the last chosen expert minus that of the next",
+    "flipped": "flips: share of tokens with other experts than at the checkpoint before",
+    "routed_share": "routed experts' share of what routed and shared experts add (norms)",
+    "routed": "norm of what routed experts add over that of the residual stream",
+    "shared": "norm of what the shared expert adds over that of the residual stream",
+}
+"""What is drawn of a :class:`RouterState` by depth, with its title."""
 
 
 def _routers(report: ExpertReport) -> Html:
     states = report.checkpoints
     if not states:
         return Html("")
-    drawn = [_by_depth(report, states, values, title) for values, title in _CHARTS]
+    drawn = [_by_depth(report, states, name, title) for name, title in _CHARTS.items()]
     last, missing = states[-1], [None] * len(report.layers)
     columns: dict[str, Sequence[object]] = {
         "overload ": last.overload,
@@ -273,8 +264,8 @@ def _letter(number: int) -> str:
 def _pairs(report: ExpertReport) -> Html:
     names = [str(e) for e in range(report.experts)]
     parts: list[str] = []
-    within = "tokens that chose both experts"
-    across = "tokens that chose an expert (row) and one of the next layer (column)"
+    within = "Tokens that chose both experts"
+    across = "Tokens that chose an expert (row) and one of the next layer (column)"
     for title, caption, matrices, symmetric in (
         ("Co-activation within a layer", within, report.together, True),
         ("Co-activation across neighbouring layers", across, report.following, False),
@@ -295,13 +286,10 @@ def _pairs(report: ExpertReport) -> Html:
             for i, j, share, over in pairs.strongest(PAIRS, symmetric)
         ]
         listed = table(["layer", "experts", "share of the tokens ", "over chance "], rows)
+        sentence = f"{caption}, over what these loads give by chance."
         parts += [
             tag("h2", title),
-            tag(
-                "p",
-                f"{caption[0].upper()}{caption[1:]}, over what these loads give by chance.",
-                "soft",
-            ),
+            tag("p", sentence, "soft"),
             figures(drawings),
             _KEY,
             details("the strongest pairs", listed),

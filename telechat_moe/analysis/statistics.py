@@ -48,19 +48,16 @@ def chosen(index_TK: Array, experts: int) -> Array:
 
 def chosen_counts(index_TK: Array, sequences: int, experts: int) -> Array:
     """Return how often the tokens of each sequence chose each expert, ``[U, E]``; sequences are equally long."""
-    sequence_TK = np.repeat(np.arange(sequences), index_TK.size // sequences).reshape(
-        index_TK.shape
-    )
-    flat = np.bincount((sequence_TK * experts + index_TK).ravel(), minlength=sequences * experts)
-    return flat.reshape(sequences, experts)
+    sequence = np.repeat(np.arange(sequences), index_TK.size // sequences)
+    place = sequence * experts + index_TK.ravel()
+    return np.bincount(place, minlength=sequences * experts).reshape(sequences, experts)
 
 
 def flips(before_TK: Array, after_TK: Array) -> tuple[float, float]:
     """Return the share of tokens whose set of experts differs, and the share of choices that were replaced."""
     kept_T = (before_TK[:, :, None] == after_TK[:, None, :]).any(2).sum(1)
-    return float(np.mean(kept_T < before_TK.shape[1])), float(
-        1 - kept_T.mean() / before_TK.shape[1]
-    )
+    K = before_TK.shape[1]
+    return float(np.mean(kept_T < K)), float(1 - kept_T.mean() / K)
 
 
 @dataclass(frozen=True)

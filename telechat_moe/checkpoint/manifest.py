@@ -65,11 +65,8 @@ def build(
     described: dict[str, dict[str, Any]] = {group: {} for group, _ in planned}
     for group, file in planned:
         for output in file.outputs:
-            described[group][output.name] = {
-                "dtype": output.dtype,
-                "shape": list(output.shape),
-                "file": file.name,
-            }
+            about = {"dtype": output.dtype, "shape": list(output.shape), "file": file.name}
+            described[group][output.name] = about
     files = {file.name: {"bytes": file.nbytes, "sha256": UNSEALED} for _, file in planned}
     return describe(step, state, files, described, {"version": VERSION})
 

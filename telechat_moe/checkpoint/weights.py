@@ -59,6 +59,7 @@ class ReadWeights(Protocol):
         notes: list[str] | None = None,
     ) -> list[TensorOutput]:
         """See :func:`own_weights`."""
+        ...
 
 
 def is_transient(name: str) -> bool:

@@ -31,16 +31,8 @@ END, PROMPT = "end ", "prompt "
 TODAY = "strftime_now"
 """The function by which templates write today's date; a setting of this name is the day that they get."""
 _MARKER = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-_TAKEN = frozenset(
-    {
-        "messages",
-        "add_generation_prompt",
-        "conversations",
-        "chat_template",
-        "continue_final_message",
-    }
-    | {"return_assistant_tokens_mask", "raise_exception", TODAY}
-)
+_TAKEN = {"messages", "conversations", "chat_template", "add_generation_prompt", TODAY}
+_TAKEN |= {"continue_final_message", "return_assistant_tokens_mask", "raise_exception"}
 """Names that a line of a corpus cannot set."""
 _MARK = "\ue000"
 """A character of private use, in place of an answer."""
@@ -252,41 +244,38 @@ class Learned(NamedTuple):
     learned: NDArray[np.bool_]
 
 
+@dataclass(eq=False)
 class Conversation:
     """One conversation as a template writes it.
 
-    Args:
+    Attributes:
         name: Where it comes from, for messages.
         variables: What its line sets beside them.
         learned: The numbers of the messages that are learned.
         counts: What is counted on the way, see :func:`notes`.
     """
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        tokenizer: Tokenizer,
-        name: str,
-        messages: Sequence[ChatMessage],
-        variables: dict[str, Any],
-        learned: Sequence[int],
-        counts: Counter[str],
-    ) -> None:
-        self.template, self.tokenizer, self.name = template, tokenizer, name
-        self.variables, self.learned, self.counts = variables, learned, counts
-        self._written: dict[tuple[int, bool], str] = {}
-        self.messages = _with_arguments(messages, as_text=False)
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    name: str
+    messages: Sequence[ChatMessage]
+    variables: dict[str, Any]
+    learned: Sequence[int]
+    counts: Counter[str]
+
+    def __post_init__(self) -> None:
+        stored, self.messages = self.messages, _with_arguments(self.messages, as_text=False)
         try:
-            self.text, self.marked = template.render(self.messages, variables)
+            self.text, self.marked = self.template.render(self.messages, self.variables)
         except EndlessTemplateError:
             raise
         except Exception as first:
-            self.messages = _with_arguments(messages, as_text=True)
+            self.messages = _with_arguments(stored, as_text=True)
             try:
-                self.text, self.marked = template.render(self.messages, variables)
+                self.text, self.marked = self.template.render(self.messages, self.variables)
             except Exception:
                 raise self._refused(first) from None
-        self._written[len(messages), False] = self.text
+        self._written = {(len(self.messages), False): self.text}
 
     def _refused(self, error: Exception) -> BadInputError:
         return BadInputError(f"{self.name}: the chat template refuses it: {error}")
@@ -400,19 +389,16 @@ class Conversation:
         """Return what a message is written after; an answer, after what the template lets the model begin with."""
         if not answer:
             return self.write(number)
-        # Many templates look at the first message.
-        before, plain = (
-            (self.write(number, True), self.write(number))
-            if number
-            else (self._try([], self.variables, prompt=True), self._try([], self.variables))
-        )
+        if number:
+            before, plain = self.write(number, True), self.write(number)
+        else:  # many templates look at the first message
+            before, plain = (self._try([], self.variables, prompt) for prompt in (True, False))
         if before is not None and before != plain:
             return before
         # The template does not know of a beginning: it is what stands before the answer, in which a space may belong to it.
-        texts = {
-            k: _MARK for k, v in self.messages[number].items() if k != "role" and isinstance(v, str)
-        }
-        marked = self._with(number, number + 1, **{**texts, "content": _MARK}) or ""
+        texts = [k for k, v in self.messages[number].items() if k != "role" and isinstance(v, str)]
+        fields = dict.fromkeys([*texts, "content"], _MARK)
+        marked = self._with(number, number + 1, **fields) or ""
         head, mark, _ = marked.partition(_MARK)
         head = head.rstrip(" ")
         if mark and head.startswith(before or "") and self.write(number + 1).startswith(head):
@@ -476,9 +462,8 @@ class Conversation:
             if content is None:
                 other = self._with(number, content="")
                 if other is not None and self.text.count("None") > other.count("None"):
-                    raise self._lost(
-                        number, 'writes content null as the word None; write "" instead'
-                    )
+                    fault = 'writes content null as the word None; write "" instead'
+                    raise self._lost(number, fault)
             elif number not in self.learned:
                 plain = _squeezed(content)
                 surely = len(plain) >= _SHORT and plain in text

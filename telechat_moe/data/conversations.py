@@ -225,16 +225,8 @@ class ChatFormat:
             return self._by_pattern(tokenizer, [messages for messages, _ in parsed], learned)
         documents: list[TokenDocument] = []
         for source, (name, (messages, others)) in enumerate(zip(names, parsed, strict=True)):
-            variables = self._variables(others)
-            talk = Conversation(
-                self.template,
-                tokenizer,
-                name,
-                _unflagged(messages),
-                variables,
-                learned[source],
-                counts,
-            )
+            about = _unflagged(messages), self._variables(others), learned[source]
+            talk = Conversation(self.template, tokenizer, name, *about, counts)
             documents += [
                 TokenDocument(source, np.where(mask, tokens, ~tokens).astype(STORED))
                 for tokens, mask in talk.documents()
@@ -271,20 +263,15 @@ class ChatFormat:
         assert self.message is not None
         before, after = self.message.split(CONTENT)
         markers = functools.lru_cache(lambda role: tokenizer.encode(before.replace("{role}", role)))
-        bodies = iter(
-            tokenizer.encode_documents(
-                [m["content"] + after for messages in conversations for m in messages]
-            )
-        )
+        texts = [m["content"] + after for messages in conversations for m in messages]
+        bodies = iter(tokenizer.encode_documents(texts))
         documents: list[TokenDocument] = []
         for source, messages in enumerate(conversations):
             parts: list[np.ndarray] = []
             for number, message in enumerate(messages):
                 body = next(bodies)
-                parts += [
-                    ~markers(message["role"]),
-                    body if number in learned[source] else ~body[:-1],
-                ]
+                stored = body if number in learned[source] else ~body[:-1]
+                parts += [~markers(message["role"]), stored]
             documents.append(TokenDocument(source, np.concatenate(parts).astype(STORED)))
         return documents
 

@@ -124,31 +124,29 @@ class _Inliner:
             primitive = self.model.primitive(node)
             kind = "" if primitive is None else primitive.op_type
             inputs = [self._value(name, values) for name in node.input]
+            callee: _Value = ""
             if _is_call(self.model, node):
                 callee = self._value(node.op_type.removeprefix("REF::"), values)
-                if isinstance(callee, _Closure):
-                    outer, self.call = self.call, self.call or node.name
-                    values[node.name] = self._call(callee, inputs)
-                    self.call = outer
-                    continue
+            if isinstance(callee, _Closure):
+                outer, self.call = self.call, self.call or node.name
+                value = self._call(callee, inputs)
+                self.call = outer
             elif kind == "Partial" and node.name not in chosen:
                 function, *arguments = inputs
                 if not isinstance(function, _Closure):
                     raise BadInputError(
                         f"{node.name}: a Partial of {function!r}, which is no function"
                     )
-                values[node.name] = _Closure(function.function, (*function.bound, *arguments))
-                continue
+                value = _Closure(function.function, (*function.bound, *arguments))
             elif kind == "MakeTuple" and not all(isinstance(value, str) for value in inputs):
-                values[node.name] = tuple(inputs)
-                continue
+                value = tuple(inputs)
             elif kind == "TupleGetItem" and isinstance(inputs[0], tuple):
-                values[node.name] = inputs[0][self._index(node.input[1])]
-                continue
+                value = inputs[0][self._index(node.input[1])]
             elif kind == "Depend" and not isinstance(inputs[0], str):
-                values[node.name] = inputs[0]
-                continue
-            values[node.name] = self._add(node, inputs, mark if node.op_type != "Constant" else "")
+                value = inputs[0]
+            else:
+                value = self._add(node, inputs, mark if node.op_type != "Constant" else "")
+            values[node.name] = value
         return self._value(graph.output[0].name, values)
 
     def _call(self, closure: _Closure, inputs: Sequence[_Value]) -> _Value:

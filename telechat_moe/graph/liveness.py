@@ -115,16 +115,13 @@ class _Walk:
         self.calls = 0
         parameters = next(iter(functions.values())).model.proto.graph.parameter
         # Gradients are summed in parameters, too.
-        self.parameters = {
+        self.parameters: dict[str, Any] = {
             p.name: LiveTensor(weights="accu_grads." not in p.name) for p in parameters
         }
 
     def run(self, function: Graph, arguments: Sequence[Any], call: int) -> Any:
         """Walk through a function; return its result."""
-        values: dict[str, Any] = {
-            **self.parameters,
-            **dict(zip(function.inputs, arguments, strict=True)),
-        }
+        values = self.parameters | dict(zip(function.inputs, arguments, strict=True))
         for node in function.nodes.values():
             values[node.name] = self._value(function, node, values, call)
         return values.get(function.result)

@@ -13,16 +13,8 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 
-COLLECTIVES = (
-    "AllReduce",
-    "AllGather",
-    "ReduceScatter",
-    "AlltoAll",
-    "AlltoAllV",
-    "Broadcast",
-    "Send",
-    "Receive",
-)
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Broadcast")
+COLLECTIVES += ("Send", "Receive")
 PEER = {"Send": "dest_rank", "Receive": "src_rank"}
 """The attribute that says which rank of the group is at the other end."""
 ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
@@ -186,24 +178,20 @@ class Editor:
         Editor._count += 1
         return f"telechat_{kind}_{Editor._count}"
 
-    def _add(self, name: str, kind: str, inputs: Sequence[str] = (), scope: str = "") -> Any:
-        node = self.nodes.add()
-        node.name, node.op_type = name, kind
-        node.input.extend(inputs)
-        node.output.append(name)
-        if scope:
-            node.domain = scope
-        return node
+    def add(self, name: str, kind: str, inputs: Sequence[str] = (), scope: str = "") -> Any:
+        """Add a node with one output of its own name, and return it."""
+        names = {"name": name, "op_type": kind, "input": inputs, "output": [name]}
+        return self.nodes.add(**names, domain=scope or None)
 
     def constant(self, value: int | Sequence[int]) -> str:
         """Add an integer, or a tuple of them."""
-        node = self._add(self.name("constant"), "Constant")
+        node = self.add(self.name("constant"), "Constant")
         _set_value(node.attribute.add(), "value", value)
         return node.name
 
     def zeros(self, shape: Sequence[int], kind: int) -> str:
         """Add a constant tensor of zeros of an element type; return its name."""
-        node = self._add(self.name("zeros"), "Constant")
+        node = self.add(self.name("zeros"), "Constant")
         attribute = node.attribute.add()
         attribute.name = "value"
         tensor = _add_tensor(attribute, shape, kind)
@@ -237,7 +225,7 @@ class Editor:
     ) -> str:
         """Add a node with one tensor as output; ``kind`` comes from :meth:`primitive`."""
         name = name or self.name("node")
-        node = self._add(name, kind, inputs, f"{scope}-{Editor._count}")
+        node = self.add(name, kind, inputs, f"{scope}-{Editor._count}")
         attribute = node.attribute.add()
         attribute.name = "shape"
         _add_tensor(attribute, shape, element)
@@ -272,21 +260,16 @@ class Editor:
             "Custom", None, (), func_type="aot", imply_path="", **names, **attributes
         )
         primitive = self.model.primitives[reference.removeprefix("REF::")]
-        flags = {
-            "multi_output": int(several),
-            "cpp_infer_shape": 1,
-            "autodiff": 0,
-            "side_effect_mem": int(writes),
-        }
-        for flag, value in flags.items():
+        flags = {"multi_output": several, "cpp_infer_shape": True, "autodiff": False}
+        for flag, value in (flags | {"side_effect_mem": writes}).items():
             attribute = primitive.attribute.add()
-            attribute.name, attribute.type, attribute.i = flag, attribute.BOOL, value
+            attribute.name, attribute.type, attribute.i = flag, attribute.BOOL, int(value)
         primitive.instance_name, primitive.prim_type = name, primitive.PRIMITIVE
         return reference
 
     def pack(self, parts: Sequence[str], shape: Sequence[int], element: int, scope: str) -> str:
         """Add a tuple of tensors of one shape."""
-        node = self._add(self.name("tuple"), self.primitive("MakeTuple"), parts, scope)
+        node = self.add(self.name("tuple"), self.primitive("MakeTuple"), parts, scope)
         attribute = node.attribute.add()
         attribute.name, attribute.type = "shape", attribute.TUPLE
         attribute.seq_info.is_dyn_len = False

@@ -20,26 +20,9 @@ from typing import Any, NamedTuple
 from telechat_moe.graph.mindir import ITEM_BYTES, MindIR, find_value, output_shapes
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
-STRUCTURE = {
-    "Depend",
-    "Load",
-    "MakeTuple",
-    "Partial",
-    "Return",
-    "Switch",
-    "TupleGetItem",
-    "UpdateState",
-}
-SAME_MEMORY = {
-    "Depend",
-    "ExpandDims",
-    "Load",
-    "Reshape",
-    "Squeeze",
-    "TensorMove",
-    "TransposeExtView",
-    "TupleGetItem",
-}
+_PASSING_ON = {"Depend", "Load", "TupleGetItem"}
+STRUCTURE = _PASSING_ON | {"MakeTuple", "Partial", "Return", "Switch", "UpdateState"}
+SAME_MEMORY = _PASSING_ON | {"ExpandDims", "Reshape", "Squeeze", "TensorMove", "TransposeExtView"}
 TypedShape = tuple[tuple[int, ...], int]
 
 
@@ -89,9 +72,7 @@ class Graph:
             )
         self.result = proto.output[0].name if proto.output else ""
         self.inputs = tuple(entry.name for entry in proto.input)
-        self.shapes: dict[str, list[TypedShape]] = {
-            n: node.shapes for n, node in self.nodes.items()
-        }
+        self.shapes = {name: node.shapes for name, node in self.nodes.items()}
         for parameter in proto.parameter:
             self.shapes[parameter.name] = [(tuple(parameter.dims), parameter.data_type)]
         for entry in proto.input:
@@ -113,11 +94,8 @@ class Graph:
         """Calls of a shared network by name, with the forward call that each belongs to (its own of a forward)."""
         calls: dict[str, GraphNode] = {}
         for name, node in self.nodes.items():
-            if (
-                not node.kind
-                and "▸" in node.proto.op_type
-                and node.proto.op_type[5:] not in self.nodes
-            ):
+            callee = node.proto.op_type[5:]
+            if not node.kind and "▸" in callee and callee not in self.nodes:
                 calls[name] = node
         for name, node in self.nodes.items():
             if not node.kind and name not in calls:
@@ -146,17 +124,8 @@ class Graph:
             node = self.nodes[name]
             if fixed[name] in ("forward", "backward", "recompute") or name in to_network:
                 to_network.update(node.inputs)
-        return {
-            name: phase
-            or (
-                "optimizer"
-                if name not in to_network
-                else "backward"
-                if name in from_gradients
-                else "forward"
-            )
-            for name, phase in fixed.items()
-        }
+        inner = {n: "backward" if n in from_gradients else "forward" for n in to_network}
+        return {name: phase or inner.get(name, "optimizer") for name, phase in fixed.items()}
 
 
 def _fixed_phase(node: GraphNode) -> str | None:
@@ -208,10 +177,7 @@ def root_of(function: Graph, name: str) -> tuple[str, int | None]:
 
 def call_counts(model: MindIR, functions: dict[str, Graph]) -> dict[str, int]:
     """Return how often a step runs each function: the branch of a condition that is taken, and all calls."""
-    main = model.proto.graph.name
-    calls: dict[str, list[str]] = {
-        name: list(_callees(function, functions)) for name, function in functions.items()
-    }
+    calls = {name: list(_callees(function, functions)) for name, function in functions.items()}
     counts: Counter[str] = Counter()
 
     def enter(name: str, depth: int) -> None:
@@ -220,7 +186,7 @@ def call_counts(model: MindIR, functions: dict[str, Graph]) -> dict[str, int]:
             for callee in calls[name]:
                 enter(callee, depth + 1)
 
-    enter(main, 0)
+    enter(model.proto.graph.name, 0)
     return {name: counts[name] for name in functions}
 
 
@@ -229,20 +195,14 @@ def _callees(function: Graph, functions: dict[str, Graph]) -> Iterator[str]:
     for node in function.nodes.values():
         if node.kind or not node.proto.op_type.startswith("REF::"):
             continue
-        target = resolve(function, functions, node.proto.op_type[5:], None)
-        if target is not None:
+        if target := resolve(function, functions, node.proto.op_type[5:], None):
             yield target
 
 
 def resolve(
     function: Graph, functions: dict[str, Graph], name: str, item: int | None
 ) -> str | None:
-    """Return the name of the function that a value is.
-
-    Args:
-        functions: All of them.
-        item: Which item of it, if it is a tuple.
-    """
+    """Return the name of the function that a value is; ``item``: of which item of it, if it is a tuple."""
     if name in functions:
         return name
     node = function.nodes.get(name)

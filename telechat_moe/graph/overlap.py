@@ -34,9 +34,8 @@ class Work(NamedTuple):
 
     def plus(self, other: "Work") -> "Work":
         """Return the work of both together."""
-        return Work(
-            self.operators + other.operators, self.flops + other.flops, self.bytes + other.bytes
-        )
+        operators, flops = self.operators + other.operators, self.flops + other.flops
+        return Work(operators, flops, self.bytes + other.bytes)
 
 
 class OverlappedExchange(NamedTuple):

@@ -30,30 +30,17 @@ INTEGERS = (6, 7)  # MindIR's int32 and int64
 
 
 class Devices(Protocol):
-    """What the reader of a graph must know of the devices; ``telechat_moe.sharding.mesh.Mesh`` implements it."""
+    """What the reader of a graph must know of the devices, as ``telechat_moe.sharding.mesh.Mesh`` says it."""
 
     @property
-    def devices(self) -> int:
-        """Number of devices."""
-
+    def devices(self) -> int: ...  # noqa: D102
     @property
-    def stage_devices(self) -> int:
-        """Devices of a pipeline stage; their ranks follow each other."""
-
-    def degrees(self) -> dict[str, int | bool]:
-        """Return the parallel degrees by name."""
-
-    def describe(self) -> str:
-        """Return the degrees in a few words."""
-
-    def stage(self, rank: int) -> int:
-        """Return the pipeline stage of a rank."""
-
-    def group_name(self, ranks: Sequence[int], rank: int) -> str:
-        """Return a name for a group that ``rank`` is in."""
-
-    def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]:
-        """Return the group of rank ``new`` that corresponds to a group of rank ``old``."""
+    def stage_devices(self) -> int: ...  # noqa: D102
+    def degrees(self) -> dict[str, int | bool]: ...  # noqa: D102
+    def describe(self) -> str: ...  # noqa: D102
+    def stage(self, rank: int) -> int: ...  # noqa: D102
+    def group_name(self, ranks: Sequence[int], rank: int) -> str: ...  # noqa: D102
+    def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]: ...  # noqa: D102
 
 
 class Expected(NamedTuple):

@@ -12,17 +12,8 @@ from typing import NamedTuple
 
 from telechat_moe.graph.nodes import SAME_MEMORY, Graph, GraphNode
 
-PRODUCTS = (
-    "MatMul",
-    "BatchMatMul",
-    "MatMulExt",
-    "BatchMatMulExt",
-    "FlashAttentionScore",
-    "FlashAttentionScoreGrad",
-    "GroupedMatmul",
-    "GroupedMatmulV4",
-)
-
+PRODUCTS = ("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt")
+PRODUCTS += ("FlashAttentionScore", "FlashAttentionScoreGrad", "GroupedMatmul", "GroupedMatmulV4")
 SLICES = ("StridedSlice", "Slice", "SliceExt")
 
 
@@ -110,7 +101,11 @@ def events(graph: Graph, transfers: Mapping[str, PassEvent]) -> list[PassEvent]:
         transfers: Sends and receives by name of the node.
     """
     if graph.calls:
-        return _of_calls(graph, transfers)
+        return [
+            transfers[name] if name in transfers else pass_of(graph, name)
+            for name in graph.nodes
+            if name in transfers or name in graph.calls
+        ]
     micro = micro_of(graph)
     places: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     order: list[tuple[float, PassEvent]] = []
@@ -124,16 +119,6 @@ def events(graph: Graph, transfers: Mapping[str, PassEvent]) -> list[PassEvent]:
     for (kind, number, chunk), positions in places.items():
         order.append((sorted(positions)[len(positions) // 2], PassEvent(kind, number, chunk)))
     return [event for _, event in sorted(order, key=lambda item: item[0])]
-
-
-def _of_calls(graph: Graph, transfers: Mapping[str, PassEvent]) -> list[PassEvent]:
-    order = []
-    for name in graph.nodes:
-        if name in transfers:
-            order.append(transfers[name])
-        elif name in graph.calls:
-            order.append(pass_of(graph, name))
-    return order
 
 
 def pass_of(graph: Graph, name: str) -> PassEvent:

@@ -154,9 +154,7 @@ class _Rewriter:
         if kind == "SwapBack":
             shape = extents["extents"] = list(state.shape)
         attributes = {"number": self.first + index, "at": state.offset, **extents}
-        primitive = self.editor.custom(
-            kind, self.library, writes=False, several=False, **attributes
-        )
+        primitive = self.editor.custom(kind, self.library, **attributes)
         return self.editor.node(primitive, inputs, shape, FLOAT32, self.scope)
 
     def _depend(self, value: str, behind: str, index: int | None = None) -> str:

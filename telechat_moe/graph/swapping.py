@@ -342,7 +342,5 @@ def in_turn(model: MindIR, function: Any) -> None:
 
 
 def _is_tensor(graph: Graph, name: str) -> bool:
-    node = graph.nodes.get(name)
-    return (
-        node is not None and node.kind not in ("", "Constant", "UpdateState") and bool(node.shapes)
-    )
+    node, others = graph.nodes.get(name), ("", "Constant", "UpdateState")
+    return node is not None and node.kind not in others and bool(node.shapes)

@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -169,16 +170,10 @@ class _Tapper:
         for parameter in graph.parameter:
             name = parameter.ref_key or parameter.name.split(":")[-1]
             self.env[parameter.name] = self._variable(name, parameter)
-        single = self.references[graph.name] == 1
-        for i, entry in enumerate(graph.input):
-            if entry.name in self.env:
-                continue
-            argument = (
-                arguments[i].value
-                if arguments is not None and single and i < len(arguments)
-                else None
-            )
-            self.env[entry.name] = argument if argument is not None else self._input(entry)
+        values = [a.value for a in arguments or ()] if self.references[graph.name] == 1 else []
+        for entry, value in zip_longest(graph.input, values[: len(graph.input)]):
+            if entry.name not in self.env:
+                self.env[entry.name] = self._input(entry) if value is None else value
         for node in list(graph.node):
             self._node(node)
         self._close()
@@ -410,10 +405,7 @@ class _Tapper:
 
     def _added(self, prefix: str, kind: str, inputs: Sequence[str]) -> Any:
         """Add a node with one output of its own name."""
-        name = self.editor.name(prefix)
-        return self.fresh.node.add(
-            name=name, op_type=kind, input=inputs, output=[name], domain="tap"
-        )
+        return self.editor.add(self.editor.name(prefix), kind, inputs, "tap")
 
     def _keep(self, node: Any) -> None:
         self.fresh.node.add().CopyFrom(node)

@@ -111,16 +111,12 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> list[int]:
         """Return the ranks that differ from ``rank`` along ``axes`` only, in order."""
-        chosen = set(axes)
-        first, fixed = self.stage(rank) * self.stage_devices, self.coordinates(rank)
+        chosen, first = set(axes), self.stage(rank) * self.stage_devices
+        fixed = {a: place for a, place in self.coordinates(rank).items() if a not in chosen}
         return [
             first + other
             for other in range(self.stage_devices)
-            if all(
-                value == fixed[axis]
-                for axis, value in self.coordinates(other).items()
-                if axis not in chosen
-            )
+            if fixed.items() <= self.coordinates(other).items()
         ]
 
     def node_groups(self, rank: int) -> dict[str, list[int]]:
@@ -177,9 +173,8 @@ class Mesh:
         for rank in ranks:
             position, coordinates = 0, self.coordinates(rank)
             for axis, size in self.sizes.items():
-                position = (
-                    position * size + (coordinates[axis] + target[axis] - origin[axis]) % size
-                )
+                place = (coordinates[axis] + target[axis] - origin[axis]) % size
+                position = position * size + place
             moved.append(self.stage(rank) * self.stage_devices + position)
         return sorted(moved)
 

@@ -157,9 +157,8 @@ class OneProcess(Engine):
             )
         self.train_step.set_train()
         ema = recipe.telechat_moe.ema
-        self.average = (
-            WeightAverage(parameters.saved_weights(self.model), ema.decay) if ema else None
-        )
+        if ema is not None:
+            self.average = WeightAverage(parameters.saved_weights(self.model), ema.decay)
         self.evaluate_cell = Evaluate(self.model)
 
     def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:

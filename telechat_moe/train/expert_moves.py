@@ -173,13 +173,11 @@ class MovingExperts:
         place, position = self.folder / f"{self.count}", f"moving experts ({self.count})"
         values: dict[str, np.ndarray] = {}
 
-        def send() -> None:
-            self._send(place, new)
+        def work(step: Callable[[], object]) -> str:
+            return self.ranks.problem(position, step)
 
-        def receive() -> None:
-            values.update(self._receive(place, new))
-
-        problem = self.ranks.problem(position, send) or self.ranks.problem(position, receive)
+        sent = work(lambda: self._send(place, new))
+        problem = sent or work(lambda: values.update(self._receive(place, new)))
         if self.ranks.leads:
             shutil.rmtree(place, ignore_errors=True)
         if problem:

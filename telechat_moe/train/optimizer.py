@@ -160,12 +160,8 @@ class SwappedAdamW(AdamW):
                 coming = self.groups[i + 1].come(ready)
                 moments += (coming,)
                 rate = ops.depend(rate, coming)  # the next ones begin to come before the update
-            scalars = (rate, epsilon, decay, clip)
-            moments = (
-                *moments[:i],
-                self.groups[i](moments[i], gradients, scalars),
-                *moments[i + 1 :],
-            )
+            leaving = self.groups[i](moments[i], gradients, (rate, epsilon, decay, clip))
+            moments = (*moments[:i], leaving, *moments[i + 1 :])
         for i in range(max(len(self.groups) - 2, 0), len(self.groups)):
             gone += (self.groups[i].go(moments[i]),)
         return ops.depend(Tensor(True), gone)

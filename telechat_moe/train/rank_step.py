@@ -25,14 +25,8 @@ from telechat_moe.sharding.placement import ModelPlacement
 from telechat_moe.sharding.recipe import shard_threshold
 from telechat_moe.sharding.shards import Region, WeightShards
 from telechat_moe.train.optimizer import AdamW
-from telechat_moe.train.step import UpdateStep, update_rules
+from telechat_moe.train.step import UpdateStep, scalar_parameter, update_rules
 from telechat_moe.train.token_weights import weights_parameter
-
-
-def _scalar(name: str, value: float = 0.0) -> Parameter:
-    return Parameter(
-        Tensor(value, ms.float32), name=name, requires_grad=False, parallel_optimizer=False
-    )
 
 
 class LossVector(nn.Cell):
@@ -140,7 +134,7 @@ class RankStep(UpdateStep):
     def __init__(self, recipe: Recipe, placed: PlacedModel, optimizer: AdamW) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
-        limits = (_scalar(name, float("inf")) for name in LIMITS)
+        limits = (scalar_parameter(name, float("inf")) for name in LIMITS)
         super().__init__(optimizer, *update_rules(recipe), *limits)
         self.weights = optimizer.params
         model, placement, config = placed.model, placed.placement, recipe.model_config
@@ -161,7 +155,7 @@ class RankStep(UpdateStep):
         self.product, self.stack = ops.Mul(), ops.Stack()
         self.sum_keep, self.sum_all = ops.ReduceSum(), ops.ReduceSum()
         self.sum_squares, self.sum_losses, self.sum_loads = (ops.AllReduce() for _ in range(3))
-        self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
+        self.rate, self.epsilon, self.decay = map(scalar_parameter, SCHEDULE)
         self._set_counters(recipe, placed, [row for row, _ in routers])
         token_shards = placement.mesh.dp * placement.mesh.cp  # devices with different tokens
         self._set_sources(model.sources, loss_share * token_shards)

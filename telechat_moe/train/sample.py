@@ -82,14 +82,8 @@ def sample_text(recipe: Recipe, model: CausalLM) -> str | None:
     section = recipe.telechat_moe.sample
     if section is None:
         return None
-    texts = continue_prompts(
-        model,
-        load_tokenizer(tokenizer_path(recipe)),
-        section.prompts,
-        section.max_new_tokens,
-        temperature=section.temperature,
-        top_k=section.top_k,
-        seed=recipe.seed,
-    )
+    tokenizer, size = load_tokenizer(tokenizer_path(recipe)), section.max_new_tokens
+    drawing = {"temperature": section.temperature, "top_k": section.top_k, "seed": recipe.seed}
+    texts = continue_prompts(model, tokenizer, section.prompts, size, **drawing)
     lines = [p + t for p, t in zip(section.prompts, texts, strict=True)]
     return "\n\n---\n\n".join(lines) + "\n"

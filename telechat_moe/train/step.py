@@ -154,6 +154,12 @@ def _main_grad(parameter: Parameter) -> Parameter:
     return Parameter(zeros, name=f"{parameter.name}.main_grad", requires_grad=False)
 
 
+def scalar_parameter(name: str, value: float = 0.0) -> Parameter:
+    """Return a number of a step that the host sets, fp32; it is not trained."""
+    number = Tensor(value, ms.float32)
+    return Parameter(number, name=name, requires_grad=False, parallel_optimizer=False)
+
+
 def update_rules(recipe: Recipe) -> tuple[float | None, float]:
     """Return ``max_grad_norm`` and ``bias_rate`` of a recipe, as :class:`UpdateStep` takes them."""
     wrapper, config = recipe.runner_wrapper, recipe.model_config
@@ -245,21 +251,14 @@ class TrainStep(UpdateStep):
     ) -> None:
         cells = [cell for _, cell in model.cells_and_names()]
         # Parameters, so that a change does not recompile the graph; AdamW's scalars come with every call.
-        limits = (
-            Parameter(Tensor(float("inf"), ms.float32), name=name, requires_grad=False)
-            for name in LIMITS
-        )
+        limits = (scalar_parameter(name, float("inf")) for name in LIMITS)
         super().__init__(optimizer, max_grad_norm, bias_rate, *limits)
         self.accumulate = None
         self.config, self.micro_batches = config, micro_batches
         self.token_weights = weights_parameter(config) if config is not None else None
         if micro_batches > 1:
             self.accumulate = Accumulate(model, optimizer.params, self.token_weights)
-            self.share = Parameter(
-                Tensor(1.0 / micro_batches, ms.float32),
-                name="micro_batch_share",
-                requires_grad=False,
-            )
+            self.share = scalar_parameter("micro_batch_share", 1.0 / micro_batches)
         else:
             self.forward_backward = ForwardBackward(model, optimizer.params, self.token_weights)
         self.norm = GlobalNorm(len(optimizer.params))

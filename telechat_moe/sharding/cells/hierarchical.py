@@ -67,10 +67,8 @@ class SendTokens(nn.Cell):
         super().__init__(auto_prefix=False)
         group = spec.across
         self.experts = spec.config.n_routed_experts // group.size
-        self.needs, self.own = (
-            NodesOfTokens(group.size, self.experts),
-            OwnExperts(group, self.experts),
-        )
+        self.needs = NodesOfTokens(group.size, self.experts)
+        self.own = OwnExperts(group, self.experts)
         self.transpose, self.reshape, self.sum = ops.Transpose(), ops.Reshape(), ops.ReduceSum()
         self.places, self.token, self.less = NonZero(), ops.FloorMod(), ops.Less()
         self.to_int, self.to_int64, self.to_float = ops.Cast(), ops.Cast(), ops.Cast()
@@ -122,11 +120,8 @@ class RoutedTokens(nn.Cell):
         group, self.nodes = spec.across, spec.across.size
         experts = spec.config.n_routed_experts // group.size
         self.needs, self.own = NodesOfTokens(group.size, experts), OwnExperts(group, experts)
-        self.plan, self.permute, self.unpermute = (
-            SortPlan(group.size + 1),
-            FusedPermute(),
-            FusedUnpermute(),
-        )
+        self.plan = SortPlan(group.size + 1)
+        self.permute, self.unpermute = FusedPermute(), FusedUnpermute()
         self.less, self.select, self.slice = ops.Less(), ops.Select(), ops.Slice()
         self.to_int, self.to_float, self.join = ops.Cast(), ops.Cast(), ops.Concat(1)
         self.split, self.add, self.sub = SplitWithSize(), ops.Add(), ops.Sub()
@@ -241,11 +236,8 @@ class RoutedNodeDispatch(NodeDispatch):
 
     def __init__(self, spec: DispatchSpec, once: bool) -> None:
         super().__init__(spec, once)
-        self.plan, self.permute, self.unpermute = (
-            SortPlan(self.experts + 1),
-            FusedPermute(),
-            FusedUnpermute(),
-        )
+        self.plan = SortPlan(self.experts + 1)
+        self.permute, self.unpermute = FusedPermute(), FusedUnpermute()
         self.cut, self.less, self.to_float, self.keep = (
             ops.Slice(),
             ops.Less(),

@@ -188,6 +188,5 @@ class EarlierParts(nn.Cell):
         B, L, _, R = key_BL1R.shape
         latent_BSC = self.latent(self.reshape(latent_TC, (B, L, -1)), part_1)
         key_BSR = self.key(self.reshape(key_BL1R, (B, L, R)), part_1)
-        return self.reshape(latent_BSC, (-1, latent_BSC.shape[2])), self.reshape(
-            key_BSR, (B, -1, 1, R)
-        )
+        latent_TC = self.reshape(latent_BSC, (-1, latent_BSC.shape[2]))
+        return latent_TC, self.reshape(key_BSR, (B, -1, 1, R))
