@@ -264,16 +264,13 @@ def _compare_checkpoints(report: Audit, timeline: StepTimeline, output: Path) ->
             checkpoint = parse_json(path.read_bytes())
             step, data = int(checkpoint["step"]), checkpoint["state"]["data"]
             sample = timeline.epochs.place_of(data["next_sample"], data["samples_per_epoch"])
-            rollbacks = [
-                rollback["to_step"] for rollback in checkpoint["state"].get("rollbacks", [])
-            ]
+            rollbacks = [r["to_step"] for r in checkpoint["state"].get("rollbacks", [])]
         except (OSError, *MALFORMED):
             report.problems.append(f"{path}: cannot be read")
             continue
         if step and step not in after:
-            report.problems.append(
-                f"step {step}: there is a checkpoint, but the log has no such step"
-            )
+            problem = f"step {step}: there is a checkpoint, but the log has no such step"
+            report.problems.append(problem)
         elif len(rollbacks) > len(report.rollbacks) and rollbacks[-1] == step:
             continue  # killed after going back and before saying so; a resume will say it
         elif step and after[step] != sample:
@@ -293,12 +290,9 @@ def _compare_metrics(report: Audit, steps: list[TimelineEntry], output: Path) ->
             record = parse_json(line)
         except ValueError:
             continue
-        if (
-            is_object(record)
-            and record.get("event") == "step"
-            and isinstance(record.get("step"), int)
-        ):
-            recorded[record["step"]] = bool(record.get("skipped"))
+        step = record.get("step") if is_object(record) and record.get("event") == "step" else None
+        if isinstance(step, int):
+            recorded[step] = bool(record.get("skipped"))
     logged = {e.step: not e.applied for e in steps if e.step is not None}
     for step in sorted(logged.keys() | recorded.keys()):
         if step not in logged:

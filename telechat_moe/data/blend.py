@@ -13,7 +13,14 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from telechat_moe.data.dataset import Dataset, GptDataset, SampleSource, check_range, hash_settings
+from telechat_moe.data.dataset import (
+    Dataset,
+    GptDataset,
+    Indices,
+    SampleSource,
+    hash_settings,
+    in_range,
+)
 from telechat_moe.data.document_packing import WholeDataset
 from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
@@ -32,17 +39,15 @@ class CombinedSource(SampleSource, Generic[Blended]):
     """Samples that are taken from several sources."""
 
     @abstractmethod
-    def by_part(
-        self, indices: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[Blended, np.ndarray, np.ndarray]]:
+    def by_part(self, indices: Indices) -> Iterator[tuple[Blended, np.ndarray, np.ndarray]]:
         """Yield the sources of samples: each with the rows that are its own and their samples there."""
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """See :meth:`SampleSource.batch`."""
         parts = ((part.batch(within), rows) for part, rows, within in self.by_part(indices))
         return put_together(len(indices), parts)
 
-    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def visible_pairs(self, indices: Indices) -> np.ndarray:
         """See :meth:`SampleSource.visible_pairs`."""
         pairs_B = np.empty(len(indices), np.int64)
         for part, rows, within in self.by_part(indices):
@@ -66,12 +71,9 @@ class Blend(CombinedSource[Blended], Dataset):
         """Return the number of samples."""
         return len(self.chosen)
 
-    def by_part(
-        self, indices: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[Blended, np.ndarray, np.ndarray]]:
+    def by_part(self, indices: Indices) -> Iterator[tuple[Blended, np.ndarray, np.ndarray]]:
         """See :meth:`CombinedSource.by_part`."""
-        samples = np.asarray(indices, dtype=np.int64)
-        check_range(samples, len(self))
+        samples = in_range(indices, len(self))
         chosen, within = self.chosen[samples], samples
         if len(self.datasets) > 1:
             within = self.within[samples]
@@ -85,7 +87,7 @@ class Blend(CombinedSource[Blended], Dataset):
             return np.arange(len(self))
         return self.within[self.chosen == number]
 
-    def counts(self, indices: Sequence[int] | np.ndarray) -> list[int]:
+    def counts(self, indices: Indices) -> list[int]:
         """Return how many of these samples are of each dataset."""
         return np.bincount(self.chosen[indices], minlength=len(self.datasets)).tolist()
 
@@ -165,13 +167,8 @@ class BlendedDataset(Blend[Samples]):
 
     def fingerprint(self) -> str:
         """Return a hash of the datasets, their weights and the size."""
-        return hash_settings(
-            {
-                "datasets": [dataset.fingerprint() for dataset in self.datasets],
-                "weights": self.weights,
-                "size": len(self),
-            }
-        )
+        prints = [dataset.fingerprint() for dataset in self.datasets]
+        return hash_settings({"datasets": prints, "weights": self.weights, "size": len(self)})
 
 
 def open_blend(

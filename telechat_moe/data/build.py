@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.data.conversations import STORED, ChatFormat, FieldCheck, notes
-from telechat_moe.data.corpus import Corpus, open_corpus
+from telechat_moe.data.corpus import Corpus, Document, open_corpus
 from telechat_moe.data.indexed import (
     IndexedDataset,
     bin_path,
@@ -193,14 +193,11 @@ class _Job:
             self._refuse_foreign_files(force)
             return None
         inputs = manifest["inputs"]
-        keys = {*self.inputs, *inputs}
-        differing = sorted(key for key in keys if inputs.get(key) != self.inputs.get(key))
-        if differing:
+        keys = sorted({*self.inputs, *inputs})
+        if differing := [k for k in keys if inputs.get(k) != self.inputs.get(k)]:
             if force:
                 return None
-            lines = (
-                f"{key}: {inputs.get(key)} there, {self.inputs.get(key)} now" for key in differing
-            )
+            lines = [f"{k}: {inputs.get(k)} there, {self.inputs.get(k)} now" for k in differing]
             raise UsageError(
                 f"{self.out} holds a dataset made from other inputs ({'; '.join(lines)}); "
                 "give --force to replace it, or another --out"
@@ -282,9 +279,7 @@ class _Job:
         self, tokenizer: Tokenizer, dtype: np.dtype[Any], shard_of: np.ndarray, finished: set[int]
     ) -> None:
         """Write the shards that are not done."""
-        texts: list[str] = []
-        names: list[str] = []
-        last = len(shard_of) - 1
+        waiting, last = list[Document](), len(shard_of) - 1
         for ordinal, document in enumerate(self.corpus.documents()):
             data = document.text.encode()
             if ordinal > last or hash64(data) != self.scan.hashes[ordinal]:
@@ -293,26 +288,24 @@ class _Job:
                 )
             shard = int(shard_of[ordinal])
             if shard not in finished:
-                texts.append(document.text)
-                names.append(document.name)
+                waiting.append(document)
                 if ordinal == last or shard_of[ordinal + 1] != shard:
-                    first = ordinal + 1 - len(texts)
-                    valid = self.valid[first : ordinal + 1]
-                    self._write_shard(shard, tokenizer, names, texts, valid, dtype)
-                    texts, names = [], []
+                    valid = self.valid[ordinal + 1 - len(waiting) : ordinal + 1]
+                    self._write_shard(shard, tokenizer, waiting, valid, dtype)
+                    waiting = []
             self.progress("tokenising documents", ordinal + 1, len(shard_of))
 
     def _write_shard(
         self,
         shard: int,
         tokenizer: Tokenizer,
-        names: list[str],
-        texts: list[str],
+        read: list[Document],
         valid: np.ndarray,
         dtype: np.dtype[Any],
     ) -> None:
         """Write a shard's documents, then the mark that says that it is done."""
         mark: dict[str, Any] = {}
+        names, texts = [d.name for d in read], [d.text for d in read]
         if self.chat is None:
             documents = tokenizer.encode_documents(texts)
         else:

@@ -476,14 +476,13 @@ class Conversation:
             ):
                 if self._with(number, number + 1, **{name: None}) == self.write(number + 1):
                     raise self._lost(number, f"leaves out its {name!r}; remove it")
-        for name, value in self.variables.items():
-            if isinstance(value, (list, dict)):
-                others = {key: other for key, other in self.variables.items() if key != name}
-                if self._try(self.messages, others) == self.text:
-                    raise BadInputError(
-                        f"{self.name}: the chat template leaves out its {name!r}; remove it, or name it in "
-                        "telechat_moe.conversations.ignore_fields"
-                    )
+        for name in [n for n, value in self.variables.items() if isinstance(value, list | dict)]:
+            others = {key: other for key, other in self.variables.items() if key != name}
+            if self._try(self.messages, others) == self.text:
+                raise BadInputError(
+                    f"{self.name}: the chat template leaves out its {name!r}; remove it, or name it in "
+                    "telechat_moe.conversations.ignore_fields"
+                )
 
     def _lost(self, number: int, fault: str) -> BadInputError:
         return BadInputError(

@@ -89,17 +89,14 @@ def conversation_text(
         content = _content(f"{location}: message {number}", message.get("content"))
         for name, text in (("role", message.get("role")), ("content", content)):
             if not isinstance(text, str) and not (name == "content" and text is None and further):
-                hint = "; ShareGPT's from and value are role and content here" * (
-                    "value" in message
-                )
+                hint = "; ShareGPT's from and value are role and content here"
+                hint *= "value" in message
                 raise BadInputError(
                     f"{location}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
                     f"{', '.join(map(repr, message)) or 'none'}); expected text{hint}"
                 )
-        extra = {name: fields[name] for name in fields.keys() - {"role", "content"}}
-        messages.append(
-            {"content": content, "role": message["role"], **dict(sorted(extra.items()))}
-        )
+        extra = {name: fields[name] for name in sorted(fields.keys() - {"role", "content"})}
+        messages.append({"content": content, "role": message["role"], **extra})
     others = _filled({k: v for k, v in line.items() if k != key}, ignored)
     text = json.dumps({"messages": messages, **others} if others else messages, ensure_ascii=False)
     try:
@@ -399,10 +396,8 @@ def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
     elif config.is_file():
         template = read_object(config).get("chat_template")
     if isinstance(template, list):  # several with names
-        default = (
-            t.get("template") for t in template if is_object(t) and t.get("name") == "default"
-        )
-        template = next(default, None)
+        named = (t for t in template if is_object(t) and t.get("name") == "default")
+        template = next(named, {}).get("template")
     if not isinstance(template, str):
         raise BadInputError(
             f"{folder}: no chat_template.jinja and no chat_template in tokenizer_config.json; add one, or say in "

@@ -179,9 +179,8 @@ class Corpus:
     def warn_skipped(self) -> None:
         """Log how many files of folders were skipped, and the first of them."""
         if self.skipped:
-            some = ", ".join(
-                f"{name} ({reason})" for name, reason in list(self.skipped.items())[:3]
-            )
+            first = list(self.skipped.items())[:3]
+            some = ", ".join(f"{name} ({reason})" for name, reason in first)
             ellipsis = ", ..." if len(self.skipped) > 3 else ""
             logger.warning(
                 "skipped %d file(s) that are not text: %s%s", len(self.skipped), some, ellipsis
@@ -210,13 +209,9 @@ def open_corpus(
     Raises:
         BadInputError: If a path does not exist, no file is found, or a file is to be in both.
     """
-    how: dict[str, Any] = {
-        "extensions": extensions,
-        "text_key": text_key,
-        "conversations": conversations,
-        "ignored": ignored,
-    }
     if valid:
+        how: dict[str, Any] = {"extensions": extensions, "text_key": text_key}
+        how |= {"conversations": conversations, "ignored": ignored}
         return _both(open_corpus(paths, **how), open_corpus(valid, **how))
     paths = [path for path in paths if os.fspath(path)]
     if not paths:
@@ -265,12 +260,8 @@ def _both(train: Corpus, valid: Corpus) -> Corpus:
 def default_corpus() -> Corpus:
     """Return the corpus of the Python standard library's sources, without tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = PACKAGE_FOLDERS | TABLE_FOLDERS | TEST_FOLDERS
-    files = [
-        source
-        for source in _list(root, (".py",), left_out)
-        if not source.path.name.startswith("_sysconfigdata")
-    ]
+    files = _list(root, (".py",), PACKAGE_FOLDERS | TABLE_FOLDERS | TEST_FOLDERS)
+    files = [source for source in files if not source.path.name.startswith("_sysconfigdata")]
     if not files:
         raise BadInputError(
             f"{root}: the sources of Python's standard library are not installed; give --corpus"
@@ -286,9 +277,7 @@ def _list(
         return [SourceFile(root, root.name, explicit=True)]
     files: list[tuple[tuple[str, ...], Path]] = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if not name.startswith(".") and name not in left_out
-        ]
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and n not in left_out]
         for name in names:
             path = Path(folder, name)
             matches = endings is None or _plain_name(name)[0].endswith(endings)

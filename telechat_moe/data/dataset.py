@@ -24,6 +24,7 @@ from telechat_moe.data.sample import Batch, SampleOptions, collate
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import Progress
 
+Indices = Sequence[int] | np.ndarray
 FEW_PIECES = 16
 """Up to this many documents are copied one by one; of more, all tokens at once."""
 
@@ -32,7 +33,7 @@ class SampleSource(ABC):
     """Samples that can be taken by number."""
 
     @abstractmethod
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """Return samples stacked along a first axis B.
 
         Raises:
@@ -41,7 +42,7 @@ class SampleSource(ABC):
         """
 
     @abstractmethod
-    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def visible_pairs(self, indices: Indices) -> np.ndarray:
         """Return the pairs of tokens of which one sees the other within documents, int64 ``[B]``."""
 
     @abstractmethod
@@ -84,10 +85,8 @@ class PackedDataset(Dataset):
 
     def fingerprint(self) -> str:
         """Return a hash of the index file and of all settings that decide the samples."""
-        options = asdict(self.options) | {"vocab_size": None}
-        return hash_settings(
-            {"index": self.source.fingerprint(), **self.settings, "options": options}
-        )
+        about = {"options": asdict(self.options) | {"vocab_size": None}}
+        return hash_settings({"index": self.source.fingerprint(), **self.settings, **about})
 
 
 class GptDataset(PackedDataset):
@@ -137,18 +136,17 @@ class GptDataset(PackedDataset):
         """Return the number of samples."""
         return len(self.indices.samples) - 1
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """See :meth:`SampleSource.batch`."""
         return collate(self.windows(indices), self.seq_length, self.options)
 
-    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def visible_pairs(self, indices: Indices) -> np.ndarray:
         """See :meth:`SampleSource.visible_pairs`."""
         return visible_pairs(self.windows(indices)[:, : self.seq_length], self.options.eod)
 
-    def windows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def windows(self, indices: Indices) -> np.ndarray:
         """Return the bare tokens of samples, int32 ``[B, S + 1]`` (``[B, S]`` without the extra)."""
-        samples = np.asarray(indices, dtype=np.int64)
-        check_range(samples, len(self))
+        samples = in_range(indices, len(self))
         extra = int(self.options.add_extra_token_to_sequence)
         width = self.seq_length + extra
         window = np.full((len(samples), width), self.options.pad, dtype=np.int32)
@@ -170,9 +168,7 @@ def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np
     """Copy ranges of ``tokens`` one after another to the front of ``out``."""
     ends = np.cumsum(lengths)
     if len(lengths) <= FEW_PIECES:
-        for start, length, end in zip(
-            starts.tolist(), lengths.tolist(), ends.tolist(), strict=True
-        ):
+        for start, length, end in np.stack([starts, lengths, ends], 1).tolist():
             out[end - length : end] = tokens[start : start + length]
         return
     # The j-th token is at j plus a shift that is constant within each range.
@@ -199,11 +195,13 @@ def check_vocabulary(
         )
 
 
-def check_range(samples: np.ndarray, count: int) -> None:
-    """Raise IndexError if an index is outside [0, count)."""
+def in_range(indices: Indices, count: int) -> np.ndarray:
+    """Return indices as int64; raise IndexError if one is outside [0, count)."""
+    samples = np.asarray(indices, dtype=np.int64)
     outside = samples[(samples < 0) | (samples >= count)]
     if outside.size:
         raise IndexError(f"sample {outside[0]} of {count}")
+    return samples
 
 
 def hash_settings(value: dict[str, Any]) -> str:

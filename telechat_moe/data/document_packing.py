@@ -9,12 +9,11 @@ Modeling". Theirs sorts all documents by length first; here they come as shuffle
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
 import numpy as np
 
 from telechat_moe.data.conversations import bare
-from telechat_moe.data.dataset import PackedDataset, check_range, check_vocabulary
+from telechat_moe.data.dataset import Indices, PackedDataset, check_vocabulary, in_range
 from telechat_moe.data.index import open_arrays
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.pack import Allocate
@@ -193,10 +192,9 @@ class WholeDataset(PackedDataset):
         left = self.source.sequence_lengths[document] - begin
         return np.stack([document, begin, np.minimum(left, self.seq_length)], axis=1)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """See :meth:`SampleSource.batch`."""
-        samples = np.asarray(indices, dtype=np.int64)
-        check_range(samples, len(self))
+        samples = in_range(indices, len(self))
         S = self.seq_length
         filler = ~max(self.options.pad, 0)  # as a token of a conversation that is not learned
         stored = np.full((len(samples), S + 1), filler, np.int32)
@@ -234,10 +232,9 @@ class WholeDataset(PackedDataset):
             problems.append(f"{prefix}: {long} sample(s) hold more than {self.seq_length} tokens")
         return problems
 
-    def visible_pairs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def visible_pairs(self, indices: Indices) -> np.ndarray:
         """See :meth:`SampleSource.visible_pairs`."""
-        samples = np.asarray(indices, dtype=np.int64)
-        check_range(samples, len(self))
+        samples = in_range(indices, len(self))
         pairs_B = np.empty(len(samples), np.int64)
         for row, sample in enumerate(samples.tolist()):
             length = self.pieces(sample)[:, 2]

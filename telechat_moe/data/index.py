@@ -109,9 +109,9 @@ def open_arrays(
 
 def _allocate_in(folder: Path) -> Allocate:
     def allocate(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        path = folder / f"{name}.npy"
-        array = np.lib.format.open_memmap(path, "w+", dtype, shape)
-        return array.view(np.ndarray)
+        return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape).view(
+            np.ndarray
+        )
 
     return allocate
 
@@ -138,9 +138,7 @@ def _read(folder: Path) -> IndexArrays | None:
         if not all((folder / file).stat().st_size == size for file, size in sizes.items()):
             logger.warning("%s: not whole; building it again", folder)
             return None
-        return {
-            Path(file).stem: np.load(folder / file, mmap_mode="r").view(np.ndarray)
-            for file in sizes
-        }
+        opened = {file: np.load(folder / file, mmap_mode="r") for file in sizes}
+        return {Path(file).stem: array.view(np.ndarray) for file, array in opened.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.data.blend import Blend, CombinedSource, first_of, lay_out, normalised
-from telechat_moe.data.dataset import GptDataset, hash_settings
+from telechat_moe.data.dataset import GptDataset, Indices, hash_settings
 from telechat_moe.data.indexed import IndexedDataset
 from telechat_moe.data.sample import SampleOptions
 from telechat_moe.errors import BadInputError
@@ -60,9 +60,7 @@ class Passes(CombinedSource[GptDataset]):
         self._open.move_to_end(number)
         return self._open[number]
 
-    def by_part(
-        self, indices: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[GptDataset, np.ndarray, np.ndarray]]:
+    def by_part(self, indices: Indices) -> Iterator[tuple[GptDataset, np.ndarray, np.ndarray]]:
         """See :meth:`CombinedSource.by_part`; the parts are the passes."""
         numbers, within = np.divmod(indices, self.samples_per_pass)
         for number in np.unique(numbers).tolist():

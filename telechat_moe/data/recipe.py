@@ -49,13 +49,7 @@ def open_recipe(
 
 
 class ValidSource(NamedTuple):
-    """One source of validation data.
-
-    Attributes:
-        prefix: As in the recipe.
-        share: Weight of its loss in that of all; all shares sum to 1.
-        dataset: Its samples, one epoch.
-    """
+    """One source of validation data, an epoch; all shares, the weights of the sources' losses, sum to 1."""
 
     prefix: str
     share: float

@@ -207,9 +207,7 @@ class Subscriber:
         """
         while True:
             if self._holds:
-                with suppress(
-                    OSError
-                ):  # the reader ended, and what it gave before can still be read
+                with suppress(OSError):  # it ended, and what it gave before can still be read
                     self._socket.sendall(b".")
             message = self._next_line()
             self._holds = True
@@ -253,13 +251,8 @@ class SharedLoader(Loader):
     ) -> None:
         super().__init__(dataset, batch_size, **settings)
         self._publisher = publisher
-        publisher.begin(
-            {
-                "samples_per_epoch": self._epochs.size,
-                "dataset": self.fingerprint(),
-                "past": self.past(len(dataset)),
-            }
-        )
+        about = {"dataset": self.fingerprint(), "past": self.past(len(dataset))}
+        publisher.begin({"samples_per_epoch": self._epochs.size, **about})
 
     def _prepare(self, step: int, start: int) -> tuple[Batch, np.ndarray | None]:
         batch, order = super()._prepare(step, start)

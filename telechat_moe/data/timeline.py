@@ -166,20 +166,17 @@ class StepTimeline:
 
     def start(self, line: int, event: dict[str, Any]) -> None:
         """Take note of a process that begins at a checkpoint, which undoes later steps."""
-        begun = LoggedStart(
-            line, int(event["step"]), str(event["layout"]), mixture=event.get("mixture")
-        )
-        self.audit.starts.append(begun)
         step, rollbacks = int(event["step"]), list(event["rollbacks"])
+        begun = LoggedStart(line, step, str(event["layout"]), mixture=event.get("mixture"))
+        self.audit.starts.append(begun)
         self._count_epochs(line, event)
         place = self._place_of(event["next_sample"])
         if event.get("continues") and not self.entries:
             self.before = step
             if not event.get("new_data"):
                 self.entries.append(TimelineEntry(0, place, -1))
-        self._undo(
-            lambda e: self._rollbacks() > len(rollbacks) if e.step is None else e.step > step
-        )
+        count = len(rollbacks)
+        self._undo(lambda e: self._rollbacks() > count if e.step is None else e.step > step)
         self._choose_span(line, event)
         # Killed between the checkpoint that a rollback writes and its line in the log.
         for rollback in rollbacks[self._rollbacks() :]:
@@ -237,10 +234,10 @@ class StepTimeline:
             self.problems.append(f"step {step}: a second time in line {line}")
             return
         lost = range(self.last_step + 1, step)
+        names = [f"step {n}" for n in lost]
         if len(lost) > _MANY:
-            self.problems.append(f"steps {lost[0]} to {lost[-1]}: missing before line {line}")
-        else:
-            self.problems += [f"step {missing}: missing before line {line}" for missing in lost]
+            names = [f"steps {lost[0]} to {lost[-1]}"]
+        self.problems += [f"{name}: missing before line {line}" for name in names]
         longer = self.epochs.size - self.logged.size
         parts = [
             (a + epoch * longer, b + epoch * longer)
@@ -263,12 +260,9 @@ class StepTimeline:
 
     def _place(self, subject: str, first: int) -> None:
         if first not in (self.end, self.epochs.begin(self.end)):
-            how = (
-                f"{first - self.end} are lost"
-                if first > self.end
-                else f"{self.end - first} come twice"
-            )
-            self.problems.append(f"{subject} begins at sample {first}, {self.end} is next: {how}")
+            how = "are lost" if first > self.end else "come twice"
+            text = f"begins at sample {first}, {self.end} is next: {abs(first - self.end)} {how}"
+            self.problems.append(f"{subject} {text}")
             if not self.entries or self.entries[-1].end != first:
                 self.entries.append(TimelineEntry(first, first, -1, span=self.span))
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,13 @@ class Tokenizer:
             piece_characters: Longer texts are encoded in pieces (in parallel and with less memory)
                 where that cannot change the result.
         """
-        pieces: list[str] = []
-        counts: list[int] = []
-        for text in texts:
-            split = list(self._split(text, piece_characters))
-            pieces += split
-            counts.append(len(split))
+        split = [list(self._split(text, piece_characters)) for text in texts]
+        pieces = list(chain.from_iterable(split))
         encoded = iter(self._backend.encode_batch_fast(pieces, add_special_tokens=False))
         end = np.array([self.eod], dtype=np.int32)
         return [
-            np.concatenate([*(np.array(next(encoded).ids, dtype=np.int32) for _ in range(n)), end])
-            for n in counts
+            np.concatenate([*(np.array(next(encoded).ids, dtype=np.int32) for _ in text), end])
+            for text in split
         ]
 
     def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
