@@ -39,27 +39,22 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 def publish(hidden: Path, path: Path) -> None:
     """Force a hidden folder to the disk and give it its name; one of that name is replaced."""
-    root = path.parent
+    replaced = path.with_name(f".replaced-{path.name}")
     sync_folder(hidden)
-    if path.exists():
-        replaced = root / f".replaced-{path.name}"
+    if replaces := path.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
-        hidden.rename(path)
-        sync_folder(root)
+    hidden.rename(path)
+    sync_folder(path.parent)
+    if replaces:
         shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        hidden.rename(path)
-        sync_folder(root)
 
 
 @contextmanager
 def locked(root: Path) -> Iterator[bool]:
     """Hold the lock of ROOT; yields False where the file system has no locks."""
     with (root / ".lock").open("a+b") as file:
-        supported = True
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        waiting = False
+        supported, waiting, deadline = True, False, time.monotonic() + _LOCK_PATIENCE_S
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,8 +166,6 @@ def list_checkpoints(root: str | Path) -> list[Path]:
     except OSError as error:
         raise BadInputError(f"cannot list the checkpoints in {root}: {error.strerror}") from error
     # A replacement that was killed between its two renames left the old one under a hidden name.
-    visible = {p for p in folders if not p.name.startswith(".")}
-    hidden = {
-        p for p in folders - visible if root / p.name.removeprefix(".replaced-") not in visible
-    }
-    return sorted(visible | hidden, key=step_of, reverse=True)
+    hidden = {p for p in folders if p.name.startswith(".")}
+    twice = {p for p in hidden if root / p.name.removeprefix(".replaced-") in folders}
+    return sorted(folders - twice, key=step_of, reverse=True)

@@ -6,8 +6,8 @@ differ: a layout that lets replicas drift apart is wrong, however good the loss 
 
 import hashlib
 import json
-import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from telechat_moe.checkpoint.manifest import Region, slices
 from telechat_moe.graph.execute import Job
 from telechat_moe.graph.parameter_layout import shard_slices
 from telechat_moe.processes import Control
-from telechat_moe.sharding.shards import group_of
+from telechat_moe.sharding.shards import elements, group_of
 
 T = TypeVar("T")
 
@@ -50,34 +50,26 @@ class ShardOwners:
                     self.shapes[name] = tuple(int(n) for n in entry.shape)
                     self.holders.setdefault((name, shard), []).append(rank)
             self.regions.append(regions)
-        self.owner = balance({piece: (_size(piece[1]), r) for piece, r in self.holders.items()})
+        self.owner = balance({piece: (elements(piece[1]), r) for piece, r in self.holders.items()})
 
     def shard(self, rank: int, name: str, data: np.ndarray) -> TensorShard:
         """Return a rank's shard of a tensor for a checkpoint."""
         bounds = self.regions[rank][name]
-        writes = self.owner[name, bounds] == rank
-        return TensorShard(
-            data, self.shapes[name], bounds, writes, len(self.holders[name, bounds]) > 1
-        )
+        writes, shared = self.owner[name, bounds] == rank, len(self.holders[name, bounds]) > 1
+        return TensorShard(data, self.shapes[name], bounds, writes, shared)
 
 
 def balance(
     pieces: Mapping[tuple[str, Region], tuple[int, list[int]]],
 ) -> dict[tuple[str, Region], int]:
     """Return which holder writes each shard, so that all write about as many bytes; equal on every rank."""
-    written: dict[int, int] = {}
-    owner: dict[tuple[str, Region], int] = {}
+    written, owner = Counter[int](), dict[tuple[str, Region], int]()
     # Shards with one holder first: those with several then even out what each rank writes.
-    for piece, (size, holders) in sorted(
-        pieces.items(), key=lambda p: (len(p[1][1]) > 1, -p[1][0], p[0])
-    ):
-        owner[piece] = min(holders, key=lambda rank: (written.get(rank, 0), rank))
-        written[owner[piece]] = written.get(owner[piece], 0) + size
+    order = sorted(pieces.items(), key=lambda p: (len(p[1][1]) > 1, -p[1][0], p[0]))
+    for piece, (size, holders) in order:
+        owner[piece] = min(holders, key=lambda rank: (written[rank], rank))
+        written[owner[piece]] += size
     return owner
-
-
-def _size(region: Region) -> int:
-    return math.prod(end - begin for begin, end in region)
 
 
 class ShardExchange:

@@ -23,7 +23,7 @@ from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.shards import EMA, Region, WeightShards, weight_of
+from telechat_moe.sharding.shards import EMA, Region, WeightShards, elements, weight_of
 from telechat_moe.tensor_files import Array, dtype_name, file_of, parse
 
 FILE = "pieces.json"
@@ -103,7 +103,7 @@ def merge(source: Path, root: Path) -> Path:
         problems = [
             f"{name}: the shards do not cover it"
             for name, entry in content["tensors"].items()
-            if sum(map(_size, digests[name])) != math.prod(entry["shape"])
+            if sum(map(elements, digests[name])) != math.prod(entry["shape"])
         ]
     _refuse(source, problems)
     groups: dict[str, dict[str, Array]] = {}
@@ -212,9 +212,8 @@ def _put(
     if entry is None:
         return f"{name} is not in {FILE}"
     shape, lengths = entry["shape"], [end - begin for begin, end in region]
-    inside = len(region) == len(shape) and all(
-        0 <= a <= b <= n for (a, b), n in zip(region, shape, strict=True)
-    )
+    ends = zip(region, shape, strict=False)
+    inside = len(region) == len(shape) and all(0 <= a <= b <= n for (a, b), n in ends)
     if not inside or list(shard.shape) != lengths:
         return f"{name} is {list(shard.shape)} at {region}, the whole tensor is {shape}"
     digest = hashlib.blake2b(np.ascontiguousarray(shard).tobytes()).hexdigest()
@@ -226,10 +225,6 @@ def _put(
     digests[name][region] = digest
     tensors[name][manifest.slices(region)] = shard
     return None
-
-
-def _size(region: Region) -> int:
-    return math.prod(b - a for a, b in region)
 
 
 def _refuse_existing(path: Path) -> None:

@@ -277,7 +277,6 @@ def read_weights(
         if tensor.group == group:
             first, nbytes = tensor.shards[0][0], sum(part.nbytes for part, _ in tensor.shards)
             about = first.file, first.dtype, tensor.shape, first.start, nbytes
-            entries[name] = (
-                first if len(tensor.shards) == 1 else ShardedEntry(*about, tensor.shards)
-            )
+            single = len(tensor.shards) == 1
+            entries[name] = first if single else ShardedEntry(*about, tensor.shards)
     return entries

@@ -30,6 +30,11 @@ def weight_of(name: str) -> str:
     return weight if prefix in (*MOMENTS, EMA) else name
 
 
+def elements(region: Region) -> int:
+    """Return how many elements a region has."""
+    return math.prod(end - begin for begin, end in region)
+
+
 def group_of(name: str) -> str:
     """Return the group of a checkpoint that a tensor is in."""
     prefix = name.partition(".")[0]
@@ -119,18 +124,18 @@ class WeightShards:
         used = {axis for cut in axes for axis in cut}
         copies = self.mesh.group(rank, [a for a in self.mesh.sizes if a not in used])
         parts = self.sharers or len(copies)
-        if len(copies) % parts == 0 and self._split(name, bounds, itemsize, parts):
+        if len(copies) % parts == 0 and self._split(name, tuple(bounds), itemsize, parts):
             rows = (bounds[0][1] - bounds[0][0]) // parts
             start = bounds[0][0] + copies.index(rank) % parts * rows
             bounds[0] = (start, start + rows)
         return tuple(bounds)
 
-    def _split(self, name: str, shard: Sequence[tuple[int, int]], itemsize: int, by: int) -> bool:
+    def _split(self, name: str, shard: Region, itemsize: int, by: int) -> bool:
         """Return whether the copies of a weight split it among them."""
         if self.threshold is None or by == 1 or not self.weights[name].trained:
             return False
-        lengths = [end - begin for begin, end in shard]
-        return lengths[0] % by == 0 and math.prod(lengths) * itemsize >= self.threshold
+        begin, end = shard[0]
+        return (end - begin) % by == 0 and elements(shard) * itemsize >= self.threshold
 
     @cached_property
     def names(self) -> list[str]:

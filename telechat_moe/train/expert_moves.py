@@ -243,18 +243,12 @@ def _records(
     changes: list[ExpertMove], proposal: Proposal, expert_bytes: float
 ) -> list[dict[str, Any]]:
     """Return what was moved in each layer; `bytes` counts what goes to another device."""
+    numbers = {"gain_s": proposal.gain_s, "cost_s": proposal.cost_s}
+    numbers |= {"load_before": proposal.before, "load_after": proposal.after}
     records: list[dict[str, Any]] = []
     for layer in sorted({move.layer for move in changes}):
         travels = [m for m in changes if m.layer == layer and m.source_device != m.target_device]
-        records.append(
-            {
-                "layer": layer,
-                "experts": [move.expert for move in travels],
-                "bytes": round(len(travels) * expert_bytes),
-                "gain_s": float(proposal.gain_s[layer]),
-                "cost_s": float(proposal.cost_s[layer]),
-                "load_before": float(proposal.before[layer]),
-                "load_after": float(proposal.after[layer]),
-            }
-        )
+        size, experts = round(len(travels) * expert_bytes), [move.expert for move in travels]
+        predicted = {name: float(value_L[layer]) for name, value_L in numbers.items()}
+        records.append({"layer": layer, "experts": experts, "bytes": size, **predicted})
     return records

@@ -202,11 +202,9 @@ class Loop:
 
     def roll_back(self, spike: SkippedStep) -> bool:
         """Go back before a spike; False if there is no checkpoint to go back to."""
-        record = self.state.roll_back(spike)
-        if record is None:
-            self.monitor.message(
-                f"no checkpoint before step {spike.step} to go back to; it is skipped"
-            )
+        if (record := self.state.roll_back(spike)) is None:
+            line = f"no checkpoint before step {spike.step} to go back to; it is skipped"
+            self.monitor.message(line)
             return False
         self.saved_step = record["to_step"]
         self.loads.clear()
@@ -349,8 +347,7 @@ def _balance(output: StepOutput) -> tuple[list[float], float | None]:
     load_LE = output.load_LE
     if load_LE.ndim != 2 or not load_LE.sum():
         return [], 0.0
-    by_layer = load_LE.max(1) / load_LE.mean(1)
+    by_layer = [round(float(x), 4) for x in load_LE.max(1) / load_LE.mean(1)]
     if output.dropped is None:
-        return [round(float(x), 4) for x in by_layer], None
-    dropped = float(output.dropped[0]) / float(load_LE.sum())
-    return [round(float(x), 4) for x in by_layer], dropped
+        return by_layer, None
+    return by_layer, float(output.dropped[0]) / float(load_LE.sum())

@@ -170,14 +170,10 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[s
     if evaluations:
         step, value = _column(evaluations, "step"), _column(evaluations, "loss")
         axes.plot(step, value, "o-", color=_VERMILION, linewidth=1.2, label="validation")
+        look: dict[str, Any] = {"textcoords": "offset points", "color": _VERMILION}
+        place = step[-1], value[-1]
         axes.annotate(
-            f"{value[-1]:.2f}",
-            (step[-1], value[-1]),
-            xytext=(3, 9),
-            textcoords="offset points",
-            ha="right",
-            color=_VERMILION,
-            fontweight="bold",
+            f"{value[-1]:.2f}", place, xytext=(3, 9), ha="right", fontweight="bold", **look
         )
     bad = x[np.isnan(loss)]
     if len(bad):
@@ -196,15 +192,9 @@ def _draw_load(axes: Axes, steps: list[dict[str, Any]]) -> None:
     if all(layers) and len({len(row) for row in layers if row}) == 1:
         table = np.array(layers, np.float64)
         if table.shape[1] > 1:
-            axes.fill_between(
-                x,
-                smooth(table.min(axis=1)),
-                smooth(table.max(axis=1)),
-                color=_GREEN,
-                alpha=0.22,
-                linewidth=0,
-                label=f"spread over {table.shape[1]} MoE layers",
-            )
+            low, high = smooth(table.min(axis=1)), smooth(table.max(axis=1))
+            label = f"spread over {table.shape[1]} MoE layers"
+            axes.fill_between(x, low, high, color=_GREEN, alpha=0.22, linewidth=0, label=label)
     axes.plot(x, load, color=_GREEN, alpha=0.3, linewidth=0.8)
     axes.plot(x, smooth(load), color=_GREEN, linewidth=2.0, label="worst layer")
     axes.axhline(1.0, color=_GREY, linestyle="--", linewidth=1.0, label="perfect balance")
@@ -231,10 +221,7 @@ def _summary(steps: list[dict[str, Any]]) -> str:
     tokens = float(np.nansum(_column(steps, "tokens")))
     speed = float(np.nanmedian(_column(steps, "tokens_per_second")))
     minutes = float(np.nansum(_column(steps, "seconds"))) / 60
-    text = (
-        f"{tokens / 1e6:.2f} million tokens in {minutes:.1f} minutes of steps, "
-        f"median {speed:,.0f} tokens/s"
-    )
+    text = f"{tokens / 1e6:.2f} million tokens in {minutes:.1f} minutes of steps, median {speed:,.0f} tokens/s"
     skipped = sum(bool(r.get("skipped")) for r in steps)
     return f"{text}, {skipped} skipped" if skipped else text
 

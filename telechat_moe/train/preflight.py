@@ -4,7 +4,6 @@
 here imports mindspore, and of large files only headers, indices, sizes and the beginnings of some documents are read.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +34,7 @@ from telechat_moe.recipe.hugging_face import OtherModelError
 from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.swap import require_pool
 from telechat_moe.sharding.recipe import mesh_of
-from telechat_moe.sharding.shards import WeightShards
+from telechat_moe.sharding.shards import WeightShards, elements
 from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
 from telechat_moe.train.start import RunStart, exists, folder_of, misfits, start_of
 from telechat_moe.units import size_text
@@ -163,8 +162,7 @@ def _pool(recipe: Recipe) -> None:
     shards, sizes = WeightShards.of(recipe), dict[int, int]()
     for rank in range(recipe.devices):
         regions = [shards.shard(rank, w.name) for w in shards.weights.values() if w.trained]
-        counts = [math.prod(end - begin for begin, end in x) for x in regions if x is not None]
-        sizes[rank] = sum(2 * room(4 * count) for count in counts)
+        sizes[rank] = sum(2 * room(4 * elements(x)) for x in regions if x is not None)
     rank = max(sizes, key=sizes.__getitem__)
     require_pool(recipe, sizes[rank], f"rank {rank}" if recipe.devices > 1 else "this process")
 
@@ -180,10 +178,7 @@ def _library(recipe: Recipe) -> Iterator[Problem]:
     dtype, stages = recipe.model_config.compute_dtype, recipe.parallel_config.pipeline_stage
     chosen = {"default": operators.default} | operators.backends()
     needs: dict[str, tuple[object, bool]] = {
-        **{
-            f"telechat_moe.operators.{name}": (backend, backend == "fused")
-            for name, backend in chosen.items()
-        },
+        **{f"telechat_moe.operators.{n}": (b, b == "fused") for n, b in chosen.items()},
         "model.model_config.compute_dtype": (dtype, dtype in ("bfloat16", "bf16")),
         "telechat_moe.sharding.dispatcher": (exchange, exchange == "alltoallv"),
         "parallel_config.pipeline_stage": (stages, stages > 1),
@@ -213,10 +208,8 @@ def _folders(recipe: Recipe) -> Iterator[Problem]:
             yield recipe.problem("telechat_moe.swap.pool_folder", finding, "one, or remove the key")
     model = recipe.pretrained_model_dir
     if model and not exists(Path(model) / "config.json"):
-        finding = f"{model}: no config.json there"
-        yield recipe.problem(
-            "pretrained_model_dir", finding, "the Hugging Face folder of the model"
-        )
+        finding, expected = f"{model}: no config.json there", "the Hugging Face folder of the model"
+        yield recipe.problem("pretrained_model_dir", finding, expected)
 
 
 class Preflight:
@@ -403,6 +396,7 @@ class Preflight:
         self, prefix: Path, built: Mapping[str, Any], chat: ChatFormat, too_long: int
     ) -> None:
         now, names = chat.identity(), ["loss_roles", "ignore_fields"]
+        expected = "the same, or the data built again"
         if now["message"] is not None:
             names += ["message", "variables"]
         for name in names:
@@ -410,21 +404,21 @@ class Preflight:
                 finding = (
                     f"{name} {now.get(name)!r}, but {prefix} is built with {built.get(name)!r}"
                 )
-                self.add("telechat_moe.conversations", finding, "the same, or the data built again")
+                self.add("telechat_moe.conversations", finding, expected)
         if too_long and chat.longest > built["seq_length"]:
             finding = f"{chat.longest}, but {prefix} is built for {built['seq_length']}, without {too_long} longer conversations"
-            self.add(f"{DATA}.config.seq_length", finding, "the same, or the data built again")
+            self.add(f"{DATA}.config.seq_length", finding, expected)
 
     def _corpus(self) -> None:
         """Check what the data would be built from."""
         corpus = self.recipe.telechat_moe.corpus
         for index, path in enumerate(corpus.paths):
             if not exists(Path(path)):
-                key, finding = (
+                key, expected = (
                     f"telechat_moe.corpus.paths.{index}",
-                    f"{path}: no such file or folder",
+                    "text for `telechat-moe data build`",
                 )
-                self.add(key, finding, "text for `telechat-moe data build`")
+                self.add(key, f"{path}: no such file or folder", expected)
         if corpus.tokenizer:
             path = corpus.tokenizer
             self.attempt("telechat_moe.corpus.tokenizer", lambda: load_tokenizer(path))
@@ -463,11 +457,7 @@ class Preflight:
             return
         if not start.continues_run and not steps_left(recipe, loader, consumed.samples):
             finding = f"{path} has done {step} steps, and the samples of the recipe give no other"
-            self.add(
-                start.key,
-                finding,
-                "more samples in train_dataset.data_loader.sizes, or more epochs",
-            )
+            self.add(start.key, finding, f"more samples in {DATA}.sizes, or more epochs")
 
 
 def end_tokens(recipe: Recipe, weights: Path) -> list[str]:
@@ -493,11 +483,8 @@ def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
         RankDiedError: The process that reads them ended.
     """
     rows = recipe.micro_batch_samples
-    settings: dict[str, Any] = {
-        "epochs": recipe.runner_config.epochs,
-        "deal_to": dealt_to(recipe),
-        "unit": recipe.batches.unit,
-    }
+    settings: dict[str, Any] = {"deal_to": dealt_to(recipe), "unit": recipe.batches.unit}
+    settings["epochs"] = recipe.runner_config.epochs
     if isinstance(shared, Subscriber):
         return FollowingLoader(shared, rows, **settings)
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.

@@ -216,12 +216,8 @@ class RunState:
         self.restore(saved, in_place=True)
         before = self.loader.next_sample
         self.loader.seek(after)
-        record = {
-            "to_step": saved.step,
-            "from_step": spike.step,
-            "left_out": [before, after],
-            **spike.numbers(),
-        }
+        record = {"to_step": saved.step, "from_step": spike.step, "left_out": [before, after]}
+        record |= spike.numbers()
         self.rollbacks = [*earlier, record]
         self.save()
         self.saver.wait()
