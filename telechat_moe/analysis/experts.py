@@ -171,9 +171,8 @@ def _documents(
         return ObservedText(f"{prefix}, one source", windows)
     path, count = tokenizer_path(recipe), max(LEAST, sequences // len(longest))
     tokenizer = load_tokenizer(path) if path.is_file() else None
-    windows = {
-        _name(i, source[i], tokenizer): _windows([source[i]], width, count, prefix) for i in longest
-    }
+    size = width, count, prefix
+    windows = {_name(i, source[i], tokenizer): _windows([source[i]], *size) for i in longest}
     description = f"{prefix}, a domain for each of its {len(longest)} longest documents"
     return ObservedText(description, windows)
 
@@ -259,9 +258,7 @@ def _judge(report: ExpertReport, index_LTK: Array, domain_U: Array, permutations
         report.together = [statistics.coactivation(index_TK, E) for index_TK in layers]
     else:
         report.not_judged["co-activation"] = "each token has one expert"
-    report.following = [
-        statistics.succession(one_TK, two_TK, E) for one_TK, two_TK in pairwise(layers)
-    ]
+    report.following = [statistics.succession(a_TK, b_TK, E) for a_TK, b_TK in pairwise(layers)]
     if not report.following:
         report.not_judged["succession"] = "the model has one layer with experts"
     if len(report.domains) < 2:
@@ -274,9 +271,8 @@ def _judge(report: ExpertReport, index_LTK: Array, domain_U: Array, permutations
             f"level of {statistics.ALPHA}; more text or permutations can"
         )
         return
-    counts_ULE = np.stack(
-        [statistics.chosen_counts(index_TK, len(domain_U), E) for index_TK in layers], 1
-    )
+    U = len(domain_U)
+    counts_ULE = np.stack([statistics.chosen_counts(index_TK, U, E) for index_TK in layers], 1)
     report.specialisation = statistics.specialisation(counts_ULE, domain_U, permutations)
 
 

@@ -274,9 +274,7 @@ def _read(path: Path, *, keep: bool) -> Checkpoint | None:
         return files.difference(file_content.sums, described[name]) or file_content
 
     contents = dict(zip(described, _parallel(read_one, list(described)), strict=True))
-    problems = [
-        f"{name}: {problem}" for name, problem in contents.items() if isinstance(problem, str)
-    ]
+    problems = [f"{name}: {text}" for name, text in contents.items() if isinstance(text, str)]
     tensors: dict[str, dict[str, Array]] = {}
     if keep and not problems:
         tensors = _tensors(content["tensors"], contents, problems)

@@ -47,9 +47,7 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
     cuts = WeightShards.of(recipe)
     saved = checkpoint.load(source)
     _check_model(saved, cuts, recipe)
-    flat = {
-        name: (group, x) for group, tensors in saved.tensors.items() for name, x in tensors.items()
-    }
+    flat = {name: (group, x) for group, xs in saved.tensors.items() for name, x in xs.items()}
     content: dict[str, Any] = {
         "sha256": UNSEALED,
         "format": FORMAT,

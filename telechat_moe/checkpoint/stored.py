@@ -82,9 +82,7 @@ def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor
             for name, region in parse_json(metadata["regions"]).items():
                 shards.setdefault(name, []).append((file, tuple((a, b) for a, b in region)))
     else:
-        described = {
-            n: (g, x) for g, entries in content["tensors"].items() for n, x in entries.items()
-        }
+        described = {n: (g, x) for g, xs in content["tensors"].items() for n, x in xs.items()}
         shards = {name: manifest.pieces(entry) for name, (_, entry) in described.items()}
     if unknown := shards.keys() - described.keys():
         raise BadInputError(f"{path}: {min(unknown)} has a shard and no description")

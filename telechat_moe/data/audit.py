@@ -163,9 +163,8 @@ def _compare_end(report: Audit, timeline: StepTimeline, recipe: Any, output: Pat
         )
         return
     epochs = Epochs(span.samples_per_epoch, recipe.batches.unit, end)
-    consumed = sum(
-        e.count if e.is_step else e.end - e.first for e in timeline.entries if e.step is not None
-    )
+    entries = (e for e in timeline.entries if e.step is not None)
+    consumed = sum(e.count if e.is_step else e.end - e.first for e in entries)
     if not recipe.batches.steps(epochs.samples_left(place), consumed):
         report.unread += end - place
         return

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.data.conversations import STORED, ChatFormat, FieldCheck, notes
+from telechat_moe.data.chat_template import notes
+from telechat_moe.data.conversations import STORED, ChatFormat, FieldCheck
 from telechat_moe.data.corpus import Corpus, Document, open_corpus
 from telechat_moe.data.indexed import (
     IndexedDataset,
@@ -313,7 +314,7 @@ class _Job:
             encoded = self.chat.encode(tokenizer, names, texts, counts)
             short = [document for document in encoded if len(document.stored) <= longest]
             mark["too_long"] = [
-                [names[d.source], len(d.stored)] for d in encoded if len(d.stored) > longest
+                [names[d.source], n] for d in encoded if (n := len(d.stored)) > longest
             ]
             mark["counts"] = counts
             documents = [document.stored for document in short]

@@ -316,9 +316,7 @@ class Conversation:
         count = len(self.messages)
         while left:
             text = self.write(count)
-            spans = {
-                i: span for i in left if i < count and (span := self._span(i, starts[i], text))
-            }
+            spans = {i: s for i in left if i < count and (s := self._span(i, starts[i], text))}
             if spans:
                 documents.append(self._tokens(text, list(spans.values())))
             left = [i for i in left if i not in spans]
@@ -507,3 +505,34 @@ class Conversation:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+_NOTES = {
+    ENDLESS: "{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
+    "there: the chat template writes none, or leaves it out of what it marks; let it write {eos} after an answer",
+    PARTLY: "{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
+    "does not write where it marks what the model writes; it may drop the reasoning of earlier answers",
+    END: "{count:,} of {learned:,} learned messages end with {name}, where generation does not stop by default: "
+    "it is neither eos_token in tokenizer_config.json nor in eos_token_id of generation_config.json; name it there",
+    APPENDED: "{count:,} documents got {eos} at their end, because the chat template ends the last answer with no token",
+    SPLIT: "{count:,} conversations became {parts:,} documents, because the chat template writes "
+    "earlier messages differently once more follow; each answer is learned once, after what the model would read",
+    PROMPT: "{count:,} of {learned:,} learned messages do not begin with {name}, with which the chat template lets "
+    "the model begin; the model does not learn to go on from there",
+}
+"""What a user should know of each count, in this order; the keys of `END` and `PROMPT` are followed by a name."""
+
+
+def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
+    """Return what a user should know of how conversations were written, from what was counted."""
+    stops = {END + tokenizer.name(token) for token in tokenizer.stops if tokenizer.name(token)}
+    numbers = {"learned": counts[LEARNED], "parts": counts[PARTS]}
+    eos, lines = tokenizer.name(tokenizer.eos), list[str]()
+    for kind, text in _NOTES.items():
+        named = kind in (END, PROMPT)
+        keys = sorted(k for k in counts if k.startswith(kind)) if named else [kind]
+        for key in keys:
+            if counts[key] and key not in stops:
+                name = key.removeprefix(kind)
+                lines.append(text.format(count=counts[key], eos=eos, name=name, **numbers))
+    return lines

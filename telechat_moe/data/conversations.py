@@ -21,14 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.data.chat_template import (
-    APPENDED,
-    END,
-    ENDLESS,
-    LEARNED,
-    PARTLY,
-    PARTS,
-    PROMPT,
-    SPLIT,
     TODAY,
     ChatMessage,
     ChatTemplate,
@@ -210,7 +202,7 @@ class ChatFormat:
         Args:
             names: Where they come from, for messages.
             texts: What :func:`conversation_text` made of them.
-            counts: What :func:`notes` tells is counted here.
+            counts: What :func:`telechat_moe.data.chat_template.notes` tells is counted here.
 
         Raises:
             BadInputError: Nothing of one is learned, or the template cannot write it.
@@ -312,7 +304,7 @@ class FieldCheck:
         names = {*others} - {*variables}
         if KWARGS in names and isinstance(others[KWARGS], dict):
             names = names - {KWARGS} | {
-                f"{KWARGS}.{name}" for name in others[KWARGS] if name not in variables
+                f"{KWARGS}.{n}" for n in others[KWARGS] if n not in variables
             }
         unread = Counter((name, "") for name in names)
         for number, message in enumerate(messages):
@@ -347,37 +339,6 @@ class FieldCheck:
             f"template, remove them, or say that they do not matter: telechat_moe.conversations.ignore_fields: "
             f"[{', '.join(ignored)}]"
         )
-
-
-_NOTES = {
-    ENDLESS: "{count:,} of {learned:,} learned messages have no token that ends them, so the model does not learn to stop "
-    "there: the chat template writes none, or leaves it out of what it marks; let it write {eos} after an answer",
-    PARTLY: "{count:,} of {learned:,} learned messages are learned without a part of their content, which the chat template "
-    "does not write where it marks what the model writes; it may drop the reasoning of earlier answers",
-    END: "{count:,} of {learned:,} learned messages end with {name}, where generation does not stop by default: "
-    "it is neither eos_token in tokenizer_config.json nor in eos_token_id of generation_config.json; name it there",
-    APPENDED: "{count:,} documents got {eos} at their end, because the chat template ends the last answer with no token",
-    SPLIT: "{count:,} conversations became {parts:,} documents, because the chat template writes "
-    "earlier messages differently once more follow; each answer is learned once, after what the model would read",
-    PROMPT: "{count:,} of {learned:,} learned messages do not begin with {name}, with which the chat template lets "
-    "the model begin; the model does not learn to go on from there",
-}
-"""What a user should know of each count, in this order; the keys of `END` and `PROMPT` are followed by a name."""
-
-
-def notes(counts: Counter[str], tokenizer: Tokenizer) -> list[str]:
-    """Return what a user should know of how conversations were written, from what was counted."""
-    stops = {END + tokenizer.name(token) for token in tokenizer.stops if tokenizer.name(token)}
-    numbers = {"learned": counts[LEARNED], "parts": counts[PARTS]}
-    eos, lines = tokenizer.name(tokenizer.eos), list[str]()
-    for kind, text in _NOTES.items():
-        named = kind in (END, PROMPT)
-        keys = sorted(k for k in counts if k.startswith(kind)) if named else [kind]
-        for key in keys:
-            if counts[key] and key not in stops:
-                name = key.removeprefix(kind)
-                lines.append(text.format(count=counts[key], eos=eos, name=name, **numbers))
-    return lines
 
 
 def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:

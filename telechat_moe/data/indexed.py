@@ -30,16 +30,8 @@ from telechat_moe.reading import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-DTYPE_CODES: dict[int, Any] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.float64,
-    7: np.float32,
-    8: np.uint16,
-}
+_TYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16)
+DTYPE_CODES: dict[int, Any] = dict(enumerate(_TYPES, 1))
 HEADER = struct.Struct("<9sQBQQ")
 LARGE = 1 << 24
 """Sequences from which on an index is checked once, not by every process."""
@@ -184,11 +176,8 @@ class IndexedDataset:
         self.document_indices: NDArray[np.int64] = np.frombuffer(buffer, "<i8", entries, offset)
 
     def _check_index(self) -> None:
-        lengths, pointers, documents = (
-            self.sequence_lengths,
-            self.sequence_pointers,
-            self.document_indices,
-        )
+        lengths, pointers = self.sequence_lengths, self.sequence_pointers
+        documents = self.document_indices
         if lengths.size and lengths.min() < 0:
             sequence = next(i for i, part in _parts(lengths) if part.min() < 0)
             sequence += int(np.argmax(lengths[sequence : sequence + _PART] < 0))

@@ -44,9 +44,7 @@ class LayoutEntry(NamedTuple):
     def axes_by_dimension(self, shape: Sequence[int]) -> list[list[int]]:
         """Return the axes that split each dimension of a tensor, numbered from the right of the device matrix."""
         if len(self.tensor_map) == len(shape):
-            nested = [
-                axes if isinstance(axes, list | tuple) else [axes] for axes in self.tensor_map
-            ]
+            nested = [x if isinstance(x, list | tuple) else [x] for x in self.tensor_map]
             return [[axis for axis in axes if axis != -1] for axes in nested]
         dimensions: list[list[int]] = []
         position = 0

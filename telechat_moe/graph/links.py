@@ -85,9 +85,7 @@ def _exchange(rank: int, ranks: int, server: socket.socket) -> tuple[list[tuple[
     secret = secrets.token_bytes(16) if rank == 0 else bytes(16)
     told[rank] = [*socket.inet_aton(host), port >> 8, port & 255, *secret]
     heard = ops.AllReduce()(Tensor(told)).asnumpy().astype(np.uint8)
-    addresses = [
-        (socket.inet_ntoa(row[:4].tobytes()), int(row[4]) << 8 | int(row[5])) for row in heard
-    ]
+    addresses = [(socket.inet_ntoa(r[:4].tobytes()), int(r[4]) << 8 | int(r[5])) for r in heard]
     return addresses, heard[0, 6:].tobytes()
 
 

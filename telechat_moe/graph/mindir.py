@@ -18,15 +18,8 @@ COLLECTIVES += ("Send", "Receive")
 PEER = {"Send": "dest_rank", "Receive": "src_rank"}
 """The attribute that says which rank of the group is at the other end."""
 ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
-NUMPY: dict[int, type[np.generic]] = {
-    1: np.float32,
-    3: np.int8,
-    2: np.uint8,
-    6: np.int32,
-    7: np.int64,
-    9: np.bool_,
-    10: np.float16,
-}
+NUMPY: dict[int, type[np.generic]] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32}
+NUMPY |= {7: np.int64, 9: np.bool_, 10: np.float16}
 
 
 class Operation(NamedTuple):

@@ -67,9 +67,8 @@ class Graph:
             kind = primitive.op_type if primitive is not None else ""
             if node.op_type == "Constant":
                 kind = "Constant"
-            self.nodes[node.name] = GraphNode(
-                node, kind, data_inputs(kind, node.input), output_shapes(node)
-            )
+            inputs, shapes = data_inputs(kind, node.input), output_shapes(node)
+            self.nodes[node.name] = GraphNode(node, kind, inputs, shapes)
         self.result = proto.output[0].name if proto.output else ""
         self.inputs = tuple(entry.name for entry in proto.input)
         self.shapes = {name: node.shapes for name, node in self.nodes.items()}

@@ -146,9 +146,8 @@ def _pair(
         for index, name in enumerate(own_pass.exchanges):
             part = index + ahead
             paired = beside.parts[part] if times[1] and part < len(beside.parts) else Work()
-            exchanges.append(
-                OverlappedExchange(name, letter, index, own_pass.free_of(name), paired)
-            )
+            free = own_pass.free_of(name)
+            exchanges.append(OverlappedExchange(name, letter, index, free, paired))
     return MarkedPair(*times, passes[0].parts, passes[1].parts, exchanges, names)
 
 

@@ -373,9 +373,8 @@ def _operators(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _memory_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = (*MEMORY, "total")
-    rows = [
-        [str(s["stage"]), *(size_text(s["memory"][n]) for n in names)] for s in result["stages"]
-    ]
+    stages = result["stages"]
+    rows = [[str(s["stage"]), *(size_text(s["memory"][n]) for n in names)] for s in stages]
     return ["stage", *(f"{name} " for name in MEMORY), "sum "], rows
 
 
@@ -447,9 +446,7 @@ def difference_tables(result: dict[str, Any]) -> list[ReportTable]:
         report_tables.append(
             (f"{name}: collectives", [*head, "sent 1 ", "sent 2 ", "change "], rows)
         )
-        rows = [
-            [kind, str(x), str(y), f"{y - x:+d}"] for kind, (x, y) in stage["operators"].items()
-        ]
+        rows = [[k, str(x), str(y), f"{y - x:+d}"] for k, (x, y) in stage["operators"].items()]
         report_tables.append(
             (f"{name}: operators that differ", ["operator", "1 ", "2 ", "change "], rows)
         )

@@ -70,7 +70,7 @@ def _without_parameters(
         if node.input[:1] == [function.name]:  # what calls it is made by a Partial
             names |= dict(zip(inputs, node.input[1:], strict=False))
             arguments = [
-                x for x, name in zip(node.input[1:], inputs, strict=False) if name not in moments
+                x for x, n in zip(node.input[1:], inputs, strict=False) if n not in moments
             ]
             extra = node.input[1 + len(inputs) :]
             node.input[1:] = [*arguments, *extra]

@@ -217,11 +217,8 @@ def _moves(graph: Graph) -> Iterator[_Move]:
             reads[root].append(count)
         count += _computes(node.kind)
     out = {name: node for name, node in graph.nodes.items() if _place(graph, name) == "CPU"}
-    returning = {
-        node.inputs[0]: node
-        for name, node in graph.nodes.items()
-        if _place(graph, name) == "Ascend"
-    }
+    items = graph.nodes.items()
+    returning = {n.inputs[0]: n for k, n in items if _place(graph, k) == "Ascend"}
     for name, node in out.items():
         returns = returning.get(name)
         if returns is None:
@@ -322,11 +319,8 @@ def in_turn(model: MindIR, function: Any) -> None:
         if not kind:  # a call
             waits = []
         elif _computes(kind):
-            tensor_inputs = [
-                i
-                for i in range(kind in WRITES, len(node.input))
-                if _is_tensor(graph, node.input[i])
-            ]
+            places = range(kind in WRITES, len(node.input))
+            tensor_inputs = [i for i in places if _is_tensor(graph, node.input[i])]
             # All inputs: MindSpore makes several kernels of some operators, each with inputs of its own.
             for i in tensor_inputs:
                 source = node.input[i]

@@ -52,13 +52,7 @@ pipeline_begin pipeline_end pipeline_param recompute_comm_op grad_accu_num forwa
 _NOISE = frozenset(_NO_MATTER.split())
 """Attributes that do not affect what is computed."""
 
-_WRITES: Mapping[str, int] = {
-    "AdamWeightDecay": 3,
-    "ApplyMomentum": 2,
-    "Assign": 1,
-    "AssignAdd": 1,
-    "AssignSub": 1,
-}
+_WRITES = {"AdamWeightDecay": 3, "ApplyMomentum": 2, "Assign": 1, "AssignAdd": 1, "AssignSub": 1}
 """The number of leading inputs that an operator writes; others with side effects write all weights they take."""
 
 

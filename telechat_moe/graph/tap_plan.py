@@ -11,14 +11,8 @@ from mindspore.train import mind_ir_pb2 as pb
 from telechat_moe.graph.mindir import NUMPY, value_of
 from telechat_moe.numerics import from_bytes
 
-TYPES: Mapping[int, str] = {
-    **{n: np.dtype(kind).name for n, kind in NUMPY.items()},
-    5: "int16",
-    11: "float64",
-    12: "uint32",
-    13: "uint64",
-    16: "bfloat16",
-}
+TYPES = {n: np.dtype(kind).name for n, kind in NUMPY.items()}
+TYPES |= {5: "int16", 11: "float64", 12: "uint32", 13: "uint64", 16: "bfloat16"}
 """Canonical name of each MindIR element type."""
 
 FUSED_UPDATE = "TelechatAdamW"

@@ -187,10 +187,8 @@ def _shuffle(
         better = groups.shuffle(left, min(best.devices, 3 + rounds % 2), random)
         failed_A[left] = np.where(better, 0, failed_A[left] + 1)
         improved = left[better]
-        best.offer(
-            rows_A[improved],
-            match(groups.owners(improved), best.home_LE[rows_A[improved]], best.devices),
-        )
+        home_AE = best.home_LE[rows_A[improved]]
+        best.offer(rows_A[improved], match(groups.owners(improved), home_AE, best.devices))
         budget, rounds = budget - len(left), rounds + 1
 
 

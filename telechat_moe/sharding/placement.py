@@ -35,13 +35,8 @@ from telechat_moe.sharding.mesh import AXES, Mesh
 from telechat_moe.sharding.stages import StageChunk
 
 # Where ``self_define_shard`` may be used: the axis along which the primitive computes; None = its own attribute.
-COMPUTED_AXIS = {
-    "Concat": None,
-    "Softmax": None,
-    "ReduceMean": -1,
-    "ReduceSum": -1,
-    "ReduceMax": -1,
-}
+_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax")
+COMPUTED_AXIS = {"Concat": None, "Softmax": None, **dict.fromkeys(_REDUCTIONS, -1)}
 # Primitives that need no placement, by cell: of one number, or not run in a placed model.
 UNPLACED = {
     "CausalLM": {"add_mtp", "scale_mtp"},
@@ -192,10 +187,7 @@ class ModelPlacement:
         owner = getattr(cell.morph.__morph_fn__, "__self__", None)
         if isinstance(owner, nn.Cell):
             self.placed |= {id(p): p for _, _, p in primitives(owner)}
-        cell.morph.shard(
-            tuple(self.of(layout) for layout in inputs),
-            tuple(self.of(layout) for layout in outputs),
-        )
+        cell.morph.shard(tuple(map(self.of, inputs)), tuple(map(self.of, outputs)))
 
     def local(
         self, cell: nn.Cell, row: str, infer_shape: Any = None, infer_dtype: Any = None

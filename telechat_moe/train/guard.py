@@ -107,9 +107,8 @@ class Guard:
             fixed = limits.norm == _fp32(self.fixed_norm)
             median = None if fixed else statistics.median(self.norms)
             return SkippedStep(step, "gradient norm", loss, norm, limits.norm, median, size)
-        return SkippedStep(
-            step, "loss", loss, norm, limits.loss, statistics.median(self.losses), size
-        )
+        median = statistics.median(self.losses)
+        return SkippedStep(step, "loss", loss, norm, limits.loss, median, size)
 
     def state(self) -> dict[str, Any]:
         """Return losses and gradient norms of the window, as JSON values."""

@@ -271,7 +271,7 @@ class Monitor:
         v = self._last
         tokens_per_s, eta_s = self._speed()
         balance = "".join(
-            f"{key}={v[key]:.4g} " for key in ("expert_load_max_over_mean", "drop_rate") if key in v
+            f"{k}={v[k]:.4g} " for k in ("expert_load_max_over_mean", "drop_rate") if k in v
         )
         return (
             f"step={v['step']} total_steps={self.total_steps} loss={v['loss']:.4f} "

@@ -134,9 +134,7 @@ class SwappedAdamW(AdamW):
                 "set telechat_moe.operators.adamw to fused, or swap nothing"
             )
         groups = groups_of([2 * self.states[2 * i].nbytes for i in range(len(params))])
-        self.groups = nn.CellList(
-            [_SwappedGroup(self, group) for group in groups], auto_prefix=False
-        )
+        self.groups = nn.CellList([_SwappedGroup(self, g) for g in groups], auto_prefix=False)
 
     def _zeros(self, prefix: str) -> Sequence[Any]:
         return [self.pooled[f"{prefix}.{weight.name}"] for weight in self.params]

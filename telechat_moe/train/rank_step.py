@@ -145,9 +145,8 @@ class RankStep(UpdateStep):
         self.terms = LossTerms(weights_parameter(config), recipe.micro_batches)
         # Square sums over all devices count each shard once.
         devices, threshold = placement.mesh.stage_devices, shard_threshold(recipe)
-        self.shares = tuple(
-            Tensor(placement.shards(p, threshold) / devices, ms.float32) for p in self.weights
-        )
+        shards = (placement.shards(p, threshold) for p in self.weights)
+        self.shares = tuple(Tensor(n / devices, ms.float32) for n in shards)
         loss_share = 1.0 / devices if placed.has_loss else 0.0
         self.loss_share = Tensor(loss_share / recipe.micro_batches, ms.float32)
         self.depend, self.assign, self.zeros_like = ops.Depend(), ops.Assign(), ops.ZerosLike()

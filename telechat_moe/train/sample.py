@@ -59,10 +59,7 @@ def continue_prompts(
             full = len(row) >= length or len(row) - starts[i] >= max_new_tokens
             finished[i] = full or token == tokenizer.eod
     model.set_train(training)
-    return [
-        tokenizer.decode(row[start:], skip_special=True)
-        for row, start in zip(rows, starts, strict=True)
-    ]
+    return [tokenizer.decode(r[n:], skip_special=True) for r, n in zip(rows, starts, strict=True)]
 
 
 def draw(

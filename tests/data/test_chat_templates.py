@@ -16,13 +16,12 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tokenizers import AddedToken
 
-from telechat_moe.data.chat_template import ChatTemplate
+from telechat_moe.data.chat_template import ChatTemplate, notes
 from telechat_moe.data.conversations import (
     ChatFormat,
     FieldCheck,
     bare,
     conversation_text,
-    notes,
     read_template,
 )
 from telechat_moe.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer

@@ -435,9 +435,8 @@ class RoutedRows(nn.Cell):
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(auto_prefix=False)
         self.products, group = spec.products, spec.within
-        self.send, self.bring_back = (
-            kind(group, group.size) for kind in (RowsToExperts, RowsFromExperts)
-        )
+        kinds = (RowsToExperts, RowsFromExperts)
+        self.send, self.bring_back = (kind(group, group.size) for kind in kinds)
 
     def construct(self, x_PH: Tensor, size_E: Tensor, experts: tuple[Tensor, ...]) -> Tensor:
         """Return the experts' results ``[P, H]``, zeros for rows behind those that ``size_E`` counts."""
