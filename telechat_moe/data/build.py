@@ -284,9 +284,8 @@ class _Job:
         for ordinal, document in enumerate(self.corpus.documents()):
             data = document.text.encode()
             if ordinal > last or hash64(data) != self.scan.hashes[ordinal]:
-                raise BadInputError(
-                    f"{document.name} changed while the dataset was being built; build it again"
-                )
+                problem = "changed while the dataset was being built; build it again"
+                raise BadInputError(f"{document.name} {problem}")
             shard = int(shard_of[ordinal])
             if shard not in finished:
                 waiting.append(document)
@@ -415,11 +414,9 @@ def verify(out: str | os.PathLike[str]) -> dict[str, Any]:
         path = folder / name
         if not path.is_file():
             raise BadInputError(f"{path}: missing, though {MANIFEST} lists it")
-        digest = checksum(path)["sha256"]
-        if digest != expected:
-            raise BadInputError(
-                f"{path}: damaged: its sha256 is {digest}, {MANIFEST} says {expected}"
-            )
+        if (digest := checksum(path)["sha256"]) != expected:
+            problem = f"its sha256 is {digest}, {MANIFEST} says {expected}"
+            raise BadInputError(f"{path}: damaged: {problem}")
     return manifest
 
 

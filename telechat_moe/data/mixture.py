@@ -145,8 +145,7 @@ def open_mixture(
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     settings: dict[str, Any] = {"options": options, "progress": progress}
     passes = [
-        Passes(source, seq_length, seed, documents=first_of(source, share), **settings)
-        for source in sources
+        Passes(x, seq_length, seed, documents=first_of(x, share), **settings) for x in sources
     ]
     try:
         return MixedDataset(passes, schedule, size, progress)

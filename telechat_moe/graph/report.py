@@ -262,19 +262,14 @@ def module_rows(stage: dict[str, Any]) -> list[list[str]]:
 
     ``layers.*`` is all layers that have such a module.
     """
-    rows = (
-        row
-        for row in stage["collectives"]
-        if row["phase"] == "forward" and row["purpose"] == "activations"
-    )
+    place = ("forward", "activations")
+    rows = (row for row in stage["collectives"] if (row["phase"], row["purpose"]) == place)
     return _cells(_sums(rows, lambda row: (_any_layer(row["module"]), row["kind"])))
 
 
 def _cells(sums: Mapping[tuple[str, ...], Counter[str]]) -> list[list[str]]:
-    return [
-        [*key, str(s["count"]), size_text(s["bytes"]), size_text(s["sent"])]
-        for key, s in sums.items()
-    ]
+    columns = ("bytes", "sent")
+    return [[*k, str(s["count"]), *(size_text(s[c]) for c in columns)] for k, s in sums.items()]
 
 
 def _any_layer(module: str) -> str:
