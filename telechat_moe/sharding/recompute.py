@@ -1,6 +1,6 @@
-"""Mark what the backward pass recomputes, by recipe: whole layers, or modules of all layers."""
+"""Mark by recipe what the backward pass recomputes, and what waits for it in the host's memory."""
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 
 from mindspore import nn, ops
 
@@ -128,3 +128,24 @@ def recompute(
             for part in MODULES[name](block):
                 for primitive in primitives_of(part):
                     primitive.add_prim_attr("recompute", True)
+
+
+def swap(model: CausalLM, parts: Mapping[int, Mapping[str, int]]) -> None:
+    """Mark primitives of a placed model, of which MindSpore moves the results that the backward pass reads.
+
+    Args:
+        model: Shape-only stubs of other stages are left alone.
+        parts: Layer to dotted names of its parts, `""` the whole, with their prefetch, in operators
+            (:func:`telechat_moe.recipe.swap.swapped`).
+    """
+    for number, named in parts.items():
+        block = model.layers[number]
+        if not isinstance(block, Block):
+            continue
+        for name, prefetch in reversed([*named.items()]):  # the first that names a primitive counts
+            part: nn.Cell | ops.Primitive = block
+            for step in name.split(".") if name else ():
+                part = getattr(part, step)
+            for primitive in primitives_of(part):
+                if not primitive.attrs.get("recompute"):
+                    primitive._offload(backward_prefetch=prefetch)

@@ -19,9 +19,8 @@ from telechat_moe.recipe.speed_up import path_of
 from telechat_moe.recipe.swap import swapped
 from telechat_moe.sharding.apply import Options, place
 from telechat_moe.sharding.recipe import mesh_of, parallel_context, recomputed_layers, stages_of
-from telechat_moe.sharding.recompute import recompute
+from telechat_moe.sharding.recompute import recompute, swap
 from telechat_moe.sharding.stages import Stages
-from telechat_moe.sharding.swap import swap
 from telechat_moe.train.optimizer import AdamW, from_recipe
 from telechat_moe.train.rank_step import PlacedModel, RankStep
 

@@ -17,7 +17,7 @@ from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.swap import parts, swapped
 from telechat_moe.sharding.placement import primitives
 from telechat_moe.sharding.recipe import even_exchange, mesh_of
-from telechat_moe.sharding.swap import swap
+from telechat_moe.sharding.recompute import swap
 from telechat_moe.train.rank_graph import compile_recipe
 
 MODEL = "model.model_config."
