@@ -32,7 +32,6 @@ class BestFit:
 
     Of equally full ones the first is taken; a document that fits into none begins a new sample. So none comes later than
     packed one after another (a window of 1), and each fewer than ``window`` samples before the newest one that was begun.
-
     """
 
     def __init__(self, seq_length: int, window: int = 1) -> None:

@@ -109,9 +109,8 @@ def open_arrays(
 
 def _allocate_in(folder: Path) -> Allocate:
     def allocate(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape).view(
-            np.ndarray
-        )
+        array = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+        return array.view(np.ndarray)
 
     return allocate
 

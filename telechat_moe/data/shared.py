@@ -207,7 +207,7 @@ class Subscriber:
         """
         while True:
             if self._holds:
-                with suppress(OSError):  # it ended, and what it gave before can still be read
+                with suppress(OSError):  # what a reader that ended sent can still be read
                     self._socket.sendall(b".")
             message = self._next_line()
             self._holds = True

@@ -30,17 +30,37 @@ INTEGERS = (6, 7)  # MindIR's int32 and int64
 
 
 class Devices(Protocol):
-    """What the reader of a graph must know of the devices, as ``telechat_moe.sharding.mesh.Mesh`` says it."""
+    """What the reader of a graph must know of the devices; ``telechat_moe.sharding.mesh.Mesh`` implements it."""
 
     @property
-    def devices(self) -> int: ...  # noqa: D102
+    def devices(self) -> int:
+        """Number of devices."""
+        ...
+
     @property
-    def stage_devices(self) -> int: ...  # noqa: D102
-    def degrees(self) -> dict[str, int | bool]: ...  # noqa: D102
-    def describe(self) -> str: ...  # noqa: D102
-    def stage(self, rank: int) -> int: ...  # noqa: D102
-    def group_name(self, ranks: Sequence[int], rank: int) -> str: ...  # noqa: D102
-    def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]: ...  # noqa: D102
+    def stage_devices(self) -> int:
+        """Devices of a pipeline stage; their ranks follow each other."""
+        ...
+
+    def degrees(self) -> dict[str, int | bool]:
+        """Return the parallel degrees by name."""
+        ...
+
+    def describe(self) -> str:
+        """Return the degrees in a few words."""
+        ...
+
+    def stage(self, rank: int) -> int:
+        """Return the pipeline stage of a rank."""
+        ...
+
+    def group_name(self, ranks: Sequence[int], rank: int) -> str:
+        """Return a name for a group that ``rank`` is in."""
+        ...
+
+    def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]:
+        """Return the group of rank ``new`` that corresponds to a group of rank ``old``."""
+        ...
 
 
 class Expected(NamedTuple):
@@ -284,7 +304,7 @@ class _Site:
     graph: RankGraph
     devices: Devices
     expected: Expected
-    links: "_Links"
+    links: _Links
     function: Graph
     node: GraphNode
 

@@ -89,7 +89,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 def summed_loads(
     record: Mapping[str, Any], shape: tuple[int, int], location: str
 ) -> tuple[Array, int]:
-    """Return the loads of a record of :class:`LoadRecorder`, ``shape`` float64, and over how many steps they are summed.
+    """Return the loads of a record of :class:`LoadRecorder`, ``[L, E]`` float64, and over how many steps they are summed.
 
     Raises:
         BadInputError: The record is damaged, or of another model.
@@ -118,6 +118,7 @@ def loads_per_step(
     Args:
         record: As :meth:`LoadRecorder.add` returned it, with its ``step``.
         tokens: Tokens of each step of the run.
+        shape: MoE layers ``L`` and experts ``E`` of the model.
         top_k: Experts of a token; every layer's loads must sum to as many times its tokens.
 
     Raises:

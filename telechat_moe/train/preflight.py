@@ -414,11 +414,9 @@ class Preflight:
         corpus = self.recipe.telechat_moe.corpus
         for index, path in enumerate(corpus.paths):
             if not exists(Path(path)):
-                key, expected = (
-                    f"telechat_moe.corpus.paths.{index}",
-                    "text for `telechat-moe data build`",
-                )
-                self.add(key, f"{path}: no such file or folder", expected)
+                finding = f"{path}: no such file or folder"
+                expected = "text for `telechat-moe data build`"
+                self.add(f"telechat_moe.corpus.paths.{index}", finding, expected)
         if corpus.tokenizer:
             path = corpus.tokenizer
             self.attempt("telechat_moe.corpus.tokenizer", lambda: load_tokenizer(path))
