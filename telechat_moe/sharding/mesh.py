@@ -179,7 +179,7 @@ class Mesh:
         return sorted(moved)
 
     def degrees(self) -> dict[str, int | bool]:
-        """Return the parallel degrees by name."""
+        """Return dp, cp, tp, pp and ep, and whether tp splits sequences and experts' widths, by name."""
         sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp", "ep")}
         return {**sizes, "sequence_parallel": self.sp, "expert_tensor_parallel": self.expert_tp}
 

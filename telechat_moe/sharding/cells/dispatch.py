@@ -386,7 +386,7 @@ class RowsToExperts(nn.Cell):
     def bprop(
         self, x_PH: Tensor, size_E: Tensor, out: tuple[Tensor, ...], dout: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients' way back."""
+        """Return the gradients of the rows, ``[P, H]``, brought back from the experts."""
         return self.back(dout[0], size_E, out[2]), ops.zeros_like(size_E)
 
 
@@ -404,7 +404,7 @@ class RowsFromExperts(nn.Cell):
     def bprop(
         self, y_QH: Tensor, size_E: Tensor, got_E: Tensor, out: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Send the gradients to the experts."""
+        """Return the gradients of the experts' rows ``[Q, H]``, sent to them as the rows were."""
         return self.there(dout, size_E)[0], ops.zeros_like(size_E), ops.zeros_like(got_E)
 
 

@@ -105,7 +105,7 @@ class MTPStub(nn.Cell):
         self.run = Morphed(self.body, _without_first, _without_first)
 
     def body(self, embedding_tH: Tensor, x_tH: Tensor, aux: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both outputs on slices."""
+        """Return ``[t, H]`` and the auxiliary loss, on slices."""
         return self.add(embedding_tH, x_tH), self.add_aux(aux, aux)
 
     def construct(self, embedding_TH: Tensor, x_TH: Tensor, aux: Tensor, *context: Tensor) -> Any:
@@ -127,7 +127,7 @@ class HiddenStub(nn.Cell):
         self.run = Morphed(self.body, infer_dtype=type_of)
 
     def body(self, x_tH: Tensor) -> Tensor:
-        """Return twice the slice."""
+        """Return twice the slice ``[t, H]``, in the stub's type."""
         twice = self.add(x_tH, x_tH)
         return twice if self.dtype is None else self.cast(twice, self.dtype)
 
@@ -145,7 +145,7 @@ class LossStub(nn.Cell):
         self.run = Morphed(self.body, one_number, _float)
 
     def body(self, hidden_tH: Tensor) -> Tensor:
-        """Return a number of the slice."""
+        """Return the sum of the slice, ``(1,)`` fp32."""
         return self.sum(hidden_tH)
 
     def construct(self, hidden_TH: Tensor, label_T: Tensor, keep_T: Tensor) -> Tensor:
