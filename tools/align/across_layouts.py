@@ -62,12 +62,7 @@ _BEHIND = 1e9  # more than a run has calls
 
 _STATE = re.compile(r"^(gradient|weight|exp_avg|exp_avg_sq|momentum_buffer) of | (before|after)$")
 
-TOLERANCE: Mapping[str, float] = {
-    "float64": 1e-10,
-    "float32": 2e-5,
-    "bfloat16": 0.25,
-    "float16": 6e-2,
-}
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 0.25, "float16": 6e-2}
 """The largest relative L2 distance between whole tensors of two correct runs, by type.
 
 It is used where the distance cannot be derived (``propagate.py``), because rounding differences of earlier operators
@@ -97,7 +92,6 @@ def across(
     Args:
         links: A map; if empty, gradients, weights and states are linked by the name of their weight.
         tolerance: The relative L2 distance allowed for whole tensors; None: derived, or else by type from :data:`TOLERANCE`.
-        progress: Called as calls are recomputed and as shared tensors are compared.
         standard: Judges the shared tensors in place of distances.
     """
     steps = [step for step in target.steps if step in reference.steps]
@@ -179,10 +173,8 @@ class _Points:
     def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
         """Follow the target's program through a step."""
         self.kinds = narrowest_of(a), narrowest_of(b)
-        reference_unit, target_unit = (
-            max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b)
-        )
-        self.coarser = max(1.0, reference_unit / target_unit)
+        units = [max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b)]
+        self.coarser = max(1.0, units[0] / units[1])
         self.last = self.last if step == self.step + 1 else {}
         self.late = not self.last and step > 0
         self.step, self.sides = step, ComparedPrograms(a, b)
@@ -219,12 +211,7 @@ class _Points:
             order = list(owner.calls).index(call.key)
             yield self._counted(Finding(step, chosen.rank, order, verdict, call), "int32")
 
-    def at(
-        self,
-        step: int,
-        b: Sequence[RankDump],
-        pairs: Iterable[TensorPair],
-    ) -> list[Finding]:
+    def at(self, step: int, b: Sequence[RankDump], pairs: Iterable[TensorPair]) -> list[Finding]:
         """Return a finding for each point of a step; those that diverged in the order of the data flow."""
         updated: dict[str, tuple[Array | None, Array | None]] = {}
         findings: list[Finding] = []
@@ -358,7 +345,10 @@ class _Points:
             text = f"{list(x.shape)}, in the reference {list(y.shape)}"
             return finding("diverged", f"{name}: {text}", kind=("settings differ", text))
         if self.standard is not None:
-            return finding(*self._by_standard(self.standard, pair, step))
+            arrays = [x, y.reshape(x.shape)]
+            verdict = self.standard.of(target.key, name, arrays, target.dtype, reference.dtype)
+            self.standard.keep(step, target.rank, [verdict])
+            return finding(verdict.status, f"{name}: {verdict.reason}", verdict.ratio)
         return finding(*self._by_distance(pair, ranks, x, y))
 
     def _by_distance(
@@ -401,27 +391,15 @@ class _Points:
             text = f"{text}; {kind[1]}"
         return "diverged", text, off, kind
 
-    def _by_standard(
-        self, standard: Standard, pair: TensorPair, step: int
-    ) -> tuple[Status, str, float]:
-        name, reference, target = pair
-        assert reference.values is not None
-        assert target.values is not None
-        arrays = [target.values, reference.values.reshape(target.values.shape)]
-        verdict = standard.of(target.key, name, arrays, target.dtype, reference.dtype)
-        standard.keep(step, target.rank, [verdict])
-        return verdict.status, f"{name}: {verdict.reason}", verdict.ratio
-
     def _tracked_values(
         self, target: SharedTensor, ranks: Sequence[RankDump]
     ) -> Iterator[tuple[int, TensorRecord, TrackedValue | None]]:
         """Yield of each rank that has a tensor its record, and it as the followed program makes it."""
+        key, place = target.key, target.place
         for dump in ranks:
-            if dump.rank in target.ranks and target.key in dump.calls:
-                tracked = self.followed and self.followed.applied(
-                    dump.rank, target.key, target.place
-                )
-                yield dump.rank, dict(dump.calls[target.key].tensors())[target.place], tracked
+            if dump.rank in target.ranks and key in dump.calls:
+                tracked = self.followed and self.followed.applied(dump.rank, key, place)
+                yield dump.rank, dict(dump.calls[key].tensors())[place], tracked
 
     def _followed(
         self, target: SharedTensor, y: Array, ranks: Sequence[RankDump]
@@ -439,13 +417,11 @@ class _Points:
 
     def _squares(self, target: SharedTensor, ranks: Sequence[RankDump], size: int) -> float | None:
         """Return the sum of squared deviations of a tensor of so many elements; None: not known."""
-        tracked_values = [tracked for _, _, tracked in self._tracked_values(target, ranks)]
-        mean_squares = [
-            np.mean(np.square(h.sigma, dtype=np.float64)) for h in tracked_values if h is not None
-        ]
-        if not tracked_values or len(mean_squares) < len(tracked_values) or self.coarser != 1:
+        tracked = [t for _, _, t in self._tracked_values(target, ranks)]
+        means = [np.mean(np.square(t.sigma, dtype=np.float64)) for t in tracked if t is not None]
+        if not tracked or len(means) < len(tracked) or self.coarser != 1:
             return None
-        return float(np.mean(mean_squares)) * size
+        return float(np.mean(means)) * size
 
     def _limit(self, pair: TensorPair, y: Array, squares: float | None, before: bool) -> float:
         """Return how far apart whole tensors may be: derived where the program is followed, else by type."""
@@ -475,15 +451,11 @@ def _same_rule(update: Call, pairs: Sequence[TensorPair]) -> bool:
         records[quantity, when if when in ("before", "after") else ""] = record
     kwargs = dict(update.kwargs)
     states = [state for state in STATES if state in kwargs]
-    if (
-        not {(s, w) for s in states for w in ("before", "after")} <= records.keys()
-        or ("gradient", "") not in records
-    ):
+    needed = {(s, w) for s in states for w in ("before", "after")} | {("gradient", "")}
+    if not needed <= records.keys():
         return True
     kwargs |= {s: records[s, "before"] for s in states} | {"grad": records["gradient", ""]}
-    one_factor = np.ones((), np.float32)  # gradients are as the update applies them
-    kwargs |= (
-        {"clip": TensorRecord("float32", (), read=lambda: one_factor)} if "clip" in kwargs else {}
-    )
+    if "clip" in kwargs:  # gradients are as the update applies them
+        kwargs["clip"] = TensorRecord("float32", (), read=lambda: np.ones((), np.float32))
     call = replace(update, kwargs=kwargs, outputs=[records[s, "after"] for s in states])
     return all(v.status != "diverged" for v in replay_call(call, call))

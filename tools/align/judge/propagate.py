@@ -164,22 +164,15 @@ class Propagation:
             if self.pins is None or self._finer(record.dtype) == record.dtype:
                 return value
             exact = self.pins.exact(values, record.dtype)
-            return (
-                _rounded(value, record.dtype) if exact is None else TrackedValue(exact, value.sigma)
-            )
+            return _rounded(value, record.dtype) if exact is None else value._replace(value=exact)
         flow = self._flows[rank]
         parts = [self.made.get((rank, p)) for p in flow.summed_from(place)]
-        values_by_key = [_shaped(p, record) for p in parts if p is not None]
-        if (
-            not parts
-            or len(values_by_key) < len(parts)
-            or len({p.value.shape for p in values_by_key}) > 1
-        ):
+        terms = [_shaped(p, record) for p in parts if p is not None]
+        shapes = {p.value.shape for p in terms}
+        if not parts or len(terms) < len(parts) or len(shapes) > 1:
             return None
-        squares = [np.square(np.broadcast_to(p.sigma, p.value.shape)) for p in values_by_key]
-        total = TrackedValue(
-            np.sum([p.value for p in values_by_key], 0), np.sqrt(np.sum(squares, 0))
-        )
+        squares = [np.square(np.broadcast_to(p.sigma, p.value.shape)) for p in terms]
+        total = TrackedValue(np.sum([p.value for p in terms], 0), np.sqrt(np.sum(squares, 0)))
         # The dump's rounding hides small terms, unless all that was sent back is known.
         hidden = self._finer(record.dtype) != record.dtype and not flow.sent_back(place)
         return _rounded(total, record.dtype) if hidden else total
@@ -216,13 +209,9 @@ class Propagation:
         if formula is None or forward is None:
             return {}
         inputs, stores = self._fed(dump.rank, forward), is_backward or formula.stores
-        forward = self._sizes[dump.rank].resized(forward)
-        arguments_by_place = {
-            p: _leaf(inputs[p], self._finer(t.dtype), stores) for p, t in forward.given()
-        }
-        arguments, tensors = arguments_of(
-            forward.changed(self._rounding), formula, is_backward, arguments_by_place
-        )
+        forward = self._sizes[dump.rank].resized(forward).changed(self._rounding)
+        values = {p: _leaf(inputs[p], self._finer(t.dtype), stores) for p, t in forward.given()}
+        arguments, tensors = arguments_of(forward, formula, is_backward, values)
         if not is_backward:
             arguments.made = [t for _, t in call.made()]
             results = list(formula.compute(arguments))
@@ -256,9 +245,7 @@ class Propagation:
             inputs, bound = self._fed(rank, call), bind(meeting.kind, call)
             place = next(p for p, t in call.given() if t is bound["input"])
             term = _term(inputs[place], self._finer(bound["input"].dtype))
-            if bound.get("input_split_sizes") and isinstance(
-                term, Approx
-            ):  # not the sizes themselves
+            if bound.get("input_split_sizes") and isinstance(term, Approx):  # not the sizes
                 bound |= self._split(rank, bound, len(term.value))
             site[rank] = {**bound, "input": term}
         outputs = call.made()
@@ -272,13 +259,9 @@ class Propagation:
             return {}
         contributions = [site[r] for r in meeting.senders]
         if "sent" in contributions[0]:
-            sent = agreed(
-                [o["sent"] for o in contributions], [o["received"] for o in contributions]
-            )
-            site = {
-                r: {**o, "input_split_sizes": [*n]}
-                for r, o, n in zip(meeting.senders, contributions, sent, strict=True)
-            }
+            sent = agreed(*([o[way] for o in contributions] for way in ("sent", "received")))
+            pairs = zip(meeting.senders, sent, strict=True)
+            site = {r: {**site[r], "input_split_sizes": [*n]} for r, n in pairs}
         x = meeting.received(site)[meeting.group.index(rank)]
         return {p: _stored(x, self._finer(t.dtype), True) for p, t in outputs}
 
@@ -304,20 +287,14 @@ def _scores(
     choice: TopChoice, inputs: dict[str, TrackedValue], results: Sequence[Any]
 ) -> TrackedValue:
     """Return the scores [row, candidate] that a choice is made by here."""
-
-    def of(place: str) -> TrackedValue:
-        if place.startswith("input"):
-            return inputs[place]
-        x = results[int(place.split(".")[1])]
-        return TrackedValue(x.value, x.sigma)
-
-    scores = of(choice.scores)
+    place = choice.scores
+    scores = inputs[place] if place.startswith("input") else results[int(place.split(".")[1])]
     wide = scores.value.shape[-1]
     value = scores.value.reshape(-1, wide).astype(np.float64)
     sigma = np.broadcast_to(scores.sigma, scores.value.shape).reshape(-1, wide)
-    return TrackedValue(
-        choice.sign * (value + inputs[choice.bias].value if choice.bias else value), sigma
-    )
+    if choice.bias:
+        value = value + inputs[choice.bias].value
+    return TrackedValue(choice.sign * value, sigma)
 
 
 def _term(tracked: TrackedValue, dtype: str) -> Approx | Array:
@@ -362,10 +339,8 @@ def _rounded(tracked: TrackedValue, dtype: str) -> TrackedValue:
     """Return the same values with the error of being rounded to a type."""
     smallest = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
     rounding = FLOATS[dtype].unit * 3**-0.5  # errors are uniform within one unit roundoff
-    return TrackedValue(
-        tracked.value,
-        np.hypot(tracked.sigma, rounding * np.maximum(np.abs(tracked.value), smallest)),
-    )
+    sigma = np.hypot(tracked.sigma, rounding * np.maximum(np.abs(tracked.value), smallest))
+    return tracked._replace(sigma=sigma)
 
 
 def allowed(squares: float, size: float) -> float:
@@ -379,10 +354,8 @@ def allowed(squares: float, size: float) -> float:
 def can_follow(ranks: Sequence[RankDump]) -> bool:
     """Return whether the dump of a step has values, and not too many."""
     records = [t for dump in ranks for call in dump.calls.values() for _, t in call.tensors()]
-    return (
-        any(t.read is not None for t in records)
-        and sum(math.prod(t.shape) for t in records) <= MOST
-    )
+    small = sum(math.prod(t.shape) for t in records) <= MOST
+    return small and any(t.read is not None for t in records)
 
 
 # ------------------------------------------------------------------ sizes that follow from choices
@@ -402,11 +375,9 @@ class ExchangeSizes:
     def keep(self, dumped: Array, followed: Array) -> None:
         """Keep a tensor of integers of the dump, and as it is with other choices."""
         if 1 < followed.size <= _COUNTS:
-            dumped_counts, followed_counts = (
-                tuple(x.reshape(-1).tolist()) for x in (dumped, followed)
-            )
-            self._row_counts.setdefault(dumped_counts, set()).add(followed_counts)
-            self.differ |= dumped_counts != followed_counts
+            old, new = (tuple(x.reshape(-1).tolist()) for x in (dumped, followed))
+            self._row_counts.setdefault(old, set()).add(new)
+            self.differ |= old != new
 
     def resized(self, call: Call) -> Call:
         """Return a call with its lists of sizes as they follow from the choices.

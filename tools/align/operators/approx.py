@@ -18,6 +18,7 @@ Derivatives are taken at the stored results, as programs do.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,6 @@ class Approx:
     """An array with the possible error of each element.
 
     Args:
-        value: Exact values.
         stored: Type that a correct program rounds intermediate results to.
         accumulated: Type that it sums in.
         sigma: Standard deviations of the errors, an array or 0.
@@ -350,26 +350,23 @@ class Approx:
         def flipped(x: "Approx") -> "Approx":
             return x.moved(lambda v: np.flip(v, axis))
 
-        def back(g: "Approx") -> "Approx":
-            return flipped(flipped(g).cumsum(axis))
-
         def carry(x: Array) -> Array:
             return np.broadcast_to(x, self.shape).cumsum(axis)
 
         walk = np.square(value).cumsum(axis) / count
         kind, equal_share = FLOATS[self.accumulated], alike(self.value, axis)
         errors = sum_errors(value, squares, count, kind, equal_share, walk)
-        return self._accumulated(value, errors, carry, [(self, back)])
+        parents: Parents = [(self, lambda g: flipped(flipped(g).cumsum(axis)))]
+        return self._accumulated(value, errors, carry, parents)
 
     def matmul(self, other: Any) -> "Approx":
         """Return the matrix product of arrays with two or more dimensions."""
         o = self.constant(other)
         value, walk = walk_of_product(self.value, o.value)
         squares = np.square(self.value) @ np.square(o.value)
+        count, kind = self.shape[-1], FLOATS[self.accumulated]
         equal_share = alike(self.value, -1) * alike(o.value, -2)
-        errors = sum_errors(
-            value, squares, self.shape[-1], FLOATS[self.accumulated], equal_share, walk
-        )
+        errors = sum_errors(value, squares, count, kind, equal_share, walk)
         variance, limit = np.square(errors[0]), errors[1]
         for x, y, is_left in ((self, o, True), (o, self, False)):
             if not x.is_exact:
@@ -388,9 +385,7 @@ class Approx:
     def moved(self, move: Callable[[Array], Array], repeats: bool = False) -> "Approx":
         """Return all arrays moved by the same function (indexing, reshaping, transposition, repetition).
 
-        Args:
-            move: Takes an array of this shape.
-            repeats: Whether it may repeat elements or leave some out; gradients are summed then.
+        If it may repeat elements or leave some out (``repeats``), gradients are summed.
         """
         errors = [
             move(np.broadcast_to(e, self.shape)) if np.any(e) else 0.0
@@ -477,19 +472,13 @@ def concatenate(parts: Sequence[Approx], axis: int) -> Approx:
     """Concatenate arrays along an axis, with their errors; exact."""
     ends = np.cumsum([p.shape[axis] for p in parts])
     parents = [
-        (part, _rows(np.arange(int(end) - part.shape[axis], int(end)), axis))
-        for part, end in zip(parts, ends, strict=True)
+        (p, partial(Approx.moved, move=partial(np.take, indices=i, axis=axis), repeats=True))
+        for p, i in zip(parts, np.split(np.arange(ends[-1]), ends[:-1]), strict=True)
     ]
-    first = parts[0]
     sigma = np.concatenate([np.broadcast_to(p.sigma, p.shape) for p in parts], axis)
     limit = np.concatenate([np.broadcast_to(p.limit, p.shape) for p in parts], axis)
     value = np.concatenate([p.value for p in parts], axis)
-    return first.like(value, sigma, limit, parents)
-
-
-def _rows(index: Array, axis: int) -> Back:
-    """Return the function that takes some rows of a gradient."""
-    return lambda g: g.moved(lambda x: x.take(index, axis), True)
+    return parts[0].like(value, sigma, limit, parents)
 
 
 def fit(g: Approx, like: Approx) -> Approx:
