@@ -151,9 +151,7 @@ def examine(report: LossReport, finite: Array) -> None:
     error = blocks.error if early else float(np.hypot(blocks.error, wander))
     freedom = blocks.freedom if early else min(blocks.freedom, freedom)
     mean = stats.mean_test(blocks.mean, error, freedom, share)
-    _single_steps(
-        report, _jumps(report, indices), steps, stats.outliers(d, share, settings.spike), share
-    )
+    _single_steps(report, indices, d, share)
     _first_loss(report, d, steps)
     scanned = stats.scan(blocks, 3 * share, settings.negligible)
     _lasting(report, tamed, white, steps, blocks, scanned, drift)
@@ -267,13 +265,9 @@ def _base_noise(
     return factor, margin, apart
 
 
-def _single_steps(
-    report: LossReport,
-    jumps: Sequence[Array],
-    steps: Array,
-    singles: list[tuple[int, float]],
-    share: float,
-) -> None:
+def _single_steps(report: LossReport, indices: Array, d: Array, share: float) -> None:
+    steps, jumps = report.steps[indices], _jumps(report, indices)
+    singles = stats.outliers(d, share, report.settings.spike)
     for run in _events(np.array([index for index, _ in singles], np.int64)):
         index, size = max((s for s in singles if s[0] in run), key=lambda item: abs(item[1]))
         who = "target" if abs(jumps[1][index]) > abs(jumps[0][index]) else "base"
@@ -345,11 +339,9 @@ def _lasting(
     lasting = last == len(tamed)
     start, end, low, high = (int(steps[min(i, len(steps) - 1)]) for i in (first, last - 1, *since))
     p = max(min(test.p, scanned.p), 1e-12)
-    when = (
-        f"from step {start} on (90 %: {low} to {high})" if lasting else f"in steps {start} to {end}"
-    )
-    if first == 0 and lasting:
-        when = "from the start"
+    when = f"in steps {start} to {end}"
+    if lasting:
+        when = f"from step {start} on (90 %: {low} to {high})" if first else "from the start"
     side = "higher" if size > 0 else "lower"
     how = _shape(tamed[first:last])
     text = f"the target's loss is {abs(np.expm1(size)):.2%} {side} {when}{how}"

@@ -123,12 +123,10 @@ def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, eps, classes = config.hidden_size, config.rms_norm_eps, config.vocab_size
     labelled = _fewer(rows, classes)
     labels = np.arange(labelled, dtype=np.int64) * 7919 % classes
-    logits = x(labelled, classes)
+    logits, sizes = x(labelled, classes), f"{classes} classes"
     constants, formula = [labels, np.ones(labelled, np.float32)], partial(_loss, labels)
     build = cross_entropy.CrossEntropy
-    pointwise = [
-        OperatorCase("cross_entropy", f"{classes} classes", build, [logits], formula, constants),
-    ]
+    pointwise = [OperatorCase("cross_entropy", sizes, build, [logits], formula, constants)]
     for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):
         inputs = [x(_fewer(rows, width), width)]
         formula = _named("rms_norm", (width,), np.ones(width), eps)
@@ -323,7 +321,6 @@ class _Fixed(nn.Cell):
         self.core = core
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """Return the plan."""
         return tuple(ops.stop_gradient(x) for x in self.core(*inputs))
 
 
@@ -346,10 +343,8 @@ class _ThereAndBack(nn.Cell):
         if len(rows.shape) == 3:
             factors = factors if group is None else factors[group.asnumpy()]
             return rows * Tensor(factors[:, None, None])
-        row_factors = np.repeat(factors, group.asnumpy())
-        return rows * Tensor(
-            np.resize(row_factors, (rows.shape[0], 1))
-        )  # rows after them belong to none
+        row_factors = np.repeat(factors, group.asnumpy())  # rows after them belong to none
+        return rows * Tensor(np.resize(row_factors, (rows.shape[0], 1)))
 
 
 def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
@@ -480,9 +475,8 @@ class _Update:
         names = [f"w{i}" for i in range(len(shapes) - 1)] + ["norm"]
         zeros = [Tensor(np.zeros(shape, np.float32)) for shape in shapes]
         self.params = [Parameter(x, name=n) for x, n in zip(zeros, names, strict=True)]
-        self.core = AdamW(
-            self.params, tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay, ["norm"]
-        )
+        settings = tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay
+        self.core = AdamW(self.params, *settings, ["norm"])
         self.scalars = self.core.scalars(step, rate)
 
     def __call__(self, *states: Tensor) -> list[Any]:

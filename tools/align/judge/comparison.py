@@ -64,13 +64,12 @@ def compare(
     Args:
         cache: Results of earlier comparisons with the same reference; new ones are added.
         itself: The reference is the target, perhaps with another layout's tensors (``shards.py``): to agree shows nothing.
-        progress: Called as calls are recomputed.
         standard: Judge tensors by a published standard, in place of recomputation and data flow.
     """
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
         return Outcome("inconclusive", reason="the dumps have no step and rank in common")
-    run = _Comparison(cache, itself, progress or _quiet, standard)
+    run = _Comparison(cache, itself, progress or (lambda *_: None), standard)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
@@ -106,10 +105,6 @@ def compare(
     return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
 
 
-def _quiet(activity: str, count: int, total: int | None) -> None:
-    """Show no progress."""
-
-
 class _Comparison:
     """One comparison: its counts, and the results that are known already."""
 
@@ -142,20 +137,17 @@ class _Comparison:
         """Return the divergent calls of a rank, in order."""
         if self.standard is not None:
             return self._by_standard(self.standard, reference, target)
-        target_flow, reference_flow = DataFlow(target), self.cache.flow(reference)
+        flows = reference_flow, target_flow = self.cache.flow(reference), DataFlow(target)
         self.reference_flows[target.rank] = reference_flow
         wrong: dict[str, list[Verdict]] = {}
-        for verdict in (
-            *broken_edges(reference_flow, target_flow),
-            *wrong_sums(reference_flow, target_flow),
-        ):
-            if self.itself and _may_differ(verdict, reference_flow, target_flow):
+        for verdict in (*broken_edges(*flows), *wrong_sums(*flows)):
+            if self.itself and _may_differ(verdict, *flows):
                 continue
             if verdict.status == "not judged":
                 self._count(verdict, target)
             else:
                 wrong.setdefault(verdict.key, []).append(verdict)
-        replaced = FusedCallMatcher(reference_flow, target_flow)
+        replaced = FusedCallMatcher(*flows)
         for verdict in (*replaced.verdicts, *replaced.otherwise(), *replaced.by_other_run()):
             self._count(verdict, target)
             if verdict.status == "diverged":
@@ -183,9 +175,7 @@ class _Comparison:
                 findings[0],
                 phase=phase_of(call, reference_flow),
                 layer=layer_of(call, target_flow),
-                about=_divergent_call(
-                    findings[0].verdict, call, reference_flow, target_flow, others
-                ),
+                about=_divergent_call(findings[0].verdict, call, *flows, others),
             )
         return [_in_step(f) for f in findings]
 
@@ -216,10 +206,8 @@ class _Comparison:
             first = worst(verdicts)
             tolerated = 0.0 if self.itself else 4 * _also_wrong(key, reference)
             if first.status == "diverged" and first.ratio <= tolerated:
-                reason = (
-                    f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
-                )
-                verdicts = [not_judged(key, reason, v.place) if v is first else v for v in verdicts]
+                text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
+                verdicts = [not_judged(key, text, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)
             self._see((step, target.rank, name), call, verdicts, others)
             if first.status == "diverged":
@@ -415,9 +403,7 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
         if forward is None or not forward.given() or len(forward.made()) != 1:
             continue
         (_, argument), (_, result) = forward.given()[0], forward.made()[0]
-        comparable = (
-            argument.dtype == result.dtype and argument.read is not None and result.read is not None
-        )
+        comparable = argument.dtype == result.dtype and argument.read and result.read
         if comparable and digest(argument.load()) == digest(result.load()):
             return True
     return False

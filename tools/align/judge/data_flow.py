@@ -49,10 +49,8 @@ class DataFlow:
     @cached_property
     def _contents(self) -> Mapping[Place, tuple[bytes, bool]]:
         """A digest of each tensor's values, whatever its shape, and whether an equal digest means an equal tensor."""
-        values_by_place = (
-            (place, t.load()) for place, t in self.tensors.items() if t.read is not None
-        )
-        return {place: (digest(values), _tells(values)) for place, values in values_by_place}
+        pairs = ((place, t.load()) for place, t in self.tensors.items() if t.read is not None)
+        return {place: (digest(values), _tells(values)) for place, values in pairs}
 
     @cached_property
     def content(self) -> Mapping[Place, bytes]:
@@ -141,9 +139,8 @@ class DataFlow:
         """The gradients of each weight that several calls use, by number of elements."""
         gradients: dict[int, list[list[Place]]] = {}
         for content, places in self.given.items():
-            makers = [
-                key for key, _ in self.makers.get(content, [])
-            ]  # weights have no backward call
+            # Weights have no backward call.
+            makers = [key for key, _ in self.makers.get(content, [])]
             if len(places) > 1 and not any(backward_key(key) in self.dump.calls for key in makers):
                 uses = self._gradients_of(places)
                 if len(uses) > 1:
@@ -153,19 +150,13 @@ class DataFlow:
 
     def _gradients_of(self, places: Iterable[Place]) -> list[Place]:
         """Return the gradients that forward calls send back for some of their inputs."""
-        return [gradient for place in places if (gradient := self._gradient_of(place)) is not None]
-
-    def _gradient_of(self, place: Place) -> Place | None:
-        """Return the gradient that a call sends back for one of its inputs."""
-        backward = backward_key(place[0])
-        if backward not in self.dump.calls:
-            return None
-        output = _gradient_place(self.dump.calls[place[0]], self.dump.calls[backward], place[1])
-        return (
-            (backward, output)
-            if output is not None and (backward, output) in self.tensors
-            else None
-        )
+        calls, gradients = self.dump.calls, list[Place]()
+        for key, name in places:
+            backward = backward_key(key)
+            output = backward in calls and _gradient_place(calls[key], calls[backward], name)
+            if output and (backward, output) in self.tensors:
+                gradients.append((backward, output))
+        return gradients
 
     def _parts_of(self, place: Place) -> list[Place]:
         """Return earlier gradients whose sum is a tensor; empty: none were found."""
@@ -241,9 +232,8 @@ class DataFlow:
             return True
         if formula.name == "copy_" and name == "input.0":
             return False
-        return any(
-            self.is_used(p) for output in self.makers_of(key) for p in self.taken.get(output, [])
-        )
+        takers = (p for output in self.makers_of(key) for p in self.taken.get(output, []))
+        return any(map(self.is_used, takers))
 
     def _phase(self, place: Place) -> Phase:
         return self.dump.calls[place[0]].phase
@@ -350,12 +340,8 @@ def _of_few(x: Array, terms: list[Array]) -> list[int]:
     choices = np.indices((2,) * len(terms), np.float64).reshape(len(terms), -1)
     with np.errstate(invalid="ignore"):
         residuals = np.linalg.norm(columns @ choices - x.reshape(-1, 1)[some], axis=0)
-    best = (
-        choices[:, int(np.nanargmin(residuals))]
-        if np.any(np.isfinite(residuals))
-        else choices[:, 0]
-    )
-    return [int(i) for i in np.flatnonzero(best)]
+    best = int(np.nanargmin(residuals)) if np.any(np.isfinite(residuals)) else 0
+    return [int(i) for i in np.flatnonzero(choices[:, best])]
 
 
 def _of_many(x: Array, terms: list[Array]) -> list[int]:
