@@ -136,9 +136,7 @@ def _folders(root: Path) -> dict[tuple[int, int], list[Path]]:
     folders_by_rank: dict[tuple[int, int], list[Path]] = {}
     unnamed: dict[tuple[Path, int], list[tuple[int, Path]]] = {}
     for folder in _walk(root, root, 4):
-        step = _number(folder, root, "step")
-        rank = _number(folder, root, "rank")
-        process = _number(folder, root, "proc")
+        step, rank, process = (_number(folder, root, word) for word in ("step", "rank", "proc"))
         if rank is None and process is not None:
             unnamed.setdefault((folder.parent, step or 0), []).append((process, folder))
         else:
@@ -185,11 +183,9 @@ def _walk(folder: Path, root: Path, depth: int) -> Iterator[Path]:
 def _number(folder: Path, root: Path, word: str) -> int | None:
     """Return N of the component ``wordN`` of a path; the root's own name and its parent's count, too."""
     parts = [*root.absolute().parts[-2:], *folder.relative_to(root).parts]
-    for part in reversed(parts):
-        match = re.fullmatch(rf"(?i){word}[_-]?(\d{{0,18}})", part)
-        if match:
-            return int(match[1] or 0)
-    return None
+    matches = (re.fullmatch(rf"(?i){word}[_-]?(\d{{0,18}})", part) for part in reversed(parts))
+    match = next(filter(None, matches), None)
+    return None if match is None else int(match[1] or 0)
 
 
 def _json_file(folder: Path) -> Path:
@@ -215,9 +211,8 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
         key = next(iter(data))
         calls[key] = _call(context, key, data.pop(key), parents.get(key), stacks.get(key, ()))
     if not about["framework"]:
-        about["framework"] = (
-            "pytorch" if any(k.startswith("Module.") for k in calls) else "mindspore"
-        )
+        modules = any(k.startswith("Module.") for k in calls)
+        about["framework"] = "pytorch" if modules else "mindspore"
     return RankDump(step, rank, **about, calls=calls, folder=folder)
 
 

@@ -13,7 +13,7 @@ Dumps without values get the same rule: statistics can show a fault, never that 
 
 from bisect import insort
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import median
 from typing import Any
@@ -69,25 +69,17 @@ class _Response:
     @property
     def gain(self) -> float | None:
         """Distance of the outputs over that of the inputs; None: not known."""
-        output_distances = [
-            d.whole for d in self.outputs.values() if d is not None and np.isfinite(d.whole)
-        ]
-        input_distance = float(np.sqrt(sum(d.whole**2 for d in self.inputs))) + self.rounding
-        return (
-            max(output_distances) / input_distance
-            if output_distances and self.comparable and input_distance
-            else None
-        )
+        distances = [d.whole for d in self.outputs.values() if d and np.isfinite(d.whole)]
+        size = float(np.sqrt(sum(d.whole**2 for d in self.inputs))) + self.rounding
+        return max(distances) / size if distances and self.comparable and size else None
 
     @cached_property
     def worst(self) -> float | None:
         """The largest gain of a row; None: not known."""
+        if not self.comparable:
+            return None
         outputs = [d for d in self.outputs.values() if d is not None and d.basis == "values"]
-        gains = (
-            [d.rows / (self.rows(len(d.rows)) + self.rounding) for d in outputs]
-            if self.comparable
-            else []
-        )
+        gains = [d.rows / (self.rows(len(d.rows)) + self.rounding) for d in outputs]
         finite = [float(g.max()) for g in gains if g.size and np.isfinite(g).all()]
         return max(finite) if finite else None
 
@@ -100,14 +92,11 @@ class _Response:
         """Return by how much each row of an output is smaller than what the call makes of other rows at most."""
         count, largest, output_factor = len(output.rows), 0.0, np.ones(1)
         for inputs, outputs in self.flow:
-            input_sizes = np.sqrt(
-                sum((np.square(_of_rows(d.sizes, count)) for d in inputs), np.zeros(count))
-            )
+            squares = (np.square(_of_rows(d.sizes, count)) for d in inputs)
+            sizes = np.sqrt(sum(squares, np.zeros(count)))
             for d in outputs:
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    factor = np.nan_to_num(
-                        _of_rows(d.sizes, count) / input_sizes, nan=0.0, posinf=0.0
-                    )
+                    factor = np.nan_to_num(_of_rows(d.sizes, count) / sizes, nan=0.0, posinf=0.0)
                 largest = max(largest, float(factor.max(initial=0.0)))
                 output_factor = factor if d is output else output_factor
         with np.errstate(divide="ignore"):
@@ -140,13 +129,9 @@ class OtherRun:
             return [*verdicts]
         if "" in unknown:  # the whole call
             unknown = dict.fromkeys(outputs, unknown[""])
-        replaced_verdicts = [
-            v for v in verdicts if v.place and v.place not in {*unknown} & {*outputs}
-        ]
-        replaced_verdicts += [
-            self._verdict(call, p, reason) for p, reason in unknown.items() if p in outputs
-        ]
-        return replaced_verdicts or [*verdicts]
+        judged = [v for v in verdicts if v.place and v.place not in {*unknown} & {*outputs}]
+        judged += [self._verdict(call, p, why) for p, why in unknown.items() if p in outputs]
+        return judged or [*verdicts]
 
     def _verdict(self, call: Call, place: str, reason: str) -> Verdict:
         answer = self._answer(call.key)
@@ -227,20 +212,19 @@ class OtherRun:
         if forward != key and forward in self.target.calls and forward in self.reference.calls:
             pairs.append((self.target.calls[forward], self.reference.calls[forward]))
         goldens = [dict(other.tensors()) for _, other in pairs]
-        input_distances = [
+        distances = [
             _distance(t, golden.get(place))
             for (call, _), golden in zip(pairs, goldens, strict=True)
             for place, t in call.given()
         ]
-        inputs = [d for d in input_distances if d is not None]
+        inputs = [d for d in distances if d is not None]
         outputs = {p: _distance(t, goldens[0].get(p)) for p, t in target_call.made()}
-        flow = [
-            (inputs[: len(target_call.given())], [d for d in outputs.values() if d is not None])
-        ]
+        outgoing = [d for d in outputs.values() if d is not None]
+        flow = [(inputs[: len(target_call.given())], outgoing)]
         flow += self._answer(forward).flow if pairs[1:] else []
         rounding, comparable = (
             _rounding_allowance(target_call, reference_call),
-            len(inputs) == len(input_distances),
+            len(inputs) == len(distances),
         )
         return _Response(inputs, outputs, rounding, flow if comparable else [], comparable)
 
@@ -265,10 +249,8 @@ class OtherRun:
 
     def _like(self, call: Call) -> tuple[list[str], bool]:
         """Return the peers of a call, and whether there are several with its widths; else those of any width."""
-        alike, others = (
-            [k for k in self._peers.get(kind, []) if k != call.key]
-            for kind in (_kind(call), _kind(call)[:2])
-        )
+        kinds = _kind(call), _kind(call)[:2]
+        alike, others = ([k for k in self._peers.get(n, []) if k != call.key] for n in kinds)
         return (alike, True) if len(alike) > 1 else (others, False)
 
     @cached_property
@@ -284,9 +266,8 @@ class OtherRun:
     def _repeats(self) -> bool:
         """Whether the runs repeat each other's bits: nine of ten calls with equal inputs have equal outputs."""
         answers = [self._answer(k) for k in self.target.calls if k in self.reference.calls]
-        repeated = [
-            all(d and d.exact for d in a.outputs.values()) for a in answers if a.same and a.outputs
-        ]
+        equal = (a.outputs.values() for a in answers if a.same and a.outputs)
+        repeated = [all(d and d.exact for d in outputs) for outputs in equal]
         return len(repeated) >= _REPEATS and sum(repeated) >= 0.9 * len(repeated)
 
     @cached_property
@@ -328,20 +309,19 @@ def _wrong(call: Call, place: str, output: Distance, ratio: Array, problem: str)
     """Return the verdict that a tensor is wrong, by the ratio of each of its rows to what is allowed."""
     record = dict(call.tensors())[place]
     ratio = np.nan_to_num(ratio, nan=0.0, posinf=np.inf)
-    worst_row, count = int(np.argmax(ratio)), len(ratio)
+    worst, count = int(np.argmax(ratio)), len(ratio)
     size, wrong = int(np.prod(record.shape)), int((ratio > 1).sum())
     shape = record.shape[:-1] if len(record.shape) > 1 else record.shape
     fits = int(np.prod(shape)) == count > 1
-    row = tuple(int(i) for i in np.unravel_index(worst_row, shape)) if fits else ()
+    row = tuple(int(i) for i in np.unravel_index(worst, shape)) if fits else ()
     row_text = {True: f"row {list(row)}", False: "it"}[fits and wrong < count]
     text = f"{place} is not what the other run made: {row_text} {problem}; {wrong} of {count} rows beyond"
     if output.basis == "statistics":
         text = f"{place} is not what the other run made: by its statistics it {problem}; or a call before it moved values"
     elements = wrong * size // max(1, count)
-    verdict = Verdict(
-        call.key, place, "diverged", float(ratio[worst_row]), text, row, elements, size
+    return Verdict(
+        call.key, place, "diverged", float(ratio[worst]), text, row, elements, size, basis=_BASIS
     )
-    return replace(verdict, basis=_BASIS)
 
 
 def _of_rows(sizes: Array, count: int) -> Array:
@@ -366,11 +346,9 @@ def _distance(record: TensorRecord, other: TensorRecord | None) -> Distance | No
     return distance(other, record) if is_float(record.dtype) else differing(other, record)
 
 
-def _rounding_allowance(target_call: Call, reference_call: Call) -> float:
+def _rounding_allowance(call: Call, other: Call) -> float:
     """Return how far a call may be off by its own rounding, relative to its result."""
-    records = [
-        t for call in (target_call, reference_call) for _, t in call.tensors() if is_float(t.dtype)
-    ]
+    records = [t for c in (call, other) for _, t in c.tensors() if is_float(t.dtype)]
     unit = max((FLOATS[t.dtype].unit for t in records), default=0.0)
     longest = max((n for t in records for n in t.shape), default=1)
     return unit + min(unit, FLOATS["float32"].unit) * (_ROUNDINGS + longest**0.5)

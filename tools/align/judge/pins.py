@@ -50,12 +50,10 @@ class TopChoice(NamedTuple):
 
     def of(self, call: Call) -> tuple[Array, Array]:
         """Return the scores [row, candidate] that a call has in its dump, and its indices [row, slot]."""
-        records = dict(call.tensors())
+        records, axis = dict(call.tensors()), self.axis
         scores, index = (np.asarray(records[p].load()) for p in (self.scores, self.chosen))
-        index = index if index.ndim == scores.ndim else np.expand_dims(index, self.axis)
-        scores, index = (
-            np.moveaxis(x, self.axis, -1).reshape(-1, x.shape[self.axis]) for x in (scores, index)
-        )
+        arrays = scores, index if index.ndim == scores.ndim else np.expand_dims(index, axis)
+        scores, index = (np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]) for x in arrays)
         if self.bias:
             scores = scores + records[self.bias].load()
         return self.sign * scores.astype(np.float64), index.astype(np.int64)
@@ -68,11 +66,8 @@ class TopChoice(NamedTuple):
         values_by_place = {self.chosen: index, self.scores: self.sign * raised}
 
         def with_values(place: str, record: TensorRecord) -> TensorRecord:
-            values = (
-                values_by_place[place].reshape(record.shape)
-                if place in values_by_place
-                else record.load()
-            )
+            chosen = values_by_place.get(place)
+            values = record.load() if chosen is None else chosen.reshape(record.shape)
             return replace(record, read=lambda: values)
 
         return [with_values(place, record) for place, record in call.made()]
@@ -165,9 +160,8 @@ class ReferenceChoices:
             for call in dump.calls.values():
                 if (choice := choice_of(call)) is not None:
                     scores, index = choice.of(call)
-                    choices.setdefault((scores.shape[1], index.shape[1]), []).append(
-                        (scores, index)
-                    )
+                    key = scores.shape[1], index.shape[1]
+                    choices.setdefault(key, []).append((scores, index))
         return {
             key: (np.concatenate([s for s, _ in pairs]), np.concatenate([i for _, i in pairs]))
             for key, pairs in choices.items()
@@ -182,12 +176,10 @@ class ReferenceChoices:
                 state = place.removeprefix("input.")
                 if state not in STATES or record.read is None or weight is None:
                     continue
-                whole_weight = self._merged_weight(weight, place)
-                index = (
-                    None if whole_weight is None else _index(whole_weight.shape, record, dump.rank)
-                )
-                if whole_weight is not None and index is not None:
-                    values[key, place] = whole_weight.reshape(-1)[index].reshape(record.shape)
+                tensor = self._merged_weight(weight, place)
+                index = None if tensor is None else _index(tensor.shape, record, dump.rank)
+                if tensor is not None and index is not None:
+                    values[key, place] = tensor.reshape(-1)[index].reshape(record.shape)
         return values
 
     def _from_outside(self, dtype: str) -> dict[bytes, Array]:
@@ -198,9 +190,7 @@ class ReferenceChoices:
         by_content: dict[bytes, Array] = {}
         for dump in self.ranks:
             calls = dump.calls.values()
-            outputs = {
-                content_of(t.load()) for c in calls for _, t in c.made() if t.read is not None
-            }
+            outputs = {content_of(t.load()) for c in calls for _, t in c.made() if t.read}
             forward = [c for c in calls if c.phase is Phase.FORWARD]
             for record in (t for c in forward for _, t in c.given() if is_float(t.dtype)):
                 values = record.load() if record.read is not None else None
@@ -273,18 +263,14 @@ def set_part(tensor: Array, record: TensorRecord, rank: int, part: Array) -> boo
 
 def _index(whole_shape: tuple[int, ...], record: TensorRecord, rank: int) -> Array | None:
     """Return which elements of a flattened tensor a rank has, in its order; None: the layout does not fit."""
-    number, layout, shape = (
-        np.arange(math.prod(whole_shape)).reshape(whole_shape),
-        record.layout,
-        record.shape,
-    )
+    number = np.arange(math.prod(whole_shape)).reshape(whole_shape)
+    layout, shape = record.layout, record.shape
     if layout is None or number.size == math.prod(shape):
         return number.reshape(-1) if number.size == math.prod(shape) else None
     keys = {ShardKey(r): shape for r in layout.ranks}
     try:
-        positions = locate(layout, keys, whole_shape if layout.flat else None).places[
-            ShardKey(rank)
-        ]
+        shard_map = locate(layout, keys, whole_shape if layout.flat else None)
+        positions = shard_map.places[ShardKey(rank)]
         part = number[np.ix_(*map(np.asarray, positions.dims))].reshape(-1)
     except (LayoutError, LookupError, ValueError):
         return None
@@ -376,9 +362,8 @@ def _short(scores: Array, chosen: Array) -> Array:
     if chosen.shape[1] > 1:
         distinct = (np.diff(np.sort(chosen, 1), axis=1) > 0).all(1)
     with np.errstate(invalid="ignore"):  # infinity less infinity: nothing is left, or all is masked
-        short = np.nan_to_num(
-            unchosen.max(1) - picked.min(1), nan=0.0, posinf=np.inf, neginf=-np.inf
-        )
+        gap = unchosen.max(1) - picked.min(1)
+    short = np.nan_to_num(gap, nan=0.0, posinf=np.inf, neginf=-np.inf)
     return np.where(distinct, short, np.inf)
 
 

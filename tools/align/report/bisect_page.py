@@ -11,7 +11,7 @@ from telechat_moe import html
 from telechat_moe.html import Html, code
 from telechat_moe.tools.align.judge.coverage import ENOUGH
 from telechat_moe.tools.align.judge.outcome import Outcome
-from telechat_moe.tools.align.judge.standard import Standard
+from telechat_moe.tools.align.judge.standard import Standard, finite
 from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 from telechat_moe.units import size_text
@@ -40,7 +40,6 @@ def plain(
     Args:
         reference: None: the target was judged by itself.
         graph: The neighbourhood of the first divergent call, from ``neighbourhood.py``.
-        standard: The published standard that tensors were judged by.
     """
     report = outcome.as_json() | {
         "runs": {"reference": reference, "target": target},
@@ -283,7 +282,6 @@ def _fields(residual: Array) -> dict[str, Any]:
 
 
 def _picture(picture: Mapping[str, Any]) -> str:
-    """Draw the grid."""
     fields: Sequence[Sequence[float | None]] = picture["fields"]
     legend = [(1.0, "within the bound"), (3.0, "beyond it"), (100.0, "100 times")]
     legend.append((1e4, "10,000 times and more"))
@@ -329,12 +327,7 @@ def _calls_around(outcome: Outcome) -> list[dict[str, Any]]:
     if position is None:
         return []
     return [
-        {
-            "key": key,
-            "status": status,
-            "observed_over_bound": ratio if np.isfinite(ratio) else None,
-            "first": i == position,
-        }
+        {"key": key, "status": status, "observed_over_bound": finite(ratio), "first": i == position}
         for i, (_, _, key, status, ratio) in enumerate(calls)
         if abs(i - position) <= NEIGHBOURS
     ]
@@ -349,9 +342,8 @@ def _neighbours(report: Mapping[str, Any]) -> str:
         bar = html.bar(share, status.split()[0])
         rows.append([code(neighbour["key"]), html.verdict(status), text, bar])
     first = {i: "lit" for i, neighbour in enumerate(report["neighbours"]) if neighbour["first"]}
-    return html.table(
-        ["call", "verdict", "observed / bound ", "on a logarithmic scale"], rows, kinds=first
-    )
+    titles = ["call", "verdict", "observed / bound ", "on a logarithmic scale"]
+    return html.table(titles, rows, kinds=first)
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
@@ -382,11 +374,10 @@ def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
     reasons = sorted(unknown.items(), key=lambda item: -item[1])
     rows = [*judged.items(), *((f"not judged: {reason}", count) for reason, count in reasons)]
     counts_table = html.table(["tensors", "number "], rows) if rows else ""
-    if not report.get("coverage"):
+    coverage = report.get("coverage")
+    if not coverage:
         return counts_table
-    shares = [
-        [name, *_share(s, "calls"), *_share(s, "bytes")] for name, s in report["coverage"].items()
-    ]
+    shares = [[name, *_share(s, "calls"), *_share(s, "bytes")] for name, s in coverage.items()]
     titles = ["judged", "calls ", "share of calls", "bytes ", "share of bytes"]
     parts = [html.table(titles, shares), counts_table]
     lacking = [
