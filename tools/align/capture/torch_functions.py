@@ -191,11 +191,8 @@ class _Recorder(TorchFunctionMode):
         def ran(
             grads: Sequence[torch.Tensor | None], coming: Sequence[torch.Tensor | None]
         ) -> None:
-            records = [
-                record(g)
-                for g, differentiated in zip(grads, needs_grad, strict=True)
-                if differentiated
-            ]
+            pairs = zip(grads, needs_grad, strict=True)
+            records = [record(g) for g, differentiated in pairs if differentiated]
             self._add(key, Phase.BACKWARD, [record(g) for g in coming], {}, records)
 
         node.register_hook(ran)
@@ -254,9 +251,8 @@ def _own_node(
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function writes into one of its arguments."""
-    return kwargs.get("out") is not None or (
-        name.endswith("__setitem__") or (name.endswith("_") and not name.endswith("__"))
-    )
+    in_place = name.endswith("_") and not name.endswith("__")
+    return kwargs.get("out") is not None or name.endswith("__setitem__") or in_place
 
 
 def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
@@ -348,13 +344,8 @@ def _name(func: Callable[..., Any]) -> str | None:
     if short in _SKIPPED:
         return None
     full_name = resolve_name(func) or short
-    if "Tensor" in full_name:
-        return f"Tensor.{short}"
-    return (
-        f"Functional.{short}"
-        if "functional" in full_name or "_nn" in full_name
-        else f"Torch.{short}"
-    )
+    family = "Functional" if "functional" in full_name or "_nn" in full_name else "Torch"
+    return f"{'Tensor' if 'Tensor' in full_name else family}.{short}"
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -414,9 +405,8 @@ def main() -> None:
     out, first, last, script, *arguments = sys.argv[1 + modules :]
     dump = run_script(script, arguments, Path(out), range(int(first), int(last) + 1), modules)
     count = sum(len(r.calls) for r in dump.ranks.values())
-    sys.stderr.write(
-        f"{out}: {count} calls in {len(dump.ranks)} steps; torch is {torch.__file__}\n"
-    )
+    steps = f"{count} calls in {len(dump.ranks)} steps"
+    sys.stderr.write(f"{out}: {steps}; torch is {torch.__file__}\n")
 
 
 if __name__ == "__main__":

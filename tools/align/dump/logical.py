@@ -98,11 +98,7 @@ class Copies:
 
 
 class CopiesDifferError(LayoutError):
-    """Copies of one shard differ: a fault of the run, or a layout that wrongly declares copies (exit code 4).
-
-    Attributes:
-        copies: The results of comparing copies.
-    """
+    """Copies of one shard differ: a fault of the run, or a layout that wrongly declares copies (exit code 4)."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -110,18 +106,11 @@ class CopiesDifferError(LayoutError):
 
 
 class Logical:
-    """A tensor that is merged as it is read.
+    """A tensor that is merged as it is read; :attr:`copies` is what comparing copies came to when it last was.
 
     Args:
-        shards: What the ranks hold.
-        where: What they hold of the whole tensor.
         bound: How far copies may differ; None: not at all.
         keep: Whether to go on with the first copy where copies differ; otherwise :class:`CopiesDifferError` at the end.
-
-    Attributes:
-        dtype: Canonical name of the type that the program computed in.
-        ranks: Ranks that contribute values.
-        copies: The results of comparing copies when the values were last read.
 
     Raises:
         LayoutError: The shards are of different types.
@@ -153,10 +142,7 @@ class Logical:
         return self._plan.divide > 1
 
     def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[BlockSlices, Array]]:
-        """Yield the whole tensor in C order, block by block; a tensor without elements as one block.
-
-        Args:
-            limit: Approximate number of bytes of a block.
+        """Yield the whole tensor in C order in blocks of about ``limit`` bytes; without elements as one block.
 
         Raises:
             CopiesDifferError: After the last block, if copies differ and ``keep`` is not set.
@@ -191,7 +177,6 @@ class Logical:
 
         Args:
             dtype: NumPy type of the values in the file; None: that of :attr:`values`.
-            limit: Approximate number of bytes of a block.
         """
         with path.open("wb") as file:
             for _, block in self.blocks(limit):
@@ -272,14 +257,10 @@ class Logical:
         number = np.arange(block.size).reshape(block.shape)[region][first_wrong]
         place = np.unravel_index(int(number), block.shape)
         index = tuple(s.start + int(i) for s, i in zip(box, place, strict=True))
-        self.copies.differences[key] = CopyDifference(
-            key,
-            keys[int(holder[region][first_wrong]) - 1],
-            count,
-            index,
-            values[first_wrong].item(),
-            first[first_wrong].item(),
-        )
+        value, expected = (x[first_wrong].item() for x in (values, first))
+        reference = keys[int(holder[region][first_wrong]) - 1]
+        difference = CopyDifference(key, reference, count, index, value, expected)
+        self.copies.differences[key] = difference
 
 
 def logical(
@@ -318,12 +299,9 @@ def logical_regions(
     Where the calls of a rank hold different shards (micro-batches, not always as many), keys are (rank, call).
     """
     records = _records(shards)
-    ranges = locate_regions(
-        {ShardKey(*k) if isinstance(k, tuple) else ShardKey(k): r for k, r in regions.items()},
-        {key: record.shape for key, record in records.items()},
-        tuple(shape),
-    )
-    return Logical(records, ranges)
+    keyed = {ShardKey(*k) if isinstance(k, tuple) else ShardKey(k): r for k, r in regions.items()}
+    shapes = {key: record.shape for key, record in records.items()}
+    return Logical(records, locate_regions(keyed, shapes, tuple(shape)))
 
 
 def _records(shards: Sequence[Shard]) -> dict[ShardKey, TensorRecord]:
@@ -359,9 +337,7 @@ def _common_layout(records: Mapping[ShardKey, TensorRecord]) -> TensorLayout:
 
 def _part(record: TensorRecord, place: ShardIndices, box: BlockSlices) -> tuple[Any, Array] | None:
     """Return the positions in a block of what a shard holds of it, as an index, and the values; None: it holds nothing."""
-    overlaps = [
-        _overlap(positions, s.start, s.stop) for positions, s in zip(place.dims, box, strict=True)
-    ]
+    overlaps = [_overlap(i, s.start, s.stop) for i, s in zip(place.dims, box, strict=True)]
     pairs = [pair for pair in overlaps if pair is not None]
     if len(pairs) < len(overlaps):
         return None
@@ -387,9 +363,7 @@ def _part(record: TensorRecord, place: ShardIndices, box: BlockSlices) -> tuple[
     values: Array = _read_elements(record, [slice(low, int(chosen.max()) + 1)])[chosen - low]
     if not box:
         return ..., values.reshape(())
-    block_positions: list[Array] = [
-        np.arange(s.stop - s.start)[w] for w, s in zip(in_block, box, strict=True)
-    ]
+    block_positions = [np.arange(s.stop - s.start)[w] for w, s in zip(in_block, box, strict=True)]
     return tuple(a[n] for a, n in zip(block_positions, np.nonzero(inside), strict=True)), values
 
 

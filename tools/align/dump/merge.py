@@ -145,15 +145,14 @@ class LayoutDescription:
             for key, numbers in content.get("layers", {}).items():
                 stage, chunk = key.split(",")
                 layers[int(stage), int(chunk)] = _ints(numbers)
+            mesh = {str(a): int(n) for a, n in content.get("mesh", {}).items()}
             return LayoutDescription(
                 tensors,
                 {int(rank): int(stage) for rank, stage in content.get("stages", {}).items()},
                 LayerNumbers(layers) if layers else None,
                 int(content.get("micro_batches", 1)),
                 tuple(map(str, content.get("batch_axes", LayoutDescription.batch))),
-                mesh={str(a): int(n) for a, n in content["mesh"].items()}
-                if "mesh" in content
-                else None,
+                mesh=mesh if "mesh" in content else None,
             )
         except (LayoutError, OSError, *MALFORMED) as error:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
@@ -244,32 +243,25 @@ def _grouped(ranks: Sequence[RankDump], description: LayoutDescription) -> dict[
     for order, phases in orders:
         groups: dict[str, list[_Part]] = {}
         for rank in order:
-            _add(rank, groups, description, phases)
+            for name, part in _parts(rank, description, phases):
+                groups.setdefault(name, []).append(part)
         groups_by_key |= groups
     return groups_by_key
 
 
-def _add(
-    rank: RankDump,
-    groups: dict[str, list[_Part]],
-    description: LayoutDescription,
-    phases: Sequence[Phase],
-) -> None:
+def _parts(
+    rank: RankDump, description: LayoutDescription, phases: Sequence[Phase]
+) -> Iterator[tuple[str, _Part]]:
     totals = Counter((call.name, call.phase) for call in rank.calls.values())
     for key, call in rank.calls.items():
         if call.phase not in phases:
             continue
         micro, name = 0, description.name(key, rank.rank)
-        total = totals[call.name, call.phase]
-        if (
-            description.calls > 1
-            and call.kind != "parameters_grad"
-            and total % description.calls == 0
-        ):
-            calls_of_batch = total // description.calls
-            micro, index = divmod(call.index, calls_of_batch)
+        size, odd = divmod(totals[call.name, call.phase], description.calls)
+        if description.calls > 1 and call.kind != "parameters_grad" and not odd:
+            micro, index = divmod(call.index, size)
             name = _numbered(name, call, index)
-        groups.setdefault(name, []).append(_Part(rank.rank, micro, call))
+        yield name, _Part(rank.rank, micro, call)
 
 
 def _numbered(key: str, call: Call, index: int) -> str:
@@ -337,18 +329,16 @@ class _Merger:
                 verdict, differing = tensor.copies.verdict, str(tensor.copies) or None
                 self.outcomes.append(MergedTensor(self.key, place, ranks, how, verdict, differing))
                 return record
-        self.outcomes.append(
-            MergedTensor(self.key, place, ranks, how, copies, problem, merged=False)
-        )
+        lost = MergedTensor(self.key, place, ranks, how, copies, problem, merged=False)
+        self.outcomes.append(lost)
         return None
 
     def _inferred(
         self, place: str, records: list[tuple[_Part, TensorRecord]]
     ) -> TensorLayout | str | None:
         """Return a layout inferred from the reference's shape, or why there is none; None: inference is not wanted."""
-        call = (
-            self.description.reference.calls.get(self.key) if self.description.reference else None
-        )
+        reference = self.description.reference
+        call = reference.calls.get(self.key) if reference is not None else None
         model = None if call is None else dict(call.tensors()).get(place)
         alone = len({part.rank for part, _ in records}) < len(records) or len(records) < 2
         if model is None or alone or self.description.of(self.key, place) is not None:
@@ -379,11 +369,8 @@ class _Merger:
             dims = ((),) * len(records[0][1].shape)
             how = "one rank" if len(ranks) == 1 else "copies"
             layout = TensorLayout((len(ranks),), ("rank",), ranks, dims)
-        if (
-            self.description.calls == 1
-            or layout.calls is not None
-            or max(p.micro for p, _ in records) == 0
-        ):
+        single = max(p.micro for p, _ in records) == 0
+        if self.description.calls == 1 or layout.calls is not None or single:
             yield how, layout, shape
             return
         for with_calls in _with_calls(layout, self.description, [r for _, r in records]):

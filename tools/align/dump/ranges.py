@@ -82,7 +82,7 @@ def locate(
     _check_keys(coordinates, shapes, "no shard of {}, which the layout lists")
     _check_keys(shapes, coordinates, "a shard of {}, which the layout does not list")
     shards = _Shards(layout)
-    lengths = _lengths(layout, shards, shapes, shape)
+    lengths = _lengths(shards, shapes, shape)
     places: dict[ShardKey, ShardIndices] = {}
     for key, place in coordinates.items():
         dims = tuple(shards.indices(d, n, place) for d, n in enumerate(lengths))
@@ -96,9 +96,8 @@ def locate(
                 f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
                 f"{describe(layout)} has {list(local)} there"
             )
-        places[key] = ShardIndices(
-            dims, _position(tuple(layout.partial), shards.sizes, place), flat
-        )
+        term = _position(tuple(layout.partial), shards.sizes, place)
+        places[key] = ShardIndices(dims, term, flat)
     whole_shape = tuple(shape) if shape is not None else tuple(lengths)
     divide = math.prod(shards.sizes[a] for a, kind in layout.partial.items() if kind == "mean")
     return ShardMap(whole_shape, places, _reduction(layout), divide)
@@ -242,13 +241,11 @@ def _coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
 
 
 def _lengths(
-    layout: TensorLayout,
-    shards: "_Shards",
-    shapes: Mapping[ShardKey, TensorShape],
-    shape: TensorShape | None,
+    shards: "_Shards", shapes: Mapping[ShardKey, TensorShape], shape: TensorShape | None
 ) -> list[int]:
     """Return the length of each dimension, filler included."""
-    rank, first = len(layout.dims), next(iter(shapes.values()))
+    layout, first = shards.layout, next(iter(shapes.values()))
+    rank = len(layout.dims)
     if shape is not None and len(shape) != rank:
         raise LayoutError(
             f"the whole tensor {list(shape)} has {len(shape)} dimensions, the layout {rank}"

@@ -227,28 +227,16 @@ def _shares(first: _Weight, other: _Weight) -> bool:
 def _of_weights(group: _Group) -> Iterator[Link]:
     """Yield gradients, and weights and states before and after their update; a weight without one: itself."""
     title = " and ".join(w.name for w in group.target)
-    places = [
-        [w.places or {("weight", " before"): "weight"} for w in side]
-        for side in (group.reference, group.target)
-    ]
+    sides = group.reference, group.target
+    places = [[w.places or {("weight", " before"): "weight"} for w in side] for side in sides]
     common = set(places[0][0]).intersection(*places[0], *places[1])
-
-    def names(
-        side: list[_Weight], places_of_weights: list[Places], place: tuple[str, str]
-    ) -> tuple[str, ...]:
-        return tuple(
-            f"weight {w.name} {p[place]}" for w, p in zip(side, places_of_weights, strict=True)
-        )
-
     for place in (w for w in places[1][0] if w in common):
-        yield Link(
-            f"{place[0]} of {title}{place[1]}",
-            names(group.reference, places[0], place),
-            names(group.target, places[1], place),
-            *group.transposed,
-            width=group.width,
-            rows=group.rows,
+        first, other = (
+            tuple(f"weight {w.name} {p[place]}" for w, p in zip(*pair, strict=True))
+            for pair in zip(sides, places, strict=True)
         )
+        name = f"{place[0]} of {title}{place[1]}"
+        yield Link(name, first, other, *group.transposed, width=group.width, rows=group.rows)
 
 
 def _of_uses(group: _Group, uses: _RunUses) -> Iterator[Link]:
@@ -316,20 +304,15 @@ def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
     for role, (key, call) in other.items():
         if role not in first:
             continue
-        reference_call = first[role][1]
+        keys, reference_call = (first[role][0], key), first[role][1]
         kinds = [[is_float(t.dtype) for _, t in c.made()[:2]] for c in (reference_call, call)]
         if not role.startswith("router"):
             for p, q in _outputs(reference_call, call):
-                yield Link(role, (f"{first[role][0]} {p}",), (f"{key} {q}",))
+                yield Link(role, (f"{keys[0]} {p}",), (f"{key} {q}",))
         elif all(sorted(kind) == [False, True] for kind in kinds):
             for choice, real in (("experts", False), ("weights", True)):
-                places = [f"output.{kind.index(real)}" for kind in kinds]
-                yield Link(
-                    f"{choice} chosen by the {role}",
-                    (f"{first[role][0]} {places[0]}",),
-                    (f"{key} {places[1]}",),
-                    in_any_order=True,
-                )
+                names = [(f"{k} output.{n.index(real)}",) for k, n in zip(keys, kinds, strict=True)]
+                yield Link(f"{choice} chosen by the {role}", names[0], names[1], in_any_order=True)
 
 
 def _outputs(reference: Call, target: Call) -> list[tuple[str, str]]:
@@ -364,12 +347,10 @@ def _modules(ranks: Sequence[RankDump]) -> dict[str, tuple[str, Call]]:
 
 
 def _losses(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
-    first, other = (
-        [c for dump in run for c in dump.calls.values() if _is_loss(c)] for run in (a, b)
-    )
-    if first and other:
-        names = (f"{calls[0].name}.*.forward output.0" for calls in (first, other))
-        yield Link("loss", (next(names),), (next(names),))
+    runs = ([c for dump in run for c in dump.calls.values() if _is_loss(c)] for run in (a, b))
+    names = [(f"{calls[0].name}.*.forward output.0",) for calls in runs if calls]
+    if len(names) == 2:
+        yield Link("loss", names[0], names[1])
 
 
 def _is_loss(call: Call) -> bool:
