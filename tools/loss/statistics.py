@@ -11,10 +11,9 @@ that both runs share (the batches); what is left is autocorrelated and of changi
 All differences are fractions: 0.003 is 0.3 %.
 """
 
-import functools
-import itertools
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -54,7 +53,7 @@ def local_spread(values: Array, width: int = 60) -> Array:
     n = len(values)
     bins = max(1, n // width)
     edges = np.linspace(0, n, bins + 1).astype(int)
-    spreads = [spread(values[a:b]) for a, b in itertools.pairwise(edges)]
+    spreads = [spread(values[a:b]) for a, b in pairwise(edges)]
     # A bin in which almost all values are equal has no spread although its values differ.
     floor = np.sqrt(np.mean(np.square(values))) * 1e-3
     middle = (edges[:-1] + edges[1:] - 1) / 2
@@ -275,7 +274,7 @@ def scan(
     return StretchTest(int(firsts[best]), int(lasts[best]), float(observed[best]), limit, p)
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _stretches(count: int) -> tuple[Array, Array]:
     """Return first and last block (one past) of the stretches to test: all that reach the end, others by length."""
     pairs = {(k, count) for k in range(count - 2)}

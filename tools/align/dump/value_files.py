@@ -297,18 +297,11 @@ def _load_pt(path: Path) -> Array:
         if description.size * dtype.itemsize > member.file_size or begin + member.file_size > size:
             raise ValueError("fewer values than the file says")
         flat = _mapped(file, dtype, begin, description.size)
-    if (
-        description.dtype == "bfloat16"
-    ):  # the repeated elements of an expanded tensor are widened once
+    if description.dtype == "bfloat16":  # the repeats of an expanded tensor are widened once
         flat = _widened(flat)
     step = flat.itemsize
-    return np.ndarray(
-        description.shape,
-        flat.dtype,
-        flat,
-        description.offset * step,
-        [s * step for s in description.strides],
-    )
+    strides = [s * step for s in description.strides]
+    return np.ndarray(description.shape, flat.dtype, flat, description.offset * step, strides)
 
 
 def _start(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
@@ -343,17 +336,15 @@ class _Description(pickle.Unpickler):
     """Makes the :class:`_Tensor` that a ``data.pkl`` describes, from no names but those of a tensor's parts."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        match module, name:
-            case "torch._utils", "_rebuild_tensor_v2":
-                return _tensor
-            case "torch._utils", "_rebuild_parameter":
-                return _first
-            case "collections", "OrderedDict":
-                return tuple
-            case _:
-                raise ValueError(f"pickled values are never read ({module} {name})")
+        allowed: dict[tuple[str, str], Any] = {
+            **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
+            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+            ("collections", "OrderedDict"): tuple,
+        }
+        if (module, name) not in allowed:
+            raise ValueError(f"pickled values are never read ({module} {name})")
+        return allowed[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -367,10 +358,6 @@ def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: object) -> 
     if any(type(n) is not int or not 0 <= n < _MAX_COUNT for n in numbers):
         raise ValueError(f"no sizes: {numbers}")
     return _Tensor(dtype, member, size, offset, tuple(shape), tuple(strides))
-
-
-def _first(tensor: Any, *_: object) -> Any:
-    return tensor
 
 
 @lru_cache(256)

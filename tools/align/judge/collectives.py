@@ -199,9 +199,8 @@ def meetings(
                 trusted_call = believed.calls.get(key, call) if believed else call
                 group = group_of(trusted_call) or everybody
             name = kind, (*group, *_tag(call))
-            meeting = meetings_by_name.setdefault(
-                (*name, count[name]), Meeting(kind, group, {}, trusted_call)
-            )
+            meeting = Meeting(kind, group, {}, trusted_call)
+            meeting = meetings_by_name.setdefault((*name, count[name]), meeting)
             meeting.keys[dump.rank] = key
             count[name] += 1
     return [*meetings_by_name.values()]
@@ -271,9 +270,8 @@ def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[R
     else:
         try:
             bound = {rank: bind(kind, calls[rank]) for rank in meeting.senders}
-            bound[ranks[0]]["op"] = _operation(
-                {} if kind == MESSAGE else arguments_by_name(kind, trusted_call)
-            )
+            trusted = {} if kind == MESSAGE else arguments_by_name(kind, trusted_call)
+            bound[ranks[0]]["op"] = _operation(trusted)
             for arguments in bound.values():
                 arguments["input"] = loaded(arguments["input"])
             expected = meeting.received(bound)

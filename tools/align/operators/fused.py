@@ -11,6 +11,7 @@ from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.shapes import cut
 
 
 def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: str) -> Approx:
@@ -60,11 +61,8 @@ def _mse(a: Arguments) -> Any:
 @op("swiglu npu_swiglu Swiglu", "input dim=-1")
 def _swiglu(a: Arguments) -> Any:
     """Compute ``silu(first half) * second half``."""
-    x = floating(a.input)
-    half = x.shape[int(a.dim)] // 2
-    gate, up = (
-        x.moved(lambda v, b=b: v.take(np.arange(b, b + half), int(a.dim)), True) for b in (0, half)
-    )
+    x, dim = floating(a.input), int(a.dim)
+    gate, up = cut(x, [x.shape[dim] // 2] * 2, dim)
     return gate * gate.sigmoid() * up
 
 
@@ -142,9 +140,8 @@ def open_groups(choice: Array, groups: int, count: int, of_group: int) -> Array:
 def _causal_softmax(a: Arguments) -> Any:
     """Megatron's and apex's ``softmax(scale x)`` below the diagonal."""
     x = floating(a.input) * float(plain(a.scale))
-    return softmax(
-        where(np.broadcast_to(np.tri(*x.shape[-2:], dtype=bool), x.shape), x, -np.inf), -1
-    )
+    visible = np.broadcast_to(np.tri(*x.shape[-2:], dtype=bool), x.shape)
+    return softmax(where(visible, x, -np.inf), -1)
 
 
 @op("scaled_masked_softmax scaled_softmax", "input mask=None scale=1.0", stores=True)
@@ -223,10 +220,8 @@ def _gating(a: Arguments) -> Any:
     x = floating(a.x)
     score = x.sigmoid() if int(a.norm_type) == 1 else softmax(x, 1)
     biased = score.stop() if a.bias is None else score.stop() + a.bias
-    G = int(a.group_count)
-    open_experts = open_groups(
-        biased.value, G, int(a.k_group), 2 if int(a.group_select_mode) == 1 else 1
-    )
+    of_group = 2 if int(a.group_select_mode) == 1 else 1
+    open_experts = open_groups(biased.value, int(a.group_count), int(a.k_group), of_group)
     biased = where(open_experts, biased, -np.inf)
     best = highest(biased.value, int(a.k))
     index = _legal_choice(biased, best, a.made[1] if a.made and len(a.made) > 1 else None)
@@ -301,11 +296,8 @@ def _routing(a: Arguments) -> Any:
     row_count = int(plain(a.active_num)) if int(plain(a.active_num)) > 0 else len(flat)
     went = pair if int(a.row_idx_type) == 1 else np.argsort(pair, kind="stable")
     count = np.bincount(flat, minlength=max(E, 0))
-    return [
-        x[pair[:row_count] // K],
-        went,
-        count if int(a.expert_tokens_num_type) else count.cumsum(),
-    ]
+    tokens = count if int(a.expert_tokens_num_type) else count.cumsum()
+    return [x[pair[:row_count] // K], went, tokens]
 
 
 def _with_capacity(x: Approx, flat: Array, pair: Array, K: int, E: int, capacity: int) -> list[Any]:
@@ -329,9 +321,8 @@ def _finalize(a: Arguments) -> Any:
     """Return ``skip1 + skip2 + sum over k of scale (row + bias)`` for each token."""
     rows, rows_of_token = floating(a.rows), integers(a.row).reshape(-1)
     K = int(a.k) if a.scales is None else floating(a.scales).shape[1]
-    rows_of_token = (
-        rows_of_token.reshape(K, -1).T if int(a.drop_pad_mode) < 2 else rows_of_token.reshape(-1, K)
-    )
+    by_slot = int(a.drop_pad_mode) < 2
+    rows_of_token = rows_of_token.reshape(K, -1).T if by_slot else rows_of_token.reshape(-1, K)
     bias = None if a.bias is None else floating(a.bias)[integers(a.expert)]
     scales = None if a.scales is None else floating(a.scales)
     total = combine_rows(rows.reshape(-1, rows.shape[-1]), rows_of_token, scales, bias)

@@ -27,9 +27,8 @@ def _operand(x: Any, bf16: Any) -> Approx:
         return x.constant(rounded)
     exact = np.broadcast_to(x.limit, x.shape) == 0  # else it is not known how it is rounded
     widened = x.plus(np.where(exact, 0.0, FLOATS["bfloat16"].unit * np.abs(x.value)))
-    return widened.like(
-        np.where(exact, rounded, x.value), widened.sigma, widened.limit, widened.parents
-    )
+    widened.value = np.where(exact, rounded, x.value)
+    return widened
 
 
 def _halved(x: Approx) -> Approx:
@@ -47,11 +46,8 @@ def _input_gradients(
     outputs: Sequence[Approx], grads: Sequence[Any], inputs: Sequence[Approx]
 ) -> list[Approx]:
     seeds = [(y, floating(g).reshape(*y.shape)) for y, g in zip(outputs, grads, strict=True)]
-    grads_of_inputs = gradients(seeds, inputs)
-    return [
-        x.constant(np.zeros(x.shape)) if g is None else g
-        for g, x in zip(grads_of_inputs, inputs, strict=True)
-    ]
+    going = zip(gradients(seeds, inputs), inputs, strict=True)
+    return [x.constant(np.zeros(x.shape)) if g is None else g for g, x in going]
 
 
 def _operands(a: Arguments, *names: str) -> list[Approx]:
@@ -195,11 +191,8 @@ def _assembled(a: Arguments, q: Approx, kv: Approx, rope: Approx) -> list[Approx
     turned = rotate_pairs(q[..., nope:], cos, sin, bool(a.interleaved))
     key = rotate_pairs(rope.reshape(B, S, 1, R), cos, sin, bool(a.interleaved))
     key = key.moved(lambda x: np.broadcast_to(x, (B, S, N, R)), True)
-    return [
-        concatenate([q[..., :nope], turned], 3),
-        concatenate([kv[..., :nope], key], 3),
-        kv[..., nope:],
-    ]
+    heads = (concatenate([x[..., :nope], part], 3) for x, part in ((q, turned), (kv, key)))
+    return [*heads, kv[..., nope:]]
 
 
 @primitive("TelechatMlaAssemble", "q kv rope cos sin | heads=1 nope=0 interleaved=True")
@@ -225,11 +218,10 @@ def _weights(a: Arguments, score: Approx, index: Any) -> Approx:
     return weight * float(a.scale)
 
 
-@primitive(
-    "TelechatRouting",
-    "input bias | top_k=1 groups=1 kept_groups=1 scale=1.0 normalize=True softmax=False",
-    stores=True,
-)
+_CHOICE = "top_k=1 groups=1 kept_groups=1 scale=1.0 normalize=True softmax=False"
+
+
+@primitive("TelechatRouting", f"input bias | {_CHOICE}", stores=True)
 def _routing(a: Arguments) -> Any:
     """Return scores; the highest by biased score; their weights; the map of chosen experts; the loads of the experts.
 
@@ -246,12 +238,7 @@ def _routing(a: Arguments) -> Any:
     return [score, index, _weights(a, score, index), x.constant(chosen), x.constant(chosen.sum(0))]
 
 
-@primitive(
-    "TelechatRoutingGrad",
-    "score index dscore dweight | top_k=1 groups=1 kept_groups=1 scale=1.0 normalize=True "
-    "softmax=False",
-    stores=True,
-)
+@primitive("TelechatRoutingGrad", f"score index dscore dweight | {_CHOICE}", stores=True)
 def _routing_grad(a: Arguments) -> Any:
     score = floating(a.score)
     (through,) = _input_gradients([_weights(a, score, integers(a.index))], [a.dweight], [score])
@@ -299,9 +286,8 @@ def _permute(a: Arguments) -> Any:
 
 @primitive("TelechatPermuteGrad", "grad row input", stores=True)
 def _permute_grad(a: Arguments) -> Any:
-    return combine_rows(
-        floating(a.grad), integers(a.row).reshape(floating(a.input).shape[0], -1), None
-    )
+    rows = integers(a.row).reshape(floating(a.input).shape[0], -1)
+    return combine_rows(floating(a.grad), rows, None)
 
 
 @primitive("TelechatUnpermute", "input row weight")
