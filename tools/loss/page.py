@@ -46,10 +46,8 @@ def _axes(steps: Array, low: float, high: float, height: int = 300) -> ChartAxes
     """Return the axes of a chart over the steps; an empty range is widened a little."""
     if not high > low:
         low, high = low - 1e-6, high + 1e-6
-    first = float(steps[0])
-    return ChartAxes(
-        (first, max(float(steps[-1]), first + 1)), (low, high), height=height + 20, bottom=44
-    )
+    span = float(steps[0]), max(float(steps[-1]), float(steps[0]) + 1)
+    return ChartAxes(span, (low, high), height=height + 20, bottom=44)
 
 
 def _line(axes: ChartAxes, steps: Array, values: Array, kind: str, width: float) -> str:

@@ -56,27 +56,15 @@ class FusedCallMatcher:
     def otherwise(self) -> Iterator[Verdict]:
         """Yield verdicts on the outputs of calls that take other tensors than in the reference (a mask, a bias)."""
         for key, call in self.reference.dump.calls.items():
-            target_call = self.target.dump.calls.get(key)
-            if (
-                target_call is None
-                or not _counts(call)
-                or is_exchange(call)
-                or target_call.name != call.name
-            ):
+            new = self.target.dump.calls.get(key)
+            if new is None or not _counts(call) or is_exchange(call) or new.name != call.name:
                 continue
-            reference_tensors, target_tensors = (dict(c.tensors()) for c in (call, target_call))
-            if reference_tensors.keys() == target_tensors.keys() or not all(
-                t.read for t in target_tensors.values()
-            ):
+            golden, tensors = (dict(c.tensors()) for c in (call, new))
+            if golden.keys() == tensors.keys() or not all(t.read for t in tensors.values()):
                 continue
-            lacks = ", ".join(
-                [
-                    *reference_tensors.keys() - target_tensors.keys(),
-                    *target_tensors.keys() - reference_tensors.keys(),
-                ][:4]
-            )
-            reason = f"{lacks}: only one of the runs has it"
-            outputs = target_call.made()
+            lacks = [*golden.keys() - tensors.keys(), *tensors.keys() - golden.keys()]
+            reason = f"{', '.join(lacks[:4])}: only one of the runs has it"
+            outputs = new.made()
             if len(outputs) != len(call.made()):
                 yield Verdict(key, "", "diverged", np.inf, reason)
             elif (expected := self._evaluated(call, 0)) is None:
@@ -107,10 +95,8 @@ class FusedCallMatcher:
     @cached_property
     def _together(self) -> dict[Place, tuple[set[str], list[Call]]]:
         """Inputs that calls of one run alone, some without formula, made in both: the target's, and each run's as one call."""
-        runs, joined_calls = (
-            (self.reference, self.target),
-            dict[Place, tuple[set[str], list[Call]]](),
-        )
+        runs = self.reference, self.target
+        joined_calls: dict[Place, tuple[set[str], list[Call]]] = {}
         every = {**self.reference.dump.calls, **self.target.dump.calls}
         for place in [p for p in self.reference.tensors if p in self.target.tensors]:
             (reference_keys, reference_inputs), (target_keys, target_inputs) = (
@@ -119,34 +105,24 @@ class FusedCallMatcher:
             names = sorted(every[k].name for k in reference_keys | target_keys)
             if reference_keys and target_keys and not all(map(find, names)):
                 last = every[self.target.origins_of(place)[-1][0]]
-                common_inputs = [
-                    p
-                    for p in sorted(reference_inputs | target_inputs)
-                    if all(p in run.tensors for run in runs)
-                ]
-                tensors = (
-                    [[r.tensors[p] for p in common_inputs], [r.tensors[place]]] for r in runs
-                )
+                inputs = sorted(reference_inputs | target_inputs)
+                common = [p for p in inputs if all(p in run.tensors for run in runs)]
+                tensors = ([[r.tensors[p] for p in common], [r.tensors[place]]] for r in runs)
                 call = replace(last, name=" ".join(names), kwargs={})
-                joined_calls[place] = (
-                    target_keys,
-                    [replace(call, inputs=x, outputs=y) for x, y in tensors],
-                )
+                pair = [replace(call, inputs=x, outputs=y) for x, y in tensors]
+                joined_calls[place] = target_keys, pair
         return joined_calls
 
     def by_other_run(self) -> Iterator[Verdict]:
         """Yield verdicts on what calls of one run alone, some without formula, make of what both runs have before them."""
-        first = {
-            pair[1].key: (target_keys, pair)
-            for target_keys, pair in reversed(self._together.values())
-        }
+        together = reversed(self._together.values())
+        first = {pair[1].key: (target_keys, pair) for target_keys, pair in together}
         sides = [{key: pair[i] for key, (_, pair) in first.items()} for i in range(2)]
         believed = replace(self.reference.dump, calls=sides[0])
         other = OtherRun(believed, replace(self.target.dump, calls=sides[1]))
         for key, (target_keys, (_, call)) in first.items():
-            reason = (
-                f"no formula for {', '.join([n for n in call.name.split() if not find(n)][:4])}"
-            )
+            unknown = [n for n in call.name.split() if not find(n)]
+            reason = f"no formula for {', '.join(unknown[:4])}"
             (verdict,) = other.judged(call, [not_judged(key, reason, "output.0")])
             self.confirmed |= target_keys if verdict.status == "pass" else set()
             have_formulas = all(find(self.target.dump.calls[k].name) for k in target_keys)
@@ -206,16 +182,14 @@ class FusedCallMatcher:
         """Return the target's counterpart of an input of the reference."""
         sources = self.reference.sources_of(place)
         for source in sources:
-            target_tensor = self.target.tensors.get(source)
-            if target_tensor is None or target_tensor.read is None:
+            record = self.target.tensors.get(source)
+            if record is None or record.read is None:
                 continue
-            if is_float(target_tensor.dtype) == is_float(tensor.dtype):
-                values = target_tensor.load()
+            if is_float(record.dtype) == is_float(tensor.dtype):
+                values = record.load()
                 if values.size == np.prod(tensor.shape):
                     values = values.reshape(tensor.shape)
-                return (
-                    Approx(values, target_tensor.dtype) if is_float(target_tensor.dtype) else values
-                )
+                return Approx(values, record.dtype) if is_float(record.dtype) else values
         for source in sources:
             output = self._imagined(source, depth + 1)
             if output is not None:
@@ -256,9 +230,8 @@ def _leaf(value: Approx | Array, dtype: str) -> Approx | Array:
 
 def _only_in(run: DataFlow, other: DataFlow) -> frozenset[str]:
     """Return the keys of the forward calls that only one of two runs makes."""
-    return frozenset(
-        k for k, c in run.dump.calls.items() if k not in other.dump.calls and _counts(c)
-    )
+    calls = run.dump.calls.items()
+    return frozenset(k for k, c in calls if k not in other.dump.calls and _counts(c))
 
 
 def _counts(call: Call) -> bool:

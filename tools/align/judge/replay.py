@@ -36,9 +36,8 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         if formula is None:
             raise NotJudgedError(f"no formula for {forward.name}")
         complete = settings if settings is not None else forward
-        inferred = _inferred(
-            complete if all(t.read for _, t in complete.tensors()) else forward, formula
-        )
+        complete = complete if all(t.read for _, t in complete.tensors()) else forward
+        inferred = _inferred(complete, formula)
         inferred_scalars = {name: Scalar(type(v).__name__, v) for name, v in inferred.items()}
         trusted_call = believed(call if call.phase is not Phase.BACKWARD else forward, settings)
         trusted_call = replace(trusted_call, kwargs={**trusted_call.kwargs, **inferred_scalars})
@@ -47,11 +46,10 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         else:
             verdicts = _match(call, forward, *_gradients(call, trusted_call, formula))
             verdicts = _defined(verdicts, [call, forward])
-        settings_text = ", ".join(f"{name} {value}" for name, value in inferred.items())
-        return [
-            replace(v, reason=f"{v.reason}; inferred: {settings_text}") if settings_text else v
-            for v in verdicts
-        ]
+        if not inferred:
+            return verdicts
+        text = ", ".join(f"{name} {value}" for name, value in inferred.items())
+        return [replace(v, reason=f"{v.reason}; inferred: {text}") for v in verdicts]
     except (NotJudgedError, LookupError) as error:
         return [not_judged(call.key, str(error))]
     except (ValueError, TypeError, AttributeError, FloatingPointError) as error:
@@ -234,14 +232,10 @@ def _gradients(
 ) -> tuple[list[Approx | None], list[Approx]]:
     """Return the gradients of a call's floating-point tensors, and those tensors."""
     arguments, tensors = arguments_of(forward, formula, True)
-    place, forward_outputs = CHOOSES.get(formula.name), list(flat(forward.outputs))
-    arguments.made = forward_outputs
-    if (
-        place is not None
-        and place < len(forward_outputs)
-        and not is_float(forward_outputs[place].dtype)
-    ):
-        arguments.chosen = forward_outputs[place].load().astype(np.int64)
+    place, records = CHOOSES.get(formula.name), list(flat(forward.outputs))
+    arguments.made = records
+    if place is not None and place < len(records) and not is_float(records[place].dtype):
+        arguments.chosen = records[place].load().astype(np.int64)
     outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
     coming = list(flat(call.inputs))
     if not coming or not outputs:

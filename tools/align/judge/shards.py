@@ -36,10 +36,8 @@ def in_shards(reference: Dump, target: Dump) -> Dump:
     for step in target.steps if min(target.steps) == 0 else ():  # later ones may have parted
         runs = reference.at(step), target.at(step)
         calls = [[*r.calls.values()] for run in runs for r in run]
-        eager = all(any(c.phase is Phase.BACKWARD for c in rank_calls) for rank_calls in calls)
-        stages = any(
-            is_exchange(c) and kind_of(c) is None for rank_calls in calls for c in rank_calls
-        )
+        eager = all(any(c.phase is Phase.BACKWARD for c in rank) for rank in calls)
+        stages = any(is_exchange(c) and kind_of(c) is None for rank in calls for c in rank)
         if eager and not stages and all(runs) and all(map(can_follow, runs)):
             ranks |= {(step, dump.rank): dump for dump in _step(*runs)}
     return Dump(target.root, ranks)
@@ -55,25 +53,22 @@ def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[Ran
         sums = [[calls_by_rank[r] for r in g if r != dump.rank] for g in groups if dump.rank in g]
         chosen = False
         for key, mates in _mates(reference, dump).items():
-            call_of_target, mate_key = dump.calls[key], mates[0].key
+            target_call, mate_key = dump.calls[key], mates[0].key
             same_calls = [r.calls[mate_key] for r in reference if mate_key in r.calls]
-            call = _cut(
-                call_of_target, mates, same_calls, [[c.get(key) for c in ranks] for ranks in sums]
-            )
-            chosen |= otherwise and choice_of(call_of_target) is not None
+            terms = [[c.get(key) for c in ranks] for ranks in sums]
+            call = _cut(target_call, mates, same_calls, terms)
+            chosen |= otherwise and choice_of(target_call) is not None
             if call is not None:
-                cut[dump.rank, key] = call = (
-                    _without_counts(call_of_target, call) if chosen else call
-                )
+                call = _without_counts(target_call, call) if chosen else call
+                cut[dump.rank, key] = call
                 kinds.setdefault(_kind(call, mates[0]), []).append((dump.rank, key))
     kinds.pop(None, None)
     for places in kinds.values():  # does it make shards of shards, or terms, at all?
         agree = [_agree(calls_by_rank[r][k], cut[r, k]) for r, k in places]
         right = sum(outputs_agree for _, outputs_agree in agree)
         if not right or 2 * right < sum(inputs_agree for inputs_agree, _ in agree):
-            cut |= {
-                (r, k): replace(cut[r, k], outputs=calls_by_rank[r][k].outputs) for r, k in places
-            }
+            for r, k in places:
+                cut[r, k] = replace(cut[r, k], outputs=calls_by_rank[r][k].outputs)
     return [
         replace(dump, calls={k: cut.get((dump.rank, k), c) for k, c in dump.calls.items()})
         for dump in target
@@ -95,9 +90,7 @@ def is_own(reference: Call | None, target: Call | None) -> bool:
     if reference is None or target is None:
         return True
     pairs = zip(reference.tensors(), target.tensors(), strict=False)
-    return all(
-        reference_tensor is target_tensor for (_, reference_tensor), (_, target_tensor) in pairs
-    )
+    return all(a is b for (_, a), (_, b) in pairs)
 
 
 def _kind(call: Call, mate: Call) -> Any:
@@ -115,13 +108,10 @@ def _agree(call: Call, cut: Call) -> tuple[bool, bool]:
     """Return whether a call's inputs are the reference's, and whether its outputs are, too."""
     golden = dict(cut.tensors())
     off = {place: _apart(t.load(), golden[place].load()) for place, t in call.tensors()}
-    input_distance = max(off[place] for place, _ in call.given())
-    output_distances = [
-        off[place] if math.prod(t.shape) >= _FEW else 1.0 for place, t in call.made()
-    ]
-    return input_distance < _NEAR, input_distance < _NEAR and max(
-        output_distances, default=1.0
-    ) < BEYOND * (input_distance + _ROUNDING)
+    entering = max(off[place] for place, _ in call.given())
+    leaving = [off[p] if math.prod(t.shape) >= _FEW else 1.0 for p, t in call.made()]
+    alike = entering < _NEAR
+    return alike, alike and max(leaving, default=1.0) < BEYOND * (entering + _ROUNDING)
 
 
 def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call]]:
@@ -174,27 +164,20 @@ def _cut(
     mate_tensors, others = [dict(m.tensors()) for m in mates], [[c for c in s if c] for s in sums]
     records: dict[str, TensorRecord] = {}
     for place, record in call.tensors():
-        mate_records = [
-            t for tensors in mate_tensors if (t := tensors.get(place)) is not None and t.read
-        ]
-        other_records = [[dict(c.tensors()).get(place, record) for c in calls] for calls in others]
-        terms = [
-            [t.load() for t in ts if t.read and t.shape == record.shape] for ts in other_records
-        ]
+        mate_records = [t for m in mate_tensors if (t := m.get(place)) is not None and t.read]
+        added = [[dict(c.tensors()).get(place, record) for c in calls] for calls in others]
+        terms = [[t.load() for t in ts if t.read and t.shape == record.shape] for ts in added]
         once = {x.tobytes(): x for x in (t.load() for t in mate_records)}  # of copies one
         x = record.load() if mate_records and record.read else None
         values = None if x is None else _golden(x, [*once.values()], terms)
         if x is None or values is None:
             return None
         if x.dtype.kind == "f" and _apart(x, values) > _NEAR:
-            all_values = [
-                t.load() for c in same_calls for p, t in c.tensors() if p == place and t.read
-            ]
-            options = [v for v in (values, _golden(x, all_values, [])) if v is not None]
+            uncut = [t.load() for c in same_calls for p, t in c.tensors() if p == place and t.read]
+            options = [v for v in (values, _golden(x, uncut, [])) if v is not None]
             values = _most_alike(x, options)
-        records[place] = replace(
-            record, dtype=mate_records[0].dtype, read=lambda values=values: values
-        )
+        dtype = mate_records[0].dtype
+        records[place] = replace(record, dtype=dtype, read=lambda values=values: values)
     return call.changed(lambda place, value: records.get(place, value), results=True)
 
 
@@ -221,9 +204,8 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | N
                 elif part is not None and free[part[2]].all():
                     free[part[2]], assembled[part[2]] = False, part[1]
                     left = [m for m in left if m is not mate]
-        options += (
-            [] if free.any() else [assembled - other_terms if other_terms.any() else assembled]
-        )
+        if not free.any():
+            options.append(assembled - other_terms if other_terms.any() else assembled)
     full_mates = [m for m in mates if m.shape == x.shape]
     options += [np.sum(full_mates, 0)] if x.dtype.kind == "f" and full_mates[1:] else []
     return _most_alike(x, options)
@@ -239,11 +221,8 @@ def _part(x: Array, y: Array, free: Array | None = None) -> tuple[Array, Array, 
         return (x, y, ...) if x.shape == y.shape else None
     larger = y.size > x.size
     larger_tensor, part = (y, x) if larger else (x, y)
-    able = (
-        a
-        for a in _places(larger_tensor.shape, part.shape)
-        if larger or free is None or free[a].all()
-    )
+    places = _places(larger_tensor.shape, part.shape)
+    able = (a for a in places if larger or free is None or free[a].all())
     block = _most_alike(part, able, larger_tensor.__getitem__)
     return None if block is None else (x, y[block], ...) if larger else (x[block], y, block)
 
@@ -261,11 +240,8 @@ def _places(shape: tuple[int, ...], part: tuple[int, ...]) -> Iterator[Any]:
         count = n // size if size and n % size == 0 and n <= _MOST * size else 0
         places = [*np.arange(n).reshape(count, -1)] if count else []
         if count > 1 and size % 2 == 0:
-            first_half, second_half = np.arange(n).reshape(2, count, -1)
-            halves = [
-                *zip(first_half, second_half, strict=True),
-                *zip(first_half, second_half[::-1], strict=True),
-            ]
+            low, high = np.arange(n).reshape(2, count, -1)
+            halves = [*zip(low, high, strict=True), *zip(low, high[::-1], strict=True)]
             places += map(np.concatenate, halves)
         choices.append(places)
     yield from (np.ix_(*positions) for positions in product(*choices))

@@ -77,15 +77,9 @@ class Standard:
             return [not_judged(call.key, "the reference does not run this call")]
         third = self._third_of(step, target.rank)
         other = third.calls.get(key) if third is not None else None
-        target_tensors, reference_tensors, third_tensors = (
-            dict(c.tensors()) if c else {} for c in (call, golden, other)
-        )
-        verdicts = [
-            self._tensor(
-                call.key, p, target_tensors.get(p), reference_tensors.get(p), third_tensors.get(p)
-            )
-            for p in target_tensors | reference_tensors
-        ]
+        sides = [dict(c.tensors()) if c else {} for c in (call, golden, other)]
+        places = sides[0] | sides[1]
+        verdicts = [self._tensor(call.key, p, *(side.get(p) for side in sides)) for p in places]
         wrong = any(v.status == "diverged" for v in verdicts)
         if wrong and (step, self._orders.get((step, target.rank, key), math.inf)) >= self._first:
             verdicts = self._replayed(verdicts, call, reference, target)
@@ -130,12 +124,8 @@ class Standard:
                     "element": [*v.element],
                     "reason": v.reason,
                     "checks": [
-                        {
-                            "metric": c.metric,
-                            "observed": finite(c.observed),
-                            "limit": c.limit,
-                            "ok": c.ok,
-                        }
+                        {"metric": c.metric, "observed": finite(c.observed)}
+                        | {"limit": c.limit, "ok": c.ok}
                         for c in t.checks
                     ],
                 }
@@ -169,35 +159,27 @@ class Standard:
     def _without_values(
         self, key: str, place: str, target: TensorRecord, reference: TensorRecord
     ) -> Verdict:
-        difference, sums = (
-            distance(reference, target),
-            (checksum(reference, target), checksum(target, reference)),
-        )
+        difference = distance(reference, target)
+        sums = checksum(reference, target), checksum(target, reference)
         exact = self.profile.name == "bitwise" or not is_float(target.dtype)
         if difference is not None and difference.exact and not self.profile.nan_differs:
-            return Verdict(
-                key, place, "pass", reason="equal bits", elements=math.prod(target.shape)
-            )
+            size = math.prod(target.shape)
+            return Verdict(key, place, "pass", reason="equal bits", elements=size)
         if exact and target.dtype == reference.dtype and None not in sums and sums[0] != sums[1]:
             return Verdict(key, place, "diverged", math.inf, "other bits")
-        reason = (
-            "no values, which a standard needs; without --standard, statistics can show a fault"
-        )
-        return not_judged(key, reason, place)
+        why = "no values, which a standard needs; without --standard, statistics can show a fault"
+        return not_judged(key, why, place)
 
     def _verdict(
-        self, key: str, place: str, comparison: TensorComparison, values: Array | Logical
+        self, key: str, place: str, result: TensorComparison, values: Array | Logical
     ) -> Verdict:
-        worst = comparison.worst
-        self._checks[key, place] = comparison.checks
+        worst = result.worst
+        self._checks[key, place] = result.checks
         texts = [f"{worst.metric} {worst.observed:.3g}, limit {worst.limit:.3g}"] if worst else []
-        texts += [comparison.note] if comparison.note else []
-        ratio = worst.ratio if worst else math.inf if comparison.status == "diverged" else 0.0
-        text = "; ".join(texts)
-        count = math.prod(values.shape)
-        return Verdict(
-            key, place, comparison.status, ratio, text, comparison.element, elements=count
-        )
+        texts += [result.note] if result.note else []
+        ratio = worst.ratio if worst else math.inf if result.status == "diverged" else 0.0
+        text, count = "; ".join(texts), math.prod(values.shape)
+        return Verdict(key, place, result.status, ratio, text, result.element, elements=count)
 
     def _replayed(
         self, verdicts: list[Verdict], call: Call, reference: RankDump, target: RankDump
@@ -211,13 +193,12 @@ class Standard:
         left: list[Verdict] = []
         for v in verdicts:
             chosen = _is_integer(dict(call.tensors())[v.place].dtype)
+            replayed = by_place.get(v.place)
             if v.status != "diverged":
                 left.append(v)
-            elif v.place in by_place:
-                left.append(
-                    replace(by_place[v.place], reason=f"by replay: {by_place[v.place].reason}")
-                )
-                self.replayed += by_place[v.place].status == "pass"
+            elif replayed is not None:
+                left.append(replace(replayed, reason=f"by replay: {replayed.reason}"))
+                self.replayed += replayed.status == "pass"
             elif chosen and by_own_scores(reference.calls[call.key], call, v.place):
                 left.append(Verdict(v.key, v.place, "pass", reason="chosen by its own scores"))
             elif v.place.startswith("output"):
@@ -245,9 +226,8 @@ class Standard:
             calls = aligned(golden, self.target.ranks[rank_key])[0].calls
             moved = (k for k, c in golden.calls.items() if k in calls and _chose(c, calls[k]))
             first = next(moved, None)
-            positions += (
-                [(rank_key[0], self._orders[(*rank_key, first)])] if first is not None else []
-            )
+            if first is not None:
+                positions.append((rank_key[0], self._orders[(*rank_key, first)]))
         return min(positions)
 
 
@@ -280,9 +260,8 @@ def judge_checkpoints(
     problem = f"{left} tensors were not compared" if left else ""
     verdict, reason = answer(bool(wrong), problem=problem)
     reason = f"{wrong} of {judged.total()} tensors do not meet {profile.name}" if wrong else reason
-    statuses = [
-        (t.step, t.rank, t.verdict.key, t.verdict.status, t.verdict.ratio) for t in standard.tensors
-    ]
+    verdicts = ((t.step, t.rank, t.verdict) for t in standard.tensors)
+    statuses = [(step, rank, v.key, v.status, v.ratio) for step, rank, v in verdicts]
     return standard, Outcome(verdict, [], judged, unknown, reason, statuses, coverage)
 
 

@@ -183,13 +183,12 @@ def _users(flow: DataFlow, place: Place, depth: int) -> Iterator[Place]:
     call = flow.dump.calls[place[0]]
     formula = find(call.name)
     moves = formula is not None and formula.exact and len(call.given()) == 1
-    copies = flow.content[place] in [
-        flow.content.get(output) for output in flow.makers_of(call.key)
-    ]
+    outputs = flow.makers_of(call.key)
+    copies = flow.content[place] in map(flow.content.get, outputs)
     if not (moves or copies) or depth > 8:
         yield place
         return
-    for output in flow.makers_of(call.key):
+    for output in outputs:
         for taker in flow.taken.get(output, []):
             yield from _users(flow, taker, depth + 1)
 
@@ -268,10 +267,8 @@ def _joined(uses: WeightUses, names: Sequence[str], link: Link, transposed: bool
         rows = [as_rows(x, link.width, transposed) for x in parts]
         fitting = [x for x in rows if x is not None]
         if len(fitting) < len(rows):
-            shapes = [x.shape for x in parts]
-            return points[0]._replace(
-                values=None, problem=f"shapes {shapes}, no width {link.width}"
-            )
+            problem = f"shapes {[x.shape for x in parts]}, no width {link.width}"
+            return points[0]._replace(values=None, problem=problem)
         values = np.concatenate(fitting)
     else:
         shapes = {x.shape for x in parts}
@@ -308,10 +305,8 @@ def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
     if right >= swapped and right:
         return
     lacks = [str(d.root) for i, d in enumerate(dumps) if not any(s[i] for s in sides[0])]
-    problem = f"no entry names a tensor of {' or of '.join(lacks) or 'both runs'}"
-    problem += "; expected names such as those of `align inspect --calls`"
+    text = f"no entry names a tensor of {' or of '.join(lacks) or 'both runs'}"
+    text += "; expected names such as those of `align inspect --calls`"
     if swapped:
-        problem = (
-            "its sides are swapped; exchange the dumps, or `reference` and `target` in the map"
-        )
-    raise BadInputError(f"the map of {len(links)} entries does not fit: {problem}")
+        text = "its sides are swapped; exchange the dumps, or `reference` and `target` in the map"
+    raise BadInputError(f"the map of {len(links)} entries does not fit: {text}")
