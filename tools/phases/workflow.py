@@ -56,14 +56,12 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
         wrong = [p["title"] for p in phases if p["verdict"] == "diverged"]
         if wrong and not plan.go_on:
             reason = f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
-            report_of_phase = _not_judged(reason)
+            phase = _not_judged(reason)
         else:
-            report_of_phase = _saved_or_run(plan, number, work)
-        phases.append({"title": title, **report_of_phase})
-        took = f" ({report_of_phase['wall_s']:.0f} s)" if "wall_s" in report_of_phase else ""
-        plan.show(
-            f"{number}. {title}: {report_of_phase['verdict']}: {report_of_phase['sentence']}{took}"
-        )
+            phase = _saved_or_run(plan, number, work)
+        phases.append({"title": title, **phase})
+        took = f" ({phase['wall_s']:.0f} s)" if "wall_s" in phase else ""
+        plan.show(f"{number}. {title}: {phase['verdict']}: {phase['sentence']}{took}")
     worst = min(phases, key=lambda p: VERDICTS.index(p["verdict"]))
     verdict, sentence = worst["verdict"], f"{worst['title']}: {worst['sentence']}"
     if verdict == "pass":

@@ -156,10 +156,8 @@ def read(text: str) -> Profile:
     for part in options.split(",") if options else ():
         option, _, value = part.partition("=")
         if option not in _OPTIONS or (option == "equal_nan" and part != option):
-            names_of_options = ", ".join(_OPTIONS)
-            raise UsageError(
-                f"--standard {text}: unknown option {part!r}; expected {names_of_options}"
-            )
+            expected = ", ".join(_OPTIONS)
+            raise UsageError(f"--standard {text}: unknown option {part!r}; expected {expected}")
         names, convert = _OPTIONS[option]
         if name not in names:
             purpose = f"no option {option}, which is for {', '.join(names)}"

@@ -143,10 +143,8 @@ class Call:
     @property
     def stage(self) -> Phase:
         """The phase of the step; it differs from :attr:`phase` in a compiled graph, whose operators all run forward."""
-        primitive = self.name.startswith("Primitive.")
-        if self.name.startswith("Primitive.Gradients.") or (
-            primitive and self.name.endswith("Grad")
-        ):
+        gradient = self.name.startswith("Primitive.") and self.name.endswith("Grad")
+        if gradient or self.name.startswith("Primitive.Gradients."):
             return Phase.BACKWARD
         return Phase.REDUCTION if self.name.startswith("Primitive.Reduction.") else self.phase
 

@@ -99,20 +99,15 @@ def _name(place: str) -> str:
 def _variants(call: Call, divergent: DivergentCall) -> Iterator[tuple[Call, str, str]]:
     """Yield calls with other arguments, each with its kind of fault and a description."""
     arguments = call.leaves()
-    tensors = [
-        (place, v)
-        for place, v in arguments
-        if isinstance(v, TensorRecord) and v.read is not None and v.shape
-    ]
+    tensors = [(p, v) for p, v in arguments if isinstance(v, TensorRecord) and v.read and v.shape]
     scalars = [(place, v) for place, v in arguments if isinstance(v, Scalar)]
     for place, value in scalars:
         for other in _numbers(value.value):
             text = f"{_name(place)} {other}, not {value.value}"
             yield _with(call, {place: Scalar("", other)}), "wrong setting", text
     yield from _exchanged(call, tensors)
-    for (place, a), (other_place, b) in combinations(
-        [s for s in scalars if type(s[1].value) is float], 2
-    ):
+    floats = [s for s in scalars if type(s[1].value) is float]
+    for (place, a), (other_place, b) in combinations(floats, 2):
         if a.value != b.value:
             text = f"{_name(place)} and {_name(other_place)} are exchanged"
             yield _with(call, {place: b, other_place: a}), "wrong setting", text

@@ -101,12 +101,9 @@ class ComparedPrograms:
         wrong = next((k for k in map(self._wrong, reference_part.calls) if k), "")
         if wrong:
             return "reference is wrong", f"{wrong} of the reference; {places}", modules
-        updated_weight = (
-            target_tensor.place.startswith("input") and weight_of(target_part.calls[0])
-            if target_part.calls
-            else ""
-        )
-        settings = "" if updated_weight else differing(reference_part.calls, target_part.calls)
+        updates = target_part.calls if target_tensor.place.startswith("input") else []
+        weight = weight_of(updates[0]) if updates else ""
+        settings = "" if weight else differing(reference_part.calls, target_part.calls)
         if settings:
             return "settings differ", f"{settings}; {places}", modules
         return "programs differ", f"every call of both is right; {places}", modules
@@ -115,21 +112,16 @@ class ComparedPrograms:
         """Return in words which settings differ in the calls that make each tensor from those compared before it."""
         modules_by_text: dict[str, list[str]] = {}
         pairs = [*self.agreed, *wrong]
-        for reference_tensor, target_tensor in pairs:
-            if reference_tensor.key.startswith("Optimizer") and reference_tensor.place.startswith(
-                "input"
-            ):
+        for first, other in pairs:
+            if first.key.startswith("Optimizer") and first.place.startswith("input"):
                 continue
-            other_pairs = [p for p in pairs if p[1] is not target_tensor]
-            reference_part = self._side(
-                self.reference, reference_tensor, [p for p, _ in other_pairs]
-            )
-            target_part = self._side(self.target, target_tensor, [p for _, p in other_pairs])
+            others = [p for p in pairs if p[1] is not other]
+            reference_part = self._side(self.reference, first, [p for p, _ in others])
+            target_part = self._side(self.target, other, [p for _, p in others])
             text = differing(reference_part.calls, target_part.calls)
             if text and max(len(reference_part.calls), len(target_part.calls)) <= _NEAR:
-                modules_by_text.setdefault(text, []).append(
-                    reference_part.module or target_part.module
-                )
+                module = reference_part.module or target_part.module
+                modules_by_text.setdefault(text, []).append(module)
         several = {text: sorted(set(modules)) for text, modules in modules_by_text.items()}
         return [
             f"{modules[0]}{f' and {len(modules) - 1} more' if modules[1:] else ''}: {text}"
@@ -155,9 +147,8 @@ class ComparedPrograms:
         weight = weight_of(flow.dump.calls[point.key])
         if weight is not None and (point.place != "input.grad" or not path):
             return ProgramPart(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
-        graph_module = last.name.partition(".")[2].rpartition(".")[
-            0
-        ]  # names in a graph have the module
+        # Names in a graph have the module.
+        graph_module = last.name.partition(".")[2].rpartition(".")[0]
         return ProgramPart(path or graph_module, calls, line)
 
 
@@ -233,9 +224,7 @@ def _plain(value: Value) -> Any:
 
 def _rule(plain: dict[str, Any]) -> Iterator[tuple[float, str]]:
     """Yield the settings of an update that do not depend on how it is written."""
-    plain |= {
-        n: plain[f"betas.{i}"] for i, n in enumerate(("beta1", "beta2")) if f"betas.{i}" in plain
-    }
+    plain |= {n: plain[b] for n, b in (("beta1", "betas.0"), ("beta2", "betas.1")) if b in plain}
     if "lr" in plain and "weight_decay" in plain:
         plain["weight_decay x lr"] = float(plain["weight_decay"]) * float(plain["lr"])
     if "eps" in plain and "beta2" in plain:  # without a step, it was corrected for bias already

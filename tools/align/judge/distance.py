@@ -127,14 +127,8 @@ def _of_values(golden: Array, target: Array) -> Distance:
     scale = einsum("ij,ij->i", off, y) / np.square(size)
     spread = float(np.std(scale)) / len(scale) ** 0.5 if len(scale) >= _FEW else np.inf
     usual = float(np.sqrt(np.mean(np.square(element_distance))))
-    return Distance(
-        rows,
-        size,
-        float(np.mean(scale)),
-        spread,
-        largest,
-        float(element_distance.max()) / (usual or 1.0),
-    )
+    peak = float(element_distance.max()) / (usual or 1.0)
+    return Distance(rows, size, float(np.mean(scale)), spread, largest, peak)
 
 
 def _of_statistics(golden: Stats | None, target: Stats | None, count: int) -> Distance | None:

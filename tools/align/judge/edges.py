@@ -195,9 +195,8 @@ def _wrong(place: Place, tensor: TensorRecord, expected: Array, problem: str) ->
     actual = tensor.load()
     right = Approx(expected, tensor.dtype) if is_float(tensor.dtype) else expected
     if expected.shape != actual.shape:
-        reason = (
-            f"{place[1]} {problem}: shape {list(actual.shape)}, expected {list(expected.shape)}"
-        )
+        shapes = f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+        reason = f"{place[1]} {problem}: {shapes}"
         return Verdict(*place, "diverged", np.inf, reason, (), actual.size, actual.size)
     verdict = judge(*place, actual, right, tensor.dtype)
     reason = f"{place[1]} {problem}: {verdict.reason}"

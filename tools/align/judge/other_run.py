@@ -130,7 +130,7 @@ class OtherRun:
         if "" in unknown:  # the whole call
             unknown = dict.fromkeys(outputs, unknown[""])
         judged = [v for v in verdicts if v.place and v.place not in {*unknown} & {*outputs}]
-        judged += [self._verdict(call, p, why) for p, why in unknown.items() if p in outputs]
+        judged += [self._verdict(call, p, text) for p, text in unknown.items() if p in outputs]
         return judged or [*verdicts]
 
     def _verdict(self, call: Call, place: str, reason: str) -> Verdict:

@@ -63,15 +63,12 @@ def write(finding: Finding, folder: Path) -> Path:
         BadInputError: The folder cannot be made or is not empty, or the dumps lack the call's surroundings.
     """
     if finding.about is None or finding.verdict.basis == "other run":
-        description = (
-            f"no reproducer of {finding.verdict.key}: it was not found by replay or data flow"
-        )
-        raise BadInputError(f"{folder}: {description}")
+        problem = "it was not found by replay or data flow"
+        raise BadInputError(f"{folder}: no reproducer of {finding.verdict.key}: {problem}")
     description, *runs = _involved(finding, finding.about)
     title = f"{finding.verdict.key}, step {finding.step}, rank {finding.rank}: {finding.family}"
-    title, description = (
-        text.replace("\\", "/").replace('"""', "'''") for text in (title, description)
-    )
+    texts = (t.replace("\\", "/").replace('"""', "'''") for t in (title, description))
+    title, description = texts
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -118,13 +115,8 @@ def _dump(root: Path, calls: list[_Place]) -> Dump:
         calls_by_rank.setdefault((step, rank), {})[key] = _copied(
             replace(call, key=key), lambda record: record.read
         )
-    return Dump(
-        root,
-        {
-            rank_key: RankDump(*rank_key, "", "", "", rank_calls)
-            for rank_key, rank_calls in calls_by_rank.items()
-        },
-    )
+    ranks = {k: RankDump(*k, "", "", "", c) for k, c in calls_by_rank.items()}
+    return Dump(root, ranks)
 
 
 def _involved(
@@ -141,35 +133,20 @@ def _involved(
     place = about.verdict.place
     if place and not place.startswith("output"):
         description, target_calls = _relation(about, finding.step)
-        return (
-            description,
-            [(step, rank, _bare(call)) for step, rank, call in target_calls],
-            target_calls,
-        )
-    runs = about.reference.dump.calls, about.target.dump.calls
-    key = about.call.key
+        reference_calls = [(step, rank, _bare(call)) for step, rank, call in target_calls]
+        return description, reference_calls, target_calls
+    runs, key = (about.reference.dump.calls, about.target.dump.calls), about.call.key
     if place:
-        pair_calls = [
-            {k: calls[k] for k in (about.call.forward_key, key) if k in calls} for calls in runs
-        ]
-        reference_calls = {k: _bare(c) for k, c in pair_calls[0].items()}
-        return description, [*_placed(reference_calls, about)], [*_placed(pair_calls[1], about)]
-    if all(key in calls for calls in runs):  # it takes other tensors than in the reference
-        target_tensors = dict(runs[1][key].tensors())
-        with_target_tensors = runs[0][key].changed(
-            lambda place_in_call, value: target_tensors.get(place_in_call, value)
-        )
-        reference_calls = replace(with_target_tensors, outputs=_bare(with_target_tensors).outputs)
-        return (
-            description,
-            [*_placed({key: reference_calls}, about)],
-            [*_placed({key: runs[1][key]}, about)],
-        )
-    near_keys = _neighbours(key, *runs)
-    reference_calls, target_calls = (
-        {k: _bare(run[k]) for k in near_keys if k in run} for run in runs
-    )
-    return description, [*_placed(reference_calls, about)], [*_placed(target_calls, about)]
+        keys = about.call.forward_key, key
+        calls = [{k: run[k] for k in keys if k in run} for run in runs]
+        calls[0] = {k: _bare(call) for k, call in calls[0].items()}
+    elif all(key in run for run in runs):  # it takes other tensors than in the reference
+        tensors = dict(runs[1][key].tensors())
+        mixed = runs[0][key].changed(lambda name, value: tensors.get(name, value))
+        calls = [{key: replace(mixed, outputs=_bare(mixed).outputs)}, {key: runs[1][key]}]
+    else:
+        calls = [{k: _bare(run[k]) for k in _neighbours(key, *runs) if k in run} for run in runs]
+    return description, [*_placed(calls[0], about)], [*_placed(calls[1], about)]
 
 
 def _relation(about: DivergentCall, step: int) -> tuple[str, list[_Place]]:
@@ -205,11 +182,9 @@ def _placed(calls: Mapping[str, Call], about: DivergentCall) -> Iterator[_Place]
 
 def _neighbours(key: str, *runs: Mapping[str, Call]) -> list[str]:
     """Return a call that only one run makes, and the calls before and after it that both make."""
-    calls_of_run = next(calls for calls in runs if key in calls)
-    both = [
-        k for k, c in calls_of_run.items() if c.kind == "api" and all(k in calls for calls in runs)
-    ]
-    keys = [k for k in calls_of_run if k == key or k in both]
+    calls = next(run for run in runs if key in run)
+    both = {k for k, c in calls.items() if c.kind == "api" and all(k in run for run in runs)}
+    keys = [k for k in calls if k == key or k in both]
     position = keys.index(key)
     return keys[max(0, position - _NEIGHBOURS) : position + _NEIGHBOURS + 1]
 

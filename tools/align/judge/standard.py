@@ -41,6 +41,7 @@ LARGEST = 1 << 22
 """The most elements of a call that is replayed: in float64, with their bounds, they must fit into memory."""
 
 _FOLLOWS = "follows from tokens that were routed differently"
+_NO_VALUES = "no values, which a standard needs; without --standard, statistics can show a fault"
 
 
 class JudgedTensor(NamedTuple):
@@ -167,8 +168,7 @@ class Standard:
             return Verdict(key, place, "pass", reason="equal bits", elements=size)
         if exact and target.dtype == reference.dtype and None not in sums and sums[0] != sums[1]:
             return Verdict(key, place, "diverged", math.inf, "other bits")
-        why = "no values, which a standard needs; without --standard, statistics can show a fault"
-        return not_judged(key, why, place)
+        return not_judged(key, _NO_VALUES, place)
 
     def _verdict(
         self, key: str, place: str, result: TensorComparison, values: Array | Logical

@@ -60,9 +60,8 @@ class Mask:
             return column <= row
         if self.mode == 4:
             before = column >= row - self.before if self.before >= 0 else True
-            return np.broadcast_to(
-                before & (column <= row + self.after if self.after >= 0 else True), (queries, keys)
-            )
+            after = column <= row + self.after if self.after >= 0 else True
+            return np.broadcast_to(before & after, (queries, keys))
         if self.mode == 6 and len(self.prefix):
             early = column < np.asarray(self.prefix).reshape(-1, 1, 1, 1)
             return (column <= row) | early

@@ -52,9 +52,8 @@ def ints(values: Any) -> tuple[int, ...]:
 
 def whole(*values: Any) -> bool:
     """Return whether none of the values is floating-point."""
-    return not any(
-        isinstance(v, Approx) or np.asarray(v).dtype.kind == "f" for v in values if v is not None
-    )
+    arrays = (v for v in values if v is not None)
+    return not any(isinstance(v, Approx) or np.asarray(v).dtype.kind == "f" for v in arrays)
 
 
 def _pair(a: Arguments) -> tuple[Any, Any]:
@@ -264,10 +263,8 @@ def _cast(a: Arguments) -> Any:
 
 _FACTORY = "| dtype=None device=None requires_grad=False layout=None pin_memory=False"
 for _name, _make in (("zeros", np.zeros), ("ones", np.ones)):
-    op(_name, f"*size {_FACTORY}", exact=True)(lambda a, make=_make: make(ints(a.size)))
-    op(f"new_{_name}", f"input *size {_FACTORY}", exact=True)(
-        lambda a, make=_make: make(ints(a.size))
-    )
+    for _names, _order in ((_name, "*size"), (f"new_{_name}", "input *size")):
+        op(_names, f"{_order} {_FACTORY}", exact=True)(lambda a, make=_make: make(ints(a.size)))
 
 
 def _filled(a: Arguments, value: Any) -> Any:

@@ -72,11 +72,8 @@ def _layer_norm(a: Arguments) -> Any:
     x, weight = floating(a.input), floating(a.weight)
     dims = tuple(range(len(x.shape) - len(weight.shape), len(x.shape)))
     y, mean, variance = layer_normed(x, dims, float(a.eps))
-    return [
-        y * weight + floating(a.bias),
-        mean,
-        (variance + float(a.eps)).rsqrt() if a.inverse else variance,
-    ]
+    third = (variance + float(a.eps)).rsqrt() if a.inverse else variance
+    return [y * weight + floating(a.bias), mean, third]
 
 
 @primitive("Split", "input dim=0 parts=1", exact=True)
