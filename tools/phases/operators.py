@@ -38,9 +38,7 @@ def run_case(
     with select.using(backend):
         cell = First(case.build()) if case.backward else case.build()
     inputs = [Tensor(x.astype(np.float32)) for x in case.inputs]
-    constants = [
-        Tensor(x.astype(np.int32 if x.dtype.kind == "i" else np.float32)) for x in case.constants
-    ]
+    constants = [Tensor(x.astype("i4" if x.dtype.kind == "i" else "f4")) for x in case.constants]
     exact = [Approx(x, case.stored) for x in case.inputs]
     formula: Any = case.formula(backend, *exact)
     expected: list[Approx] = formula if is_list(formula) else [formula]
@@ -81,9 +79,8 @@ def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
             if backend != "ascend":
                 implementation = f"{backend}: {select.OPERATORS[case.operator][backend]}"
                 verdicts = run_case(case, backend, config.compute_dtype, rng)
-                rows.append(
-                    _row(case, implementation, case.dtype or config.compute_dtype, verdicts)
-                )
+                dtype = case.dtype or config.compute_dtype
+                rows.append(_row(case, implementation, dtype, verdicts))
     operators = {case.operator for case in recipe_cases}
     unknown = {f"{name}: the recipe has none" for name in set(select.OPERATORS) - operators}
     unknown |= {

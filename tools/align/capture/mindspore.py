@@ -89,10 +89,7 @@ def _taps(out: Path | str) -> Generator[Path, None, None]:
 def _write(out: Path, readers: Mapping[tuple[int, int], Reader], values: str) -> Dump:
     """Write the records of steps and ranks."""
     task = "tensor" if values == VALUES else "statistics"
-    ranks = {
-        (step, rank): RankDump(step, rank, "mindspore", task, "mix", reader.calls())
-        for (step, rank), reader in readers.items()
-    }
+    ranks = {k: RankDump(*k, "mindspore", task, "mix", r.calls()) for k, r in readers.items()}
     dump = Dump(out, ranks)
     msprobe_write.write(dump, out, values=values == VALUES)
     return dump
@@ -205,13 +202,12 @@ def _sharded(
     native.load()
     graphs: list[Any] = []
     plans = dict[int, TapPlan]()
+    options = str(native.path()), selection, values == VALUES
     for graph in compile_recipe(recipe, target="CPU", full_batch=True):
         inlined_graph = inlined(graph.mindir)
         content = inlined_graph if orders is None else in_order(graph.mindir, orders[graph.rank])
         if graph.rank in chosen:
-            content, plans[graph.rank] = tapped(
-                content, str(native.path()), selection, values == VALUES, planned=inlined_graph
-            )
+            content, plans[graph.rank] = tapped(content, *options, planned=inlined_graph)
         graphs.append(replace(graph, mindir=content))
     job = taps / "job"
     groups = Job.write(job, graphs).groups

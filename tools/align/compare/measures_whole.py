@@ -52,11 +52,10 @@ class Cosine(Measure):
         kl = self._cross / golden.total - (golden.logarithm - target.logarithm)
         if l1 <= -largest_ratio:
             self.note = f"the published check is signed: magnitudes {-l1:.3g} too small pass"
+        excess = max(0.0, l1) if l1 == l1 else l1
         return [
             Check("1 - cosine", max(0.0, 1 - cosine), 1 - lowest_cosine, cosine > lowest_cosine),
-            Check(
-                "L1 ratio - 1", max(0.0, l1) if l1 == l1 else l1, largest_ratio, l1 < largest_ratio
-            ),
+            Check("L1 ratio - 1", excess, largest_ratio, l1 < largest_ratio),
             Check("KL divergence", max(0.0, kl) if kl == kl else kl, divergence, kl < divergence),
         ]
 
@@ -134,8 +133,7 @@ class Thousandths(Measure):
         checks = self._of_cosine()
         if checks and not checks[-1].ok:
             return checks
-        small = self._largest < self.error
-        if small:
+        if self._largest < self.error:
             return [*checks, Check("largest error", self._largest, self.error, True)]
         for (limit, fatal), below in zip(self.shares, self._below.tolist(), strict=True):
             share = below / self._count
@@ -143,9 +141,8 @@ class Thousandths(Measure):
             name = f"share with relative error >= {limit:g}"
             checks.append(Check(name, 1 - share, limit, ok or not fatal))
             if not ok and not fatal:
-                self.note = (
-                    f"warning: {1 - share:.3g} of the elements have a relative error >= {limit:g}"
-                )
+                part = f"{1 - share:.3g} of the elements"
+                self.note = f"warning: {part} have a relative error >= {limit:g}"
             if not ok:
                 break
         if all(c.ok for c in checks) and self._special:

@@ -103,9 +103,8 @@ def _result(measure: Measure, shape: tuple[int, ...], pairs: bool) -> TensorComp
     checks = measure.checks()
     if measure.undefined:
         return TensorComparison("not judged", [], measure.undefined)
-    comparison = TensorComparison(
-        "pass" if all(c.ok for c in checks) else "diverged", checks, measure.note
-    )
+    status = "pass" if all(c.ok for c in checks) else "diverged"
+    comparison = TensorComparison(status, checks, measure.note)
     index = comparison.worst.position if comparison.worst else None
     if index is None or not shape:
         return comparison

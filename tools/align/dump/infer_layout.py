@@ -60,9 +60,8 @@ def infer(
         )
     local = next(iter(shapes))
     if len(local) != len(shape) or any(a < 1 or n % a for n, a in zip(shape, local, strict=False)):
-        return InferredLayout(
-            None, f"shards {list(local)} do not divide the tensor {list(shape)}", ()
-        )
+        reason = f"shards {list(local)} do not divide the tensor {list(shape)}"
+        return InferredLayout(None, reason, ())
     ratios = [n // a for n, a in zip(shape, local, strict=True)]
     layouts = _distinct(_candidates(ratios, ranks, mesh), local)
     tried = tuple(_tried(shards, layout, tuple(shape)) for layout in layouts)
@@ -73,27 +72,23 @@ def _decided(
     tried: tuple[LayoutCandidate, ...], ratios: Sequence[int], ranks: int
 ) -> InferredLayout:
     good = [c for c in tried if c.problem is None]
+    tensors = {c.digest for c in good}
     if not tried:
         cuts = " x ".join(map(str, ratios))
-        return InferredLayout(
-            None, f"no mesh of {ranks} ranks shards the dimensions into {cuts}", tried
-        )
-    if not good:
+        reason = f"no mesh of {ranks} ranks shards the dimensions into {cuts}"
+    elif not good:
         reason = f"copies differ in each of {len(tried)} layouts: {tried[0].problem}"
-        return InferredLayout(None, reason, tried)
-    if len({c.digest for c in good}) > 1:
+    elif len(tensors) > 1:
         names = "; ".join(describe(c.layout) for c in good[:4])
-        return InferredLayout(
-            None, f"{len(good)} layouts fit and give different tensors: {names}", tried
-        )
-    if len(tried) == 1:
+        reason = f"{len(good)} layouts fit and give different tensors: {names}"
+    elif len(tried) == 1:
         agree = ", and copies agree" if good[0].copies else ""
         reason = f"the only layout that fits the shapes{agree}"
     elif len(good) == 1:
         reason = f"copies agree in this one of {len(tried)} layouts that fit the shapes"
     else:
         reason = f"all {len(good)} layouts whose copies agree give the same tensor"
-    return InferredLayout(good[0].layout, reason, tried)
+    return InferredLayout(good[0].layout if len(tensors) == 1 else None, reason, tried)
 
 
 def _tried(

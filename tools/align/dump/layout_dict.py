@@ -63,11 +63,8 @@ def to_dict(layout: TensorLayout) -> dict[str, Any]:
         entry["Blocks"] = list(layout.block)
     if layout.calls:
         entry["Calls"] = layout.calls
-    for key, by_dimension in (
-        ("Sizes", layout.sizes),
-        ("Owned", layout.owned),
-        ("Padded", layout.padded),
-    ):
+    settings = {"Sizes": layout.sizes, "Owned": layout.owned, "Padded": layout.padded}
+    for key, by_dimension in settings.items():
         if by_dimension:
             entry[key] = {"flat" if d == FLAT else str(d): x for d, x in by_dimension.items()}
     return entry
@@ -102,9 +99,8 @@ def shared(layout: TensorLayout, by: int) -> TensorLayout:
 
 def _parse(description: Mapping[str, Any]) -> TensorLayout:
     mesh = _ints(description["Device Matrix"])
-    axes = tuple(
-        str(a) for a in description.get("Alias Name") or [f"axis{i}" for i in range(len(mesh))]
-    )
+    names = description.get("Alias Name") or [f"axis{i}" for i in range(len(mesh))]
+    axes = tuple(map(str, names))
     if len(axes) != len(mesh):
         raise LayoutError(
             f"Device Matrix {list(mesh)} has {len(mesh)} axes, Alias Name {len(axes)}"
@@ -164,12 +160,9 @@ def _axes(entry: Any, axes: Sequence[str]) -> tuple[str, ...]:
 def _partial(entry: Any, axes: Sequence[str]) -> dict[str, str]:
     if not entry:
         return {}
-    kinds_by_axis = entry.items() if is_object(entry) else enumerate(entry)
-    named_kinds = {
-        a: str(kind).lower() for a, kind in kinds_by_axis if kind not in (None, "None", "")
-    }
-    kinds = {axes[a] if isinstance(a, int) else str(a): kind for a, kind in named_kinds.items()}
-    return {axis: _KINDS.get(kind, kind) for axis, kind in kinds.items()}
+    items = entry.items() if is_object(entry) else enumerate(entry)
+    kinds = ((a, str(kind).lower()) for a, kind in items if kind not in (None, "None", ""))
+    return {axes[a] if isinstance(a, int) else str(a): _KINDS.get(k, k) for a, k in kinds}
 
 
 def _by_dimension(entry: Any) -> list[tuple[int, Any]]:

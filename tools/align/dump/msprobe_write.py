@@ -131,12 +131,9 @@ class _Writer:
         }
         if record.layout is not None:
             entry["layout"] = to_dict(record.layout)
-        if record.requires_grad is not None:
-            entry["requires_grad"] = record.requires_grad
-        if record.crc is not None:
-            entry["md5"] = record.crc
-        if mark is not None:
-            entry[FINGERPRINT] = mark.hex()
+        printed = None if mark is None else mark.hex()
+        optional = {"requires_grad": record.requires_grad, "md5": record.crc, FINGERPRINT: printed}
+        entry |= {key: value for key, value in optional.items() if value is not None}
         if values is not None and self._values:
             if id(record) not in self._files:
                 self._files[id(record)] = self._save(place, record.dtype, values)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump import value_files
@@ -67,9 +66,8 @@ def read(root: Path | str) -> Dump:
         if earlier is not None:  # several graphs
             graph = path.parent.parent.name
             calls = {**earlier.calls, **{f"{graph}/{key}": call for key, call in calls.items()}}
-        ranks[step, rank] = RankDump(
-            step, rank, "mindspore", "statistics", "L2", calls, path.parent
-        )
+        about = "mindspore", "statistics", "L2"
+        ranks[step, rank] = RankDump(step, rank, *about, calls, path.parent)
     return Dump(root, ranks)
 
 
@@ -150,9 +148,7 @@ def _record(
         raise BadInputError(f"{path}:{line}: shape {row['Shape']!r}: a list of sizes expected")
     dtype, shape = canonical(row["Data Type"]), tuple(map(int, parts))
     stats = [_number(path, line, row, titles) for titles in _STATS]
-    read: Any = None
-    if file is not None:
-        read = partial(value_files.load, file, dtype, shape, root)
+    read = None if file is None else partial(value_files.load, file, dtype, shape, root)
     statistics = None if all(s is None for s in stats) else Stats(*stats)
     return TensorRecord(dtype, shape, statistics, row.get("MD5") or None, file, read=read)
 

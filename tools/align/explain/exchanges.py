@@ -115,11 +115,8 @@ def _weighed(
         if not np.all(np.isfinite(size)):
             return None
         share = cast("Array", np.linalg.lstsq(columns / size, x.reshape(-1), rcond=None)[0])
-        weight = share / size
-        n = len(group)
-        weight = np.array([_simple(w, n) for w in weight.tolist()])
-        exact = Approx(columns, dtype, dtype) * weight
-        total = exact.sum(1).reshape(*x.shape)
+        weight = np.array([_simple(w, len(group)) for w in (share / size).tolist()])
+        total = (Approx(columns, dtype, dtype) * weight).sum(1).reshape(*x.shape)
         if np.all(np.abs(x - total.value) <= 2 * total.bound(dtype)):
             named = {r: w for r, w in zip(these, weight.tolist(), strict=True) if w}
             return _explain_weights(named, group, rank)

@@ -79,9 +79,8 @@ def _wrong_setting(divergent: DivergentCall) -> Explanation | None:
     expected, actual = _settings(divergent.settings), _settings(call)
     names = {k for k in expected.keys() | actual.keys() if expected.get(k) != actual.get(k)}
     if names and all(v.status == "pass" for v in replay_call(call, call)):
-        return "wrong setting", ", ".join(
-            f"{k} {actual.get(k)} (reference: {expected.get(k)})" for k in sorted(names)
-        )
+        texts = (f"{k} {actual.get(k)} (reference: {expected.get(k)})" for k in sorted(names))
+        return "wrong setting", ", ".join(texts)
     return None
 
 

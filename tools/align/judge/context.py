@@ -48,10 +48,8 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
     """
     step = key.partition(STEP)[0] + STEP if STEP in key else ""
     calls = {k: c for k, c in flow.dump.calls.items() if k.startswith(step)}
-    backward_keys = {
-        k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)
-    }
-    if key in backward_keys:
+    back = {k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)}
+    if key in back:
         return Phase.BACKWARD
 
     def after(k: str) -> set[str]:
@@ -61,9 +59,9 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
     def before(k: str) -> set[str]:
         return {source for source in flow.before(k) if source in calls}
 
-    if backward_keys.isdisjoint(walk(key, before)):
+    if back.isdisjoint(walk(key, before)):
         return Phase.FORWARD
-    return Phase.OPTIMIZER if backward_keys.isdisjoint(walk(key, after)) else Phase.BACKWARD
+    return Phase.OPTIMIZER if back.isdisjoint(walk(key, after)) else Phase.BACKWARD
 
 
 def _goes_back(key: str, flow: DataFlow) -> bool:
@@ -140,7 +138,5 @@ def _value(record: TensorRecord | None, element: tuple[int, ...]) -> float | Non
     if record is None or record.read is None:
         return None
     values = record.load()
-    fits = len(element) == values.ndim and all(
-        i < n for i, n in zip(element, values.shape, strict=True)
-    )
-    return float(values[element].real) if fits else None
+    inside = all(i < n for i, n in zip(element, values.shape, strict=False))
+    return float(values[element].real) if inside and len(element) == values.ndim else None

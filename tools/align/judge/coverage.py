@@ -57,9 +57,8 @@ class CoverageShare:
 class Coverage:
     """What was judged, by phase, and why the rest was not."""
 
-    shares: dict[str, CoverageShare] = field(
-        default_factory=dict[str, CoverageShare]
-    )  # by phase, or `SHARED`
+    # By phase, or `SHARED`
+    shares: dict[str, CoverageShare] = field(default_factory=dict[str, CoverageShare])
     # For each reason the number of calls and the bytes that were not judged
     reasons: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     by_other_run: int = 0  # tensors that were judged by the other run alone
@@ -84,9 +83,7 @@ class Coverage:
         outputs = {place for place, _ in call.made()}
         unknown = {v.place: v.reason for v in verdicts if v.status == "not judged"}
         total = sum(sizes[place] for place in {*outputs, *(unknown.keys() & sizes.keys())})
-        call_reason = next(
-            (reason for place, reason in unknown.items() if place not in sizes), None
-        )
+        call_reason = next((text for place, text in unknown.items() if place not in sizes), None)
         lacking = dict[str, int]()
         for place, reason in ({"": call_reason} if call_reason is not None else unknown).items():
             lacking[reason] = lacking.get(reason, 0) + (sizes[place] if place else total)
@@ -96,12 +93,10 @@ class Coverage:
     def lacks(self) -> str:
         """Return in words which phases were judged too little for a pass; empty: none."""
         if not any(s.judged_calls for s in self.shares.values()):
-            agree = sum(
-                calls for reason, (calls, _) in self.reasons.items() if "statistics agree" in reason
-            )
+            agree = sum(n for text, (n, _) in self.reasons.items() if "statistics agree" in text)
             statistics = f"; statistics of {agree:,} agree, which does not show that values do"
             return "not a single tensor could be judged" + (statistics if agree else "")
-        few = [f"{_sentence(name, s)}" for name, s in self.shares.items() if s.least < ENOUGH]
+        few = [_sentence(name, s) for name, s in self.shares.items() if s.least < ENOUGH]
         return f"{'; '.join(few)}; a pass needs {ENOUGH:.0%} of both" if few else ""
 
     def as_json(self) -> dict[str, Any]:

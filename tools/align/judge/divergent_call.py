@@ -115,9 +115,8 @@ class DivergentCall:
         for dump in (self.target.dump, *self.others.values()):
             same_rank = dump is self.target.dump
             rank = "" if same_rank else f" of rank {dump.rank}"
-            for i, call in sorted(
-                enumerate(dump.calls.values()), key=lambda c: abs(c[0] - position)
-            ):
+            nearest = sorted(enumerate(dump.calls.values()), key=lambda c: abs(c[0] - position))
+            for i, call in nearest:
                 for place, tensor in call.tensors():
                     same_input = i == position and not same_rank and not place.startswith("output")
                     outside = same_rank and self._from_outside((call.key, place))
@@ -128,14 +127,10 @@ class DivergentCall:
         """Return whether an input equals the reference's and comes from outside: no call has made it."""
         content = self.target.content.get(place)
         equal = content is not None and self.reference.content.get(place) == content
-        equal_input = equal and not place[1].startswith("output")
-        return equal_input and not self.reference.sources_of(place)
+        return equal and not place[1].startswith("output") and not self.reference.sources_of(place)
 
     def kind(self, place: str, name: str) -> str:
-        """Return the kind of fault if an input of the forward call is really the tensor with this name.
-
-        Names are those that :meth:`tensors` yields.
-        """
+        """Return the kind of fault if an input of the forward call is the tensor of this name, see :meth:`tensors`."""
         if " of rank " in name:
             return "wrong shard"
         forward = self.forward

@@ -46,14 +46,8 @@ def differ_in_layout(reference: Dump, target: Dump) -> bool:
 
 def named_differently(a: Sequence[RankDump], b: Sequence[RankDump]) -> bool:
     """Return whether no weight has a name in both runs; where one has no names, whether the frameworks differ."""
-    reference_names, target_names = (
-        {weight_of(c) for r in ranks for c in r.calls.values()} - {None} for ranks in (a, b)
-    )
-    return (
-        not reference_names & target_names
-        if reference_names and target_names
-        else frameworks(a) != frameworks(b)
-    )
+    names = [{weight_of(c) for r in ranks for c in r.calls.values()} - {None} for ranks in (a, b)]
+    return not names[0] & names[1] if all(names) else frameworks(a) != frameworks(b)
 
 
 def frameworks(ranks: Sequence[RankDump]) -> set[str]:
@@ -61,12 +55,9 @@ def frameworks(ranks: Sequence[RankDump]) -> set[str]:
     return {r.framework for r in ranks}
 
 
-def _same_calls(reference: RankDump, target: RankDump) -> bool:
+def _same_calls(a: RankDump, b: RankDump) -> bool:
     """Return whether most calls of two runs have equal keys, as of one script on torch and on MSAdapter."""
-    keys = [
-        {k for k, c in dump.calls.items() if c.kind != "parameters_grad"}
-        for dump in (reference, target)
-    ]
+    keys = [{k for k, c in run.calls.items() if c.kind != "parameters_grad"} for run in (a, b)]
     return 2 * len(keys[0] & keys[1]) > max(map(len, keys))
 
 
@@ -93,10 +84,8 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
     if [c.key for c in target_calls] == [c.key for c in reference_calls]:
         return target, {}
     new = {c.key: f"{_head(c.key)}{_EXTRA}.forward" for c in target_calls}
-    new |= {
-        target_calls[a].key: reference_calls[b].key
-        for a, b in paired(target_calls, reference_calls)
-    }
+    pairs = paired(target_calls, reference_calls)
+    new |= {target_calls[a].key: reference_calls[b].key for a, b in pairs}
     new_heads = {_head(key): _head(name) for key, name in new.items()}
     calls: dict[str, Call] = {}
     names: dict[str, str] = {}
@@ -109,29 +98,22 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
     return replace(target, calls=calls), names
 
 
-def paired(
-    target_calls: Sequence[Call], reference_calls: Sequence[Call]
-) -> Iterator[tuple[int, int]]:
+def paired(target: Sequence[Call], reference: Sequence[Call]) -> Iterator[tuple[int, int]]:
     """Yield pairs of calls that belong together: by the order of names, else by name and content in any order."""
-    target_names, reference_names = (
-        [call.name for call in calls] for calls in (target_calls, reference_calls)
-    )
-    if not {*target_names} & {*reference_names}:
-        target_names, reference_names = (
-            [_operator(call) for call in calls] for calls in (target_calls, reference_calls)
-        )
-    left, right = set(range(len(target_names))), set(range(len(reference_names)))
-    for a, b, size in SequenceMatcher(
-        None, target_names, reference_names, autojunk=False
-    ).get_matching_blocks():
+    names = [[call.name for call in calls] for calls in (target, reference)]
+    if set(names[0]).isdisjoint(names[1]):
+        names = [[_operator(call) for call in calls] for calls in (target, reference)]
+    left, right = (set(range(len(calls))) for calls in (target, reference))
+    matcher = SequenceMatcher(None, names[0], names[1], autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
         yield from ((a + i, b + i) for i in range(size))
         left -= set(range(a, a + size))
         right -= set(range(b, b + size))
     waiting: dict[bytes, list[int]] = {}
     for b in sorted(right):
-        waiting.setdefault(_content(reference_calls[b]), []).append(b)
+        waiting.setdefault(_content(reference[b]), []).append(b)
     for a in sorted(left):
-        waiting_calls = waiting.get(_content(target_calls[a]))
+        waiting_calls = waiting.get(_content(target[a]))
         if waiting_calls:
             yield a, waiting_calls.pop(0)
 
@@ -158,12 +140,8 @@ def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
             return dump
         if backward in calls:  # at its position in the order
             calls[first_key] = replace(dump.calls[key], key=first_key)
-            calls = {
-                (first_backward if k == backward else k): replace(c, key=first_backward)
-                if k == backward
-                else c
-                for k, c in calls.items()
-            }
+            moved = {backward: (first_backward, replace(calls[backward], key=first_backward))}
+            calls = dict(moved.get(k, (k, c)) for k, c in calls.items())
     return replace(dump, calls=calls)
 
 

@@ -66,8 +66,7 @@ def named(
     calls_by_name: dict[str, list[tuple[int, Call]]] = {}
     for dump in ranks:
         for call in dump.calls.values():
-            name = name_of(call)
-            if name is not None:
+            if (name := name_of(call)) is not None:
                 calls_by_name.setdefault(name, []).append((dump.rank, call))
     return calls_by_name
 
@@ -132,9 +131,8 @@ def at_worst(reference: SharedTensor, target: SharedTensor) -> SharedTensor:
     x, y = reference.values, target.values
     if len(reference.parts) > 1 and x is not None and y is not None and x.size == y.size:
         position = int(np.argmax(np.abs(x.reshape(-1) - y.reshape(-1))))
-        key, place = reference.parts[
-            int(np.searchsorted(np.cumsum(reference.sizes), position, "right"))
-        ]
+        part = int(np.searchsorted(np.cumsum(reference.sizes), position, "right"))
+        key, place = reference.parts[part]
         reference = reference._replace(key=key, place=place)
     return reference._replace(values=None)
 

@@ -95,13 +95,10 @@ def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: s
     beyond = ratio > 1
     worst, wrong = float(ratio[index]), int(beyond.sum())
     odd = int((beyond & ~(np.isfinite(x) & np.isfinite(value))).sum()) if wrong else 0
-    text = (
-        f"at {list(index)}: {x[index]:.9g}, expected {value[index]:.9g} +- {bound[index]:.3g}"
-        + (f"; {wrong} of {x.size} elements beyond their bound" if wrong else "")
-    )
-    return Verdict(
-        key, place, "diverged" if wrong else "pass", worst, text, index, wrong, x.size, odd
-    )
+    text = f"at {list(index)}: {x[index]:.9g}, expected {value[index]:.9g} +- {bound[index]:.3g}"
+    text += f"; {wrong} of {x.size} elements beyond their bound" if wrong else ""
+    status = "diverged" if wrong else "pass"
+    return Verdict(key, place, status, worst, text, index, wrong, x.size, odd)
 
 
 def not_judged(key: str, reason: str, place: str = "") -> Verdict:

@@ -110,7 +110,6 @@ def _adam_weight_decay(a: Arguments) -> Any:
 def _momentum(a: Arguments) -> Any:
     if a.use_nesterov:
         raise NotJudgedError("an optimizer with nesterov")
-    v = floating(a.momentum_buffer) * floating(a.momentum) + floating(a.grad) * float(
-        a.gradient_scale
-    )
+    scaled = floating(a.grad) * float(a.gradient_scale)
+    v = floating(a.momentum_buffer) * floating(a.momentum) + scaled
     return [floating(a.weight) - v * floating(a.lr), v]

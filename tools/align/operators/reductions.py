@@ -46,8 +46,7 @@ def _extreme(a: Arguments, largest: bool) -> Any:
     x = plain(a.input) if largest else -plain(a.input)
     sign = 1.0 if largest else -1.0
     if a.dim is None:
-        result = x.max()
-        return [like(a.input, sign * result)]
+        return [like(a.input, sign * x.max())]
     dim = a.dims(x.ndim)[0]
     index = x.argmax(dim)
     if a.chosen is not None:

@@ -64,9 +64,7 @@ class Formula:
     # Whether programs compute it in several kernels, which round intermediate results to the tensor's type
     stores: bool = False
     # Usual values of settings that dumps may lack, by name and from the other arguments
-    guesses: Mapping[str, Callable[["Arguments"], Sequence[Any]]] = field(
-        default_factory=dict[str, Any]
-    )
+    guesses: Mapping[str, "Guess"] = field(default_factory=dict[str, Any])
 
     @cached_property
     def names(self) -> set[str]:
@@ -206,13 +204,11 @@ def _of_each(formula: Formula | None) -> Formula | None:
         return None
 
     def compute(a: Arguments) -> Sequence[FormulaOutput]:
-        lists = [n for n, v in a.__dict__.items() if is_list(v)]
         count = len(getattr(a, formula.signature[0]))
+        lists = [n for n, v in a.__dict__.items() if is_list(v) and len(v) == count]
         outputs: list[FormulaOutput] = []
         for i in range(count):
-            element = {
-                n: v[i] if n in lists and len(v) == count else v for n, v in a.__dict__.items()
-            }
+            element = {n: v[i] if n in lists else v for n, v in a.__dict__.items()}
             outputs += formula.compute(Arguments(element))
         return outputs
 

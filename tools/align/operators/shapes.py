@@ -109,8 +109,7 @@ moves(
 )
 def _transpose(a: Arguments) -> Any:
     """Exchange two dimensions (PyTorch), or apply an order of dimensions (MindSpore's Transpose)."""
-    order = a.__dict__["order"] or [a.dim0, a.dim1]
-    dims = ints(order)
+    dims = ints(a.__dict__["order"] or [a.dim0, a.dim1])
     n = plain(a.input).ndim
     if len(dims) == 2 and n != 2:
         return move(a.input, lambda x: np.swapaxes(x, dims[0], dims[1]))
@@ -194,10 +193,9 @@ def _chunk(a: Arguments) -> Any:
 
 @op("unbind", "input dim=0", exact=True)
 def _unbind(a: Arguments) -> Any:
-    d = int(a.dim) % plain(a.input).ndim
-    return [
-        move(a.input, lambda x, i=i: x.take(i, d), True) for i in range(plain(a.input).shape[d])
-    ]
+    shape = plain(a.input).shape
+    d = int(a.dim) % len(shape)
+    return [move(a.input, lambda x, i=i: x.take(i, d), True) for i in range(shape[d])]
 
 
 @op("pad constant_pad_nd", "input pad mode='constant' value=0", exact=True)
@@ -212,11 +210,7 @@ def _pad(a: Arguments) -> Any:
     if any(v < 0 for pair in width for v in pair):
         raise NotJudgedError("pad with negative sizes")
     value = np.asarray(0 if a.value is None else plain(a.value), plain(a.input).dtype)
-
-    def padded(x: Array, v: Array) -> Array:
-        return np.pad(x, width, constant_values=v.item())
-
-    return arranged(padded, a.input, value)
+    return arranged(lambda x, v: np.pad(x, width, constant_values=v.item()), a.input, value)
 
 
 def _masked(mask: Callable[..., Array], a: Arguments) -> Any:

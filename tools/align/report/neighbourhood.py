@@ -19,12 +19,11 @@ def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
     rank_dump = dump.ranks.get((step, rank))
     if rank_dump is None or key not in rank_dump.calls:
         return None
-    keys = list(rank_dump.calls)
+    ran = rank_dump.calls
+    keys = list(ran)
     position = keys.index(key)
     near_keys = keys[max(0, position - _WINDOW) : position + _WINDOW + 1]
-    calls = {
-        k: rank_dump.calls[k] for k in near_keys if k == key or rank_dump.calls[k].kind == "api"
-    }
+    calls = {k: ran[k] for k in near_keys if k == key or ran[k].kind == "api"}
     flow = DataFlow(replace(rank_dump, calls=calls))
     edges: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for call in calls.values():
