@@ -70,7 +70,6 @@ def gate(
 
     Args:
         every: Training steps from one value to the next.
-        min_steps: Fewest steps for a verdict.
     """
     pairs = [_errors(base, other) for base, other in combinations(bases, 2)]
     absolute, relative = _errors(bases[0], target)

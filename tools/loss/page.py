@@ -213,7 +213,6 @@ def checks(report: LossReport) -> list[tuple[str, str, str, str]]:
 
 
 def _standard(report: LossReport) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the standard's own limits."""
     rows: list[tuple[str, str, str, str]] = []
     gate = report.gate
     if gate is None:

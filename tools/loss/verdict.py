@@ -109,7 +109,6 @@ def _not_finite(report: LossReport) -> None:
 
 
 def _conclude(report: LossReport) -> None:
-    """Set the verdict and its sentence."""
     bias = report.bias
     if bias is not None and not -bias["margin"] < bias["low"] <= bias["high"] < bias["margin"]:
         report.reasons.append(_too_noisy(report, bias))

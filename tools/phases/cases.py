@@ -79,22 +79,14 @@ class Draw:
 def cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
     """Return the cases of a recipe: operators of its model, of its experts, and of its optimizer."""
     config = recipe.model_config
-    tokens = recipe.runner_config.batch_size * config.seq_length
-    return [
-        *_model_cases(config, tokens, rng),
-        *_expert_cases(config, tokens, rng),
-        *_update_cases(recipe, rng),
-    ]
-
-
-def _model_cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
-    """Return the cases of a model section whose rows do not depend on the routing."""
-    draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
-    operators = [*_linear(config, rows, draw), *_pointwise(config, rows, draw)]
-    operators += [_turning(config, rows, draw), *_attending(config, rows, draw)]
+    rows = min(recipe.runner_config.batch_size * config.seq_length, ROWS)
+    sizes = config, rows, Draw(config.compute_dtype, rng)
+    operators = [*_linear(*sizes), *_pointwise(*sizes), _turning(*sizes), *_attending(*sizes)]
     if config.n_routed_experts:
-        operators.append(_routing(config, rows, draw))
-    return operators
+        limits = [False, True] if drops(config) else [False]
+        dispatches = [_dispatched(*sizes, limit) for limit in limits]
+        operators += [_routing(*sizes), *dispatches, *_grouped(*sizes)]
+    return [*operators, *_update_cases(recipe, rng)]
 
 
 def _fewer(rows: int, width: int) -> int:
@@ -254,16 +246,6 @@ class First(nn.Cell):
         return _first(self.core(*inputs))
 
 
-def _expert_cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
-    """Return the cases of a model section's experts, for micro-batches of a number of tokens; none if it has none."""
-    if not config.n_routed_experts:
-        return []
-    draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
-    limits = [False, True] if drops(config) else [False]
-    dispatches = [_dispatched(config, rows, draw, limit) for limit in limits]
-    return [*dispatches, *_grouped(config, rows, draw)]
-
-
 def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) -> Array:
     """Return distinct experts for each token; the first are chosen more often, the last of three or more never."""
     chosen = max(per_token, experts - 1) if experts > 2 else experts
@@ -313,12 +295,8 @@ def _dropless(experts: int) -> nn.Cell:
     return SortedDispatch(experts) if fused else DroplessDispatch(experts)
 
 
-class _Fixed(nn.Cell):
+class _Fixed(First):
     """A plan of integers that is not differentiated; outside of a graph it would be."""
-
-    def __init__(self, core: Any) -> None:
-        super().__init__()
-        self.core = core
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         return tuple(ops.stop_gradient(x) for x in self.core(*inputs))

@@ -96,7 +96,6 @@ def _saved_or_run(
 
 
 def _state(plan: PhasesPlan, number: int) -> str:
-    """Return a digest of what a phase depends on."""
     from telechat_moe.recipe import load
 
     settings = load(plan.recipe, list(plan.overrides)).to_dict()
@@ -180,7 +179,6 @@ def _of_reports(reports: dict[str, Any], alone: bool) -> PhaseReport:
 
 
 def _settings(overrides: Sequence[str]) -> list[str]:
-    """Return overrides as options of a verb."""
     return [part for override in overrides for part in ("--set", override)]
 
 

@@ -87,7 +87,6 @@ def _taps(out: Path | str) -> Generator[Path, None, None]:
 
 
 def _write(out: Path, readers: Mapping[tuple[int, int], Reader], values: str) -> Dump:
-    """Write the records of steps and ranks."""
     task = "tensor" if values == VALUES else "statistics"
     ranks = {k: RankDump(*k, "mindspore", task, "mix", r.calls()) for k, r in readers.items()}
     dump = Dump(out, ranks)
@@ -106,10 +105,7 @@ def capture_recipe(
 ) -> Dump:
     """Run the first steps of a recipe as in training, and write what the selected operators compute.
 
-    A recipe for several devices runs as in ``telechat-moe run-sharded``: a process and a graph for each rank.
-
-    Args:
-        steps: Steps to record, from 0.
+    A recipe for several devices runs as in ``telechat-moe run-sharded``: a process and a graph for each rank. Steps count from 0.
 
     Raises:
         UsageError: ``out`` exists, or the recipe has no such rank.

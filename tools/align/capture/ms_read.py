@@ -203,16 +203,8 @@ def name_of(node: TappedOperator) -> str:
     return ".".join(["Primitive", *way, *node.path, node.kind])
 
 
-def _call(
-    name: str,
-    number: int,
-    phase: Phase,
-    inputs: list[Value],
-    named: Mapping[str, Value],
-    outputs: list[Value],
-) -> Call:
-    key = f"{name}.{number}.forward"
-    return Call(key, "api", name, number, phase, inputs, dict(named), outputs)
+def _call(name: str, number: int, phase: Phase, *values: Any) -> Call:
+    return Call(f"{name}.{number}.forward", "api", name, number, phase, *values)
 
 
 def tensors(value: Argument) -> Iterator[TappedTensor]:

@@ -323,7 +323,6 @@ def _records(shards: Sequence[Shard]) -> dict[ShardKey, TensorRecord]:
 
 
 def _common_layout(records: Mapping[ShardKey, TensorRecord]) -> TensorLayout:
-    """Return the common layout of all records, of which there is one or more."""
     first = next(iter(records))
     for key, record in records.items():
         if record.layout is None:

@@ -27,14 +27,7 @@ from telechat_moe.tools.align.dump.logical import (
     logical,
 )
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import (
-    Call,
-    Phase,
-    RankDump,
-    TensorLayout,
-    TensorRecord,
-    Value,
-)
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorLayout, TensorRecord
 
 MICRO = "micro-batch"
 _LATER = [Phase.REDUCTION, Phase.OPTIMIZER]
@@ -194,7 +187,6 @@ def merge_ranks(
     """Return the ranks of a step as one, rank 0, without tensors that could not be merged, and what came of each tensor.
 
     Args:
-        bound: How far copies may differ.
         keep: Whether to write tensors whose copies differ, too, with the first copy.
 
     Raises:
@@ -265,7 +257,6 @@ def _parts(
 
 
 def _numbered(key: str, call: Call, index: int) -> str:
-    """Return the key of a call with another number."""
     way = call.phase.value
     for form in (".{}." + way, f".{way}." + "{}"):
         if key.endswith(old := form.format(call.index)):
@@ -275,8 +266,6 @@ def _numbered(key: str, call: Call, index: int) -> str:
 
 @dataclass
 class _Merger:
-    """Merges the tensors of one call."""
-
     key: str
     parts: list[_Part]
     description: LayoutDescription
@@ -291,19 +280,13 @@ class _Merger:
         for part in self.parts:
             for place, record in part.call.tensors():
                 shards.setdefault(place, []).append((part, record))
-        merged: dict[str, Any] = {place: self._tensor(place, x) for place, x in shards.items()}
+        merged = {place: self._tensor(place, x) for place, x in shards.items()}
         model = max((p.call for p in self.parts), key=lambda c: len(c.tensors()))
         rank = self.parts[0].rank
-        return replace(
-            model,
-            key=self.key,
-            name=self.description.name(model.name, rank),
-            inputs=_placed("input", model.inputs, merged),
-            kwargs=_placed("input", model.kwargs, merged),
-            parameters=_placed("parameters", model.parameters, merged),
-            outputs=_placed("output", model.outputs, merged),
-            parent=None if model.parent is None else self.description.name(model.parent, rank),
-        )
+        name = self.description.name(model.name, rank)
+        parent = None if model.parent is None else self.description.name(model.parent, rank)
+        call = model.changed(lambda place, value: merged.get(place, value), results=True)
+        return replace(call, key=self.key, name=name, parent=parent)
 
     def _tensor(self, place: str, records: list[tuple[_Part, TensorRecord]]) -> TensorRecord | None:
         ranks = tuple(sorted({part.rank for part, _ in records}))
@@ -391,14 +374,3 @@ def _with_calls(
     for d in cut[:1]:
         dims = (*layout.dims[:d], (*layout.dims[d], MICRO), *layout.dims[d + 1 :])
         yield replace(with_axis, dims=dims)
-
-
-def _placed(place: str, value: Value | Mapping[str, Value], merged: Mapping[str, Any]) -> Any:
-    """Return a value with the tensors at the positions in it replaced."""
-    if isinstance(value, TensorRecord):
-        return merged[place]
-    if isinstance(value, list):
-        return [_placed(f"{place}.{i}", v, merged) for i, v in enumerate(value)]
-    if isinstance(value, Mapping):
-        return {n: _placed(f"{place}.{n}", v, merged) for n, v in value.items()}
-    return value

@@ -167,7 +167,7 @@ class Call:
         return arguments
 
     def changed(self, change: Callable[[str, Value], Value], results: bool = False) -> "Call":
-        """Return the call with each argument, and each one inside of a list or mapping, replaced; with ``results`` these, too.
+        """Return the call with each argument, and each one inside of a list or mapping, replaced; with ``results`` these and parameters, too.
 
         ``change`` takes the place of a value, such as ``input.0.1``, and the value.
         """
@@ -184,7 +184,9 @@ class Call:
         call = replace(self, inputs=inputs, kwargs=kwargs)
         if not results:
             return call
-        return replace(call, outputs=[walk(f"output.{i}", v) for i, v in enumerate(self.outputs)])
+        parameters = {k: walk(f"parameters.{k}", v) for k, v in self.parameters.items()}
+        outputs = [walk(f"output.{i}", v) for i, v in enumerate(self.outputs)]
+        return replace(call, outputs=outputs, parameters=parameters)
 
     @property
     def source(self) -> str | None:

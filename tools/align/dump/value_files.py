@@ -362,7 +362,6 @@ def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: object) -> 
 
 @lru_cache(256)
 def _described(content: bytes) -> _Tensor:
-    """Return the one tensor that a pickle describes."""
     codes = {code.name for code, _, _ in pickletools.genops(content)}
     if unknown := codes - _OPCODES:
         raise ValueError(f"pickled values are never read (opcode {min(unknown)})")

@@ -85,7 +85,6 @@ def _wrong_setting(divergent: DivergentCall) -> Explanation | None:
 
 
 def _settings(call: Call) -> dict[str, str]:
-    """Return the arguments of a call that are no tensors, as text."""
     return {
         place.removeprefix("input."): repr(repr(getattr(value, "value", value)))
         for place, value in call.leaves()

@@ -153,7 +153,6 @@ class ComparedPrograms:
 
 
 def _flow(run: Sequence[DataFlow], point: SharedTensor) -> DataFlow | None:
-    """Return the data flow of the rank that has a tensor."""
     return next((f for f in run if f.dump.rank == point.rank and point.key in f.dump.calls), None)
 
 

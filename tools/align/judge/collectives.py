@@ -180,9 +180,7 @@ def meetings(
     """Return the calls of all ranks of a step that belong together.
 
     The n-th call of a kind and group on one rank belongs to the n-th on the others, whatever its number in the dump.
-
-    Args:
-        references: The same ranks of a trusted run, which gives the groups.
+    ``references`` are the same ranks of a trusted run, which gives the groups.
     """
     everybody = sorted(dump.rank for dump in dumps)
     meetings_by_name: dict[tuple[str, tuple[int, ...], int], Meeting] = {}

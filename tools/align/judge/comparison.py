@@ -106,8 +106,6 @@ def compare(
 
 
 class _Comparison:
-    """One comparison: its counts, and the results that are known already."""
-
     def __init__(
         self,
         cache: ReferenceCache | None,
@@ -134,7 +132,6 @@ class _Comparison:
                 self.coverage.add(call, [not_judged(call.key, reason)])
 
     def of_rank(self, reference: RankDump, target: RankDump, others: RankDumps) -> list[Finding]:
-        """Return the divergent calls of a rank, in order."""
         if self.standard is not None:
             return self._by_standard(self.standard, reference, target)
         flows = reference_flow, target_flow = self.cache.flow(reference), DataFlow(target)
@@ -168,7 +165,7 @@ class _Comparison:
         right = replaced.right | replaced.unjudged
         if not replaced.new.isdisjoint(wrong):  # one that is wrong itself explains the rest
             right |= replaced.new | replaced.lost
-        findings += _missing(reference, target, target_flow, begins, right)
+        findings += _missing(reference, target_flow, right)
         findings.sort(key=lambda f: (f.step, f.order))
         if findings and (call := findings[0].call) is not None:
             findings[0] = replace(
@@ -290,7 +287,6 @@ class _Comparison:
         return findings
 
     def with_phase(self, f: Finding, joined: bool) -> Finding:
-        """Return a finding; that of a collective gets its phase."""
         if f.phase is not None or f.call is None or not is_exchange(f.call):
             return f
         name = f"{f.step}{STEP}{f.call.key}" if joined else f.call.key
@@ -357,15 +353,10 @@ def _also_wrong(key: str, reference: RankDump) -> float:
     return first.ratio if first.status == "diverged" else 0.0
 
 
-def _missing(
-    reference: RankDump,
-    target: RankDump,
-    target_flow: DataFlow,
-    begins: Mapping[str, int],
-    right: frozenset[str],
-) -> list[Finding]:
+def _missing(reference: RankDump, flow: DataFlow, right: frozenset[str]) -> list[Finding]:
     """Return the calls that only one run makes, except those whose replacements give the same result."""
     findings: list[Finding] = []
+    target, begins = flow.dump, _begins(flow.dump)
 
     def only(run: RankDump, call: Call, order: float, other: str, word: str) -> None:
         replaced = not right.isdisjoint((call.key, call.forward_key))
@@ -378,12 +369,12 @@ def _missing(
     last = -1.0
     for key, call in reference.calls.items():
         if key in target.calls:
-            last = target_flow.order[key] - begins[key] + 0.5
+            last = flow.order[key] - begins[key] + 0.5
         else:
             only(reference, call, last, "target", "missing")
     for key, call in target.calls.items():
         if key not in reference.calls:
-            only(target, call, target_flow.order[key] - begins[key], "reference", "doubled")
+            only(target, call, flow.order[key] - begins[key], "reference", "doubled")
     return findings
 
 
@@ -412,7 +403,6 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
 def _divergent_call(
     verdict: Verdict, call: Call, reference_flow: DataFlow, target_flow: DataFlow, others: RankDumps
 ) -> DivergentCall:
-    """Return a divergent call with its surroundings."""
     wrong_outputs = 1
     if call.phase is not Phase.BACKWARD and len(call.outputs) > 1:
         verdicts = replay_call(call, call, reference_flow.dump.calls.get(call.key))

@@ -48,8 +48,10 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
     """
     step = key.partition(STEP)[0] + STEP if STEP in key else ""
     calls = {k: c for k, c in flow.dump.calls.items() if k.startswith(step)}
-    back = {k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)}
-    if key in back:
+    backward = {
+        k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)
+    }
+    if key in backward:
         return Phase.BACKWARD
 
     def after(k: str) -> set[str]:
@@ -59,9 +61,9 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
     def before(k: str) -> set[str]:
         return {source for source in flow.before(k) if source in calls}
 
-    if back.isdisjoint(walk(key, before)):
+    if backward.isdisjoint(walk(key, before)):
         return Phase.FORWARD
-    return Phase.OPTIMIZER if back.isdisjoint(walk(key, after)) else Phase.BACKWARD
+    return Phase.OPTIMIZER if backward.isdisjoint(walk(key, after)) else Phase.BACKWARD
 
 
 def _goes_back(key: str, flow: DataFlow) -> bool:
@@ -103,7 +105,6 @@ def layer_of(call: Call, flow: DataFlow | None = None) -> int | None:
 
 
 def _layers_of_weights(flow: DataFlow) -> dict[bytes, int]:
-    """Return the layers of weights by their content."""
     layers: dict[bytes, int] = {}
     for key, call in flow.dump.calls.items():
         match = _LAYER.search(weight_of(call) or "")

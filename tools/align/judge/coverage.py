@@ -129,7 +129,6 @@ def answer(wrong: bool, coverage: Coverage | None = None, problem: str = "") -> 
     """Return the verdict and, of one that is inconclusive, the reason.
 
     Args:
-        wrong: Whether anything diverged.
         coverage: What was judged; None: there is nothing to be left out.
         problem: Why nothing can be concluded although nothing diverged, whatever the coverage.
     """

@@ -255,7 +255,6 @@ class DataFlow:
 
     @cached_property
     def _updated(self) -> frozenset[bytes]:
-        """Contents of the weights that optimizers update."""
         return frozenset(c for (_, name), c in self.content.items() if name == "input.weight")
 
     def noise(self, reference: "DataFlow", key: str) -> float:
@@ -314,7 +313,6 @@ def significant(value: float) -> int:
 
 
 def _grouped(pairs: Iterable[tuple[GroupKey, Place]]) -> dict[GroupKey, list[Place]]:
-    """Return the tensors of each key, in order."""
     groups: dict[GroupKey, list[Place]] = {}
     for key, place in pairs:
         groups.setdefault(key, []).append(place)

@@ -51,8 +51,6 @@ _ROWWISE = frozenset(
 
 @dataclass
 class _Response:
-    """How a call answers to its inputs."""
-
     # Distances of its inputs; a backward call's include those of its forward call
     inputs: list[Distance]
     outputs: dict[str, Distance | None]  # distance of each output; None: not known
@@ -63,7 +61,6 @@ class _Response:
 
     @property
     def same(self) -> bool:
-        """Whether all inputs are known to be equal."""
         return self.comparable and all(d.exact for d in self.inputs)
 
     @property
@@ -85,7 +82,6 @@ class _Response:
 
     @property
     def largest(self) -> float:
-        """The largest distance of a row or column of the inputs."""
         return float(np.sqrt(sum(d.largest**2 for d in self.inputs)))
 
     def conditions(self, output: Distance) -> Array:

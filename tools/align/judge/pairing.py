@@ -173,7 +173,6 @@ def content_of(*values: Any) -> bytes:
 
 
 def _head(key: str) -> str:
-    """Return a key without its direction."""
     return key.removesuffix(".forward").removesuffix(".backward")
 
 

@@ -189,7 +189,6 @@ class Propagation:
         return is_backward or place[1] == "input.grad" or place[0] in flow.late
 
     def _fed(self, rank: int, call: Call) -> dict[str, TrackedValue]:
-        """Return the tensors that a call is given here, by place."""
         inputs = {place: self.of(rank, (call.key, place)) for place, _ in call.given()}
         available = {place: value for place, value in inputs.items() if value is not None}
         if len(available) < len(inputs):
@@ -336,7 +335,6 @@ def _stored(x: Approx | Array, dtype: str, exact: bool) -> TrackedValue:
 
 
 def _rounded(tracked: TrackedValue, dtype: str) -> TrackedValue:
-    """Return the same values with the error of being rounded to a type."""
     smallest = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
     rounding = FLOATS[dtype].unit * 3**-0.5  # errors are uniform within one unit roundoff
     sigma = np.hypot(tracked.sigma, rounding * np.maximum(np.abs(tracked.value), smallest))
@@ -415,10 +413,7 @@ class ExchangeSizes:
 
 
 def agreed(sent: Sequence[set[RowCounts]], received: Sequence[set[RowCounts]]) -> list[RowCounts]:
-    """Return the rows that each rank sends to each, of what all ranks may send and may receive.
-
-    Args:
-        received: Empty for a rank that does not say.
+    """Return the rows that each rank sends to each, of what all ranks may send and may receive (empty: it does not say).
 
     Raises:
         ValueError: Several are possible, or none.

@@ -146,10 +146,6 @@ def arguments_of(
     tensors: list[Approx] = []
 
     def argument(place: str, value: Value) -> Any:
-        if isinstance(value, list):
-            return [argument(f"{place}.{i}", v) for i, v in enumerate(value)]
-        if isinstance(value, Mapping):
-            return {k: argument(f"{place}.{k}", v) for k, v in value.items()}
         if not isinstance(value, TensorRecord):
             return plain(value)
         x = values[place] if values is not None else value.load()
@@ -158,9 +154,8 @@ def arguments_of(
         tensors.extend([x] if isinstance(x, Approx) else [])
         return x
 
-    positional = [argument(f"input.{i}", value) for i, value in enumerate(call.inputs)]
-    named = {name: argument(f"input.{name}", value) for name, value in call.kwargs.items()}
-    return formula.bind(positional, named), tensors
+    bound = call.changed(argument)
+    return formula.bind(bound.inputs, dict(bound.kwargs)), tensors
 
 
 def _is_extreme(value: Value) -> bool:

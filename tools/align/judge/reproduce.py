@@ -190,7 +190,6 @@ def _neighbours(key: str, *runs: Mapping[str, Call]) -> list[str]:
 
 
 def _bare(call: Call) -> Call:
-    """Return a call whose tensors have no values."""
     return _copied(call, lambda record: None)
 
 

@@ -117,10 +117,8 @@ def _agree(call: Call, cut: Call) -> tuple[bool, bool]:
 def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call]]:
     """Return for each call of a rank its counterparts on the ranks of the reference that computed the same."""
     mates: dict[str, list[Call]] = {}
-    for block in _blocks(dump):
-        best = [
-            max((_matched(b, block) for b in _blocks(r)), key=lambda m: m[0]) for r in reference
-        ]
+    for part in _blocks(dump):
+        best = [max((_matched(b, part) for b in _blocks(r)), key=lambda m: m[0]) for r in reference]
         largest = max(share for share, _ in best)
         for run, (share, pairs) in zip(reference, best, strict=True):
             for key, mate in pairs.items() if share >= largest - _NEAR else ():
@@ -184,8 +182,7 @@ def _cut(
 def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | None:
     """Return what a tensor of the target should be by the reference's, in the way in which it is most like; None: in no way.
 
-    Args:
-        terms: The tensors of the other ranks of each group that may have to add it up.
+    The other ranks of each group, whose tensors ``terms`` are, may have to add it up.
     """
     options: list[Array] = []
     sums = [[np.zeros((), x.dtype)], *(t for t in terms if t and x.dtype.kind in "fi")]
@@ -214,8 +211,7 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | N
 def _part(x: Array, y: Array, free: Array | None = None) -> tuple[Array, Array, Any] | None:
     """Return the parts of two tensors that one of them has of the other, and their place in the first; None: none.
 
-    Args:
-        free: Where the part may be in the first, if that is the larger one.
+    It may be where the first is ``free``, if that is the larger one.
     """
     if x.ndim != y.ndim or x.shape == y.shape:
         return (x, y, ...) if x.shape == y.shape else None

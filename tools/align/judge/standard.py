@@ -12,20 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telechat_moe.numerics import is_float
+from telechat_moe.numerics import Array, is_float
 from telechat_moe.tools.align.compare.checkpoints import merged
 from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.tensors import TensorComparison, compare, element
 from telechat_moe.tools.align.dump.logical import Logical
-from telechat_moe.tools.align.dump.records import (
-    Array,
-    Call,
-    Dump,
-    RankDump,
-    TensorRecord,
-    nbytes_of,
-)
+from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
 from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.distance import checksum, distance
 from telechat_moe.tools.align.judge.outcome import Outcome
@@ -134,14 +127,8 @@ class Standard:
             ],
         }
 
-    def _tensor(
-        self,
-        key: str,
-        place: str,
-        target: TensorRecord | None,
-        reference: TensorRecord | None,
-        third: TensorRecord | None,
-    ) -> Verdict:
+    def _tensor(self, key: str, place: str, *records: TensorRecord | None) -> Verdict:
+        target, reference, third = records
         if target is None or reference is None:
             reason = f"the {'target' if target is None else 'reference'} has no tensor there"
             return not_judged(key, reason, place)
@@ -237,10 +224,9 @@ def judge_checkpoints(
     target: "Stored",
     progress: Callable[[list[str]], Iterator[str]] = iter,
 ) -> tuple[Standard, Outcome]:
-    """Return what a standard says of the tensors of two checkpoints; those that one of them lacks are not judged.
+    """Return what a standard says of the tensors of two checkpoints, whose names ``progress`` wraps.
 
-    Args:
-        progress: Wraps the names of tensors as they are compared.
+    Those that one of them lacks are not judged.
 
     Raises:
         LayoutError: Shards do not tile a tensor, or copies differ.
@@ -295,7 +281,6 @@ def _is_integer(dtype: str) -> bool:
 
 
 def _chose(golden: Call, target: Call) -> bool:
-    """Return whether a call made other integers."""
     reference_outputs = dict(golden.made())
     for place, record in target.made():
         other = reference_outputs.get(place)

@@ -289,9 +289,7 @@ def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
     """
     dumps = reference, target
     keys = [{k for r in dump.ranks.values() for k in r.calls} for dump in dumps]
-    weights = [
-        {n for r in dump.ranks.values() for n, _, _ in WeightUses.named(r)} for dump in dumps
-    ]
+    weights = [{n for r in d.ranks.values() for n, _, _ in WeightUses.named(r)} for d in dumps]
 
     def names(side: tuple[str, ...], run: int) -> bool:
         pattern = side[0].rpartition(" ")[0] if side else ""

@@ -112,7 +112,6 @@ class Approx:
             terms: Each operand with the derivative by it.
             roundings: Number of unit roundoffs. Those above 1 are the error of a function, which is computed in the
                 accumulating type, or for float16 by some programs in float16, to one ULP.
-            parents: See :class:`Approx`.
             added: Additional error of the operation itself: standard deviation and limit.
         """
         value = np.asarray(value, np.float64)
@@ -202,7 +201,6 @@ class Approx:
 
         Args:
             derivative: Computes the derivative from argument and result, as a backward kernel does.
-            ulps: Accuracy of the function.
             slope: Derivatives for the error of the argument, where ``derivative`` cannot compute them from arrays.
         """
         with np.errstate(all="ignore"):

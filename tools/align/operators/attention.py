@@ -77,8 +77,7 @@ def attend(
 ) -> tuple[Approx, Approx, Array | None]:
     """Return ``softmax(scale q k^T) v``, the scores, and which queries see nothing; all ``[..., N, S, D]``.
 
-    Args:
-        bias: Added to the scores, before they are scaled if ``inside``.
+    A bias is added to the scores, before they are scaled if ``inside``.
     """
     q, k, v = qkv
     if k.shape[-3] != q.shape[-3]:

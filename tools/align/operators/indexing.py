@@ -201,8 +201,7 @@ CHOOSES = {name: i for i, names in enumerate(_CHOICES) for name in names.split()
 def same_choice(x: Array, choice: Array, expected: Array, dim: int | None) -> Array:
     """Return where an index found may replace the expected one because both refer to equal elements.
 
-    Args:
-        dim: Dimension of ``x`` that they index; None: the flat array.
+    They index a dimension of ``x``, or None: the flat array.
     """
     if dim is None:
         flat = x.reshape(-1)

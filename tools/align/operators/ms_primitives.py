@@ -78,7 +78,6 @@ def _layer_norm(a: Arguments) -> Any:
 
 @primitive("Split", "input dim=0 parts=1", exact=True)
 def _split(a: Arguments) -> Any:
-    """Split into equal ranges of a dimension."""
     shape = plain(a.input).shape
     return cut(a.input, [shape[int(a.dim)] // int(a.parts)] * int(a.parts), int(a.dim))
 
@@ -154,7 +153,6 @@ def _segment_sum(a: Arguments) -> Any:
 
 
 def _scattered(shape: tuple[int, ...], index: Any, values: Any) -> Any:
-    """Add values to zeros at an index."""
     if isinstance(values, Approx):
         return scatter_add(shape, index, values)
     out = np.zeros(shape, values.dtype)

@@ -17,8 +17,6 @@ def rounding(size: Array, roundings: float, stored: str, accumulated: str) -> Ar
 
     Args:
         roundings: Number of unit roundoffs of the stored type; those above 1 count in the accumulating type.
-        stored: Type that the result is rounded to.
-        accumulated: Type that the operation computes in.
     """
     kind = FLOATS[stored]
     further = max(0.0, roundings - 1) * FLOATS[accumulated].unit
