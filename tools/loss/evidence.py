@@ -155,26 +155,13 @@ def examine(report: LossReport, finite: Array) -> None:
     _first_loss(report, d, steps)
     scanned = stats.scan(blocks, 3 * share, settings.negligible)
     _lasting(report, tamed, white, steps, blocks, scanned, drift)
-    report.noise = {
-        "spread": spread,
-        "correlation_time": white.time,
-        "inflation": blocks.inflation,
-        "wander": wander,
-    }
+    noise = {"spread": spread, "correlation_time": white.time, "inflation": blocks.inflation}
+    report.noise = noise | {"wander": wander}
     low, high = stats.equivalence(blocks)
-    report.bias = {
-        "mean": blocks.mean,
-        "error": error,
-        "low": low,
-        "high": high,
-        "margin": margin,
-        **mean._asdict(),
-        "effective_steps": len(report.steps) / white.time,
-    }
-    report.power = {
-        "seen_95": stats.detectable(error, 0.95, mean.limit),
-        "margin": stats.power(error, margin, mean.limit),
-    }
+    bias = {"mean": blocks.mean, "error": error, "low": low, "high": high, "margin": margin}
+    report.bias = bias | mean._asdict() | {"effective_steps": len(report.steps) / white.time}
+    detectable = stats.detectable(error, 0.95, mean.limit)
+    report.power = {"seen_95": detectable, "margin": stats.power(error, margin, mean.limit)}
     report.difference = np.full(len(finite), np.nan)
     report.difference[finite] = d
     report.envelope = _envelope(blocks, wander, finite)

@@ -99,9 +99,8 @@ def _check(
     fluctuation: Sequence[tuple[float, float]],
     slack: float,
 ) -> StandardCheck:
-    absolute, relative = (
-        float(max([limit, *(f[i] * slack for f in fluctuation)])) for i, limit in enumerate(limits)
-    )
+    worst = (max([limit, *(f[i] * slack for f in fluctuation)]) for i, limit in enumerate(limits))
+    absolute, relative = map(float, worst)
     ok = bool(errors[0] < absolute or errors[1] < relative)
     relaxed = (absolute, relative) != limits
     return StandardCheck(float(errors[0]), float(errors[1]), absolute, relative, relaxed, ok)

@@ -353,12 +353,10 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     formula = _named("Primitive.TelechatGroupedSwiGLU", sizes)
     gates = [x(experts, hidden, columns, scale=hidden**-0.5) for _ in range(2)]
     both = partial(grouped_matmul.GroupedSwiGLU, compute)
-    sizes_text = f"{hidden} to {wide} with SwiGLU, {experts} experts"
+    text = f"{hidden} to {wide} with SwiGLU, {experts} experts"
     inputs, constants = [x(rows, hidden), *gates], ([sizes], ["fused"])
-    products.append(
-        OperatorCase("grouped_matmul", sizes_text, both, inputs, formula, *constants, stored=stored)
-    )
-    return products
+    case = OperatorCase("grouped_matmul", text, both, inputs, formula, *constants, stored=stored)
+    return [*products, case]
 
 
 def _columns(inner: int, outer: int, experts: int) -> int:

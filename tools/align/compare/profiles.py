@@ -102,12 +102,7 @@ MSPROBE_SHARES: Mapping[str, tuple[tuple[float, bool], ...]] = {
 }
 """Limits of relative error and share, and whether failing is an error. Source: msprobe 26.2.0, ``acc_check``."""
 
-MSPROBE_EPSILON: Mapping[str, float] = {
-    "float16": 2**-10,
-    "bfloat16": 2**-8,
-    "float32": 2**-23,
-    "float64": 2**-52,
-}
+MSPROBE_EPSILON = {"float16": 2**-10, "bfloat16": 2**-8, "float32": 2**-23, "float64": 2**-52}
 
 
 Measures = Callable[[str, str], Measure | None]

@@ -364,9 +364,8 @@ def _with_calls(
     layout: TensorLayout, description: LayoutDescription, records: Sequence[TensorRecord]
 ) -> Iterator[TensorLayout]:
     """Yield a layout with an axis of micro-batches, which shard the batch or hold copies."""
-    with_axis = replace(
-        layout, mesh=(*layout.mesh, description.calls), axes=(*layout.axes, MICRO), calls=MICRO
-    )
+    mesh, axes = (*layout.mesh, description.calls), (*layout.axes, MICRO)
+    with_axis = replace(layout, mesh=mesh, axes=axes, calls=MICRO)
     cut = [d for d, axes in enumerate(layout.dims) if set(axes) & set(description.batch)]
     if not cut:
         yield with_axis

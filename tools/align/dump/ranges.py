@@ -216,11 +216,8 @@ def _reduction(layout: TensorLayout) -> str | None:
 
 def _coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
     """Return the position of each shard in the mesh."""
-    extent = {
-        a: n
-        for a, n in zip(layout.axes, layout.mesh, strict=True)
-        if a not in layout.local and a != layout.calls
-    }
+    sizes = zip(layout.axes, layout.mesh, strict=True)
+    extent = {a: n for a, n in sizes if a not in layout.local and a != layout.calls}
     if math.prod(extent.values()) != len(layout.ranks):
         raise LayoutError(
             f"the mesh {' x '.join(f'{a} {n}' for a, n in extent.items()) or '1'} has "

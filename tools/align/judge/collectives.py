@@ -367,8 +367,6 @@ def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
         return None
     places = np.arange(len(layout.ranks)).reshape(layout.mesh)
     coordinates = np.unravel_index(layout.ranks.index(rank), layout.mesh)
-    index = tuple(
-        slice(None) if axis in layout.partial else int(i)
-        for axis, i in zip(layout.axes, coordinates, strict=True)
-    )
+    axes = zip(layout.axes, coordinates, strict=True)
+    index = tuple(slice(None) if axis in layout.partial else int(i) for axis, i in axes)
     return sorted(layout.ranks[int(p)] for p in np.ravel(places[index]))

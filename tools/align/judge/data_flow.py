@@ -39,12 +39,8 @@ class DataFlow:
         self.users_of = cache(self._users_of)
         self.terms_of = cache(self._terms_of)
         self._noise: dict[str, float] | None = None
-        self.tensors = {
-            (key, place): tensor
-            for key, call in self.dump.calls.items()
-            for place, tensor in call.tensors()
-        }
-        self.order = {key: i for i, key in enumerate(self.dump.calls)}
+        self.tensors = {(key, p): t for key, call in dump.calls.items() for p, t in call.tensors()}
+        self.order = {key: i for i, key in enumerate(dump.calls)}
 
     @cached_property
     def _contents(self) -> Mapping[Place, tuple[bytes, bool]]:

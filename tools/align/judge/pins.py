@@ -234,9 +234,8 @@ class ReferenceChoices:
         ratio = np.max(apart / np.maximum(limit, np.finfo(np.float64).tiny), 1)
         flipped = (np.sort(index, 1) != np.sort(target_indices, 1)).any(1)
         picked = [np.take_along_axis(_finite(right), i, 1).sum(1) for i in (index, target_indices)]
-        comparison = ChoiceComparison(
-            dump.rank, call, choice, ratio, apart.max(1), flipped, picked[0] - picked[1]
-        )
+        margin = picked[0] - picked[1]
+        comparison = ChoiceComparison(dump.rank, call, choice, ratio, apart.max(1), flipped, margin)
         self.seen.append(comparison)
         return index if comparison.comparable else None
 

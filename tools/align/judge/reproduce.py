@@ -112,9 +112,8 @@ def _dump(root: Path, calls: list[_Place]) -> Dump:
     calls_by_rank: dict[tuple[int, int], dict[str, Call]] = {}
     for step, rank, call in calls:
         key = re.sub(r"(\d+)\+", r"9\1", call.key)
-        calls_by_rank.setdefault((step, rank), {})[key] = _copied(
-            replace(call, key=key), lambda record: record.read
-        )
+        copy = _copied(replace(call, key=key), lambda record: record.read)
+        calls_by_rank.setdefault((step, rank), {})[key] = copy
     ranks = {k: RankDump(*k, "", "", "", c) for k, c in calls_by_rank.items()}
     return Dump(root, ranks)
 

@@ -58,12 +58,9 @@ def _extreme(a: Arguments, largest: bool) -> Any:
     return [move(picked, lambda v: v.squeeze(dim)), index]
 
 
+_DIMS = "input dim=None keepdim=False"
 for _name, _largest in (("max", True), ("min", False)):
-    op(_name, "input dim=None keepdim=False | other=None", exact=True)(
-        lambda a, largest=_largest: _extreme(a, largest)
-    )
-
-
+    op(_name, f"{_DIMS} | other=None", exact=True)(lambda a, best=_largest: _extreme(a, best))
 op("ArgMaxWithValue", "input dim=0 keepdim=False | other=None", exact=True)(
     lambda a: _extreme(a, True)[::-1]
 )
@@ -75,11 +72,9 @@ def _over_dims(a: Arguments, function: Callable[..., Any]) -> Any:
 
 
 for _names, _function in {"amax ReduceMax": np.max, "amin ReduceMin": np.min}.items():
-    op(_names, "input dim=None keepdim=False", exact=True)(
-        lambda a, f=_function: like(a.input, _over_dims(a, f))
-    )
+    op(_names, _DIMS, exact=True)(lambda a, f=_function: like(a.input, _over_dims(a, f)))
 for _names, _function in {"any": np.any, "all": np.all}.items():
-    op(_names, "input dim=None keepdim=False", exact=True)(lambda a, f=_function: _over_dims(a, f))
+    op(_names, _DIMS, exact=True)(lambda a, f=_function: _over_dims(a, f))
 
 
 @primitive("CumSum", "input dim exclusive=False reverse=False")
