@@ -1,8 +1,5 @@
 """The verdict on a loss curve: pass, diverged, or inconclusive, with the power of the test.
 
-    report = judge([read("base1/metrics.jsonl"), read("base2/metrics.jsonl")], read("run/metrics.jsonl"))
-    print(report.verdict, report.sentence)
-
 ``diverged`` needs a finding that noise does not explain: a NaN, a first loss or a single step beyond the noise's own
 tail, a mean difference over the run or a stretch of it. ``pass`` needs proof of the opposite: the mean difference is
 within the margin with 95 % confidence on either side, the published standard is met

@@ -28,11 +28,7 @@ from telechat_moe.tools.align.compare.measures_whole import Cosine, Thousandths
 HF32 = "tfloat32"
 """The precision that Ascend's HF32 keeps of a float32."""
 
-ASCEND_RATIO: Mapping[str, tuple[float, float, float]] = {
-    "l0": (10.0, 2.0, 2.0),
-    "l1": (5.0, 1.5, 1.5),
-    "l2": (2.0, 1.2, 1.2),
-}
+ASCEND_RATIO = {"l0": (10.0, 2.0, 2.0), "l1": (5.0, 1.5, 1.5), "l2": (2.0, 1.2, 1.2)}
 """Largest MARE, MERE and RMSE over those of a third-party chip. Source: CANN, operator precision standard, double
 benchmark; the same numbers in msprobe 26.2.0, ``precision_standard/standard_config.py``."""
 

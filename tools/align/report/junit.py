@@ -29,7 +29,5 @@ def suite(name: str, cases: Sequence[JunitCase]) -> str:
     body = "".join(case.xml() for case in cases)
     failures, skipped = body.count("<failure "), body.count("<skipped ")
     counts = f'tests="{len(cases)}" failures="{failures}" errors="0" skipped="{skipped}"'
-    return (
-        '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f"<testsuite name={quoteattr(name)} {counts}>\n{body}</testsuite>\n"
-    )
+    head = '<?xml version="1.0" encoding="UTF-8"?>\n'
+    return f"{head}<testsuite name={quoteattr(name)} {counts}>\n{body}</testsuite>\n"
