@@ -96,7 +96,7 @@ def locate(
                 f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
                 f"{describe(layout)} has {list(local)} there"
             )
-        term = _position(tuple(layout.partial), shards.sizes, place)
+        term = _position(layout.partial, shards.sizes, place)
         places[key] = ShardIndices(dims, term, flat)
     whole_shape = tuple(shape) if shape is not None else tuple(lengths)
     divide = math.prod(shards.sizes[a] for a, kind in layout.partial.items() if kind == "mean")
@@ -309,7 +309,8 @@ class _Shards:
     def indices(self, d: int, length: int, place: Mapping[str, int]) -> ShardPositions:
         """Return the indices of one shard of a dimension."""
         if d in self.positions:
-            return self.positions[d][_position(self.axes(d), self.sizes, place, self.layout.local)]
+            axes = (a for a in self.axes(d) if a not in self.layout.local)
+            return self.positions[d][_position(axes, self.sizes, place)]
         block = dict(enumerate(self.layout.block)).get(d, 1)
         parts: list[ShardPositions] = [range(length)]
         for axis in self.axes(d):
@@ -320,17 +321,11 @@ class _Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _position(
-    axes: Sequence[str],
-    sizes: Mapping[str, int],
-    place: Mapping[str, int],
-    skip: Iterable[str] = (),
-) -> int:
+def _position(axes: Iterable[str], sizes: Mapping[str, int], place: Mapping[str, int]) -> int:
     """Return the number of a shard along axes, the first of which is the slowest."""
     number = 0
     for axis in axes:
-        if axis not in skip:
-            number = number * sizes[axis] + place[axis]
+        number = number * sizes[axis] + place[axis]
     return number
 
 
