@@ -84,8 +84,8 @@ def cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
     operators = [*_linear(*sizes), *_pointwise(*sizes), _turning(*sizes), *_attending(*sizes)]
     if config.n_routed_experts:
         limits = [False, True] if drops(config) else [False]
-        dispatches = [_dispatched(*sizes, limit) for limit in limits]
-        operators += [_routing(*sizes), *dispatches, *_grouped(*sizes)]
+        operators.append(_routing(*sizes))
+        operators += [*(_dispatched(*sizes, limit) for limit in limits), *_grouped(*sizes)]
     return [*operators, *_update_cases(recipe, rng)]
 
 
