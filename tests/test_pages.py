@@ -17,6 +17,8 @@ from telechat_moe.cli import main
 from telechat_moe.recipe import load
 
 RUNNABLE = [page for page in PAGES if pages.commands(page) and page.name not in pages.ELSEWHERE]
+# One worker runs a page alone and after the README: on two, both would want the ports that it prints.
+EACH_PAGE = [pytest.param(p, id=p.stem, marks=pytest.mark.xdist_group(p.stem)) for p in RUNNABLE]
 README = ROOT / "README.md"
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 
@@ -111,7 +113,7 @@ def succeed(command: pages.Command, folder: Path, recipes: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.mindspore
 @pytest.mark.parametrize("when", ["alone", "after the README"])
-@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", EACH_PAGE)
 def test_a_page_runs_as_printed(
     page: Path, when: str, tmp_path: Path, recipes: Path, request: pytest.FixtureRequest
 ) -> None:
