@@ -362,8 +362,10 @@ def _part(record: TensorRecord, place: ShardIndices, box: BlockSlices) -> tuple[
     values: Array = _read_elements(record, [slice(low, int(chosen.max()) + 1)])[chosen - low]
     if not box:
         return ..., values.reshape(())
-    block_positions = [np.arange(s.stop - s.start)[w] for w, s in zip(in_block, box, strict=True)]
-    return tuple(a[n] for a, n in zip(block_positions, np.nonzero(inside), strict=True)), values
+    positions: list[Array] = [
+        np.arange(s.stop - s.start)[w] for w, s in zip(in_block, box, strict=True)
+    ]
+    return tuple(a[n] for a, n in zip(positions, np.nonzero(inside), strict=True)), values
 
 
 def _overlap(positions: ShardPositions, low: int, high: int) -> tuple[Indexer, Indexer] | None:

@@ -332,6 +332,10 @@ SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
 _OPCODES = frozenset(_ALLOWED.split())
 
 
+def _first(tensor: Any, *_: object) -> Any:
+    return tensor
+
+
 class _Description(pickle.Unpickler):
     """Makes the :class:`_Tensor` that a ``data.pkl`` describes, from no names but those of a tensor's parts."""
 
@@ -339,7 +343,7 @@ class _Description(pickle.Unpickler):
         allowed: dict[tuple[str, str], Any] = {
             **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
             ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+            ("torch._utils", "_rebuild_parameter"): _first,
             ("collections", "OrderedDict"): tuple,
         }
         if (module, name) not in allowed:

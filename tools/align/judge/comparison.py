@@ -69,7 +69,7 @@ def compare(
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
         return Outcome("inconclusive", reason="the dumps have no step and rank in common")
-    run = _Comparison(cache, itself, progress or (lambda *_: None), standard)
+    run = _Comparison(cache, itself, progress or _quiet, standard)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
@@ -103,6 +103,10 @@ def compare(
     findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
     verdict, reason = answer(bool(findings), run.coverage)
     return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
+
+
+def _quiet(activity: str, count: int, total: int | None) -> None:
+    """Show no progress."""
 
 
 class _Comparison:

@@ -210,7 +210,11 @@ def _pad(a: Arguments) -> Any:
     if any(v < 0 for pair in width for v in pair):
         raise NotJudgedError("pad with negative sizes")
     value = np.asarray(0 if a.value is None else plain(a.value), plain(a.input).dtype)
-    return arranged(lambda x, v: np.pad(x, width, constant_values=v.item()), a.input, value)
+
+    def padded(x: Array, v: Array) -> Array:
+        return np.pad(x, width, constant_values=v.item())
+
+    return arranged(padded, a.input, value)
 
 
 def _masked(mask: Callable[..., Array], a: Arguments) -> Any:
