@@ -14,7 +14,7 @@ import yaml
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.columns import Columns, Floats, columns
 from telechat_moe.tools.plan.cost.device import FOLDER, Constants, Device, load_device
 from telechat_moe.tools.plan.cost.score import MeasuredStep, ScoredStep
 from telechat_moe.tools.plan.cost.step import evaluate_columns
@@ -61,7 +61,7 @@ class Problem:
             pairs = [(self.rows[i].architecture, self.rows[i].layout) for i in index]
             self.variants.append((named[index[0]], columns(pairs), index))  # type: ignore[arg-type]
 
-    def predict(self, constants: Constants) -> Array:
+    def predict(self, constants: Constants) -> Floats:
         """Return predicted seconds of each row."""
         out = np.zeros(len(self.rows))
         for device, x, index in self.variants:
@@ -107,10 +107,10 @@ def fit(problem: Problem, start: Constants | None = None, evaluations: int = 40)
     shares = np.array([name.endswith("share") or name.endswith("exposed") for name in names])
     top = np.where(shares, 0.0, 10.0)
 
-    def at(point: Array) -> Constants:
+    def at(point: Floats) -> Constants:
         return replace(base, **{n: float(np.exp(v)) for n, v in zip(names, point, strict=True)})
 
-    def residual(point: Array) -> Array:
+    def residual(point: Floats) -> Floats:
         off = (np.log(problem.predict(at(point))) - problem.measured) * problem.weight * 10
         return np.concatenate([off, (held or WEAK) * (point - prior)])
 
@@ -129,7 +129,7 @@ def held_out(
     problem: Problem,
     groups: Sequence[str],
     moved: Callable[[str, int, int | None], None] | None = None,
-) -> Array:
+) -> Floats:
     """Return the prediction of each row by constants that were fitted without its group.
 
     Args:

@@ -6,11 +6,11 @@ Symbols: n members, g of them on a node, b bytes on each member (the full buffer
 
 import numpy as np
 
-from telechat_moe.tools.plan.cost.columns import Array
+from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.cost.device import Device
 
 
-def bus(inside: Array, nodes: Array, device: Device) -> Array:
+def bus(inside: Floats, nodes: Floats, device: Device) -> Floats:
     """Return the bandwidth of a ring, bytes/s: the slower of the links inside and the ports that the group has."""
     c = device.constants
     fast = device.intra_bandwidth * c.intra_share
@@ -18,13 +18,13 @@ def bus(inside: Array, nodes: Array, device: Device) -> Array:
     return np.where(nodes > 1, ports, fast)
 
 
-def spread(members: Array, stride: Array, device: Device) -> tuple[Array, Array]:
+def spread(members: Floats, stride: Floats, device: Device) -> tuple[Floats, Floats]:
     """Return how many members share a node, and how many nodes a group with this ``stride`` between ranks covers."""
     inside = np.clip(np.floor(device.node_devices / stride), 1, members)
     return inside, np.ceil(members / inside)
 
 
-def latency(members: Array, nodes: Array, device: Device) -> Array:
+def latency(members: Floats, nodes: Floats, device: Device) -> Floats:
     """Return the time before data flows: half a start per step of the ring in a node, hops as a tree between nodes."""
     c = device.constants
     hops = np.ceil(np.log2(np.maximum(nodes, 1)))
@@ -34,8 +34,8 @@ def latency(members: Array, nodes: Array, device: Device) -> Array:
 
 
 def all_gather(
-    size: Array, members: Array, stride: Array, device: Device, calls: Array | float = 1.0
-) -> Array:
+    size: Floats, members: Floats, stride: Floats, device: Device, calls: Floats | float = 1.0
+) -> Floats:
     """Return the time of all-gathers or reduce-scatters of ``size`` bytes in total.
 
     It is (n-1)/n b / bus, and one latency for each call.
@@ -45,14 +45,14 @@ def all_gather(
     return moved / bus(inside, nodes, device) + calls * latency(members, nodes, device)
 
 
-def all_reduce(size: Array, members: Array, stride: Array, device: Device) -> Array:
+def all_reduce(size: Floats, members: Floats, stride: Floats, device: Device) -> Floats:
     """Return the time of an all-reduce: a reduce-scatter and an all-gather in one call."""
     return all_gather(2 * size, members, stride, device, 2.0)
 
 
 def all_to_all(
-    size: Array, members: Array, stride: Array, device: Device, copies: Array | float = 0.0
-) -> Array:
+    size: Floats, members: Floats, stride: Floats, device: Device, copies: Floats | float = 0.0
+) -> Floats:
     """Return the time of an all-to-all, ``size`` bytes leaving each member.
 
     What stays inside the node and what leaves it go at the same time; the longer one counts. Above 0, ``copies`` of each
@@ -70,7 +70,7 @@ def all_to_all(
     return np.maximum(within, outside) + latency(members, nodes, device)
 
 
-def point_to_point(size: Array, outside: Array, device: Device) -> Array:
+def point_to_point(size: Floats, outside: Floats, device: Device) -> Floats:
     """Return the time to send ``size`` bytes to a neighbour, on another node where ``outside`` is 1."""
     c = device.constants
     fast = device.intra_bandwidth * c.intra_share

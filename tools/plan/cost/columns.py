@@ -11,7 +11,8 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import STACK, Layout, TokenExchange
 from telechat_moe.tools.plan.schedules.program import loop_route, v_route
 
-Array = NDArray[np.float64]
+Floats = NDArray[np.float64]
+"""An array of float64, any shape."""
 
 _ARCHITECTURE = (
     "hidden", "heads", "kv_heads", "head_dim", "value_dim", "mla", "q_lora_rank", "kv_lora_rank", "qk_nope",
@@ -40,23 +41,23 @@ _SMALL = ("full", "attention", "core", "mlp", "norm", "activation", "early", "sw
 class Columns:
     """Arrays by field name; a field of the architecture may be a single number for all configurations."""
 
-    def __init__(self, values: dict[str, Array]) -> None:
+    def __init__(self, values: dict[str, Floats]) -> None:
         self.__dict__.update(values)
 
-    def __getattr__(self, name: str) -> Array:  # reached only for names that are missing
+    def __getattr__(self, name: str) -> Floats:  # reached only for names that are missing
         raise AttributeError(f"columns: no field {name}")
 
     def __len__(self) -> int:
         return len(self.dp)
 
 
-def _arrays(items: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
+def _arrays(items: Sequence[object], names: Sequence[str]) -> dict[str, Floats]:
     get = attrgetter(*names)
     table = np.array([get(item) for item in items], dtype=np.float64)
     return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)}
 
 
-def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
+def _recomputed(policies: Sequence[str]) -> dict[str, Floats]:
     """Return which modules of a layer the backward pass recomputes, and whether layers are swapped instead."""
     cache: dict[str, tuple[float, ...]] = {}
     for policy in set(policies):
@@ -77,11 +78,11 @@ def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
     return {f"re_{name}": np.ascontiguousarray(table[:, i]) for i, name in enumerate(_SMALL)}
 
 
-def _stages(pairs: Sequence[tuple[Architecture, Layout]]) -> tuple[Array, Array, Array, Array]:
+def _stages(pairs: Sequence[tuple[Architecture, Layout]]) -> tuple[Floats, Floats, Floats, Floats]:
     """Return the dense, MoE, recomputed dense and recomputed MoE layers of each pipeline stage, [n, largest pp]."""
     width = max(layout.pp for _, layout in pairs)
     out = np.zeros((4, len(pairs), width))
-    cache: dict[object, Array] = {}
+    cache: dict[object, Floats] = {}
     for row, (a, x) in enumerate(pairs):
         key = (a.layers, x.pp, x.vpp, x.chunks, x.recompute_layers, x.recomputed, x.schedule)
         if key not in cache:
@@ -96,7 +97,7 @@ def stage_of_chunk(layout: Layout) -> tuple[int, ...]:
     return (v_route if v_shape else loop_route)(layout.pp, layout.vpp)
 
 
-def _layers_of_stages(a: Architecture, x: Layout) -> Array:
+def _layers_of_stages(a: Architecture, x: Layout) -> Floats:
     table = np.zeros((4, x.pp))
     for stage, layers in zip(stage_of_chunk(x), x.chunk_kinds(a.layers), strict=True):
         for kind, recomputed in layers:

@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import Array
+from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.cost.layout import Layout
 
 TERMS = ("products", "elements", "attention", "parameters", "layers")
 
 
-def _product(m: float, n: float, k: float) -> Array:
+def _product(m: float, n: float, k: float) -> Floats:
     return np.array([2.0 * m * n * k, m * n + m * k + n * k])
 
 
@@ -36,7 +36,7 @@ def _experts(a: Architecture, x: Layout) -> tuple[float, float]:
     return (pairs + a.experts * (rows - 1)) // rows, rows
 
 
-def terms(architecture: Architecture, layout: Layout) -> Array:
+def terms(architecture: Architecture, layout: Layout) -> Floats:
     """Return the five terms of the forward and backward passes of a step's micro-batches and one update, on one device.
 
     Attention is MLA; the layout's `imbalance` says what fused experts compute over what is routed to them.

@@ -19,7 +19,7 @@ import numpy as np
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_to_all, latency
-from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.columns import Columns, Floats, columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout, TokenExchange
 
@@ -59,7 +59,7 @@ def hit(routing: ExpertRouting, parts: int) -> float:
     return parts * chance
 
 
-def reached(x: Columns, nodes: Array) -> Array:
+def reached(x: Columns, nodes: Floats) -> Floats:
     """Return :func:`hit` of nodes for configurations."""
     counts = np.vectorize(lambda *n: _hit(*(int(i) for i in n)), otypes=[float])
     return counts(x.experts, x.top_k, x.expert_groups, x.kept_groups, nodes)
@@ -70,13 +70,13 @@ def _hit(experts: int, top_k: int, groups: int, kept_groups: int, nodes: int) ->
     return hit(ExpertRouting(experts, top_k, groups, kept_groups), nodes) if experts else 0.0
 
 
-def spans(members: Array, device: Device) -> Array:
+def spans(members: Floats, device: Device) -> Floats:
     """Return the nodes of exchanges that may go by node, 1 for those within a node or beside its edges."""
     node = device.node_devices
     return np.where((members > node) & (members % node == 0), members // node, 1.0)
 
 
-def exchange_s(kind: TokenExchange, x: Columns, size: Array, device: Device) -> Array:
+def exchange_s(kind: TokenExchange, x: Columns, size: Floats, device: Device) -> Floats:
     """Return the seconds of one dispatch or one combine among ``ep x etp`` neighbouring devices.
 
     Where these are not several whole nodes, rows go straight whatever the kind. ``size`` counts the tokens of a device once.

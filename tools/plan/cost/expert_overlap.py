@@ -15,7 +15,7 @@ from functools import partial
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import Array, columns
+from telechat_moe.tools.plan.cost.columns import Floats, columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.roofline import layer, rates
@@ -124,7 +124,7 @@ def layer_times(architecture: Architecture, layout: Layout, device: Device) -> L
         + repeated.matmul + repeated.attention + repeated.memory
     )  # fmt: skip
 
-    def split(seconds: Array) -> tuple[float, float, float]:
+    def split(seconds: Floats) -> tuple[float, float, float]:
         """Return the seconds of attention, of shared and of routed experts."""
         everything, routed, attention = seconds
         return float(attention), float(everything - routed), float(routed - attention)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telechat_moe.tools.plan.cost.columns import Array, Columns
+from telechat_moe.tools.plan.cost.columns import Columns, Floats
 from telechat_moe.tools.plan.cost.saved_activations import saved
 from telechat_moe.units import MIB
 
@@ -21,19 +21,19 @@ WORKSPACE = 96 * MIB
 class Memory:
     """Bytes of each stage, [n, P]; zero where a configuration has fewer stages."""
 
-    parameters: Array
-    gradients: Array
-    optimizer: Array
-    activations: Array
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
     """Activations of all micro-batches in flight at the peak."""
-    buffers: Array
+    buffers: Floats
     """Logits and their gradients, gathered layers, what a recomputed layer needs while it runs."""
-    constant: Array
+    constant: Floats
     """Those of the buffers that are there all the time."""
-    peak: Array
+    peak: Floats
 
 
-def local_parameters(x: Columns) -> tuple[Array, Array]:
+def local_parameters(x: Columns) -> tuple[Floats, Floats]:
     """Return parameters of a device by stage [n, P]: those that all data-parallel copies hold, and experts."""
     layers = x.stage_dense + x.stage_moe
     tp = x.tp[:, None]
@@ -58,7 +58,7 @@ def local_parameters(x: Columns) -> tuple[Array, Array]:
     return dense * inside * np.ones_like(tp), experts * inside
 
 
-def _largest_layer(x: Columns) -> Array:
+def _largest_layer(x: Columns) -> Floats:
     """Return a device's parameters of the larger kind of layer, which ZeRO-3 gathers."""
     experts = x.experts * x.expert_weights / (x.ep * x.etp)
     moe = (x.shared_weights / x.tp + experts) * (x.moe_layers > 0)
@@ -66,7 +66,7 @@ def _largest_layer(x: Columns) -> Array:
     return x.attention_weights / x.tp + x.small_weights + np.maximum(dense, moe)
 
 
-def _uncut(x: Columns, layers: Array) -> Array:
+def _uncut(x: Columns, layers: Floats) -> Floats:
     """Return the elements that this package does not shard over tensor parallelism, [n, P]; see `exact`."""
     down = x.hidden * (x.q_lora_rank + x.kv_lora_rank + x.qk_rope) * x.mla
     shared = x.matrices * x.hidden * x.shared_width * x.sequence_parallel
@@ -77,11 +77,11 @@ def _uncut(x: Columns, layers: Array) -> Array:
     return elements
 
 
-def _column(values: Array, x: Columns) -> Array:
+def _column(values: Floats, x: Columns) -> Floats:
     return np.broadcast_to(values, (len(x),))[:, None]
 
 
-def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
+def layer_activations(x: Columns) -> tuple[Floats, Floats, Floats]:
     """Return the bytes that a dense and a MoE layer keep for one micro-batch, and those of a layer's input alone."""
     if not np.any(x.own_graph):
         return _common(x)
@@ -91,7 +91,7 @@ def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
     return dense, moe, entry
 
 
-def _common(x: Columns) -> tuple[Array, Array, Array]:
+def _common(x: Columns) -> tuple[Floats, Floats, Floats]:
     """Return what all frameworks keep of a layer, apart from this package's."""
     t, h, tp = x.micro_batch * x.seq / x.cp, x.hidden, x.tp
     rows = t / np.where(x.sequence_parallel > 0, tp, 1)
@@ -123,7 +123,7 @@ def _common(x: Columns) -> tuple[Array, Array, Array]:
     return common + dense, common + moe, entry
 
 
-def in_flight(x: Columns) -> Array:
+def in_flight(x: Columns) -> Floats:
     """Return how many micro-batches' activations a stage holds at its peak, in units of the whole stage, [n, P]."""
     stage = np.arange(x.stage_dense.shape[1])[None, :]
     m, p, v = x.micro_batches[:, None], x.pp[:, None], x.vpp[:, None]
@@ -143,7 +143,7 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut_dense, cut_experts = copies[:, None], x.expert_copies[:, None]
 
-    def held(level: Array | int) -> Array:
+    def held(level: Floats | int) -> Floats:
         on = (x.zero >= level)[:, None]
         return dense / np.where(on, cut_dense, 1) + experts / np.where(on, cut_experts, 1)
 
@@ -190,15 +190,15 @@ def memory(x: Columns, with_late: bool = True) -> Memory:
     return Memory(parameters, gradients, optimizer, activations, buffers, constant, peak)
 
 
-def _constant(x: Columns, parameters: Array) -> Array:
+def _constant(x: Columns, parameters: Floats) -> Floats:
     """Return the bytes that are there all the time, [n]: the workspace, and a layer that ZeRO-3 has gathered."""
     layers = np.maximum((x.stage_dense + x.stage_moe).max(axis=1), 1)
     gathered = np.where(x.own_graph > 0, _largest_layer(x), parameters.max(axis=1) / layers)
-    gathered_bytes: Array = np.where(x.zero == 3, 4.0 * gathered, 0.0)
+    gathered_bytes: Floats = np.where(x.zero == 3, 4.0 * gathered, 0.0)
     return gathered_bytes + WORKSPACE
 
 
-def late_peak(x: Columns) -> Array:
+def late_peak(x: Columns) -> Floats:
     """Return the bytes of activations and buffers at the end of the backward pass of one graph, [n]; 0 for other steps.
 
     By then all layers have left what the gradients of their weights need. The same however many layers are recomputed:
@@ -222,14 +222,14 @@ def late_peak(x: Columns) -> Array:
     return np.where((x.own_graph > 0) & (x.one_graph > 0) & (x.pp == 1), peak, 0.0)
 
 
-def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -> Array:
+def _working(x: Columns, dense: tuple[Floats, Floats], moe: tuple[Floats, Floats]) -> Floats:
     """Return what the backward pass of a layer needs besides what layers keep, the largest of each stage.
 
     Dense and MoE layers keep the given bytes, [n, 1], without and with recomputation.
     """
     # two swapped layers are in memory: one in use and one being copied
     full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
-    recompute: Array = np.where(x.stage_moe_recomputed > 0, moe[0], dense[0])
+    recompute: Floats = np.where(x.stage_moe_recomputed > 0, moe[0], dense[0])
     layers = x.stage_dense_recomputed + x.stage_moe_recomputed
     recompute = recompute * np.where(swapped, 2.0 * (layers > 0), full)
     if not np.any(x.own_graph):
@@ -248,7 +248,7 @@ def _working(x: Columns, dense: tuple[Array, Array], moe: tuple[Array, Array]) -
     return np.where(x.own_graph[:, None] > 0, largest, recompute)
 
 
-def _end(x: Columns, moe: Array, dense: Array) -> Array:
+def _end(x: Columns, moe: Floats, dense: Floats) -> Floats:
     """Return what losses need on the last stage, for one micro-batch: MTP's layers, too, where the loss comes back first."""
     t = x.micro_batch * x.seq / x.cp
     # fused: float32 logits that turn into their gradient in place, and a 2-byte copy; else each step's result: result and
@@ -280,7 +280,7 @@ def _end(x: Columns, moe: Array, dense: Array) -> Array:
     return np.where(x.own_graph > 0, needed, logits)
 
 
-def _besides(x: Columns, dense: Array, moe: Array) -> Array:
+def _besides(x: Columns, dense: Floats, moe: Floats) -> Floats:
     """Return what this package's micro-batches in flight keep besides layers: tables of positions, MTP's embeddings.
 
     MTP's layer is included where it comes before the last chunk; its working set is that of its chunk's layers.
@@ -297,7 +297,7 @@ def _besides(x: Columns, dense: Array, moe: Array) -> Array:
     return extra
 
 
-def whole_layers(x: Columns) -> tuple[Array, Array]:
+def whole_layers(x: Columns) -> tuple[Floats, Floats]:
     """Return the bytes that a dense and a MoE layer keep for one micro-batch without any recomputation."""
     names = ("re_full", "re_attention", "re_core", "re_mlp", "re_norm", "re_activation")
     plain = Columns(dict(vars(x)) | {name: np.zeros_like(x.re_full) for name in names})

@@ -10,7 +10,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, all_to_all
-from telechat_moe.tools.plan.cost.columns import Array, Columns
+from telechat_moe.tools.plan.cost.columns import Columns, Floats
 from telechat_moe.tools.plan.cost.device import Constants, Device
 from telechat_moe.tools.plan.cost.expert_exchange import EXCHANGES, exchange_s
 from telechat_moe.tools.plan.cost.memory import whole_layers
@@ -40,31 +40,31 @@ MERGE_BYTES = 40
 class Pass:
     """Seconds of one section of the model for one micro-batch."""
 
-    matmul: Array
-    attention: Array
-    memory: Array
-    tensor: Array
+    matmul: Floats
+    attention: Floats
+    memory: Floats
+    tensor: Floats
     """Tensor-parallel and context-parallel communication that is not hidden."""
-    expert: Array
+    expert: Floats
     """All-to-all of the experts that is not hidden."""
-    host: Array
+    host: Floats
     """Time that the host needs to launch it, a lower bound of its time."""
-    wait: Array
+    wait: Floats
     """Time that the host waits for the device and launches nothing, added to the lower bound."""
 
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(*map(np.add, vars(self).values(), vars(other).values()))
 
-    def __mul__(self, factor: Array | float) -> "Pass":
+    def __mul__(self, factor: Floats | float) -> "Pass":
         return Pass(*(a * factor for a in vars(self).values()))
 
     @property
-    def device(self) -> Array:
+    def device(self) -> Floats:
         """Device time, without the lower bound of the host."""
         return self.matmul + self.attention + self.memory + self.tensor + self.expert
 
     @property
-    def time(self) -> Array:
+    def time(self) -> Floats:
         """Device time, or the host's where that is longer."""
         busy, floor = self.device + START * self.host, self.host + self.wait
         scale = np.maximum(np.maximum(busy, floor), 1e-30)  # so that powers stay in range
@@ -72,7 +72,7 @@ class Pass:
         # No np.power: it ends in other bits in other versions of NumPy.
         for _ in range(SQUARINGS):
             powers = powers[0] * powers[0], powers[1] * powers[1]
-        both: Array = powers[0] + powers[1]
+        both: Floats = powers[0] + powers[1]
         for _ in range(SQUARINGS):
             both = np.sqrt(both)
         return scale * both
@@ -83,9 +83,9 @@ class Rates:
     """Device as the operators need it."""
 
     device: Device
-    peak: Array
+    peak: Floats
     """FLOP/s of attention and of the head."""
-    linear: Array
+    linear: Floats
     """FLOP/s of the layers' matrices."""
     stream: float
     """Bytes/s of elementwise operators."""
@@ -100,16 +100,16 @@ def rates(x: Columns, device: Device) -> Rates:
     """Return the rates of a device for each configuration's type."""
     c = device.constants
     wide = device.peak_flops.get("bf16", device.peak_flops.get("fp16", 0.0))
-    peak: Array = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
+    peak: Floats = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
     eight = device.peak_flops.get("fp8", wide) * c.fp8_share
     four = device.peak_flops.get("fp4", wide) * c.fp8_share
-    eager: Array = np.where(x.fused > 0, 1.0, c.eager_share)
-    linear: Array = np.where(x.fp4 > 0, four, np.where(x.fp8 > 0, eight, peak))
+    eager: Floats = np.where(x.fused > 0, 1.0, c.eager_share)
+    linear: Floats = np.where(x.fp4 > 0, four, np.where(x.fp8 > 0, eight, peak))
     stream = device.memory_bandwidth * c.memory_share
     return Rates(device, peak * eager, linear * eager, stream)
 
 
-def product(m: Array, n: Array, k: Array, r: Rates, peak: Array) -> Array:
+def product(m: Floats, n: Floats, k: Floats, r: Rates, peak: Floats) -> Floats:
     """Return the time of a product [m, k] x [k, n]: that of its FLOPs at the size's efficiency, or of its traffic."""
     half = r.constants.matmul_half
     share = r.constants.matmul_share / ((1 + half / m) * (1 + half / n) * (1 + half / k))
@@ -117,19 +117,19 @@ def product(m: Array, n: Array, k: Array, r: Rates, peak: Array) -> Array:
     return np.maximum(flops, 2 * (m * k + k * n + m * n) / r.stream)
 
 
-def tokens(x: Columns) -> Array:
+def tokens(x: Columns) -> Floats:
     """Return T: tokens of a micro-batch on a device, before tensor parallelism."""
     return x.micro_batch * x.seq / x.cp
 
 
-def causal_share(x: Columns) -> Array:
+def causal_share(x: Columns) -> Floats:
     """Return the share of all query-key pairs that the kernel computes under documents, a causal mask or a window."""
     window = np.where(x.window > 0, np.minimum(x.window, x.seq), x.seq)
     causal = (window - window**2 / (2 * x.seq)) / x.seq
     return np.where(x.skips > 0, np.where(x.pair_share > 0, x.pair_share, causal), 1.0)
 
 
-def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]:
+def attention_forward(x: Columns, r: Rates) -> tuple[Floats, Floats, Floats, Floats]:
     """Return matmul, core, the core's backward, and memory time of one attention layer; forward but for the third."""
     t, h, tp = tokens(x), x.hidden, x.tp
     q, v = x.heads * x.head_dim / tp, x.heads * x.value_dim / tp
@@ -165,7 +165,7 @@ CAST_BYTES = 4.0
 """Bytes moved per element cast to float8: 2 read, 1 written for the product, 1 transposed for the gradient's."""
 
 
-def casts(x: Columns, r: Rates, moe: bool) -> tuple[Array, Array]:
+def casts(x: Columns, r: Rates, moe: bool) -> tuple[Floats, Floats]:
     """Return the time of casting a layer's inputs (forward) and gradients (backward) to float8."""
     t = tokens(x)
     q, v = x.heads * x.head_dim / x.tp, x.heads * x.value_dim / x.tp
@@ -184,21 +184,21 @@ def casts(x: Columns, r: Rates, moe: bool) -> tuple[Array, Array]:
     return CAST_BYTES * forward * x.fp8 / r.stream, CAST_BYTES * backward * x.fp8 / r.stream
 
 
-def norms(x: Columns, r: Rates) -> Array:
+def norms(x: Columns, r: Rates) -> Floats:
     """Return the time of a layer's two norms and residual additions, forward."""
     rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
     traffic = np.where(x.fused > 0, 20.0, 34.0)
     return traffic * rows * x.hidden / r.stream
 
 
-def dense_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
+def dense_forward(x: Columns, r: Rates) -> tuple[Floats, Floats]:
     """Return matmul and memory time of a dense feed-forward."""
     t, h, f = tokens(x), x.hidden, x.ffn / x.tp
     matmul = product(t, f * (x.matrices - 1), h, r, r.linear) + product(t, h, f, r, r.linear)
     return matmul, 2 * x.matrices * t * f / r.stream
 
 
-def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
+def moe_forward(x: Columns, r: Rates) -> tuple[Floats, Floats]:
     """Return matmul and memory time of experts, shared experts and router."""
     t, h = tokens(x), x.hidden
     rows = t / x.tp * x.top_k * x.etp * x.imbalance  # on one device, over all its experts
@@ -222,18 +222,18 @@ def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
     return matmul, memory
 
 
-def tensor_forward(x: Columns, r: Rates) -> Array:
+def tensor_forward(x: Columns, r: Rates) -> Floats:
     """Return the time of a layer's tensor-parallel collectives, forward."""
     t, stride = tokens(x), np.ones_like(x.tp)
     size = 2 * t * x.hidden
     reduce = all_reduce(size, x.tp, stride, r.device)
     gather = 2 * all_gather(size, x.tp, stride, r.device)
-    once: Array = np.where(x.sequence_parallel > 0, gather, reduce)
-    shown: Array = np.where(x.tp_overlap > 0, r.constants.tensor_exposed, 1.0)
+    once: Floats = np.where(x.sequence_parallel > 0, gather, reduce)
+    shown: Floats = np.where(x.tp_overlap > 0, r.constants.tensor_exposed, 1.0)
     return 2 * once * shown * (x.tp > 1)
 
 
-def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
+def context_exchange(x: Columns, r: Rates) -> tuple[Floats, Floats]:
     """Return the time of context parallelism that is not hidden in a layer, forward and backward.
 
     Overlapped, keys and values go around the ring during attention, and in the backward pass once more with their
@@ -246,25 +246,25 @@ def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
     ring = all_gather(2 * elements, x.cp, x.tp, r.device)
     gradients = all_gather(4 * elements, x.cp, x.tp, r.device)
     merges = MERGE_BYTES * (x.cp - 1) * t * x.heads * x.value_dim / x.tp / r.stream
-    forward: Array = np.where(overlapped, ring * r.constants.exposed, ring + merges)
-    backward: Array = np.where(
+    forward: Floats = np.where(overlapped, ring * r.constants.exposed, ring + merges)
+    backward: Floats = np.where(
         overlapped, 2 * ring * r.constants.exposed, ring + gradients + merges
     )
     return forward * (x.cp > 1), backward * (x.cp > 1)
 
 
-def expert_forward(x: Columns, r: Rates) -> Array:
+def expert_forward(x: Columns, r: Rates) -> Floats:
     """Return the time of dispatch and combine of one MoE layer, forward."""
     rows = tokens(x) / x.tp * x.top_k * x.imbalance
     size = 2 * rows * x.hidden
     members = x.ep * x.etp
     copies = x.top_k * x.hierarchical
-    once: Array = all_to_all(size, members, np.ones_like(x.ep), r.device, copies)
+    once: Floats = all_to_all(size, members, np.ones_like(x.ep), r.device, copies)
     for i in range(1, len(EXCHANGES)):
         if np.any(x.exchange == i):
             by_node = exchange_s(EXCHANGES[i], x, size / x.top_k, r.device)
             once = np.where(x.exchange == i, by_node, once)
-    shown: Array = np.where(x.ep_overlap > 0, r.constants.exposed, 1.0)
+    shown: Floats = np.where(x.ep_overlap > 0, r.constants.exposed, 1.0)
     return 2 * once * shown * (members > 1)
 
 
@@ -296,7 +296,7 @@ class Layer:
     recompute: Pass
 
 
-def swap_wait(size: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
+def swap_wait(size: Floats, r: Rates, forward: Pass, backward: Pass) -> Floats:
     """Return by how much copying a layer's activations, bytes, to the host and back exceeds the passes that hide it.
 
     Raises:
@@ -307,7 +307,7 @@ def swap_wait(size: Array, r: Rates, forward: Pass, backward: Pass) -> Array:
             f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
         )
     copy = size / (r.device.host_bandwidth * r.constants.intra_share)
-    waits: list[Array] = [np.maximum(copy - p.time, 0.0) for p in (forward, backward)]
+    waits: list[Floats] = [np.maximum(copy - p.time, 0.0) for p in (forward, backward)]
     return waits[0] + waits[1]
 
 

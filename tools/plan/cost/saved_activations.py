@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.columns import Columns, Floats, columns
 from telechat_moe.tools.plan.cost.layout import Layout
 
 MOVED: Final = (1.0, 0.73)
@@ -38,8 +38,8 @@ BACKWARD_OPERATORS: Final = (130, 195)
 class LateBytes(NamedTuple):
     """Bytes of a layer that stay until the gradients of weights are computed; see the module."""
 
-    plain: Array
-    recomputed: Array
+    plain: Floats
+    recomputed: Floats
     """The same of a recomputed layer."""
 
 
@@ -47,30 +47,30 @@ class LateBytes(NamedTuple):
 class SavedActivations:
     """Bytes of one micro-batch."""
 
-    dense: Array
+    dense: Floats
     """Bytes that a dense layer keeps for its backward pass."""
-    moe: Array
-    entry: Array
+    moe: Floats
+    entry: Floats
     """Bytes of a layer's input, which is all that a recomputed dense layer keeps."""
-    moe_entry: Array
+    moe_entry: Floats
     """Bytes that a recomputed MoE layer keeps."""
-    dense_working: Array
+    dense_working: Floats
     """The most bytes that a layer's backward pass needs in addition, at its beginning or in its attention."""
-    moe_working: Array
+    moe_working: Floats
     dense_late: LateBytes
     """Bytes that a layer leaves behind for the gradients of its weights."""
     moe_late: LateBytes
-    loss: Array
+    loss: Floats
     """Bytes that one cross-entropy keeps, with its head's input."""
-    loss_working: Array
+    loss_working: Floats
     """Bytes that the cross-entropy whose backward pass is first needs in addition."""
-    logits: Array
+    logits: Floats
     """Bytes of one cross-entropy's logits, float32."""
-    head_gradient: Array
+    head_gradient: Floats
     """Bytes of the head's weights, bfloat16."""
-    table_gradient: Array
+    table_gradient: Floats
     """Bytes of the gradients of the embeddings' table that are alive at once."""
-    ends: Array
+    ends: Floats
     """Bytes that every chunk keeps in addition: the tables of positions."""
 
 
@@ -78,11 +78,11 @@ class SavedActivations:
 class _Rows:
     """Rows of a device; the module explains the symbols."""
 
-    sequence: Array
-    token: Array
-    stream: Array
-    device: Array
-    pairs: Array
+    sequence: Floats
+    token: Floats
+    stream: Floats
+    device: Floats
+    pairs: Floats
 
 
 def _rows(x: Columns) -> _Rows:
@@ -96,15 +96,15 @@ def _rows(x: Columns) -> _Rows:
 
 @dataclass
 class _Attention:
-    activations: Array
-    operands: Array
+    activations: Floats
+    operands: Floats
     """Queries, keys and values of its core."""
-    out: Array
+    out: Floats
     """The core's result."""
-    late: Array
+    late: Floats
 
 
-def _attention(x: Columns, r: _Rows, norm: Array) -> _Attention:
+def _attention(x: Columns, r: _Rows, norm: Floats) -> _Attention:
     """Return the bytes of attention; `norm` is 1 where norms alone are recomputed."""
     h, heads = x.hidden, x.heads / x.tp
     cut = (x.sequence_parallel > 0) & (x.tp > 1)
@@ -184,7 +184,7 @@ def saved(x: Columns) -> SavedActivations:
     )
 
 
-def _ends(x: Columns, r: _Rows) -> dict[str, Array]:
+def _ends(x: Columns, r: _Rows) -> dict[str, Floats]:
     """Return the bytes of losses, embeddings and tables."""
     logits, single = 4 * r.token * x.vocab / x.tp, x.one_graph > 0
     loss = 2 * r.token * x.hidden + np.where(single, 1, 2) * logits
@@ -213,10 +213,10 @@ all of them moved, with two layers' on the device while the stage's backward pas
 class _Item(NamedTuple):
     """A section of a chunk, and the bytes of a micro-batch in it."""
 
-    activations: Array | float
-    working: Array | float = 0.0
+    activations: Floats | float
+    working: Floats | float = 0.0
     """Bytes that only its backward pass needs."""
-    late: Array | float = 0.0
+    late: Floats | float = 0.0
     """Bytes that it leaves behind for the gradients of its weights."""
 
 
@@ -238,13 +238,13 @@ class ChunkActivations:
             "moe": tuple(float(v[0]) for v in (s.moe, s.moe_working, s.moe_entry)),
         }
 
-    def all(self) -> tuple[Array, Array]:
+    def all(self) -> tuple[Floats, Floats]:
         """Return kept bytes and those that the backward pass needs besides, [chunks] each."""
         layout, kinds = self.layout, self.architecture.layers
         numbers = iter(range(len(kinds)))
         policies = {"full": RECOMPUTED, "swap": AWAY}
         marked = next((way for word, way in policies.items() if word in layout.recompute), KEPT)
-        chunks: list[tuple[Array, Array]] = []
+        chunks: list[tuple[Floats, Floats]] = []
         for chunk, layers in enumerate(layout.chunk_kinds(kinds)):
             ways = [marked if recomputed else KEPT for _, recomputed in layers]
             swapped = [next(numbers) in layout.swapped for _ in layers]
@@ -255,7 +255,7 @@ class ChunkActivations:
 
     def of(
         self, chunk: int, kinds: Sequence[str], ways: Sequence[ArrayLike]
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Floats, Floats]:
         """Return the same of one chunk.
 
         `ways` says of each of its decoder layers `KEPT`, `RECOMPUTED`, `SWAPPED` or `AWAY`: a number, or an array of any
@@ -267,7 +267,7 @@ class ChunkActivations:
             for kind, way in zip(kinds, ways, strict=True)
         ]
         items += self._end(chunk)
-        left: Array = np.zeros(())
+        left: Floats = np.zeros(())
         peak = left
         for item in reversed(items):
             peak = np.maximum(peak, left + item.working)

@@ -12,7 +12,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.columns import Columns, Floats, columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import layer_activations
@@ -67,16 +67,16 @@ class SimulatedStep:
     program: Program
     times: Times
     """Seconds and bytes of each chunk."""
-    recompute_s: Array
+    recompute_s: Floats
     """Seconds of each chunk's recomputation, included in its backward."""
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
     result: Simulation
     table: StepTable
     """The closed forms of the same layout, as one entry: data parallelism, optimizer, host, breakdown."""
-    fixed_bytes: Array
+    fixed_bytes: Floats
     """Bytes of parameters, gradients, optimizer and constant buffers of each stage; of other frameworks all buffers."""
-    moved: Array
+    moved: Floats
     """Bytes of a micro-batch's activations that wait in the host's memory, of each chunk."""
 
     @cached_property
@@ -96,22 +96,22 @@ class SimulatedStep:
         return float(t.data_s[0] + t.optimizer_s[0] + t.host_s[0])
 
     @cached_property
-    def host_bytes(self) -> Array:
+    def host_bytes(self) -> Floats:
         """Most bytes of activations in the host's memory, for a device of each stage."""
         return self._peak_activation(self.moved)
 
     @cached_property
-    def kept_bytes(self) -> Array:
+    def kept_bytes(self) -> Floats:
         """Most bytes that micro-batches in flight keep on each stage, without what backward passes need besides."""
         return self._peak_activation(self.times.activation)
 
-    def _peak_activation(self, activation: Array) -> Array:
+    def _peak_activation(self, activation: Floats) -> Floats:
         """Return the most that micro-batches in flight keep on each stage, of what one keeps of each chunk."""
         alone = replace(self.times, activation=activation, working=np.zeros(self.program.chunks))
         return np.array([used.max(initial=0.0) for used in memory(self.program, alone)])
 
     @property
-    def peak_bytes(self) -> Array:
+    def peak_bytes(self) -> Floats:
         """Most memory of each stage, at any time."""
         return self.fixed_bytes + self.result.peak
 
@@ -173,7 +173,7 @@ def swap_of(architecture: Architecture, layout: Layout, device: Device) -> SwapC
     return SwapCost(moved, freed, wait_s, ahead)
 
 
-def _swapped(architecture: Architecture, layout: Layout) -> Array:
+def _swapped(architecture: Architecture, layout: Layout) -> Floats:
     """Return the swapped dense and MoE layers of each chunk, [2, chunks]."""
     counts = layout.chunk_layers(len(architecture.layers))
     counts_2C, end = np.zeros((2, len(counts))), np.cumsum(counts)
@@ -183,7 +183,7 @@ def _swapped(architecture: Architecture, layout: Layout) -> Array:
     return counts_2C
 
 
-def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> tuple[Times, Array]:
+def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> tuple[Times, Floats]:
     """Return seconds and activation bytes of each global chunk, and the recomputation and waits in its backward.
 
     The weight gradient (dW) is half of the backward products; all else of the backward is dX.
@@ -229,7 +229,9 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     return times, recompute
 
 
-def _activations(architecture: Architecture, layout: Layout, flat: Columns) -> tuple[Array, Array]:
+def _activations(
+    architecture: Architecture, layout: Layout, flat: Columns
+) -> tuple[Floats, Floats]:
     """Return the bytes that a micro-batch keeps in each chunk, and what its backward pass needs besides.
 
     Of other frameworks' steps the latter is in the buffers. Chunks are the stages of `flat`.
@@ -239,13 +241,13 @@ def _activations(architecture: Architecture, layout: Layout, flat: Columns) -> t
     return step_memory(flat).activations[0], np.zeros(layout.pp * layout.vpp)
 
 
-def weight_gradient(block: Layer) -> Array:
+def weight_gradient(block: Layer) -> Floats:
     """Return the seconds of a layer's dW: half of its backward products, with their share of the host's time."""
     device = np.maximum(block.backward.device, 1e-30)
     return 0.5 * block.backward.matmul / device * block.backward.time
 
 
-def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> Array:
+def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> Floats:
     """Return the seconds of each chunk's dW."""
     weights = x.stage_dense[0] * weight_gradient(dense)[0]
     if moe is not None:
@@ -291,10 +293,10 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
     )
 
 
-def _bubble(program: Program, times: Times, recompute: Array, total: float) -> Bubble:
+def _bubble(program: Program, times: Times, recompute: Floats, total: float) -> Bubble:
     """Divide the bubble by cause: simulate equal chunks, then unequal ones, then unequal recomputation, then sends."""
 
-    def mean(values: Array) -> Array:
+    def mean(values: Floats) -> Floats:
         return np.full_like(values, values.mean())
 
     parts = ("forward", "dx", "dw", "forward_exposed", "backward_exposed")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, point_to_point
-from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.columns import Columns, Floats, columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import Memory, local_parameters, memory
@@ -36,11 +36,11 @@ Index = NDArray[np.int64]
 class StageTimes:
     """Seconds of each stage for one micro-batch, [n, P]; zero where a configuration has fewer stages."""
 
-    forward: Array
-    backward: Array
-    recompute: Array
+    forward: Floats
+    backward: Floats
+    recompute: Floats
     """Recomputation, included in `backward`."""
-    parts: dict[str, Array]
+    parts: dict[str, Floats]
     """The same seconds by kind of operator, of the slowest stage, [n]."""
 
 
@@ -48,19 +48,19 @@ class StageTimes:
 class StepTable:
     """What `evaluate` returns: one entry a configuration."""
 
-    step_s: Array
-    pipeline_s: Array
-    data_s: Array
+    step_s: Floats
+    pipeline_s: Floats
+    data_s: Floats
     """Gradient reduction and parameter gathering that is not hidden."""
-    optimizer_s: Array
-    host_s: Array
-    bubble: Array
+    optimizer_s: Floats
+    host_s: Floats
+    bubble: Floats
     """Idle share of the pipeline's makespan over all stages."""
-    parts: dict[str, Array]
+    parts: dict[str, Floats]
     """Seconds of the slowest stage over the step, by kind of operator."""
     stages: StageTimes
     memory: Memory
-    fits: Array
+    fits: Floats
     """1 where every stage's peak is below the device's memory."""
 
 
@@ -79,7 +79,7 @@ def _mtp(x: Columns, r: Rates, block: Layer, head: Pass) -> tuple[Pass, Pass, Pa
     return forward, backward, block.recompute
 
 
-def send(x: Columns, device: Device) -> Array:
+def send(x: Columns, device: Device) -> Floats:
     """Return the seconds from the end of a chunk until the next chunk, on another stage, has its output."""
     outside = (x.dp * x.cp * x.tp >= device.node_devices).astype(float)
     rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
@@ -128,14 +128,14 @@ def stage_times(x: Columns, r: Rates) -> StageTimes:
 
 def _parts(
     slowest: Index,
-    kinds: Sequence[tuple[Layer, Array, Array]],
+    kinds: Sequence[tuple[Layer, Floats, Floats]],
     ends: Sequence[tuple[Index, Pass, Pass, Pass | None]],
-) -> dict[str, Array]:
+) -> dict[str, Floats]:
     """Return seconds of the slowest stage by kind of operator for one micro-batch."""
     index = np.arange(len(slowest))
-    parts: dict[str, Array] = {}
+    parts: dict[str, Floats] = {}
 
-    def add(p: Pass, count: Array, word: str = "") -> None:
+    def add(p: Pass, count: Floats, word: str = "") -> None:
         named = vars(p) | {"host": p.time - p.device}
         del named["wait"]
         for name, seconds in named.items():
@@ -155,7 +155,7 @@ def _parts(
     return parts
 
 
-def pipeline(x: Columns, s: StageTimes) -> Array:
+def pipeline(x: Columns, s: StageTimes) -> Floats:
     """Return the makespan in seconds.
 
     Closed forms: m times the slowest stage, and a start-up that the schedule shortens: the sum of the other
@@ -177,7 +177,7 @@ def pipeline(x: Columns, s: StageTimes) -> Array:
     return x.micro_batches * mean + ideal + imbalance
 
 
-def neighbours(x: Columns, device: Device) -> Array:
+def neighbours(x: Columns, device: Device) -> Floats:
     """Return the time of sending activations between stages that is not hidden in a step."""
     stage = x.dp * x.cp * x.tp
     outside = (stage >= device.node_devices).astype(float)
@@ -191,7 +191,9 @@ def neighbours(x: Columns, device: Device) -> Array:
     return np.where(x.pp > 1, steady + start, 0.0)
 
 
-def data_parallel(x: Columns, device: Device, s: StageTimes, dense: Array, experts: Array) -> Array:
+def data_parallel(
+    x: Columns, device: Device, s: StageTimes, dense: Floats, experts: Floats
+) -> Floats:
     """Return the time of gradient reduction and parameter gathering that is not hidden in a step; see `reduction`."""
     exposed = device.constants.exposed
     total, repeated = reduction(x, device, dense, experts)
@@ -203,12 +205,12 @@ def data_parallel(x: Columns, device: Device, s: StageTimes, dense: Array, exper
     return np.where((x.zero >= 2) & (x.dp * x.cp > 1), exposed_s * x.micro_batches, step)
 
 
-def hides_forward(x: Columns) -> Array:
+def hides_forward(x: Columns) -> Floats:
     """Return 1 where ZeRO 2 and 3 also hide communication under forward passes; our ZeRO-2 only reduces there."""
     return 1.0 - x.own_graph * (x.zero == 2)
 
 
-def reduction(x: Columns, device: Device, dense: Array, experts: Array) -> tuple[Array, Array]:
+def reduction(x: Columns, device: Device, dense: Floats, experts: Floats) -> tuple[Floats, Floats]:
     """Return the time to reduce gradients and gather parameters, hidden or not: once a step, or sharded in every micro-batch.
 
     `dense` are the parameters of the largest stage that all data-parallel copies hold, `experts` those of its experts.
@@ -240,7 +242,7 @@ def reduction(x: Columns, device: Device, dense: Array, experts: Array) -> tuple
     return total, repeated
 
 
-def update(x: Columns, device: Device, dense: Array, experts: Array) -> Array:
+def update(x: Columns, device: Device, dense: Floats, experts: Floats) -> Floats:
     """Return the time of the update: gradients, master copies and moments read, the latter written.
 
     Moments of the host come beside it in sixteenths, and leave: the slower of both, with the first that comes and the last

@@ -23,7 +23,7 @@ from telechat_moe.launch.commands import environment as environment_of_msrun
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost import cpu_step
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import Array
+from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.cost.device import Constants, Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate
@@ -217,11 +217,11 @@ def fit(
     measured = np.log(np.asarray(seconds, dtype=np.float64))
     start = np.log([START[name] for name in FITTED])
 
-    def constants(x: Array) -> Constants:
+    def constants(x: Floats) -> Constants:
         values = {name: float(value) for name, value in zip(FITTED, np.exp(x), strict=True)}
         return replace(device.constants, **values)
 
-    def error(x: Array) -> Array:
+    def error(x: Floats) -> Floats:
         predicted = evaluate(architectures, layouts, replace(device, constants=constants(x))).step_s
         return np.concatenate([np.log(predicted) - measured, PULL * (x - start)])
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.tools.plan.cost.columns import STAGE_COLUMNS, Array, Columns
+from telechat_moe.tools.plan.cost.columns import STAGE_COLUMNS, Columns, Floats
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import WORKSPACE, late_peak, local_parameters, memory
@@ -45,19 +45,19 @@ PLAIN, DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED, BEFORE, END = range(7)
 class LayerCosts:
     """Costs of one layer of each kind, dense and MoE: seconds a micro-batch, bytes and parameters a device."""
 
-    times: Array
+    times: Floats
     """F, B (D where dW is separate) and W, [n, 2, 3]."""
-    recompute_time: Array
+    recompute_time: Floats
     """Further backward time of a recomputed layer, [n, 2]."""
-    states: Array
+    states: Floats
     """Bytes of parameters, gradients and optimizer, [n, 2]."""
-    activations: Array
+    activations: Floats
     """Bytes kept at the peak of each stage, not recomputed, [n, 2, P]."""
-    inputs: Array
+    inputs: Floats
     """The same, recomputed."""
-    working: Array
+    working: Floats
     """Working set of a stage that recomputes a layer, [n, 2]."""
-    weights: Array
+    weights: Floats
     """Parameters that all data-parallel copies hold, and experts' parameters, [n, 2 kinds, 2]."""
 
 
@@ -65,15 +65,15 @@ class LayerCosts:
 class StageCosts:
     """Costs of each stage without its layers."""
 
-    memory: Array
+    memory: Floats
     """Bytes without `logits`, [n, P]."""
-    logits: Array
+    logits: Floats
     """Bytes of the last stage that its layers' working set may use as well, [n]."""
-    working: Array
+    working: Floats
     """Working set that a stage needs as soon as it has layers, [n]."""
     last: NDArray[Any]
     """Number of the stage with the head, [n]."""
-    weights: Array
+    weights: Floats
     """Parameters as in `LayerCosts.weights`, [n, 2, P]."""
 
 
@@ -83,19 +83,19 @@ class Costs:
 
     layers: LayerCosts
     stages: StageCosts
-    first: Array
+    first: Floats
     """F, B, W of the embedding, [n, 3]."""
-    before: Array
+    before: Floats
     """The same for MTP without its head where it is in the chunk before the last one; else zero."""
-    last: Array
+    last: Floats
     """The same for head and MTP."""
-    send: Array
+    send: Floats
     """Seconds of a send from one stage to another, [n]."""
     tail: Columns
     """The fields of `StepTail`, [n] or [n, 2]."""
     count: tuple[int, int]
     """Dense and MoE layers of the model."""
-    micro_batches: Array
+    micro_batches: Floats
     choice: NDArray[Any]
     """Whether the number of recomputed layers of each chunk is free."""
 
@@ -110,12 +110,12 @@ class Costs:
         return StepTail(**values)
 
     @cached_property
-    def least_weights(self) -> Array:
+    def least_weights(self) -> Floats:
         """The least parameters that the largest stage can have, [n, 2]."""
         layer = self.layers.weights[:, self.bulk]
         return least_largest(self.stages.weights, layer, max(self.count))
 
-    def shortest_tail(self, makespan: Array) -> Array:
+    def shortest_tail(self, makespan: Floats) -> Floats:
         """Return a lower bound on the step's tail after a pipeline of at most `makespan` seconds, [n].
 
         Some stage has at least the average number of layers.
@@ -128,15 +128,15 @@ class Costs:
         return exposed + (tail.update * weights).sum(axis=1) + tail.base
 
 
-def with_stages(x: Columns, **arrays: Array) -> Columns:
+def with_stages(x: Columns, **arrays: Floats) -> Columns:
     """Return the columns with other layers on the stages, `[n, any number]`."""
     width = next(iter(arrays.values())).shape[1]
     zero = np.zeros((len(x), width))
     layers = {name: arrays.get(name, zero) for name in STAGE_COLUMNS}
     stages = np.full(len(x), float(width))
-    last: Array = stages - 1.0
-    mtp: Array = last - x.mtp_apart
-    values: dict[str, Array] = {**vars(x), **layers}
+    last: Floats = stages - 1.0
+    mtp: Floats = last - x.mtp_apart
+    values: dict[str, Floats] = {**vars(x), **layers}
     return Columns(values | {"pp": stages, "last_stage": last, "mtp_stage": mtp})
 
 
@@ -191,7 +191,9 @@ def costs(x: Columns, device: Device, choice: NDArray[Any], room: float) -> Cost
     )
 
 
-def _weight_gradients(x: Columns, probe: Columns, r: Rates, backward: Array) -> tuple[Array, Array]:
+def _weight_gradients(
+    x: Columns, probe: Columns, r: Rates, backward: Floats
+) -> tuple[Floats, Floats]:
     """Return W of a layer of each kind, [n, 2], and of the head, [n]; 0 where the schedule does not separate dW."""
     n, split = len(x), x.order >= 2
     kinds = [weight_gradient(layer(probe, r, moe)) for moe in (False, True)]
@@ -212,7 +214,7 @@ def _tail(x: Columns, device: Device, s: StageTimes) -> Columns:
     updates = [update(x, device, *pair) for pair in pairs[1:]]
     backward = np.where(often, x.micro_batches * (1 - c.exposed), 1.0)
     weights = np.column_stack([backward * hides_forward(x) * often, backward])
-    fields: dict[str, Array] = {
+    fields: dict[str, Floats] = {
         "base": np.full(n, c.step_host_s),
         "start": start,
         "reduce": np.column_stack([(t - start) / 1e9 for t in times]),
@@ -224,12 +226,12 @@ def _tail(x: Columns, device: Device, s: StageTimes) -> Columns:
     return Columns(fields)
 
 
-def _activations(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
+def _activations(x: Columns, choice: NDArray[Any]) -> tuple[Floats, Floats, Floats]:
     """Return the bytes at the peak of a layer of each kind, plain and recomputed, [n, 2, P] each, and of no layer."""
     ones = np.ones_like(x.stage_moe)
     zero = {name: np.zeros_like(ones) for name in STAGE_COLUMNS}
 
-    def activations(*names: str) -> Array:
+    def activations(*names: str) -> Floats:
         layers = Columns(vars(x) | zero | dict.fromkeys(names, ones))
         return memory(layers, with_late=False).activations
 
@@ -253,7 +255,7 @@ def _activations(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]
     return np.where(choice[:, None, None], np.stack(plain, axis=1), inputs), inputs, idle
 
 
-def _least_memory(x: Columns) -> Array:
+def _least_memory(x: Columns) -> Floats:
     """Return the bytes that a step of one graph needs, however many layers are recomputed, [n]; 0 for other steps."""
     layers = {
         name: np.broadcast_to(count[:, None], x.stage_moe.shape)
@@ -265,7 +267,7 @@ def _least_memory(x: Columns) -> Array:
     return np.where(late > 0, late + states + WORKSPACE, 0.0)
 
 
-def _overlap_limit(x: Columns, weights: Array, forward: Array, backward: Array) -> Array:
+def _overlap_limit(x: Columns, weights: Floats, forward: Floats, backward: Floats) -> Floats:
     """Return the most that a layer hides in a second of its time, and what embedding and head hide more, [n, 2]."""
     layers = [DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED]
     counts = np.column_stack(
@@ -281,11 +283,11 @@ def _overlap_limit(x: Columns, weights: Array, forward: Array, backward: Array) 
 def problem_of(c: Costs, row: int, layout: Layout, room: float) -> PlacementProblem:
     """Return the inner problem of a configuration."""
 
-    def picoseconds(seconds: Array) -> PassTimes:
+    def picoseconds(seconds: Floats) -> PassTimes:
         f, b, w = (round(float(v) / PS) for v in seconds)
         return f, b, w
 
-    def upper(values: Array) -> tuple[int, ...]:
+    def upper(values: Floats) -> tuple[int, ...]:
         return tuple(math.ceil(v) for v in values)
 
     layer, stages, choice = c.layers, c.stages, bool(c.choice[row])
@@ -352,7 +354,7 @@ class StageCapacity:
         self.seconds_per_byte = np.where(saved > 0, recompute_time / np.maximum(saved, 1.0), 0.0)
         """Recomputation time for each byte that layers need beyond `space`."""
 
-    def limit(self, makespan: Array) -> Array:
+    def limit(self, makespan: Floats) -> Floats:
         """Return the most layers of each stage in pipelines of at most `makespan` seconds, [n, P]."""
         left = makespan[:, None] / self.m - self.spent
         within = np.minimum(
@@ -362,10 +364,10 @@ class StageCapacity:
         )
         return np.minimum(self.fit, np.floor(within + 1e-9))
 
-    def shortest(self, number: int) -> tuple[Array, Array]:
+    def shortest(self, number: int) -> tuple[Floats, Floats]:
         """Return a makespan that is too short for `number` layers, [n], and whether any makespan is long enough."""
 
-        def holds(makespan: Array) -> NDArray[Any]:
+        def holds(makespan: Floats) -> NDArray[Any]:
             limit = self.limit(makespan)
             return (limit >= 0).all(axis=1) & (limit.sum(axis=1) >= number)
 
@@ -380,7 +382,7 @@ class StageCapacity:
         return low, possible
 
 
-def lower_bound(c: Costs, room: float) -> tuple[Array, Array, Array]:
+def lower_bound(c: Costs, room: float) -> tuple[Floats, Floats, Floats]:
     """Return a lower bound on the step time, and by how many bytes, on which stage, a configuration does not fit.
 
     A stage with n layers of the larger kind takes m times their time, and holds no more layers than fit with all of
@@ -397,7 +399,7 @@ def lower_bound(c: Costs, room: float) -> tuple[Array, Array, Array]:
     )
 
 
-def estimate(c: Costs, chunks: NDArray[Any], bound: Array) -> Array:
+def estimate(c: Costs, chunks: NDArray[Any], bound: Floats) -> Floats:
     """Return an estimate of the step, [n]: its bound and the start-up of equal chunks.
 
     It orders the search and proves nothing.
@@ -415,7 +417,7 @@ def prove(
     stages_of: NDArray[Any],
     room: float,
     target: float,
-) -> Array:
+) -> Floats:
     """Return the bounds that multipliers prove for any placement of configurations with the same schedule.
 
     The proofs may be of any of these: one for each stage that may be among the longest, or one for all. `rows` are those
@@ -443,8 +445,8 @@ def prove(
 
 
 def _proven_bound(
-    c: Costs, rows: NDArray[Any], proof: Multipliers, stages_of: NDArray[Any], space: Array
-) -> Array:
+    c: Costs, rows: NDArray[Any], proof: Multipliers, stages_of: NDArray[Any], space: Floats
+) -> Floats:
     chunks, g, layer, tail = len(stages_of), c.bulk, c.layers, c.tail
     number, few = max(c.count), min(c.count)
     m, share, limit = c.micro_batches[rows], proof.share, tail.overlap_limit[rows]
@@ -462,7 +464,7 @@ def _proven_bound(
     total = total + k * ends
     total = total + (weighted * c.stages.weights[rows]).sum(axis=(1, 2)) - space @ proof.memory
 
-    def seconds(kind: int) -> Array:
+    def seconds(kind: int) -> Floats:
         """Return the seconds that a layer of a kind adds to the bound in each chunk."""
         time = k[:, None] * (layer.times[rows, kind] @ proof.counts)
         stage = (layer.weights[rows, kind, :, None] * weighted).sum(axis=1)

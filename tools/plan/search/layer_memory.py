@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.tools.plan.cost.columns import Array, columns
+from telechat_moe.tools.plan.cost.columns import Floats, columns
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.roofline import layer, rates
 from telechat_moe.tools.plan.cost.saved_activations import (
@@ -94,14 +94,14 @@ class _Costs:
         # of each operation of each stage: micro-batches of each chunk that it finds, and whose backward pass it is
         zero, units = np.zeros(chunks), np.eye(chunks)
 
-        def counts(activation: Array, working: Array) -> tuple[Array, ...]:
+        def counts(activation: Floats, working: Floats) -> tuple[Floats, ...]:
             times = replace(base.times, activation=activation, working=working)
             return memory(base.program, times)
 
         self.flight = [counts(unit, zero) for unit in units]
         self.back = [counts(zero, unit) for unit in units]
 
-    def of(self, stage: int, chunks: tuple[int, ...], n: Array) -> tuple[Array, Array, Array]:
+    def of(self, stage: int, chunks: tuple[int, ...], n: Floats) -> tuple[Floats, Floats, Floats]:
         """Return seconds added to a stage, its peak, and its bytes in the host's memory, of each choice."""
         cost = n.sum(axis=1) @ np.array([self.recompute_s, self.swap.wait_s]).T
         away_NC = n[:, :, 1] @ np.array(self.swap.moved)
@@ -113,7 +113,7 @@ class _Costs:
         copied = 2 * ((n.sum(axis=1)[:, 1] > 0) * self.swap.moved).max(axis=1)
         return cost[:, 0, 0] + cost[:, 1, 1], peak + copied + self.base.fixed_bytes[stage], away
 
-    def _chunk(self, chunk: int, n: Array) -> Array:
+    def _chunk(self, chunk: int, n: Floats) -> Floats:
         """Return what a chunk keeps of a micro-batch and what its backward pass needs besides, [choices, 2]."""
         once, which = np.unique(n.reshape(len(n), 4), axis=0, return_inverse=True)
         numbers = sorted(i for layers in self.of_kind[chunk] for i in layers)
