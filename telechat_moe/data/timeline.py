@@ -166,9 +166,10 @@ class StepTimeline:
 
     def start(self, line: int, event: dict[str, Any]) -> None:
         """Take note of a process that begins at a checkpoint, which undoes later steps."""
-        step, rollbacks = int(event["step"]), list(event["rollbacks"])
+        step = int(event["step"])
         begun = LoggedStart(line, step, str(event["layout"]), mixture=event.get("mixture"))
         self.audit.starts.append(begun)
+        rollbacks = list(event["rollbacks"])
         self._count_epochs(line, event)
         place = self._place_of(event["next_sample"])
         if event.get("continues") and not self.entries:
@@ -234,7 +235,7 @@ class StepTimeline:
             self.problems.append(f"step {step}: a second time in line {line}")
             return
         lost = range(self.last_step + 1, step)
-        names = [f"step {n}" for n in lost]
+        names = (f"step {n}" for n in lost)
         if len(lost) > _MANY:
             names = [f"steps {lost[0]} to {lost[-1]}"]
         self.problems += [f"{name}: missing before line {line}" for name in names]

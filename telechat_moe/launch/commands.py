@@ -152,12 +152,13 @@ def check_port(address: str, port: int) -> None:
         try:
             s.bind((address, port))
         except OSError as error:
-            text = (
-                f"port {port} of {address} cannot be used by the scheduler: {error.strerror}{_user(port)}; "
-                "choose another with --master-port"
-            )
             if error.errno == errno.EADDRNOTAVAIL:
                 text = f"{address} is not an address of this machine, where the scheduler should listen"
+            else:
+                text = (
+                    f"port {port} of {address} cannot be used by the scheduler: {error.strerror}{_user(port)}; "
+                    "choose another with --master-port"
+                )
             raise UsageError(text) from None
 
 
