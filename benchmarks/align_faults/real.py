@@ -228,7 +228,10 @@ def _set(model: Any, node: Any, settings: dict[str, Any]) -> None:
     for attribute in own.attribute:
         if attribute.name in settings:
             value = settings[attribute.name]
-            setattr(attribute, "i" if isinstance(value, bool) else "f", value)
+            if isinstance(value, bool):
+                attribute.i = int(value)
+            else:
+                attribute.f = value
     model.primitives[own.name] = own
     node.op_type = f"REF::{own.name}"
 

@@ -283,12 +283,16 @@ def _fitting(classes: str, layouts: str, seed: int) -> tuple[list[Fault], list[s
 
 def _mapped(work: list[tuple[Any, ...]], jobs: int) -> Iterable[list[Any]]:
     if jobs <= 1:
-        yield from (function(*arguments) for function, *arguments in work)
+        yield from map(_do, work)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        for future in [pool.submit(*item) for item in work]:
-            yield future.result()
+        yield from pool.map(_do, work)
+
+
+def _do(item: tuple[Any, ...]) -> list[Any]:
+    function, *arguments = item
+    return function(*arguments)
 
 
 def _faults(

@@ -27,7 +27,7 @@ def handed(base: Base, phases: Container[str]) -> Iterator[tuple[Site, int, Plan
             kind = (site.key.endswith("backward"), site.name, site.tag, i)
             if kind not in seen:
                 seen.add(kind)
-                yield site, i, Planted(site, None, "given", doubled(i))
+                yield site, i, Planted(site, "given", doubled(i))
 
 
 def doubled(place: int):

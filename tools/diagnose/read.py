@@ -66,7 +66,7 @@ def read_runs(runs: Sequence[Path]) -> Records:
         judged_paths.append(path)
     if not judged_paths:
         raise BadInputError(f"{source}: no rank has a finished step after the first")
-    numbers = [int(head["rank"]) for head in heads]
+    numbers = [int(str(head["rank"])) for head in heads]
     if twice := [rank for rank, count in Counter(numbers).items() if count > 1]:
         raise BadInputError(
             f"{source}: rank {min(twice)} is there twice; name the folders of one run"
@@ -154,7 +154,7 @@ def _records(
     hosts = list(dict.fromkeys(names))
     stage = np.array([int(head["stage"]) for head in heads])
     inside = "compute" in columns
-    ranks = [int(head["rank"]) for head in heads]
+    ranks = [int(str(head["rank"])) for head in heads]
     absent = sorted(set(range(int(heads[0].get("ranks", 0)))) - set(ranks))
     axes = [name[len(COMM) :] for name in columns if name.startswith(COMM)]
     groups = {axis: _groups(heads, axis) for axis in axes}

@@ -249,9 +249,9 @@ def _parts(
         if call.phase not in phases:
             continue
         micro, name = 0, description.name(key, rank.rank)
-        size, odd = divmod(totals[call.name, call.phase], description.calls)
-        if description.calls > 1 and call.kind != "parameters_grad" and not odd:
-            micro, index = divmod(call.index, size)
+        total, calls = totals[call.name, call.phase], description.calls
+        if calls > 1 and call.kind != "parameters_grad" and total % calls == 0:
+            micro, index = divmod(call.index, total // calls)
             name = _numbered(name, call, index)
         yield name, _Part(rank.rank, micro, call)
 
@@ -285,7 +285,10 @@ class _Merger:
         rank = self.parts[0].rank
         name = self.description.name(model.name, rank)
         parent = None if model.parent is None else self.description.name(model.parent, rank)
-        call = model.changed(lambda place, value: merged.get(place, value), results=True)
+        call = model.changed(
+            lambda place, value: merged[place] if isinstance(value, TensorRecord) else value,
+            results=True,
+        )
         return replace(call, key=self.key, name=name, parent=parent)
 
     def _tensor(self, place: str, records: list[tuple[_Part, TensorRecord]]) -> TensorRecord | None:
