@@ -228,7 +228,9 @@ def module(c):
     """``local``: cells that run on slices, which hold their own collectives."""
     if c.phase == "backward":
         return ""
-    if re.search(r"unknown|rout|dispatch|loss|share_key", c.module):
+    # Before the cell that shares the rotary key MindSpore gathers it itself, in a scope of the attention or in none.
+    inserted = c.group == "cp" and c.module.endswith(".attention")
+    if inserted or re.search(r"unknown|rout|dispatch|loss|share_key", c.module):
         return "local"
     return c.module.replace("mtp_embedding", "embedding").removesuffix(".rows")
 
