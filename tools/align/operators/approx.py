@@ -469,11 +469,10 @@ def where(condition: Array, a: Any, b: Any) -> Approx:
 def concatenate(parts: Sequence[Approx], axis: int) -> Approx:
     """Concatenate arrays along an axis, with their errors; exact."""
     ends = np.cumsum([p.shape[axis] for p in parts])
-    rows: list[Array] = np.split(np.arange(ends[-1]), ends[:-1])
-    parents = [
-        (p, partial(Approx.moved, move=partial(np.take, indices=i, axis=axis), repeats=True))
-        for p, i in zip(parts, rows, strict=True)
-    ]
+    parents: list[tuple[Approx, Back]] = []
+    for part, end in zip(parts, ends, strict=True):
+        take = partial(np.take, indices=np.arange(end - part.shape[axis], end), axis=axis)
+        parents.append((part, partial(Approx.moved, move=take, repeats=True)))
     sigma = np.concatenate([np.broadcast_to(p.sigma, p.shape) for p in parts], axis)
     limit = np.concatenate([np.broadcast_to(p.limit, p.shape) for p in parts], axis)
     value = np.concatenate([p.value for p in parts], axis)
