@@ -14,7 +14,7 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 pytestmark = pytest.mark.mindspore
 
 import mini_sweep as mini
-from running import Hold, left_over, wait_for_step
+from running import Hold, left_over, until, wait_for_step
 
 from telechat_moe.cli import main
 from telechat_moe.tools.sweep.file import read_sweep
@@ -140,14 +140,20 @@ def test_kill_9_loses_nothing(trained, hold: Hold, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_the_step_and_the_sweep_goes_on(hold: Hold, data: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_ctrl_c_saves_the_step_and_the_sweep_goes_on(
+    hold: Hold, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = mini.sweep(data, variants={"few": mini.VARIANTS["few"]}, output_dir=str(tmp_path / "sweep"))  # fmt: skip
     path = mini.write(tmp_path, plain)
     folder = tmp_path / "sweep/few/seed-1"
     hold.at(5)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     process = subprocess.Popen([*COMMAND, str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     wait_for_step(folder, 5, process)
     process.send_signal(signal.SIGINT)
+    until(lambda: len([*temporary.rglob("asked")]) == 2, process)  # the sweep and its run
     hold.release()
     text, _ = process.communicate()
     assert process.returncode == 130, text
