@@ -86,8 +86,9 @@ class Report:
     @property
     def shares(self) -> dict[str, float]:
         """The shares of :data:`BARS`; 1 where there is nothing to count."""
+        observable = self.observable
         shares = {
-            name: _share(r.marks[i] for r in self.observable) for i, name in enumerate(COLUMNS[4:])
+            name: _share(r.marks[i] for r in observable) for i, name in enumerate(COLUMNS[4:])
         }
         return {**shares, "observable": _share(bool(r.ranks) for r in self.faults)}
 

@@ -81,8 +81,9 @@ def conversation_text(
         content = _content(f"{location}: message {number}", message.get("content"))
         for name, text in (("role", message.get("role")), ("content", content)):
             if not isinstance(text, str) and not (name == "content" and text is None and further):
-                hint = "; ShareGPT's from and value are role and content here"
-                hint *= "value" in message
+                hint = ""
+                if "value" in message:
+                    hint = "; ShareGPT's from and value are role and content here"
                 raise BadInputError(
                     f"{location}: message {number} has {_kind(message.get(name))} as {name!r} (keys: "
                     f"{', '.join(map(repr, message)) or 'none'}); expected text{hint}"

@@ -168,7 +168,9 @@ def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np
     """Copy ranges of ``tokens`` one after another to the front of ``out``."""
     ends = np.cumsum(lengths)
     if len(lengths) <= FEW_PIECES:
-        for start, length, end in np.stack([starts, lengths, ends], 1).tolist():
+        for start, length, end in zip(
+            starts.tolist(), lengths.tolist(), ends.tolist(), strict=True
+        ):
             out[end - length : end] = tokens[start : start + length]
         return
     # The j-th token is at j plus a shift that is constant within each range.

@@ -173,8 +173,9 @@ class Editor:
 
     def add(self, name: str, kind: str, inputs: Sequence[str] = (), scope: str = "") -> Any:
         """Add a node with one output of its own name, and return it."""
-        names = {"name": name, "op_type": kind, "input": inputs, "output": [name]}
-        return self.nodes.add(**names, domain=scope or None)
+        return self.nodes.add(
+            name=name, op_type=kind, input=inputs, output=[name], domain=scope or None
+        )
 
     def constant(self, value: int | Sequence[int]) -> str:
         """Add an integer, or a tuple of them."""
@@ -253,8 +254,13 @@ class Editor:
             "Custom", None, (), func_type="aot", imply_path="", **names, **attributes
         )
         primitive = self.model.primitives[reference.removeprefix("REF::")]
-        flags = {"multi_output": several, "cpp_infer_shape": True, "autodiff": False}
-        for flag, value in (flags | {"side_effect_mem": writes}).items():
+        flags = {
+            "multi_output": several,
+            "cpp_infer_shape": True,
+            "autodiff": False,
+            "side_effect_mem": writes,
+        }
+        for flag, value in flags.items():
             attribute = primitive.attribute.add()
             attribute.name, attribute.type, attribute.i = flag, attribute.BOOL, int(value)
         primitive.instance_name, primitive.prim_type = name, primitive.PRIMITIVE

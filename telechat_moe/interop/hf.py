@@ -19,7 +19,7 @@ import numpy as np
 
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import manifest
-from telechat_moe.checkpoint import weights as stored
+from telechat_moe.checkpoint import weights as checkpoint_weights
 from telechat_moe.checkpoint.weights import ProblemHandler, finite, refuse
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import Progress, require_checksums
@@ -168,16 +168,16 @@ def weights(
         )
     if (source / manifest.FILE).is_file() or not _is_hf(entries := read_entries(source)):
         settings(source, config, notes)
-        return stored.own_weights(source, config, verify=verify, notes=notes)
+        return checkpoint_weights.own_weights(source, config, verify=verify, notes=notes)
     if verify:
         require_checksums(source)
     try:
         opened = _open(source, entries, config, "telechat", notes, contents=verify)
     except WeightsError as error:
-        raise stored.unfit(source, error.problems, error.hint) from None
+        raise checkpoint_weights.unfit(source, error.problems, error.hint) from None
     outputs = list(_to_ours(opened.table, opened.entries))
     if not verify:
-        stored.glance(outputs, notes)
+        checkpoint_weights.glance(outputs, notes)
     return outputs
 
 
@@ -194,8 +194,8 @@ def settings(
     """
     file = hugging_face.config_beside(source) if hf or source.is_dir() else None
     if file is None:
-        if stored.trained_with(source) is None:
-            notes.append(f"{source}: {stored.NO_SETTINGS}")
+        if checkpoint_weights.trained_with(source) is None:
+            notes.append(f"{source}: {checkpoint_weights.NO_SETTINGS}")
         return None
     hf_settings = hugging_face.read(file)
     if differing := hugging_face.differences(hf_settings, config):
@@ -237,10 +237,10 @@ def _is_hf(entries: Mapping[str, TensorEntry]) -> bool:
 
 def _read(source: Path, config: ModelConfig) -> dict[str, TensorEntry]:
     """Return the tensors of a source; a checkpoint must be of a model that computes the same."""
-    before = stored.trained_with(source)
+    before = checkpoint_weights.trained_with(source)
     if before is not None and (differing := hugging_face.changed(before, config)):
         raise OtherModelError(differing)
-    return stored.read_weights(source)
+    return checkpoint_weights.read_weights(source)
 
 
 class _Source(NamedTuple):
@@ -272,8 +272,8 @@ def _open(
         mtp_layer = first_mtp_layer(entries, config)
         if _is_hf(entries) and (depth := mtp_layers(entries)) != config.num_nextn_predict_layers:
             text = f"{config.num_nextn_predict_layers}, but {src} holds {depth} MTP layers (model.layers.*.enorm.weight)"
-            difference = "num_nextn_predict_layers", text, f"set it to {depth}"
-            raise OtherModelError([ModelDifference(*difference)])
+            key = "num_nextn_predict_layers"
+            raise OtherModelError([ModelDifference(key, text, f"set it to {depth}")])
         entries = _dequantised(src, entries, hf_settings.block if hf_settings else fp8.BLOCK, notes)
     table = pairs(config, mtp_layer)
     hint = ""
@@ -328,7 +328,7 @@ def _outputs(
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
         outputs = list(_to_ours(opened.table, opened.entries, report))
-        return outputs, {stored.MODEL_CONFIG: asdict(config)}
+        return outputs, {checkpoint_weights.MODEL_CONFIG: asdict(config)}
     outputs = list(_to_hf(opened.table, opened.entries, report))
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)

@@ -188,9 +188,8 @@ def _renamed(
     config, optimizer = recipe.model_config, dict[str, Array]()
     try:
         for moment in MOMENTS:
-            states = groups["optimizer"].items()
-            named = ((n.removeprefix(f"{moment}."), n, tensor) for n, tensor in states)
-            moments = {name: tensor for name, n, tensor in named if name != n}
+            prefix, states = f"{moment}.", groups["optimizer"].items()
+            moments = {n.removeprefix(prefix): x for n, x in states if n.startswith(prefix)}
             renamed = rename(moments, config, only_trained=True)
             optimizer |= {f"{moment}.{name}": tensor for name, tensor in renamed.items()}
         return {"model": rename(groups["model"], config), "optimizer": optimizer}

@@ -32,7 +32,11 @@ _FILLED_IN: dict[str, tuple[str, ...]] = {
 _MADE_UP = r".*\.flash_attention"
 """The pattern of operators that it puts where neither layers nor operators are named."""
 DEGREES = (
-    *("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage"),
+    "data_parallel",
+    "model_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "pipeline_stage",
 )
 
 

@@ -22,7 +22,6 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
-from telechat_moe.interop.mindformers_config import DEGREES
 from telechat_moe.processes import CompileError, in_clean_process
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
@@ -206,7 +205,13 @@ def subject_of(name: str, written: Mapping[str, Any]) -> Subject:
     MindFormers spreads experts over the innermost ranks of a stage, as we do, and tokens of a micro-batch over tensor
     and context parallel ranks before an exchange.
     """
-    keys = dict(zip(("dp", "tp", "cp", "ep", "pp"), DEGREES, strict=True))
+    keys = {
+        "dp": "data_parallel",
+        "cp": "context_parallel",
+        "tp": "model_parallel",
+        "pp": "pipeline_stage",
+        "ep": "expert_parallel",
+    }
     sizes: dict[str, Any] = {
         short: _integer(name, written, f"parallel_config.{key}", 1) for short, key in keys.items()
     }

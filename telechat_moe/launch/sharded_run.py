@@ -224,8 +224,8 @@ def dispatch_text(recipe: Recipe) -> str:
 
 def one_process(recipe: Recipe) -> Recipe:
     """Return the same training on one device: the same global batch in as many micro-batches, plain operators."""
-    counts = {"gradient_accumulation_steps": recipe.micro_batches}
-    runner = replace(recipe.runner_config, batch_size=recipe.micro_batch_samples, **counts)
+    size, count = recipe.micro_batch_samples, recipe.micro_batches
+    runner = replace(recipe.runner_config, batch_size=size, gradient_accumulation_steps=count)
     pipeline = replace(recipe.parallel_config, pipeline_stage=1, seq_split_num=1)
     sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None, overlap_exchange=False)
     operators = replace(recipe.telechat_moe.operators, default="plain")

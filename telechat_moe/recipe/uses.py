@@ -210,9 +210,8 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
         yield from missing.until(_only_ours(recipe))
         yield from missing.until(decayed(recipe))
     yield from missing.until(_only_whole(recipe, use, plugin))
-    with missing.skipped():
-        if use == "train" and recipe.context.device_target == "CPU" and recipe.devices > 1:
-            yield from in_plain_graph(recipe)
+    if use == "train":
+        yield from missing.until(_on_processes(recipe))
 
     def judged(key: str) -> bool:
         if use == "mindformers":
@@ -276,6 +275,11 @@ def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
         who = "MindFormers' trainer does for its own networks only"
         who = who if plugin else "the planner's cost model does not know"
         yield "parallel_config.seq_split_num", f"{parts}, which {who}", "1"
+
+
+def _on_processes(recipe: Recipe) -> Iterator[Broken]:
+    if recipe.context.device_target == "CPU" and recipe.devices > 1:
+        yield from in_plain_graph(recipe)
 
 
 def in_plain_graph(recipe: Recipe) -> Iterator[Broken]:

@@ -173,11 +173,11 @@ class MovingExperts:
         place, position = self.folder / f"{self.count}", f"moving experts ({self.count})"
         values: dict[str, np.ndarray] = {}
 
-        def work(step: Callable[[], object]) -> str:
-            return self.ranks.problem(position, step)
+        def receive() -> None:
+            values.update(self._receive(place, new))
 
-        sent = work(lambda: self._send(place, new))
-        problem = sent or work(lambda: values.update(self._receive(place, new)))
+        problem = self.ranks.problem(position, lambda: self._send(place, new))
+        problem = problem or self.ranks.problem(position, receive)
         if self.ranks.leads:
             shutil.rmtree(place, ignore_errors=True)
         if problem:

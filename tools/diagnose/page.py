@@ -30,7 +30,13 @@ FULL = 0.2
 """Share of the step at which a pixel has its full colour."""
 STAGES = 8
 """Stages whose latest rank is drawn."""
-COLOURS = dict(zip(BOUNDS.values(), ("--m0", "--m2", "--m1", "--m5", "--m4"), strict=True))
+COLOURS = {
+    "device": "--m0",
+    "communication": "--m2",
+    "host": "--m1",
+    "data": "--m5",
+    "checkpoint": "--m4",
+}
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:

@@ -269,9 +269,11 @@ class _SweepReader:
 
     def check_once(self, values: Sequence[tuple[int, str]], key: str) -> None:
         """Report values, with their lines, that are there twice."""
-        for index, (line, value) in enumerate(values):
-            if any(value == before for _, before in values[:index]):
+        unique: set[str] = set()
+        for line, value in values:
+            if value in unique:
                 self.report(line, key, f"{value} twice", "each once")
+            unique.add(value)
 
     # --------------------------------------------------------------------------------- recipes
 

@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
             write = merger.into(Path(folder, str(step)))
             if model is not None:
                 description = replace(description, reference=_one_rank(model, step))
-            run = (dump.at(step), description, write, bound, args.keep)
-            ranks, merged_tensors = merger.merge_ranks(*run)
+            ranks, merged_tensors = merger.merge_ranks(
+                dump.at(step), description, write, bound, args.keep
+            )
             merged.append(ranks)
             outcomes += [(step, outcome) for outcome in merged_tensors]
         writer.write(records.Dump(Path(folder), {(r.step, 0): r for r in merged}), out)

@@ -340,15 +340,9 @@ class _Description(pickle.Unpickler):
     """Makes the :class:`_Tensor` that a ``data.pkl`` describes, from no names but those of a tensor's parts."""
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed: dict[tuple[str, str], Any] = {
-            **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_parameter"): _first,
-            ("collections", "OrderedDict"): tuple,
-        }
-        if (module, name) not in allowed:
+        if (module, name) not in _NAMES:
             raise ValueError(f"pickled values are never read ({module} {name})")
-        return allowed[module, name]
+        return _NAMES[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -362,6 +356,14 @@ def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: object) -> 
     if any(type(n) is not int or not 0 <= n < _MAX_COUNT for n in numbers):
         raise ValueError(f"no sizes: {numbers}")
     return _Tensor(dtype, member, size, offset, tuple(shape), tuple(strides))
+
+
+_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _first,
+    ("collections", "OrderedDict"): tuple,
+}
 
 
 @lru_cache(256)

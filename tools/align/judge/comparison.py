@@ -169,7 +169,7 @@ class _Comparison:
         right = replaced.right | replaced.unjudged
         if not replaced.new.isdisjoint(wrong):  # one that is wrong itself explains the rest
             right |= replaced.new | replaced.lost
-        findings += _missing(reference, target_flow, right)
+        findings += _missing(reference, target_flow, begins, right)
         findings.sort(key=lambda f: (f.step, f.order))
         if findings and (call := findings[0].call) is not None:
             findings[0] = replace(
@@ -357,10 +357,12 @@ def _also_wrong(key: str, reference: RankDump) -> float:
     return first.ratio if first.status == "diverged" else 0.0
 
 
-def _missing(reference: RankDump, flow: DataFlow, right: frozenset[str]) -> list[Finding]:
+def _missing(
+    reference: RankDump, flow: DataFlow, begins: Mapping[str, int], right: frozenset[str]
+) -> list[Finding]:
     """Return the calls that only one run makes, except those whose replacements give the same result."""
     findings: list[Finding] = []
-    target, begins = flow.dump, _begins(flow.dump)
+    target = flow.dump
 
     def only(run: RankDump, call: Call, order: float, other: str, word: str) -> None:
         replaced = not right.isdisjoint((call.key, call.forward_key))

@@ -52,7 +52,9 @@ class TopChoice(NamedTuple):
         """Return the scores [row, candidate] that a call has in its dump, and its indices [row, slot]."""
         records, axis = dict(call.tensors()), self.axis
         scores, index = (np.asarray(records[p].load()) for p in (self.scores, self.chosen))
-        arrays = scores, index if index.ndim == scores.ndim else np.expand_dims(index, axis)
+        if index.ndim != scores.ndim:
+            index = np.expand_dims(index, axis)
+        arrays = scores, index
         scores, index = (np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]) for x in arrays)
         if self.bias:
             scores = scores + records[self.bias].load()

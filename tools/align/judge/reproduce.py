@@ -67,8 +67,7 @@ def write(finding: Finding, folder: Path) -> Path:
         raise BadInputError(f"{folder}: no reproducer of {finding.verdict.key}: {problem}")
     description, *runs = _involved(finding, finding.about)
     title = f"{finding.verdict.key}, step {finding.step}, rank {finding.rank}: {finding.family}"
-    texts = (t.replace("\\", "/").replace('"""', "'''") for t in (title, description))
-    title, description = texts
+    title, description = (t.replace("\\", "/").replace('"""', "'''") for t in (title, description))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

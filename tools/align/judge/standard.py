@@ -127,8 +127,14 @@ class Standard:
             ],
         }
 
-    def _tensor(self, key: str, place: str, *records: TensorRecord | None) -> Verdict:
-        target, reference, third = records
+    def _tensor(
+        self,
+        key: str,
+        place: str,
+        target: TensorRecord | None,
+        reference: TensorRecord | None,
+        third: TensorRecord | None,
+    ) -> Verdict:
         if target is None or reference is None:
             reason = f"the {'target' if target is None else 'reference'} has no tensor there"
             return not_judged(key, reason, place)

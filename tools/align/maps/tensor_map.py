@@ -304,7 +304,8 @@ def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
     for role, (key, call) in other.items():
         if role not in first:
             continue
-        keys, reference_call = (first[role][0], key), first[role][1]
+        reference_key, reference_call = first[role]
+        keys = reference_key, key
         kinds = [[is_float(t.dtype) for _, t in c.made()[:2]] for c in (reference_call, call)]
         if not role.startswith("router"):
             for p, q in _outputs(reference_call, call):

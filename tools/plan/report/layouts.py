@@ -23,8 +23,7 @@ EXACT = 1e-6
 
 def distinct(plan: SearchResult) -> list[PlacedLayout]:
     """Return the layouts found; those that may recompute layers but recompute none are left out if others remain."""
-    free = (c.layout.recompute_layers for c in plan.best)
-    candidates = [c for c, n in zip(plan.best, free, strict=True) if n is None or any(n)]
+    candidates = [c for c in plan.best if (n := c.layout.recompute_layers) is None or any(n)]
     return candidates or plan.best
 
 

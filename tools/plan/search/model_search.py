@@ -102,7 +102,9 @@ def read_space(file: str) -> Choices:
     recipe = load(raw["recipe"])
     layout = Layout.from_recipe(recipe)
     room = raw.get("memory_gib")
-    numbers = {**align, **{name: raw[name] for name in ("layouts",) if name in raw}}
+    numbers = dict(align)
+    if "layouts" in raw:
+        numbers["layouts"] = raw["layouts"]
     return Choices(
         base=Architecture.from_recipe(recipe),
         layout=layout,

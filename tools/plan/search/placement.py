@@ -138,8 +138,10 @@ class PlacementSearch:
             until: `time.perf_counter()` after which the search ends.
         """
         bound, size = ctypes.c_double(), np.zeros(4, dtype=np.int32)
-        left, result = until - time.perf_counter(), (ctypes.byref(bound), address(size))
-        load().telechat_placement_solve(self._handle, target, nodes, left, *result)
+        left = until - time.perf_counter()
+        load().telechat_placement_solve(
+            self._handle, target, nodes, left, ctypes.byref(bound), address(size)
+        )
         examined, count, first, _ = map(int, size)
         boxes, proofs = np.zeros((count, 6), dtype=np.int32), np.zeros(first, dtype=np.int32)
         load().telechat_placement_tree(self._handle, address(boxes), address(proofs))
@@ -155,8 +157,10 @@ class PlacementSearch:
     def proves(self, tree: ProofTree, target: float) -> bool:
         """Return whether a tree, possibly of another search, proves that no placement takes less than `target`."""
         longest = np.array(tree.longest, dtype=np.int32)
-        proof = tree.search._handle, *map(address, (tree.boxes, longest)), len(longest)
-        return load().telechat_placement_proves(self._handle, *proof, target)
+        boxes, layers = address(tree.boxes), address(longest)
+        return load().telechat_placement_proves(
+            self._handle, tree.search._handle, boxes, layers, len(longest), target
+        )
 
     def empty(self) -> ProofTree:
         """Return the tree that proves a problem without placements."""
