@@ -21,7 +21,10 @@ def by_mindformers(r: Recipe) -> Iterator[Broken]:
         expected = f"1, and batch_size {batch}; or `telechat-moe train`, which accumulates"
         yield "runner_config.gradient_accumulation_steps", problem, expected
     if r.use_parallel and not semi_auto and not r.parallel.gradients_mean:
-        problem = f"False with {r.devices} data-parallel processes, whose gradients MindFormers would add up, not average"
+        problem = (
+            f"False with use_parallel and {r.devices} data-parallel processes, whose gradients MindFormers would add "
+            "up, not average"
+        )
         yield "parallel.gradients_mean", problem, "True"
     if r.context.device_target != "CPU":
         return
