@@ -7,11 +7,12 @@
 #   make claims           runs the quick commands behind the numbers of README and docs, and compares
 #   make test-torch          the comparisons with torch, which it installs
 #   make test-slow GROUP=... the long tests of a group; `make test-slow` lists the groups
-# Each takes MINDSPORE=2.10.0: without MindFormers, in an environment of its own (.venv-2.10.0).
+# Each takes MINDSPORE=2.10.0, with MindFormers 2.1.0, in an environment of its own (.venv-2.10.0).
 
 TRAIN_2.9.0  := train
 TRAIN_2.10.0 := train210
-COMMA := ,
+MINDFORMERS_2.9.0  := mindformers
+MINDFORMERS_2.10.0 := mindformers21
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
 MINDSPORE ?= 2.9.0
@@ -82,7 +83,8 @@ $(LIBRARIES): $(wildcard ops/csrc/*.* ops/csrc/*/*.* tools/plan/native/*.cc tool
 	$(BIN)/python -m telechat_moe.ops.build
 
 $(TEST_READY): $(TRAIN_READY)
-	$(INSTALL) -e '.[$(TRAIN),test,dev$(if $(filter train,$(TRAIN)),$(COMMA)mindformers)]'
+	$(INSTALL) -e '.[$(TRAIN),test,dev,$(MINDFORMERS_$(MINDSPORE))]'
+	$(if $(filter 2.10.0,$(MINDSPORE)),$(INSTALL) --no-deps mindformers==2.1.0)
 	touch $@
 
 $(TORCH_READY): $(TEST_READY)

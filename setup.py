@@ -49,6 +49,7 @@ setup(
     package_dir=package_dir,
     package_data={
         "telechat_moe": ["py.typed", "*.css"],
+        "telechat_moe.recipe.mode1": ["*.txt"],
         "telechat_moe.recipe.schema": ["*.txt", "*.json"],
         "telechat_moe.graph": ["*.cc"],
         "telechat_moe.tools.plan": ["*/*.js", "*/*.yaml", "native/*.cc", "native/*.h"],

@@ -4,14 +4,35 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from telechat_moe.errors import BadInputError
 
-MINDSPORE = {"2.9.0": "train", "2.10.0": "train210"}
-"""Tested versions of MindSpore, each with the extra that installs it."""
-MINDFORMERS = "1.9.0"
-MINDFORMERS_NEEDS = {"mindformers": "1.9", "mindspore": "2.9", "numpy": "1"}
-"""What MindFormers 1.9.0 runs with: its own metadata exclude MindSpore 2.10 and NumPy 2."""
+
+class VersionPair(NamedTuple):
+    """Versions of MindFormers and MindSpore that run together, under NumPy 1.
+
+    Attributes:
+        extra: The extra of this package that installs MindSpore.
+        install: The command that installs both.
+    """
+
+    mindformers: str
+    mindspore: str
+    extra: str
+    install: str
+
+
+PAIRS = (
+    VersionPair("1.9.0", "2.9.0", "train", "pip install 'telechat-moe[train,mindformers]'"),
+    VersionPair(
+        "2.1.0",
+        "2.10.0",
+        "train210",
+        "pip install 'telechat-moe[train210,mindformers21]' && pip install --no-deps mindformers==2.1.0",
+    ),
+)
+"""Tested pairs. 2.1.0's own metadata ask for MindSpore 2.11 and hyper-parallel, which its graph mode does not import."""
 
 
 def installed(package: str) -> str | None:
@@ -30,16 +51,31 @@ def installed(package: str) -> str | None:
         return None
 
 
+def _line(version: str) -> str:
+    """Return a version without its last number, which does not matter."""
+    return version.rpartition(".")[0]
+
+
+def mindformers_version() -> str:
+    """Return the tested version of MindFormers that is installed, or of its major number; 1.9.0 if none is."""
+    major = (installed("mindformers") or "1").partition(".")[0]
+    return next((p.mindformers for p in PAIRS if p.mindformers.startswith(f"{major}.")), "1.9.0")
+
+
 def mindformers_problem() -> str | None:
     """Return why MindFormers cannot run in this environment and what to do; None if it can."""
-    versions = {package: installed(package) for package in MINDFORMERS_NEEDS}
-    if all(f"{versions[name]}.".startswith(f"{want}.") for name, want in MINDFORMERS_NEEDS.items()):
+    versions = {name: installed(name) or "" for name in ("mindformers", "mindspore", "numpy")}
+    lines = _line(versions["mindformers"]), _line(versions["mindspore"])
+    tested = [(_line(pair.mindformers), _line(pair.mindspore)) for pair in PAIRS]
+    if lines in tested and versions["numpy"].startswith("1."):
         return None
-    needs = ", ".join(f"{name} {want}.x" for name, want in MINDFORMERS_NEEDS.items())
-    present = ", ".join(f"{name} {has}" if has else f"no {name}" for name, has in versions.items())
+    needs = ", or ".join(f"mindformers {a}.x with mindspore {b}.x" for a, b in tested)
+    present = ", ".join(
+        f"{name} {version}" if version else f"no {name}" for name, version in versions.items()
+    )
     return (
-        f"MindFormers needs {needs} together; found {present}. "
-        "Install them into an environment of their own: pip install 'telechat-moe[train,mindformers]'"
+        f"MindFormers runs with numpy 1.x and {needs}; found {present}. "
+        f"Install one pair into an environment of its own: {'; or '.join(p.install for p in PAIRS)}"
     )
 
 

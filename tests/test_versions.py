@@ -1,5 +1,6 @@
-"""The versions that the package is tested with: what is said about them, and the suite on the other MindSpore."""
+"""The versions that the package is tested with: what is said about them, and the suite on the other pair."""
 
+import faulthandler
 import inspect
 import json
 import os
@@ -19,7 +20,7 @@ from telechat_moe.interop.mindformers_config import PLUGIN
 from telechat_moe.interop.mindformers_dryrun import compile_mindformers
 
 ROOT = Path(__file__).parents[1]
-OTHER = "2.10.0"
+ONE, OTHER = versions.PAIRS
 RECIPE = "telechat3_moe/pretrain_tiny.yaml"
 CLEAN = {
     k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MAKE", "MFLAGS", "VENV"))
@@ -34,7 +35,12 @@ def here(monkeypatch, **found):
 
 @pytest.mark.parametrize(
     "found",
-    [{}, {"mindspore": "2.9.1"}, {"numpy": "1.22.0"}],
+    [
+        {},
+        {"mindspore": "2.9.1"},
+        {"numpy": "1.22.0"},
+        {"mindformers": "2.1.0", "mindspore": "2.10.0"},
+    ],
 )
 def test_a_pair_that_mindformers_runs_with(found, monkeypatch, capsys):
     here(monkeypatch, **found)
@@ -47,6 +53,8 @@ def test_a_pair_that_mindformers_runs_with(found, monkeypatch, capsys):
     ("found", "said"),
     [
         ({"mindspore": "2.10.0", "numpy": "2.4.6"}, "mindformers 1.9.0, mindspore 2.10.0, numpy 2"),
+        ({"mindformers": "2.1.0"}, "mindformers 2.1.0, mindspore 2.9.0"),
+        ({"mindformers": "2.0.0", "mindspore": "2.10.0"}, "mindformers 2.0.0, mindspore 2.10.0"),
         ({"mindformers": None}, "no mindformers, mindspore 2.9.0"),
         ({"mindformers": "1.10.0"}, "mindformers 1.10.0"),
         ({"mindspore": None}, "no mindspore"),
@@ -55,22 +63,42 @@ def test_a_pair_that_mindformers_runs_with(found, monkeypatch, capsys):
 )
 def test_other_pairs_are_refused_with_what_is_found_and_needed(found, said, monkeypatch, capsys):
     here(monkeypatch, **found)
-    expected = "needs mindformers 1.9.x, mindspore 2.9.x, numpy 1.x together; found "
     with pytest.raises(BadInputError) as caught:
         versions.require_mindformers()
-    for part in (expected, said, "pip install 'telechat-moe[train,mindformers]'"):
+    for part in (
+        "mindformers 1.9.x with mindspore 2.9.x, or mindformers 2.1.x with mindspore 2.10.x; found ",
+        *(said, ONE.install, OTHER.install),
+    ):
         assert part in str(caught.value)
-    with pytest.raises(BadInputError, match="MindFormers needs"):
+    with pytest.raises(BadInputError, match="MindFormers runs with"):
         runpy.run_path(str(next(PLUGIN.glob("telechat_moe_plugin.py"))))
-    with pytest.raises(BadInputError, match="MindFormers needs"):
+    with pytest.raises(BadInputError, match="MindFormers runs with"):
         inspect.unwrap(compile_mindformers)(RECIPE, [0])  # in this process, whose versions are set
     assert main(["plugin-path"]) == 0
     printed = capsys.readouterr()
     assert Path(printed.out.strip()).is_dir()
     assert printed.err == f"warning: {caught.value}\n"
-    for use, warning in (("mindformers", printed.err), ("dryrun", "")):
+    for use, warning in (("mindformers", printed.err), ("mindformers-2.1", ""), ("dryrun", "")):
         assert main(["check", RECIPE, "--for", use]) in (0, 1)  # what it finds in the recipe
         assert capsys.readouterr().err == warning
+
+
+@pytest.mark.parametrize(
+    ("found", "use", "version"),
+    [
+        ({"mindformers": None}, "mindformers", "1.9.0"),
+        ({"mindformers": "2.1.3"}, "mindformers", "2.1.0"),
+        ({"mindformers": "2.0.0"}, "mindformers", "2.1.0"),
+        ({"mindformers": "2.2.0"}, "mindformers", "2.1.0"),
+        ({}, "mindformers", "1.9.0"),
+        ({}, "mindformers-2.1", "2.1.0"),
+        ({"mindformers": "2.1.0"}, "mindformers-1.9", "1.9.0"),
+    ],
+)
+def test_check_says_by_which_version_it_judges(found, use, version, monkeypatch, capsys):
+    here(monkeypatch, **found)
+    assert main(["check", RECIPE, "--for", use, "--set", "telechat_moe={}"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"{RECIPE}: ok for mindformers {version}"
 
 
 def test_numpy_2_is_refused_where_bfloat16_is_needed(monkeypatch):
@@ -95,10 +123,23 @@ def test_a_checkout_before_the_installed_one(tmp_path, monkeypatch):
 
 def test_extras_install_what_is_tested():
     text = (ROOT / "pyproject.toml").read_text()
-    for version, extra in versions.MINDSPORE.items():
-        assert f'\n{extra} = [\n    "mindspore=={version}",\n    "numpy<2"' in text
-        assert f"TRAIN_{version}" in (ROOT / "Makefile").read_text()
-    assert f'mindformers = ["mindformers=={versions.MINDFORMERS}"]' in text
+    for pair in versions.PAIRS:
+        assert f'\n{pair.extra} = [\n    "mindspore=={pair.mindspore}",\n    "numpy<2"' in text
+    assert f'mindformers = ["mindformers=={ONE.mindformers}"]' in text
+
+
+@pytest.mark.parametrize("pair", versions.PAIRS)
+def test_the_command_that_installs_a_pair_is_that_of_the_makefile(pair):
+    lines = subprocess.run(
+        ["make", "-n", "-B", "test", f"MINDSPORE={pair.mindspore}", "VENV=none"],
+        cwd=ROOT, capture_output=True, text=True, env=CLEAN, check=True,
+    ).stdout  # fmt: skip
+    installs = [line.split("-check ")[1] for line in lines.splitlines() if "pip install" in line]
+    extras, *commands = (line.removeprefix("pip install ") for line in pair.install.split(" && "))
+    documented = set(extras.removesuffix("]'").partition("[")[2].split(","))
+    installed = set(installs[1].removesuffix("]'").partition("[")[2].split(","))
+    assert installed - {"test", "dev"} == documented
+    assert installs[2:] == commands
 
 
 @pytest.fixture(scope="module")
@@ -135,23 +176,35 @@ def test_the_planner_computes_the_same_bits_on_numpy_2(numpy_2, tmp_path):
     assert found[0] == found[1]
 
 
+VENV = ROOT / f".venv-{OTHER.mindspore}/bin"
+
+
+def passed(command: list[str]) -> int:
+    """Run tests on the other pair, in the environment that the Makefile makes; return how many passed."""
+    faulthandler.cancel_dump_traceback_later()  # that of a single test; the mark has a limit for all
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=CLEAN)
+    end = f"{run.stdout[-4000:]}{run.stderr[-2000:]}"
+    assert run.returncode == 0, end
+    count = re.search(r"(\d+) passed", end)
+    assert count, end
+    code = "import mindspore as s, numpy as n; from telechat_moe.versions import installed as i; "
+    code += "print(s.__version__, i('mindformers'), n.__version__, i('hyper_parallel'))"
+    printed = subprocess.run([VENV / "python", "-c", code], capture_output=True, text=True).stdout
+    assert printed.split() == [OTHER.mindspore, OTHER.mindformers, "1.26.4", "None"]
+    return int(count[1])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(45 * 60)
-def test_the_suite_on_the_other_mindspore():
-    """All of `make test`, without MindFormers, which has no version for it."""
-    done = subprocess.run(
-        ["make", "test", f"MINDSPORE={OTHER}"],
-        cwd=ROOT, capture_output=True, text=True, env=CLEAN,
-    )  # fmt: skip
-    end = f"{done.stdout[-4000:]}{done.stderr[-2000:]}"
-    assert done.returncode == 0, end
-    passed = re.search(r"(\d+) passed", end)
-    assert passed, end
-    assert int(passed[1]) > 3000, end
-    python = ROOT / f".venv-{OTHER}/bin/python"
-    said = subprocess.run(
-        [python, "-c", "import mindspore, numpy; print(mindspore.__version__, numpy.__version__)"],
-        capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
-    assert said[0] == OTHER
-    assert said[1].startswith("1.26")
+def test_the_suite_on_the_other_pair():
+    assert passed(["make", "test", f"MINDSPORE={OTHER.mindspore}"]) > 3000
+
+
+@pytest.mark.slow(group="mindformers21")
+@pytest.mark.timeout(45 * 60)
+def test_the_long_tests_of_mindformers_on_the_other_pair():
+    """They train, resume, compile and observe; where the versions differ, they say so."""
+    ready = ["make", f"MINDSPORE={OTHER.mindspore}", f"{VENV.parent.name}/.ready-test"]
+    subprocess.run(ready, cwd=ROOT, check=True, env=CLEAN)
+    group = ["-n", "2", "--dist", "loadgroup", "--slow-group", "mindformers"]
+    assert passed([str(VENV / "python"), "-m", "pytest", "-q", *group]) > 20

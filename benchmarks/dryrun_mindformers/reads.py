@@ -1,11 +1,12 @@
 """Observe which keys of a recipe MindFormers reads while it builds its trainer.
 
-    python -m benchmarks.dryrun_mindformers.reads > telechat_moe/recipe/schema/mindformers_reads.json
+    python -m benchmarks.dryrun_mindformers.reads
 
-writes what ``telechat-moe check --for mindformers`` judges by (:mod:`telechat_moe.recipe.reads`): observed once per
-version and model type, because one observation takes half a minute and needs MindFormers.
+puts what the installed version reads into the file by which ``telechat-moe check --for mindformers`` judges
+(:mod:`telechat_moe.recipe.reads`): observed once per version and model type, because one observation takes half a minute
+and needs MindFormers.
 
-:func:`observe` lets MindFormers 1.9.0 go from the recipe's file to the call that would start training, as
+:func:`observe` lets MindFormers go from the recipe's file to the call that would start training, as
 ``run_mindformer.py`` does, and notes who asks for which key: of its configuration object, of the objects that it makes of
 sections (network, parallel degrees, recomputation), and which arguments the classes have that it passes sections to. The
 network is built and not compiled, so widths and depths are the recipe's own.
@@ -29,8 +30,8 @@ from telechat_moe.graph.simulated_device import SimulatedDevice, library
 from telechat_moe.interop.mindformers_dryrun import devices_of, folder, sections_of
 from telechat_moe.processes import in_children, in_clean_process
 from telechat_moe.recipe import ModelConfig, OtherModelConfig, Recipe
-from telechat_moe.recipe.reads import schema_names
-from telechat_moe.versions import MINDFORMERS
+from telechat_moe.recipe.reads import FILE, schema_names, table_of
+from telechat_moe.versions import PAIRS, mindformers_version
 
 MODEL = "model.model_config"
 # Functions that copy a whole section; what they ask for is not thereby read.
@@ -227,7 +228,7 @@ class Recorder:
             from mindformers.parallel_core.transformer_config_utils import ConfigLogHandler
 
             for source, rules in cls._get_final_mapping(ConfigLogHandler(), is_mla_model).items():
-                for rule in rules:
+                for rule in rules if isinstance(rules, list) else [rules]:  # a list until 1.9
                     target = rule if isinstance(rule, str) else rule[0]
                     self.sources.setdefault(target, set()).add(source)
             tagged = DictConfig()
@@ -312,14 +313,15 @@ def _stand_ins() -> None:
     """Replace what needs other devices, and stop before the first step."""
     import mindspore as ms
     from mindspore.communication import comm_func
+    from mindspore.mint import distributed
 
     def stop(*args: object, **kwargs: object) -> None:
         raise _BuiltError
 
     ms.train.Model.train = stop
-    real = comm_func.barrier
+    barriers = comm_func.barrier, distributed.barrier
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("barrier") is real:
+        if getattr(module, "__dict__", {}).get("barrier") in barriers:
             vars(module)["barrier"] = lambda *args, **kwargs: None
 
 
@@ -365,10 +367,11 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """A recipe that comes with MindFormers for each model type that it trains; without one, the defaults of its class."""
 
-# Not run with `use_legacy: False`, or lists of names that are not looked at.
+# Not run with `use_legacy: False` in graph mode, or lists of names that are not looked at.
 _OTHER_SOURCE = re.compile(
     r"models/(llama|glm2|multi_modal|auto)/|modules/(?!transformer/transformer)|pet/|config_converter|"
-    r"transformer_config_utils|/configuration_|model_config_utils|tools/register/template|core/config_args|training_args"
+    r"transformer_config_utils|/configuration_|model_config_utils|tools/register/template|core/config_args|training_args|"
+    r"pynative|dataset/dataloader/ordered_index|dataset/balance_|dataset/dataloader/balance_"
 )
 _READINGS = [
     re.compile(pattern)
@@ -383,59 +386,69 @@ _CHECKED = re.compile(r"self\.(\w+)(?! *=[^=])")
 
 
 def named(root: Path) -> dict[str, str]:
-    """Return every name that MindFormers' source takes from some configuration, with the first file and line."""
+    """Return every name that MindFormers' source takes from some configuration, with the first file."""
     found: dict[str, str] = {}
-    inference = re.compile(r"inference|_infer|generation|pynative")
+    inference = re.compile(r"inference|_infer|generation")
     for path in sorted(root.rglob("*.py"), key=lambda p: (bool(inference.search(str(p))), p)):
         file = path.relative_to(root).as_posix()
         if _OTHER_SOURCE.search(file):
             continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for line in path.read_text(encoding="utf-8").splitlines():
             patterns = [_CHECKED] if file.endswith("/transformer_config.py") else _READINGS
             for text in (text for pattern in patterns for text in pattern.findall(line)):
                 for name in text.split("."):
-                    found.setdefault(name, f"{file}:{number}")
+                    found.setdefault(name, file)
     return found
 
 
-def table(observations: Mapping[str, Observation]) -> dict[str, Any]:
-    """Return what is known of every key of the schema.
+def table(observations: Mapping[str, Observation]) -> dict[str, dict[str, str]]:
+    """Return what is known of every key of the schema, as :mod:`telechat_moe.recipe.reads` says.
 
     Args:
         observations: By model type.
     """
     names, source = schema_names(Recipe), named(folder() / "mindformers")
     of_models = schema_names(ModelConfig) | schema_names(OtherModelConfig)
-    model: dict[str, Any] = {}
+    reads = {key for observation in observations.values() for key in observation.reads}
+    written = {
+        k for k in reads if not k.startswith(MODEL) and k.rpartition(".")[2] in {"*", *names}
+    }
+    sections = {
+        "keys": dict.fromkeys(written, ""),
+        "names": {name: source[name] for name in names & source.keys()},
+    }
     for kind, (reads, sources) in observations.items():
         below = {k.removeprefix(f"{MODEL}.") for k in reads if k.startswith(f"{MODEL}.")}
         attributes = {s: [t for t in sources if s in sources[t]] for s in of_models}
         places = {
             k: [source[n] for n in (k, *attributes[k]) if n in source] for k in of_models - below
         }
-        model[kind] = {
-            "read": sorted(below & of_models),
-            "named": {k: places[k][0] for k in sorted(places) if places[k]},
+        sections[kind] = dict.fromkeys(below & of_models, "")
+        sections[kind] |= {k: files[0] for k, files in places.items() if files}
+    return sections
+
+
+Tables = dict[str, dict[str, dict[str, str | None]]]
+
+
+def file_of(tables: Mapping[str, dict[str, dict[str, str]]]) -> Tables:
+    """Return what the file holds of tables by version: the first as it is, of others what differs from it."""
+    (first, base), *others = tables.items()
+    written: Tables = {first: {s: dict(sorted(keys.items())) for s, keys in base.items()}}
+    for version, changed in others:
+        written[version] = {
+            section: {k: new.get(k) for k in sorted(old.keys() | new) if old.get(k) != new.get(k)}
+            for section, old in base.items()
+            for new in (changed[section],)
         }
-    return {
-        "mindformers": MINDFORMERS,
-        "read": sorted(
-            {
-                key
-                for found in observations.values()
-                for key in found.reads
-                if not key.startswith(MODEL) and key.rpartition(".")[2] in {"*", *names}
-            }
-        ),
-        "named": {name: source[name] for name in sorted(names & source.keys())},
-        "model": model,
-    }
+    return written
 
 
 def main() -> None:
-    """Observe the recipes of all model types, or of those named; print the table."""
-    json.dump(table(observe(sys.argv[1:] or list(RECIPES))), sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    """Observe the recipes of all model types; write the table of the installed version."""
+    tables = {pair.mindformers: table_of(pair.mindformers) for pair in PAIRS}
+    tables[mindformers_version()] = table(observe(list(RECIPES)))
+    FILE.write_text(json.dumps(file_of(tables), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from pathlib import Path
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import user_cache
 from telechat_moe.interruption import unfinished
-from telechat_moe.versions import MINDSPORE, require_bfloat16
+from telechat_moe.versions import PAIRS, require_bfloat16
 
 SOURCE = Path(__file__).with_name("simulated_device.cc")
 WORLD = "hccl_world_group"
-TESTED = " or ".join(MINDSPORE)
+TESTED = " or ".join(pair.mindspore for pair in PAIRS)
 
 
 def library() -> Path:

@@ -3,8 +3,8 @@
 :func:`compile_mindformers` gives MindFormers' unchanged classes to the compiler of our own graphs
 (:func:`telechat_moe.graph.compile.compile_ranks`): the configuration is read, the context set and the network,
 optimizer and step built by the methods of its trainer, in the order of ``BaseTrainer.training_process``. Not
-called are the data loader (the batch has its shapes), loading of weights and callbacks. Made for MindFormers
-1.9.0; nothing of it is imported into the caller's process.
+called are the data loader (the batch has its shapes), loading of weights and callbacks. Nothing of it is imported
+into the caller's process.
 """
 
 import importlib.util
@@ -22,13 +22,14 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
+from telechat_moe.interop.mindformers_config import PLUGIN
 from telechat_moe.processes import CompileError, in_clean_process
 from telechat_moe.reading import parse_json
 from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
 from telechat_moe.recipe.rules.data import unlisted_columns
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, NODE_DEVICES
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.versions import MINDFORMERS, require_mindformers
+from telechat_moe.versions import mindformers_version, require_mindformers
 
 SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL")
 MODEL = "model.model_config"
@@ -223,7 +224,7 @@ def subject_of(name: str, written: Mapping[str, Any]) -> Subject:
         node = _integer(name, model, f"{MODEL}.npu_nums_per_device", NODE_DEVICES)
     mesh = Mesh(**sizes, sp=sp, zero1=zero1, node=node)
     states = bool(_section(name, written, "optimizer").get("swap"))
-    model = f"MindFormers {MINDFORMERS}"
+    model = f"MindFormers {mindformers_version()}"
     return Subject(name, mesh, _exchange(name, written, mesh), model, swaps_states=states)
 
 
@@ -281,13 +282,16 @@ def _build(written: Mapping[str, Any], rank: int, our_model: bool) -> Built:
     ms.runtime.set_cpu_affinity = lambda *args, **kwargs: None
     config, length = _configuration(written), sample_length("recipe", written)
 
+    from mindformers import MindFormerConfig
     from mindformers.core.context import build_context
     from mindformers.core.parallel_config import build_parallel_config
     from mindformers.tools.check_rules import check_rules
     from mindformers.trainer import Trainer
     from mindformers.trainer.build_trainer import build_trainer
 
-    build_context(config)  # forgets all parallel settings, then sets those of the recipe
+    os.environ["REGISTER_PATH"] = str(PLUGIN)
+    context = build_context(config)  # forgets all parallel settings, then sets those of the recipe
+    context.config = MindFormerConfig(**written)  # of which types of ours ask, for their device
     ms.set_auto_parallel_context(global_rank=rank)
     if config.optimizer.type == "Muon":
         config.model.model_config.track_max_attention_logit = True

@@ -1,4 +1,9 @@
-"""Which keys MindFormers 1.9.0 reads, by the table that `benchmarks.dryrun_mindformers.reads` makes by observation."""
+"""Which keys each version of MindFormers reads, by the tables that `benchmarks.dryrun_mindformers.reads` makes by observation.
+
+A table has, for keys outside of the model section (``keys``), for names anywhere (``names``) and for the keys of each
+model type: an empty text if the key was read, else where MindFormers' source has a key of that name. The file holds the
+table of the first version, and of others what differs; null: not there.
+"""
 
 import functools
 import json
@@ -8,6 +13,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 from telechat_moe.recipe.check import parts_of, section_keys
 from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.train import OUR_LOADER
+from telechat_moe.versions import PAIRS
 
 FILE = Path(__file__).parent / "schema" / "mindformers_reads.json"
 
@@ -40,9 +47,14 @@ class KeyReading(NamedTuple):
 
 
 @functools.cache
-def _table() -> dict[str, Any]:
-    table = json.loads(FILE.read_text(encoding="utf-8"))
-    return {**table, "read": frozenset(table["read"])}
+def table_of(version: str) -> dict[str, dict[str, str]]:
+    """Return the table of a version of MindFormers."""
+    tables = json.loads(FILE.read_text(encoding="utf-8"))
+    first, changes = tables[PAIRS[0].mindformers], tables[version]
+    return {
+        section: {k: v for k, v in {**keys, **changes.get(section, {})}.items() if v is not None}
+        for section, keys in first.items()
+    }
 
 
 @functools.cache
@@ -56,20 +68,23 @@ def schema_names(top: type) -> set[str]:
     return {name for cls in sections for name in section_keys(cls).names}
 
 
-def judge(sections: Mapping[str, Any], model_type: str | None) -> Iterator[KeyReading]:
-    """Yield what is known of every written key, keys of our own section left out.
+def judge(
+    sections: Mapping[str, Any], model_type: str | None, version: str
+) -> Iterator[KeyReading]:
+    """Yield what is known of every written key, keys of our own sections left out.
 
     Args:
+        version: Of MindFormers.
         model_type: Whose network MindFormers builds; None: not known, no model key is judged.
     """
     loader, trains = _loader(sections), sections.get("run_mode") in ("train", "finetune")
     unobserved = "" if trains else "only training was observed"
     for key, pattern in _leaves(sections):
-        if key.startswith("telechat_moe."):
+        if key.startswith("telechat_moe.") or ".TelechatMoeMonitor." in pattern:
             continue
-        judged = _judge(key, pattern, model_type)
+        judged = _judge(key, pattern, model_type, table_of(version))
         reason = unobserved
-        if ".data_loader." in key and loader != LOADER:
+        if ".data_loader." in key and loader not in (LOADER, OUR_LOADER):
             reason = f"{loader} was not observed"
         is_open = reason and judged.verdict == "never"
         yield KeyReading(key, "not judged", reason) if is_open else judged
@@ -102,24 +117,25 @@ def _sections(items: list[Any]) -> list[Mapping[str, Any]]:
     return items if all(isinstance(item, Mapping) for item in items) else []
 
 
-def _judge(key: str, pattern: str, model_type: str | None) -> KeyReading:
+def _judge(
+    key: str, pattern: str, model_type: str | None, table: Mapping[str, Mapping[str, str]]
+) -> KeyReading:
     for section, section_read in _SAME.items():
         if pattern.startswith(section):
             pattern = section_read + pattern.removeprefix(section)
-    table, name = _table(), pattern.rpartition(".")[2]
+    name = pattern.rpartition(".")[2]
     if not key.startswith(MODEL):
         parts = pattern.split(".")
         wildcards = {".".join([*parts[:depth], "*"]) for depth in range(1, len(parts))}
-        if table["read"] & {pattern, *wildcards}:  # MindSpore gets some sections whole
+        if table["keys"].keys() & {pattern, *wildcards}:  # MindSpore gets some sections whole
             return KeyReading(key, "read")
-        return _unseen(key, table["named"].get(name))
-    model = table["model"].get(model_type)
+        return _unseen(key, table["names"].get(name))
+    model = table.get(model_type or "")
     name = pattern.removeprefix(MODEL).partition(".")[0]
     if model is None:
         return KeyReading(key, "not judged", f"model type {model_type} was not observed")
-    if name in model["read"]:
-        return KeyReading(key, "read")
-    return _unseen(key, model["named"].get(name))
+    place = model.get(name)
+    return KeyReading(key, "read") if place == "" else _unseen(key, place)
 
 
 def _unseen(key: str, place: str | None) -> KeyReading:

@@ -18,6 +18,14 @@ pytestmark = [
 
 SHARED = "model.model_config.moe_shared_expert_intermediate_size=32"
 
+DECAY = [
+    "lr_schedule.type=WarmUpStableDecayLR",
+    "lr_schedule.decay_start_steps=2000000",
+    "lr_schedule.lr_end=1.0e-5",
+    "telechat_moe.lr_wsd_decay_style=cosine",
+]
+"""A schedule of ours, which is part of MindFormers' step."""
+
 
 def readings(overrides: list[str], rank: int):
     """Compile a rank both ways; return what is in MindFormers' step and in ours."""
@@ -54,7 +62,7 @@ def counted(reading, phase: str) -> Counter:
 
 @pytest.mark.slow
 def test_same_collectives_as_our_own_step() -> None:
-    upstream, our_run = readings(layout(2, 2, 1, 2), 3)
+    upstream, our_run = readings([*layout(2, 2, 1, 2), *DECAY], 3)
     for phase, at_least in (("forward", 50), ("backward", 70)):
         assert counted(upstream, phase) == counted(our_run, phase)
         assert sum(counted(our_run, phase).values()) > at_least

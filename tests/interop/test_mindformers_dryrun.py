@@ -101,14 +101,14 @@ def test_telechat3_on_four_devices():
     assert graph.groups["hccl_world_group"] == [0, 1, 2, 3]
     assert [1, 3] in graph.groups.values()  # data parallel
     assert [2, 3] in graph.groups.values()  # tensor parallel
-    found = operators(graph)
-    kinds = Counter(op.kind for op in found)
+    calls = operators(graph)
+    kinds = Counter(op.kind for op in calls)
     assert kinds["FlashAttentionScore"] == 2 * 3  # two layers and MTP, and once more recomputed
     assert kinds["FlashAttentionScoreGrad"] == 3
     assert kinds["AllFinite"] == 1  # overflow as on the Ascend 910B
     assert kinds["AlltoAllV"] > 0
     gathers = Counter(
-        tuple(graph.groups[op.attribute("group")]) for op in found if op.kind == "AllGather"
+        tuple(graph.groups[op.attribute("group")]) for op in calls if op.kind == "AllGather"
     )
     assert gathers[2, 3] > 0  # sequence parallel
     assert gathers[1, 3] > 0  # weights from the sharded optimizer

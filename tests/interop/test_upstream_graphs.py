@@ -56,7 +56,9 @@ def test_one_device():
     assert theirs["Swiglu fp32"] == ours["Swiglu bf16"] == 3
     text = DOCS.read_text()
     missing = [line for line in operator_lines(found) if line not in text]
-    assert not missing, f"python tests/interop/upstream_tables.py prints what is now: {missing}"
+    assert not missing, (
+        f"PYTHONPATH=. python tests/interop/upstream_tables.py prints what is now: {missing}"
+    )
 
 
 def test_names_in_the_docs():

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/upstream/tables.md. ``python tests/interop/upstream_tables.py`` prints them.
+"""The tables of benchmarks/upstream/tables.md. ``PYTHONPATH=. python tests/interop/upstream_tables.py`` prints them.
 
 Operators are compiled from the 105B recipe on one device, two layers and MTP, at a small width: which primitives
 there are does not depend on it. Parameters have the recipe's own width.

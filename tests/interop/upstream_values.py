@@ -212,7 +212,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
             own[key].set_data(Tensor(value))
         losses, gradients = run(model, batch, before)
         loads = routers(model, "expert_load")
-        model.update_topk_bias()
+        model.update_topk_bias(1 + len(before))
         bias = routers(model, "expert_bias")
     biases = {
         p.upstream: np.zeros(p.shape) for p in upstream_names.pairs(config) if not p.is_trained

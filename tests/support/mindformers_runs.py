@@ -60,8 +60,9 @@ def write_recipe(folder: Path, processes: int = 1, **changes: object) -> Path:
     return path
 
 
-def environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def environment(programs: Path | None = None) -> dict[str, str]:
+    """Return the environment of a run with an installation's programs, by default this one's."""
+    path = f"{programs or Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "GLOG_v": "3", "PATH": path}
 
 
@@ -71,12 +72,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run(command: list[str], cwd: Path, check: bool = True) -> str:
+def run(command: list[str], cwd: Path, check: bool = True, programs: Path | None = None) -> str:
     """Run a command in a folder; return everything it printed."""
     done = subprocess.run(
         command,
         cwd=cwd,
-        env=environment(),
+        env=environment(programs),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -66,6 +66,7 @@ IN_CI: dict[str, Group] = {
         ),
     ),
     "mindformers": Group(10, ("tests/interop/test_mindformers",)),
+    "mindformers_callbacks": Group(4, ("tests/interop/test_mindformers_callbacks",)),
     "upstream": Group(10, ("tests/interop",)),
     "graph": Group(
         10,
@@ -94,6 +95,9 @@ IN_CI: dict[str, Group] = {
     "plan": Group(10, ("tests/plan", "benchmarks/plan_", "benchmarks/overlap")),
     "ops": Group(9, ("tests/ops",)),
     "mindspore210": Group(16, ("tests/test_versions.py",)),
+    "mindformers21": Group(
+        18, ("tests/interop/test_mindformers_pairs", "tests/recipe/mode1/test_mode1_mindformers")
+    ),
     "compiled_keys": Group(10, ("tests/recipe/test_compiled_keys.py",)),
     "keys": Group(2, ("tests/recipe/test_keys.py",)),
     "workflow": Group(6, ("tests/align/test_wiring", "tests/align/test_workflow")),
@@ -126,11 +130,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "telechat_moe/data": ("train", "resume"),
     "telechat_moe/graph": ("graph", "pipeline", "swap"),
     "telechat_moe/interop": ("upstream",),
-    "telechat_moe/interop/mindformers": ("mindformers", "upstream"),
+    "telechat_moe/interop/mindformers": (
+        "mindformers",
+        "mindformers_callbacks",
+        "mindformers21",
+        "upstream",
+    ),
     "telechat_moe/launch": ("launch", "resume"),
     "telechat_moe/moe": ("moves", "train"),
     "telechat_moe/model": ("recipe", "align_bugs", "train"),
     "telechat_moe/recipe": ("keys", "recipe", "compiled_keys"),
+    "telechat_moe/recipe/mode1": ("mindformers21", "recipe"),
     "telechat_moe/sharding": ("graph", "pipeline", "swap"),
     "telechat_moe/train": ("train", "resume", "swap", "moves"),
     "ops": ("ops", "graph"),
@@ -157,7 +167,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "README.md": ("tour",),
     "Makefile": ("tour",),
     "setup.py": ("tour", "mindspore210"),
-    "pyproject.toml": ("tour", "mindspore210"),
+    "pyproject.toml": ("tour", "mindspore210", "mindformers21"),
 }
 
 
