@@ -7,8 +7,10 @@ started, so all say the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class Judgement:
 
     Attributes:
         use: The use that it was judged for; ``written`` where its problems hide it, empty if there is no such recipe.
+        version: Of MindFormers, by which it was judged if that is the use.
         recipe: The loaded recipe; None if it has problems of its own.
         not_judged: Keys that could not be judged, with the reason.
         notes: Messages that the build of its data left.
@@ -29,9 +32,10 @@ class Judgement:
 
     use: Use | Literal[""]
     recipe: Recipe | None
-    problems: Sequence[Problem]
+    problems: Sequence[Problem] = ()
     not_judged: Mapping[str, str]
     notes: Sequence[str] = ()
+    version: str = ""
 
 
 def judge(
@@ -58,7 +62,7 @@ def judge(
     """
     from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
-    from telechat_moe.recipe.uses import not_judged, use_of
+    from telechat_moe.recipe.uses import not_judged, resolved
     from telechat_moe.recipe.written import outside
     from telechat_moe.train import preflight
 
@@ -68,7 +72,7 @@ def judge(
     def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
         missing, broken, of = Missing(bool(problems)), {problem.key for problem in problems}, use
         with missing.skipped():
-            of = use_of(recipe) if use == "written" else use
+            of, _ = resolved(recipe, use)
         if of in ("train", "mindformers") and not allow_outside:
             yield from missing.until(outside(recipe))
         if of != "train":
@@ -90,9 +94,39 @@ def judge(
     open_keys = not_judged(recipe, use)
     if unknown:
         open_keys["load_checkpoint"] = "; ".join(unknown)
-    of = use_of(recipe) if use == "written" else use
+    of, version = resolved(recipe, use)
     notes = preflight.data_notes(recipe) if of == "train" and local else ()
-    return Judgement(use=of, recipe=recipe, problems=(), not_judged=open_keys, notes=notes)
+    return Judgement(use=of, version=version, recipe=recipe, not_judged=open_keys, notes=notes)
+
+
+def judge_for_check(name: str, overrides: Sequence[str], **options: Any) -> Judgement:
+    """Return what :func:`judge` does, and of a recipe of mode 1 what its own rules find."""
+    from telechat_moe.recipe import RecipeError, find, mode1
+
+    with suppress(RecipeError):  # no such recipe, as judge says
+        path, uses = find(name), ("written", "mindformers", "mindformers-2.1")
+        if options["use"] in uses and mode1.kind_of_file(path, overrides) == "mode 1":
+            return _judge_mode1(path, overrides, options["devices"])
+    return judge(name, overrides, **options)
+
+
+def _judge_mode1(path: Path, overrides: Sequence[str], devices: int | None) -> Judgement:
+    from telechat_moe.recipe import RecipeError, mode1
+
+    problems: Sequence[Problem] = ()
+    try:
+        mode1.load(path, overrides, devices=devices)
+    except RecipeError as error:
+        problems = error.problems
+    note = f"a recipe of mode 1, judged by what MindFormers {mode1.VERSION} reads"
+    return Judgement(
+        use="mindformers",
+        version=mode1.VERSION,
+        recipe=None,
+        problems=problems,
+        not_judged={},
+        notes=(note,),
+    )
 
 
 def _lacking(recipe: Recipe, problems: Sequence[Problem], **start: Any) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from telechat_moe.versions import warn_of_mindformers
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import ModelConfig, Recipe
+    from telechat_moe.recipe.mode1 import DynamicRecipe
 
 SCHEMA_COMMENT = b"# yaml-language-server: $schema=../schema.json"
 
@@ -81,11 +83,14 @@ def describe(text: str) -> str:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print a resolved recipe and what follows from it, or who reads its keys."""
-    from telechat_moe.recipe import ModelConfig, load
+    from telechat_moe.recipe import ModelConfig, find, load, mode1
+    from telechat_moe.recipe.uses import written
 
+    if mode1.kind_of_file(find(args.recipe), args.overrides) == "mode 1":
+        return _show_mode1(args)
     recipe = load(args.recipe, args.overrides, devices=args.devices)
     if args.keys:
-        return _show_keys(recipe, args)
+        return _show_keys(recipe, [entry.row() for entry in written(recipe)], args)
     config = recipe.model.model_config
     model = config if isinstance(config, ModelConfig) else None
     report: dict[str, Any] = {
@@ -105,11 +110,40 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_keys(recipe: Recipe, args: argparse.Namespace) -> int:
-    from telechat_moe.recipe.uses import written
+def _show_mode1(args: argparse.Namespace) -> int:
+    from telechat_moe.recipe import find, mode1
+    from telechat_moe.recipe.uses import written_keys
+    from telechat_moe.recipe.values import plain
 
+    recipe = mode1.load(find(args.recipe), args.overrides, devices=args.devices)
+    if args.keys:
+        keys: list[dict[str, Any]] = []
+        for entry in written_keys("", recipe.config, recipe.written):
+            readers = [] if entry.takes else ["mindformers"]
+            keys.append({**entry.row(), "readers": readers, "train": "refused"})
+        return _show_keys(recipe, keys, args)
+    training, model = recipe.config.training, mode1.network(recipe)
+    report: dict[str, Any] = {
+        "source": str(recipe.source),
+        "recipe": plain(recipe.config, recipe.written),
+        "devices": recipe.devices,
+        "global_batch": training.global_batch_size,
+        "train_steps": training.steps,
+        "parameters": None,
+        "flops_per_token": None,
+        "state_bytes": None,
+    }
+    report |= _derived(model) if model is not None else {}
+    if not write_json(args.json, report):
+        _print_show(report, recipe.config.model.model_type)
+    return 0
+
+
+def _show_keys(
+    recipe: Recipe | DynamicRecipe, keys: list[dict[str, Any]], args: argparse.Namespace
+) -> int:
     report: list[dict[str, Any]] = [
-        {"line": recipe.problem(entry.key, "", "").line, **entry.row()} for entry in written(recipe)
+        {"line": recipe.problem(row["key"], "", "").line, **row} for row in keys
     ]
     if not write_json(args.json, {"source": str(recipe.source), "keys": report}):
         rows = [
@@ -137,7 +171,9 @@ def _derived(model: ModelConfig) -> dict[str, Any]:
 def _print_show(report: dict[str, Any], model_type: str | None) -> None:
     print(to_yaml(report["recipe"]), end="")
     lines = [
-        f"devices:         {report['devices']:,}",
+        f"devices:         {report['devices']:,}"
+        if report["devices"]
+        else "devices:         any (--devices N)",
         f"batch:           {report['global_batch']:,} samples per update",
         f"steps:           {report['train_steps']:,}",
     ]
@@ -177,7 +213,7 @@ def _print_show(report: dict[str, Any], model_type: str | None) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check recipes and print every problem."""
-    from telechat_moe.cli.judge import judge
+    from telechat_moe.cli.judge import judge_for_check
 
     report: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -187,10 +223,11 @@ def run_check(args: argparse.Namespace) -> int:
     names = ("use", "devices", "allow_outside", "resume", "overwrite")
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     for name in args.recipes:
-        judged = judge(name, args.overrides, **options)
+        judged = judge_for_check(name, args.overrides, **options)
         problems, use, open_keys = judged.problems, judged.use, judged.not_judged
         missing = missing or not use
-        ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}"
+        by = f" {judged.version}" if use == "mindformers" else ""
+        ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}{by}"
         lines += [str(problem) for problem in problems] or [ok]
         for reason in dict.fromkeys(open_keys.values()):
             keys = ", ".join(key for key, key_reason in open_keys.items() if key_reason == reason)
@@ -209,17 +246,16 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def run_cp(args: argparse.Namespace) -> int:
-    """Copy a recipe to a file of the user's own."""
+    """Copy a recipe to a file of the user's own, in the words of another version of MindFormers if that is asked for."""
     from telechat_moe.files import write_atomic
-    from telechat_moe.recipe import find, schema_file
+    from telechat_moe.recipe import find
 
     source, dest = find(args.recipe), Path(args.dest)
     if dest.is_dir():
         dest = dest / source.name
-    data = source.read_bytes()
-    if data.startswith(SCHEMA_COMMENT):  # the editor's hint must still find the schema
-        hint = f"# yaml-language-server: $schema={schema_file()}".encode()
-        data = hint + data.removeprefix(SCHEMA_COMMENT)
+    if args.devices is not None and args.to != "mindformers-1":
+        raise UsageError("--devices belongs to --to mindformers-1")
+    data, notes = _translated(source, args) if args.to else (_copied(source), ())
     if args.output_dir is not None:
         line = f"output_dir: {json.dumps(args.output_dir, ensure_ascii=False)}".encode()
         data, count = re.subn(rb"^output_dir:[^\r\n]*", lambda _: line, data, flags=re.MULTILINE)
@@ -234,9 +270,53 @@ def run_cp(args: argparse.Namespace) -> int:
             raise UsageError(message) from None
     except OSError as error:
         raise UsageError(f"{dest}: cannot be written: {error.strerror}") from None
-    if not write_json(args.json, {"source": str(source), "destination": str(dest)}):
+    if not write_json(
+        args.json, {"source": str(source), "destination": str(dest), "differences": notes}
+    ):
         print(f"{source.name} -> {dest}")
+        print("".join(f"  {note}\n" for note in notes), end="")
     return 0
+
+
+def _copied(source: Path) -> bytes:
+    """Return the bytes of a recipe; the editor's hint in its first line finds the schema from everywhere."""
+    from telechat_moe.recipe import schema_file
+
+    data = source.read_bytes()
+    if not data.startswith(SCHEMA_COMMENT):
+        return data
+    hint = f"# yaml-language-server: $schema={schema_file()}".encode()
+    return hint + data.removeprefix(SCHEMA_COMMENT)
+
+
+def _translated(source: Path, args: argparse.Namespace) -> tuple[bytes, Sequence[str]]:
+    """Return a recipe in the words of mode 0 or mode 1, and what it means there."""
+    from telechat_moe.recipe import RecipeError, load, loads, mode1
+
+    target = {"mindformers-1": "mode 0", "mindformers-2": "mode 1"}[args.to]
+    kind = mode1.kind_of_file(source)
+    if kind == target:
+        raise BadInputError(f"{source}: is a recipe of {target} already; leave --to out to copy it")
+    title = f"# Translated from {source.name} by `telechat-moe cp --to {args.to}`"
+    recipe = mode1.load(source, devices=args.devices) if kind == "mode 1" else load(source)
+    devices = recipe.devices
+    try:
+        if isinstance(recipe, mode1.DynamicRecipe):
+            result = mode1.to_mode0(recipe)
+            text = to_yaml(result.sections)
+            loads(text, name=args.dest)
+        else:
+            result = mode1.to_mode1(recipe)
+            text = to_yaml(result.sections)
+            mode1.loads(text, path=Path(args.dest), devices=devices)
+    except RecipeError as error:
+        raise BadInputError(f"{source}: cannot be written for {target}:\n{error}") from None
+    comments = [
+        f"{title}, for {devices:,} devices.",
+        "# What is not the same:" if result.notes else "#",
+    ]
+    comments += [f"#   {note}" for note in result.notes]
+    return ("\n".join(comments) + "\n\n" + text).encode(), result.notes
 
 
 SET = "replace a setting; may be repeated (values are YAML, list items by index)"
@@ -257,7 +337,7 @@ VERBS = (
         "after it,\nas comments, what follows from it.",
         examples="telechat-moe show telechat3_moe/pretrain_105b_a4b_4k.yaml --set parallel_config.data_parallel=8",
         exits={3: "the recipe has problems"},
-        json_keys="source, recipe (resolved), devices, global_batch, train_steps, and null for a model type that "
+        json_keys="source, recipe (resolved), devices (null: a recipe of mode 1 that does not say), global_batch, train_steps, and null for a model type that "
         "this package only checks: parameters {total, total_without_mtp, active, active_without_mtp, parts [{name, "
         "count, each, total, active}]}, flops_per_token {forward, training, convention}, state_bytes {parameters, "
         "gradients, optimizer, total}. With --keys: source, keys, a list of {line (0: none), key, value, readers (own, "
@@ -271,8 +351,9 @@ VERBS = (
         name="check",
         help="check recipes and print every problem",
         notes="Prints every problem of every recipe as file:line: key: found; expected. A key that asks for something\n"
-        "which the use of the recipe (--for) will not do is a problem; `show --keys` says who reads each. For train,\n"
-        "files, folders, checkpoint and device are looked at, too, as `train` with the same flags would.",
+        "which the use of the recipe (--for) will not do is a problem; `show --keys` says who reads each. `mindformers` is\n"
+        "its installed version, 1.9 if there is none. For train, files, folders, checkpoint and device are looked at, too,\n"
+        "as `train` with the same flags would.",
         examples="telechat-moe check my_recipe.yaml --devices 256",
         exits={
             0: "no problems",
@@ -292,7 +373,7 @@ VERBS = (
                 "what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
                 "written",
                 dest="use",
-                choices=["train", "dryrun", "mindformers"],
+                choices=["train", "dryrun", "mindformers", "mindformers-1.9", "mindformers-2.1"],
             ),
             add_start,
         ],
@@ -300,15 +381,20 @@ VERBS = (
     ),
     Verb(
         name="cp",
-        help="copy a recipe to a file of your own",
+        help="copy a recipe to a file of your own, or translate it for MindFormers 1 or 2",
+        notes="With --to the same training is written in the words of the other mode: mindformers-2 for MindFormers 2's dynamic\n"
+        "graphs (mode 1), mindformers-1 for static graphs (mode 0), those of this package too. What has no counterpart, or\n"
+        "means something else there, is printed and stands in the first lines of the file.",
         examples="telechat-moe cp telechat3_moe/pretrain_tiny.yaml my_recipe.yaml --output-dir output/mine",
-        exits={2: "wrong usage, or DEST exists", 3: "no such recipe"},
-        json_keys="source, destination.",
+        exits={2: "wrong usage, or DEST exists", 3: "no such recipe, or it cannot be translated"},
+        json_keys="source, destination, differences (with --to: what is not the same, a text each).",
         recipe=True,
         arguments=[
             arg("DEST", "file or folder to write"),
             arg("--output-dir DIR", "the copy's output_dir, for runs of its own"),
             arg("--force", "replace DEST if it exists"),
+            arg("--to", "translate it", choices=["mindformers-1", "mindformers-2"]),
+            arg("--devices N", "with --to mindformers-1: on how many devices", type=int),
         ],
         run=run_cp,
     ),

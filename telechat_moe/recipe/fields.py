@@ -180,8 +180,13 @@ def decides(
     return {"decides": (parts, inside)}
 
 
-ONLY_OURS = {"only_ours": True}
-"""Field metadata: `telechat-moe train` does this and MindFormers' trainer does not, with our model either."""
+def only_ours(reason: str) -> dict[str, str]:
+    """Return field metadata: `telechat-moe train` does this and MindFormers' trainer does not, with our model either, and why."""
+    return {"only_ours": reason}
+
+
+SPLIT = "there no process has the whole model or the losses of a step"
+"""Why MindFormers' trainer does some of what ours does only where MindSpore does not split the model over devices."""
 
 
 def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:

@@ -12,17 +12,18 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
 from telechat_moe.narrowing import is_object
-from telechat_moe.reading import JsonError, parse_json
-from telechat_moe.recipe import rules
+from telechat_moe.reading import parse_json
+from telechat_moe.recipe import mode1, rules
 from telechat_moe.recipe.check import Checker, section_keys
-from telechat_moe.recipe.problems import Missing, Problem, RecipeError, label
+from telechat_moe.recipe.mode1 import kinds
+from telechat_moe.recipe.problems import Missing, Problem, RecipeError
+from telechat_moe.recipe.reader import RecipeReader, mark
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
 from telechat_moe.recipe.tree import YamlEntry, YamlNode, locate, read
@@ -30,8 +31,6 @@ from telechat_moe.recipe.uses import USES, Use, idle_overrides, unread
 
 Look = Callable[[Recipe, Sequence[Problem]], Iterable[Problem]]
 """Yields what else is wrong with a recipe, such as files that are not there; values with problems are missing from it."""
-COMPUTED_WITH = "computed_with"
-"""Key of a run's ``recipe.json`` that says what computed it: a record, not a setting."""
 
 
 def shipped_dir() -> Path:
@@ -117,58 +116,25 @@ def sections(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") 
     For programs with rules of their own, such as MindFormers.
     """
     loader = _Loader(Path(name))
-    plain = loader.tree(text, overrides).plain()
+    plain = loader.mode0(text, overrides).plain()
     if loader.problems:
         raise loader.error()
     return plain
 
 
-class _Loader:
+class _Loader(RecipeReader):
     """Load one file and collect its problems."""
 
     def __init__(self, path: Path, use: Use | None = None, look: Look | None = None) -> None:
-        self.path, self.file, self.look = path, label(path), look
+        super().__init__(path)
         self.use: Use | None = use
-        self.problems: dict[tuple[str, int, str, str], Problem] = {}
-
-    def report(
-        self, file: str, line: int, key: str, found: str, expected: str, suggestion: str = ""
-    ) -> None:
-        problem = Problem(file, line, key, found, expected, suggestion)
-        self.problems.setdefault((file, line, key, found), problem)
-
-    def error(self) -> RecipeError:
-        return RecipeError(list(self.problems.values()))
+        self.look = look
 
     def load(self, overrides: Sequence[str], devices: int | None) -> Recipe:
-        data = b""
-        try:
-            data = self.path.read_bytes()
-            text = data.decode("utf-8-sig")
-        except OSError as error:
-            self.report(self.file, 0, "", f"cannot be read: {error.strerror}", "a readable file")
-        except UnicodeDecodeError as error:
-            line = data[: error.start].count(b"\n") + 1
-            self.report(self.file, line, "", "a byte that is not UTF-8", "save the file as UTF-8")
-        else:
-            return self.parse(self._yaml(text), overrides, devices)
-        raise self.error()
-
-    def _yaml(self, text: str) -> str:
-        """Return the text of a JSON file as YAML, which would read its floats without a point (1e-08) as text."""
-        if self.path.suffix != ".json":
-            return text
-        try:
-            read = parse_json(text)
-            if is_object(read):
-                read.pop(COMPUTED_WITH, None)
-            return yaml.safe_dump(read, sort_keys=False)
-        except JsonError as error:
-            self.report(self.file, error.line, "", f"no JSON ({error})", "the recipe.json of a run")
-            raise self.error() from error
+        return self.parse(self.text(), overrides, devices)
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
-        recipe = self._resolve(self.tree(text, overrides), devices)
+        recipe = self._resolve(self.mode0(text, overrides), devices)
         if self.use is None:
             return recipe
         for idle in idle_overrides(recipe, self.use):
@@ -183,14 +149,26 @@ class _Loader:
             raise self.error()
         return recipe
 
-    def tree(self, text: str, overrides: Sequence[str]) -> YamlNode:
-        root = read(text, partial(self.report, self.file))
-        if root is not None and root.kind != "map":
-            self.report(self.file, root.line, "", root.show(), "a recipe is a YAML map")
-            root = None
-        if root is None:
-            raise self.error()
-        for override in overrides:
+    def mode0(self, text: str, overrides: Sequence[str]) -> YamlNode:
+        """Return the tree of a recipe of mode 0, for the planner also the translation of another."""
+        root = self.tree(text, overrides)
+        kind = kinds.kind_of(root)
+        if kind == "mode 1" and self.use == "plan":
+            return self._translated(text, overrides)
+        if refusal := kinds.refusal(root, kind):
+            raise RecipeError([Problem(self.file, *refusal)])
+        return root
+
+    def _translated(self, text: str, overrides: Sequence[str]) -> YamlNode:
+        """Return the tree of what a recipe of mode 1 says in the words of mode 0; overrides may be of both."""
+        late = [o for o in overrides if kinds.is_mode0(o)]
+        early = [o for o in overrides if o not in late]
+        dynamic = mode1.loads(text, early, path=self.path)
+        sections = yaml.safe_dump(mode1.priced(dynamic), sort_keys=False)
+        self.file += ", translated to mode 0"
+        root = self.tree(sections, ())
+        mark(root, self.file)
+        for override in late:
             self._override(root, override)
         return root
 
@@ -198,24 +176,19 @@ class _Loader:
         model_class = _complete_model(root)
         top = YamlEntry("", 1, root)
 
-        def at(entry: YamlEntry, key: str, found: str, expected: str, suggestion: str) -> None:
-            origin = entry.node.origin
-            line = 0 if origin else entry.line
-            self.report(origin or self.file, line, key, found, expected, suggestion)
-
         def choose(options: tuple[Any, ...]) -> type | None:
             return model_class if ModelConfig in options else None
 
-        recipe = cast(Recipe, Checker(at, choose).section(top, Recipe, ""))
+        recipe = cast(Recipe, Checker(self.report_entry, choose).section(top, Recipe, ""))
         object.__setattr__(recipe, "source", self.path)
         object.__setattr__(recipe, "given", root.plain())
         object.__setattr__(recipe, "tree", top)
         missing = Missing(bool(self.problems))
-        for key, found, expected in rules.broken(recipe, devices, missing):
-            at(locate(top, key), key, found, expected, "")
+        for key, *problem in rules.broken(recipe, devices, missing):
+            self.report_entry(locate(top, key), key, *problem)
         if self.use is not None:  # what a use does not do
-            for key, found, expected in missing.until(unread(recipe, self.use, missing)):
-                at(locate(top, key), key, found, expected, "")
+            for key, *problem in missing.until(unread(recipe, self.use, missing)):
+                self.report_entry(locate(top, key), key, *problem)
         if self.look is not None:
             for p in self.look(recipe, list(self.problems.values())):
                 self.problems.setdefault((p.file, p.line, p.key, p.found), p)
@@ -223,24 +196,6 @@ class _Loader:
             problems = _of_old_network(root, list(self.problems.values()))
             raise RecipeError(problems, _hidden(problems, missing))
         return recipe
-
-    def _override(self, root: YamlNode, text: str) -> None:
-        origin = f"--set {text}"
-        key, equals, value = text.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts):
-            self.report(origin, 0, "", "not of the form a.b=c", "name a key and its value")
-            return
-
-        def in_value(line: int, below: str, found: str, expected: str) -> None:
-            self.report(origin, 0, key, found, expected)
-
-        node = read(value if value.strip() else "null", in_value)
-        if node is None:
-            return
-        _mark(node, origin)
-        if refusal := _put(root, parts, node, origin):
-            self.report(origin, 0, key, *refusal)
 
 
 def _hidden(problems: Sequence[Problem], missing: Missing) -> dict[str, str]:
@@ -261,38 +216,6 @@ def _of_old_network(root: YamlNode, problems: list[Problem]) -> list[Problem]:
     reason = "a recipe of MindFormers' old networks (model.arch, model.model_config.type)"
     expected = "only recipes of the new ones can be checked: use_legacy: False and model.model_config.model_type"
     return [replace(first[0], found=f"{first[0].found}; {reason}", expected=expected)]
-
-
-def _mark(node: YamlNode, origin: str) -> None:
-    node.origin = origin
-    for entry in node.entries:
-        _mark(entry.node, origin)
-
-
-def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[str, str] | None:
-    """Put a value into the tree; return (found, expected) if that is not possible."""
-    shared = False  # past an alias everything must be copied before it is changed
-    for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        entry = node.get(part)
-        if entry is None and node.kind == "list":
-            count = len(node.entries)
-            return f"no item {part} in a list of {count}", f"an index from 0 to {count - 1}"
-        if node.kind not in ("map", "list"):
-            return f"{'.'.join(parts[:depth])} is {node.show()}", "a key of a section"
-        if entry is None:
-            fresh = new if last else YamlNode("map", 0, origin=origin)
-            node.entries.append(YamlEntry(part, 0, fresh))
-            node = fresh
-            continue
-        shared = shared or entry.alias
-        if shared:
-            entries = [replace(e) for e in entry.node.entries]
-            entry.node, entry.alias = replace(entry.node, entries=entries), False
-        if last:
-            entry.node.become(new)
-        node = entry.node
-    return None
 
 
 def _text(root: YamlNode, key: str) -> str:
@@ -340,5 +263,5 @@ def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:
     text = yaml.safe_dump(missing, sort_keys=False, allow_unicode=True)
     node = read(text, lambda line, key, found, expected: None)
     if node is not None:
-        _mark(node, origin)
+        mark(node, origin)
         section.entries += node.entries

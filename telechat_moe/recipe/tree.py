@@ -309,8 +309,11 @@ def read(text: str, report: LineReport) -> YamlNode | None:
     if len(text) > MAX_CHARACTERS:
         report(1, "", f"{len(text)} characters", f"a recipe has at most {MAX_CHARACTERS}")
         return None
+    parser = (
+        yaml.SafeLoader if "\t" in text else _Loader
+    )  # libyaml takes tabs that MindFormers' PyYAML refuses
     try:
-        events = cast(Iterator[Any], cast(Any, yaml).parse(text, Loader=_Loader))
+        events = cast(Iterator[Any], cast(Any, yaml).parse(text, Loader=parser))
         builder, root = _Builder(events, report), None
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):

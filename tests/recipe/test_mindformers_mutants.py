@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+from mindformers_recipes import graph_recipes
 from recipe_mutants import Base, Mutator
 
 from telechat_moe.cli import main
@@ -41,12 +42,7 @@ VALUES = (
 
 
 def texts() -> dict[str, str]:
-    spec = importlib.util.find_spec("mindformers")
-    assert spec is not None
-    assert spec.origin is not None
-    configs = Path(spec.origin).parents[1] / "configs"
-    paths = [p for p in configs.glob("*/*.yaml") if p.parent.name != "convert_config"]
-    found = {p.name: p.read_text("utf-8") for p in paths}
+    found = {Path(name).name: path.read_text("utf-8") for name, path in graph_recipes().items()}
     assert len(found) == 24
     return found
 

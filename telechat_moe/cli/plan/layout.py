@@ -9,7 +9,7 @@ from telechat_moe.cli.arguments import add_documents, arg
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
-from telechat_moe.errors import UsageError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import parse_size
 
 NOTES = """\
@@ -27,11 +27,16 @@ telechat-moe check my_recipe.yaml --devices 256
 
 def run(args: argparse.Namespace) -> int:
     """Search, write, print; return the exit code."""
+    from telechat_moe.recipe import find, mode1
+
     if min(args.devices, args.top, args.pick) < 1 or not args.limit > 0:
         raise UsageError(
             f"--devices {args.devices} --top {args.top} --pick {args.pick} --limit {args.limit:g}: "
             "expected at least 1, and a limit above 0 seconds"
         )
+    if args.out and mode1.kind_of_file(find(args.recipe), args.overrides) == "mode 1":
+        text = f"--out writes recipes of mode 0: `telechat-moe cp {args.recipe} DEST --to mindformers-1`, and plan DEST"
+        raise BadInputError(f"{args.recipe}: a recipe of mode 1; {text}")
     for file in (args.out, args.why, args.html, args.certificate, args.json):
         _writable(file if file != "-" else None)
     room = args.memory and parse_size("--memory", args.memory)

@@ -2,12 +2,14 @@
 
 import csv
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
+from telechat_moe.tools.loss.read import step_seconds
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, ScheduleName
 from telechat_moe.tools.plan.cost.score import MeasuredStep
@@ -44,6 +46,19 @@ def _yes(text: str) -> bool:
     return _one_of("true", "false")(text.lower()) == "true"
 
 
+_WARM_UP = 10
+"""Steps of a log that do not count: they compile graphs and fill caches."""
+
+
+def _median_step(log: str) -> float:
+    """Return the median step of a log, seconds."""
+    seconds = step_seconds(log)
+    steady = [seconds[step] for step in sorted(seconds)[_WARM_UP:]]
+    if not steady:
+        raise BadInputError(f"{log}: {len(seconds)} steps, expected more than {_WARM_UP}")
+    return statistics.median(steady)
+
+
 DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab")
 LAYOUT = (
     "dp", "tp", "pp", "vpp", "cp", "ep", "zero", "micro_batch", "micro_batches", "sequence_parallel", "recompute",
@@ -73,6 +88,7 @@ COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "schedule": (_one_of(*get_args(ScheduleName)), "pipeline schedule; empty: the recipe's, or 1f1b"),
     "device": (str, "description of the device, a name or a file; empty: --device"),
     "step_s": (_positive, "measured seconds of a step"),
+    "log": (_median_step, "instead: a log of MindFormers (either mode) or our metrics.jsonl; its median step after ten"),
     "memory_gib": (_positive, "measured peak memory of a device, GiB (2^30 bytes)"),
 }  # fmt: skip
 """How to read each column's cells, and what it says; all are optional except a model and something measured."""
@@ -131,6 +147,10 @@ def _row(line: Mapping[str, str | None], table: str, number: int) -> MeasuredSte
             values[name] = read(texts[name]) if texts[name] else None
         except ValueError:
             reason = reason or f"missing: a readable {name} ({texts[name][:40]})"
+        except BadInputError as error:
+            reason = reason or f"missing: {error}"
+    if values.get("step_s") and values.get("log"):
+        reason = reason or "missing: one measured step (step_s and log are given)"
     if not reason:
         try:
             architecture, layout = _model_and_layout(values)
@@ -139,7 +159,7 @@ def _row(line: Mapping[str, str | None], table: str, number: int) -> MeasuredSte
     memory = values.get("memory_gib")
     return MeasuredStep(
         table=table, line=number, model=texts["model"] or (architecture.name if architecture else texts["recipe"]),
-        device=texts["device"], architecture=architecture, layout=layout, step_s=values.get("step_s"),
+        device=texts["device"], architecture=architecture, layout=layout, step_s=values.get("step_s") or values.get("log"),
         memory_bytes=memory and memory * GIB, reason=reason,
     )  # fmt: skip
 

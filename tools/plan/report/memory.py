@@ -236,7 +236,9 @@ def _legal(
         """Return the layout's settings; a schedule that they lack is the same in all variants."""
         named = ("1f1b", "interleaved", "gpipe")
         plain = layout.schedule if layout.schedule in named else named[layout.vpp > 1]
-        return settings(layout.with_changes(schedule=plain), source.model_config.num_hidden_layers)
+        level = min(layout.zero, 1)  # no change touches what is sharded
+        layout = layout.with_changes(schedule=plain, zero=level)
+        return settings(layout, source.model_config.num_hidden_layers)
 
     current = said(Layout.from_recipe(source))
     columns = source.train_dataset.construct_args_key or source.train_dataset.input_columns or []
