@@ -16,13 +16,38 @@ _LOWEST = 19  # nice value
 _LAST_SAVE_S = 60.0
 
 
-class Saver:
+class FailedSaves:
+    """Decide whether a run goes on after a save failed.
+
+    Args:
+        max_failed: Saves in a row that may fail; each is reported to ``say``, the next one is raised.
+    """
+
+    def __init__(self, max_failed: int = 0, say: Callable[[str], object] = lambda _: None) -> None:
+        self.max_failed, self.say = max_failed, say
+        self.failed = 0
+
+    def judge(self, failure: BaseException | None, *, last: bool = False) -> None:
+        """Take note of a save that ended; raise its failure if the run must not go on, as after the ``last`` of a run."""
+        if failure is None:
+            self.failed = 0
+            return
+        self.failed += 1
+        if last or self.failed > self.max_failed or not isinstance(failure, CheckpointError):
+            raise failure
+        self.say(
+            f"warning: {failure} Training goes on; {self.failed} save(s) in a row failed, the run stops after "
+            f"more than {self.max_failed} (telechat_moe.saving.max_failed)"
+        )
+
+
+class Saver(FailedSaves):
     """Run one save after another in a thread.
 
     Args:
         sources: Parameters by group and name.
         background: Write while training continues; False: :meth:`save` returns when all is written.
-        max_failed: Saves in a row that may fail; each is reported to ``say``, the next one is raised.
+        max_failed, say: See :class:`FailedSaves`.
     """
 
     def __init__(
@@ -31,11 +56,10 @@ class Saver:
         *,
         background: bool = True,
         max_failed: int = 0,
-        say: Callable[[str], None] = lambda _: None,
+        say: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self.snapshot = Snapshot(sources)
-        self.background, self.max_failed, self.say = background, max_failed, say
-        self.failed = 0
+        super().__init__(max_failed, say)
+        self.snapshot, self.background = Snapshot(sources), background
         self._todo: SimpleQueue[Callable[[ArrayGroups], object] | None] = SimpleQueue()
         self._finished = threading.Event()
         self._submitted = self._alive = False
@@ -89,16 +113,7 @@ class Saver:
         if not pending:
             return
         failure, self._failure = self._failure, None
-        if failure is None:
-            self.failed = 0
-            return
-        self.failed += 1
-        if last or self.failed > self.max_failed or not isinstance(failure, CheckpointError):
-            raise failure
-        self.say(
-            f"warning: {failure} Training goes on; {self.failed} save(s) in a row failed, the run stops after "
-            f"more than {self.max_failed} (telechat_moe.saving.max_failed)"
-        )
+        self.judge(failure, last=last)
 
     def abandon(self) -> None:
         """Give the save in flight a moment to end after training has failed; ignore its own failure."""

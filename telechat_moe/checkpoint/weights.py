@@ -30,7 +30,7 @@ from telechat_moe.tensor_files import (
 )
 
 # Zero between steps, or of an analysis (`analysis.observe`).
-TRANSIENT = ("expert_load", "dropped", "main_grad", "observed")
+TRANSIENT = ("expert_load", "dropped", "main_grad", "observed", "source_sums")
 MODEL_CONFIG = "model_config.json"
 """The recipe's model section, beside weights that ``convert`` wrote."""
 
@@ -89,6 +89,22 @@ def own_weights(
         notes += [f"{source}: {d.key} is {d.found}" for d in changed(before, config)]
     stored = read_weights(source, verify=verify)
     entries = {name: entry for name, entry in stored.items() if not is_transient(name)}
+    return outputs_of(source, entries, config, verify=verify, notes=notes)
+
+
+def outputs_of(
+    source: Path,
+    entries: Mapping[str, TensorEntry],
+    config: ModelConfig,
+    *,
+    verify: bool,
+    notes: list[str],
+) -> list[TensorOutput]:
+    """Return tensors of this package's names as the weights of a model, all that it has and no others.
+
+    Raises:
+        BadInputError: They do not fit the model; says how.
+    """
     shapes = {w.name: w.shape for w in weights(config)}
     problems = differing_shapes(entries, shapes)
     for name in shapes.keys() & entries.keys():

@@ -18,8 +18,8 @@ from them in any layout or in one process, and nothing needs to be converted. `m
 for other programs; `reshard` is for programs that load one file a rank.
 """
 FROM = """\
-PATH is an iteration_... folder, a ..._rank_0-1_1000.safetensors file, or the folder checkpoint/ of a run through
-MindFormers (its newest). The checkpoint is written into the recipe's output_dir, and `telechat-moe train --resume`
+PATH is an iteration_... folder (whole tensors or shards of ranks, of MindFormers' static graph or of mode 1), a
+..._rank_0-1_1000.safetensors file, or the folder checkpoint/ of a run through MindFormers (its newest). The checkpoint is written into the recipe's output_dir, and `telechat-moe train --resume`
 goes on.
 """
 BAD = {2: "wrong usage, or the output exists", 3: "missing, broken, or of another model"}
@@ -113,9 +113,16 @@ def run_from(args: argparse.Namespace) -> int:
 def _verify_and_describe(path: Path) -> dict[str, Any]:
     """Verify a checkpoint or a folder of shards and describe it."""
     from telechat_moe.checkpoint import checkpoint, manifest, reshard
+    from telechat_moe.errors import BadInputError
+    from telechat_moe.interop.mindformers_tensors import folder_of
 
     if (path / reshard.FILE).exists():
         return _describe(path, reshard.verify(path))
+    if not (path / manifest.FILE).exists() and folder_of(path) is not None:
+        raise BadInputError(
+            f"{path}: a checkpoint of MindFormers; `telechat-moe ckpt from-mindformers` makes one of ours, and "
+            "`telechat-moe convert` reads its weights"
+        )
     checkpoint.verify(path)
     content = manifest.read(path)
     tensors = {

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _MODEL = "model.model_config"
 NOTES = """\
-SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, or, with --to hf, the folder of a
-training checkpoint. DST, a folder or a single .safetensors file, appears only when it is complete; a conversion that was
+SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, a checkpoint of MindFormers, or, with
+--to hf, the folder of a training checkpoint. DST, a folder or a single .safetensors file, appears only when it is complete; a conversion that was
 killed goes on when the same command is repeated.
 
 SRC's config.json must agree with the recipe; --recipe-out FILE takes the model from it instead and writes a recipe that fits.

@@ -23,7 +23,7 @@ from telechat_moe.checkpoint import weights as checkpoint_weights
 from telechat_moe.checkpoint.weights import ProblemHandler, finite, refuse
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import Progress, require_checksums
-from telechat_moe.interop import fp8
+from telechat_moe.interop import fp8, mindformers_tensors
 from telechat_moe.interop.names import (
     HF_STATE,
     OUR_STATE,
@@ -102,10 +102,10 @@ def convert(
     Called with the same arguments, it resumes one that was killed (:mod:`telechat_moe.interop.writing`).
 
     Args:
-        src: Safetensors file, folder with one or with an index, or folder of a training checkpoint.
+        src: Safetensors file, folder with one or with an index, or folder of a training checkpoint, MindFormers' too.
         dst: Folder, or a name that ends in ``.safetensors`` for one file without config.json. Must
             not exist; appears only when it is complete.
-        to: ``hf``: ``src`` has our names; ``telechat``: ``src`` has Hugging Face's.
+        to: ``hf``: ``src`` has our names or MindFormers'; ``telechat``: Hugging Face's or MindFormers'.
         shard_bytes: Largest file in a folder, in bytes of tensors; a larger tensor gets its own file.
 
     Raises:
@@ -118,7 +118,14 @@ def convert(
     if dst.exists() or dst.is_symlink():
         raise UsageError(f"{dst} exists; remove it or name another destination")
     notes: list[str] = []
-    opened = _open(src, _read(src, model_config), model_config, to, notes)
+    entries = mindformers_tensors.weights_of(src, model_config)
+    if entries is not None and to == "telechat":
+        notes.append(f"{src}: {checkpoint_weights.NO_SETTINGS}")
+        checkpoint_weights.outputs_of(src, entries, model_config, verify=True, notes=notes)
+        sources = sorted({entry.file for entry in entries.values()})
+        opened = _Source(entries, sources, [], [], notes)
+    else:
+        opened = _open(src, entries or _read(src, model_config), model_config, to, notes)
     scan = _Scan()
     outputs, extra = _outputs(opened, model_config, to, scan.odd.append)
     outputs = scan.recorded(outputs)
@@ -134,7 +141,7 @@ def convert(
         to=to,
         files=files,
         tensors=len(outputs),
-        parameters=sum(math.prod(p.shape) for p in opened.table if not p.is_bias),
+        parameters=sum(math.prod(p.shape) for p in pairs(model_config) if not p.is_bias),
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
         ignored=opened.ignored,
@@ -146,9 +153,9 @@ def convert(
 def weights(
     source: Path, config: ModelConfig, *, verify: bool = True, notes: list[str] | None = None
 ) -> list[TensorOutput]:
-    """Return the weights of a model, all that it has and no others, from either format.
+    """Return the weights of a model, all that it has and no others, from any format.
 
-    The names of the tensors tell which: Hugging Face's weights are those that :func:`convert` writes.
+    The names of the tensors tell which: ours, MindFormers', or Hugging Face's, which :func:`convert` writes.
 
     Args:
         verify: Compare the files with their checksums, and weights that must be equal; False: names, shapes, types,
@@ -165,6 +172,11 @@ def weights(
         raise BadInputError(
             f"{source} is a Hugging Face folder without safetensors ({files}); download them, or convert its files "
             "with transformers (save_pretrained)"
+        )
+    if (of_mindformers := mindformers_tensors.weights_of(source, config)) is not None:
+        notes.append(f"{source}: {checkpoint_weights.NO_SETTINGS}")
+        return checkpoint_weights.outputs_of(
+            source, of_mindformers, config, verify=verify, notes=notes
         )
     if (source / manifest.FILE).is_file() or not _is_hf(entries := read_entries(source)):
         settings(source, config, notes)
@@ -328,6 +340,11 @@ def _outputs(
     """Return the tensors to write, and the JSON files to write beside them."""
     if to == "telechat":
         outputs = list(_to_ours(opened.table, opened.entries, report))
+        if not opened.table:  # they have our names already
+            outputs = [
+                TensorOutput(n, e.dtype, e.shape, partial(finite, n, e, report=report))
+                for n, e in opened.entries.items()
+            ]
         return outputs, {checkpoint_weights.MODEL_CONFIG: asdict(config)}
     outputs = list(_to_hf(opened.table, opened.entries, report))
     dtype = _main_dtype(outputs)

@@ -15,14 +15,14 @@ data parallel        ``rank_0/PREFIX_rank_0-EPOCH_STEP.safetensors`` with everyt
 The recipe's ``trainer.type`` says whose model MindFormers trains. Its own class has other names and layouts of weights
 (:mod:`telechat_moe.interop.upstream_names`), by which a checkpoint of it is recognised.
 
-Its files also hold counters and the terms of the last loss (:data:`STATE`, and ``expert_load``); they are no weights.
+:mod:`telechat_moe.interop.mindformers_tensors` opens the files, those of several ranks and of mode 1 of MindFormers 2 too.
 """
 
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,24 +34,30 @@ from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.rank_shards import grouped
 from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.data.epochs import Epochs
+from telechat_moe.data.loader import Loader
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
-from telechat_moe.interop import upstream_names
+from telechat_moe.interop import data_record, mindformers_tensors, upstream_names
 from telechat_moe.interop.mindformers_config import DEGREES, TRAINER
-from telechat_moe.narrowing import short
-from telechat_moe.reading import MALFORMED, parse_json, read_text
-from telechat_moe.recipe import Recipe
+from telechat_moe.interop.mindformers_tensors import (
+    COMMON,
+    EMBEDDING,
+    LOSSES,
+    STATE,
+    TRACKER,
+    MindFormersTensors,
+    newest_iteration,
+)
+from telechat_moe.numerics import Array
+from telechat_moe.reading import MALFORMED, parse_json
+from telechat_moe.recipe import ModelConfig, Recipe, RecipeError
 from telechat_moe.recipe.batch_schedule import BatchSchedule
-from telechat_moe.tensor_files import Array, file_of, parse
+from telechat_moe.recipe.rules.mindformers import reads_data
+from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
+from telechat_moe.tensor_files import DTYPES, TensorEntry, file_of, read_header
+from telechat_moe.train.preflight import open_loader
 
 MOMENTS = ("adam_m", "adam_v")
-LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
-STATE = (
-    *("epoch_num", "step_num", "global_step", "global_batch_size", "loss_scale", "scale_sense"),
-    *LOSSES,
-)
-UPSTREAM_TABLE = "embedding.word_embeddings.weight"
 FOLDER = "checkpoint"  # of output_dir
-COMMON = "common.json"
 ITERATION = re.compile(r"iteration_(\d{8})")
 RANK_FILE = re.compile(r"(.+)_rank_(\d+)-(\d+)_(\d+)\.safetensors")
 
@@ -77,27 +83,30 @@ class MindFormersCheckpoint:
     tensors: dict[str, dict[str, Array]]
 
 
-def newest(root: Path) -> Path | None:
+def newest(root: Path, processes: int | None = None) -> Path | None:
     """Return the newest checkpoint that MindFormers finished under ``output_dir/checkpoint``; None: none.
 
     In the format for one process that is the step that ``latest_checkpointed_iteration.txt`` names, in the other the
     newest that every ``rank_N`` folder has: processes save on their own, and one may have died before.
+
+    Args:
+        processes: Processes of the run, each of which must have saved it, also one that made no folder yet; None: not known.
     """
-    folders = sorted(root.glob("iteration_*"))
-    marker = root / "latest_checkpointed_iteration.txt"
-    if folders and marker.exists():
-        text = read_text(marker).strip()
-        if not (text.isdecimal() and len(text) < 12):
-            raise BadInputError(f"{marker}: {short(text)!r}, expected the number of a step")
-        return root / f"iteration_{int(text):08d}"
+    if (iteration := newest_iteration(root)) is not None:
+        return iteration
     ranks = sorted(root.glob("rank_*"))
     matches = (RANK_FILE.fullmatch(p.name) for rank in ranks for p in rank.glob("*.safetensors"))
     counts = Counter((int(match[3]), int(match[4])) for match in matches if match)
-    complete = [key for key, count in counts.items() if count == len(ranks)]
+    complete = [key for key, count in counts.items() if count == (processes or len(ranks))]
     if not complete:
         return None
     epoch, step = max(complete)
     return next(ranks[0].glob(f"*_rank_*-{epoch}_{step}.safetensors"))
+
+
+def _root(checkpoint: Path) -> Path:
+    """Return the folder of all checkpoints of the run of what :func:`newest` found."""
+    return checkpoint.parent if ITERATION.fullmatch(checkpoint.name) else checkpoint.parents[1]
 
 
 def step_of(checkpoint: Path, recipe: Recipe) -> int:
@@ -115,7 +124,7 @@ def resume_settings(root: Path, recipe: Recipe) -> dict[str, Any]:
     Raises:
         BadInputError: There is none.
     """
-    checkpoint = newest(root)
+    checkpoint = newest(root, recipe.devices if recipe.devices > 1 else None)
     if checkpoint is None:
         raise BadInputError(f"{root}: no finished checkpoint of MindFormers to resume from")
     if recipe.devices == 1:
@@ -127,6 +136,58 @@ def resume_settings(root: Path, recipe: Recipe) -> dict[str, Any]:
         place = {"load_checkpoint": str(checkpoint), "resume_training": True}
         return {"use_legacy_format": False, **place}
     return {"load_checkpoint": str(root), "resume_training": checkpoint.name}
+
+
+def resumed(recipe: Recipe) -> Path | None:
+    """Return the checkpoint from which MindFormers goes on by a recipe; None: it begins."""
+    source, named = Path(recipe.load_checkpoint), recipe.resume_training
+    if not named or not recipe.load_checkpoint:
+        return None
+    path = source / "rank_0" / named if isinstance(named, str) and source.is_dir() else source
+    if ITERATION.fullmatch(path.name) or RANK_FILE.fullmatch(path.name):
+        return path
+    return newest(source) if source.is_dir() else None
+
+
+def open_data(recipe: Recipe, rank: int) -> tuple[Loader, int]:
+    """Open the training data of a recipe where MindFormers goes on, and record where that is beside its checkpoints.
+
+    Args:
+        rank: Of this process; the first writes the record.
+
+    Returns:
+        The loader, and the steps before its position.
+
+    Raises:
+        BadInputError: The data are not there, broken or too few, or others than the checkpoint's.
+    """
+    # Our model alone unmarks the samples of each source, where it is whole.
+    split = recipe.use_parallel and recipe.parallel.parallel_mode in PARALLEL_MODES
+    loader = open_loader(recipe, marks=recipe.trainer.type == TRAINER and not split)
+    checkpoint = resumed(recipe)
+    assert isinstance(loader, Loader)  # it shares with no other process
+    batch, step, starts = recipe.global_batch, 0, list[Any]()
+    is_new, finding = recipe.telechat_moe.resume_data == "new", "new, but the run starts at step 0"
+    if checkpoint is not None:
+        root, step = _root(checkpoint), step_of(checkpoint, recipe)
+        starts = data_record.starts_before(root, step)
+        finding = (
+            f"new, but {root} has no {data_record.FILE} that says which data the checkpoint saw"
+        )
+    if is_new and not starts:
+        expected = "same, or a checkpoint of a run with TelechatDataLoader"
+        raise RecipeError([recipe.problem("telechat_moe.resume_data", finding, expected)])
+    if starts:
+        loader.load_state(data_record.state_after(starts[-1], step), is_new)
+        step = step * starts[-1]["global_batch"] // batch  # as MindFormers counts on
+    else:
+        loader.seek(loader.epochs.after(0, step * batch))
+    if rank == 0:
+        state, blend = loader.state(), loader.blend
+        if blend is not None and "mixture" in state:
+            state["mixture"] = loader.past(len(blend))  # what comes later, too
+        data_record.write(Path(recipe.output_dir) / FOLDER, starts, step, batch, state)
+    return loader, step
 
 
 def read(path: Path, recipe: Recipe) -> MindFormersCheckpoint:
@@ -146,64 +207,81 @@ def read(path: Path, recipe: Recipe) -> MindFormersCheckpoint:
                 "rank_N folders with ..._rank_N-EPOCH_STEP.safetensors"
             )
         path = folder
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    tensors: dict[str, Array] = {}
-    for file in files:
-        tensors |= _parsed(file)
+    stored = mindformers_tensors.read(path) if path.is_dir() else _rank_file(path)
+    mindformers_tensors.refuse_muon(stored.entries, path)
+    tensors = {name: _array(name, entry) for name, entry in stored.entries.items()}
     state = {name: tensors.pop(name) for name in STATE if name in tensors}
     try:
         updates = state["global_step"].item()
+        if stored.mode == 1 and state["global_step"].dtype == np.int32:
+            updates += 1  # its fused AdamW counts from -1
         if path.is_dir():
             common = parse_json((path / COMMON).read_bytes())
             step, batch = int(common["global_step"]), int(common["global_batch_size"])
-            samples = int(common.get("consumed_samples", step * batch))  # MindFormers 2
+            samples = common.get("consumed_samples")  # MindFormers 2; null in graph mode
+            samples = step * batch if samples is None else int(samples)
         else:
             batch = state["global_batch_size"].item()
             step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe, max(1, batch))
             step += state["step_num"].item()
             samples = step * batch
     except MALFORMED as error:
-        text = f"not a training checkpoint of MindFormers: no {error}"
-        raise BadInputError(f"{path}: {text}") from None
+        text = (
+            f"no {error}" if isinstance(error, KeyError) else f"its counters are broken ({error})"
+        )
+        raise BadInputError(
+            f"{path}: not a training checkpoint of MindFormers: {text}; its weights alone: load_checkpoint, or telechat-moe convert"
+        ) from None
     if min(step, updates, samples) < 0 or not 1 <= batch <= recipe.epoch_samples:
         raise BadInputError(
             f"{path}: {step} steps, {updates} of them applied, of {batch} samples, {samples} in all; expected a batch from 1 "
             f"to the {recipe.epoch_samples} samples of the recipe (train_dataset.data_loader.sizes)"
         )
-    stored = {name: t for name, t in tensors.items() if not is_transient(name)}
-    groups = grouped(stored)
-    if UPSTREAM_TABLE in groups["model"]:
-        groups = _renamed(groups, upstream_names.to_ours, recipe, path)
+    groups = grouped({name: t for name, t in tensors.items() if not is_transient(name)})
+    if EMBEDDING in groups["model"]:
+        model = stored.model(recipe.model_config)
+        groups = _renamed(groups, upstream_names.to_ours, model, path)
     return MindFormersCheckpoint(path, int(step), int(updates), int(batch), int(samples), groups)
 
 
+def _rank_file(file: Path) -> MindFormersTensors:
+    try:
+        return mindformers_tensors.graph_names(read_header(file), file)
+    except OSError as error:
+        raise BadInputError(f"{file}: {error.strerror}") from error
+
+
+def _array(name: str, entry: TensorEntry) -> Array:
+    """Return a tensor; experts of mode 1, which have three dimensions, as the graph class holds them."""
+    if entry.dtype not in DTYPES:
+        raise BadInputError(f"{entry.file}: {name} is {entry.dtype}, which NumPy does not have")
+    array = entry.read().view(DTYPES[entry.dtype]).reshape(entry.shape)
+    if ".mlp.experts." in name and array.ndim == 3:
+        return array.reshape(-1, array.shape[-1])
+    return array
+
+
 def _renamed(
-    groups: MomentGroups, rename: Callable[..., dict[str, Array]], recipe: Recipe, path: Path
+    groups: MomentGroups, rename: Callable[..., dict[str, Array]], config: ModelConfig, path: Path
 ) -> MomentGroups:
     """Return the tensors of a checkpoint under the other model's names and in its layouts.
 
     Args:
         rename: `upstream_names.to_ours` or `upstream_names.to_upstream`.
     """
-    config, optimizer = recipe.model_config, dict[str, Array]()
+    optimizer: dict[str, Array] = {}
+    about = ""
     try:
+        model = rename(groups["model"], config)
         for moment in MOMENTS:
+            about = f"{moment}: "
             prefix, states = f"{moment}.", groups["optimizer"].items()
             moments = {n.removeprefix(prefix): x for n, x in states if n.startswith(prefix)}
             renamed = rename(moments, config, only_trained=True)
             optimizer |= {f"{moment}.{name}": tensor for name, tensor in renamed.items()}
-        return {"model": rename(groups["model"], config), "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer}
     except BadInputError as error:
-        raise BadInputError(f"{path}: {error}") from None
-
-
-def _parsed(file: Path) -> dict[str, Array]:
-    try:
-        data = files.read(file, keep=True).data
-        assert data is not None
-        return parse(data)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{file}: {error}") from error
+        raise BadInputError(f"{path}: {about}{error}") from None
 
 
 def to_ours(path: Path, recipe: Recipe) -> Path:
@@ -232,6 +310,9 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     batch, epochs = saved.global_batch, trainer.loader.epochs
     trainer.state.lr_batches = BatchSchedule(((0, batch),), batch)
     trainer.loader.seek(epochs.place_of(saved.samples, epochs.size // batch * batch))
+    if starts := data_record.starts_before(_root(saved.path), saved.step):
+        state = data_record.state_after(starts[-1], saved.step)
+        trainer.loader.load_state(state, recipe.telechat_moe.resume_data == "new")
     trainer.state.writer()(saved.tensors)
     return trainer.state.root / f"step-{saved.step:08d}"
 
@@ -265,9 +346,12 @@ def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
     saved = checkpoints.load(path)
     if out.exists():
         raise UsageError(f"{out} exists; name a folder that does not")
-    _check_place(saved, recipe)
+    data = saved.state.get("data")
+    if data is not None:
+        _check_place(saved, data, recipe)
     if recipe.trainer.type != TRAINER:
-        saved.tensors.update(_renamed(saved.tensors, upstream_names.to_upstream, recipe, path))
+        renamed = _renamed(saved.tensors, upstream_names.to_upstream, recipe.model_config, path)
+        saved.tensors.update(renamed)
     monitor = recipe.checkpoints
     prefix = (monitor.prefix if monitor else None) or "CKP"
     try:
@@ -276,21 +360,27 @@ def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
                 _iteration(hidden, saved, recipe, prefix)
             else:
                 _ranks(hidden, saved, recipe, prefix)
+            if data is not None and reads_data(recipe):
+                data_record.write(hidden, [], saved.step, recipe.global_batch, data)
     except OSError as error:
         raise CheckFailedError(f"{out}: {error.strerror}; nothing was written") from error
 
 
-def _check_place(saved: checkpoints.Checkpoint, recipe: Recipe) -> None:
-    """Refuse a place in the data other than that of as many steps of the recipe, from which MindFormers goes on."""
-    if (data := saved.state.get("data")) is None:
-        return
+def _check_place(saved: checkpoints.Checkpoint, data: Mapping[str, Any], recipe: Recipe) -> None:
+    """Refuse a place in the data other than that of as many steps of the recipe, from which MindFormers goes on.
+
+    Our loader goes on at any place; with it the steps must have had the batch of the recipe, for MindFormers counts steps.
+    """
     size, batch = data["samples_per_epoch"], recipe.global_batch
+    if reads_data(recipe) and saved.state.get("samples") == saved.step * batch:
+        return
     epochs = Epochs(size, batch)
     place = epochs.place_of(saved.step * batch, size // batch * batch)
     if epochs.begin(place) != epochs.begin(data["next_sample"]):
         raise BadInputError(
             f"{saved.path}: goes on at sample {data['next_sample']}, MindFormers at {place} after {saved.step} steps of {batch}: "
-            "the run left samples out, changed its batch or began with new data; take its weights alone (telechat-moe convert)"
+            "the run left samples out, changed its batch or began with new data; with one batch throughout a recipe with "
+            "train_dataset.data_loader.type TelechatDataLoader goes on there, else take its weights alone (telechat-moe convert)"
         )
 
 
@@ -327,7 +417,7 @@ def _iteration(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, pref
         "ckpt_status": None,
     }
     (folder / name / COMMON).write_text(json.dumps(common, indent=4), encoding="utf-8")
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(saved.step), encoding="utf-8")
+    (folder / TRACKER).write_text(str(saved.step), encoding="utf-8")
 
 
 def _ranks(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, prefix: str) -> None:

@@ -1,11 +1,13 @@
 """What a rank writes of its steps: the parts add up, pauses and collections are measured, damage loses nothing else."""
 
 import gc
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -106,6 +108,37 @@ def test_a_stopped_process_is_noticed(tmp_path: Path):
     (paused,), (graph,) = column(path, "paused"), column(path, "graph")
     assert 0.8 < paused <= graph
     assert column(path, "delay")[0] < 0.5 * paused
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel counts no waits")
+@pytest.mark.parametrize(("others", "most"), [(0.0, 0.0), (0.05, 0.05), (100.0, 2.0)])
+def test_threads_of_one_process_delay_each_other_only_with_others_on_the_core(
+    monkeypatch: pytest.MonkeyPatch, others: float, most: float
+):
+    """Four threads of this process on one core: each waits for three quarters of the time."""
+    seconds = iter([0.0, 0.0, others])
+    monkeypatch.setattr(timings.CoreWaits, "_of_others", lambda _: next(seconds))
+    ends, data = threading.Event(), bytes(1 << 20)
+
+    def work() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        while not ends.is_set():
+            hashlib.sha256(data).digest()  # without the interpreter's lock
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        waits = timings.CoreWaits()
+        waits.longest()
+        time.sleep(1.0)
+        delay = waits.longest()
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+    waits.close()
+    assert min(most, 0.3) <= delay <= most
 
 
 def test_links_have_columns_of_their_own(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Checkpoints in the names and layouts of MindFormers' own class, without MindFormers."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ import mini_recipe as mini
 from telechat_moe import files
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, UsageError
-from telechat_moe.interop import names, upstream_names
+from telechat_moe.interop import data_record, names, upstream_names
 from telechat_moe.interop.mindformers_checkpoint import (
     newest,
+    open_data,
     read,
     resume_settings,
     step_of,
@@ -25,6 +27,7 @@ from telechat_moe.interop.mindformers_checkpoint import (
 )
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.tensor_files import parse
+from telechat_moe.train.preflight import open_loader
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 UPSTREAM = ["trainer.type=CausalLanguageModelingTrainer"]
@@ -110,6 +113,10 @@ def test_newest_is_what_all_ranks_finished(saved: Path, tmp_path: Path) -> None:
     assert found is not None
     assert found.name == "CKP_rank_0-1_300.safetensors"
     assert newest(tmp_path) is None
+    shutil.rmtree(out / "rank_1")  # killed before it made its folder
+    assert newest(out, 2) is None
+    with pytest.raises(BadInputError, match="no finished checkpoint"):
+        resume_settings(out, recipe)
 
 
 def test_a_place_that_mindformers_has_not_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -129,9 +136,11 @@ def test_a_place_that_mindformers_has_not_is_refused(saved: Path, tmp_path: Path
     to_mindformers(path, tmp_path / "epochs", recipe_of())
 
 
-@pytest.mark.parametrize("consumed", [None, 20])
-def test_samples_that_mindformers_consumed(tmp_path: Path, consumed: int | None) -> None:
-    """Six steps of 4, or what MindFormers 2 says, are the place of a recipe with another batch."""
+@pytest.mark.parametrize("common_keys", [{}, {"consumed_samples": None}, {"consumed_samples": 20}])
+def test_samples_that_mindformers_consumed(
+    tmp_path: Path, common_keys: dict[str, int | None]
+) -> None:
+    """Six steps of 4, also where MindFormers 2 says null in graph mode, or what it says in mode 1."""
     data = mini.write_data(tmp_path)
 
     def recipe(batch: int) -> Recipe:
@@ -139,8 +148,20 @@ def test_samples_that_mindformers_consumed(tmp_path: Path, consumed: int | None)
         words = mini.arguments(data, tmp_path / "ours", **sizes)
         return load(words[1], words[4::2])
 
-    pairs, dice = names.pairs(recipe(4).model_config), np.random.default_rng(0)
-    tensors = {
+    tensors = random_tensors(recipe(4))
+    path = checkpoint.save(tmp_path / "theirs", 6, tensors, {"updates": 5})
+    to_mindformers(path, tmp_path / "out", recipe(4))
+    (common,) = tmp_path.glob("out/*/common.json")
+    common.write_text(json.dumps(json.loads(common.read_text()) | common_keys))
+    state = checkpoint.load(to_ours(tmp_path / "out", recipe(2))).state
+    assert state["data"]["next_sample"] == state["samples"]
+    assert state["samples"] == (common_keys.get("consumed_samples") or 24)
+    assert (state["lr_batches"], state["applied_samples"]) == ([[[0, 4]], 4], 20)
+
+
+def random_tensors(recipe: Recipe) -> dict[str, dict[str, np.ndarray]]:
+    pairs, dice = names.pairs(recipe.model_config), np.random.default_rng(0)
+    return {
         "model": {p.name: dice.random(p.shape, np.float32) for p in pairs},
         "optimizer": {
             f"{m}.{p.name}": dice.random(p.shape, np.float32)
@@ -149,16 +170,46 @@ def test_samples_that_mindformers_consumed(tmp_path: Path, consumed: int | None)
             if not p.is_bias
         },
     }
-    path = checkpoint.save(tmp_path / "theirs", 6, tensors, {"updates": 5})
-    to_mindformers(path, tmp_path / "out", recipe(4))
-    (common,) = tmp_path.glob("out/*/common.json")
-    if consumed is not None:
-        common.write_text(
-            json.dumps(json.loads(common.read_text()) | {"consumed_samples": consumed})
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_place_that_only_our_loader_has_goes_there_and_back(tmp_path: Path, devices: int) -> None:
+    """After a run that left five samples out: twelve of three steps, and the next one is the 17th."""
+    (tmp_path / "other").mkdir()
+    data, other = mini.write_data(tmp_path), mini.write_data(tmp_path / "other", seed=1)
+
+    def recipe(name: str, *overrides: str, **changes: object) -> Recipe:
+        layout = [*TWO, "runner_config.batch_size=2", "model.model_config.batch_size=2"]
+        kind = {"train_dataset__data_loader__type": "TelechatDataLoader", **changes}
+        words = mini.arguments(data, tmp_path / name, **kind)
+        return load(words[1], [*words[4::2], *(layout if devices > 1 else []), *overrides])
+
+    before = recipe("before")
+    loader = open_loader(before)
+    loader.seek(17)
+    state = {"updates": 2, "samples": 12, "data": loader.state()}
+    path = checkpoint.save(tmp_path / "ours", 3, random_tensors(before), state)
+    to_mindformers(path, tmp_path / "out", before)
+    sets = [f"{k}={v}" for k, v in resume_settings(tmp_path / "out", before).items()]
+    for turn in range(2):  # from what was handed over, then from what the first start recorded
+        loader, step = open_data(recipe("theirs", *sets), rank=0)
+        assert (loader.next_sample, step) == (17, 3), turn
+        (tmp_path / "theirs/checkpoint" / data_record.FILE).rename(
+            tmp_path / "out" / data_record.FILE
         )
-    state = checkpoint.load(to_ours(tmp_path / "out", recipe(2))).state
-    assert state["data"]["next_sample"] == state["samples"] == (consumed or 24)
-    assert (state["lr_batches"], state["applied_samples"]) == ([[[0, 4]], 4], 20)
+    elsewhere = f"['1', '{other}/train']"
+    changed = {"train_dataset__data_loader__config__data_path": elsewhere}
+    with pytest.raises(BadInputError, match="made with other training data"):
+        open_data(recipe("no", *sets, **changed), rank=0)
+    loader, step = open_data(
+        recipe("new", *sets, **changed, telechat_moe__resume_data="new"), rank=0
+    )
+    assert (loader.next_sample, loader.earlier_samples, step) == (0, 17, 3)
+    state = checkpoint.load(to_ours(tmp_path / "out", recipe("back"))).state
+    assert (state["data"]["next_sample"], state["samples"]) == (17, 12)
+    (tmp_path / "out" / data_record.FILE).write_text("[{}]")
+    with pytest.raises(BadInputError, match=r"telechat_data.json: cannot be read .*remove it"):
+        open_data(recipe("no", *sets), rank=0)
 
 
 def test_refused(saved: Path, tmp_path: Path) -> None:
@@ -171,7 +222,7 @@ def test_refused(saved: Path, tmp_path: Path) -> None:
         read(tmp_path, recipe)
     (file,) = out.glob("iteration_00000300/*-opt-*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(BadInputError, match=r"-opt-.*do not fit"):
+    with pytest.raises(BadInputError, match=r"(?s)-opt-.*do not fit"):
         read(out, recipe)
     to_mindformers(saved, tmp_path / "two", recipe_of(*TWO))
     with pytest.raises(BadInputError, match="cannot resume one process"):

@@ -1,5 +1,6 @@
 """Loss curves out of files, and `telechat-moe align loss` from the command line."""
 
+import gzip
 import json
 import math
 import subprocess
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.loss.read import LossCurve, read
+from telechat_moe.tools.loss.read import LossCurve, is_mindformers_log, read, step_seconds
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "align_loss"
 
@@ -68,10 +69,11 @@ def test_log_of_mindformers(tmp_path: Path):
 
 def test_a_restarted_log_counts_the_last_of_each_step(tmp_path: Path):
     line = MINDFORMERS.splitlines()[0]
-    again = line.replace("10.512345", "10.4")
-    curve = read(write(tmp_path, "\n".join([line, again]) + "\n"))
+    repeated = line.replace("10.512345", "10.4")
+    curve = read(write(tmp_path, "\n".join([line, repeated]) + "\n"))
     assert curve.loss.tolist() == [10.4]
     assert "more than once" in curve.notes[0]
+    assert "1 had another loss before, first step 1" in curve.notes[0]
 
 
 @pytest.mark.mindformers
@@ -99,6 +101,86 @@ for sink in (True, False):
     assert len(lines) == 4, process.stdout + process.stderr
     curve = read(write(tmp_path, "\n".join(lines[2:] + lines[:2]) + "\n"))
     same(curve, [7, 8, 17, 18], [9.123457, math.nan] * 2, [1.25, math.nan] * 2)
+
+
+MODE_1 = """\
+2026-11-20 10:00:00,000 - mindformers[pynative/callback/loss_callback.py:340] - INFO - { step:[    1/    3], \
+consumed_samples: 8, global_batch_size: 8, loss:  10.512345, per_step_time:   9000ms, load_balancing_loss:   0.010000, \
+mtp_1_loss:   9.750000, lr: 1.000000e-05, grad_norm:   2.500000, throughput:   1.23T }
+something else that was printed in between
+2026-11-20 10:00:01,000 - mindformers[pynative/callback/loss_callback.py:340] - INFO - { step:[    2/    3], \
+consumed_samples: 16, global_batch_size: 8, loss:        nan, per_step_time:     90ms, grad_norm: NaN }
+"""
+"""Two steps of MindFormers 2's dynamic mode."""
+
+
+def test_log_of_mode_1(tmp_path: Path):
+    path = write(tmp_path, MODE_1)
+    same(read(path), [1, 2], [10.512345, math.nan], [2.5, math.nan])
+    assert read(write(tmp_path, MODE_1.split("something")[0]), "mtp_1_loss").loss == [9.75]
+    assert step_seconds(write(tmp_path, MODE_1)) == {1: 9.0, 2: 0.09}
+    stage = MODE_1.replace("loss:  10.512345", "loss: N/A (non-last PP stage, refer to last stage)")
+    with pytest.raises(BadInputError, match=r"run.txt:1: the log of a pipeline stage"):
+        read(write(tmp_path, stage))
+
+
+@pytest.mark.parametrize("log", [MINDFORMERS, MODE_1], ids=["mode 0", "mode 1"])
+def test_what_stands_around_the_lines_of_a_log(tmp_path: Path, log: str):
+    """Messages in another encoding, colours, ends of lines, and a process that went on where another was."""
+    expected = read(write(tmp_path, log))
+    coloured = "".join(f"\x1b[32m{line}\x1b[0m\n" for line in log.splitlines())
+    for changed in (
+        "错误\n".encode("gbk") + log.encode(),
+        log.encode() + "█".encode()[:2],
+        coloured,
+        log.replace("\n", "\r\n"),
+        log.replace("\n", "", 1),
+        log + "x" * (2 << 20) + "\n",
+    ):
+        path = write(tmp_path, changed)
+        curve = read(path)
+        same(curve, expected.steps.tolist(), expected.loss.tolist(), expected.norm.tolist())
+        assert curve.notes == ()
+        assert is_mindformers_log(path)
+    with pytest.raises(BadInputError, match=r"run.txt: compressed by gzip; unpack it first"):
+        read(write(tmp_path, gzip.compress(log.encode())))
+
+
+@pytest.mark.parametrize(
+    ("log", "end"), [(MINDFORMERS.split("[WARN")[0], "]"), (MODE_1, "}")], ids=["mode 0", "mode 1"]
+)
+def test_a_line_torn_anywhere_is_left_out_and_named(tmp_path: Path, log: str, end: str):
+    """At no byte of it does a part of a number count as the number; the next writer may go on in the same line."""
+    head = log.split("\n")[0]
+    first = log[: head.index(end, head.index("norm: "))]
+    expected = read(write(tmp_path, head + "\n"))
+    step = head.index("{")
+    for i in range(first.index("loss:"), len(first)):
+        path = write(tmp_path, f"{log}{first[step:i]}")
+        torn = f"line {len(log.splitlines()) + 1} is torn off"
+        assert any(note.startswith(torn) for note in read(path).notes), first[step:i]
+        curve = read(write(tmp_path, f"{first[:i]}{head}\n"))
+        same(curve, [1], expected.loss.tolist(), expected.norm.tolist())
+        assert curve.notes == ("line 1 is torn off and left out",)
+
+
+@pytest.mark.mindformers
+def test_lines_of_the_real_monitor_of_mode_1(tmp_path: Path):
+    pytest.importorskip("mindformers", reason="mindformers is not installed")
+    code = """
+from mindformers.pynative.callback.loss_callback import LossCallback
+for step, loss, norm in ((7, 9.123456789, 1.25), (8, float("nan"), None)):
+    LossCallback()._print_log({"cur_step": step, "max_steps": 10, "consumed_samples": 8 * step, "global_batch_size": 8,
+        "loss": loss, "step_time": 90, "learning_rate": 1e-5, "grad_norm": norm, "throughput": 1.0})
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    lines = [line for line in (process.stdout + process.stderr).splitlines() if "{ step:[" in line]
+    path = write(tmp_path, "\n".join(lines) + "\n")
+    same(read(path), [7, 8], [9.123457, math.nan], [1.25, math.nan])
+    assert step_seconds(path) == {7: 0.09, 8: 0.09}
 
 
 def test_values_of_megatron(tmp_path: Path):
@@ -161,7 +243,7 @@ GOLDEN = '{"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "valu
         (STEP + '{"event": "step", "step": 2, "loss": true}\n', 2, "loss is True"),
         (STEP + STEP, 2, "step 1 after step 1"),
         (STEP + '{"event": "step", "step": true, "loss": 1}\n', 2, "expected a JSON object"),
-        (MINDFORMERS.replace("step:[    3/", "step:[  ", 1), 3, "MFLossMonitor"),
+        (MINDFORMERS.replace("step:[    3/", "step:[  ", 1), 3, "MindFormers' monitor"),
         (MINDFORMERS.replace("loss: nan", "loss: much"), 5, "loss is 'much'"),
         (GOLDEN + '{"1": 9.5}}}', 1, "2 is missing"),
         (GOLDEN + '{"1": 9.5, "two": 9}}}', 1, "step 'two'"),

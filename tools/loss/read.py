@@ -2,20 +2,21 @@
 
 =====================  ==========================================================================================
 ``metrics.jsonl``      ours: a JSON object a line with ``event``, ``step``, ``loss``, ``grad_norm``
-MindFormers' log       lines of MFLossMonitor: ``{ Epoch:[  1/  1], step:[   10/ 1000], loss: 5.123456, ...``
+MindFormers' log       lines of MFLossMonitor: ``{ Epoch:[  1/  1], step:[   10/ 1000], loss: 5.123456, ...``, or of its
+                       mode 1 (dynamic graph): ``{ step:[   10/ 1000], ..., loss: 5.123456, ...``
 Megatron-LM's values   JSON: ``{"lm loss": {"start_step", "end_step", "step_interval", "values": {"1": 9.3}}}``
 CSV                    columns step, loss and maybe grad_norm, by their titles or in this order; ``,``, ``;`` or tab
 =====================  ==========================================================================================
 
 The kind of a file is recognised by its content. Broken content is refused with file and line, never skipped; only a
-last line that was torn off when the writer was killed is left out.
+last line that was torn off when the writer was killed is left out, and in a log one on which the next writer went on.
 """
 
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,18 @@ LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss")
 NORM_NAMES = ("grad_norm", "global_norm", "gradient_norm")
 _MINDFORMERS = re.compile(
     r"\{ Epoch:\[\s*(?P<epoch>\d{1,7})/\s*\d+\], step:\[\s*(?P<step>\d{1,9})/\s*(?P<steps>\d{1,9})\], "
-    r"loss:\s*\[?\s*(?P<loss>[^,\]/\s]+)(?:/[^\]]*\])?, .*?global_norm: (?P<norm>[^,}]*)"
+    r"loss:\s*\[?\s*(?P<loss>[^,\]/\s]+)(?:/[^\]]*\])?, .*?"
+    r"global_norm: (?P<norm>\[[^\],]*\]|(?:None|-?inf|nan|[\d.]+(?:e[-+]?\d+)?)(?=[,\s\x1b]))"
 )
-_START = re.compile(r"\{ Epoch:\[")
+_MODE_1 = re.compile(
+    r"\{ step:\[\s*(?P<step>\d{1,9})/\s*\d{1,9}\], (?:.*? )?loss:\s*(?P<loss>[^,\s]+)[,\s]"
+    r"(?:.*?\bgrad_norm:\s*(?P<norm>[^,}\s]*))?.*?\}"
+)
+_START = re.compile(r"\{ (?:Epoch:\[|step:\[\s*\d+/\s*\d+\], (?:consumed_samples|loss):)")
+_STEP = re.compile(
+    r"\{ (?:Epoch:\[\s*(?P<epoch>\d{1,7})/\s*\d+\], )?step:\[\s*(?P<step>\d{1,9})/\s*(?P<steps>\d{1,9})\]"
+)
+_TIME = re.compile(r"\bper_step_time:\s*(\d+)ms")
 
 
 @dataclass(frozen=True)
@@ -70,17 +80,65 @@ def read(path: str | Path, metric: str | None = None) -> LossCurve:
     if path.is_dir():
         path = path / "metrics.jsonl"
     try:
-        data = read_bytes(path)
+        text = _text(path)
     except BadInputError as error:
         raise BadInputError(f"cannot read the losses {error}") from None
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise BadInputError(f"{path}:{line}: not text (UTF-8)") from None
     if not text.strip():
         raise BadInputError(f"{path}: empty; expected a loss curve")
     return _reader(text)(path, text, metric)
+
+
+def _text(path: Path) -> str:
+    data = read_bytes(path)
+    if data.startswith(b"\x1f\x8b"):
+        raise BadInputError(f"{path}: compressed by gzip; unpack it first")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        text = data.decode(errors="replace")
+        if _START.search(text):
+            return text  # between a log's lines stand messages of any encoding, and progress bars that a kill has torn
+        line = data[: error.start].count(b"\n") + 1
+        raise BadInputError(f"{path}:{line}: not text (UTF-8)") from None
+
+
+def is_mindformers_log(path: Path) -> bool:
+    """Return whether a file holds lines of MindFormers' monitor."""
+    return _START.search(read_bytes(path).decode(errors="replace")) is not None
+
+
+def step_seconds(path: str | Path) -> dict[int, float]:
+    """Return how long each step of a run took, seconds: of a log of MindFormers, or of our metrics.jsonl or its folder.
+
+    Raises:
+        BadInputError: The file is missing, or of another kind.
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    text = _text(path)
+    if _START.search(text):
+        records = [record.text for record in _records(text)]
+        matches = [(m, _TIME.search(record)) for record in records if (m := _STEP.search(record))]
+        return {_step(match): int(time[1]) / 1e3 for match, time in matches if time}
+    seconds: dict[int, float] = {}
+    for line in text.splitlines():
+        try:
+            record = _object(parse_json(line, finite=False))
+        except ValueError:
+            continue  # torn by a kill
+        if record.get("event") == "step" and _is_int(record.get("step")):
+            seconds[record["step"]] = _number(path, 1, "seconds", record.get("seconds"))
+    if not seconds:
+        raise BadInputError(
+            f"{path}: no times of steps; expected a log of MindFormers or our metrics.jsonl"
+        )
+    return seconds
+
+
+def _step(match: re.Match[str]) -> int:
+    """Return the step of a line, counted through all epochs (mode 1 counts so)."""
+    epoch = match.groupdict().get("epoch")
+    return int(match["step"]) + ((int(epoch) - 1) * int(match["steps"]) if epoch else 0)
 
 
 def _reader(text: str) -> Callable[[Path, str, str | None], LossCurve]:
@@ -146,36 +204,60 @@ def _number(path: Path, line: int, name: str, value: Any) -> float:
         raise BadInputError(f"{path}:{line}: {name} is {value!r}; expected a number") from None
 
 
+class _Record(NamedTuple):
+    line: int
+    text: str  # from its brace to the next, or to the end of the line
+    may_be_torn: bool  # no end of line follows
+
+
+def _records(text: str) -> Iterator[_Record]:
+    """Yield what the monitor of MindFormers printed for each step."""
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        starts = [match.start() for match in _START.finditer(line)]
+        for begin, end in zip(starts, [*starts[1:], len(line)], strict=False):
+            yield _Record(number, line[begin:end], not line[begin:end].endswith(("\n", "\r")))
+
+
 def _mindformers(path: Path, text: str, metric: str | None) -> LossCurve:
     rows: list[_Row] = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        if _START.search(line) is None:
-            continue
-        match = _MINDFORMERS.search(line)
+    notes: list[str] = []
+    for number, record, may_be_torn in _records(text):
+        match = _MINDFORMERS.search(record) or _MODE_1.search(record)
         if match is None:
-            if number == len(lines) and not text.endswith("\n"):
+            if may_be_torn:
+                notes.append(f"line {number} is torn off and left out")
                 continue
-            problem = "a line of MFLossMonitor without step, loss and global_norm"
+            problem = "a line of MindFormers' monitor without step, loss and norm of the gradient"
             raise BadInputError(f"{path}:{number}: {problem}")
-        loss = match["loss"] if metric in (None, "loss") else _part(path, number, line, str(metric))
-        step = int(match["step"]) + (int(match["epoch"]) - 1) * int(match["steps"])
-        norm = match["norm"].strip(" []\t")
-        value = math.nan if norm in ("", "None") else _number(path, number, "global_norm", norm)
-        rows.append(_Row(number, step, _number(path, number, "loss", loss), value))
+        if match["loss"] == "N/A":
+            raise BadInputError(
+                f"{path}:{number}: the log of a pipeline stage that is not the last and has no loss; name that of a rank of "
+                "the last stage"
+            )
+        loss = match["loss"]
+        if metric not in (None, "loss"):
+            loss = _part(path, number, record, str(metric))
+        norm = (match["norm"] or "").strip(" []\t")
+        value = math.nan if norm in ("", "None") else _number(path, number, "gradient norm", norm)
+        rows.append(_Row(number, _step(match), _number(path, number, "loss", loss), value))
     last = {row.step: row for row in rows}
-    notes: tuple[str, ...] = ()
     if repeated := len(rows) - len(last):
         # A log goes on after a restart.
-        problem = "steps are in the log more than once (restarts): the last of each counts"
-        notes, rows = (f"{repeated} {problem}",), [last[step] for step in sorted(last)]
-    return _curve(path, "MindFormers log", metric or "loss", rows, notes)
+        problem = (
+            "steps are in the log more than once (restarts, several ranks): the last of each counts"
+        )
+        others = {row.step for row in rows if str(row.loss) != str(last[row.step].loss)}
+        if others:
+            problem += f"; {len(others)} had another loss before, first step {min(others)}"
+        notes.append(f"{repeated} {problem}")
+        rows = [last[step] for step in sorted(last)]
+    return _curve(path, "MindFormers log", metric or "loss", rows, tuple(notes))
 
 
 def _part(path: Path, number: int, line: str, name: str) -> str:
     match = re.search(rf"\b{re.escape(name)}:\s*([^,\s]+)", line)
     if match is None:
-        raise BadInputError(f"{path}:{number}: no {name} in this line of MFLossMonitor")
+        raise BadInputError(f"{path}:{number}: no {name} in this line of MindFormers' monitor")
     return match[1]
 
 
