@@ -1,8 +1,8 @@
 """Packed samples of one pair of .bin/.idx files.
 
-Every sample equals that of MindFormers 1.9.0 for the same files and settings, but for one thing:
-where ``pad`` is a token that occurs in the data and no mask option is set, MindFormers lets the
-positions masked in one sample stay masked in all samples that follow; here they do not.
+Every sample equals that of MindFormers 2.1.0 for the same files and settings. So do those of 1.9.0, but for one thing:
+where ``pad`` is a token that occurs in the data and no mask option is set, 1.9.0 lets the positions masked in one sample
+stay masked in all samples that follow.
 
 Shapes: B samples, S = ``seq_length``.
 """

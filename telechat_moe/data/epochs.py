@@ -54,6 +54,10 @@ class Epochs:
             place, count = ranges[-1][1], count - full
         return ranges
 
+    def after(self, place: int, count: int) -> int:
+        """Return the place that so many samples after a place have reached."""
+        return self.ranges(place, count)[-1][1] if count else place
+
     def samples(self, place: int, count: int) -> np.ndarray:
         """Return the samples of a step that begins at a place, each counted within its epoch."""
         return np.concatenate([np.arange(*part) for part in self.ranges(place, count)]) % self.size

@@ -274,20 +274,21 @@ class Loader(Batches):
 
     def _prepare(self, step: int, start: int) -> tuple[Batch, np.ndarray | None]:
         """Return the batch of the samples from ``start`` on, of the step that begins at ``step``, and the step's order."""
+        return self.batch(self.rows(step, start)), self._dealt[1] if self._dealt else None
+
+    def rows(self, step: int, start: int) -> np.ndarray:
+        """Return the samples, counted over all epochs, of the batch from ``start`` on, of the step that begins at ``step``."""
         if self.deal_to is None:
-            rows = np.arange(start, start + self.batch_size)
-            return self._batch(rows), None
+            return np.arange(start, start + self.batch_size)
         if self._dealt is None or self._dealt[0] != step:
             # By batches, which bounds the memory for long sequences.
             rows = np.arange(step, step + self.step_samples) % self._epochs.size
             parts = np.split(rows, self.deal_to[1])
             pairs = np.concatenate([self.dataset.visible_pairs(part) for part in parts])
             self._dealt = step, deal(pairs, *self.deal_to)
-        order = self._dealt[1]
-        rows = step + order[(start - step) // self.batch_size].ravel()
-        return self._batch(rows), order
+        return step + self._dealt[1][(start - step) // self.batch_size].ravel()
 
-    def _batch(self, rows: np.ndarray) -> Batch:
+    def batch(self, rows: np.ndarray) -> Batch:
         """Return samples of the dataset, counted over all epochs."""
         indices = rows % self._epochs.size
         batch = self.dataset.batch(indices)

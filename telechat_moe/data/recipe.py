@@ -102,7 +102,7 @@ def options_of(recipe: Any) -> SampleOptions:
     """Return what a sample of a recipe contains."""
     config = recipe.train_dataset.data_loader.config
     options = {name: getattr(config, name) for name in _RECIPE_OPTIONS}
-    return SampleOptions(**options, vocab_size=recipe.model_config.vocab_size)
+    return SampleOptions(**options, vocab_size=recipe.model.model_config.vocab_size)
 
 
 def valid_prefixes(recipe: Any) -> list[str]:

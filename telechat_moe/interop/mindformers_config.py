@@ -18,13 +18,14 @@ PLUGIN = Path(__file__).parent / "mindformers_plugin"
 TRAINER = "TelechatMoeTrainer"
 REFERENCE = f"telechat_moe_plugin.{TRAINER}"
 NAME = "MindFormers' configuration"
+SKIPS = "use_skip_data_by_global_norm"
 
 # Keys that MindFormers 1.9.0 adds while it reads a file or sets itself up.
 _FILLED_IN: dict[str, tuple[str, ...]] = {
     "": ("checkpoint", "device_num", "local_rank", "metric", "moe_config", "rank_id"),
     "context": ("device_id",),
     "model.model_config": ("checkpoint_name_or_path",),
-    "parallel": ("search_mode", "strategy_ckpt_save_file"),
+    "parallel": ("device_num", "pipeline_stages", "search_mode", "strategy_ckpt_save_file"),
     "runner_config": ("num_classes",),
     "train_dataset": ("do_eval",),
     "train_dataset_task.dataset_config": ("do_eval",),
@@ -50,9 +51,14 @@ def recipe_of(config: Any) -> Recipe:
         RecipeError: A key is unknown, a value wrong or without effect, or values do not fit together; all are listed.
     """
     sections = _plain(config)
+    parallel = sections.get("parallel") or {}
+    if isinstance(mode := parallel.get("parallel_mode"), str):  # its context has MindSpore's words
+        parallel["parallel_mode"] = mode.upper()
     sections.update(_swap(sections.pop("swap_config", None) or {}))
-    if not (sections.get("monitor_config") or {}).get("monitor_on"):
-        sections.pop("monitor_config", None)
+    monitor = sections.get("monitor_config") or {}
+    if not monitor.get("monitor_on"):  # what its steps take all the same
+        limits = {k: v for k, v in monitor.items() if k.startswith("global_norm_spike_")}
+        sections["monitor_config"] = limits if sections.get(SKIPS) else None
     for path, keys in _FILLED_IN.items():
         section: Any = sections
         for part in path.split(".") if path else ():

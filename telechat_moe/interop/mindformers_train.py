@@ -46,7 +46,7 @@ def train(
     if recipe.devices == 1 and "use_legacy_format" not in recipe.given:
         settings["use_legacy_format"] = False  # the old one cannot be resumed in one process
     saved = Path(recipe.output_dir).absolute() / FOLDER
-    checkpoint = newest(saved) if resume else None
+    checkpoint = newest(saved, recipe.devices) if resume else None
     if checkpoint is not None:
         if step_of(checkpoint, recipe) >= recipe.train_steps:  # MindSpore would stop with an error
             sys.stderr.write(f"all {recipe.train_steps} steps are done: {checkpoint}\n")

@@ -340,7 +340,7 @@ def newest(recipe: Recipe, plan: LaunchPlan) -> str | None:
     else:
         from telechat_moe.interop import mindformers_checkpoint as theirs
 
-        folder = theirs.newest(Path(recipe.output_dir) / theirs.FOLDER)
+        folder = theirs.newest(Path(recipe.output_dir) / theirs.FOLDER, recipe.devices)
         paths = [folder] if folder is not None else []
     for path in paths:
         with suppress(FileNotFoundError):

@@ -8,24 +8,42 @@ the table names.
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import Field, asdict, dataclass, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, is_dataclass
 from typing import Any, Literal, cast
 
 from telechat_moe.recipe import speed_up
 from telechat_moe.recipe.check import parts_of, section_keys
-from telechat_moe.recipe.fields import Takes, is_required
+from telechat_moe.recipe.fields import SPLIT, Takes, is_required
 from telechat_moe.recipe.problems import Missing
 from telechat_moe.recipe.reads import KeyReading, judge
 from telechat_moe.recipe.rules import without_effect
-from telechat_moe.recipe.rules.mindformers import by_mindformers, decayed
+from telechat_moe.recipe.rules.mindformers import (
+    by_mindformers,
+    context,
+    decayed,
+    done_by_types,
+    our_loader,
+    per_token,
+)
+from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.table import is_made
 from telechat_moe.recipe.tree import locate
-from telechat_moe.versions import MINDFORMERS
+from telechat_moe.versions import mindformers_version
 
-Use = Literal["train", "dryrun", "mindformers", "plan", "written", "data", "weights"]
-"""What a recipe is for; `written`: what its trainer and its device say.
+Use = Literal[
+    "train",
+    "dryrun",
+    "mindformers",
+    "mindformers-1.9",
+    "mindformers-2.1",
+    "plan",
+    "written",
+    "data",
+    "weights",
+]
+"""What a recipe is for; `written`: what its trainer and its device say; `mindformers`: the installed version.
 
 The last two read a part of a recipe that is written for another use, its data or its weights: only overrides are judged.
 """
@@ -47,6 +65,7 @@ _DECIDES: dict[Use, str] = {
     "weights": "weights",
 }
 """What a use makes of a recipe, in the words of `fields.decides`; `train` reads all."""
+_VERSIONS: dict[Use, str] = {"mindformers-1.9": "1.9.0", "mindformers-2.1": "2.1.0"}
 _DROPPED = {
     "runner_config.stop_step": "0, and an item {{type: TrainCallBack, stop_step: {}}} of callbacks"
 }
@@ -57,6 +76,13 @@ def use_of(recipe: Recipe) -> Use:
     """Return the use for which a recipe is written: our trainer's on CPU, else MindFormers' (with our plug-in or not)."""
     is_ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
     return "train" if is_ours else "mindformers"
+
+
+def resolved(recipe: Recipe, use: Use) -> tuple[Use, str]:
+    """Return the use for which a recipe is judged, and the version of MindFormers by which."""
+    use = use_of(recipe) if use == "written" else use
+    version = _VERSIONS.get(use)
+    return ("mindformers", version) if version else (use, mindformers_version())
 
 
 def use_with(through: str | None) -> Use:
@@ -113,10 +139,11 @@ class WrittenKey:
 
 def written(recipe: Recipe) -> Iterator[WrittenKey]:
     """Yield every key that is written, in the order of the file, sections before what is in them."""
-    yield from _written("", recipe, recipe.given)
+    yield from written_keys("", recipe, recipe.given)
 
 
-def _written(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[WrittenKey]:
+def written_keys(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[WrittenKey]:
+    """Yield every key that a section writes, below a dotted path that is empty or ends with a dot."""
     plan = section_keys(cast("type[Any]", type(section)))
     for key, below in mapping.items():
         name = plan.names.get(key)
@@ -132,7 +159,7 @@ def _written(path: str, section: Any, mapping: dict[str, Any]) -> Iterator[Writt
         texts = cast("list[Any]", below if isinstance(value, list) else [below])
         for index, (item, text) in enumerate(zip(inner, texts, strict=True)):
             place = f"{path}{key}.{index}." if isinstance(value, list) else f"{path}{key}."
-            yield from _written(place, item, text)
+            yield from written_keys(place, item, text)
 
 
 @functools.cache
@@ -184,7 +211,7 @@ def _settings(above: str, section: Any) -> Iterator[tuple[str, Field[Any], Any]]
 
 def idle_overrides(recipe: Recipe, use: Use) -> list[str]:
     """Return the overrides, ``KEY=VALUE``, that change nothing that a use reads; none for uses that judge each key."""
-    use = use_of(recipe) if use == "written" else use
+    use, _ = resolved(recipe, use)
     acts: dict[str, bool] = {}
     if recipe.tree is None or use in ("train", "mindformers"):
         return []
@@ -201,11 +228,16 @@ def unread(recipe: Recipe, use: Use, missing: Missing) -> Iterator[Broken]:
     Args:
         missing: A rule ends where it needs a value that is missing.
     """
-    use = use_of(recipe) if use == "written" else use
+    use, version = resolved(recipe, use)
     plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
     if use == "mindformers":
-        yield from missing.until(_never_read(recipe))
-        yield from missing.until(by_mindformers(recipe))
+        yield from missing.until(_never_read(recipe, version))
+        for problems in by_mindformers(recipe, version):
+            yield from missing.until(problems)
+        yield from missing.until(() if plugin else per_token(recipe))
+        yield from missing.until(context(recipe, version, plugin))
+        yield from missing.until(() if plugin else _dropped(recipe))
+        yield from missing.until(our_loader(recipe, plugin))
     if plugin:
         yield from missing.until(_only_ours(recipe))
         yield from missing.until(decayed(recipe))
@@ -238,25 +270,51 @@ def _of_others(
             who = "MindFormers' own networks" if plugin else "MindFormers"
             problem = f"{_text(entry.value)}, a setting of {who}, which {USES[use]} does not have"
             yield entry.key, problem, entry.takes.expected(entry.field)
-        elif use == "mindformers" and not plugin and _is_ours(entry):
-            problem = f"{_text(entry.value)}, a setting of this package, which MindFormers drops"
-            yield entry.key, problem, f"trainer.type {OUR_TRAINER}, or remove it"
+
+
+def _dropped(recipe: Recipe) -> Iterator[Broken]:
+    """Yield the settings of this package that neither MindFormers' own trainer nor a type of ours in it does."""
+    supported = tuple(f"telechat_moe.{key}" for key in (*done_by_types(recipe), "corpus"))
+    for key, field, value in _settings("telechat_moe.", recipe.telechat_moe):
+        make = field.default_factory
+        default = field.default if make is MISSING else make()
+        is_plain = value is True and is_dataclass(default)  # a section, whose settings follow
+        if is_plain or value == default or key.startswith(supported):
+            continue
+        supported += (f"{key}.",)  # one line for a section
+        text = "a section" if value is True and field.default is None else value
+        problem = f"{text}, a setting of this package, which MindFormers drops"
+        expected = f"trainer.type {OUR_TRAINER}, a type of ours that does it, or remove it"
+        yield key, problem, expected
 
 
 def _only_ours(recipe: Recipe) -> Iterator[Broken]:
     """Yield what `telechat-moe train` does besides the steps, and MindFormers' trainer does not."""
-    settings, layers = recipe.telechat_moe, recipe.model.model_config.num_nextn_predict_layers or 0
-    if layers > 1:
-        key = "model.model_config.num_nextn_predict_layers"
-        yield key, f"{layers}, which MindFormers' monitors do not know", "0 or 1"
+    settings = recipe.telechat_moe
     if recipe.model_config.calculate_per_token_loss:
         problem = "True, which MindFormers' steps do for MindFormers' own networks only"
         yield "model.model_config.calculate_per_token_loss", problem, "remove it"
+    split = recipe.use_parallel and recipe.parallel.parallel_mode in PARALLEL_MODES
     for key, field, value in _settings("telechat_moe.", settings):
-        if field.metadata.get("only_ours") and not Takes().allows(value, field):
-            text = "a section" if value is True and field.default is None else value
-            problem = f"{text}, which `telechat-moe train` does and MindFormers' trainer does not"
-            yield key, problem, "remove it"
+        reason = field.metadata.get("only_ours")
+        if reason is None or (reason == SPLIT and not split) or Takes().allows(value, field):
+            continue
+        text = "a section" if value is True and field.default is None else value
+        problem = f"{text}, which `telechat-moe train` does and MindFormers' trainer does not"
+        if reason == SPLIT:
+            problem += " where each device holds a shard of the model (semi-automatic parallelism)"
+        yield key, f"{problem}: {reason}", "remove it"
+    for index, callback in enumerate(recipe.callbacks):
+        if callback.type == "TelechatMoeMonitor":
+            problem = f"{callback.type}, which {OUR_TRAINER} has in it"
+            yield f"callbacks.{index}.type", problem, "remove it; telechat_moe.max_skipped_steps"
+    guard, run = settings.loss_guard, recipe.runner_config
+    if guard is not None and guard.action == "rollback":
+        problem = "rollback, by rollback_steps and max_rollbacks, and MindFormers' trainer cannot go back within a run"
+        yield "telechat_moe.loss_guard.action", problem, "skip, or `telechat-moe train`"
+    if run.sink_mode and run.sink_size != 1:
+        problem = f"{run.sink_size}: the callbacks of this package see every step only with 1"
+        yield "runner_config.sink_size", problem, "1"
 
 
 def _only_whole(recipe: Recipe, use: Use, plugin: bool) -> Iterator[Broken]:
@@ -291,26 +349,26 @@ def in_plain_graph(recipe: Recipe) -> Iterator[Broken]:
         yield "model.model_config.compute_dtype", problem, expected
 
 
-def _never_read(recipe: Recipe) -> Iterator[Broken]:
+def _never_read(recipe: Recipe, version: str) -> Iterator[Broken]:
     """Yield the keys that MindFormers never reads or drops, but for defaults, which ask for nothing, and those we need written."""
     entries = {entry.key: entry for entry in written(recipe) if not is_required(entry.field)}
-    for judged in judged_by_mindformers(recipe):
+    for judged in judged_by_mindformers(recipe, version):
         entry, instead = entries.get(judged.key), _DROPPED.get(judged.key)
         if entry is None or _asks_nothing(entry):
             continue
         if instead:
-            problem = f"{entry.value}, read by MindFormers {MINDFORMERS} and then dropped"
+            problem = f"{entry.value}, read by MindFormers {version} and then dropped"
             yield judged.key, problem, instead.format(entry.value)
         elif judged.verdict == "never":
-            problem = f"{_text(entry.value)}, never read by MindFormers {MINDFORMERS} in training"
+            problem = f"{_text(entry.value)}, never read by MindFormers {version} in training"
             yield judged.key, problem, "remove it"
 
 
-def judged_by_mindformers(recipe: Recipe) -> Iterator[KeyReading]:
+def judged_by_mindformers(recipe: Recipe, version: str) -> Iterator[KeyReading]:
     """Yield what is known of MindFormers' reading of each key of the file, the sections of our plug-in's model left out."""
     is_ours = recipe.trainer.type == OUR_TRAINER
     sections = {k: v for k, v in recipe.given.items() if not (is_ours and "plugin" in decided(k))}
-    for judged in judge(sections, recipe.model.model_config.model_type):
+    for judged in judge(sections, recipe.model.model_config.model_type, version):
         entry = locate(recipe.tree, judged.key) if recipe.tree else None
         origin = entry.node.origin if entry else ""  # a file or --set, else who filled it in
         if not judged.key.startswith("train_dataset_task.") and origin[:5] in ("", "--set"):
@@ -319,12 +377,13 @@ def judged_by_mindformers(recipe: Recipe) -> Iterator[KeyReading]:
 
 def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
     """Return the keys of which it is not known whether MindFormers reads them, and why; none for other uses."""
-    if (use_of(recipe) if use == "written" else use) != "mindformers":
+    use, version = resolved(recipe, use)
+    if use != "mindformers":
         return {}
     entries = {entry.key: entry for entry in written(recipe)}
     return {
         judged.key: judged.place
-        for judged in judged_by_mindformers(recipe)
+        for judged in judged_by_mindformers(recipe, version)
         if judged.verdict == "not judged"
         if (entry := entries.get(judged.key)) is None or not _asks_nothing(entry)
     }
@@ -332,12 +391,6 @@ def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
 
 def _asks_nothing(entry: WrittenKey) -> bool:
     return Takes().allows(entry.value, entry.field)
-
-
-def _is_ours(entry: WrittenKey) -> bool:
-    """Return whether a key asks for something of a run that only this package's model or trainer does."""
-    run = entry.key.startswith("telechat_moe.") and not entry.key.startswith("telechat_moe.corpus.")
-    return run and not _asks_nothing(entry)
 
 
 def _text(value: Any) -> str:

@@ -1,29 +1,34 @@
 """The loss on the validation data."""
 
+from mindspore import nn
+
 from telechat_moe.data import Loader, open_valid
 from telechat_moe.data.dataset import Dataset
 from telechat_moe.recipe import Recipe
-from telechat_moe.train.engine import Engine, tensors
+from telechat_moe.train.engine import tensors
+from telechat_moe.train.step import Evaluate
 
 
-def validation_loss(recipe: Recipe, engine: Engine) -> tuple[float, dict[str, float]]:
-    """Return the next-token loss of an engine's model on the validation data, nats per token.
+def validation_loss(
+    recipe: Recipe, model: nn.Cell, cell: Evaluate
+) -> tuple[float, dict[str, float]]:
+    """Return the next-token loss of a model, of which ``cell`` is made, on the validation data, nats per token.
 
     Returns:
         The mean over the sources, by their shares, and the loss of each by its prefix; none where there is one only.
     """
     sources = open_valid(recipe)
-    engine.model.set_train(False)
-    engine.evaluate_cell.set_train(False)
-    losses = [_loss(recipe, engine, source.dataset) for source in sources]
-    engine.model.set_train()
+    model.set_train(False)
+    cell.set_train(False)
+    losses = [_loss(recipe, cell, source.dataset) for source in sources]
+    model.set_train()
     if len(sources) == 1:
         return losses[0], {}
     mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
     return mean, dict(zip((source.prefix for source in sources), losses, strict=True))
 
 
-def _loss(recipe: Recipe, engine: Engine, data: Dataset) -> float:
+def _loss(recipe: Recipe, cell: Evaluate, data: Dataset) -> float:
     """Return the loss on one source."""
     batch = min(recipe.micro_batch_samples, len(data))
     total = weight = 0.0
@@ -33,6 +38,6 @@ def _loss(recipe: Recipe, engine: Engine, data: Dataset) -> float:
     with Loader(data, batch, epochs=1, prefetch=1) as loader:
         for _, columns in zip(range(count), loader, strict=False):
             tokens = float(columns["loss_mask"].sum())
-            loss = engine.evaluate_cell(*tensors(columns)).asnumpy()
+            loss = cell(*tensors(columns)).asnumpy()
             total, weight = total + float(loss[0]) * tokens, weight + tokens
     return total / max(weight, 1.0)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.schema.callbacks import MonitorConfig
 from telechat_moe.recipe.schema.own import LossGuard
 
 MAD_OF_SIGMA = 1.4826  # the standard deviation of normal values is so many times their median absolute deviation
@@ -139,16 +140,16 @@ def _fp32(x: float) -> float:
 
 def of_recipe(recipe: Recipe) -> Guard:
     """Return the guard of a recipe: `telechat_moe.loss_guard`, and MindFormers' fixed threshold."""
-    fixed, monitor = math.inf, recipe.monitor_config
+    fixed, monitor = math.inf, recipe.monitor_config or MonitorConfig()
     if recipe.use_skip_data_by_global_norm:
-        fixed = monitor.global_norm_spike_threshold if monitor is not None else 1.0
+        fixed = monitor.global_norm_spike_threshold
     return Guard(recipe.telechat_moe.loss_guard, fixed)
 
 
 def max_in_a_row(recipe: Recipe) -> tuple[int, str]:
     """Return how many steps in a row may be skipped before training stops, and which key says so."""
-    limit, monitor = recipe.telechat_moe.max_skipped_steps, recipe.monitor_config
-    if recipe.use_skip_data_by_global_norm and monitor is not None:
+    limit, monitor = recipe.telechat_moe.max_skipped_steps, recipe.monitor_config or MonitorConfig()
+    if recipe.use_skip_data_by_global_norm:
         spikes = monitor.global_norm_spike_count_threshold - 1  # MindFormers stops at this one
         if spikes < limit:
             return spikes, "monitor_config.global_norm_spike_count_threshold - 1"

@@ -2,25 +2,32 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data.recipe import sources_of
-from telechat_moe.errors import CheckFailedError
 from telechat_moe.interruption import can_stop
 from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
+from telechat_moe.train.callbacks import (
+    Callback,
+    ExpertLoads,
+    Losses,
+    PeriodicEvaluation,
+    SkippedSteps,
+    StepMetrics,
+    StepResult,
+)
 from telechat_moe.train.evaluate import validation_loss
 from telechat_moe.train.guard import SkippedStep, max_in_a_row
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.run_state import RunState
 from telechat_moe.train.schedule import RateSchedule
-from telechat_moe.train.step import StepOutput
 
 
 @dataclass(kw_only=True)
@@ -58,34 +65,6 @@ class Summary:
     save_stall_ms: float | None = None
 
 
-class StepResult(NamedTuple):
-    """A step that was computed.
-
-    Attributes:
-        ids: Token ids of its micro-batches.
-        losses: Next-token, MTP, balance and z-loss.
-        norm: Global norm of the gradient before clipping.
-        applied: Whether the weights were updated.
-        seconds: Time of the step, data included.
-        data_seconds: Time spent waiting for data.
-    """
-
-    ids: list[np.ndarray]
-    output: StepOutput
-    losses: tuple[float, float, float]
-    norm: float
-    applied: bool
-    rate: float
-    seconds: float
-    data_seconds: float
-
-    @property
-    def loss(self) -> float:
-        """Total loss, nats: next-token, MTP and auxiliary terms."""
-        lm, mtp, aux = self.losses
-        return lm + mtp + aux
-
-
 class Loop:
     """The steps of one process: they advance the state of the run, and the monitor shows it."""
 
@@ -100,16 +79,20 @@ class Loop:
         self.recipe, self.timer = state.recipe, timer or StepTimer()
         self.sources = sources_of(self.recipe)
         self.steps = state.step + state.steps_left
-        self.loads = LoadRecorder(self.recipe.telechat_moe.moe.load_interval, self.steps)
+        settings, limit = self.recipe.telechat_moe, max_in_a_row(self.recipe)
+        self.loads = LoadRecorder(settings.moe.load_interval, self.steps)
+        judged = (limit, state.guard, state, monitor, state.engine.culprit, state.root)
+        self.skipped = SkippedSteps(*judged)
+        self.evaluation = PeriodicEvaluation(monitor, settings.evaluation.interval, self.evaluate)
+        loads, metrics = ExpertLoads(monitor, self.loads), StepMetrics(monitor, self.sources)
+        self.callbacks: list[Callback] = [metrics, loads, self.skipped]
         self.began = time.perf_counter()
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self.tokens_per_second: list[float] = []
         self.data_seconds: list[float] = []
-        self.validation_loss: float | None = None
         self.saved_step: int | None = None
         self.stalls_ms: list[float] = []
-        self.rows: float | None = None
 
     def run(self) -> None:
         """Run the remaining steps with their evaluations and checkpoints; the last one is complete then."""
@@ -150,11 +133,10 @@ class Loop:
 
     def _steps(self, saver: Saver | None) -> None:
         state, section = self.state, self.recipe.checkpoints
-        interval = self.recipe.telechat_moe.evaluation.interval
-        if interval and state.step == 0:
-            self.monitor.evaluation(0, *self.evaluate())
+        self.evaluation.begin(state.step)
         while state.step < self.steps and not state.ranks.interrupted:
-            spike = self.train_step()
+            result = self.train_step()
+            spike = self.skipped.spike
             if state.ranks.leads:
                 can_stop()  # there is something to save now
             if saver is not None:
@@ -164,14 +146,12 @@ class Loop:
             if went_back and not last:
                 continue
             self.timer.lap("host")
-            if interval and (state.step % interval == 0 or last):
-                self.validation_loss, by_source = self.evaluate()
-                self.monitor.evaluation(state.step, self.validation_loss, by_source)
+            self.evaluation.step_end(result._replace(step=state.step, last=last))
             self.timer.lap("evaluation")
             if section and (state.step % section.save_checkpoint_steps == 0 or last):
                 self.save()
             self.timer.lap("save")
-            self.timer.finish(state.step, self.rows)
+            self.timer.finish(state.step, state.engine.rows(result.output.load_LE))
         if state.ranks.interrupted and state.step < self.steps:
             line = f"interrupted after step {state.step}; this recipe saves no checkpoints"
             if saver is not None:
@@ -180,14 +160,15 @@ class Loop:
                 line = f"interrupted: saved step {state.step}; continue with --resume"
             self.monitor.message(line)
 
-    def evaluate(self) -> tuple[float, dict[str, float]]:
+    def evaluate(self) -> Losses:
         """Return the loss on the validation data, and by source, on rank 0; the others wait and return NaN."""
         ranks, position = self.state.ranks, f"step {self.state.step}, evaluating"
+        engine = self.state.engine
         ranks.at(position)
-        self.state.engine.collect_weights()
+        engine.collect_weights()
         losses = float("nan"), dict[str, float]()
         if ranks.leads:
-            losses = validation_loss(self.recipe, self.state.engine)
+            losses = validation_loss(self.recipe, engine.model, engine.evaluate_cell)
         ranks.meet(position)
         return losses
 
@@ -242,81 +223,25 @@ class Loop:
         state.step, state.samples = step, state.samples + samples
         state.updates += applied
         state.applied_samples += applied * samples
-        return StepResult(ids, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
+        tokens, last = samples * recipe.model_config.seq_length, step == self.steps
+        losses, times = (lm, mtp, aux), (seconds, waited)
+        return StepResult(step, last, tokens, output, losses, norm, applied, rate, *times, ids)
 
-    def train_step(self) -> SkippedStep | None:
-        """Run one step and report it; return what was wrong if its update was left out."""
+    def train_step(self) -> StepResult:
+        """Run one step and report it."""
         state, loader, before = self.state, self.state.loader, self.state.samples
         first = loader.epochs.begin(loader.next_sample)
         result = self.compute_step()
-        step, output, count = state.step, result.output, state.samples - before
+        step, count = state.step, state.samples - before
         sources = loader.counts(first, count)
         self.monitor.samples(step, first, count, result.ids, result.applied, loader.order, sources)
-        lm, mtp, aux = result.losses
-        tokens = count * self.recipe.model_config.seq_length
-        self.monitor.tokens_per_step = tokens
-        self.tokens_per_second.append(tokens / result.seconds)
-        self.losses.append(lm)
+        self.tokens_per_second.append(result.tokens / result.seconds)
+        self.losses.append(result.losses[0])
         self.step_seconds.append(result.seconds)
         self.data_seconds.append(result.data_seconds)
-        spike = state.guard.judge(step, result.loss, result.norm, result.applied)
-        imbalance, dropped = _balance(output)
-        self.monitor.step(
-            step,
-            loss=result.loss,
-            lm_loss=lm,
-            mtp_loss=mtp,
-            aux_loss=aux,
-            grad_norm=result.norm,
-            learning_rate=result.rate,
-            seconds=result.seconds,
-            data_seconds=result.data_seconds,
-            skipped=not result.applied,
-            expert_load_max_over_mean=max(imbalance, default=None),
-            expert_load_by_layer=imbalance or None,
-            drop_rate=dropped,
-            by_source=self._by_source(output),
-        )
-        for record in output.moves:
-            self.monitor.moved(step, record)
-        self._record_loads(output)
-        self._count(spike, output)
-        return spike
-
-    def _by_source(self, output: StepOutput) -> dict[str, tuple[float, int]]:
-        """Return next-token loss and tokens of each source in a step, by its prefix; none where there is one."""
-        if output.by_source is None:
-            return {}
-        sums = zip(self.sources, *output.by_source.tolist(), strict=True)
-        return {name: (loss / tokens, round(tokens)) for name, loss, tokens in sums if tokens}
-
-    def _record_loads(self, output: StepOutput) -> None:
-        """Record the load of every expert where it is due, and how long that takes."""
-        began = time.perf_counter()
-        self.rows = self.state.engine.rows(output.load_LE)
-        record = self.loads.add(self.state.step, output.load_LE)
-        if record is not None:
-            self.monitor.expert_loads(self.state.step, record)
-        self.loads.seconds += time.perf_counter() - began
-
-    def _count(self, spike: SkippedStep | None, output: StepOutput) -> None:
-        """Count skipped steps; stop after too many in a row."""
-        state = self.state
-        if spike is None:
-            state.skipped_in_a_row = 0
-            return
-        state.skipped += 1
-        state.skipped_in_a_row += 1
-        reason = state.engine.culprit(output) if spike.limit is None else spike.describe()
-        self.monitor.skipped(state.step, spike.numbers(), reason)
-        limit, key = max_in_a_row(self.recipe)
-        if state.skipped_in_a_row > limit:
-            raise CheckFailedError(
-                f"stopped at step {state.step}: {state.skipped_in_a_row} steps in a row had a "
-                f"loss or gradient that is not finite or too high ({key} is {limit}); "
-                f"{reason}. Checkpoints in {state.root} are from before; look at the data and "
-                "the learning rate around this step"
-            )
+        for callback in self.callbacks:
+            callback.step_end(result)
+        return result
 
     def summary(self) -> Summary:
         """Return the result of the run, as far as it got."""
@@ -330,7 +255,7 @@ class Loop:
             steps=state.step,
             skipped_steps=state.skipped,
             train_loss=float(np.mean(last)) if last else None,
-            validation_loss=self.validation_loss,
+            validation_loss=self.evaluation.loss,
             first_loss=self.losses[0] if self.losses else None,
             parameters=count_parameters(state.engine.model),
             tokens_per_second=float(np.median(speeds)) if speeds else None,
@@ -340,14 +265,3 @@ class Loop:
             checkpoint=str(newest[0].relative_to(root.parent)) if newest else None,
             save_stall_ms=float(np.median(self.stalls_ms)) if self.stalls_ms else None,
         )
-
-
-def _balance(output: StepOutput) -> tuple[list[float], float | None]:
-    """Return max over mean expert load of each MoE layer, and the share of pairs dropped."""
-    load_LE = output.load_LE
-    if load_LE.ndim != 2 or not load_LE.sum():
-        return [], 0.0
-    by_layer = [round(float(x), 4) for x in load_LE.max(1) / load_LE.mean(1)]
-    if output.dropped is None:
-        return by_layer, None
-    return by_layer, float(output.dropped[0]) / float(load_LE.sum())

@@ -5,10 +5,14 @@ here imports mindspore, and of large files only headers, indices, sizes and the 
 """
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +36,7 @@ from telechat_moe.recipe.arithmetic import least_bytes
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.recipe.hugging_face import OtherModelError
 from telechat_moe.recipe.problems import Missing
+from telechat_moe.recipe.rules.data import MEGATRON
 from telechat_moe.recipe.swap import require_pool
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.sharding.shards import WeightShards, elements
@@ -127,8 +132,32 @@ def examine(
 
 
 def machine(recipe: Recipe) -> list[Problem]:
-    """Return why this machine cannot run a recipe, by any trainer: a device or a folder."""
-    return [*_device(recipe), *_folders(recipe)]
+    """Return why this machine cannot run a recipe in MindFormers' trainer: a device, a folder, or what its data loader needs."""
+    return [*_device(recipe), *_folders(recipe), *index_builder(recipe)]
+
+
+def index_builder(recipe: Recipe) -> Iterator[Problem]:
+    """Yield why `make` cannot build what MindFormers' Megatron loader compiles when it starts: it asks the first python3 of PATH.
+
+    `make` says by itself what it would do; a helper that is already there needs nothing.
+    """
+    spec, loader = find_spec("mindformers"), recipe.train_dataset.data_loader.type
+    if spec is None or spec.origin is None or loader != MEGATRON:
+        return
+    source = Path(spec.origin).parent / "dataset" / "blended_datasets"
+    key, finding = f"{DATA}.type", f"{loader}, for which MindFormers compiles a helper"
+    try:
+        command = ["make", "-n", "-C", str(source)]
+        planned = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        yield recipe.problem(key, f"{finding}, and PATH has no make", "make and g++ installed")
+        return
+    if "helpers.cpp" in planned and "-I" not in planned:
+        finding += f" with pybind11 of the first python3 in PATH; {shutil.which('python3') or 'PATH'} has none"
+        expected = (
+            f"{Path(sys.executable).parent} first in PATH, or `python3 -m pip install pybind11`"
+        )
+        yield recipe.problem(key, finding, expected)
 
 
 def _device(recipe: Recipe) -> Iterator[Problem]:
@@ -277,7 +306,6 @@ class Preflight:
         if isinstance(self.shared, Subscriber):
             return open_loader(self.recipe, self.shared)
         recipe, section = self.recipe, self.recipe.train_dataset.data_loader.config
-        evaluation = recipe.telechat_moe.evaluation
         name = "data_path" if section is None or section.data_path else "train_data_path"
         data_path = list(getattr(section, name, None) or ())
         loader = None
@@ -286,11 +314,22 @@ class Preflight:
         elif self.judges_data:
             key = f"{DATA}.config.{name}" if data_path else DATA
             loader = self.attempt(key, lambda: open_loader(recipe, self.shared))
-            if recipe.telechat_moe.sample is not None and data_path:
-                self.attempt("telechat_moe.sample", lambda: load_tokenizer(tokenizer_path(recipe)))
-        if evaluation.interval and self._files(VALID, evaluation.data_path or ()):
-            self.attempt(VALID, lambda: open_valid(recipe))
+            if data_path:
+                self.tokenizer()
+        self.validation()
         return loader
+
+    def tokenizer(self) -> None:
+        """Check the tokenizer of the text that the model writes."""
+        if self.recipe.telechat_moe.sample is not None:
+            path = tokenizer_path(self.recipe)
+            self.attempt("telechat_moe.sample", lambda: load_tokenizer(path))
+
+    def validation(self) -> None:
+        """Check the validation data."""
+        evaluation = self.recipe.telechat_moe.evaluation
+        if evaluation.interval and self._files(VALID, evaluation.data_path or ()):
+            self.attempt(VALID, lambda: open_valid(self.recipe))
 
     def _files(self, key: str, data_path: Sequence[str]) -> bool:
         """Check the pairs of files of a `data_path` and the manifests beside them; return False if one is broken."""
@@ -470,11 +509,12 @@ def end_tokens(recipe: Recipe, weights: Path) -> list[str]:
     return [f"{finding}: the data's tokenizer must be the model's"]
 
 
-def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
+def open_loader(recipe: Recipe, shared: Shared = None, *, marks: bool = True) -> Batches:
     """Open the training data of a recipe, or take its batches from another process of this host that does.
 
     Args:
         shared: With it the batches are given to the other processes, or come from one.
+        marks: Of several sources each marks its samples (:mod:`telechat_moe.model.by_source`).
 
     Raises:
         BadInputError: The data are not there, broken or too few.
@@ -487,7 +527,7 @@ def open_loader(recipe: Recipe, shared: Shared = None) -> Batches:
         return FollowingLoader(shared, rows, **settings)
     # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
     data = open_recipe(recipe)
-    settings |= {"epoch_samples": recipe.epoch_samples, "mark_sources": True}
+    settings |= {"epoch_samples": recipe.epoch_samples, "mark_sources": marks}
     if len(data) < recipe.epoch_samples:
         raise BadInputError(
             f"{len(data)} samples, {DATA}.sizes asks for {recipe.epoch_samples}; at most {len(data)} there, or more data"

@@ -1,12 +1,14 @@
 """Let the model write: continue prompts token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 from telechat_moe.data import Tokenizer, load_tokenizer
+from telechat_moe.files import write_atomic
 from telechat_moe.model import CausalLM, Logits
 from telechat_moe.recipe import Recipe
 from telechat_moe.train.preflight import tokenizer_path
@@ -74,13 +76,15 @@ def draw(
     return int(generator.choice(best, p=weight / weight.sum()))
 
 
-def sample_text(recipe: Recipe, model: CausalLM) -> str | None:
-    """Return what the model makes of the recipe's prompts; None without prompts."""
+def write_sample(recipe: Recipe, model: CausalLM, say: Callable[[str], object]) -> None:
+    """Write what the model makes of the recipe's prompts into ``sample.txt``, and say it; nothing without prompts."""
     section = recipe.telechat_moe.sample
     if section is None:
-        return None
+        return
     tokenizer, size = load_tokenizer(tokenizer_path(recipe)), section.max_new_tokens
     drawing = {"temperature": section.temperature, "top_k": section.top_k, "seed": recipe.seed}
     texts = continue_prompts(model, tokenizer, section.prompts, size, **drawing)
     lines = [p + t for p, t in zip(section.prompts, texts, strict=True)]
-    return "\n\n---\n\n".join(lines) + "\n"
+    text = "\n\n---\n\n".join(lines) + "\n"
+    write_atomic(Path(recipe.output_dir) / "sample.txt", text)
+    say(f"the model writes:\n\n{text}")

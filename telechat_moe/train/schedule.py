@@ -10,7 +10,7 @@ from collections.abc import Callable
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.batch_schedule import BatchSchedule
-from telechat_moe.recipe.schema.optimizer import LrSchedule
+from telechat_moe.recipe.schema.optimizer import STABLE_DECAY, LrSchedule
 
 RateSchedule = Callable[[float], float]
 
@@ -150,7 +150,7 @@ def of_section(section: LrSchedule, train_steps: int, style: str | None) -> Rate
     if section.type == "CosineWithWarmUpLR":
         last = steps(section.decay_steps, section.decay_ratio, total)
         return cosine(peak, end, warmup, total, start, last, section.num_cycles or 0.5)
-    if section.type == "WarmUpStableDecayLR":
+    if section.type in STABLE_DECAY:
         decay_start = steps(section.decay_start_steps, section.decay_start_ratio, total)
         return warmup_stable_decay(peak, end, warmup, decay_start, total, start, style or "linear")
     return None

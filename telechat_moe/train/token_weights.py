@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.graph.execute import TOKEN_WEIGHTS
 from telechat_moe.recipe import ModelConfig
@@ -30,14 +30,42 @@ def token_weights(
         fp32: the next token's, those of the depths (0 beyond them), and one over the parts for the balance losses; as many
         as the model gives terms.
     """
-    depth = config.num_nextn_predict_layers
+    factors = _factors(config)
     kept_S = np.sum([np.minimum(mask, 1).sum(0, dtype=np.float64) for mask in masks], 0)
-    tokens = np.array([kept_S[k:].sum() for k in range(1 + depth)])
-    factors = np.array([1.0] + [(config.mtp_loss_factor or 0.0) / depth for _ in range(depth)])
-    weights = np.zeros(_terms(config), np.float32)
-    weights[: 1 + depth] = micro_batches * factors / np.maximum(tokens, 1e-8)
-    weights[-1] = 1.0 / parts
-    return weights
+    tokens = np.array([kept_S[k:].sum() for k in range(len(factors))])
+    weights = micro_batches * factors / np.maximum(tokens, 1e-8)
+    return np.append(weights, 1.0 / parts).astype(np.float32)
+
+
+class MeanOverProcesses(nn.Cell):
+    """Weigh a process's sums over tokens in the graph, so that their mean over processes is the mean over the tokens of all.
+
+    Args:
+        processes: Each has one micro-batch of a step.
+    """
+
+    def __init__(self, config: ModelConfig, processes: int) -> None:
+        super().__init__()
+        factors = _factors(config)
+        labels_KS = np.arange(config.seq_length) >= np.arange(len(factors))[:, None]
+        self.labels_KS = Tensor(labels_KS.astype(np.float32))
+        self.factors_K = Tensor((processes * factors).astype(np.float32))
+        self.total = ops.AllReduce()
+
+    def construct(self, lm: Tensor, mtp: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return next-token and MTP loss, ``(1,)``, of the sums that the model gives; the mask is as in :func:`token_weights`."""
+        kept_S = ops.reduce_sum(ops.minimum(mask_BS, 1.0), 0)
+        tokens_K = self.total(ops.reduce_sum(self.labels_KS * kept_S, 1))
+        weights_K = ops.stop_gradient(self.factors_K / (tokens_K + 1e-8))
+        return lm * weights_K[:1], ops.reduce_sum(mtp * weights_K[1:]).reshape((1,))
+
+
+def _factors(config: ModelConfig) -> np.ndarray:
+    """Return by what the mean losses of the next token and of each MTP depth are multiplied; 0 beyond the depths."""
+    depth = config.num_nextn_predict_layers
+    factors = np.zeros(_terms(config) - 1)
+    factors[0], factors[1 : 1 + depth] = 1.0, (config.mtp_loss_factor or 0.0) / max(1, depth)
+    return factors
 
 
 def _terms(config: ModelConfig) -> int:

@@ -33,7 +33,7 @@ from telechat_moe.train.loop import Loop, Summary
 from telechat_moe.train.monitor import Monitor, SilentMonitor
 from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.run_state import RunState
-from telechat_moe.train.sample import sample_text
+from telechat_moe.train.sample import write_sample
 
 
 class Trainer:
@@ -194,10 +194,8 @@ class Trainer:
     def _sample(self, monitor: Monitor) -> None:
         """Let the model write, on rank 0."""
         self.engine.collect_weights()
-        text = sample_text(self.recipe, self.engine.model) if self.ranks.leads else None
-        if text is not None:
-            self._write("sample.txt", text)
-            monitor.message(f"the model writes:\n\n{text}")
+        if self.ranks.leads:
+            write_sample(self.recipe, self.engine.model, monitor.message)
 
     def _write(self, name: str, text: str) -> None:
         if self.ranks.leads:

@@ -11,6 +11,7 @@ import pytest
 
 from telechat_moe.data import IndexedDataset, Loader, SampleOptions, build, open_blend
 from telechat_moe.data.corpus import open_corpus
+from telechat_moe.versions import mindformers_version
 
 pytestmark = pytest.mark.mindformers
 
@@ -24,7 +25,7 @@ OPTIONS = {
         "create_attention_mask": True,
         "pad": 5,
     },
-    # MindFormers needs one of the other options here, else its second sample fails.
+    # MindFormers 1.9.0 needs one of the other options here.
     "compressed": {
         "create_compressed_eod_mask": True,
         "reset_position_ids": True,
@@ -128,11 +129,14 @@ def test_samples_equal_mindformers(
         assert_same_samples(mine, expected[0])
 
 
-def test_where_we_differ_from_mindformers(reference, prefixes, tmp_path: Path) -> None:
-    """With a ``pad`` that occurs and no mask option, MindFormers keeps earlier samples' masks."""
+def test_masks_that_one_version_keeps(reference, prefixes, tmp_path: Path) -> None:
+    """With a ``pad`` that occurs and no mask option, MindFormers 1.9.0 keeps earlier samples' masks; 2.1.0 does not."""
     common = {"seq_length": 16, "seed": 1, "split": "1, 0, 0"}
     theirs = reference([prefixes["long"]], [100, 0, 0], tmp_path, pad=5, **common)[0]
     mine = open_blend([prefixes["long"]], size=100, options=SampleOptions(eod=0, pad=5), **common)
+    if mindformers_version() != "1.9.0":
+        assert_same_samples(mine, theirs)
+        return
     batch = mine.batch(np.arange(len(mine)))
     leaked = np.stack([theirs[index][2] for index in range(len(theirs))])
     assert (leaked[-1] == 0).sum() > (batch["loss_mask"][-1] == 0).sum()
@@ -140,6 +144,21 @@ def test_where_we_differ_from_mindformers(reference, prefixes, tmp_path: Path) -
         theirs.masks_and_position_ids_are_cached = False
         for name, expected in zip(batch, theirs[index], strict=True):
             np.testing.assert_array_equal(batch[name][index], expected)
+
+
+def test_ends_of_documents_without_another_option(reference, prefixes, tmp_path: Path) -> None:
+    """MindFormers 1.9.0 fails at the second sample; 2.1.0 gives ours."""
+    common = {"seq_length": 16, "seed": 1, "split": "1, 0, 0"}
+    options = {"create_compressed_eod_mask": True, "eod_pad_length": 40}
+    theirs = reference([prefixes["long"]], [100, 0, 0], tmp_path, **options, **common)[0]
+    options = SampleOptions(eod=0, **options)
+    mine = open_blend([prefixes["long"]], size=100, options=options, **common)
+    if mindformers_version() != "1.9.0":
+        assert_same_samples(mine, theirs)
+        return
+    assert len(theirs[0]) == 5
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'astype'"):
+        theirs[1]
 
 
 def test_built_files_are_read_by_mindformers(reference, corpus: Path, tmp_path: Path) -> None:

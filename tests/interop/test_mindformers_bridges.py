@@ -139,7 +139,8 @@ def test_nothing_is_bridged_elsewhere() -> None:
         "from telechat_moe.interop import mindformers_bridges as b\n"
         "from mindspore.communication import comm_func\n"
         "old, ms.get_context = comm_func.barrier, lambda name: 'Ascend'\n"
-        "b.install(None)\n"
+        "from telechat_moe.recipe import load\n"
+        "b.install(None, load('telechat3_moe/pretrain_tiny.yaml', ['context.device_target=Ascend']))\n"
         "assert comm_func.barrier is old\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=runs.environment())

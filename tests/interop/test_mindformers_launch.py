@@ -10,6 +10,7 @@ from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.interop import mindformers_config as config
 from telechat_moe.recipe import RecipeError, load, loads
+from telechat_moe.train import guard
 
 needs_mindformers = [
     pytest.mark.mindspore,
@@ -62,6 +63,11 @@ def test_a_model_of_mindformers_is_not_launched() -> None:
             [*TWO, "parallel.parallel_mode=1"],
             "parallel.parallel_mode",
             "on CPU, where MindSpore has no semi-automatic parallelism",
+        ),
+        (
+            ["use_skip_data_by_global_norm=True", "runner_wrapper.use_clip_grad=False"],
+            "use_skip_data_by_global_norm",
+            "no norm to compare",
         ),
     ],
 )
@@ -140,6 +146,27 @@ class TestConfigurationRoundTrip:
         ):
             assert getattr(found, section) == getattr(meant, section), section
 
+    @pytest.mark.parametrize("monitor", [None, {"monitor_on": True}, {"monitor_on": False}])
+    def test_the_fixed_threshold_of_steps_that_are_skipped(
+        self, monitor: dict | None, tmp_path: Path
+    ) -> None:
+        """Its steps take it whether the monitor is on or not, and without the section from MindFormers' own."""
+        import yaml
+        from mindformers import MindFormerConfig
+
+        sections = {**load(TINY, WITHOUT).given, "use_skip_data_by_global_norm": True}
+        if monitor is not None:
+            limits = {"global_norm_spike_threshold": 1.4, "global_norm_spike_count_threshold": 4}
+            sections["monitor_config"] = {**monitor, **limits}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(sections))
+        read = MindFormerConfig(str(path))
+        limits = read.monitor_config
+        for recipe in (config.recipe_of(read), loads(path.read_text())):
+            assert guard.of_recipe(recipe).fixed_norm == limits.global_norm_spike_threshold
+            steps, _ = guard.max_in_a_row(recipe)
+            assert steps == limits.global_norm_spike_count_threshold - 1
+
     def test_misspelt_key_on_the_command_line(self, tmp_path: Path) -> None:
         """``run_mindformer.py --model.model_config.num_expert_per_tok 4`` adds a key in silence."""
         import yaml
@@ -156,8 +183,8 @@ class TestConfigurationRoundTrip:
             config.recipe_of(read)
         del read.model.model_config["num_expert_per_tok"]
         assert config.recipe_of(read).optimizer.weight_decay == 0.2
-        read.telechat_moe["evaluation"] = {"interval": 4}
-        with pytest.raises(TelechatMoeError, match=r"evaluation.interval: 4, which"):
+        read.telechat_moe["swap"] = {"pool_mib": 64}
+        with pytest.raises(TelechatMoeError, match=r"telechat_moe.swap: a section, which"):
             config.recipe_of(read)
 
 

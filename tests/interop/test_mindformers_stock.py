@@ -34,7 +34,7 @@ def small(folder: Path) -> Path:
 
 @pytest.mark.skipif(
     not STOCK.exists(),
-    reason=f"{STOCK.relative_to(ROOT)} is not here: copy it from tag v1.9.0 of {REPOSITORY}",
+    reason=f"{STOCK.relative_to(ROOT)} is not here: copy it from branch r2.0.0 (as in v1.9.0) of {REPOSITORY}",
 )
 def test_stock_script(tmp_path: Path) -> None:
     """MindFormers' unmodified script trains our model, to the losses of our own door."""

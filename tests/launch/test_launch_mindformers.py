@@ -50,7 +50,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
 
     def strike() -> None:
         for _ in range(20000):
-            if newest(output / FOLDER) is not None:
+            if newest(output / FOLDER, 2) is not None:
                 os.kill(int((output / ".job/control/rank_1.pid").read_text()), signal.SIGKILL)
                 return
             time.sleep(0.005)

@@ -175,10 +175,53 @@ LEFT = {
         ("CorpusSection.paths", "CorpusSection.valid_fraction", "CorpusSection.tokenizer"),
         "of `data build`",
     ),
-    **dict.fromkeys(("Evaluation.batches", "Evaluation.data_path"), "evaluation is off"),
     "Saving.background": "MindFormers goes by async_save alone, as docs/checkpoints.md says",
 }
 """Keys of our own section that ask for nothing in MindFormers."""
+
+
+BESIDE = tuple(
+    f"telechat_moe.{name}"
+    for name in (
+        *("evaluation", "sample", "saving", "ema", "loss_guard", "moe.load_interval"),
+        "max_skipped_steps",
+    )
+)
+"""Keys of what is done beside the steps."""
+
+
+@pytest.mark.slow
+@pytest.mark.mindformers
+def test_beside_mindformers(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for beside the steps acts on our callbacks in MindFormers' trainer, or is refused."""
+    pytest.importorskip("mindformers", reason="mindformers is not installed")
+    monkeypatch.chdir(Path(base["output_dir"]).parent)
+    key_effects.patch(monkeypatch)
+    sections, wrong = copy.deepcopy(base), list[str]()
+    sections["context"]["device_target"] = "Ascend"
+
+    def effect(sections: dict[str, Any]) -> list[Any] | str:
+        judged = judge(sections, "mindformers")
+        if isinstance(judged, list):
+            return judged
+        return key_effects.beside_mindformers(judged, monkeypatch)
+
+    for key in (key for key in KEYS if key.place.startswith(BESIDE) and str(key) not in LEFT):
+        setting, values = key.acts
+        place = in_setting(sections, setting)
+        before, idle = effect(place), list[object]()
+        for value in values or tried(key.field, value_of(place, key)):
+            after = effect(with_value(place, key, value))
+            if isinstance(after, list):
+                if not refuses(after, key.place, value):
+                    wrong.append(f"{key}={value!r}: refused as {after[0]}")
+            elif after != before:
+                idle.clear()
+                break
+            else:
+                idle.append(value)
+        wrong += [f"{key}={value!r}: taken without effect" for value in idle]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow
@@ -194,6 +237,8 @@ def test_through_mindformers(base: dict[str, Any], monkeypatch: pytest.MonkeyPat
     sections["context"]["device_target"] = "Ascend"
     before, wrong = key_effects.received(sections, folder), list[str]()
     for key in KEYS:
+        if key.place.startswith(BESIDE):
+            continue
         if decides("mindformers", key.place):
             wrong += [
                 f"{key}{fault}"

@@ -23,10 +23,13 @@ from mindspore import Parameter, Tensor, communication, ops
 from mindspore.train.mind_ir_pb2 import ModelProto
 
 from telechat_moe.cli.data import _settings
+from telechat_moe.data.rank_samples import RankSamples
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.graph.compile import RankGraph
+from telechat_moe.interop.mindformers_checkpoint import open_data
 from telechat_moe.model import initialize
-from telechat_moe.recipe import Recipe
+from telechat_moe.recipe import Recipe, loads
+from telechat_moe.recipe.rules.mindformers import reads_data
 from telechat_moe.recipe.speed_up import switches
 from telechat_moe.sharding import recipe as sharded
 from telechat_moe.tools.plan.schedules.ranks import rank_orders
@@ -97,6 +100,10 @@ class Recorder:
     def collect_weights(self) -> None:
         """Have them."""
 
+    def get_parameters(self) -> list[Parameter]:
+        """Have none."""
+        return []
+
     def parameters(self) -> dict[str, Any]:
         """Have none."""
         return {}
@@ -156,7 +163,7 @@ def run(recipe: Recipe) -> list[Any]:
             said.append(repr(start_of(recipe)))
             said.append(("data", build_settings(recipe)))
             Loop(state, schedule.from_recipe(recipe), Watching(said)).run()
-            sample.sample_text(recipe, engine)
+            sample.write_sample(recipe, engine, str)
     except TelechatMoeError as error:
         said.append(("error", str(error)))
     return said
@@ -346,6 +353,7 @@ def patch(patch: Any) -> None:
     """Replace what a run needs beside a recipe by what records it."""
     patch.setattr(run_state, "Saver", FakeSaver)
     patch.setattr(sample, "load_tokenizer", str)
+    patch.setattr(sample, "write_atomic", lambda *args: None)
     patch.setattr(
         sample,
         "continue_prompts",
@@ -361,12 +369,30 @@ def received(sections: dict[str, Any], folder: Path) -> str:
     from mindformers import MindFormerConfig
 
     path = folder / "given.yaml"
-    sections = {k: v for k, v in sections.items() if k != "telechat_moe"}  # MindFormers drops it
-    path.write_text(yaml.dump(sections, Dumper=yaml.CSafeDumper))
+    upstream = {k: v for k, v in sections.items() if k != "telechat_moe"}  # MindFormers drops it
+    path.write_text(yaml.dump(upstream, Dumper=yaml.CSafeDumper))
     try:
-        return repr(MindFormerConfig(str(path)))
+        return repr(MindFormerConfig(str(path))) + _hooked(yaml.safe_dump(sections))
     except (KeyError, TypeError, ValueError) as error:  # it reads the key, and refuses the value
         return str(error)
+
+
+@functools.lru_cache(8)
+def _hooked(text: str) -> str:
+    """Return what our data loader and our schedule in MindFormers' trainer make of a recipe, as text."""
+    recipe = loads(text)
+    effects: list[Any] = [build_settings(recipe)]
+    if recipe.telechat_moe.lr_wsd_decay_style is not None:
+        effects += map(schedule.from_recipe(recipe), range(recipe.train_steps))
+    if reads_data(recipe):
+        try:
+            loader, step = open_data(recipe, rank=1)
+            share = (0, sharded.mesh_of(recipe).dp)
+            samples = RankSamples(loader, recipe.micro_batches, step, share)
+            effects.append(_hash(column for i in range(len(samples)) for column in samples[i]))
+        except TelechatMoeError as error:
+            effects.append(str(error))
+    return json.dumps(effects, default=str)
 
 
 def in_mindformers(recipe: Recipe) -> str:
@@ -381,3 +407,43 @@ def in_mindformers(recipe: Recipe) -> str:
     except TelechatMoeError as error:
         return str(error)
     return re.sub(r" at 0x\w+", "", repr([model.transformer_config, describe(model)]))
+
+
+def beside_mindformers(recipe: Recipe, patch: Any) -> str:
+    """Return what our callbacks do in MindFormers' trainer beside the steps of a recipe, as text."""
+    from telechat_moe.interop import mindformers_callbacks as plugin
+
+    actions: list[Any] = []
+    patch.setattr(FakeSaver, "said", actions, raising=False)
+    engine = Recorder(recipe, actions)
+    counted = (np.ones((1, 1), np.float32), np.zeros(1, np.float32))
+    calls = {"take_loads": lambda: counted, "by_source": lambda: None}
+    model: Any = SimpleNamespace(model=engine, applied=True, **calls)
+    for name in ("lm_loss", "mtp_loss", "aux_loss"):
+        patch.setitem(plugin.parameter_register._params, name, _value([1.0]))
+    patch.setattr(plugin, "Monitor", lambda *args, **options: Watching(actions))
+    patch.setattr(plugin, "Saver", FakeSaver)
+    patch.setattr(plugin, "Evaluate", lambda model: engine.evaluate_cell)
+    patch.setattr(plugin, "write_atomic", lambda *args: None)
+    hooks = plugin.TrainingHooks(recipe, model, 0, split=False)
+    actions.append(("failed saves", hooks.failures.max_failed))
+    cell = SimpleNamespace(
+        set_limits=lambda *limits: actions.append(("limits", limits)), aux_loss_scale=0.0
+    )
+    try:
+        hooks._begin(None)
+        actions.append(("average", hooks.average and hooks.average.decay))
+        for step in range(1, recipe.train_steps + 1):
+            loss, norm = SPIKES.get(step, (4.0 + 0.01 * step, 1.0 + 0.01 * step))
+            applied = loss < hooks.guard.limits().loss and norm < hooks.guard.limits().norm
+            outputs = (_value([loss]), _value(not applied), None, 1e-3, _value(norm))
+            params = SimpleNamespace(net_outputs=outputs, cur_step_num=step, train_network=cell)
+            now = SimpleNamespace(original_args=lambda params=params: params)
+            for call in (hooks._step_begin, hooks._fetch, hooks._beside, hooks._step_done):
+                call(now)
+        hooks._end(None)
+    except TelechatMoeError as error:
+        actions.append(("error", str(error)))
+    finally:
+        hooks._close()
+    return json.dumps(actions, default=str)

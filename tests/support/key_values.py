@@ -57,7 +57,7 @@ class Key(NamedTuple):
 KEYS = [Key(path, cls, f) for path, cls in sections() for f in section_keys(cls).fields.values()]
 
 
-CLASSES = {key.path: key.section for key in reversed(KEYS)}
+CLASSES = {name: key.section for key in reversed(KEYS) for name in (key.path, key.section.__name__)}
 SAME = {f"{at}.seq_length" for at in ("model.model_config", "train_dataset.data_loader.config")}
 """One setting, which a recipe writes once and repeats by an alias."""
 
@@ -83,13 +83,16 @@ def within(sections: dict[str, Any], key: str, section: str = "") -> tuple[Any, 
         if bracket:
             items = [item for item in node if item.get("type") == section or path != "callbacks[]"]
             if not items:
-                node.append(required(path) | ({"type": section} if path == "callbacks[]" else {}))
+                is_callback = path == "callbacks[]"
+                node.append(
+                    required(section) | {"type": section} if is_callback else required(path)
+                )
             node = (items or node)[-1]
     return node, int(last) if isinstance(node, list) else last
 
 
 def required(path: str) -> dict[str, Any]:
-    """Return what a section must hold; it is all that a section of a path that is not known holds."""
+    """Return what a section must hold, of its path or class; it is all that a section that is not known holds."""
     content: dict[str, Any] = {}
     for name in section_keys(CLASSES[path]).required if path in CLASSES else ():
         field = section_keys(CLASSES[path]).fields[name]

@@ -1,7 +1,7 @@
 """The pages of the documentation as a reader has them: their blocks, a fresh folder, and short runs.
 
 In an ``sh`` block stand commands that run as printed, in order, in a clone's root. A command whose comment says ``exit code N``
-ends with N. ``bash``: commands that need a cluster, a set-up or files of the reader's own (``NOT_RUN``). No language: output.
+or ``N or M`` ends with these. ``bash``: commands that need a cluster, a set-up or files of the reader's own (``NOT_RUN``). No language: output.
 """
 
 import os
@@ -85,6 +85,7 @@ TOGETHER: dict[str, list[str]] = {
         f"train_dataset.input_columns={COLUMNS}",
         f"train_dataset.construct_args_key={COLUMNS}",
     ],
+    "callbacks": ["model.model_config.moe_router_enable_expert_bias=False"],
     "swap_config.swap": ["model.model_config.num_hidden_layers=8"],
 }
 """Settings that the YAML of a page needs beside one of its own."""
@@ -104,11 +105,11 @@ AFTERWARDS: dict[str, Callable[[Path, str], None]] = {"checkpoints.md": _checkpo
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page: its line number, its text and the exit code that its comment promises."""
+    """A command of a page: its line number, its text and the exit codes that its comment promises."""
 
     line: int
     text: str
-    code: int
+    codes: tuple[int, ...] = (0,)
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
@@ -129,9 +130,10 @@ def commands(page: Path) -> list[Command]:
             continue
         number = first
         for line in re.split(r"(?<!\\)\n", text.rstrip("\n")):
-            code = re.search(r"#.*\bexit code (\d+)", line)
+            codes = re.search(r"#.*\bexit code (\d+)(?: or (\d+))?", line)
             if line.strip():
-                listed.append(Command(number, line, int(code[1]) if code else 0))
+                promised = tuple(int(code) for code in codes.groups() if code) if codes else (0,)
+                listed.append(Command(number, line, promised))
             number += line.count("\n") + 1
     return listed
 

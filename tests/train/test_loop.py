@@ -22,8 +22,8 @@ from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import trainer as training
+from telechat_moe.train.callbacks import _balance
 from telechat_moe.train.engine import OneProcess, tensors
-from telechat_moe.train.loop import _balance
 from telechat_moe.train.step import StepOutput
 from telechat_moe.train.trainer import Trainer
 

@@ -1,6 +1,7 @@
 """What `check` and `train` say of files, folders, start and device before anything is compiled: the same, all at once."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -380,3 +381,47 @@ def test_require_says_what_examine_found(place: Path) -> None:
 def test_it_does_not_need_mindspore() -> None:
     code = "import sys; import telechat_moe.train.preflight, telechat_moe.interop.hf; sys.exit('mindspore' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.mindformers
+def test_mindformers_loader_needs_pybind11_of_the_first_python3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `make` itself decides, in MindFormers' folder without a compiled helper."""
+    pytest.importorskip("mindformers", reason="mindformers is not installed")
+    import mindformers
+
+    below = "dataset/blended_datasets"
+    source, copy = Path(mindformers.__file__).parent / below, tmp_path / "mindformers" / below
+    copy.mkdir(parents=True)
+    for name in ("Makefile", "helpers.cpp"):
+        shutil.copy(source / name, copy)
+    (tmp_path / "mindformers/__init__.py").touch()
+    other = tmp_path / "bin/python3"
+    other.parent.mkdir()
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
+    other.chmod(0o755)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mindformers")
+    path = os.environ["PATH"]
+    r = load("telechat3_moe/pretrain_tiny.yaml")
+
+    def refusals(*folders: Path) -> list[Problem]:
+        monkeypatch.setenv("PATH", os.pathsep.join([*map(str, folders), path]))
+        return preflight.machine(r)
+
+    (problem,) = refusals(other.parent)
+    assert problem.key == "train_dataset.data_loader.type"
+    assert f"first python3 in PATH; {other} has none" in problem.found
+    assert f"{Path(sys.executable).parent} first in PATH" in problem.expected
+    make = ["make", "-C", str(copy)]
+    assert subprocess.run(make, capture_output=True, check=False).returncode != 0
+    assert refusals(Path(sys.executable).parent, other.parent) == []
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("PATH", str(empty))
+    (problem,) = preflight.machine(r)
+    assert "PATH has no make" in problem.found
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{path}")
+    subprocess.run(make, capture_output=True, check=True)
+    assert refusals(other.parent) == []  # it is compiled

@@ -8,7 +8,7 @@ import pytest
 ms = pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]')")
 
 import float64
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from tiny_models import Batch, random_batch, random_weights, tiny_config
 
 from telechat_moe.model import CausalLM
@@ -16,7 +16,7 @@ from telechat_moe.ops import select
 from telechat_moe.train import step as steps
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import TrainStep
-from telechat_moe.train.token_weights import token_weights
+from telechat_moe.train.token_weights import MeanOverProcesses, token_weights
 
 pytestmark = pytest.mark.mindspore
 LENGTH, KEPT = 16, (1, 9, 16)
@@ -53,6 +53,39 @@ def test_each_depth_has_its_own_count_and_a_mask_that_keeps_nothing_gives_a_numb
         config_of(), [mask], 2, parts=4
     )  # each part gives a z-loss, a mean over its tokens
     assert parts == pytest.approx([*found[:-1], 1 / 4])
+
+
+class SumWith(nn.Cell):
+    """The sum over two processes, of which the other one's addend is known."""
+
+    def __init__(self, other: np.ndarray) -> None:
+        super().__init__()
+        self.other = Tensor(other.astype(np.float32))
+
+    def construct(self, x: Tensor) -> Tensor:
+        return x + self.other
+
+
+def test_the_mean_over_two_processes_is_that_over_the_tokens_of_both():
+    """In MindFormers' trainer each process weighs its sums; marks of sources count once."""
+    generator, config = np.random.default_rng(1), config_of()
+    mask_PBS = (generator.random((2, 3, LENGTH)) < 0.5) * generator.integers(1, 4, (2, 3, LENGTH))
+    mask_PBS[1, 1:] = 0
+    kept_KPBS = np.zeros((3, 2, 3, LENGTH))
+    for k in range(3):  # the label of depth k is k tokens further on
+        kept_KPBS[k, :, :, : LENGTH - k] = mask_PBS[:, :, k:] > 0
+    loss_KPBS = generator.random(kept_KPBS.shape) * kept_KPBS
+    tokens_PK = kept_KPBS.sum((2, 3)).T
+    results = []
+    for p in range(2):
+        cell = MeanOverProcesses(config, 2)
+        cell.total = SumWith(np.append(tokens_PK[1 - p], 0))
+        sums = loss_KPBS[:, p].sum((1, 2)).astype(np.float32)
+        mask = Tensor(mask_PBS[p].astype(np.float32))
+        terms = cell(Tensor(sums[:1]), Tensor(np.append(sums[1:], np.float32(0))), mask)
+        results.append([float(x.asnumpy()[0]) for x in terms])
+    lm, *depths = loss_KPBS.sum((1, 2, 3)) / kept_KPBS.sum((1, 2, 3))
+    assert np.mean(results, 0) == pytest.approx([lm, 0.15 * sum(depths)], rel=BOUND)
 
 
 def micro_batches(config):

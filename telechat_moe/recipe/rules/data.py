@@ -7,16 +7,19 @@ from typing import Any
 
 from telechat_moe.recipe.data_path import parse_data_path, parse_split
 from telechat_moe.recipe.schema import Broken, Recipe
-from telechat_moe.recipe.schema.train import GptDatasetConfig
+from telechat_moe.recipe.schema.train import OUR_LOADER, GptDatasetConfig
 
 DATA = "train_dataset."
 LOADER = "train_dataset.data_loader."
 CONFIG = "train_dataset.data_loader.config."
 MEGATRON = "BlendedMegatronDatasetDataLoader"
 
-_COMMON = ("type", "shuffle", "tokenizer", "column_names")
+INDEXED = (MEGATRON, OUR_LOADER)  # of Megatron's files
+
+_COMMON = ("type", "auto_register", "shuffle", "tokenizer", "column_names")
 _KEYS: dict[str, tuple[str, ...]] = {
     MEGATRON: (*_COMMON, "datasets_type", "sizes", "config", "phase"),
+    OUR_LOADER: ("type", "auto_register", "datasets_type", "sizes", "config"),
     "HFDataLoader": (
         *_COMMON,
         *("load_func", "path", "name", "data_dir", "data_files", "split", "streaming", "size"),
@@ -30,7 +33,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 def _config(r: Recipe) -> GptDatasetConfig | None:
     loader = r.train_dataset.data_loader
-    return loader.config if r.trains and loader.type == MEGATRON else None
+    return loader.config if r.trains and loader.type in INDEXED else None
 
 
 def loader_keys(r: Recipe) -> Iterator[Broken]:
@@ -44,10 +47,10 @@ def loader_keys(r: Recipe) -> Iterator[Broken]:
 def megatron(r: Recipe) -> Iterator[Broken]:
     """A Megatron data set needs a kind, sizes and a configuration."""
     loader = r.train_dataset.data_loader
-    if not r.trains or loader.type != MEGATRON:
+    if not r.trains or loader.type not in INDEXED:
         return
     for key, expected in (
-        ("datasets_type", "GPTDataset"),
+        *((("datasets_type", "GPTDataset"),) if loader.type == MEGATRON else ()),
         ("sizes", "a list: samples for training, 0, 0"),
         ("config", "a section with seq_length, data_path, eod ..."),
     ):

@@ -265,7 +265,7 @@ def offset(r: Recipe) -> Iterator[Broken]:
     """MindFormers checks the sum before it repeats a flat list over chunks, and so loses layers."""
     m, pp, vpp = r.model.model_config, r.parallel_config.pipeline_stage, chunks(r)
     value, layers, key = m.offset, m.num_hidden_layers, AT + "offset"
-    rows = _offset_rows(value, pp, vpp)
+    rows = offset_rows(value, pp, vpp)
     if pp == 1:
         if any(any(row) for row in rows or [[1]]):
             yield key, str(value), "0 without pipeline stages"
@@ -290,10 +290,10 @@ def offset(r: Recipe) -> Iterator[Broken]:
         yield from _empty_chunks(rows, base, f"{value}; {layout_text}")
 
 
-def _offset_rows(
+def offset_rows(
     value: int | list[int] | list[list[int]], pp: int, vpp: int
 ) -> list[list[int]] | None:
-    """Return the offset as [chunk][stage], or None if it has another shape."""
+    """Return the offset of layers as [chunk][stage], or None if it has another shape."""
     if isinstance(value, int):
         return [[0] * pp] * vpp if not value else None
     rows = [row for row in value if isinstance(row, list)]

@@ -12,7 +12,7 @@ from telechat_moe.recipe.batch_schedule import BatchSchedule
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.callbacks import ProfileMonitor, TopkBiasBalanceCallback
 from telechat_moe.recipe.schema.model import ModelConfig
-from telechat_moe.recipe.schema.optimizer import LrSchedule
+from telechat_moe.recipe.schema.optimizer import STABLE_DECAY, LrSchedule
 from telechat_moe.recipe.written import texts
 from telechat_moe.units import size_text
 
@@ -29,7 +29,7 @@ _LR_KEYS: dict[str, tuple[str, ...]] = {
     "CosineWithWarmUpLR": (*_WARMUP, "num_cycles", "lr_end", "decay_steps", "decay_ratio"),
     "CosineWithRestartsAndWarmUpLR": (*_WARMUP, "num_cycles", "lr_end", "decay_steps"),
     "PolynomialWithWarmUpLR": (*_WARMUP, "lr_end", "power", "decay_steps"),
-    "WarmUpStableDecayLR": (*_WARMUP, "lr_end", "decay_start_steps", "decay_start_ratio"),
+    **dict.fromkeys(STABLE_DECAY, (*_WARMUP, "lr_end", "decay_start_steps", "decay_start_ratio")),
     "ConstantWithCoolDownLR": (
         *(*_WARMUP, "keep_steps", "decay_steps", "decay_ratio", "num_cycles"),
         *("lr_end1", "final_steps", "lr_end2"),
@@ -101,7 +101,7 @@ def one_schedule(r: Recipe) -> Iterator[Broken]:
 def schedule_keys(r: Recipe) -> Iterator[Broken]:
     """Every schedule of MindFormers swallows keys that it does not know."""
     for section_key, schedule in _schedules(r):
-        readable = _LR_KEYS[schedule.type]
+        readable = (*_LR_KEYS[schedule.type], "auto_register")
         for field in fields(schedule):
             if field.name not in readable and getattr(schedule, field.name) is not None:
                 yield section_key + field.name, f"not read by {schedule.type}", "remove it"
@@ -134,7 +134,7 @@ def schedule_steps(r: Recipe) -> Iterator[Broken]:
 
 
 def _decay_start(section_key: str, s: LrSchedule, warmup: int, total: int) -> Iterator[Broken]:
-    if s.type != "WarmUpStableDecayLR":
+    if s.type not in STABLE_DECAY:
         return
     start, ratio = s.decay_start_steps, s.decay_start_ratio
     if (start is None) == (ratio is None):
@@ -148,7 +148,7 @@ def _decay_start(section_key: str, s: LrSchedule, warmup: int, total: int) -> It
 def decay_style(r: Recipe) -> Iterator[Broken]:
     """Only WSD has a decay of its own."""
     style, s = r.telechat_moe.lr_wsd_decay_style, r.lr_schedule
-    if style is not None and (s is None or s.type != "WarmUpStableDecayLR"):
+    if style is not None and (s is None or s.type not in STABLE_DECAY):
         problem = f"{style} with {s.type if s else 'grouped_lr_schedule'}"
         yield "telechat_moe.lr_wsd_decay_style", problem, "lr_schedule.type WarmUpStableDecayLR"
 

@@ -84,8 +84,12 @@ class Recipe:
 
     use_skip_data_by_global_norm: bool = False
     """Skip the update of steps whose gradient norm is not below
-    `monitor_config.global_norm_spike_threshold` (1.0 without that section). `telechat_moe.loss_guard` has
+    `monitor_config.global_norm_spike_threshold` (3.0 without that section). `telechat_moe.loss_guard` has
     thresholds that follow the run."""
+
+    calculate_per_token_loss: bool = field(default=False, metadata=decides("graph", "plugin"))
+    """Average the loss of MindFormers' own networks over tokens instead of samples. MindFormers puts it over the keys of
+    this name in all sections; our model has its own in `model.model_config`."""
 
     do_eval: bool = False
     """Evaluate while training (MindFormers)."""

@@ -29,6 +29,8 @@ class Optimizer:
     """Keep the moments in the host's memory; on CPU processes out of the memory of their graphs ([plan_memory.md](plan_memory.md))."""
 
 
+OUR_DECAY = "TelechatDecayLR"
+STABLE_DECAY = ("WarmUpStableDecayLR", OUR_DECAY)
 _LR_TYPES = Literal[
     "ConstantWarmUpLR",
     "LinearWithWarmUpLR",
@@ -39,6 +41,7 @@ _LR_TYPES = Literal[
     "ConstantWithCoolDownLR",
     "CosineAnnealingLR",
     "CosineAnnealingWarmRestarts",
+    "TelechatDecayLR",
 ]
 _Steps = Annotated[int, Range(-1)]
 
@@ -49,7 +52,8 @@ class LrSchedule:
 
     type: _LR_TYPES
     """Shape of the schedule. This package trains with `ConstantWarmUpLR`, `CosineWithWarmUpLR`
-    and `WarmUpStableDecayLR`."""
+    and `WarmUpStableDecayLR`; `TelechatDecayLR` is the last one with `telechat_moe.lr_wsd_decay_style`, also in MindFormers'
+    own trainer."""
 
     learning_rate: NonNegative | None = None
     """Highest learning rate, reached at the end of warm-up."""

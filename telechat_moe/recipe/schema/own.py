@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from telechat_moe.recipe.batch_schedule import PATTERN
 from telechat_moe.recipe.fields import (
-    ONLY_OURS,
     OWN,
+    SPLIT,
     Above0,
     Count,
     Form,
@@ -16,6 +16,7 @@ from telechat_moe.recipe.fields import (
     Range,
     Text,
     decides,
+    only_ours,
 )
 from telechat_moe.recipe.schema.table import section
 
@@ -24,7 +25,7 @@ from telechat_moe.recipe.schema.table import section
 class Evaluation:
     """`telechat_moe.evaluation`: loss on validation data while training."""
 
-    interval: Count = field(default=0, metadata=OWN | ONLY_OURS)
+    interval: Count = field(default=0, metadata=OWN | only_ours(SPLIT))
     """Steps between evaluations. 0: none."""
 
     batches: Positive = 8
@@ -121,7 +122,7 @@ class Ema:
 
     The first update copies the weights; each later one that is applied moves the average by `1 - decay` of the difference.
     Each process averages its own shards. Checkpoints hold whole tensors, the group `ema`; `telechat-moe ckpt average --ema`
-    makes weights of it.
+    makes weights of it. In MindFormers' trainer they are in checkpoints beside its own, in the folder `callbacks` of `output_dir`.
     """
 
     decay: Annotated[float, Range(0, 1, above=True, below=True)] = 0.999
@@ -209,12 +210,24 @@ class Sharding:
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.
     False: whole experts on all devices of the expert group (TP-extend-EP)."""
 
-    overlap_exchange: bool = field(default=False, metadata=decides("graph") | ONLY_OURS)
+    overlap_exchange: bool = field(
+        default=False,
+        metadata=decides("graph")
+        | only_ours(
+            "it is for CPU processes; on Ascend `pp_1f1b_overlap` of `parallel_speed_up_json_path`"
+        ),
+    )
     """On CPU processes, with `alltoallv`: rows travel between devices in the background while the graph computes what does
     not need them: the other pass of a pair of `pipeline_schedule` (`1f1b-overlap`, `dualpipev`; with one stage each
     forward beside the backward of the micro-batch before), shared experts and weight gradients. The same bits."""
 
-    pipeline_schedule: Text | None = field(default=None, metadata=decides("graph") | ONLY_OURS)
+    pipeline_schedule: Text | None = field(
+        default=None,
+        metadata=decides("graph")
+        | only_ours(
+            "it is for CPU processes; MindSpore's are `parallel.pipeline_config.pipeline_scheduler`"
+        ),
+    )
     """Order of a pipeline's passes on CPU processes: a published schedule of the planner (`telechat-moe plan schedule`),
     `synthesised`, or a JSON file of a program. dX and dW run apart where it says so. Its chunks must be where the layout
     has them: one a stage, in turn, or in a V (`zero_bubble_v`). None: MindSpore's own order."""
@@ -244,7 +257,7 @@ class Saving:
     """Write while training goes on, which stops only to copy the parameters (as much memory again).
     False: as `callbacks[].async_save` says, which is also what MindFormers goes by."""
 
-    max_failed: Count = field(default=0, metadata=ONLY_OURS)
+    max_failed: Count = 0
     """Checkpoints in a row that may fail to be written, with a warning, before training stops. 0: stop at
     the first. The last one of a run must succeed."""
 
@@ -319,12 +332,14 @@ class Moe:
     """Whose tokens `moe_router_load_balancing_type: aux_loss` counts together: those of all devices of a micro-batch (`dp`),
     or of each expert group (`ep`; with `expert_tensor_parallel` also those of the devices between its members)."""
 
-    load_interval: Count = field(default=50, metadata=ONLY_OURS)
+    load_interval: Count = field(default=50, metadata=only_ours(SPLIT))
     """Steps between two records of the load of every expert in `metrics.jsonl`, which `telechat-moe experts` and
     `telechat-moe plan simulate --expert-loads` read. 0: none."""
 
     placement: ExpertPlacement | None = field(
-        default=None, metadata=decides("graph", inside=False) | ONLY_OURS
+        default=None,
+        metadata=decides("graph", inside=False)
+        | only_ours("its step has no place in which experts could move between devices"),
     )
     """Where experts are. None: expert `i` stays on device `i // (E / expert_parallel)` of its group."""
 
@@ -339,52 +354,53 @@ class TelechatMoe:
     corpus: CorpusSection = field(default_factory=CorpusSection, metadata=decides("data"))
     """Source of the training text."""
 
-    conversations: Conversations | None = field(default=None, metadata=decides("data") | ONLY_OURS)
+    conversations: Conversations | None = field(default=None, metadata=decides("data"))
     """The training data are conversations. None: they are text."""
 
-    packing: Packing | None = field(default=None, metadata=ONLY_OURS)
+    packing: Packing | None = None
     """Documents are packed by best fit. None: text is cut every `seq_length` tokens, as in MindFormers, and conversations are
     packed one after another."""
 
-    sample: Sample | None = field(default=None, metadata=ONLY_OURS)
+    sample: Sample | None = field(default=None, metadata=only_ours(SPLIT))
     """Text sample at the end. None: none."""
 
     saving: Saving = field(default_factory=Saving)
     """How checkpoints are written."""
 
-    mixture: list[MixtureSegment] | None = field(default=None, metadata=ONLY_OURS)
+    mixture: list[MixtureSegment] | None = None
     """Weights of the sources that change during the run. `data_path` names the sources, without weights; each is read in
     passes of its own, as often as its share takes. Where a run resumes, items from the next sample on may be others,
     and there may be more samples or sources. None: the weights of `data_path` throughout."""
 
-    resume_data: Literal["same", "new"] = field(default="same", metadata=ONLY_OURS)
+    resume_data: Literal["same", "new"] = "same"
     """Data of a run that resumes. `same`: they go on where the checkpoint stopped; other data are refused. `new`: data
     other than the checkpoint's begin at their first sample, while step, moments and learning rate go on."""
 
-    balance_attention: bool = field(default=False, metadata=ONLY_OURS)
+    balance_attention: bool = False
     """Deal the samples of each global batch to data-parallel ranks and micro-batches so that attention within documents
     (`reset_attention_mask`) costs all ranks the same. False: in the order of the data, as MindFormers."""
 
-    max_skipped_steps: Count = field(default=10, metadata=ONLY_OURS)
+    max_skipped_steps: Count = 10
     """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
     first."""
 
     step_batch_size_schedule: Annotated[str, Form(PATTERN, 'as "0:8 250K:16"')] | None = field(
-        default=None, metadata=ONLY_OURS
+        default=None,
+        metadata=only_ours(
+            "a step grows by micro-batches, of which it has one, or a number that is compiled in"
+        ),
     )
     """Global batch by consumed tokens, `"THRESHOLD:SAMPLES ..."`, as Megatron's option of this name: a step takes the samples
     of the last threshold that is reached when it begins. Suffixes K, M, B, T. The largest is the recipe's, all are whole
     micro-batches of all data-parallel ranks. None: the same in every step."""
 
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = field(
-        default=None, metadata=ONLY_OURS
-    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
     """How the rate of `WarmUpStableDecayLR` falls, with Megatron's names. None: linear, as in MindFormers."""
 
-    ema: Ema | None = field(default=None, metadata=ONLY_OURS)
+    ema: Ema | None = field(default=None, metadata=only_ours(SPLIT))
     """Average of the weights. None: none is kept."""
 
-    loss_guard: LossGuard | None = field(default=None, metadata=ONLY_OURS)
+    loss_guard: LossGuard | None = field(default=None, metadata=only_ours(SPLIT))
     """Rules against spikes of the loss. None: only NaN and Inf are skipped."""
 
     weight_decay_exclude: list[Text] = field(
@@ -409,5 +425,8 @@ class TelechatMoe:
     operators: Operators = field(default_factory=Operators, metadata=decides("graph", "plugin"))
     """What computes each operator."""
 
-    swap: SwapPool | None = field(default=None, metadata=ONLY_OURS)
+    swap: SwapPool | None = field(
+        default=None,
+        metadata=only_ours("the pool is of CPU processes; on Ascend `swap_config` has no size"),
+    )
     """Where swapped activations and moments wait on CPU processes. None: in memory, any amount."""

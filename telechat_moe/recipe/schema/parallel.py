@@ -53,6 +53,9 @@ class ParallelConfig:
     context_parallel: Degree = 1
     """Devices that share a sequence (cp). 1: none."""
 
+    context_parallel_algo: Literal["colossalai_cp", "ulysses_cp", "hybrid_cp"] = "colossalai_cp"
+    """How context parallelism exchanges keys and values."""
+
     micro_batch_num: Positive = 1
     """Micro-batches per step through the pipeline. Without stages it has no effect: 1."""
 

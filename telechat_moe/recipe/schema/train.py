@@ -17,6 +17,8 @@ from telechat_moe.recipe.fields import (
 )
 from telechat_moe.recipe.schema.table import section
 
+OUR_LOADER = "TelechatDataLoader"
+
 
 @section
 class TrainerSection:
@@ -102,9 +104,14 @@ class DataLoader:
     """`train_dataset.data_loader`. Which keys are read depends on `type`."""
 
     type: Literal[
-        "BlendedMegatronDatasetDataLoader", "HFDataLoader", "MindDataset", "TFRecordDataset"
+        "BlendedMegatronDatasetDataLoader",
+        "TelechatDataLoader",
+        "HFDataLoader",
+        "MindDataset",
+        "TFRecordDataset",
     ] = "BlendedMegatronDatasetDataLoader"
-    """Source of the data. This package trains from Megatron files; the others are MindFormers'."""
+    """Source of the data. This package trains from Megatron files, with either of the first two; `TelechatDataLoader` reads
+    them in MindFormers' trainers as `telechat-moe train` does. The others are MindFormers'."""
 
     sizes: Annotated[list[Count], Length(3, 3)] | None = None
     """Megatron: samples for training, test and evaluation; MindFormers uses the first only."""
@@ -156,6 +163,9 @@ class RunnerWrapper:
 
     max_grad_norm: Above0 = 1.0
     """Largest global norm."""
+
+    calculate_per_token_loss: bool | None = None
+    """As the top-level key, which MindFormers puts over this one."""
 
     global_norm_spike_threshold: Above0 | None = None
     """Norm above which a step counts as a spike."""
