@@ -9,13 +9,16 @@ import inspect
 import itertools
 import re
 import sys
+from collections import defaultdict
 from typing import Any, cast
 
 from telechat_moe.recipe.check import describe, parts_of, section_keys
-from telechat_moe.recipe.fields import Takes
+from telechat_moe.recipe.fields import SPLIT, Takes
 from telechat_moe.recipe.rules import documented
 from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.own import Saving
 from telechat_moe.recipe.schema.table import is_made
+from telechat_moe.recipe.uses import decided
 
 INTRO = """\
 # Recipes
@@ -38,7 +41,9 @@ changes every alias of it (`*dp`); replacing an alias changes that place only.
 
 The column `train` says what `telechat-moe train` makes of a key: it *reads* it, or it does not and takes *any* value,
 *only* those named, or *no* value but null, since a setting without effect is an error. MindFormers reads every section
-but `telechat_moe`. `check --for train|dryrun|mindformers` judges a recipe for a use; `show --keys` lists who reads what.
+but `telechat_moe`, all of which `telechat-moe train` reads; there the column `MindFormers` says whether a key acts in
+MindFormers' trainer with our model (`trainer.type: TelechatMoeTrainer`); *whole*: yes, except with semi-automatic parallelism, where no process
+has the whole model or the losses of a step. `check --for train|dryrun|mindformers` judges a recipe for a use; `show --keys` lists who reads what.
 
 In the tables below *written* means that a recipe must write the key: MindFormers' own default
 belongs to another model.
@@ -129,15 +134,38 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def section_table(cls: type) -> str:
-    """Return the Markdown table of one section."""
+def in_mindformers(path: str) -> dict[str, str]:
+    """Return what MindFormers' trainer with our model makes of each key of a section of ours."""
+    cls: type = Recipe
+    for name in path.split("."):
+        field = section_keys(cls).fields[name.removesuffix("[]")]
+        if "only_ours" in field.metadata:
+            return defaultdict(lambda: "as its section")
+        cls = next(section for section, _ in parts_of(field.type))
+    words: dict[str, str] = {}
+    for name, field in section_keys(cls).fields.items():
+        reason = field.metadata.get("only_ours")
+        words[name] = "yes" if reason is None else f"no: {reason}"
+        if reason == SPLIT:
+            words[name] = "*whole*"
+        if decided(f"{path}.{name}") == ("data",) and reason is None:
+            words[name] = "`data build`"
+    return words | ({"background": "no: `async_save` decides"} if cls is Saving else {})
+
+
+def section_table(cls: type, path: str = "") -> str:
+    """Return the Markdown table of one section; of a section of ours, what MindFormers' trainer makes of a key too."""
     docs = field_docs(cls)
-    lines = ["| key | value | default | `train` | meaning |", "|---|---|---|---|---|"]
+    is_own = path.partition(".")[0] == "telechat_moe"
+    train = "MindFormers" if is_own else "`train`"
+    readers = in_mindformers(path) if is_own else {}
+    lines = [f"| key | value | default | {train} | meaning |", "|---|---|---|---|---|"]
     own = inspect.get_annotations(cls)  # a class's own fields before those that it inherits
     for field in sorted(section_keys(cls).fields.values(), key=lambda f: f.name not in own):
         others = cast("tuple[str, ...]", field.metadata.get("names", ()))
         also = f" Also `{'`, `'.join(others)}`." if others else ""
-        cells = [f"`{field.name}`", describe(field.type), default_text(field), taken_text(field)]
+        reader = readers[field.name] if is_own else taken_text(field)
+        cells = [f"`{field.name}`", describe(field.type), default_text(field), reader]
         cells.append(docs[field.name] + also)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines) + "\n"
@@ -163,7 +191,7 @@ def markdown() -> str:
         title = f"`{path}`" if path else "The file"
         if path.startswith("callbacks[]") or path == "model.model_config":
             title += f": {cls.__name__}"
-        parts.append(f"## {title}\n\n{says}\n\n{section_table(cls)}")
+        parts.append(f"## {title}\n\n{says}\n\n{section_table(cls, path)}")
     parts.append(rules_table())
     return "\n".join(parts)
 
