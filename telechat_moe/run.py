@@ -33,6 +33,7 @@ from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.uses import trainer_of, use_with
 from telechat_moe.recipe.written import check_written_paths
+from telechat_moe.sharding.recipe import runs_natively
 from telechat_moe.train.ranks import RankCoordinator
 
 if TYPE_CHECKING:
@@ -204,12 +205,15 @@ def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
+    natively = runs_natively(recipe)
     if not args.nonce and rank == 0:  # else the launcher looked and compiled
         preflight.require(recipe, resume=args.resume, overwrite=args.overwrite, weights=hf.weights)
-        compile_in_subprocess(args.recipe, args.overrides)
+        if not natively:
+            compile_in_subprocess(args.recipe, args.overrides)
     control.barrier("compiled", rank, recipe.devices, COMPILE_S)
     job = control.folder.parent
-    check_private(job / "ranks.json")
+    if not natively:
+        check_private(job / "ranks.json")
     _train(recipe, args, ranks, job)
 
 

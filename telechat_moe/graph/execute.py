@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.compile import LayoutEntry, RankGraph
+from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.mindir import kinds
 from telechat_moe.graph.reorder import PairedPasses, PassKey, in_order
 from telechat_moe.graph.rewrite import for_cpu
@@ -88,7 +88,7 @@ class Job:
             )
         pairs = {(a, b) for a, b, *_ in sent} | {(b, a) for a, b, *_ in sent}
         peers = [sorted(b for a, b in pairs if a == graph.rank) for graph in graphs]
-        ranks = [{k: v for k, v in vars(graph).items() if k != "mindir"} for graph in light]
+        ranks = [graph.content() for graph in light]
         content = {"ranks": ranks, "groups": groups, "peers": peers, "rewritten": counts}
         content |= {"operators": operators, "swapped": swapped}
         (folder / "ranks.json").write_text(json.dumps(content), encoding="utf-8")
@@ -98,10 +98,7 @@ class Job:
     def read(folder: Path) -> "Job":
         """Return the job that :meth:`write` has written into a folder."""
         content = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
-        ranks: list[RankGraph] = []
-        for graph in content.pop("ranks"):
-            layouts = {name: LayoutEntry(*entry) for name, entry in graph.pop("layouts").items()}
-            ranks.append(RankGraph(mindir=b"", layouts=layouts, **graph))
+        ranks = [RankGraph.of(graph) for graph in content.pop("ranks")]
         swapped = [
             row and Swapped._make([*row[:-1], [State(*state) for state in row[-1]]])
             for row in content.pop("swapped")

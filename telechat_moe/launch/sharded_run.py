@@ -222,6 +222,11 @@ def dispatch_text(recipe: Recipe) -> str:
     return HOPS[hop] + DISPATCH[way] + dropped * drops(recipe.model_config)
 
 
+def in_shards(recipe: Recipe) -> Recipe:
+    """Return a recipe whose ranks run the graphs that MindSpore splits, also where processes could train whole copies."""
+    return replace(recipe, parallel=replace(recipe.parallel, parallel_mode=1))
+
+
 def one_process(recipe: Recipe) -> Recipe:
     """Return the same training on one device: the same global batch in as many micro-batches, plain operators."""
     size, count = recipe.micro_batch_samples, recipe.micro_batches
@@ -283,7 +288,7 @@ def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
     """
     from telechat_moe.train.trainer import Trainer
 
-    recipe, control = load(job / RESOLVED), Control(job / CONTROL)
+    recipe, control = in_shards(load(job / RESOLVED)), Control(job / CONTROL)
     ranks = RankCoordinator(control, rank, recipe.devices)
     trainer = Trainer(recipe, overwrite=True, plain=True, ranks=ranks, job=job, weights=hf.weights)
     watch, taps = None, task["taps"]

@@ -96,7 +96,7 @@ class Trainer:
         from telechat_moe.train.programs import programs_of
         from telechat_moe.train.rank_engine import RankEngine
 
-        return RankEngine(self.recipe, programs_of(self.recipe, job, self.ranks.rank), self.ranks)
+        return RankEngine(self.recipe, programs_of(self.recipe, job, self.ranks), self.ranks)
 
     def _begin(self, weights: ReadWeights) -> None:
         """Put into engine and loader what the run begins with."""
