@@ -5,8 +5,8 @@
     msrun --worker_num=2 --local_worker_num=2 --join=True python -m telechat_moe.run RECIPE
     python -m telechat_moe.run RECIPE                                   (a recipe for one device, without msrun)
 
-The recipe is laid out for as many devices as there are processes. On CPU the package's own trainer trains: process 0
-compiles the graph of every rank, the others wait for it. For Ascend MindFormers' trainer trains (``--through``).
+The recipe is laid out for as many devices as there are processes. On Ascend each process compiles the graph of its rank; on CPU
+process 0 compiles those of all, and the others wait for it. ``--through mindformers``: MindFormers' trainer trains.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     if not role:
         return 0 if _train(recipe, args, RankCoordinator()).finished else 130
     if is_scheduler():
-        meet()
+        meet(recipe.context.device_target)
         return 0
     return _as_worker(recipe, args, control, processes, binding)
 
@@ -149,11 +149,11 @@ def _as_worker(
         rank = int(os.environ["RANK_ID"])
 
         def work() -> None:
-            meet()
+            meet(recipe.context.device_target)
             _train_rank(recipe, args, control, rank)
 
         return run_supervised(control, rank, work, binding=binding)
-    meet()
+    meet(recipe.context.device_target)
     from mindspore.communication import get_rank
 
     from telechat_moe.launch.job import only_launch

@@ -49,6 +49,7 @@ def judge(
     allow_outside: bool = False,
     local: bool = True,
     alone: bool = True,
+    elsewhere: bool = False,
 ) -> Judgement:
     """Return everything that is wrong with a recipe.
 
@@ -59,6 +60,7 @@ def judge(
         allow_outside: It may write outside of ``output_dir``.
         local: The run is on this machine; else its files are not looked at.
         alone: On no other; else its memory is not looked at.
+        elsewhere: A run on a device that this machine lacks is on another one.
     """
     from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
@@ -80,7 +82,7 @@ def judge(
         yield from missing.until(_schedule(recipe, broken))
         if local and alone and "model.model_config" not in broken:
             yield from missing.until(preflight.memory(recipe))
-        if local:
+        if local and not (elsewhere and preflight.lacks_device(recipe)):
             yield from lacking(recipe, problems, notes=unknown)
 
     try:
@@ -95,7 +97,14 @@ def judge(
     if unknown:
         open_keys["load_checkpoint"] = "; ".join(unknown)
     of, version = resolved(recipe, use)
-    notes = preflight.data_notes(recipe) if of == "train" and local else ()
+    notes: Sequence[str] = ()
+    if of == "train" and elsewhere and preflight.lacks_device(recipe):
+        target = recipe.context.device_target
+        notes = [
+            f"this machine has no {target}: files and folders are looked at where it is launched"
+        ]
+    elif of == "train" and local:
+        notes = preflight.data_notes(recipe)
     return Judgement(use=of, version=version, recipe=recipe, not_judged=open_keys, notes=notes)
 
 
@@ -107,7 +116,7 @@ def judge_for_check(name: str, overrides: Sequence[str], **options: Any) -> Judg
         path, uses = find(name), ("written", "mindformers", "mindformers-2.1")
         if options["use"] in uses and mode1.kind_of_file(path, overrides) == "mode 1":
             return _judge_mode1(path, overrides, options["devices"])
-    return judge(name, overrides, **options)
+    return judge(name, overrides, elsewhere=True, **options)
 
 
 def _judge_mode1(path: Path, overrides: Sequence[str], devices: int | None) -> Judgement:

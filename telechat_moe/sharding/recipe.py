@@ -180,11 +180,8 @@ def device_context(recipe: Recipe) -> dict[str, Any]:
     context = recipe.context
     if context.device_target == "CPU":
         return {}
-    names = ("max_device_memory", "mempool_block_size", "memory_optimize_level")
-    values = {name: getattr(context, name) for name in names}
-    config = getattr(context, "jit_config", None)
-    values["jit_config"] = config and {
-        "jit_level": config.jit_level or "",
-        "infer_boost": config.infer_boost or "off",
-    }
+    names = ("max_device_memory", "mempool_block_size")
+    values: dict[str, Any] = {name: getattr(context, name) for name in names}
+    if context.jit_config is not None and context.jit_config.jit_level is not None:
+        values["jit_config"] = {"jit_level": context.jit_config.jit_level}
     return {name: value for name, value in values.items() if value is not None}

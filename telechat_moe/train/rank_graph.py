@@ -34,11 +34,12 @@ from telechat_moe.train.rank_step import PlacedModel, RankStep
 
 
 def placed_model(
-    recipe: Recipe, rank: int, target: str, *, shared_graph: bool | None
+    recipe: Recipe, rank: int, target: str, *, shared_graph: bool | None, sources: int | None = None
 ) -> PlacedModel:
     """Return the model of one rank, placed on the mesh of a recipe.
 
     Args:
+        sources: How many sources of tokens it tells apart; None: as many as the recipe's data have.
         target: See :func:`build_step`; the caller chooses the backends.
         shared_graph: See :func:`build_step`.
 
@@ -49,9 +50,7 @@ def placed_model(
     if shared_graph is None:
         shared_graph = recipe.micro_batches > 1 and _shares_graph(recipe, target, stages)
     sizes = settings.moe_block_rows, settings.moe_capacity_tokens
-    # On Ascend other loaders serve the data, which mark no sources.
-    sources = len(sources_of(recipe)) if target == "CPU" else 1
-    model = CausalLM(recipe.model_config, *sizes, sources=sources)
+    model = CausalLM(recipe.model_config, *sizes, sources=sources or len(sources_of(recipe)))
     model.set_train()
     options = Options(
         dispatcher(recipe, target),
