@@ -27,7 +27,7 @@ from telechat_moe.launch.job import (
 )
 from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
-from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.experts import dispatcher, drops, hop_between_nodes
 from telechat_moe.sharding.recipe import balance_groups, mesh_of
 from telechat_moe.train import preflight
@@ -111,6 +111,10 @@ def run(
         raise UsageError(f"--steps {steps}: {recipe.source} has {recipe.train_steps} steps")
     if keep is not None and keep.exists():
         raise UsageError(f"--keep {keep}: exists; name a folder that does not")
+    if (target := recipe.context.device_target) != "CPU":
+        finding = f"{target}, whose graphs are run on CPU processes for CPU recipes"
+        problem = recipe.problem("context.device_target", finding, "CPU, with --set")
+        raise RecipeError([problem])
     preflight.require(recipe, overwrite=True, weights=hf.weights)
     output = Path(recipe.output_dir)
     folder = write_job(recipe, output / ".job", orders)
