@@ -64,7 +64,9 @@ def compile_in_child(recipe: Any, rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    compile_in_child(pickle.loads(Path(sys.argv[1]).read_bytes()), int(sys.argv[2]), Path(sys.argv[3]))
+    compile_in_child(
+        pickle.loads(Path(sys.argv[1]).read_bytes()), int(sys.argv[2]), Path(sys.argv[3])
+    )
 elif __name__ == "sitecustomize":
     from telechat_moe.sharding import recipe as sharded
 
