@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,7 +68,7 @@ def judge(
     from telechat_moe.train import preflight
 
     unknown = list[str]()  # of weights
-    lacking = partial(_lacking, resume=resume, overwrite=overwrite)
+    start = {"resume": resume, "overwrite": overwrite, "notes": unknown}
 
     def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
         missing, broken, of = Missing(bool(problems)), {problem.key for problem in problems}, use
@@ -82,8 +81,8 @@ def judge(
         yield from missing.until(_schedule(recipe, broken))
         if local and alone and "model.model_config" not in broken:
             yield from missing.until(preflight.memory(recipe))
-        if local and not (elsewhere and preflight.lacks_device(recipe)):
-            yield from lacking(recipe, problems, notes=unknown)
+        if local:
+            yield from _lacking(recipe, problems, elsewhere, **start)
 
     try:
         find(name)
@@ -93,19 +92,21 @@ def judge(
         recipe = load(name, overrides, devices=devices, use=use, look=look)
     except RecipeError as error:
         return Judgement(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
-    open_keys = not_judged(recipe, use)
-    if unknown:
-        open_keys["load_checkpoint"] = "; ".join(unknown)
+    of_weights = {"load_checkpoint": "; ".join(unknown)} if unknown else {}
+    open_keys = not_judged(recipe, use) | of_weights
     of, version = resolved(recipe, use)
-    notes: Sequence[str] = ()
-    if of == "train" and elsewhere and preflight.lacks_device(recipe):
-        target = recipe.context.device_target
-        notes = [
-            f"this machine has no {target}: files and folders are looked at where it is launched"
-        ]
-    elif of == "train" and local:
-        notes = preflight.data_notes(recipe)
+    notes = _notes(recipe, local, elsewhere) if of == "train" else ()
     return Judgement(use=of, version=version, recipe=recipe, not_judged=open_keys, notes=notes)
+
+
+def _notes(recipe: Recipe, local: bool, elsewhere: bool) -> Sequence[str]:
+    """Return what the build of the data left to say, or why nobody looked at them."""
+    from telechat_moe.train import preflight
+
+    if elsewhere and preflight.lacks_device(recipe):
+        missing = f"this machine has no {recipe.context.device_target}"
+        return [f"{missing}: files and folders are looked at where it is launched"]
+    return preflight.data_notes(recipe) if local else ()
 
 
 def judge_for_check(name: str, overrides: Sequence[str], **options: Any) -> Judgement:
@@ -138,11 +139,15 @@ def _judge_mode1(path: Path, overrides: Sequence[str], devices: int | None) -> J
     )
 
 
-def _lacking(recipe: Recipe, problems: Sequence[Problem], **start: Any) -> list[Problem]:
+def _lacking(
+    recipe: Recipe, problems: Sequence[Problem], elsewhere: bool, **start: Any
+) -> list[Problem]:
     """Return which files, folders, checkpoint or device a recipe lacks; see ``preflight.examine``."""
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
+    if elsewhere and preflight.lacks_device(recipe):
+        return []
     return preflight.examine(recipe, problems, weights=hf.weights, **start)[1]
 
 
