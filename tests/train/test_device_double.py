@@ -27,7 +27,7 @@ SETTINGS = {
     "telechat_moe__loss_guard": "{norm_factor: 50.0, loss_factor: 50.0, action: rollback}",
     "callbacks__2__save_checkpoint_steps": 2,
 }
-MEASURED = ("step", "loss", "grad_norm", "valid_loss")
+MEASURED = ("step", "loss", "grad_norm")
 
 
 def start(
