@@ -52,6 +52,8 @@ def compile_step(recipe: Recipe, rank: int) -> CompiledStep:
         chosen |= {"full_batch": False, "shared_graph": False}
     source = step_source(recipe, **chosen)
     ms.set_context(mode=ms.GRAPH_MODE, **source.context, **source.device)
+    if source.switches is not None:  # of Ascend alone, as a rule of the recipe says
+        ms.set_context(ascend_config={"parallel_speed_up_json_path": str(source.switches)})
     settings = {"parameter_broadcast": False} if copies else source.settings
     mode = "data_parallel" if copies else "semi_auto_parallel"
     set_parallel(mode, rank, devices, settings)
