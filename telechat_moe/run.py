@@ -5,8 +5,8 @@
     msrun --worker_num=2 --local_worker_num=2 --join=True python -m telechat_moe.run RECIPE
     python -m telechat_moe.run RECIPE                                   (a recipe for one device, without msrun)
 
-The recipe is laid out for as many devices as there are processes. On CPU the package's own trainer trains: process 0
-compiles the graph of every rank, the others wait for it. For Ascend MindFormers' trainer trains (``--through``).
+The recipe is laid out for as many devices as there are processes. On Ascend each process compiles the graph of its rank; on CPU
+process 0 compiles those of all, and the others wait for it. ``--through mindformers``: MindFormers' trainer trains.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.uses import trainer_of, use_with
 from telechat_moe.recipe.written import check_written_paths
+from telechat_moe.sharding.recipe import runs_natively
 from telechat_moe.train.ranks import RankCoordinator
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     if not role:
         return 0 if _train(recipe, args, RankCoordinator()).finished else 130
     if is_scheduler():
-        meet()
+        meet(recipe.context.device_target)
         return 0
     return _as_worker(recipe, args, control, processes, binding)
 
@@ -148,11 +149,11 @@ def _as_worker(
         rank = int(os.environ["RANK_ID"])
 
         def work() -> None:
-            meet()
+            meet(recipe.context.device_target)
             _train_rank(recipe, args, control, rank)
 
         return run_supervised(control, rank, work, binding=binding)
-    meet()
+    meet(recipe.context.device_target)
     from mindspore.communication import get_rank
 
     from telechat_moe.launch.job import only_launch
@@ -204,12 +205,15 @@ def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
+    natively = runs_natively(recipe)
     if not args.nonce and rank == 0:  # else the launcher looked and compiled
         preflight.require(recipe, resume=args.resume, overwrite=args.overwrite, weights=hf.weights)
-        compile_in_subprocess(args.recipe, args.overrides)
+        if not natively:
+            compile_in_subprocess(args.recipe, args.overrides)
     control.barrier("compiled", rank, recipe.devices, COMPILE_S)
     job = control.folder.parent
-    check_private(job / "ranks.json")
+    if not natively:
+        check_private(job / "ranks.json")
     _train(recipe, args, ranks, job)
 
 

@@ -71,13 +71,14 @@ def read(
 
 def run(job: Path, number: int, task: dict[str, Any]) -> None:
     """Run the rounds of a task; write when each step began and ended, and what it computed."""
-    from telechat_moe.graph.execute import Job, RankProgram
+    from telechat_moe.graph.execute import Job
     from telechat_moe.train.engine import tensors
     from telechat_moe.train.optimizer import from_recipe
+    from telechat_moe.train.programs.cpu import CpuProgram
 
     recipe = load(job / RESOLVED)
     native.set_threads(1)
-    program = RankProgram(Job.read(job), number)
+    program = CpuProgram(Job.read(job), number)
     program.set_parameters(start_values(recipe, program))
     scalars = from_recipe(recipe, []).scalars(1, 0.0)  # a rate of 0: the weights stay
     data = read(recipe, task["steps"], task["batches"], task["cores"])

@@ -22,14 +22,15 @@ WARM_UP = 4  # MindSpore tries two ways to run a graph in its first calls and ke
 
 def run(job: Path, number: int, task: dict[str, Any]) -> None:
     """Run the rounds of a task for its programs; write times, copies and digests of what came out."""
-    from telechat_moe.graph.execute import Job, RankProgram
+    from telechat_moe.graph.execute import Job
     from telechat_moe.train.optimizer import from_recipe
+    from telechat_moe.train.programs.cpu import CpuProgram
 
     recipe, library = load(job / RESOLVED), native.load()
     native.set_threads(1)
     made, programs, names = set[str](), {}, task["programs"]
     for name in names:
-        programs[name] = RankProgram(Job.read(job.parent / name), number, made)
+        programs[name] = CpuProgram(Job.read(job.parent / name), number, made)
         programs[name].set_parameters(start_values(recipe, programs[name]))
     scalars = from_recipe(recipe, []).scalars
     done = dict.fromkeys(names, 0)

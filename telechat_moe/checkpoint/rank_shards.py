@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from telechat_moe.checkpoint.joint_save import TensorShard, replicas_differ
 from telechat_moe.checkpoint.manifest import Region, slices
-from telechat_moe.graph.execute import Job
+from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.parameter_layout import shard_slices
 from telechat_moe.processes import Control
 from telechat_moe.sharding.shards import elements, group_of
@@ -24,27 +24,27 @@ from telechat_moe.sharding.shards import elements, group_of
 T = TypeVar("T")
 
 
-def region(job: Job, rank: int, name: str) -> Region | None:
+def region(graph: RankGraph, name: str) -> Region | None:
     """Return the (begin, end) of a rank's shard in every dimension of a tensor; None if it holds none."""
-    entry = job.ranks[rank].layouts.get(name)
+    entry = graph.layouts.get(name)
     if entry is None:
         return None
-    bounds = shard_slices(entry.shape, job.ranks[rank], name)
+    bounds = shard_slices(entry.shape, graph, name)
     assert bounds is not None
     return tuple((s.start, s.stop) for s in bounds)
 
 
 class ShardOwners:
-    """Say which ranks of a job hold each shard that is kept, and which one writes it; all write about as many bytes."""
+    """Say which ranks hold each shard that is kept, and which one writes it; all write about as many bytes."""
 
-    def __init__(self, job: Job, keep: Callable[[str], bool]) -> None:
+    def __init__(self, ranks: Sequence[RankGraph], keep: Callable[[str], bool]) -> None:
         self.regions: list[dict[str, Region]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.holders: dict[tuple[str, Region], list[int]] = {}
-        for rank, graph in enumerate(job.ranks):
+        for rank, graph in enumerate(ranks):
             regions: dict[str, Region] = {}
             for name, entry in graph.layouts.items():
-                shard = region(job, rank, name) if keep(name) else None
+                shard = region(graph, name) if keep(name) else None
                 if shard is not None:
                     regions[name] = shard
                     self.shapes[name] = tuple(int(n) for n in entry.shape)

@@ -67,7 +67,7 @@ def add_start(parser: argparse.ArgumentParser) -> None:
 add_json = arg("--json FILE", "write the report as JSON ('-': standard output)")
 add_trainer = arg(
     "--through",
-    "whose trainer (default: own for trainer.type TelechatMoeTrainer on CPU, else mindformers)",
+    "whose trainer (default: own for trainer.type TelechatMoeTrainer, else mindformers)",
     choices=("own", "mindformers"),
 )
 LENGTHS = "attention stays in documents of these lengths: an .idx, or a number a line"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +48,7 @@ def judge(
     allow_outside: bool = False,
     local: bool = True,
     alone: bool = True,
+    elsewhere: bool = False,
 ) -> Judgement:
     """Return everything that is wrong with a recipe.
 
@@ -59,6 +59,7 @@ def judge(
         allow_outside: It may write outside of ``output_dir``.
         local: The run is on this machine; else its files are not looked at.
         alone: On no other; else its memory is not looked at.
+        elsewhere: A run on a device that this machine lacks is on another one.
     """
     from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
@@ -67,7 +68,7 @@ def judge(
     from telechat_moe.train import preflight
 
     unknown = list[str]()  # of weights
-    lacking = partial(_lacking, resume=resume, overwrite=overwrite)
+    start = {"resume": resume, "overwrite": overwrite, "notes": unknown}
 
     def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
         missing, broken, of = Missing(bool(problems)), {problem.key for problem in problems}, use
@@ -81,7 +82,7 @@ def judge(
         if local and alone and "model.model_config" not in broken:
             yield from missing.until(preflight.memory(recipe))
         if local:
-            yield from lacking(recipe, problems, notes=unknown)
+            yield from _lacking(recipe, problems, elsewhere, **start)
 
     try:
         find(name)
@@ -91,12 +92,21 @@ def judge(
         recipe = load(name, overrides, devices=devices, use=use, look=look)
     except RecipeError as error:
         return Judgement(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
-    open_keys = not_judged(recipe, use)
-    if unknown:
-        open_keys["load_checkpoint"] = "; ".join(unknown)
+    of_weights = {"load_checkpoint": "; ".join(unknown)} if unknown else {}
+    open_keys = not_judged(recipe, use) | of_weights
     of, version = resolved(recipe, use)
-    notes = preflight.data_notes(recipe) if of == "train" and local else ()
+    notes = _notes(recipe, local, elsewhere) if of == "train" else ()
     return Judgement(use=of, version=version, recipe=recipe, not_judged=open_keys, notes=notes)
+
+
+def _notes(recipe: Recipe, local: bool, elsewhere: bool) -> Sequence[str]:
+    """Return what the build of the data left to say, or why nobody looked at them."""
+    from telechat_moe.train import preflight
+
+    if elsewhere and preflight.lacks_device(recipe):
+        missing = f"this machine has no {recipe.context.device_target}"
+        return [f"{missing}: files and folders are looked at where it is launched"]
+    return preflight.data_notes(recipe) if local else ()
 
 
 def judge_for_check(name: str, overrides: Sequence[str], **options: Any) -> Judgement:
@@ -107,7 +117,7 @@ def judge_for_check(name: str, overrides: Sequence[str], **options: Any) -> Judg
         path, uses = find(name), ("written", "mindformers", "mindformers-2.1")
         if options["use"] in uses and mode1.kind_of_file(path, overrides) == "mode 1":
             return _judge_mode1(path, overrides, options["devices"])
-    return judge(name, overrides, **options)
+    return judge(name, overrides, elsewhere=True, **options)
 
 
 def _judge_mode1(path: Path, overrides: Sequence[str], devices: int | None) -> Judgement:
@@ -129,11 +139,15 @@ def _judge_mode1(path: Path, overrides: Sequence[str], devices: int | None) -> J
     )
 
 
-def _lacking(recipe: Recipe, problems: Sequence[Problem], **start: Any) -> list[Problem]:
+def _lacking(
+    recipe: Recipe, problems: Sequence[Problem], elsewhere: bool, **start: Any
+) -> list[Problem]:
     """Return which files, folders, checkpoint or device a recipe lacks; see ``preflight.examine``."""
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
+    if elsewhere and preflight.lacks_device(recipe):
+        return []
     return preflight.examine(recipe, problems, weights=hf.weights, **start)[1]
 
 

@@ -370,7 +370,7 @@ VERBS = (
             DEVICES,
             arg(
                 "--for",
-                "what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
+                "what the recipe is for (default: train with TelechatMoeTrainer, else mindformers)",
                 "written",
                 dest="use",
                 choices=["train", "dryrun", "mindformers", "mindformers-1.9", "mindformers-2.1"],

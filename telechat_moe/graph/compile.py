@@ -63,6 +63,23 @@ class LayoutEntry(NamedTuple):
         return dimensions
 
 
+def layouts_of(step: Any) -> dict[str, LayoutEntry]:
+    """Return how MindSpore has split the parameters of a compiled step, by name."""
+    layouts = step.parameter_layout_dict or {}
+    return {name: LayoutEntry.of(entry) for name, entry in layouts.items()}
+
+
+def set_parallel(mode: str, rank: int, devices: int, settings: Mapping[str, Any]) -> None:
+    """Set MindSpore's parallel mode for one of some devices, and nothing that was set before."""
+    import mindspore as ms
+    from mindspore.parallel._auto_parallel_context import auto_parallel_context
+
+    ms.reset_auto_parallel_context()
+    ms.set_auto_parallel_context(parallel_mode=mode, device_num=devices, **settings)
+    # Not through set_auto_parallel_context, whose check ends at rank 4095; the compiler's does not.
+    auto_parallel_context()._context_handle.set_global_rank(rank)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankGraph:
     """The compiled graph of one rank.
@@ -84,6 +101,16 @@ class RankGraph:
     build_seconds: float
     compile_seconds: float
     peak_memory: int
+
+    def content(self) -> dict[str, Any]:
+        """Return all but the MindIR, as JSON takes it."""
+        return {name: value for name, value in vars(self).items() if name != "mindir"}
+
+    @staticmethod
+    def of(content: Mapping[str, Any]) -> "RankGraph":
+        """Return the graph, without MindIR, of a :meth:`content`."""
+        layouts = {name: LayoutEntry(*entry) for name, entry in content["layouts"].items()}
+        return RankGraph(**{**content, "mindir": b"", "layouts": layouts})
 
 
 def compile_ranks(
@@ -151,15 +178,9 @@ def _compile(
 ) -> RankGraph:
     import mindspore as ms
     from mindspore.graph.api import _cell_graph_executor as executor
-    from mindspore.parallel._auto_parallel_context import auto_parallel_context
 
     ms.set_context(mode=ms.GRAPH_MODE, **context)
-    ms.reset_auto_parallel_context()
-    ms.set_auto_parallel_context(
-        parallel_mode="semi_auto_parallel", device_num=device.size, **settings
-    )
-    # Not through set_auto_parallel_context, whose check ends at rank 4095; the compiler's does not.
-    auto_parallel_context()._context_handle.set_global_rank(device.rank)
+    set_parallel("semi_auto_parallel", device.rank, device.size, settings)
     began = time.perf_counter()
     built = build()
     ready = time.perf_counter()
@@ -168,13 +189,12 @@ def _compile(
     phase, _ = executor.compile(built.step, *built.inputs, phase="export.mindir")
     finished = time.perf_counter()
     mindir = executor._get_func_graph_proto(built.step, phase, "mind_ir")
-    layouts = built.step.parameter_layout_dict or {}
     return RankGraph(
         rank=device.rank,
         devices=device.size,
         mindir=mindir,
         groups=device.groups(),
-        layouts={name: LayoutEntry.of(entry) for name, entry in layouts.items()},
+        layouts=layouts_of(built.step),
         build_seconds=ready - began,
         compile_seconds=finished - ready,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -95,7 +95,8 @@ class TelechatMoeForCausalLM(PreTrainedModel):
             if is_split(recipe):
                 rank = ms.get_auto_parallel_context("global_rank")
                 shared = recipe.micro_batches > 1
-                placed = placed_model(recipe, rank, target, shared_graph=shared)
+                # MindFormers' loaders, which serve the data here, mark no sources.
+                placed = placed_model(recipe, rank, target, shared_graph=shared, sources=1)
                 self.model, routers = placed.model, placed.routers
                 if shared:  # MindSpore's lazy_inline: micro-batches call one graph
                     self.cell_init_args = f"lazy_inline_{type(self).__name__}"

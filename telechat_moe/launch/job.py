@@ -32,7 +32,7 @@ from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.swap import require_pool
 from telechat_moe.recipe.uses import graph_settings
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.sharding.recipe import mesh_of, smaller_steps
+from telechat_moe.sharding.recipe import mesh_of, runs_natively, smaller_steps
 from telechat_moe.train import preflight
 from telechat_moe.train.metrics import last_step
 from telechat_moe.units import size_text
@@ -257,7 +257,7 @@ def train(
         check_port(plan.nodes[0].master, plan.nodes[0].port)
     with only_launch(Path(recipe.output_dir)):
         resolved = write_resolved(recipe, Path(recipe.output_dir) / ".job")
-        if plan.through == "own" and recipe.devices > 1:
+        if plan.through == "own" and recipe.devices > 1 and not runs_natively(recipe):
             write_job(recipe, resolved.parent, orders)
         _train_to_the_end(recipe, plan, resolved, resume, overwrite)
     if plan.through != "own":

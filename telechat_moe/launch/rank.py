@@ -99,13 +99,13 @@ def run_supervised(
     return 0
 
 
-def meet() -> None:
-    """Wait for the other processes; the scheduler waits here to the end."""
+def meet(target: str = "CPU") -> None:
+    """Wait for the other processes, which compute on the same kind of device; the scheduler waits here to the end."""
     import mindspore as ms
     from mindspore.communication import init
 
     ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_device("CPU")
+    ms.set_device(target)
     init()
 
 

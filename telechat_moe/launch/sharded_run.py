@@ -27,7 +27,7 @@ from telechat_moe.launch.job import (
 )
 from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
-from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.experts import dispatcher, drops, hop_between_nodes
 from telechat_moe.sharding.recipe import balance_groups, mesh_of
 from telechat_moe.train import preflight
@@ -111,6 +111,10 @@ def run(
         raise UsageError(f"--steps {steps}: {recipe.source} has {recipe.train_steps} steps")
     if keep is not None and keep.exists():
         raise UsageError(f"--keep {keep}: exists; name a folder that does not")
+    if (target := recipe.context.device_target) != "CPU":
+        finding = f"{target}, whose graphs are run on CPU processes for CPU recipes"
+        problem = recipe.problem("context.device_target", finding, "CPU, with --set")
+        raise RecipeError([problem])
     preflight.require(recipe, overwrite=True, weights=hf.weights)
     output = Path(recipe.output_dir)
     folder = write_job(recipe, output / ".job", orders)
@@ -222,6 +226,11 @@ def dispatch_text(recipe: Recipe) -> str:
     return HOPS[hop] + DISPATCH[way] + dropped * drops(recipe.model_config)
 
 
+def in_shards(recipe: Recipe) -> Recipe:
+    """Return a recipe whose ranks run the graphs that MindSpore splits, also where processes could train whole copies."""
+    return replace(recipe, parallel=replace(recipe.parallel, parallel_mode=1))
+
+
 def one_process(recipe: Recipe) -> Recipe:
     """Return the same training on one device: the same global batch in as many micro-batches, plain operators."""
     size, count = recipe.micro_batch_samples, recipe.micro_batches
@@ -283,7 +292,7 @@ def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
     """
     from telechat_moe.train.trainer import Trainer
 
-    recipe, control = load(job / RESOLVED), Control(job / CONTROL)
+    recipe, control = in_shards(load(job / RESOLVED)), Control(job / CONTROL)
     ranks = RankCoordinator(control, rank, recipe.devices)
     trainer = Trainer(recipe, overwrite=True, plain=True, ranks=ranks, job=job, weights=hf.weights)
     watch, taps = None, task["taps"]

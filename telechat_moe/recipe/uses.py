@@ -73,9 +73,8 @@ _DROPPED = {
 
 
 def use_of(recipe: Recipe) -> Use:
-    """Return the use for which a recipe is written: our trainer's on CPU, else MindFormers' (with our plug-in or not)."""
-    is_ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
-    return "train" if is_ours else "mindformers"
+    """Return the use for which a recipe is written: our trainer's, if it names that, else MindFormers'."""
+    return "train" if recipe.trainer.type == OUR_TRAINER else "mindformers"
 
 
 def resolved(recipe: Recipe, use: Use) -> tuple[Use, str]:

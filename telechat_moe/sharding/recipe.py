@@ -32,6 +32,22 @@ def mesh_of(recipe: Recipe) -> Mesh:
     )
 
 
+def whole_copies(recipe: Recipe) -> bool:
+    """Return whether CPU processes train whole copies of the model, each on its rows, in MindSpore's data-parallel mode.
+
+    The mode has no optimizer states in shards and swaps nothing; such recipes are trained as shards, as all others are.
+    """
+    modes, swaps = (0, "DATA_PARALLEL"), recipe.swap_config.swap or recipe.optimizer.swap
+    is_chosen = recipe.use_parallel and recipe.parallel.parallel_mode in modes
+    sharded = recipe.parallel.enable_parallel_optimizer
+    return is_chosen and recipe.context.device_target == "CPU" and not (sharded or swaps)
+
+
+def runs_natively(recipe: Recipe) -> bool:
+    """Return whether each rank compiles its step for the device that runs it; else rank graphs are rewritten for CPU processes."""
+    return recipe.context.device_target != "CPU" or whole_copies(recipe)
+
+
 def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipes of the steps that are smaller than the largest of a batch schedule, by their micro-batches."""
     largest, recipes = recipe.micro_batches, dict[int, Recipe]()
@@ -157,3 +173,15 @@ def parallel_context(recipe: Recipe, full_batch: bool | None = None) -> dict[str
         if size:
             settings["parallel_optimizer_config"]["optimizer_weight_shard_size"] = size
     return settings
+
+
+def device_context(recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe says of its devices, for MindSpore's ``set_context``; nothing for CPU."""
+    context = recipe.context
+    if context.device_target == "CPU":
+        return {}
+    names = ("max_device_memory", "mempool_block_size")
+    values: dict[str, Any] = {name: getattr(context, name) for name in names}
+    if context.jit_config is not None and context.jit_config.jit_level is not None:
+        values["jit_config"] = {"jit_level": context.jit_config.jit_level}
+    return {name: value for name, value in values.items() if value is not None}

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.checkpoint.rank_shards import ShardOwners
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.execute import RankProgram
 from telechat_moe.moe.forecast import LoadWindow
 from telechat_moe.moe.placement import ExpertMove, SlotMap, moves
 from telechat_moe.moe.planner import MoveRule, Proposal, plan
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.dispatch import slots_name
 from telechat_moe.sharding.shards import weight_of
+from telechat_moe.train.programs.program import RankProgram
 from telechat_moe.train.ranks import RankCoordinator
 
 Planner = Callable[[NDArray[np.float64], SlotMap, MoveRule], Proposal]

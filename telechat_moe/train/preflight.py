@@ -160,11 +160,17 @@ def index_builder(recipe: Recipe) -> Iterator[Problem]:
         yield recipe.problem(key, finding, expected)
 
 
+def lacks_device(recipe: Recipe) -> bool:
+    """Return whether this machine has no device of the kind that a recipe names."""
+    target = recipe.context.device_target
+    return target != "CPU" and not list(Path("/dev").glob(_DEVICE_FILES[target]))
+
+
 def _device(recipe: Recipe) -> Iterator[Problem]:
     target = recipe.context.device_target
-    if target != "CPU" and not list(Path("/dev").glob(_DEVICE_FILES[target])):
+    if lacks_device(recipe):
         finding = f"{target}, but this machine has none (no /dev/{_DEVICE_FILES[target]})"
-        expected = "a machine that has one, or CPU with runner_config.sink_mode False"
+        expected = "a machine that has one; `telechat-moe dryrun` compiles the recipe here, --set context.device_target=CPU trains it"
         yield recipe.problem("context.device_target", finding, expected)
 
 

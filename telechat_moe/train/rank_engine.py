@@ -19,16 +19,17 @@ from telechat_moe.checkpoint.snapshot import ArrayGroups
 from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.data.sample import put_together
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.execute import Job, RankProgram
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.recipe import mesh_of, smaller_steps
+from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.sharding.shards import EMA, MOMENTS, group_of, weight_of
 from telechat_moe.train import optimizer, parameters
 from telechat_moe.train.engine import Engine, HostBatches, TensorBatch, build_model, tensors
 from telechat_moe.train.expert_moves import MovingExperts
 from telechat_moe.train.optimizer import WeightAverage
+from telechat_moe.train.programs import Programs
+from telechat_moe.train.programs.program import RankProgram
 from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.step import Evaluate, StepOutput
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights
@@ -38,12 +39,15 @@ PLACEMENT = "placement"
 
 
 class RankEngine(Engine):
-    """An engine that runs the graph of one rank of a job; see :class:`telechat_moe.train.engine.Engine`.
+    """An engine that runs the graph of one rank; see :class:`telechat_moe.train.engine.Engine`.
 
     MindSpore's communication is initialised.
+
+    Args:
+        programs: Loads the program of steps of so many micro-batches.
     """
 
-    def __init__(self, recipe: Recipe, job: Path, ranks: RankCoordinator) -> None:
+    def __init__(self, recipe: Recipe, programs: Programs, ranks: RankCoordinator) -> None:
         assert ranks.control is not None
         self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
         self.micro_batches, self.mesh = recipe.micro_batches, mesh_of(recipe)
@@ -54,20 +58,15 @@ class RankEngine(Engine):
         fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
         self.operators = f"plain{fused}, in the graphs of {self.ranks} ranks ({self.layout})"
         self.weights = {p.name: p for p in self.model.get_parameters()}
-        self.jobs = {n: job / f"micro_batches_{n}" for n in smaller_steps(recipe)}
-        self.jobs[self.micro_batches] = job
-        self.micro_rows, self.groups = recipe.micro_batch_samples, set[str]()
-        self.ema = recipe.telechat_moe.ema
-        pool = recipe.telechat_moe.swap
-        self.swap_folder = pool.pool_folder if pool is not None else None
+        self.micro_rows, self.ema = recipe.micro_batch_samples, recipe.telechat_moe.ema
+        self.programs = programs
         self.program = self._load()
-        graphs = self.program.job
-        self.peers = graphs.peers[self.rank]
+        self.peers = self.program.peers
         with select.using("plain"):
             self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.evaluate_cell = Evaluate(self.model)
         self.names = [name for name in self.program.parameters if self._is_saved(name)]
-        self.sharing = ShardOwners(graphs, self._is_saved)
+        self.sharing = ShardOwners(self.program.ranks, self._is_saved)
         folder = Path(recipe.output_dir) / ".pieces"
         self.exchange = ShardExchange(self.sharing, self.rank, folder, self.control)
         self.experts: MovingExperts | None = None
@@ -80,16 +79,14 @@ class RankEngine(Engine):
 
     def _load(self) -> RankProgram:
         """Return the program of steps of as many micro-batches as now, with the averages beside its parameters."""
-        graphs = Job.read(self.jobs[self.micro_batches])
+        program = self.programs(self.micro_batches)
         if self.ema is None:
-            return RankProgram(graphs, self.rank, self.groups, self.swap_folder)
-        graphs = graphs.with_copies(EMA, self._averaged)
-        program = RankProgram(graphs, self.rank, self.groups, self.swap_folder)
+            return program
         weights = {n: p for n, p in program.parameters.items() if self._averaged(n)}
         if self.average is None:
             self.average = WeightAverage(weights, self.ema.decay)
         self.average.weights = {name: weights[name] for name in self.average.weights}
-        program.parameters |= self.average.averages
+        program.add_copies(EMA, self.average.averages, self._averaged)
         return program
 
     def _go_on_with(self, micro_batches: int) -> None:

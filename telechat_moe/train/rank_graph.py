@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import Tensor
@@ -18,7 +20,13 @@ from telechat_moe.recipe.experts import dispatcher, hop_between_nodes
 from telechat_moe.recipe.speed_up import path_of
 from telechat_moe.recipe.swap import swapped
 from telechat_moe.sharding.apply import Options, place
-from telechat_moe.sharding.recipe import mesh_of, parallel_context, recomputed_layers, stages_of
+from telechat_moe.sharding.recipe import (
+    device_context,
+    mesh_of,
+    parallel_context,
+    recomputed_layers,
+    stages_of,
+)
 from telechat_moe.sharding.recompute import recompute, swap
 from telechat_moe.sharding.stages import Stages
 from telechat_moe.train.optimizer import AdamW, from_recipe
@@ -26,11 +34,12 @@ from telechat_moe.train.rank_step import PlacedModel, RankStep
 
 
 def placed_model(
-    recipe: Recipe, rank: int, target: str, *, shared_graph: bool | None
+    recipe: Recipe, rank: int, target: str, *, shared_graph: bool | None, sources: int | None = None
 ) -> PlacedModel:
     """Return the model of one rank, placed on the mesh of a recipe.
 
     Args:
+        sources: How many sources of tokens it tells apart; None: as many as the recipe's data have.
         target: See :func:`build_step`; the caller chooses the backends.
         shared_graph: See :func:`build_step`.
 
@@ -41,9 +50,7 @@ def placed_model(
     if shared_graph is None:
         shared_graph = recipe.micro_batches > 1 and _shares_graph(recipe, target, stages)
     sizes = settings.moe_block_rows, settings.moe_capacity_tokens
-    # On Ascend other loaders serve the data, which mark no sources.
-    sources = len(sources_of(recipe)) if target == "CPU" else 1
-    model = CausalLM(recipe.model_config, *sizes, sources=sources)
+    model = CausalLM(recipe.model_config, *sizes, sources=sources or len(sources_of(recipe)))
     model.set_train()
     options = Options(
         dispatcher(recipe, target),
@@ -80,6 +87,7 @@ def build_step(
     target: str,
     optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
     shared_graph: bool | None = None,
+    copies: bool = False,
 ) -> RankStep:
     """Return the step of one rank, placed.
 
@@ -88,6 +96,7 @@ def build_step(
         optimizer: Makes the optimizer; default: the recipe's AdamW.
         shared_graph: Micro-batches share one graph; for Ascend, shape-only stubs replace other stages' cells;
             default: where there are several, but on CPU only where the graph must be (:func:`_shares_graph`).
+        copies: See :class:`telechat_moe.train.rank_step.PlacedModel`.
 
     Raises:
         BadInputError: The layout does not fit the model.
@@ -96,6 +105,7 @@ def build_step(
     backends = ("plain", {}) if target == "CPU" else (operators.default, operators.backends())
     with select.using(*backends, target, operators.host):
         placed = placed_model(recipe, rank, target, shared_graph=shared_graph)
+        placed = placed._replace(copies=copies)
         params = [p for p in placed.model.trainable_params() if placed.placement.is_here(p)]
         step = RankStep(recipe, placed, (optimizer or partial(from_recipe, recipe))(params))
     step.set_train()
@@ -134,6 +144,45 @@ def _has_mask(recipe: Recipe) -> bool:
     return data is not None and bool(data.create_attention_mask)
 
 
+class StepSource(NamedTuple):
+    """What the step of a rank is compiled from, whoever compiles it.
+
+    Attributes:
+        build: Takes a rank; returns its step and a batch for it. MindSpore's parallel mode is set.
+        settings: For ``set_auto_parallel_context``, but for mode, rank and number of devices.
+        context: For ``set_context``.
+        device: For ``set_context``, where there is a device: its memory, how its graph engine compiles.
+        switches: JSON file of MindSpore's switches for overlap.
+    """
+
+    build: Callable[[int], Built]
+    settings: dict[str, Any]
+    context: dict[str, Any]
+    device: dict[str, Any]
+    switches: Path | None
+
+
+def step_source(
+    recipe: Recipe,
+    *,
+    target: str,
+    full_batch: bool | None = None,
+    optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
+    shared_graph: bool | None = None,
+    copies: bool = False,
+) -> StepSource:
+    """Return what the steps of a recipe's ranks are compiled from; see :func:`compile_recipe` and :func:`build_step`."""
+    settings = parallel_context(recipe, full_batch)
+
+    def build(rank: int) -> Built:
+        chosen = {"optimizer": optimizer, "shared_graph": shared_graph, "copies": copies}
+        step = build_step(recipe, rank, target=target, **chosen)
+        return Built(step, example_batch(recipe, settings.get("full_batch", False)))
+
+    context = {"max_call_depth": recipe.context.max_call_depth}
+    return StepSource(build, settings, context, device_context(recipe), path_of(recipe))
+
+
 @in_clean_process
 def compile_recipe(
     recipe: Recipe,
@@ -157,15 +206,14 @@ def compile_recipe(
     Raises:
         BadInputError: The layout does not fit the model, or MindSpore refuses it.
     """
-    settings = parallel_context(recipe, full_batch)
-
-    def build(rank: int) -> Built:
-        step = build_step(
-            recipe, rank, target=target, optimizer=optimizer, shared_graph=shared_graph
-        )
-        return Built(step, example_batch(recipe, settings.get("full_batch", False)))
-
+    source = step_source(
+        recipe,
+        target=target,
+        full_batch=full_batch,
+        optimizer=optimizer,
+        shared_graph=shared_graph,
+    )
     devices = recipe.devices
-    context = {"max_call_depth": recipe.context.max_call_depth}
     chosen = range(devices) if ranks is None else ranks
-    return compile_ranks(build, list(chosen), devices, settings, context, done, path_of(recipe))
+    compiled = (source.settings, source.context, done, source.switches)
+    return compile_ranks(source.build, list(chosen), devices, *compiled)

@@ -70,6 +70,19 @@ class LossTerms(nn.Cell):
         return self.sum(self.spread(self.rows_3T, losses_T), 1), self.scale(self.sens, self.weights)
 
 
+class Mean(nn.Cell):
+    """The mean of a tensor over all processes."""
+
+    def __init__(self, processes: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.share, self.scale = Tensor(1.0 / processes, ms.float32), ops.Mul()
+        self.sum = ops.AllReduce()
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Return the mean, of the shape of ``x``."""
+        return self.scale(self.sum(x), self.share)
+
+
 class ExpertSquares(nn.Cell):
     """Add up the squares of the gradients of a layer's experts in the order of the experts, wherever they are.
 
@@ -109,6 +122,7 @@ class PlacedModel(NamedTuple):
         placement: Mesh and rank, and which parameters are on the rank's stage.
         has_loss: The rank's stage computes the losses.
         shared_graph: The micro-batches share one graph.
+        copies: Every process trains a whole copy of the model on its rows, and none is split.
     """
 
     model: CausalLM
@@ -116,6 +130,7 @@ class PlacedModel(NamedTuple):
     placement: ModelPlacement
     has_loss: bool
     shared_graph: bool
+    copies: bool = False
 
 
 def _cut(recipe: Recipe, placed: PlacedModel, network: nn.Cell) -> nn.Cell:
@@ -165,12 +180,18 @@ class RankStep(UpdateStep):
         self.network: nn.Cell = LossVector(model)
         if placed.shared_graph:
             self.network.cell_init_args = "lazy_inline_LossVector"
-        self.accumulates = placement.mesh.pp > 1 or recipe.micro_batches > 1
+        several = placement.mesh.pp > 1 or recipe.micro_batches > 1
+        # Of whole copies each has the gradient of its own rows, and MindSpore adds up neither these nor micro-batches.
+        self.copies = placed.copies
+        self.accumulates = several and not self.copies
+        means = [Mean(placement.mesh.dp) for _ in self.weights] if self.copies else []
+        self.means = nn.CellList(means, auto_prefix=False)
         self.sharded = recipe.parallel.enable_parallel_optimizer
         devices = placement.mesh.stage_devices
         self.unshared = tuple(placement.shards(p) == devices for p in self.weights)
-        if self.accumulates:
+        if several:
             self.network = _cut(recipe, placed, self.network)
+        if self.accumulates:
             # MindSpore wants a gradient sum for each cell of a shared graph, those of other stages too.
             others = [p for p in model.trainable_params() if not placement.is_here(p)]
             summed = ParameterTuple([*self.weights, *(others if placed.shared_graph else ())])
@@ -223,6 +244,10 @@ class RankStep(UpdateStep):
             sums, reduced, grads = self.depend(self.accu_grads, grads), grads, ()
             for i in range(len(reduced)):
                 grads += (sums[i] if self.unshared[i] else reduced[i],)
+        if self.copies:
+            local, grads = grads, ()
+            for i in range(len(local)):
+                grads += (self.means[i](local[i]),)
         return losses, by_source, grads
 
     def global_norm(self, grads: tuple[Tensor, ...]) -> Tensor:

@@ -93,9 +93,10 @@ class Trainer:
     def _engine(self, job: Path | None) -> Engine:
         if job is None:
             return OneProcess(self.recipe, self.keep_graph)
+        from telechat_moe.train.programs import programs_of
         from telechat_moe.train.rank_engine import RankEngine
 
-        return RankEngine(self.recipe, job, self.ranks)
+        return RankEngine(self.recipe, programs_of(self.recipe, job, self.ranks), self.ranks)
 
     def _begin(self, weights: ReadWeights) -> None:
         """Put into engine and loader what the run begins with."""

@@ -157,7 +157,7 @@ def test_what_cannot_run_is_refused_before_anything_is_compiled(
     said = refused(3, train_dataset__data_loader__config__data_path=nowhere)
     assert f"{tmp_path}/nothing" in said
     assert "telechat-moe data build --recipe" in said
-    assert "device_target: Ascend with 2 dev" in refused(3, context__device_target="Ascend")
+    assert "device_target: Ascend" in refused(3, context__device_target="Ascend")
     assert "has 12 steps" in refused(2, "--steps", "13")
     assert "exists" in refused(2, "--keep", str(tmp_path))
     assert not (tmp_path / "run").exists()

@@ -104,9 +104,6 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             )
         ),
     ],
-    "averages": [
-        (TINY, {"context.device_target": "Ascend", OWN + "ema": "{decay: 0.9}"}, OWN + "ema"),
-    ],
     "groups": [
         (TINY, {M + "num_experts_per_tok": "9"}, M + "num_experts_per_tok"),
         (TINY, {M + "n_group": "2"}, M + "topk_group"),

@@ -227,7 +227,8 @@ def work(folder: Path, case: str) -> None:
     from mindspore import Tensor
     from mindspore.communication import get_rank, init
 
-    from telechat_moe.graph.execute import Job, RankProgram
+    from telechat_moe.graph.execute import Job
+    from telechat_moe.train.programs.cpu import CpuProgram
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
@@ -238,7 +239,7 @@ def work(folder: Path, case: str) -> None:
     places = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
     weight = np.ones((rows, length), np.float32)
     for job in sorted(p.name for p in folder.iterdir() if (p / "ranks.json").exists()):
-        program = RankProgram(Job.read(folder / job), rank, made)
+        program = CpuProgram(Job.read(folder / job), rank, made)
         program.set_parameters({n: _start(n, program) for n in program.parameters})
         scalars, found = Momentum([]).scalars, []
         for step, (ids, labels) in enumerate(tokens):

@@ -341,8 +341,9 @@ def work(folder: Path, cases: list[Case]) -> None:
     from mindspore import Tensor
     from mindspore.communication import get_rank, init
 
-    from telechat_moe.graph.execute import Job, RankProgram
+    from telechat_moe.graph.execute import Job
     from telechat_moe.train import token_weights
+    from telechat_moe.train.programs.cpu import CpuProgram
     from telechat_moe.train.token_weights import LOSS_MASK
 
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -350,13 +351,13 @@ def work(folder: Path, cases: list[Case]) -> None:
     init()
     scalars = make_optimizer("either")([]).scalars
     rank, made = get_rank(), set()
-    programs: dict[str, RankProgram] = {}
+    programs: dict[str, CpuProgram] = {}
     for case in cases:
         config = recipe(case.layout, case.layers).model_config
         given = pickle.loads((folder / f"{case.reference}.pickle").read_bytes())
         used = case.job in programs
         if not used:
-            programs[case.job] = RankProgram(Job.read(folder / case.job), rank, made)
+            programs[case.job] = CpuProgram(Job.read(folder / case.job), rank, made)
         program = programs[case.job]
         program.set_parameters(given["start"], in_place=used)
         found = {"steps": [], "states": []}

@@ -260,6 +260,7 @@ def built(recipe: Recipe) -> str:
 def trained(recipe: Recipe) -> str:
     """Return what training makes of a recipe, as text."""
     split = [sharded.stages_of(recipe), sharded.parallel_context(recipe), recipe.micro_batches]
+    split.append(sharded.device_context(recipe))
     said = [run(recipe), built(recipe), repr(split)]
     said.append(rank_orders(recipe))
     if (rules := recipe.telechat_moe.moe.placement) is not None:

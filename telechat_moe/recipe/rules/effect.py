@@ -38,12 +38,17 @@ def own_model(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield "model.model_config.model_type", problem, expected
 
 
-def target(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Our trainer runs a layout for several devices on CPU processes; on Ascend MindFormers' trainer does."""
-    if not compiled and r.devices > 1 and r.context.device_target != "CPU":
-        problem = f"{r.context.device_target} with {r.devices} devices, which MindFormers' trainer runs (launch)"
-        expected = "CPU, with runner_config.sink_mode False, to train on CPU processes"
-        yield "context.device_target", problem, expected
+def device_settings(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Memory and compiler of a device are those of Ascend."""
+    c = r.context
+    if compiled or c.device_target != "CPU":
+        return
+    level = c.jit_config.jit_level if c.jit_config is not None else None
+    settings = {"max_device_memory": c.max_device_memory, "jit_config.jit_level": level}
+    settings["mempool_block_size"] = c.mempool_block_size
+    for key, value in settings.items():
+        if value is not None:
+            yield f"context.{key}", f"{value} on CPU, where it has no effect", "remove it"
 
 
 def optimizer_shards(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -207,11 +212,6 @@ def schedule_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if s.warmup_lr_init and not warm:
         problem = f"{s.warmup_lr_init:g} without warm-up, where it has no effect"
         yield "lr_schedule.warmup_lr_init", problem, "remove it, or warmup_steps > 0"
-    total = s.total_steps or -1
-    if s.type == "ConstantWarmUpLR" and total not in (-1, r.train_steps) and not s.warmup_ratio:
-        trained = f"{r.train_steps} steps are trained (train_dataset.data_loader.sizes)"
-        problem = f"{total}, but {trained}"
-        yield "lr_schedule.total_steps", problem, "-1: a constant rate has no end"
     if s.decay_steps is not None and s.decay_ratio is not None:
         yield "lr_schedule.decay_ratio", "together with decay_steps", "only one of the two"
 
@@ -248,9 +248,11 @@ def passes(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if r.parallel_config.pipeline_stage == 1:
         problem = f"{name} with one stage, where it has no effect"
         yield key, problem, "remove it, or pipeline_stage > 1"
-    elif compiled:
+    elif compiled or r.context.device_target != "CPU":
         problem = f"{name} in a graph for Ascend, whose order is MindSpore's"
-        expected = "remove it; `telechat-moe train` and `run-sharded` take it on CPU processes"
+        expected = (
+            "remove it, and parallel.pipeline_config.pipeline_scheduler; CPU processes take it"
+        )
         yield key, problem, expected
 
 
@@ -261,7 +263,7 @@ def background_exchange(r: Recipe, compiled: bool) -> Iterator[Broken]:
         return
     hop, node = hop_between_nodes(r.model.model_config)
     routed = sharding.dispatcher == "alltoallv" or (sharding.dispatcher == "auto" and hop == "once")
-    if compiled:
+    if compiled or r.context.device_target != "CPU":
         problem = "True in a graph for Ascend, whose exchanges MindSpore overlaps"
         yield key, problem, f"remove it, and {switches.KEY} with pp_1f1b_overlap"
     elif r.devices == 1 or p.expert_parallel == 1:
@@ -484,7 +486,7 @@ def host_operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield key, f"{chosen_text} in a model without routed experts", "remove it"
     if len(set(chosen)) < len(chosen):
         yield key, f"{chosen_text}: a part twice", "each part once"
-    if getattr(getattr(r.context, "jit_config", None), "jit_level", None) == "O2":
+    if r.context.jit_config is not None and r.context.jit_config.jit_level == "O2":
         problem = f"{chosen_text} with context.jit_config.jit_level O2, which runs the whole graph on the device"
         yield key, problem, "remove it, or jit_level O0 or O1"
     if "sort" in chosen and dispatcher(r, "Ascend") == "alltoallv":

@@ -51,6 +51,11 @@ def pool(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if not r.swap_config.swap and not r.optimizer.swap:
         problem = "a section with swap_config.swap and optimizer.swap False, where it has no effect"
         yield "telechat_moe.swap", problem, "remove it, or one of these True"
+    elif not compiled and r.context.device_target != "CPU":
+        problem = (
+            "a section with device_target Ascend, which swaps into its host's memory, of any amount"
+        )
+        yield "telechat_moe.swap", problem, "remove it; swap_config says what is swapped"
     elif chosen.pool_folder is None and chosen.pool_mib is None:
         problem = "a section that says nothing"
         yield "telechat_moe.swap", problem, "pool_folder or pool_mib, or no such section"

@@ -197,15 +197,6 @@ def _of_one_size(r: Recipe) -> list[str]:
     return [key for key in keys if operator.attrgetter(key)(r)]
 
 
-def averages(r: Recipe) -> Iterator[Broken]:
-    """The average is kept in the memory of a process on CPU."""
-    if r.telechat_moe.ema is None:
-        return
-    if r.context.device_target != "CPU":
-        problem = f"a section with device_target {r.context.device_target}"
-        yield "telechat_moe.ema", problem, "device_target CPU, or remove it"
-
-
 def schedule_rates(r: Recipe) -> Iterator[Broken]:
     """The rate rises to `learning_rate` and falls from it."""
     for section_key, s in _schedules(r):

@@ -3,7 +3,17 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Count, Degree, Length, Positive, Range, Text, decides, only
+from telechat_moe.recipe.fields import (
+    Count,
+    Degree,
+    Gigabytes,
+    Length,
+    Positive,
+    Range,
+    Text,
+    decides,
+    only,
+)
 from telechat_moe.recipe.schema.table import section
 
 
@@ -17,6 +27,17 @@ class AscendConfig:
 
 
 @section
+class JitConfig:
+    """`context.jit_config`: graph compilation for the device."""
+
+    jit_level: Literal["O0", "O1", "O2"] | None = None
+    """O0: no fusion, O1: with automatic fusion, O2: whole graph sunk."""
+
+    infer_boost: Literal["on", "off"] | None = None
+    """Inference kernels. Quote it: `on` is a boolean in YAML."""
+
+
+@section
 class Context:
     """`context`: MindSpore's settings. MindFormers drops every other key with a warning."""
 
@@ -25,6 +46,15 @@ class Context:
 
     max_call_depth: Positive = field(default=10000, metadata=decides("graph"))
     """Largest nesting of calls in a graph."""
+
+    max_device_memory: Gigabytes | None = None
+    """Device memory to use, as `"58GB"`. None: all. Ascend only."""
+
+    mempool_block_size: Gigabytes | None = None
+    """Growth of the memory pool, as `"56GB"`. Ascend only."""
+
+    jit_config: JitConfig | None = None
+    """Graph compilation. Ascend only."""
 
     ascend_config: AscendConfig | None = None
     """Settings of Ascend devices."""

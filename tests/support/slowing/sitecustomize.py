@@ -12,10 +12,10 @@ READER_S, LINK_S = map(float, SECONDS)
 
 def slow_down() -> None:
     from telechat_moe.data.shared import FollowingLoader
-    from telechat_moe.graph import execute
+    from telechat_moe.graph import links
     from telechat_moe.ops import native
 
-    read, connect = FollowingLoader.__next__, execute.link
+    read, connect = FollowingLoader.__next__, links.link
 
     def read_slowly(self: FollowingLoader):
         time.sleep(READER_S)
@@ -25,7 +25,7 @@ def slow_down() -> None:
         connect(*given)
         native.load().telechat_link_trial(LINK_S, 0.0, 0)
 
-    FollowingLoader.__next__, execute.link = read_slowly, connect_slowly
+    FollowingLoader.__next__, links.link = read_slowly, connect_slowly
 
 
 if os.environ.get("RANK_ID") == RANK and os.environ.get("MS_ROLE") == "MS_WORKER":

@@ -1,0 +1,53 @@
+"""Run the graph of a rank on a CPU process: it was compiled for Ascend, exported, and rewritten for CPU."""
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import create_group
+
+from telechat_moe.graph.execute import Job
+from telechat_moe.graph.links import link
+from telechat_moe.graph.swapping import PooledTensor, open_pool
+from telechat_moe.train.programs.program import RankProgram
+
+
+class CpuProgram(RankProgram):
+    """One rank of a job; MindSpore's communication must be initialised. See :class:`RankProgram`.
+
+    Args:
+        job: The job; its groups are created here, all processes in the same order.
+        created: Names of groups that earlier programs of this process created; extended here.
+        swap_folder: Where what is swapped waits; None: in memory.
+    """
+
+    def __init__(
+        self, job: Job, rank: int, created: set[str] | None = None, swap_folder: str | None = None
+    ) -> None:
+        self.rank, self.ranks, self.peers = rank, job.ranks, job.peers[rank]
+        created = set() if created is None else created
+        for name, ranks in sorted(job.groups.items()):
+            if name not in created and rank in ranks:
+                create_group(name, ranks)
+            created.add(name)
+        link(rank, job.peers)
+        self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
+        self.parameters: dict[str, Any] = {
+            p.name.split(":")[-1]: p for p in self.cell.get_parameters()
+        }
+        if (swapped := job.swapped[rank]) is not None:
+            pool = open_pool(swapped.pool, swap_folder)
+            self.parameters |= {s.name: PooledTensor(s, pool) for s in swapped.states}
+
+    def run(self, *batch: Any) -> Any:
+        """See :meth:`RankProgram.run`."""
+        return self.cell(*batch)
+
+    def put(self, name: str, shard: np.ndarray | np.float32) -> None:
+        """See :meth:`RankProgram.put`."""
+        parameter = self.parameters[name]
+        if isinstance(parameter, PooledTensor):
+            parameter.set_data(Tensor(shard))
+        else:
+            super().put(name, shard)

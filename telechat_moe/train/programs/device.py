@@ -1,0 +1,129 @@
+"""Compile the step of a rank natively on the device of this process, and run it.
+
+On Ascend MindSpore's semi-automatic parallel mode splits the step, as the dry run compiles it. On CPU, which has no such mode, whole
+copies of the model are trained on parts of a batch, in its data-parallel mode.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore.communication import get_process_group_ranks
+
+from telechat_moe.graph.compile import LayoutEntry, RankGraph, layouts_of, set_parallel
+from telechat_moe.graph.execute import TOKEN_WEIGHTS
+from telechat_moe.processes import Control
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.sharding.recipe import mesh_of, whole_copies
+from telechat_moe.train.programs.program import RankProgram
+from telechat_moe.train.rank_graph import step_source
+
+
+class CompiledStep(NamedTuple):
+    """A step that was compiled for the device of this process.
+
+    Attributes:
+        graph: How it splits its parameters, and its groups; without MindIR.
+        parameters: This rank's, by name.
+        run: Runs it on this rank's batch.
+    """
+
+    graph: RankGraph
+    parameters: dict[str, Any]
+    run: Callable[..., Any]
+
+
+def compile_step(recipe: Recipe, rank: int) -> CompiledStep:
+    """Compile the step of a rank on the device of this process; nothing else here needs the device.
+
+    MindSpore's communication is initialised.
+
+    Raises:
+        BadInputError: The layout does not fit the model.
+    """
+    copies, devices = whole_copies(recipe), recipe.devices
+    chosen: dict[str, Any] = {"target": recipe.context.device_target, "copies": copies}
+    if copies:
+        chosen |= {"full_batch": False, "shared_graph": False}
+    source = step_source(recipe, **chosen)
+    ms.set_context(mode=ms.GRAPH_MODE, **source.context, **source.device)
+    if source.switches is not None:  # of Ascend alone, as a rule of the recipe says
+        ms.set_context(ascend_config={"parallel_speed_up_json_path": str(source.switches)})
+    settings = {"parameter_broadcast": False} if copies else source.settings
+    mode = "data_parallel" if copies else "semi_auto_parallel"
+    set_parallel(mode, rank, devices, settings)
+    began = time.perf_counter()
+    built = source.build(rank)
+    ready = time.perf_counter()
+    step = built.step
+    step.compile(*built.inputs)
+    layouts = _whole(step, devices) if copies else layouts_of(step)
+    groups = {entry.shard_group for entry in layouts.values()} - {""}
+    graph = RankGraph(
+        rank=rank,
+        devices=devices,
+        mindir=b"",
+        groups={name: list(get_process_group_ranks(name)) for name in sorted(groups)},
+        layouts=layouts,
+        build_seconds=ready - began,
+        compile_seconds=time.perf_counter() - ready,
+        peak_memory=0,
+    )
+    names = None if copies else set(step.parallel_parameter_name_list)
+    parameters = {p.name: p for p in step.get_parameters() if names is None or p.name in names}
+    return CompiledStep(graph, parameters, step)
+
+
+def _whole(step: Any, devices: int) -> dict[str, LayoutEntry]:
+    """Return the layouts of parameters that every device holds whole."""
+    shapes = {p.name: list(p.shape) for p in step.get_parameters()}
+    return {
+        name: LayoutEntry([devices], [-1] * len(shape), "", shape, shape)
+        for name, shape in shapes.items()
+    }
+
+
+class DeviceProgram(RankProgram):
+    """The step of a rank on the device of this process. See :class:`RankProgram`.
+
+    Args:
+        recipe: Of steps of as many micro-batches as the program has.
+        control: Control folder of the run, through which the ranks tell each other how they split their parameters.
+    """
+
+    def __init__(self, recipe: Recipe, rank: int, control: Control) -> None:
+        self.rank, self.mesh = rank, mesh_of(recipe)
+        self.copies, self.micro_batches = whole_copies(recipe), recipe.micro_batches
+        self.takes_all = recipe.parallel.full_batch and not self.copies
+        self.step = compile_step(recipe, rank)
+        self.parameters = self.step.parameters
+        about = f"layouts of {recipe.micro_batches} micro-batches"
+        control.write(f"{about}, rank {rank}", json.dumps(self.step.graph.content()))
+        control.barrier(about, rank, recipe.devices)
+        texts = (control.read(f"{about}, rank {other}") or "" for other in range(recipe.devices))
+        self.ranks = [RankGraph.of(json.loads(text)) for text in texts]
+
+    def run(self, *batch: Any) -> Any:
+        """See :meth:`RankProgram.run`."""
+        if self.takes_all:
+            return self.step.run(*batch)
+        return self.step.run(*(Tensor(self._rows(column.asnumpy())) for column in batch))
+
+    def _rows(self, column: np.ndarray) -> np.ndarray:
+        """Return this rank's rows of every micro-batch of a global batch."""
+        mesh: Mesh = self.mesh
+        by_micro = column.reshape(self.micro_batches, mesh.dp, -1, *column.shape[1:])
+        rows = by_micro[:, mesh.index(self.rank, mesh.axes("dp"))]
+        return np.ascontiguousarray(rows.reshape(-1, *column.shape[1:]))
+
+    def set_token_weights(self, weights: np.ndarray) -> None:
+        """See :meth:`RankProgram.set_token_weights`; of copies each has the sums of its own tokens, and their mean counts."""
+        if TOKEN_WEIGHTS in self.parameters:
+            factors = weights.copy()
+            factors[:-1] *= self.mesh.dp if self.copies else 1
+            self.put(TOKEN_WEIGHTS, factors)

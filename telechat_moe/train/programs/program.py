@@ -1,0 +1,127 @@
+"""What a rank engine asks of a program: parameters of this rank by name, values for them, a call."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.execute import KEPT, LIMITS, SCHEDULE, SUMS, TOKEN_WEIGHTS
+from telechat_moe.graph.parameter_layout import shard_of
+
+
+class RankProgram(ABC):
+    """The compiled step of one rank of a model that is spread over devices.
+
+    Attributes:
+        ranks: How the graph of each rank splits its parameters, and its groups; without MindIR.
+        peers: Ranks that this one exchanges messages with through the native library.
+        parameters: Those of the graph by name, this rank's shards; others may join them that only the host computes.
+    """
+
+    rank: int
+    ranks: Sequence[RankGraph]
+    peers: Sequence[int] = ()
+    parameters: dict[str, Any]
+
+    @property
+    def graph(self) -> RankGraph:
+        """What is known of this rank's graph."""
+        return self.ranks[self.rank]
+
+    @abstractmethod
+    def run(self, *batch: Any) -> Any:
+        """Run the graph on a whole global batch, micro-batch by micro-batch; return the step's outputs."""
+
+    def __call__(self, rate: Any, epsilon: Any, decay: Any, *batch: Any) -> Any:
+        """Run the graph; the first three come from the optimizer's ``scalars``."""
+        from mindspore import ops
+
+        # In place: after the first call the graph's branches keep a parameter's memory, and what
+        # set_data sets instead never reaches them (MindSpore 2.9.0).
+        for name, value in zip(SCHEDULE, (rate, epsilon, decay), strict=True):
+            if name in self.parameters:  # MindSpore drops what a graph does not read
+                ops.assign(self.parameters[name], value)
+        return self.run(*batch)
+
+    def set_parameters(self, values: Mapping[str, np.ndarray], in_place: bool = False) -> None:
+        """Set the parameters to this rank's shards of whole tensors; after the first call only ``in_place``.
+
+        Raises:
+            BadInputError: A parameter has no value, or its shard another shape.
+        """
+        from mindspore import Tensor
+
+        for name, parameter in self.parameters.items():
+            if name in (*SCHEDULE, TOKEN_WEIGHTS):
+                continue
+            if name in LIMITS:
+                if not in_place:
+                    parameter.set_data(Tensor(np.float32(np.inf)))
+                continue
+            if name.startswith(SUMS) or name.endswith(KEPT):
+                shard = np.zeros(parameter.shape, np.float32)
+            elif name in values:
+                shard = shard_of(values[name], self.graph, name)
+            else:
+                raise BadInputError(f"rank {self.rank}: no value for the parameter {name}")
+            if tuple(shard.shape) != tuple(parameter.shape):
+                raise BadInputError(
+                    f"rank {self.rank}: {name} is {tuple(shard.shape)} after cutting, "
+                    f"the graph has {tuple(parameter.shape)}"
+                )
+            if in_place:
+                self.put(name, shard)
+            else:
+                parameter.set_data(Tensor(shard))
+
+    def add_copies(
+        self, prefix: str, copies: Mapping[str, Any], keep: Callable[[str], bool]
+    ) -> None:
+        """Let copies of parameters, ``prefix.NAME``, join them in the same shards; no graph has them.
+
+        Args:
+            copies: This rank's, by their names.
+            keep: Says of a parameter of any rank whether it has a copy.
+        """
+        self.parameters |= copies
+        ranks: list[RankGraph] = []
+        for graph in self.ranks:
+            entries = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
+            ranks.append(replace(graph, layouts={**graph.layouts, **entries}))
+        self.ranks = ranks
+
+    def take_over(self, other: "RankProgram") -> None:
+        """Begin, before the first call, with the values of a program of other micro-batches."""
+        from mindspore import Tensor
+
+        for name, parameter in self.parameters.items():
+            source = other.parameters.get(name)
+            if source is not parameter:  # without one it is a gradient sum, zero between steps
+                empty = source is None
+                value = np.zeros(parameter.shape, np.float32) if empty else source.asnumpy().copy()
+                parameter.set_data(Tensor(value))
+
+    def set_limits(self, norm: float, loss: float) -> None:
+        """Let the next steps be applied only where gradient norm and loss are below these."""
+        for name, value in zip(LIMITS, (norm, loss), strict=True):
+            if name in self.parameters:
+                self.put(name, np.float32(value))
+
+    def set_token_weights(self, weights: np.ndarray) -> None:
+        """Set what the next step multiplies sums over tokens by; no effect on one whose losses are means."""
+        if TOKEN_WEIGHTS in self.parameters:
+            self.put(TOKEN_WEIGHTS, weights)
+
+    def put(self, name: str, shard: np.ndarray | np.float32) -> None:
+        """Set this rank's shard of a parameter, in place."""
+        from mindspore import Tensor, ops
+
+        ops.assign(self.parameters[name], Tensor(shard))
+
+    def shards(self) -> dict[str, np.ndarray]:
+        """Return copies of this rank's parameters."""
+        return {name: p.asnumpy().copy() for name, p in self.parameters.items()}
