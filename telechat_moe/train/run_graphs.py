@@ -1,0 +1,177 @@
+"""Know every graph of a run before it starts, and what the run needs beside them: memory, files and bytes of a checkpoint.
+
+``telechat-moe dryrun RECIPE --run`` prints this. The graphs are compiled for a rank of each stage; which rank writes which
+shard, and into how many files, follows from the layout alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.checkpoint import checkpoint
+from telechat_moe.checkpoint.rank_shards import balance
+from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.read import Expected, RankMemory, read
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.recipe import even_exchange, mesh_of, smaller_steps
+from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements, group_of
+from telechat_moe.train.rank_graph import compile_recipe
+
+ITEMSIZE = 4
+"""Bytes of an element of a checkpoint's tensors, float32."""
+RESIDENT = ("parameters", "optimizer", "gradients", "other", "average")
+"""What stays in a device's memory between the graphs of a run."""
+
+
+class RunGraph(NamedTuple):
+    """A graph that every rank executes in a run.
+
+    Attributes:
+        name: What it computes, for the user.
+        recipe: What it is built from.
+    """
+
+    name: str
+    recipe: Recipe
+
+
+class Save(NamedTuple):
+    """A save of a run.
+
+    Attributes:
+        files: Files of the checkpoint, ``checkpoint.json`` included.
+        nbytes: Bytes of its tensors' files.
+        largest: Most bytes that a rank writes.
+        copies: Most bytes that a rank copies into its host's memory, from where they are written in the background.
+    """
+
+    files: int
+    nbytes: int
+    largest: int
+    copies: int
+
+
+def run_graphs(recipe: Recipe) -> list[RunGraph]:
+    """Return the graphs of a run: the step of each batch size, the largest first."""
+    steps = {recipe.micro_batches: recipe, **smaller_steps(recipe)}
+    counts = sorted(steps, reverse=True)
+    return [RunGraph(f"step of {n} micro-batches", steps[n]) for n in counts]
+
+
+def compile_run(
+    graphs: Sequence[RunGraph], done: Callable[[], object] | None = None
+) -> list[list[RankGraph]]:
+    """Compile each graph for Ascend, for the first rank of each stage.
+
+    Raises:
+        BadInputError: The layout does not fit the model, or MindSpore refuses it.
+    """
+    ranks = mesh_of(graphs[0].recipe).first_ranks()
+    return [compile_recipe(graph.recipe, ranks, done=done) for graph in graphs]
+
+
+def save_of(recipe: Recipe) -> Save | None:
+    """Return what a save of a run writes; None: the recipe saves nothing.
+
+    Raises:
+        BadInputError: The degrees do not divide a weight.
+    """
+    if recipe.checkpoints is None:
+        return None
+    shards, ranks = WeightShards.of(recipe), range(recipe.devices)
+    holders: dict[tuple[str, Region], list[int]] = {}
+    copies = Counter[int]()
+    for weight, about in shards.weights.items():
+        states = MOMENTS if about.trained else ()
+        averages = (EMA,) if recipe.telechat_moe.ema is not None else ()
+        names = [weight, *(f"{state}.{weight}" for state in (*states, *averages))]
+        for rank in ranks:
+            if (region := shards.shard(rank, weight)) is None:
+                continue
+            for name in names:
+                holders.setdefault((name, region), []).append(rank)
+            copies[rank] += len(names) * elements(region) * ITEMSIZE
+    owner = balance({piece: (elements(piece[1]), held) for piece, held in holders.items()})
+    by_rank = sorted(owner.items(), key=lambda item: item[1])
+    sizes: list[int] = []
+    files = 1
+    for _, pieces in groupby(by_rank, key=lambda item: item[1]):
+        planned = checkpoint.plan(_without_memory(piece for piece, _ in pieces))
+        files += len(planned)
+        sizes.append(sum(file.nbytes for _, file in planned))
+    return Save(files, sum(sizes), max(sizes), max(copies.values()))
+
+
+def _without_memory(
+    pieces: Iterable[tuple[str, Region]],
+) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """Return arrays of the shapes of shards by group and name, which take no memory."""
+    groups: dict[str, dict[str, np.ndarray]] = {"model": {}, "optimizer": {}}
+    for name, region in pieces:
+        shape = tuple(end - begin for begin, end in region)
+        array = np.broadcast_to(np.float32(0), shape)
+        groups.setdefault(group_of(name), {})[name] = array
+    return groups
+
+
+def report(
+    recipe: Recipe, graphs: Sequence[RunGraph], compiled: Sequence[Sequence[RankGraph]]
+) -> dict[str, Any]:
+    """Return what a run executes and needs, as plain data; sizes are bytes.
+
+    Args:
+        compiled: What :func:`compile_run` returned for the graphs.
+    """
+    mesh = mesh_of(recipe)
+    expected = Expected(*even_exchange(recipe, mesh))
+    rows: list[dict[str, Any]] = []
+    for graph, ranks in zip(graphs, compiled, strict=True):
+        for rank in ranks:
+            reading = read(rank, mesh, expected)
+            average = reading.memory.parameters if recipe.telechat_moe.ema is not None else 0
+            about = {"graph": graph.name, "stage": mesh.stage(rank.rank), "rank": rank.rank}
+            counts = {
+                "operators": sum(sum(kinds.values()) for kinds in reading.operators.values()),
+                "collectives": sum(call.times for call in reading.collectives),
+                "compile_seconds": round(rank.compile_seconds, 2),
+            }
+            rows.append({**about, **counts, "memory": _memory(recipe, reading.memory, average)})
+    save = save_of(recipe)
+    return {
+        "recipe": str(recipe.source),
+        "layout": mesh.describe(),
+        "devices": recipe.devices,
+        "graphs": rows,
+        "largest_moment": [_largest(rows, stage) for stage in range(mesh.pp)],
+        "batch": _batch(recipe),
+        "save": None if save is None else save._asdict(),
+    }
+
+
+def _memory(recipe: Recipe, memory: RankMemory, average: int) -> dict[str, int]:
+    sizes = {name: getattr(memory, name) for name in RESIDENT if name != "average"}
+    if recipe.optimizer.swap:
+        sizes["optimizer"] = 0
+    sizes |= {"average": average, "copies": memory.copies, "activations": memory.activations}
+    return {**sizes, "total": sum(sizes.values()), "host": memory.host}
+
+
+def _largest(rows: Sequence[dict[str, Any]], stage: int) -> dict[str, Any]:
+    """Return the moment of a run at which a device of a stage holds most: what stays there, and what one graph needs."""
+    own = [row for row in rows if row["stage"] == stage]
+    resident = {name: max(row["memory"][name] for row in own) for name in RESIDENT}
+    row = max(own, key=lambda row: row["memory"]["copies"] + row["memory"]["activations"])
+    needed = row["memory"]["copies"] + row["memory"]["activations"]
+    total = sum(resident.values()) + needed
+    return {"stage": stage, "graph": row["graph"], "resident": resident, "total": total}
+
+
+def _batch(recipe: Recipe) -> int:
+    """Return the bytes of a global batch in a host's memory."""
+    data = recipe.train_dataset.data_loader.config
+    length = recipe.model_config.seq_length
+    masks = length if data is not None and data.create_attention_mask else 0
+    return recipe.global_batch * length * (4 * ITEMSIZE + masks)
