@@ -80,7 +80,7 @@ def _run_graphs(args: argparse.Namespace) -> int:
 
     mesh, graphs = mesh_of(recipe), run_graphs.run_graphs(recipe)
     title = f"compiling {len(graphs)} graph(s) of {Path(args.recipe).name}, {mesh.describe()}"
-    with counted(title, len(graphs) * mesh.pp) as step:
+    with counted(title, sum(len(graph.ranks) for graph in graphs)) as step:
         compiled = run_graphs.compile_run(graphs, step)
     result = run_graphs.report(recipe, graphs, compiled)
     if not write_json(args.json, result):

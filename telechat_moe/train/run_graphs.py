@@ -4,20 +4,28 @@
 shard, and into how many files, follows from the layout alone.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import mindspore as ms
 import numpy as np
+from mindspore.common.initializer import initializer
+from mindspore.communication import create_group
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.rank_shards import balance
-from telechat_moe.graph.compile import RankGraph
-from telechat_moe.graph.read import Expected, RankMemory, read
+from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
+from telechat_moe.graph.read import Expected, RankMemory, peak, read
 from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
 from telechat_moe.sharding.recipe import even_exchange, mesh_of, smaller_steps
-from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements, group_of
+from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements
+from telechat_moe.sharding.shards import group_of as checkpoint_group
+from telechat_moe.train.expert_moves import members
 from telechat_moe.train.rank_graph import compile_recipe
 
 ITEMSIZE = 4
@@ -26,16 +34,26 @@ RESIDENT = ("parameters", "optimizer", "gradients", "other", "average")
 """What stays in a device's memory between the graphs of a run."""
 
 
+NEEDED = ("copies", "activations")
+"""What one graph needs while it runs."""
+
+
 class RunGraph(NamedTuple):
-    """A graph that every rank executes in a run.
+    """A graph that ranks execute in a run.
 
     Attributes:
         name: What it computes, for the user.
-        recipe: What it is built from.
+        ranks: Those that are compiled: the first of each stage that executes it.
+        compile: Compiles it for ranks, and calls a function after each.
+        expected: Sizes of dynamic exchanges.
+        is_step: It is a training step.
     """
 
     name: str
-    recipe: Recipe
+    ranks: Sequence[int]
+    compile: Callable[[Sequence[int], Callable[[], object] | None], list[RankGraph]]
+    expected: Expected
+    is_step: bool = True
 
 
 class Save(NamedTuple):
@@ -55,22 +73,74 @@ class Save(NamedTuple):
 
 
 def run_graphs(recipe: Recipe) -> list[RunGraph]:
-    """Return the graphs of a run: the step of each batch size, the largest first."""
-    steps = {recipe.micro_batches: recipe, **smaller_steps(recipe)}
-    counts = sorted(steps, reverse=True)
-    return [RunGraph(f"step of {n} micro-batches", steps[n]) for n in counts]
+    """Return the graphs of a run: the step of each batch size, the largest first, and the exchanges that move experts."""
+    mesh, steps = mesh_of(recipe), {recipe.micro_batches: recipe, **smaller_steps(recipe)}
+    expected = Expected(*even_exchange(recipe, mesh))
+
+    def step(count: int) -> RunGraph:
+        def compile_step(
+            ranks: Sequence[int], done: Callable[[], object] | None
+        ) -> list[RankGraph]:
+            return compile_recipe(steps[count], ranks, done=done)
+
+        name = f"step of {count} micro-batch{'es' if count > 1 else ''}"
+        return RunGraph(name, mesh.first_ranks(), compile_step, expected)
+
+    return [*map(step, sorted(steps, reverse=True)), *_expert_moves(recipe)]
+
+
+def _expert_moves(recipe: Recipe) -> list[RunGraph]:
+    """Return the graphs that exchange rows of experts' tensors, one for each shape of a shard."""
+    if recipe.telechat_moe.moe.placement is None:
+        return []
+    mesh, shards = mesh_of(recipe), WeightShards.of(recipe)
+    names = [name for name in shards.weights if ".moe.experts." in name]
+    regions = [
+        {name: region for name in names if (region := shards.shard(rank, name)) is not None}
+        for rank in range(recipe.devices)
+    ]
+    graphs: dict[tuple[int, ...], RunGraph] = {}
+    for name in names:
+        ranks = [rank for rank in mesh.first_ranks() if name in regions[rank]]
+        shape = tuple(end - begin for begin, end in regions[ranks[0]][name])
+        known = graphs[shape].ranks if shape in graphs else ()
+        title = f"moves of experts, {list(shape)} each"
+        compile_moves = partial(_compile_exchange, recipe.devices, shape, name, regions)
+        expected = Expected(math.prod(shape), shape[0])
+        graphs[shape] = RunGraph(title, sorted({*known, *ranks}), compile_moves, expected, False)
+    return list(graphs.values())
+
+
+def _compile_exchange(
+    devices: int,
+    shape: tuple[int, ...],
+    name: str,
+    regions: Sequence[Mapping[str, Region]],
+    ranks: Sequence[int],
+    done: Callable[[], object] | None,
+) -> list[RankGraph]:
+    def build(rank: int) -> Built:
+        # Stages hold tensors of one shape in groups of one form: those of the tensor's own stage, elsewhere.
+        here = next(n for n in regions[rank] if n.rpartition(".")[2] == name.rpartition(".")[2])
+        group = group_of(members(here, rank, regions), rank)
+        create_group(group.name, list(group.ranks))
+        rows = initializer("zeros", shape, ms.float32)
+        index = initializer("zeros", (shape[0],), ms.int32)
+        counts = initializer("zeros", (group.size,), ms.int32)
+        return Built(AscendExchangeRows(group), (rows, index, counts, counts, index))
+
+    return compile_ranks(build, ranks, devices, {"parallel_mode": "stand_alone"}, done=done)
 
 
 def compile_run(
     graphs: Sequence[RunGraph], done: Callable[[], object] | None = None
 ) -> list[list[RankGraph]]:
-    """Compile each graph for Ascend, for the first rank of each stage.
+    """Compile each graph for Ascend.
 
     Raises:
         BadInputError: The layout does not fit the model, or MindSpore refuses it.
     """
-    ranks = mesh_of(graphs[0].recipe).first_ranks()
-    return [compile_recipe(graph.recipe, ranks, done=done) for graph in graphs]
+    return [graph.compile(graph.ranks, done) for graph in graphs]
 
 
 def save_of(recipe: Recipe) -> Save | None:
@@ -113,7 +183,7 @@ def _without_memory(
     for name, region in pieces:
         shape = tuple(end - begin for begin, end in region)
         array = np.broadcast_to(np.float32(0), shape)
-        groups.setdefault(group_of(name), {})[name] = array
+        groups.setdefault(checkpoint_group(name), {})[name] = array
     return groups
 
 
@@ -126,19 +196,21 @@ def report(
         compiled: What :func:`compile_run` returned for the graphs.
     """
     mesh = mesh_of(recipe)
-    expected = Expected(*even_exchange(recipe, mesh))
     rows: list[dict[str, Any]] = []
     for graph, ranks in zip(graphs, compiled, strict=True):
         for rank in ranks:
-            reading = read(rank, mesh, expected)
-            average = reading.memory.parameters if recipe.telechat_moe.ema is not None else 0
+            reading = read(rank, mesh, graph.expected)
             about = {"graph": graph.name, "stage": mesh.stage(rank.rank), "rank": rank.rank}
             counts = {
                 "operators": sum(sum(kinds.values()) for kinds in reading.operators.values()),
                 "collectives": sum(call.times for call in reading.collectives),
                 "compile_seconds": round(rank.compile_seconds, 2),
             }
-            rows.append({**about, **counts, "memory": _memory(recipe, reading.memory, average)})
+            memory = _memory(recipe, reading.memory)
+            if not graph.is_step:
+                memory["activations"] = peak(rank, graph.expected)
+                memory["total"] = sum(memory[name] for name in (*RESIDENT, *NEEDED))
+            rows.append({**about, **counts, "memory": memory})
     save = save_of(recipe)
     return {
         "recipe": str(recipe.source),
@@ -151,7 +223,8 @@ def report(
     }
 
 
-def _memory(recipe: Recipe, memory: RankMemory, average: int) -> dict[str, int]:
+def _memory(recipe: Recipe, memory: RankMemory) -> dict[str, int]:
+    average = memory.parameters if recipe.telechat_moe.ema is not None else 0
     sizes = {name: getattr(memory, name) for name in RESIDENT if name != "average"}
     if recipe.optimizer.swap:
         sizes["optimizer"] = 0
@@ -163,9 +236,12 @@ def _largest(rows: Sequence[dict[str, Any]], stage: int) -> dict[str, Any]:
     """Return the moment of a run at which a device of a stage holds most: what stays there, and what one graph needs."""
     own = [row for row in rows if row["stage"] == stage]
     resident = {name: max(row["memory"][name] for row in own) for name in RESIDENT}
-    row = max(own, key=lambda row: row["memory"]["copies"] + row["memory"]["activations"])
-    needed = row["memory"]["copies"] + row["memory"]["activations"]
-    total = sum(resident.values()) + needed
+
+    def needed(row: dict[str, Any]) -> int:
+        return sum(row["memory"][name] for name in NEEDED)
+
+    row = max(own, key=needed)
+    total = sum(resident.values()) + needed(row)
     return {"stage": stage, "graph": row["graph"], "resident": resident, "total": total}
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import mini_recipe as mini
 import numpy as np
@@ -31,15 +32,35 @@ def recipe(data: Path, output: Path, **changes: object) -> Recipe:
     return load(arguments[1], [b for a, b in pairwise(arguments) if a == "--set"])
 
 
+def of_run(data: Path, folder: Path, **changes: object) -> dict[str, Any]:
+    """Return what `dryrun --run --json` writes of a recipe."""
+    arguments = words(data, folder / "run", **changes)[1:]
+    arguments.remove("--plain")
+    file = folder / "run.json"
+    assert main(["dryrun", *arguments, "--run", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_moves_of_experts_are_compiled(data: Path, tmp_path: Path) -> None:
+    """One all-to-all for each shape of a tensor, which holds the rows once more beside it."""
+    changes = {**mini.DP2_EP2, "telechat_moe__moe__placement": "{every: 2}"}
+    step, *moves = of_run(data, tmp_path, **changes)["graphs"]
+    assert step["graph"] == "step of 1 micro-batch"
+    assert {row["graph"] for row in moves} == {
+        "moves of experts, [4, 32, 16] each",
+        "moves of experts, [4, 16, 32] each",
+    }
+    for row in moves:
+        assert row["collectives"] == 1
+        assert row["memory"]["activations"] >= 4 * 32 * 16 * 4
+
+
 def test_every_step_of_a_growing_batch_is_compiled(data: Path, tmp_path: Path) -> None:
     """Two batch sizes are two graphs; the average of the weights stays on the device beside them."""
-    arguments = words(data, tmp_path / "run", **GROWING)[1:]
-    arguments.remove("--plain")
-    file = tmp_path / "run.json"
-    assert main(["dryrun", *arguments, "--run", "--json", str(file)]) == 0
-    result = json.loads(file.read_text())
+    result = of_run(data, tmp_path, **GROWING)
     names = [row["graph"] for row in result["graphs"]]
-    assert names[:2] == ["step of 2 micro-batches", "step of 1 micro-batches"]
+    assert names[:2] == ["step of 2 micro-batches", "step of 1 micro-batch"]
+    assert len(names) == 2
     assert {row["stage"] for row in result["graphs"]} == {0}
     model = recipe(data, tmp_path / "run", **GROWING).model_config
     split = [w for w in weights(model) if ".experts." in w.name]
