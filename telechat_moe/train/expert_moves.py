@@ -228,9 +228,9 @@ def members(name: str, rank: int, regions: Sequence[Mapping[str, Region]]) -> tu
         regions: What each rank holds.
     """
     holders: dict[tuple[int, int], list[int]] = {}
-    for other, held in enumerate(regions):
-        if name in held and held[name][1:] == regions[rank][name][1:]:
-            holders.setdefault(held[name][0], []).append(other)
+    for other, regions_of_other in enumerate(regions):
+        if name in regions_of_other and regions_of_other[name][1:] == regions[rank][name][1:]:
+            holders.setdefault(regions_of_other[name][0], []).append(other)
     copy = holders[regions[rank][name][0]].index(rank)
     return tuple(holders[rows][copy] for rows in sorted(holders))
 

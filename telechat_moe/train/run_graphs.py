@@ -79,9 +79,9 @@ def run_graphs(recipe: Recipe) -> list[RunGraph]:
 
     def step(count: int) -> RunGraph:
         def compile_step(
-            ranks: Sequence[int], done: Callable[[], object] | None
+            ranks: Sequence[int], advance: Callable[[], object] | None
         ) -> list[RankGraph]:
-            return compile_recipe(steps[count], ranks, done=done)
+            return compile_recipe(steps[count], ranks, done=advance)
 
         name = f"step of {count} micro-batch{'es' if count > 1 else ''}"
         return RunGraph(name, mesh.first_ranks(), compile_step, expected)
@@ -103,11 +103,11 @@ def _expert_moves(recipe: Recipe) -> list[RunGraph]:
     for name in names:
         ranks = [rank for rank in mesh.first_ranks() if name in regions[rank]]
         shape = tuple(end - begin for begin, end in regions[ranks[0]][name])
-        known = graphs[shape].ranks if shape in graphs else ()
+        earlier = graphs[shape].ranks if shape in graphs else ()
         title = f"moves of experts, {list(shape)} each"
         compile_moves = partial(_compile_exchange, recipe.devices, shape, name, regions)
         expected = Expected(math.prod(shape), shape[0])
-        graphs[shape] = RunGraph(title, sorted({*known, *ranks}), compile_moves, expected, False)
+        graphs[shape] = RunGraph(title, sorted({*earlier, *ranks}), compile_moves, expected, False)
     return list(graphs.values())
 
 
@@ -117,30 +117,32 @@ def _compile_exchange(
     name: str,
     regions: Sequence[Mapping[str, Region]],
     ranks: Sequence[int],
-    done: Callable[[], object] | None,
+    advance: Callable[[], object] | None,
 ) -> list[RankGraph]:
     def build(rank: int) -> Built:
-        # Stages hold tensors of one shape in groups of one form: those of the tensor's own stage, elsewhere.
-        here = next(n for n in regions[rank] if n.rpartition(".")[2] == name.rpartition(".")[2])
-        group = group_of(members(here, rank, regions), rank)
+        # A rank of another stage holds tensors of this shape of other layers.
+        local_name = next(
+            n for n in regions[rank] if n.rpartition(".")[2] == name.rpartition(".")[2]
+        )
+        group = group_of(members(local_name, rank, regions), rank)
         create_group(group.name, list(group.ranks))
         rows = initializer("zeros", shape, ms.float32)
         index = initializer("zeros", (shape[0],), ms.int32)
         counts = initializer("zeros", (group.size,), ms.int32)
         return Built(AscendExchangeRows(group), (rows, index, counts, counts, index))
 
-    return compile_ranks(build, ranks, devices, {"parallel_mode": "stand_alone"}, done=done)
+    return compile_ranks(build, ranks, devices, {"parallel_mode": "stand_alone"}, done=advance)
 
 
 def compile_run(
-    graphs: Sequence[RunGraph], done: Callable[[], object] | None = None
+    graphs: Sequence[RunGraph], advance: Callable[[], object] | None = None
 ) -> list[list[RankGraph]]:
     """Compile each graph for Ascend.
 
     Raises:
         BadInputError: The layout does not fit the model, or MindSpore refuses it.
     """
-    return [graph.compile(graph.ranks, done) for graph in graphs]
+    return [graph.compile(graph.ranks, advance) for graph in graphs]
 
 
 def save_of(recipe: Recipe) -> Save | None:
@@ -164,7 +166,7 @@ def save_of(recipe: Recipe) -> Save | None:
             for name in names:
                 holders.setdefault((name, region), []).append(rank)
             copies[rank] += len(names) * elements(region) * ITEMSIZE
-    owner = balance({piece: (elements(piece[1]), held) for piece, held in holders.items()})
+    owner = balance({piece: (elements(piece[1]), ranks) for piece, ranks in holders.items()})
     by_rank = sorted(owner.items(), key=lambda item: item[1])
     sizes: list[int] = []
     files = 1
@@ -234,13 +236,13 @@ def _memory(recipe: Recipe, memory: RankMemory) -> dict[str, int]:
 
 def _largest(rows: Sequence[dict[str, Any]], stage: int) -> dict[str, Any]:
     """Return the moment of a run at which a device of a stage holds most: what stays there, and what one graph needs."""
-    own = [row for row in rows if row["stage"] == stage]
-    resident = {name: max(row["memory"][name] for row in own) for name in RESIDENT}
+    of_stage = [row for row in rows if row["stage"] == stage]
+    resident = {name: max(row["memory"][name] for row in of_stage) for name in RESIDENT}
 
     def needed(row: dict[str, Any]) -> int:
         return sum(row["memory"][name] for name in NEEDED)
 
-    row = max(own, key=needed)
+    row = max(of_stage, key=needed)
     total = sum(resident.values()) + needed(row)
     return {"stage": stage, "graph": row["graph"], "resident": resident, "total": total}
 

@@ -64,11 +64,11 @@ def test_every_step_of_a_growing_batch_is_compiled(data: Path, tmp_path: Path) -
     assert {row["stage"] for row in result["graphs"]} == {0}
     model = recipe(data, tmp_path / "run", **GROWING).model_config
     split = [w for w in weights(model) if ".experts." in w.name]
-    whole = sum(np.prod(w.shape) for w in weights(model) if w.name.endswith(("weight", "gate", "up", "down")))  # fmt: skip
-    held = 4 * (whole - sum(np.prod(w.shape) for w in split) // 2)
+    parameters = sum(np.prod(w.shape) for w in weights(model) if w.name.endswith(("weight", "gate", "up", "down")))  # fmt: skip
+    local = 4 * (parameters - sum(np.prod(w.shape) for w in split) // 2)
     memory = result["graphs"][0]["memory"]
-    assert memory["parameters"] >= held
-    assert memory["parameters"] - held < 200  # biases of experts
+    assert memory["parameters"] >= local
+    assert memory["parameters"] - local < 200  # biases of experts
     assert memory["average"] == memory["parameters"]
     [moment] = result["largest_moment"]
     assert moment["total"] >= max(row["memory"]["total"] for row in result["graphs"])
@@ -103,10 +103,10 @@ def test_options_of_the_step_alone_are_refused(
 
 
 def test_a_recipe_without_checkpoints_saves_nothing(data: Path, tmp_path: Path) -> None:
-    whole = recipe(data, tmp_path)
-    without = [c for c in whole.callbacks if c.type != "CheckpointMonitor"]
-    assert save_of(whole) is not None
-    assert save_of(replace(whole, callbacks=without)) is None
+    saving = recipe(data, tmp_path)
+    without = [c for c in saving.callbacks if c.type != "CheckpointMonitor"]
+    assert save_of(saving) is not None
+    assert save_of(replace(saving, callbacks=without)) is None
 
 
 @pytest.mark.parametrize("averaged", [False, True])
