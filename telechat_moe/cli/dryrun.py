@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.mindformers and args.target != "Ascend":
         raise UsageError(f"--target {args.target}: MindFormers' model has Ascend's operators only")
+    if args.run_graphs:
+        return _run_graphs(args)
     confirms = _confirms(args) if args.confirm else None
     result, mesh, graphs, checked = _compile(args, args.recipe, args.mindformers)
     confirmed = True
@@ -57,6 +59,61 @@ def run(args: argparse.Namespace) -> int:
     if not write_json(args.json, result):
         _show(result, compared)
     return 0 if is_same and confirmed and not result["unmatched_transfers"] else 1
+
+
+def _run_graphs(args: argparse.Namespace) -> int:
+    """Compile every graph of a run for a rank of each stage, report; return the exit code."""
+    with_steps = ("mindformers", "diff", "diff_mindformers", "confirm", "html", "rank", "check_rank", "hidden_on")  # fmt: skip
+    for option in with_steps:
+        if getattr(args, option) not in (None, False):
+            name = option.replace("_", "-")
+            raise UsageError(f"--run with --{name}, which is about the step alone; use one of them")
+    if args.target != "Ascend":
+        raise UsageError(
+            f"--run with --target {args.target}: the graphs of a run are those for Ascend"
+        )
+    from telechat_moe.recipe import load
+
+    recipe = load(args.recipe, args.overrides, devices=args.devices, use="train")
+    from telechat_moe.sharding.recipe import mesh_of
+    from telechat_moe.train import run_graphs
+
+    mesh, graphs = mesh_of(recipe), run_graphs.run_graphs(recipe)
+    title = f"compiling {len(graphs)} graph(s) of {Path(args.recipe).name}, {mesh.describe()}"
+    with counted(title, sum(len(graph.ranks) for graph in graphs)) as step:
+        compiled = run_graphs.compile_run(graphs, step)
+    result = run_graphs.report(recipe, graphs, compiled)
+    if not write_json(args.json, result):
+        _show_run(result)
+    return 0
+
+
+def _show_run(result: dict[str, Any]) -> None:
+    print(
+        f"{result['recipe']}: {result['layout']}, {result['devices']} devices; every graph of a run"
+    )
+    heads = ["graph", "stage ", "rank ", "operators ", "collectives ", "stays ", "needs ", "sum ", "compiled "]  # fmt: skip
+    rows: list[list[str]] = []
+    for row in result["graphs"]:
+        memory = row["memory"]
+        needs = memory["copies"] + memory["activations"]
+        cells = [str(row[key]) for key in ("graph", "stage", "rank")]
+        cells += [f"{row[key]:,}" for key in ("operators", "collectives")]
+        cells += [size_text(n) for n in (memory["total"] - needs, needs, memory["total"])]
+        rows.append([*cells, f"{row['compile_seconds']:.1f} s"])
+    show_table(heads, rows)
+    for moment in result["largest_moment"]:
+        size = size_text(moment["total"])
+        print(f"stage {moment['stage']}: a device holds at most {size}, in the {moment['graph']}")
+    print(f"a host reads {size_text(result['batch'])} a global batch")
+    if (save := result["save"]) is None:
+        print("the recipe saves no checkpoints")
+        return
+    sizes = {key: size_text(save[key]) for key in ("nbytes", "largest", "copies")}
+    print(
+        "a save: {files:,} files, {nbytes}; a rank writes at most {largest}, in the background, and its host's memory holds "
+        "{copies} of it meanwhile".format(files=save["files"], **sizes)
+    )
 
 
 def _confirms(args: argparse.Namespace) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
@@ -263,6 +320,11 @@ VERB = Verb(
             "--check-rank R2",
             "compile this rank too and compare it with what is derived for it",
             type=int,
+        ),
+        arg(
+            "--run",
+            "compile every graph of a run, for a rank of each stage: memory of a device and of its host, files of a save",
+            dest="run_graphs",
         ),
         arg("--confirm", "compare with what the planner predicts of the recipe"),
         arg(

@@ -70,12 +70,12 @@ def layouts_of(step: Any) -> dict[str, LayoutEntry]:
 
 
 def set_parallel(mode: str, rank: int, devices: int, settings: Mapping[str, Any]) -> None:
-    """Set MindSpore's parallel mode for one of some devices, and nothing that was set before."""
+    """Set MindSpore's parallel mode, unless the settings name another, for one of some devices, and nothing that was set before."""
     import mindspore as ms
     from mindspore.parallel._auto_parallel_context import auto_parallel_context
 
     ms.reset_auto_parallel_context()
-    ms.set_auto_parallel_context(parallel_mode=mode, device_num=devices, **settings)
+    ms.set_auto_parallel_context(**{"parallel_mode": mode, "device_num": devices, **settings})
     # Not through set_auto_parallel_context, whose check ends at rank 4095; the compiler's does not.
     auto_parallel_context()._context_handle.set_global_rank(rank)
 
@@ -127,8 +127,8 @@ def compile_ranks(
     Args:
         build: Takes a rank; called in a forked child, where MindSpore runs as that rank; the target is
             still CPU.
-        settings: For ``set_auto_parallel_context``; semi-automatic mode, the rank and the number of
-            devices are set here.
+        settings: For ``set_auto_parallel_context``; the rank and the number of devices are set here, and
+            semi-automatic mode where they name none.
         context: For ``set_context``.
         switches: JSON file of MindSpore's switches for overlap (``parallel_speed_up_json_path``).
 

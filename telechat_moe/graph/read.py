@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.host_syncs import GraphSync, host_syncs
-from telechat_moe.graph.liveness import Alive, alive
+from telechat_moe.graph.liveness import Alive, alive, most_alive
 from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, PEER, MindIR, find_value
 from telechat_moe.graph.nodes import (
     PHASES,
@@ -229,6 +229,13 @@ def read(
         overlap=plain(pairs(main, functions, overlapped, likely), described) if overlapped else [],
         host_syncs=host_syncs(model, functions, times),
     )
+
+
+def peak(graph: RankGraph, expected: Expected) -> int:
+    """Return how many bytes the results of a graph's operators take at once, at most; of one that is no training step."""
+    model = MindIR(graph.mindir)
+    functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
+    return most_alive(functions[model.proto.graph.name], functions, _likely_size(expected))
 
 
 def _memory(parameters: dict[str, Any], living: Alive) -> RankMemory:

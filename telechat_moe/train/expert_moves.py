@@ -1,18 +1,17 @@
 """Move experts between the ranks of a run, between two of its steps.
 
 A rank's tensors of experts are in the order of slots. Which expert is in which slot is data of the graph
-(:class:`telechat_moe.sharding.cells.dispatch.ExpertSlots`); routers, loads and checkpoints name experts. A move goes through
-files in a folder that all ranks see: every rank writes the rows that leave it, all read what comes to them, and only
-when all have read does any rank change anything.
+(:class:`telechat_moe.sharding.cells.dispatch.ExpertSlots`); routers, loads and checkpoints name experts. A move is an
+all-to-all of the rows of each tensor (:mod:`telechat_moe.sharding.cells.expert_rows`) among ranks that together hold each row
+once; copies of a row move among themselves.
 """
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json import dumps, loads
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from mindspore import Tensor
 from numpy.typing import NDArray
 
 from telechat_moe.checkpoint.manifest import Region
@@ -46,7 +45,6 @@ class MovingExperts:
     Args:
         routers: Names of the routers' weights, in the order of the loads.
         sharing: Which rank holds what, by slots.
-        folder: A folder that all ranks see, for the rows on their way.
 
     Attributes:
         current: The map that the graph has.
@@ -60,11 +58,10 @@ class MovingExperts:
         program: RankProgram,
         sharing: ShardOwners,
         ranks: RankCoordinator,
-        folder: Path,
     ) -> None:
         rules, config = recipe.telechat_moe.moe.placement, recipe.model_config
         assert rules is not None
-        self.program, self.sharing, self.ranks, self.folder = program, sharing, ranks, folder
+        self.program, self.sharing, self.ranks = program, sharing, ranks
         self.layers = {
             f"{name.removesuffix('router.weight')}experts.{weight}": layer
             for layer, name in enumerate(routers)
@@ -78,12 +75,18 @@ class MovingExperts:
         self.window, self.every, self.steps = LoadWindow(rules.window, pairs), rules.every, 0
         self.rule = rule_of(recipe)
         self.planner: Planner = plan
-        self.count = 0
-        self.senders: dict[str, list[tuple[Region, int]]] = {}
-        for (name, region), sender in sharing.owner.items():
-            self.senders.setdefault(name, []).append((region, sender))
-        if ranks.leads:  # a run that was killed leaves rows behind
-            shutil.rmtree(folder, ignore_errors=True)
+        self.members = {
+            name: members(name, ranks.rank, sharing.regions)
+            for name in sharing.regions[ranks.rank]
+            if self.layer(name) is not None
+        }
+        groups = {
+            members(name, rank, sharing.regions)
+            for rank, regions in enumerate(sharing.regions)
+            for name in regions
+            if self.layer(name) is not None
+        }
+        self.exchanges = program.row_exchanges(sorted(groups))
 
     def layer(self, name: str) -> int | None:
         """Return the MoE layer of a weight of experts, or of a moment or average of one; None: it is another."""
@@ -163,80 +166,73 @@ class MovingExperts:
         changes = moves(self.current, new)
         if not changes:
             return []
-        if problem := self.move(new):
-            return [{"refused": problem}]
+        self.move(new)
         return _records(changes, proposal[0], self.rule.expert_bytes) if proposal else []
 
-    def move(self, new: SlotMap) -> str:
-        """Move experts to their new slots, on all ranks or on none; return the reason if none moved, else an empty text."""
-        self.count += 1
-        place, position = self.folder / f"{self.count}", f"moving experts ({self.count})"
-        values: dict[str, np.ndarray] = {}
-
-        def receive() -> None:
-            values.update(self._receive(place, new))
-
-        problem = self.ranks.problem(position, lambda: self._send(place, new))
-        problem = problem or self.ranks.problem(position, receive)
-        if self.ranks.leads:
-            shutil.rmtree(place, ignore_errors=True)
-        if problem:
-            return f"the experts stay where they are: {problem}"
-        self.current = new
-        for name, value in (values | self.maps()).items():
-            self.program.put(name, value)
-        return ""
-
-    def _changed(self, new: SlotMap) -> Iterator[tuple[str, int, Region]]:
-        """Yield the tensors of this rank some of whose rows change, with their layer and this rank's region."""
-        for name, region in sorted(self.sharing.regions[self.ranks.rank].items()):
+    def move(self, new: SlotMap) -> None:
+        """Move experts to their new slots; all ranks call it together."""
+        for name, group in sorted(self.members.items()):
             layer = self.layer(name)
-            if layer is not None and (new.slots[layer] != self.current.slots[layer]).any():
-                yield name, layer, region
+            assert layer is not None
+            old_E, new_E = self.current.slots[layer], new.slots[layer]
+            if (old_E == new_E).all():
+                continue
+            begins = [self.sharing.regions[rank][name][0] for rank in group]
+            plan = route(old_E, new_E, begins, group.index(self.ranks.rank))
+            rows = self.exchanges[group](self.program.value(name), *map(Tensor, plan))
+            self.program.put(name, rows)
+        self.current = new
+        for name, value in self.maps().items():
+            self.program.put(name, value)
 
-    def _leaving(self, layer: int, region: Region, new: SlotMap) -> NDArray[np.intp]:
-        """Return the slots of a region whose experts go elsewhere."""
-        begin, end = region[0]
-        slot = new.slots[layer, self.current.experts[layer, begin:end]]
-        return begin + np.flatnonzero((slot < begin) | (slot >= end))
 
-    def _send(self, place: Path, new: SlotMap) -> None:
-        """Write the outgoing rows that this rank owns."""
-        rows: dict[str, np.ndarray] = {}
-        for name, layer, region in self._changed(new):
-            leaving = self._leaving(layer, region, new)
-            if len(leaving) and self.sharing.owner[name, region] == self.ranks.rank:
-                rows[name] = self.program.parameters[name].asnumpy()[leaving - region[0][0]]
-        place.mkdir(parents=True, exist_ok=True)
-        with (place / f"rank_{self.ranks.rank}.npz").open("wb") as file:
-            np.savez(file, **rows)  # pyright: ignore[reportArgumentType]
+class Route(NamedTuple):
+    """The rows that a rank sends in a move and receives, as :class:`ExchangeRows` asks for them; int32."""
 
-    def _receive(self, place: Path, new: SlotMap) -> dict[str, np.ndarray]:
-        """Return this rank's tensors with incoming rows and its remaining rows in their new slots."""
-        tensors: dict[str, np.ndarray] = {}
-        files: dict[int, Any] = {}
-        try:
-            for name, layer, region in self._changed(new):
-                begin, end = region[0]
-                now = self.program.parameters[name].asnumpy()
-                value = now.copy()
-                source = self.current.slots[layer, new.experts[layer, begin:end]]
-                local = (source >= begin) & (source < end)
-                value[local] = now[source[local] - begin]
-                for other, sender in self.senders[name]:
-                    incoming = (source >= other[0][0]) & (source < other[0][1])
-                    if other == region or other[1:] != region[1:] or not incoming.any():
-                        continue
-                    if sender not in files:
-                        path = place / f"rank_{sender}.npz"
-                        files[sender] = np.load(path, allow_pickle=False)
-                    sent = self._leaving(layer, other, new)
-                    value[incoming] = files[sender][name][np.searchsorted(sent, source[incoming])]
-                tensors[name] = value
-        finally:
-            for file in files.values():
-                file.close()
-        return tensors
+    order: NDArray[np.int32]
+    sent: NDArray[np.int32]
+    received: NDArray[np.int32]
+    arrival: NDArray[np.int32]
+
+
+def route(
+    old_E: NDArray[np.integer],
+    new_E: NDArray[np.integer],
+    slots: Sequence[tuple[int, int]],
+    member: int,
+) -> Route:
+    """Return which rows a member of a group sends to which, and where those that it receives go.
+
+    Args:
+        old_E: Slot of each expert now.
+        new_E: Slot of each expert afterwards.
+        slots: Each member's, (begin, end), in ascending order and as many each.
+    """
+    ends = np.array([end for _, end in slots])
+    begin, end = slots[member]
+    expert_S, expert_after_S = np.argsort(old_E), np.argsort(new_E)
+    target_e = new_E[expert_S[begin:end]]
+    order_e = np.argsort(target_e, kind="stable")
+    source_e = old_E[expert_after_S[begin:end]]
+    receiver_e, sender_e = (np.searchsorted(ends, x, side="right") for x in (target_e, source_e))
+    # Rows come by sender, and those of one sender in the order of their new slots.
+    by_sender_e = np.argsort(sender_e, kind="stable")
+    counts = (np.bincount(x, minlength=len(slots)) for x in (receiver_e, sender_e))
+    return Route(*(x.astype(np.int32) for x in (order_e, *counts, np.argsort(by_sender_e))))
+
+
+def members(name: str, rank: int, regions: Sequence[Mapping[str, Region]]) -> tuple[int, ...]:
+    """Return the ranks that hold the rows of a tensor each once, by their slots, and are this rank's for a move.
+
+    Args:
+        regions: What each rank holds.
+    """
+    holders: dict[tuple[int, int], list[int]] = {}
+    for other, regions_of_other in enumerate(regions):
+        if name in regions_of_other and regions_of_other[name][1:] == regions[rank][name][1:]:
+            holders.setdefault(regions_of_other[name][0], []).append(other)
+    copy = holders[regions[rank][name][0]].index(rank)
+    return tuple(holders[rows][copy] for rows in sorted(holders))
 
 
 def _records(

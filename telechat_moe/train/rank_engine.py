@@ -73,9 +73,7 @@ class RankEngine(Engine):
         if recipe.telechat_moe.moe.placement is not None:
             cells = [cell for _, cell in self.model.cells_and_names()]
             routers = [cell.weight.name for cell in cells if isinstance(cell, Router)]
-            self.experts = MovingExperts(
-                recipe, routers, self.program, self.sharing, ranks, folder / "moves"
-            )
+            self.experts = MovingExperts(recipe, routers, self.program, self.sharing, ranks)
 
     def _load(self) -> RankProgram:
         """Return the program of steps of as many micro-batches as now, with the averages beside its parameters."""

@@ -1,7 +1,6 @@
 """Coordinate the processes of a run, from within one of them."""
 
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,26 +70,6 @@ class RankCoordinator:
             self.control.write(file, choose())
         self.meet(position)
         return self.control.read(file) or ""
-
-    def problem(self, position: str, work: Callable[[], object]) -> str:
-        """Work on every process; return on all of them the reason of the first failure, or an empty text.
-
-        Only what the outside world does is a problem (``OSError``, a damaged file); a mistake ends the run.
-        """
-        self._agreements += 1
-        file, reason = f"problem-{self._agreements}", ""
-        try:
-            self.at(position)
-            work()
-        except (OSError, zipfile.BadZipFile) as error:
-            reason = f"rank {self.rank}: {getattr(error, 'strerror', None) or error}"
-            if self.control is not None:
-                self.control.write(f"{file}-{self.rank}", reason)
-        self.meet(position)
-        if self.control is None:
-            return reason
-        reasons = (self.control.read(f"{file}-{rank}") for rank in range(self.count))
-        return next((text for text in reasons if text), "")
 
     def interrupt(self) -> None:
         """Let this process stop after the current step."""

@@ -50,8 +50,8 @@ class Moving:
         )
 
     def stand(self, move: int) -> None:
-        """Have rank 1 stand still in a move, when others have written their rows and before it reads."""
-        self.file.write_text(f"moving experts ({move})" if move else "")
+        """Have rank 1 stand still in a move, where one of its tensors has its new rows and others have not."""
+        self.file.write_text(str(move) if move else "")
 
 
 def until(there: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:

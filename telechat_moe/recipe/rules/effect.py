@@ -114,8 +114,6 @@ def moving_experts(r: Recipe, compiled: bool) -> Iterator[Broken]:
     factor = m.moe_expert_capacity_factor if drops(m) else None
     split = r.telechat_moe.sharding.expert_tensor_parallel
     unproven = {
-        "parallel_config.pipeline_stage": (r.parallel_config.pipeline_stage, 1),
-        "parallel.enable_parallel_optimizer": (r.parallel.enable_parallel_optimizer, False),
         f"{OWN}sharding.expert_tensor_parallel": (split, False),
         "model.model_config.moe_expert_capacity_factor": (factor, None),
     }

@@ -1,16 +1,17 @@
 """Run the graph of a rank on a CPU process: it was compiled for Ascend, exported, and rewritten for CPU."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import create_group
 
 from telechat_moe.graph.execute import Job
 from telechat_moe.graph.links import link
 from telechat_moe.graph.swapping import PooledTensor, open_pool
-from telechat_moe.train.programs.program import RankProgram
+from telechat_moe.sharding.cells.expert_rows import CpuExchangeRows, group_of
+from telechat_moe.train.programs.program import Exchange, RankProgram
 
 
 class CpuProgram(RankProgram):
@@ -44,10 +45,29 @@ class CpuProgram(RankProgram):
         """See :meth:`RankProgram.run`."""
         return self.cell(*batch)
 
-    def put(self, name: str, shard: np.ndarray | np.float32) -> None:
+    def put(self, name: str, shard: Any) -> None:
         """See :meth:`RankProgram.put`."""
         parameter = self.parameters[name]
         if isinstance(parameter, PooledTensor):
-            parameter.set_data(Tensor(shard))
+            parameter.set_data(shard if isinstance(shard, Tensor) else Tensor(shard))
         else:
             super().put(name, shard)
+
+    def value(self, name: str) -> Tensor:
+        """See :meth:`RankProgram.value`."""
+        parameter = self.parameters[name]
+        # A copy: what a graph was given as an input, it may go on to hold.
+        return Tensor(parameter.asnumpy().copy())
+
+    def row_exchanges(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Exchange]:
+        """See :meth:`RankProgram.row_exchanges`."""
+        peers = [
+            sorted({peer for group in groups if rank in group for peer in group} - {rank})
+            for rank in range(len(self.ranks))
+        ]
+        link(self.rank, peers)
+        return {
+            group: CpuExchangeRows(group_of(group, self.rank))
+            for group in groups
+            if self.rank in group
+        }

@@ -6,21 +6,23 @@ copies of the model are trained on parts of a batch, in its data-parallel mode.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
-from mindspore.communication import get_process_group_ranks
+from mindspore import Tensor, nn
+from mindspore.communication import create_group, get_process_group_ranks
 
 from telechat_moe.graph.compile import LayoutEntry, RankGraph, layouts_of, set_parallel
 from telechat_moe.graph.execute import TOKEN_WEIGHTS
 from telechat_moe.processes import Control
 from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import mesh_of, whole_copies
-from telechat_moe.train.programs.program import RankProgram
+from telechat_moe.train.programs.program import Exchange, RankProgram
 from telechat_moe.train.rank_graph import step_source
 
 
@@ -127,3 +129,23 @@ class DeviceProgram(RankProgram):
             factors = weights.copy()
             factors[:-1] *= self.mesh.dp if self.copies else 1
             self.put(TOKEN_WEIGHTS, factors)
+
+    def row_exchanges(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Exchange]:
+        """See :meth:`RankProgram.row_exchanges`."""
+        exchanges: dict[tuple[int, ...], Exchange] = {}
+        for ranks in groups:
+            if self.rank in ranks:
+                group = group_of(ranks, self.rank)
+                create_group(group.name, list(ranks))
+                exchanges[ranks] = partial(_unsplit, AscendExchangeRows(group))
+        return exchanges
+
+
+def _unsplit(cell: nn.Cell, *inputs: Tensor) -> Tensor:
+    """Run a cell that has collectives of its own, where MindSpore splits no operators."""
+    mode = ms.get_auto_parallel_context("parallel_mode")
+    ms.set_auto_parallel_context(parallel_mode="stand_alone")
+    try:
+        return cell(*inputs)
+    finally:
+        ms.set_auto_parallel_context(parallel_mode=mode)

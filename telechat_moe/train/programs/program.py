@@ -12,6 +12,9 @@ from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.execute import KEPT, LIMITS, SCHEDULE, SUMS, TOKEN_WEIGHTS
 from telechat_moe.graph.parameter_layout import shard_of
 
+Exchange = Callable[..., Any]
+"""Exchange rows of a tensor, as :class:`telechat_moe.sharding.cells.expert_rows.ExchangeRows` does."""
+
 
 class RankProgram(ABC):
     """The compiled step of one rank of a model that is spread over devices.
@@ -116,11 +119,20 @@ class RankProgram(ABC):
         if TOKEN_WEIGHTS in self.parameters:
             self.put(TOKEN_WEIGHTS, weights)
 
-    def put(self, name: str, shard: np.ndarray | np.float32) -> None:
-        """Set this rank's shard of a parameter, in place."""
+    def put(self, name: str, shard: Any) -> None:
+        """Set this rank's shard of a parameter, an array or a tensor, in place."""
         from mindspore import Tensor, ops
 
-        ops.assign(self.parameters[name], Tensor(shard))
+        value = shard if isinstance(shard, Tensor) else Tensor(shard)
+        ops.assign(self.parameters[name], value)
+
+    def value(self, name: str) -> Any:
+        """Return this rank's shard of a parameter as a tensor, for another graph."""
+        return self.parameters[name].value()
+
+    @abstractmethod
+    def row_exchanges(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Exchange]:
+        """Return the graphs that move experts, for the groups that this rank is in; all ranks call it together."""
 
     def shards(self) -> dict[str, np.ndarray]:
         """Return copies of this rank's parameters."""

@@ -13,10 +13,11 @@ import numpy as np
 
 from telechat_moe.moe import planner
 from telechat_moe.moe.placement import SlotMap
-from telechat_moe.train.ranks import RankCoordinator
+from telechat_moe.train.expert_moves import MovingExperts
 
 FILE = Path(os.environ["TELECHAT_MOE_MOVING"])
-tell = RankCoordinator.problem
+move = MovingExperts.move
+moves = 0
 
 
 def at_random(loads_NLE: Any, current: SlotMap, rule: Any) -> planner.Proposal:
@@ -30,15 +31,28 @@ def at_random(loads_NLE: Any, current: SlotMap, rule: Any) -> planner.Proposal:
     return planner.Proposal(SlotMap(slots, current.devices), zero, zero, zero, zero)
 
 
-def stand(self: RankCoordinator, position: str, work: Any) -> str:
-    """Let rank 1 stand still between writing and reading."""
-    here = FILE.with_suffix(".here")
-    if self.rank == 1 and position == FILE.read_text() and work.__name__ == "receive":
-        here.touch()
-        while here.exists():
-            time.sleep(0.005)
-    return tell(self, position, work)
+def stand(self: MovingExperts, new: SlotMap) -> None:
+    """Let rank 1 stand still in a move, where one of its tensors has its new rows."""
+    global moves
+    moves += 1
+    put, tensors = self.program.put, 0
+
+    def put_and_stand(name: str, shard: Any) -> None:
+        nonlocal tensors
+        put(name, shard)
+        tensors += 1
+        here = FILE.with_suffix(".here")
+        if tensors == 1 and self.ranks.rank == 1 and str(moves) == FILE.read_text():
+            here.touch()
+            while here.exists():
+                time.sleep(0.005)
+
+    self.program.put = put_and_stand
+    try:
+        move(self, new)
+    finally:
+        self.program.put = put
 
 
 planner.plan = at_random
-RankCoordinator.problem = stand
+MovingExperts.move = stand

@@ -1,0 +1,255 @@
+"""Know every graph of a run before it starts, and what the run needs beside them: memory, files and bytes of a checkpoint.
+
+``telechat-moe dryrun RECIPE --run`` prints this. The graphs are compiled for a rank of each stage; which rank writes which
+shard, and into how many files, follows from the layout alone.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore.common.initializer import initializer
+from mindspore.communication import create_group
+
+from telechat_moe.checkpoint import checkpoint
+from telechat_moe.checkpoint.rank_shards import balance
+from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
+from telechat_moe.graph.read import Expected, RankMemory, peak, read
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
+from telechat_moe.sharding.recipe import even_exchange, mesh_of, smaller_steps
+from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements
+from telechat_moe.sharding.shards import group_of as checkpoint_group
+from telechat_moe.train.expert_moves import members
+from telechat_moe.train.rank_graph import compile_recipe
+
+ITEMSIZE = 4
+"""Bytes of an element of a checkpoint's tensors, float32."""
+RESIDENT = ("parameters", "optimizer", "gradients", "other", "average")
+"""What stays in a device's memory between the graphs of a run."""
+
+
+NEEDED = ("copies", "activations")
+"""What one graph needs while it runs."""
+
+
+class RunGraph(NamedTuple):
+    """A graph that ranks execute in a run.
+
+    Attributes:
+        name: What it computes, for the user.
+        ranks: Those that are compiled: the first of each stage that executes it.
+        compile: Compiles it for ranks, and calls a function after each.
+        expected: Sizes of dynamic exchanges.
+        is_step: It is a training step.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    compile: Callable[[Sequence[int], Callable[[], object] | None], list[RankGraph]]
+    expected: Expected
+    is_step: bool = True
+
+
+class Save(NamedTuple):
+    """A save of a run.
+
+    Attributes:
+        files: Files of the checkpoint, ``checkpoint.json`` included.
+        nbytes: Bytes of its tensors' files.
+        largest: Most bytes that a rank writes.
+        copies: Most bytes that a rank copies into its host's memory, from where they are written in the background.
+    """
+
+    files: int
+    nbytes: int
+    largest: int
+    copies: int
+
+
+def run_graphs(recipe: Recipe) -> list[RunGraph]:
+    """Return the graphs of a run: the step of each batch size, the largest first, and the exchanges that move experts."""
+    mesh, steps = mesh_of(recipe), {recipe.micro_batches: recipe, **smaller_steps(recipe)}
+    expected = Expected(*even_exchange(recipe, mesh))
+
+    def step(count: int) -> RunGraph:
+        def compile_step(
+            ranks: Sequence[int], advance: Callable[[], object] | None
+        ) -> list[RankGraph]:
+            return compile_recipe(steps[count], ranks, done=advance)
+
+        name = f"step of {count} micro-batch{'es' if count > 1 else ''}"
+        return RunGraph(name, mesh.first_ranks(), compile_step, expected)
+
+    return [*map(step, sorted(steps, reverse=True)), *_expert_moves(recipe)]
+
+
+def _expert_moves(recipe: Recipe) -> list[RunGraph]:
+    """Return the graphs that exchange rows of experts' tensors, one for each shape of a shard."""
+    if recipe.telechat_moe.moe.placement is None:
+        return []
+    mesh, shards = mesh_of(recipe), WeightShards.of(recipe)
+    names = [name for name in shards.weights if ".moe.experts." in name]
+    regions = [
+        {name: region for name in names if (region := shards.shard(rank, name)) is not None}
+        for rank in range(recipe.devices)
+    ]
+    graphs: dict[tuple[int, ...], RunGraph] = {}
+    for name in names:
+        ranks = [rank for rank in mesh.first_ranks() if name in regions[rank]]
+        shape = tuple(end - begin for begin, end in regions[ranks[0]][name])
+        earlier = graphs[shape].ranks if shape in graphs else ()
+        title = f"moves of experts, {list(shape)} each"
+        compile_moves = partial(_compile_exchange, recipe.devices, shape, name, regions)
+        expected = Expected(math.prod(shape), shape[0])
+        graphs[shape] = RunGraph(title, sorted({*earlier, *ranks}), compile_moves, expected, False)
+    return list(graphs.values())
+
+
+def _compile_exchange(
+    devices: int,
+    shape: tuple[int, ...],
+    name: str,
+    regions: Sequence[Mapping[str, Region]],
+    ranks: Sequence[int],
+    advance: Callable[[], object] | None,
+) -> list[RankGraph]:
+    def build(rank: int) -> Built:
+        # A rank of another stage holds tensors of this shape of other layers.
+        local_name = next(
+            n for n in regions[rank] if n.rpartition(".")[2] == name.rpartition(".")[2]
+        )
+        group = group_of(members(local_name, rank, regions), rank)
+        create_group(group.name, list(group.ranks))
+        rows = initializer("zeros", shape, ms.float32)
+        index = initializer("zeros", (shape[0],), ms.int32)
+        counts = initializer("zeros", (group.size,), ms.int32)
+        return Built(AscendExchangeRows(group), (rows, index, counts, counts, index))
+
+    return compile_ranks(build, ranks, devices, {"parallel_mode": "stand_alone"}, done=advance)
+
+
+def compile_run(
+    graphs: Sequence[RunGraph], advance: Callable[[], object] | None = None
+) -> list[list[RankGraph]]:
+    """Compile each graph for Ascend.
+
+    Raises:
+        BadInputError: The layout does not fit the model, or MindSpore refuses it.
+    """
+    return [graph.compile(graph.ranks, advance) for graph in graphs]
+
+
+def save_of(recipe: Recipe) -> Save | None:
+    """Return what a save of a run writes; None: the recipe saves nothing.
+
+    Raises:
+        BadInputError: The degrees do not divide a weight.
+    """
+    if recipe.checkpoints is None:
+        return None
+    shards, ranks = WeightShards.of(recipe), range(recipe.devices)
+    holders: dict[tuple[str, Region], list[int]] = {}
+    copies = Counter[int]()
+    for weight, about in shards.weights.items():
+        states = MOMENTS if about.trained else ()
+        averages = (EMA,) if recipe.telechat_moe.ema is not None else ()
+        names = [weight, *(f"{state}.{weight}" for state in (*states, *averages))]
+        for rank in ranks:
+            if (region := shards.shard(rank, weight)) is None:
+                continue
+            for name in names:
+                holders.setdefault((name, region), []).append(rank)
+            copies[rank] += len(names) * elements(region) * ITEMSIZE
+    owner = balance({piece: (elements(piece[1]), ranks) for piece, ranks in holders.items()})
+    by_rank = sorted(owner.items(), key=lambda item: item[1])
+    sizes: list[int] = []
+    files = 1
+    for _, pieces in groupby(by_rank, key=lambda item: item[1]):
+        planned = checkpoint.plan(_without_memory(piece for piece, _ in pieces))
+        files += len(planned)
+        sizes.append(sum(file.nbytes for _, file in planned))
+    return Save(files, sum(sizes), max(sizes), max(copies.values()))
+
+
+def _without_memory(
+    pieces: Iterable[tuple[str, Region]],
+) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """Return arrays of the shapes of shards by group and name, which take no memory."""
+    groups: dict[str, dict[str, np.ndarray]] = {"model": {}, "optimizer": {}}
+    for name, region in pieces:
+        shape = tuple(end - begin for begin, end in region)
+        array = np.broadcast_to(np.float32(0), shape)
+        groups.setdefault(checkpoint_group(name), {})[name] = array
+    return groups
+
+
+def report(
+    recipe: Recipe, graphs: Sequence[RunGraph], compiled: Sequence[Sequence[RankGraph]]
+) -> dict[str, Any]:
+    """Return what a run executes and needs, as plain data; sizes are bytes.
+
+    Args:
+        compiled: What :func:`compile_run` returned for the graphs.
+    """
+    mesh = mesh_of(recipe)
+    rows: list[dict[str, Any]] = []
+    for graph, ranks in zip(graphs, compiled, strict=True):
+        for rank in ranks:
+            reading = read(rank, mesh, graph.expected)
+            about = {"graph": graph.name, "stage": mesh.stage(rank.rank), "rank": rank.rank}
+            counts = {
+                "operators": sum(sum(kinds.values()) for kinds in reading.operators.values()),
+                "collectives": sum(call.times for call in reading.collectives),
+                "compile_seconds": round(rank.compile_seconds, 2),
+            }
+            memory = _memory(recipe, reading.memory)
+            if not graph.is_step:
+                memory["activations"] = peak(rank, graph.expected)
+                memory["total"] = sum(memory[name] for name in (*RESIDENT, *NEEDED))
+            rows.append({**about, **counts, "memory": memory})
+    save = save_of(recipe)
+    return {
+        "recipe": str(recipe.source),
+        "layout": mesh.describe(),
+        "devices": recipe.devices,
+        "graphs": rows,
+        "largest_moment": [_largest(rows, stage) for stage in range(mesh.pp)],
+        "batch": _batch(recipe),
+        "save": None if save is None else save._asdict(),
+    }
+
+
+def _memory(recipe: Recipe, memory: RankMemory) -> dict[str, int]:
+    average = memory.parameters if recipe.telechat_moe.ema is not None else 0
+    sizes = {name: getattr(memory, name) for name in RESIDENT if name != "average"}
+    if recipe.optimizer.swap:
+        sizes["optimizer"] = 0
+    sizes |= {"average": average, "copies": memory.copies, "activations": memory.activations}
+    return {**sizes, "total": sum(sizes.values()), "host": memory.host}
+
+
+def _largest(rows: Sequence[dict[str, Any]], stage: int) -> dict[str, Any]:
+    """Return the moment of a run at which a device of a stage holds most: what stays there, and what one graph needs."""
+    of_stage = [row for row in rows if row["stage"] == stage]
+    resident = {name: max(row["memory"][name] for row in of_stage) for name in RESIDENT}
+
+    def needed(row: dict[str, Any]) -> int:
+        return sum(row["memory"][name] for name in NEEDED)
+
+    row = max(of_stage, key=needed)
+    total = sum(resident.values()) + needed(row)
+    return {"stage": stage, "graph": row["graph"], "resident": resident, "total": total}
+
+
+def _batch(recipe: Recipe) -> int:
+    """Return the bytes of a global batch in a host's memory."""
+    data = recipe.train_dataset.data_loader.config
+    length = recipe.model_config.seq_length
+    masks = length if data is not None and data.create_attention_mask else 0
+    return recipe.global_batch * length * (4 * ITEMSIZE + masks)
