@@ -21,6 +21,7 @@ from telechat_moe import processes
 from telechat_moe.files import keep_others_out
 from telechat_moe.launch.binding import BindingWatch
 from telechat_moe.launch.commands import NO_SHELL, LaunchNode, environment
+from telechat_moe.launch.faults import first_fault
 from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankDiedError, RankFailedError
 
 PATIENCE_S = 2.0  # for the other processes to say why, once one is dead
@@ -257,7 +258,16 @@ class HostProcesses:
         reasons = processes.reasons(text)  # what its exceptions leave out
         exceptions = [f"MindSpore says: {line}" for line in reasons]
         shown = [f"the last lines of {path}:", *exceptions, *lines[-LAST_LINES:]]
-        return "\n  ".join(line[:300] for line in shown)
+        return "\n  ".join([*self._cause(), *(line[:300] for line in shown)])
+
+    def _cause(self) -> list[str]:
+        """Say in one sentence which fault of a device or link the logs of this host report, if they do."""
+        paths = {rank: self.logs / f"worker_{rank}.log" for rank in self.node.ranks}
+        texts = {r: p.read_text(errors="replace") for r, p in paths.items() if p.exists()}
+        if (first := first_fault(texts)) is None:
+            return []
+        rank, fault = first
+        return [f"rank {rank}: {fault.sentence} ({paths[rank]}, line {fault.line})"]
 
     def _end(self) -> None:
         """End msrun and every process; the kernel ends what hangs on msrun."""
