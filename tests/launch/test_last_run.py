@@ -1,6 +1,7 @@
 """How a run ended is read from its files, and `telechat-moe report` puts it into one file without data."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def work():
         time.sleep(0.01)
     if sys.argv[2] == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[2] == "kill":
+    if sys.argv[2] == "stop" and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if sys.argv[2] in ("kill", "stop"):
         time.sleep(300)
     raise RuntimeError(Path(sys.argv[3 + rank]).read_text())
 
@@ -44,8 +47,8 @@ run_supervised(control, rank, work)
 """
 
 
-def failed_run(output: Path, *arguments: str) -> str:
-    """Run two processes under msrun that fail; return what the launcher says."""
+def failed_run(output: Path, *arguments: str, silence_s: float = 60.0) -> RankDiedError:
+    """Run two processes under msrun that fail; return what the launcher raises."""
     job, logs = output / ".job", output / "log"
     program = output.parent / "program.py"
     program.write_text(PROGRAM)
@@ -53,16 +56,15 @@ def failed_run(output: Path, *arguments: str) -> str:
     node = LaunchNode(local=2, total=2, port=free_port())
     words = ["python", str(program), str(job), *arguments]
     with pytest.raises(RankDiedError) as error:
-        HostProcesses(job, node, logs, words, out=None).run()
-    return str(error.value)
+        HostProcesses(job, node, logs, words, out=None, silence_s=silence_s).run()
+    return error.value
 
 
 def test_a_run_whose_process_was_killed_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "run"
-    message = failed_run(output, "kill")
-    assert "was killed by SIGKILL" in message
+    assert "was killed by SIGKILL" in str(failed_run(output, "kill"))
     target = tmp_path / "report.json"
     assert main(["report", RECIPE, "--run", str(output), "--json", str(target)]) == 0
     report = json.loads(target.read_text())
@@ -79,7 +81,9 @@ def test_faults_of_links_are_named_with_the_rank_that_has_the_cause(tmp_path: Pa
     (tmp_path / "echo").write_text(NOTIFY)
     (tmp_path / "cause").write_text(TABLE)
     output = tmp_path / "run"
-    message = failed_run(output, "raise", str(tmp_path / "echo"), str(tmp_path / "cause"))
+    error = failed_run(output, "raise", str(tmp_path / "echo"), str(tmp_path / "cause"))
+    assert not error.is_echo, "on several hosts a cause counts more than time-outs"
+    message = str(error)
     assert "; rank 0: step 7, in the graph, rank 1: step 8, in the graph" in message
     assert "rank 1: HCCL refuses the rank table (EI0004): The ranktable config devId" in message
     job, logs = output / ".job", output / "log"
@@ -90,6 +94,20 @@ def test_faults_of_links_are_named_with_the_rank_that_has_the_cause(tmp_path: Pa
     texts = [text for _, text in first.lines]
     assert any(text.startswith("RuntimeError: ") for text in texts)
     assert not any("secret sentence" in text for text in texts)
+
+
+def test_a_process_that_stands_still_in_a_collective_is_named_on_any_target(tmp_path: Path) -> None:
+    """The other one waits and gives signs of life; nothing that watches them knows what they run on."""
+    message = str(failed_run(tmp_path / "run", "stop", silence_s=3.0))
+    assert re.search(r"rank 1 \(process \d+\) hangs.*its state is stopped", message)
+    assert "rank 0: step 7, in the graph, rank 1: step 8, in the graph" in message
+
+
+def test_time_outs_alone_are_echoes(tmp_path: Path) -> None:
+    (tmp_path / "echo").write_text(NOTIFY)
+    error = failed_run(tmp_path / "run", "raise", *2 * [str(tmp_path / "echo")])
+    assert error.is_echo
+    assert "device 0 of 10.90.55.95, AllReduce (EI0002)" in str(error)
 
 
 def test_only_lines_of_errors_are_read_out() -> None:
