@@ -170,7 +170,7 @@ def describe_run(output: Path, logs: Path | None) -> dict[str, Any] | None:
 
 
 def dry_run(path: str | None, output: Path) -> dict[str, Any] | None:
-    """Return the figures of a dry run's report by stage, sizes in bytes; None: there is no report.
+    """Return the figures of a dry run's report, of a step or of ``--run``, sizes in bytes; None: there is no report.
 
     Args:
         path: What `dryrun --json` wrote; None: ``dryrun.json`` in the run's folder, if it is there.
@@ -185,12 +185,18 @@ def dry_run(path: str | None, output: Path) -> dict[str, Any] | None:
         return None
     try:
         report = parse_json(file.read_bytes())
-        stages = [
-            {key: stage[key] for key in ("stage", "rank", "memory", "calls", "sent")}
-            for stage in report["stages"]
-        ]
-        about = {key: report[key] for key in ("recipe", "layout", "devices", "target", "mindspore")}
-        return {**about, "stages": stages}
+        about = {key: report[key] for key in ("recipe", "layout", "devices")}
+        figures: dict[str, Any]
+        if "graphs" in report:  # of --run
+            figures = {key: report[key] for key in ("graphs", "largest_moment", "batch", "save")}
+        else:
+            keys = ("stage", "rank", "memory", "calls", "sent")
+            figures = {"stages": [{key: stage[key] for key in keys} for stage in report["stages"]]}
+        figures["device_memory"] = {
+            str(entry["stage"]): entry["total"] if "total" in entry else entry["memory"]["total"]
+            for entry in figures.get("largest_moment") or figures["stages"]
+        }
+        return {**about, **figures}
     except (OSError, *MALFORMED) as error:
         text = f"{type(error).__name__}: {error}"
         raise BadInputError(
@@ -221,9 +227,9 @@ def summary(report: Mapping[str, Any]) -> list[str]:
             f"run: {run['output_dir']}, step {run['last_step']}, {len(run['checkpoints'])} checkpoint(s)"
         )
         lines += _error_lines(run)
-    stages: list[dict[str, Any]] = report["dry_run"]["stages"] if report["dry_run"] else []
-    totals = (f"stage {stage['stage']} {size_text(stage['memory']['total'])}" for stage in stages)
-    return [*lines, f"dry run, memory of a device: {', '.join(totals)}"] if stages else lines
+    sizes: dict[str, int] = report["dry_run"]["device_memory"] if report["dry_run"] else {}
+    totals = (f"stage {stage} {size_text(size)}" for stage, size in sizes.items())
+    return [*lines, f"dry run, memory of a device: {', '.join(totals)}"] if sizes else lines
 
 
 def _error_lines(run: Mapping[str, Any]) -> list[str]:

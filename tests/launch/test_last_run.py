@@ -148,10 +148,16 @@ def test_the_figures_of_a_dry_run_are_taken_over(
         "sent": 5,
         "order": [],
     }
-    keys = ("recipe", "layout", "devices", "target", "mindspore")
-    Path("dry.json").write_text(json.dumps({**dict.fromkeys(keys, "x"), "stages": [stage]}))
-    assert main(["report", "--dryrun", "dry.json"]) == 0
-    assert "memory of a device: stage 0 3.00 GiB" in capsys.readouterr().out
+    moments = [{"stage": 1, "graph": "step", "total": 4 << 30}]
+    whole_run = {"graphs": [], "largest_moment": moments, "batch": 7, "save": None}
+    about = dict.fromkeys(("recipe", "layout", "devices"), "x")
+    for figures, text in (
+        ({"stages": [stage]}, "stage 0 3.00 GiB"),
+        (whole_run, "stage 1 4.00 GiB"),
+    ):
+        Path("dry.json").write_text(json.dumps({**about, **figures}))
+        assert main(["report", "--dryrun", "dry.json"]) == 0
+        assert f"memory of a device: {text}" in capsys.readouterr().out
     Path("dry.json").write_text('{"stages": [{}]}')
     assert main(["report", "--dryrun", "dry.json"]) == 3
     assert (

@@ -54,6 +54,9 @@ QUICK: dict[str, str] = {
 
 NOT_RUN: dict[str, str] = {
     "make ": ".ci/run begins with the README's, and runs the others after them",
+    "telechat-moe launch eight.yaml": "eight NPUs",
+    "telechat-moe launch cluster.yaml": "256 NPUs",
+    'python -c "import mindspore; mindspore.set_device': "an NPU",
     "msrun --worker_num=256": "256 NPUs",
     "run_mindformer.py": "continues the line above",
     "telechat-moe align gpu_dump npu_dump": "dumps of the reader's own",
@@ -65,9 +68,6 @@ NOT_RUN: dict[str, str] = {
     "telechat-moe align loss base1": "curves of the reader's own",
     "telechat-moe align phases mine.yaml": "runs of the reader's own",
     "telechat-moe dryrun planned.yaml": "five minutes, the claim plan-confirm; test_dryrun_plans.py confirms smaller plans",
-    "telechat-moe launch eight.yaml": "eight NPUs",
-    "telechat-moe launch cluster.yaml": "256 NPUs",
-    'python -c "import mindspore; mindspore.set_device': "an NPU",
     "pip install": "`make test-torch` installs it",
 }
 """Commands by their beginning, and why the test of the pages does not run them."""
