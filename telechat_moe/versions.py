@@ -108,3 +108,69 @@ def require_mindformers() -> None:
     problem = mindformers_problem()
     if problem:
         raise BadInputError(problem)
+
+
+# ------------------------------------------------------------------------------ CANN
+
+ASCEND = Path("/usr/local/Ascend")
+"""Where Huawei's installers put driver and CANN."""
+
+
+def cann_folder(root: Path = ASCEND) -> Path | None:
+    """Return the folder of CANN that MindSpore would use; None if there is none."""
+    from os import environ
+
+    named = environ.get("ASCEND_HOME_PATH")  # set by CANN's set_env.sh, read by MindSpore
+    folders = [Path(named)] if named else []
+    folders += [root / name / "latest" for name in ("cann", "ascend-toolkit", "nnae")]
+    folders += [root / name for name in ("latest", "cann")]
+    return next((path for path in folders if _version_file(path) is not None), None)
+
+
+def _version_file(folder: Path) -> Path | None:
+    """Return the file in which a folder of CANN names its version; MindSpore reads the first."""
+    files = [folder / name / "version.info" for name in ("compiler", "runtime", "toolkit")]
+    return next((path for path in files if path.is_file()), None)
+
+
+def version_in(path: Path | None) -> str | None:
+    """Return what a ``version.info`` of CANN or of the driver says after ``Version=``; None if it cannot be read."""
+    try:
+        text = path.read_text("utf-8", "replace") if path is not None else ""
+    except OSError:
+        return None
+    match = re.search(r"^[Vv]ersion\s*=\s*(\S+)", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def cann_version(root: Path = ASCEND) -> str | None:
+    """Return the version of CANN; None if none is installed."""
+    folder = cann_folder(root)
+    return version_in(_version_file(folder)) if folder is not None else None
+
+
+def cann_lines() -> list[str]:
+    """Return the lines of CANN, such as ``8.5``, that the installed MindSpore names as its own; empty if it names none."""
+    spec = find_spec("mindspore")
+    if spec is None or spec.origin is None:
+        return []
+    path = Path(spec.origin).parent / "run_check" / "_check_version.py"
+    text = path.read_text("utf-8") if path.exists() else ""
+    _, _, checker = text.partition("class AscendEnvChecker")
+    match = re.search(r"self\.version = \[([^\]]*)\]", checker)
+    return re.findall(r'"([\d.]+)"', match[1]) if match else []
+
+
+def cann_problem(root: Path = ASCEND) -> str | None:
+    """Return why the installed CANN does not fit the installed MindSpore; None if it does, or if either is not known.
+
+    MindSpore itself only warns, and then fails where an operator is missing.
+    """
+    version, lines = cann_version(root), cann_lines()
+    line = ".".join((version or "").split(".")[:2])
+    if version is None or not lines or line in lines:
+        return None
+    return (
+        f"MindSpore {installed('mindspore')} runs with CANN {', '.join(lines)}; found {version} in {cann_folder(root)}. "
+        "Install a CANN of these lines, or the MindSpore that fits"
+    )

@@ -208,3 +208,39 @@ def test_the_long_tests_of_mindformers_on_the_other_pair():
     subprocess.run(ready, cwd=ROOT, check=True, env=CLEAN)
     group = ["-n", "2", "--dist", "loadgroup", "--slow-group", "mindformers"]
     assert passed([str(VENV / "python"), "-m", "pytest", "-q", *group]) > 20
+
+
+# ------------------------------------------------------------------------------ CANN
+
+
+def cann(folder: Path, version: str) -> Path:
+    (folder / "compiler").mkdir(parents=True, exist_ok=True)
+    info = f"Version={version}\nversion_dir=8.5\ntimestamp=20251204\n"
+    (folder / "compiler" / "version.info").write_text(info)
+    return folder
+
+
+@pytest.mark.mindspore
+@pytest.mark.parametrize("version", ["8.5.0", "9.0.1", "8.2.RC1.10", "8.1.RC1", "7.7.0.1.238"])
+def test_a_cann_fits_where_mindspore_does_not_warn(version, tmp_path, monkeypatch):
+    """Judged as MindSpore's own check of it does, which needs the package."""
+    checks = pytest.importorskip("mindspore.run_check._check_version")
+    warnings = []
+    monkeypatch.setattr(checks.logger, "warning", warnings.append)
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(cann(tmp_path, version)))
+    checks.AscendEnvChecker(None).check_version()
+    problem = versions.cann_problem()
+    assert (problem is None) == (warnings == [])
+    assert versions.cann_version() == version
+    if problem is not None:
+        assert problem.startswith("MindSpore 2.")
+        assert f"found {version} in {tmp_path}. Install" in problem
+
+
+def test_cann_is_found_where_its_installer_puts_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert versions.cann_version(tmp_path) is None
+    assert versions.cann_problem(tmp_path) is None
+    cann(tmp_path / "ascend-toolkit" / "latest", "1.0")
+    assert versions.cann_version(tmp_path) == "1.0"
+    assert (versions.cann_problem(tmp_path) is None) == (versions.cann_lines() == [])

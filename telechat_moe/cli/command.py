@@ -19,6 +19,7 @@ from telechat_moe.cli import (
     plan,
     plugin_path,
     recipes,
+    report,
     run_sharded,
     sweep,
     train,
@@ -51,6 +52,7 @@ COMMAND = Verb(
         dryrun.VERB,
         align.VERB,
         plan.VERB,
+        report.VERB,
         plugin_path.VERB,
     ],
 )

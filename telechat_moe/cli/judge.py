@@ -76,6 +76,7 @@ def judge(
             of, _ = resolved(recipe, use)
         if of in ("train", "mindformers") and not allow_outside:
             yield from missing.until(outside(recipe))
+        yield from _device_memory(recipe, of, problems)
         if of != "train":
             return
         yield from missing.until(_schedule(recipe, broken))
@@ -164,6 +165,26 @@ def _schedule(recipe: Recipe, broken: Collection[str]) -> Iterator[Problem]:
     except BadInputError:
         if not broken:
             raise
+
+
+def _device_memory(recipe: Recipe, of: str, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Yield that a step needs more of a device than the recipe gives to MindSpore; what cannot be estimated is not judged."""
+    from telechat_moe.errors import BadInputError
+    from telechat_moe.tools.plan.report.memory import fullest_stage
+    from telechat_moe.units import GIB, gib_text
+
+    limit: str | None = getattr(recipe.context, "max_device_memory", None)  # a key of the table
+    trains = of in ("train", "mindformers") and recipe.context.device_target == "Ascend"
+    if not trains or limit is None or problems:
+        return
+    try:
+        stage, needed = fullest_stage(recipe)
+    except (BadInputError, NotImplementedError):
+        return
+    if needed > float(limit.removesuffix("GB")) * GIB:
+        finding = f"{limit}, but a step takes {gib_text(needed)} on a device of stage {stage} (estimate of `plan memory`)"
+        expected = "more, if the devices have it, or what `telechat-moe plan memory RECIPE --device D` says to change first"
+        yield recipe.problem("context.max_device_memory", finding, expected)
 
 
 def require(name: str, overrides: Sequence[str] = (), *, use: Use, **options: bool) -> Recipe:

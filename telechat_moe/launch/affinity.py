@@ -173,11 +173,11 @@ def npu_addresses() -> list[str]:
     """
     try:
         addresses: dict[int, str] = {}
-        for line in _npu_smi("-m").splitlines()[1:]:
+        for line in npu_smi("-m").splitlines()[1:]:
             npu, chip, number, *_ = line.split()
             if not number.isdecimal():  # a chip that only manages
                 continue
-            board = _npu_smi("-t", "board", "-i", npu, "-c", chip)
+            board = npu_smi("-t", "board", "-i", npu, "-c", chip)
             address = re.search(r"PCIe\s*Bus\s*Info\s*:\s*(\S+)", board)
             addresses[int(number)] = address[1].lower() if address else ""
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -191,7 +191,7 @@ def npu_cpus() -> dict[int, list[int]]:
     Its table has a row for each NPU whose last column, ``CPU Affinity``, is a list of CPUs.
     """
     try:
-        rows = [line.split() for line in _npu_smi("-t", "topo").splitlines()]
+        rows = [line.split() for line in npu_smi("-t", "topo").splitlines()]
     except (OSError, subprocess.SubprocessError):
         return {}
     by_npu: dict[int, list[int]] = {}
@@ -202,7 +202,12 @@ def npu_cpus() -> dict[int, list[int]]:
     return by_npu
 
 
-def _npu_smi(*arguments: str) -> str:
+def npu_smi(*arguments: str) -> str:
+    """Return what ``npu-smi info`` prints.
+
+    Raises:
+        OSError, subprocess.SubprocessError: It is not there, fails, or takes longer than ten seconds.
+    """
     command = ["npu-smi", "info", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
 

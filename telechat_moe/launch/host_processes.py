@@ -21,6 +21,7 @@ from telechat_moe import processes
 from telechat_moe.files import keep_others_out
 from telechat_moe.launch.binding import BindingWatch
 from telechat_moe.launch.commands import NO_SHELL, LaunchNode, environment
+from telechat_moe.launch.faults import Fault, first_fault
 from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankDiedError, RankFailedError
 
 PATIENCE_S = 2.0  # for the other processes to say why, once one is dead
@@ -165,9 +166,11 @@ class HostProcesses:
         message = failure["message"]
         if failure["known"]:
             raise RankFailedError(message, failure["exit_code"])
+        cause = self._first_fault()
         raise RankDiedError(
             f"rank {first} failed{self._location()}: {message}{self._positions()}\n{self._last_lines(first)}",
-            is_echo=True,  # of the death of another, often: its collectives break
+            # Of the death of another, often: its collectives break.
+            is_echo=cause is None or cause[1].is_echo,
         )
 
     def _raise_hanging(self) -> None:
@@ -257,7 +260,20 @@ class HostProcesses:
         reasons = processes.reasons(text)  # what its exceptions leave out
         exceptions = [f"MindSpore says: {line}" for line in reasons]
         shown = [f"the last lines of {path}:", *exceptions, *lines[-LAST_LINES:]]
-        return "\n  ".join(line[:300] for line in shown)
+        return "\n  ".join([*self._cause(), *(line[:300] for line in shown)])
+
+    def _first_fault(self) -> tuple[int, Fault] | None:
+        """Return the fault of a device or link that the logs of this host report, and its rank."""
+        paths = {rank: self.logs / f"worker_{rank}.log" for rank in self.node.ranks}
+        texts = {r: p.read_text(errors="replace") for r, p in paths.items() if p.exists()}
+        return first_fault(texts)
+
+    def _cause(self) -> list[str]:
+        """Say it in one sentence, if there is one."""
+        if (first := self._first_fault()) is None:
+            return []
+        rank, fault = first
+        return [f"rank {rank}: {fault.sentence} (worker_{rank}.log, line {fault.line})"]
 
     def _end(self) -> None:
         """End msrun and every process; the kernel ends what hangs on msrun."""

@@ -26,8 +26,15 @@ from telechat_moe.launch.binding import conflicts
 from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
+from telechat_moe.launch.last_run import LAUNCHER
 from telechat_moe.launch.multi_host import MultiHostProcesses
-from telechat_moe.processes import Control, RankDiedError, RankFailedError
+from telechat_moe.processes import (
+    CONTROL,
+    Control,
+    RankDiedError,
+    RankFailedError,
+    describe_failure,
+)
 from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.swap import require_pool
 from telechat_moe.recipe.uses import graph_settings
@@ -316,6 +323,8 @@ def _start(
     except (RankDiedError, RankFailedError) as error:  # name the file that the user knows
         text = str(error).replace(str(resolved.absolute()), str(recipe.source))
         error.args = (text,)
+        first = {**describe_failure(error), "message": text.partition("\n")[0]}
+        Control(job / CONTROL).write(LAUNCHER, json.dumps(first))
         raise
 
 

@@ -43,6 +43,7 @@ from telechat_moe.sharding.shards import WeightShards, elements
 from telechat_moe.train.consumed import consumed_of, lr_batches, steps_left
 from telechat_moe.train.start import RunStart, exists, folder_of, misfits, start_of
 from telechat_moe.units import size_text
+from telechat_moe.versions import cann_problem
 
 T = TypeVar("T")
 Shared = Publisher | Subscriber | None
@@ -133,7 +134,7 @@ def examine(
 
 def machine(recipe: Recipe) -> list[Problem]:
     """Return why this machine cannot run a recipe in MindFormers' trainer: a device, a folder, or what its data loader needs."""
-    return [*_device(recipe), *_folders(recipe), *index_builder(recipe)]
+    return [*_device(recipe), *_cann(recipe), *_folders(recipe), *index_builder(recipe)]
 
 
 def index_builder(recipe: Recipe) -> Iterator[Problem]:
@@ -172,6 +173,13 @@ def _device(recipe: Recipe) -> Iterator[Problem]:
         finding = f"{target}, but this machine has none (no /dev/{_DEVICE_FILES[target]})"
         expected = "a machine that has one; `telechat-moe dryrun` compiles the recipe here, --set context.device_target=CPU trains it"
         yield recipe.problem("context.device_target", finding, expected)
+
+
+def _cann(recipe: Recipe) -> Iterator[Problem]:
+    """Yield that CANN does not fit MindSpore, which itself only warns of it."""
+    if recipe.context.device_target == "Ascend" and (problem := cann_problem()):
+        finding, _, expected = problem.partition(". Install ")
+        yield recipe.problem("context.device_target", f"Ascend, but {finding}", expected)
 
 
 def memory(recipe: Recipe) -> Iterator[Problem]:
@@ -266,6 +274,7 @@ class Preflight:
         if self.judges_model and self.attempt("model", lambda: recipe.model_config) is None:
             return None
         self.problems += self.missing.until(_device(recipe))
+        self.problems += self.missing.until(_cann(recipe))
         self.problems += self.missing.until(_folders(recipe))
         if self.judges_model:
             self.problems += self.missing.until(_library(recipe))

@@ -216,6 +216,25 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
 
 
 @pytest.mark.slow
+def test_a_report_of_a_killed_run_names_rank_step_and_signal(
+    prepared: Path, data: Path, strike: Strike, tmp_path: Path
+) -> None:
+    strike(prepared, 8, lambda: os.kill(rank(prepared, 1), signal.SIGKILL))
+    line = launch(data, prepared)
+    assert main(line) == 1
+    target, settings = tmp_path / "report.json", line[2:]
+    assert main(["report", line[1], *settings, "--json", str(target)]) == 0
+    run = json.loads(target.read_text())["run"]
+    assert run["first_error"]["rank"] == 1
+    assert re.match(
+        r"rank 1 .* was killed by SIGKILL in step \d+ on", run["first_error"]["message"]
+    )
+    assert run["first_error"]["position"].startswith("step ")
+    assert run["last_step"] >= 8
+    assert not run["finished"]
+
+
+@pytest.mark.slow
 def test_a_process_that_hangs_is_named_and_the_run_goes_on(
     prepared: Path,
     data: Path,

@@ -287,3 +287,15 @@ def test_an_interval_of_0_turns_evaluation_off(
 def test_a_key_that_must_be_written_is_not_to_be_removed(capsys: Capture) -> None:
     assert main(["check", TINY, "--set", "run_mode=predict"]) == 1
     assert "does not have; train\n" in capsys.readouterr().out
+
+
+def test_a_recipe_that_a_device_cannot_hold_is_refused_with_figures(capsys: Capture) -> None:
+    """`plan memory` puts the fullest stage of 105B at 31.83 GiB (docs/plan_memory.md)."""
+    check = ("check", LARGE, "--for", "mindformers", "--set")
+    assert run_json(capsys, *check, "context.max_device_memory=32GB")[0] == 0
+    code, report = run_json(capsys, *check, "context.max_device_memory=31GB")
+    assert code == 1
+    (problem,) = report["recipes"][0]["problems"]
+    assert problem["key"] == "context.max_device_memory"
+    assert problem["found"].startswith("31GB, but a step takes 31.83 GiB on a device of stage 7")
+    assert "plan memory" in problem["expected"]

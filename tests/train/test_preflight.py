@@ -22,6 +22,7 @@ from telechat_moe.recipe.hugging_face import OtherModelError
 from telechat_moe.recipe.weights import weights
 from telechat_moe.train import preflight
 from telechat_moe.train.start import STATE_VERSION
+from telechat_moe.versions import cann_lines
 
 CONFIG = "train_dataset.data_loader.config"
 
@@ -369,6 +370,24 @@ def test_a_device_that_is_absent(place: Path) -> None:
         pytest.skip("this machine has an NPU")
     found = only(place, context__device_target="Ascend")
     assert "this machine has none" in found.found
+
+
+@pytest.mark.skipif(
+    not cann_lines(), reason="MindSpore, which names the lines of CANN, is not installed"
+)
+def test_a_cann_that_does_not_fit(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the device that is absent here."""
+    info = tmp_path / "compiler" / "version.info"
+    info.parent.mkdir()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    for version, count in (("7.7.0", 1), (f"{cann_lines()[-1]}.0", 0)):
+        info.write_text(f"Version={version}\n")
+        listed = problems(place, context__device_target="Ascend")
+        lines = [p.found for p in listed if "runs with CANN" in p.found]
+        assert len(lines) == count
+        assert all(f"found {version} in {tmp_path}" in line for line in lines)
 
 
 def test_require_says_what_examine_found(place: Path) -> None:

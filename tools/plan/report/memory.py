@@ -12,7 +12,7 @@ from telechat_moe.moe.placement import SlotMap
 from telechat_moe.recipe.load import load
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.expert_loads import read_for
@@ -104,6 +104,16 @@ def answer(
     recorded = _recorded(step, expert_loads) if expert_loads else ()
     factor = _largest_factor(recipe, step, top)
     return MemoryForecast(step, limit, source, margin, factor, recorded, host, tuple(changes))
+
+
+def fullest_stage(recipe: Recipe) -> tuple[int, float]:
+    """Return the pipeline stage of a recipe that needs the most memory, and how much a device of it needs, bytes.
+
+    Raises:
+        BadInputError: The cost model does not know the model or the layout.
+    """
+    step = _step(recipe, load_device("ascend-910b"))  # whose speed the memory does not depend on
+    return int(step.peak_bytes.argmax()), float(step.peak_bytes.max())
 
 
 def _step(recipe: Recipe, device: Device) -> SimulatedStep:
