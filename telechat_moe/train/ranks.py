@@ -60,14 +60,14 @@ class RankCoordinator:
         self.meet("waiting for the readers of the data")
         return Subscriber(name) if self.rank != neighbours[0] else link
 
-    def agree(self, position: str, choose: Callable[[], str]) -> str:
-        """Return on all processes what rank 0 chooses."""
+    def agree(self, position: str, choose: Callable[[], str], by: int = 0) -> str:
+        """Return on all processes what one of them chooses, rank 0 by default."""
         if self.control is None or self.count == 1:
             return choose()
         self._agreements += 1
         file = f"agreed-{self._agreements}"
         self.meet(position)  # all have come here: none is still saving
-        if self.leads:
+        if self.rank == by:
             self.control.write(file, choose())
         self.meet(position)
         return self.control.read(file) or ""
