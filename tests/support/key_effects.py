@@ -99,6 +99,7 @@ class Recorder:
 
     parameter_count = 0
     evaluate = OneProcess.evaluate
+    open_checkpoint = OneProcess.open_checkpoint
 
     def continue_prompts(self, tokenizer: Any, prompts: Any, drawing: Any) -> list[str]:
         """Continue nothing."""
