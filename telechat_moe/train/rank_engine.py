@@ -30,7 +30,7 @@ from telechat_moe.model.init import InitialWeight
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.weights import weights
-from telechat_moe.sharding.recipe import mesh_of, stages_of
+from telechat_moe.sharding.recipe import interleaved, mesh_of, stages_of
 from telechat_moe.sharding.shards import EMA, MOMENTS, Region, group_of, weight_of
 from telechat_moe.tensor_files import TensorOutput
 from telechat_moe.train import optimizer, parameters
@@ -243,19 +243,31 @@ class RankEngine(Engine):
 
     def evaluate(self) -> Losses:
         """See :meth:`telechat_moe.train.engine.Engine.evaluate`; the stage with the head tells the others."""
-        losses = loss_by_source(self.recipe, self._loss)
+        loss_of = self._loss_by_step if interleaved(self.recipe) else self._loss
+        losses = loss_by_source(self.recipe, loss_of)
         if self.mesh.pp == 1:
             return losses
         position = "telling the validation loss"
         return tuple(loads(self.ranks.agree(position, lambda: dumps(losses), self.head_rank)))
 
+    def _loss_by_step(self, columns: Mapping[str, np.ndarray]) -> float:
+        """Return the loss of a micro-batch by a step that changes nothing; nothing counts in its other micro-batches.
+
+        MindSpore compiles an interleaved pipeline with a backward pass only.
+        """
+        batch = _filled(columns, self.micro_batches * self.micro_rows)
+        masks = [batch["loss_mask"]]
+        self.limits = (-math.inf, -math.inf)
+        self.program.set_limits(*self.limits)
+        factors = token_weights(self.config, masks, self.micro_batches, self.parts)
+        self.program.set_token_weights(factors)
+        losses, *_ = self.program(*self.optimizer.scalars(1, 0.0), *tensors(batch))
+        share = 1 if self.config.calculate_per_token_loss else self.micro_batches
+        return float(losses.asnumpy()[0]) * share
+
     def _loss(self, columns: Mapping[str, np.ndarray]) -> float:
         """Return the loss of a micro-batch, which is filled up with rows that do not count; 0 on stages without the head."""
-        missing = self.micro_rows - len(columns["loss_mask"])
-        batch = {
-            name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in columns.items()
-        }
-        loss = self._forward(batch)[0]
+        loss = self._forward(_filled(columns, self.micro_rows))[0]
         return float(loss[0]) if loss is not None else 0.0
 
     def _forward(self, columns: Mapping[str, np.ndarray]) -> Sequence[np.ndarray | None]:
@@ -341,6 +353,12 @@ class RankEngine(Engine):
         experts = load_LE.shape[1] // self.mesh.ep
         first = self.mesh.index(self.rank, self.mesh.axes("ep")) * experts
         return float(load_LE[:, first : first + experts].sum())
+
+
+def _filled(columns: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Return a batch filled up to so many rows by zeros, which the mask does not keep."""
+    missing = rows - len(columns["loss_mask"])
+    return {n: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for n, x in columns.items()}
 
 
 def _finite_region(weight: TensorOutput, source: Path, region: Region) -> np.ndarray:
