@@ -7,7 +7,9 @@ shard of a tensor draws the values that the whole tensor has there, and hardly m
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import mindspore as ms
@@ -19,6 +21,8 @@ from telechat_moe.recipe import ModelConfig
 
 BLOCK = 1 << 22
 """Values of a tensor that are drawn in one go, in C order; of a block the first ones do not depend on the others."""
+
+_THREADS = 4
 
 
 def output_std(config: ModelConfig) -> float:
@@ -78,17 +82,23 @@ def _normal(key: int, shape: Sequence[int], region: Sequence[tuple[int, int]]) -
     values = np.empty((len(starts), length), np.float32)
     if not values.size:
         return values.reshape(lengths)
-    for block in range(int(starts[0]) // BLOCK, (int(starts[-1]) + length - 1) // BLOCK + 1):
+
+    def fill(block: int) -> None:
         begin = block * BLOCK
         low = int(np.searchsorted(starts, begin - length, "right"))
         high = int(np.searchsorted(starts, begin + BLOCK, "left"))
         if low == high:
-            continue
+            return
         end = min(begin + BLOCK, int(starts[high - 1]) + length)
         drawn = _block(key, block, end - begin)
-        for i in range(low, high):
-            a, b = max(int(starts[i]), begin), min(int(starts[i]) + length, end)
-            values[i, a - starts[i] : b - starts[i]] = drawn[a - begin : b - begin]
+        for i, start in enumerate(starts[low:high].tolist(), low):
+            a, b = max(start, begin), min(start + length, end)
+            values[i, a - start : b - start] = drawn[a - begin : b - begin]
+
+    blocks = range(int(starts[0]) // BLOCK, (int(starts[-1]) + length - 1) // BLOCK + 1)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(fill, blocks):
+            pass
     return values.reshape(lengths)
 
 
