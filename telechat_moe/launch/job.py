@@ -135,8 +135,8 @@ def _compile_job(
     from telechat_moe.train.rank_graph import compile_recipe
 
     ranks = recipe.devices
-    what = f"{recipe.micro_batches} micro-batches a step" if graph == "step" else "evaluation"
-    text = f"compiling the graphs of {ranks} ranks, {what}"
+    purpose = f"{recipe.micro_batches} micro-batches a step" if graph == "step" else "evaluation"
+    text = f"compiling the graphs of {ranks} ranks, {purpose}"
     _say(f"layout {mesh_of(recipe).describe()}: {text}")
     began, count = time.perf_counter(), 0
 

@@ -296,10 +296,10 @@ class RankEngine(Engine):
         """Return the logits of the token after each row, ``[rows, V]``; zeros on stages without the head."""
         logits = np.zeros((len(rows), self.config.vocab_size), np.float32)
         for begin in range(0, len(rows), self.micro_rows):
-            some = [*rows[begin : begin + self.micro_rows]]
-            ids_BS = padded([*some, *[[]] * (self.micro_rows - len(some))], length)
+            prompts = [*rows[begin : begin + self.micro_rows]]
+            ids_BS = padded([*prompts, *[[]] * (self.micro_rows - len(prompts))], length)
             mask_BS = np.zeros(ids_BS.shape, np.float32)
-            mask_BS[np.arange(len(some)), [len(row) - 1 for row in some]] = 1.0
+            mask_BS[np.arange(len(prompts)), [len(row) - 1 for row in prompts]] = 1.0
             position_BS = np.tile(np.arange(length, dtype=np.int32), (self.micro_rows, 1))
             columns = {"input_ids": ids_BS, "labels": ids_BS, "loss_mask": mask_BS}
             columns["position_ids"] = position_BS
@@ -308,7 +308,7 @@ class RankEngine(Engine):
                 columns["attention_mask"] = np.tile(hidden, (self.micro_rows, 1, 1, 1))
             picked = self._forward(columns)[1]
             if picked is not None:
-                logits[begin : begin + len(some)] = picked[: len(some)]
+                logits[begin : begin + len(prompts)] = picked[: len(prompts)]
         return logits
 
     def writer(

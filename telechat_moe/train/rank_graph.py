@@ -36,7 +36,7 @@ from telechat_moe.train.optimizer import AdamW, from_recipe
 from telechat_moe.train.rank_forward import RankForward
 from telechat_moe.train.rank_step import PlacedModel, RankStep
 
-Graph = Literal["step", "forward"]
+GraphKind = Literal["step", "forward"]
 
 
 def placed_model(
@@ -222,7 +222,7 @@ def step_source(
     optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
     shared_graph: bool | None = None,
     copies: bool = False,
-    graph: Graph = "step",
+    graph: GraphKind = "step",
 ) -> StepSource:
     """Return what the steps of a recipe's ranks are compiled from; see :func:`compile_recipe` and :func:`build_step`."""
     settings = parallel_context(recipe, full_batch)
@@ -251,7 +251,7 @@ def compile_recipe(
     optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
     shared_graph: bool | None = None,
     done: Callable[[], object] | None = None,
-    graph: Graph = "step",
+    graph: GraphKind = "step",
 ) -> list[RankGraph]:
     """Compile the whole training step of ranks of a recipe, or their forward graph.
 
