@@ -7,7 +7,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOMS = [
     "attention_documents", "balance_pilot", "checkpoint", "claims", "cluster", "data_balance", "data_loader", "data_packing", "diagnose", "dryrun_mindformers", "exchange_overlap", "host_syncs", "mutants", "ops", "overlap",
-    "placement", "plan_memory", "plan_published", "plan_speed", "plan_this_machine", "swap", "train_step", "upstream",
+    "placement", "plan_memory", "plan_published", "plan_speed", "plan_this_machine", "process_memory", "swap", "train_step", "upstream",
 ]  # fmt: skip
 
 

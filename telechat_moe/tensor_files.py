@@ -123,6 +123,22 @@ class TensorEntry:
         for offset in range(0, self.nbytes, READ_BYTES):
             yield self.read(offset, min(READ_BYTES, self.nbytes - offset))
 
+    def read_region(self, region: Sequence[tuple[int, int]]) -> Array:
+        """Return a region of the tensor, by its (begin, end) in every dimension; of the file a few rows are in memory at once."""
+        values = np.empty([end - begin for begin, end in region], DTYPES[self.dtype])
+        if not self.shape:
+            return self.read().view(values.dtype).reshape(())
+        (first, last), *columns = region
+        row_bytes = math.prod(self.shape[1:]) * values.dtype.itemsize
+        index = (slice(None), *(slice(*bounds) for bounds in columns))
+        rows = max(READ_BYTES // max(row_bytes, 1), 1)
+        for begin in range(first, last, rows):
+            end = min(begin + rows, last)
+            data = self.read(begin * row_bytes, (end - begin) * row_bytes)
+            data = data.view(values.dtype).reshape(end - begin, *self.shape[1:])
+            values[begin - first : end - first] = data[index]
+        return values
+
 
 def read_entries(source: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file or of a folder of weights.
@@ -335,12 +351,18 @@ def parse(data: Bytes) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class TensorOutput:
-    """A tensor that is to be written; ``chunks`` yields its bytes in order."""
+    """A tensor that is to be written, or loaded.
+
+    Attributes:
+        chunks: Yields its bytes in order.
+        read_region: Returns a region of it, by its (begin, end) in every dimension; None: it is read as a whole only.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[Bytes]]
+    read_region: Callable[[Sequence[tuple[int, int]]], Array] | None = None
 
     @property
     def width(self) -> int:

@@ -72,9 +72,9 @@ def read(
 def run(job: Path, number: int, task: dict[str, Any]) -> None:
     """Run the rounds of a task; write when each step began and ended, and what it computed."""
     from telechat_moe.graph.execute import Job
-    from telechat_moe.train.engine import tensors
     from telechat_moe.train.optimizer import from_recipe
     from telechat_moe.train.programs.cpu import CpuProgram
+    from telechat_moe.train.step import tensors
 
     recipe = load(job / RESOLVED)
     native.set_threads(1)

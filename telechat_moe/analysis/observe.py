@@ -21,8 +21,8 @@ from telechat_moe.numerics import Array
 from telechat_moe.ops.routing import ranked
 from telechat_moe.recipe import Recipe
 from telechat_moe.train import parameters
-from telechat_moe.train.engine import build_model, tensors
-from telechat_moe.train.step import Evaluate
+from telechat_moe.train.engine import build_model
+from telechat_moe.train.step import Evaluate, tensors
 
 
 def _zero_parameter(shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:

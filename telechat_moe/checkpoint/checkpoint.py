@@ -56,14 +56,19 @@ class Checkpoint:
 
     Attributes:
         step: Number of finished training steps.
-        tensors: Arrays by group ("model", "optimizer", ...) and name. Writable; BF16 is `BFLOAT16`.
+        tensors: Arrays by group ("model", "optimizer", ...) and name, writable, BF16 as `BFLOAT16`; of
+            :func:`telechat_moe.checkpoint.stored.open_shards` what reads them.
         state: The JSON state that was given to `save`.
     """
 
     path: Path
     step: int
-    tensors: dict[str, dict[str, Array]]
+    tensors: dict[str, dict[str, Any]]
     state: dict[str, Any]
+
+
+OpenCheckpoint = Callable[[Path], Checkpoint]
+"""Return a checkpoint that verifies, or raise BrokenCheckpointError."""
 
 
 def save(
@@ -222,21 +227,30 @@ def load(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def verify(path: str | Path) -> None:
-    """Check the checksums, sizes and presence of all files of a checkpoint, without keeping them.
+def verify(path: str | Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Check the checksums, sizes and presence of the files of a checkpoint, without keeping them.
+
+    Args:
+        share: (i, n): of the files, the i-th and every n-th after it. So n processes share the work.
 
     Raises:
         BrokenCheckpointError: If anything differs from what was saved; lists every problem.
     """
-    _read(Path(path), keep=False)
+    _read(Path(path), keep=False, share=share)
 
 
-def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Checkpoint | None:
+def latest(
+    root: str | Path,
+    *,
+    warn: Callable[[str], None] | None = None,
+    open_checkpoint: OpenCheckpoint = load,
+) -> Checkpoint | None:
     """Load the newest checkpoint that verifies; None if there is none at all.
 
     Args:
         warn: Called with a message for each broken checkpoint that is skipped (default: logs a
             warning).
+        open_checkpoint: How it is loaded.
 
     Raises:
         BadInputError: If there are checkpoints and all are broken; lists each.
@@ -245,7 +259,7 @@ def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Ch
     failures: list[BrokenCheckpointError] = []
     for path in list_checkpoints(root):
         try:
-            checkpoint = load(path)
+            checkpoint = open_checkpoint(path)
         except BrokenCheckpointError as error:
             failures.append(error)
             continue
@@ -260,9 +274,10 @@ def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Ch
     return None
 
 
-def _read(path: Path, *, keep: bool) -> Checkpoint | None:
+def _read(path: Path, *, keep: bool, share: tuple[int, int] = (0, 1)) -> Checkpoint | None:
     content = manifest.read(path)
-    described: files.FileSums = content["files"]
+    first, every = share
+    described: files.FileSums = dict(sorted(content["files"].items())[first::every])
 
     def read_one(name: str) -> FileContent | str:
         try:

@@ -5,7 +5,7 @@ A checkpoint is a folder with ``checkpoint.json`` (whole tensors, or what severa
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import short
 from telechat_moe.reading import MALFORMED, parse_json
 from telechat_moe.sharding.shards import Region
-from telechat_moe.tensor_files import TensorEntry
+from telechat_moe.tensor_files import Array, TensorEntry
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,25 @@ class StoredTensor:
     dtype: str  # NumPy's name, or `bfloat16`
     shape: tuple[int, ...]
     shards: tuple[tuple[TensorEntry, Region], ...]  # each with its (begin, end) in every dimension
+
+    def read_region(self, region: Region) -> Array:
+        """Return a region of the tensor; of other shards nothing is read."""
+        return merged_region(self.shards, region)
+
+
+def merged_region(shards: Sequence[tuple[TensorEntry, Region]], region: Region) -> Array:
+    """Return a region of a tensor from its shards, which tile it."""
+    dtype = tensor_files.DTYPES[shards[0][0].dtype]
+    values = np.empty([end - begin for begin, end in region], dtype)
+    for entry, bounds in shards:
+        pairs = list(zip(region, bounds, strict=True))
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in pairs]
+        if any(begin >= end for begin, end in common):
+            continue
+        into = (slice(x - a, y - a) for (x, y), ((a, _), _) in zip(common, pairs, strict=True))
+        local = [(x - c, y - c) for (x, y), (_, (c, _)) in zip(common, pairs, strict=True)]
+        values[(*into,)] = entry.read_region(local)
+    return values
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,38 @@ def open_checkpoint(path: Path) -> Stored:
         return Stored(path, content["step"], layout_text, tensors_of(path, content))
     except MALFORMED as error:  # a checksum can be made for anything
         raise BadInputError(f"{path}: its tensors are not described ({short(error)})") from None
+
+
+def open_shards(path: Path, *, verify: bool = True) -> checkpoint.Checkpoint:
+    """Open a checkpoint of training; its tensors are :class:`StoredTensor`, read on demand.
+
+    Args:
+        verify: Compare all its checksums; False: of its files the names and sizes only.
+
+    Raises:
+        BrokenCheckpointError: It is missing or broken.
+    """
+    if verify:
+        checkpoint.verify(path)
+    elif problem := manifest.incomplete(path):
+        raise problem
+    content = manifest.read(path)
+    try:
+        tensors = tensors_of(path, content)
+    except MALFORMED as error:
+        problem = f"{manifest.FILE}: its tensors are not described ({short(error)})"
+        raise manifest.BrokenCheckpointError(path, [problem]) from None
+    groups: dict[str, dict[str, Any]] = {group: {} for group in content["tensors"]}
+    problems: list[str] = []
+    for name, tensor in tensors.items():
+        groups[tensor.group][name] = tensor
+        if not manifest.tiles(tensor.shape, [region for _, region in tensor.shards]):
+            problems.append(
+                f"{manifest.FILE}: the shards of {name!r} do not cover {list(tensor.shape)}"
+            )
+    if problems:
+        raise manifest.BrokenCheckpointError(path, problems)
+    return checkpoint.Checkpoint(path, content["step"], groups, content["state"])
 
 
 def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor]:

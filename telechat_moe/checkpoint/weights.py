@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.checkpoint.manifest import Region
-from telechat_moe.checkpoint.stored import tensors_of
+from telechat_moe.checkpoint.stored import merged_region, tensors_of
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import require_checksums
 from telechat_moe.narrowing import short
@@ -23,6 +23,7 @@ from telechat_moe.recipe.weights import weights
 from telechat_moe.tensor_files import (
     BYTES_OF_DTYPE,
     READ_BYTES,
+    Array,
     Bytes,
     TensorEntry,
     TensorOutput,
@@ -113,7 +114,9 @@ def outputs_of(
     if problems:
         raise unfit(source, sorted(problems))
     outputs = [
-        TensorOutput(n, entries[n].dtype, shape, partial(finite, n, entries[n]))
+        TensorOutput(
+            n, entries[n].dtype, shape, partial(finite, n, entries[n]), entries[n].read_region
+        )
         for n, shape in shapes.items()
     ]
     if not verify:
@@ -251,6 +254,10 @@ class ShardedEntry(TensorEntry):
         data = self._merge_shards()
         for offset in range(0, len(data), READ_BYTES):
             yield data[offset : offset + READ_BYTES]
+
+    def read_region(self, region: Sequence[tuple[int, int]]) -> Array:
+        """See :meth:`TensorEntry.read_region`."""
+        return merged_region(self.shards, tuple(region))
 
     def _merge_shards(self) -> Bytes:
         width = self.nbytes // max(math.prod(self.shape), 1)

@@ -23,6 +23,9 @@ SUMS = "accu_grads."
 # Rows of the parts of a sequence so far and their gradients (sharding.cells.parts): zero between steps.
 KEPT = ("key_cache", "key_cache_grad")
 
+# Folder, in a job's, of the job of the ranks' forward graphs.
+FORWARD = "forward"
+
 Letter = tuple[int, int, int, tuple[int, ...]]
 """Sender, receiver, tag and shape of a message."""
 

@@ -8,7 +8,7 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -36,7 +36,14 @@ from telechat_moe.interop.names import (
 from telechat_moe.interop.writing import Destination
 from telechat_moe.recipe import ModelConfig, Recipe, hugging_face
 from telechat_moe.recipe.hugging_face import CONFIG, ModelDifference, OtherModelError, hf_config
-from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, TensorEntry, TensorOutput, read_entries
+from telechat_moe.tensor_files import (
+    BYTES_OF_DTYPE,
+    Array,
+    Bytes,
+    TensorEntry,
+    TensorOutput,
+    read_entries,
+)
 from telechat_moe.units import ranges_text
 
 Format = Literal["hf", "telechat"]
@@ -530,10 +537,11 @@ def _to_ours(
     for p in table:
         parts = {name: entries[name] for name in p.hf}
         name, first = next(iter(parts.items()))
-        chunks = partial(finite, name, first, report=report)
+        chunks, read_region = partial(finite, name, first, report=report), first.read_region
         if p.stacked:
             chunks = partial(_stack, p, parts, report)
-        yield TensorOutput(p.name, first.dtype, p.shape, chunks)
+            read_region = partial(_stacked_region, list(parts.values()))
+        yield TensorOutput(p.name, first.dtype, p.shape, chunks, read_region)
 
 
 def _stack(
@@ -542,6 +550,13 @@ def _stack(
     for name, entry in experts.items():
         for raw in finite(name, entry, [entry.read()], report=report):
             yield _transposed(raw, p.hf_shape)
+
+
+def _stacked_region(experts: Sequence[TensorEntry], region: Sequence[tuple[int, int]]) -> Array:
+    """Return a region of the stack ``[E, inputs, outputs]`` of experts that are ``[outputs, inputs]`` each."""
+    (first, last), inputs, outputs = region
+    matrices = [entry.read_region((outputs, inputs)).T for entry in experts[first:last]]
+    return np.stack(matrices)
 
 
 def _transposed(raw: Bytes, shape: tuple[int, ...]) -> Bytes:

@@ -46,7 +46,7 @@ from telechat_moe.train.callbacks import (
 from telechat_moe.train.evaluate import validation_loss
 from telechat_moe.train.monitor import Monitor, SilentMonitor
 from telechat_moe.train.optimizer import WeightAverage
-from telechat_moe.train.sample import write_sample
+from telechat_moe.train.sample import continue_prompts, write_sample
 from telechat_moe.train.step import Evaluate, StepOutput
 
 STATE_FOLDER = "callbacks"
@@ -254,7 +254,8 @@ class TrainingHooks:
         if self.saver is not None:
             self.saver.wait(last=True)
         if self.rank == 0 and not self.split:
-            write_sample(self.recipe, self.model.model, self.monitor.message)
+            write = partial(continue_prompts, self.model.model)
+            write_sample(self.recipe, write, self.monitor.message)
 
     def _close(self) -> None:
         self.timer.close()

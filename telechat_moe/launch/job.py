@@ -2,7 +2,7 @@
 
 A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and ``ranks.json``
 (:class:`telechat_moe.graph.execute.Job`), ``key`` (a hash of what the graphs were compiled from), the same files in
-``micro_batches_N/`` for each smaller step of a batch schedule, and ``control/`` (:class:`telechat_moe.processes.Control`).
+``micro_batches_N/`` for each smaller step of a batch schedule and in ``forward/`` for evaluation and samples, and ``control/`` (:class:`telechat_moe.processes.Control`).
 
 Where the recipe chooses a pipeline schedule, the caller hands in the order of each rank's passes.
 """
@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from telechat_moe.checkpoint import checkpoint
+from telechat_moe.checkpoint.stored import open_shards
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out, locked, write_atomic
 from telechat_moe.interop import hf
@@ -39,7 +40,7 @@ from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.swap import require_pool
 from telechat_moe.recipe.uses import graph_settings
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.sharding.recipe import mesh_of, runs_natively, smaller_steps
+from telechat_moe.sharding.recipe import interleaved, mesh_of, runs_natively, smaller_steps
 from telechat_moe.train import preflight
 from telechat_moe.train.metrics import last_step
 from telechat_moe.units import size_text
@@ -62,9 +63,22 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         RecipeError: The recipe chooses the order of passes and no orders are given, or more is swapped than it allows.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
-    from telechat_moe.graph.cache import source_hash
+    from telechat_moe.graph.execute import FORWARD
 
     keep_others_out()
+    _require_orders(recipe, orders)
+    for count, smaller in smaller_steps(recipe).items():
+        _require_orders(smaller, None)
+        _write_graphs(smaller, folder / f"micro_batches_{count}")
+    settings = recipe.telechat_moe
+    if (settings.evaluation.interval or settings.sample is not None) and not interleaved(recipe):
+        _write_graphs(recipe, folder / FORWARD, graph="forward")
+    _write_graphs(recipe, folder, orders)
+    return folder
+
+
+def _require_orders(recipe: Recipe, orders: Orders | None) -> None:
+    """Refuse a recipe that chooses the order of passes where none is given."""
     sharding = recipe.telechat_moe.sharding
     chosen = {key: getattr(sharding, key) for key in ("overlap_exchange", "pipeline_schedule")}
     key = next((key for key, value in chosen.items() if value), None)
@@ -72,19 +86,28 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
         problem = f"{chosen[key]}, which this command does not take"
         expected = "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
         raise RecipeError([recipe.problem(f"telechat_moe.sharding.{key}", problem, expected)])
-    for count, smaller in smaller_steps(recipe).items():
-        write_job(smaller, folder / f"micro_batches_{count}")
-    settings, written = {**graph_settings(recipe), "orders": orders}, folder / "key"
-    key = source_hash(json.dumps(settings, sort_keys=True, default=str))
+
+
+def _write_graphs(
+    recipe: Recipe,
+    folder: Path,
+    orders: Orders | None = None,
+    graph: Literal["step", "forward"] = "step",
+) -> None:
+    """Compile one graph of every rank, unless the folder has them."""
+    from telechat_moe.graph.cache import source_hash
+
+    samples = graph == "forward" and recipe.telechat_moe.sample is not None
+    settings = {**graph_settings(recipe), "orders": orders, "graph": graph, "logits": samples}
+    key, written = source_hash(json.dumps(settings, sort_keys=True, default=str)), folder / "key"
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
     else:
         for path in (written, *folder.glob("rank*")):
             path.unlink(missing_ok=True)
-        _compile_job(recipe, folder.absolute(), orders)
+        _compile_job(recipe, folder.absolute(), orders, graph)
         written.write_text(key)
     _check_swapped(recipe, folder)
-    return folder
 
 
 def _check_swapped(recipe: Recipe, job: Path) -> None:
@@ -112,12 +135,15 @@ def _check_swapped(recipe: Recipe, job: Path) -> None:
     require_pool(recipe, largest.pool, f"rank {rank}")
 
 
-def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
+def _compile_job(
+    recipe: Recipe, folder: Path, orders: Orders | None, graph: Literal["step", "forward"]
+) -> None:
     from telechat_moe.graph.execute import Job
     from telechat_moe.train.rank_graph import compile_recipe
 
     ranks = recipe.devices
-    text = f"compiling the graphs of {ranks} ranks, {recipe.micro_batches} micro-batches a step"
+    purpose = f"{recipe.micro_batches} micro-batches a step" if graph == "step" else "evaluation"
+    text = f"compiling the graphs of {ranks} ranks, {purpose}"
     _say(f"layout {mesh_of(recipe).describe()}: {text}")
     began, count = time.perf_counter(), 0
 
@@ -126,8 +152,8 @@ def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
         count += 1
         _say(f"compiled {count} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
 
-    graphs = compile_recipe(recipe, target="CPU", full_batch=True, done=one_more)
-    Job.write(folder, graphs, orders, recipe.optimizer.swap)
+    graphs = compile_recipe(recipe, target="CPU", full_batch=True, done=one_more, graph=graph)
+    Job.write(folder, graphs, orders, recipe.optimizer.swap and graph == "step")
 
 
 def ascend_operators(recipe: Recipe) -> dict[str, int]:
@@ -209,7 +235,7 @@ def check(
     if plan.through == "own":
         run = preflight.require(recipe, resume=resume, overwrite=overwrite, weights=hf.weights)
         if run.start.kind == "resume":  # refused here, not after minutes by every rank
-            run.start.load(warn=lambda _: None)
+            run.start.load(lambda _: None, open_shards)
     else:
         from telechat_moe.interop.mindformers_config import check_launch
 

@@ -253,10 +253,12 @@ def one_process(recipe: Recipe) -> Recipe:
 def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
     """Return the results of the first steps, run in this process with plain operators."""
     from telechat_moe.model.balance import set_groups
+    from telechat_moe.train.engine import OneProcess
     from telechat_moe.train.preflight import dealt_to
     from telechat_moe.train.trainer import Trainer
 
     trainer = Trainer(one_process(recipe), overwrite=True, weights=hf.weights)
+    assert isinstance(trainer.engine, OneProcess)
     set_groups(trainer.engine.model, balance_groups(recipe, mesh_of(recipe)))
     trainer.loader.deal_to = dealt_to(recipe)  # the micro-batches of the layout
     return record_steps(trainer, steps)

@@ -200,6 +200,7 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "RouterLosses.by_step": (("device .", "device .", "."), (".",)),
     "TokenCrossEntropy": (("token tp", "token"), ("token",)),
     "LossBySource": (("token", "token"), (".",)),
+    "PickedLogits": (("token tp", "token"), (". .",)),
     # Shape-only stubs of the cells of other pipeline stages.
     "EmbeddingStub": (("stream",), ("stream .",)),
     "BlockStub": (("stream .", "."), ("stream .", ".")),

@@ -48,6 +48,12 @@ def runs_natively(recipe: Recipe) -> bool:
     return recipe.context.device_target != "CPU" or whole_copies(recipe)
 
 
+def interleaved(recipe: Recipe) -> bool:
+    """Return whether a pipeline stage has several chunks."""
+    stages = stages_of(recipe)
+    return stages is not None and any(x.chunk for x in (*stages.layers, stages.head))
+
+
 def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipes of the steps that are smaller than the largest of a batch schedule, by their micro-batches."""
     largest, recipes = recipe.micro_batches, dict[int, Recipe]()

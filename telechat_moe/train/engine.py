@@ -10,22 +10,34 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.snapshot import ArrayGroups
+from telechat_moe.data import Tokenizer
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.graph import cache
-from telechat_moe.model import CausalLM
+from telechat_moe.model import CausalLM, initialize
+from telechat_moe.model.init import count_parameters
 from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.shards import EMA
+from telechat_moe.tensor_files import TensorOutput
 from telechat_moe.train import optimizer, parameters
+from telechat_moe.train.callbacks import Losses
+from telechat_moe.train.evaluate import validation_loss
 from telechat_moe.train.optimizer import WeightAverage
-from telechat_moe.train.step import Evaluate, StepOutput, TrainStep, update_rules
+from telechat_moe.train.sample import Drawing, continue_prompts
+from telechat_moe.train.step import (
+    Evaluate,
+    StepOutput,
+    TensorBatch,
+    TrainStep,
+    tensors,
+    update_rules,
+)
 
-TensorBatch = tuple[Tensor, ...]
 HostBatches = Iterator[dict[str, Any]]
 
 
@@ -33,18 +45,14 @@ class Engine(ABC):
     """What computes the steps of a run and holds its weights.
 
     Attributes:
-        model: The model; its weights are the current ones after :meth:`collect_weights`.
         operators: Backends of the operators, for the user.
-        evaluate_cell: Next-token loss of the model on a batch.
         peers: Processes that this one exchanges messages with.
         say: Called with lines for the user.
         average: The average of the weights; None: the recipe keeps none.
         limits: Gradient norm and loss that the graph compares with now.
     """
 
-    model: CausalLM
     operators: str
-    evaluate_cell: Evaluate
     peers: Sequence[int] = ()
     say: Callable[[str], object] = staticmethod(lambda text: None)
     micro_batches: int
@@ -74,15 +82,47 @@ class Engine(ABC):
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """Return what a checkpoint holds (of this rank), by group and name."""
 
+    def open_checkpoint(self, path: Path) -> checkpoints.Checkpoint:
+        """Open a checkpoint that verifies, for :meth:`put`; all ranks call it.
+
+        Raises:
+            BrokenCheckpointError: It does not.
+        """
+        return checkpoints.load(path)
+
     @abstractmethod
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Put the tensors of a checkpoint in; after the first step ``in_place``. Return a note for the user, or nothing."""
 
-    def begin(self) -> None:  # noqa: B027
-        """Begin training with the weights that are in the model, before the first step."""
+    @abstractmethod
+    def initialize(self, seed: int) -> None:
+        """Begin with random weights."""
 
-    def collect_weights(self) -> None:  # noqa: B027
-        """Put the current weights into the model of rank 0; all ranks call it."""
+    @abstractmethod
+    def load_weights(self, weights: Sequence[TensorOutput], source: Path) -> None:
+        """Begin with weights of all the model, F16 and BF16 widened.
+
+        Raises:
+            BadInputError: They do not fit the model; nothing is changed.
+        """
+
+    def begin(self) -> None:  # noqa: B027
+        """Begin training with the weights that it was given, before the first step."""
+
+    @property
+    @abstractmethod
+    def parameter_count(self) -> int:
+        """How many values of the whole model are trained."""
+
+    @abstractmethod
+    def evaluate(self) -> Losses:
+        """Return the loss on the validation data, and by source (:func:`telechat_moe.train.evaluate.loss_by_source`); all ranks call it."""
+
+    @abstractmethod
+    def continue_prompts(
+        self, tokenizer: Tokenizer, prompts: Sequence[str], drawing: Drawing
+    ) -> list[str]:
+        """Return a continuation of each prompt; all ranks call it."""
 
     @abstractmethod
     def writer(
@@ -99,12 +139,6 @@ class Engine(ABC):
         return float(load_LE.sum())
 
 
-def tensors(columns: Mapping[str, np.ndarray]) -> TensorBatch:
-    """Return the columns of a batch in the order of the model's arguments."""
-    names = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask")
-    return tuple(Tensor(columns[name]) for name in names if name in columns)
-
-
 def backends(recipe: Recipe) -> AbstractContextManager[None]:
     """Return a context in which cells are built with the operators that the recipe chooses."""
     settings, target = recipe.telechat_moe, recipe.context.device_target
@@ -115,12 +149,17 @@ def backends(recipe: Recipe) -> AbstractContextManager[None]:
     return select.using(settings.operators.default, by_operator, target, settings.operators.host)
 
 
-def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
-    """Build the model of a recipe in graph mode; return it and the backends of its operators, for the user."""
+def set_up(recipe: Recipe) -> None:
+    """Put MindSpore into graph mode on the target of a recipe."""
     context = recipe.context
     ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
     ms.set_context(max_call_depth=context.max_call_depth)
     ms.set_seed(recipe.seed)
+
+
+def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
+    """Build the model of a recipe in graph mode; return it and the backends of its operators, for the user."""
+    set_up(recipe)
     settings = recipe.telechat_moe
     with backends(recipe):
         sizes = settings.moe_block_rows, settings.moe_capacity_tokens
@@ -160,6 +199,21 @@ class OneProcess(Engine):
         if ema is not None:
             self.average = WeightAverage(parameters.saved_weights(self.model), ema.decay)
         self.evaluate_cell = Evaluate(self.model)
+
+    @property
+    def parameter_count(self) -> int:
+        """See :attr:`Engine.parameter_count`."""
+        return count_parameters(self.model)
+
+    def evaluate(self) -> Losses:
+        """See :meth:`Engine.evaluate`."""
+        return validation_loss(self.recipe, self.model, self.evaluate_cell)
+
+    def continue_prompts(
+        self, tokenizer: Tokenizer, prompts: Sequence[str], drawing: Drawing
+    ) -> list[str]:
+        """See :meth:`Engine.continue_prompts`."""
+        return continue_prompts(self.model, tokenizer, prompts, drawing)
 
     def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
         """Return the micro-batches of the next step."""
@@ -204,6 +258,14 @@ class OneProcess(Engine):
         """See :meth:`Engine.parameters`."""
         average = {} if self.average is None else {EMA: self.average.averages}
         return parameters.parameters(self.model, self.optimizer) | average
+
+    def initialize(self, seed: int) -> None:
+        """See :meth:`Engine.initialize`."""
+        initialize(self.model, seed)
+
+    def load_weights(self, weights: Sequence[TensorOutput], source: Path) -> None:
+        """See :meth:`Engine.load_weights`."""
+        parameters.load_weights(self.model, weights, source)
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """See :meth:`Engine.put`."""

@@ -10,7 +10,6 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.interruption import can_stop
-from telechat_moe.model.init import count_parameters
 from telechat_moe.moe.loads import LoadRecorder
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
@@ -23,7 +22,6 @@ from telechat_moe.train.callbacks import (
     StepMetrics,
     StepResult,
 )
-from telechat_moe.train.evaluate import validation_loss
 from telechat_moe.train.guard import SkippedStep, max_in_a_row
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.run_state import RunState
@@ -161,16 +159,9 @@ class Loop:
             self.monitor.message(line)
 
     def evaluate(self) -> Losses:
-        """Return the loss on the validation data, and by source, on rank 0; the others wait and return NaN."""
-        ranks, position = self.state.ranks, f"step {self.state.step}, evaluating"
-        engine = self.state.engine
-        ranks.at(position)
-        engine.collect_weights()
-        losses = float("nan"), dict[str, float]()
-        if ranks.leads:
-            losses = validation_loss(self.recipe, engine.model, engine.evaluate_cell)
-        ranks.meet(position)
-        return losses
+        """Return the loss on the validation data, and by source."""
+        self.state.ranks.at(f"step {self.state.step}, evaluating")
+        return self.state.engine.evaluate()
 
     def save(self) -> None:
         """Save unless this step is saved already."""
@@ -257,7 +248,7 @@ class Loop:
             train_loss=float(np.mean(last)) if last else None,
             validation_loss=self.evaluation.loss,
             first_loss=self.losses[0] if self.losses else None,
-            parameters=count_parameters(state.engine.model),
+            parameters=state.engine.parameter_count,
             tokens_per_second=float(np.median(speeds)) if speeds else None,
             data_share=sum(self.data_seconds[1:]) / sum(steady) if len(steady) > 1 else None,
             first_step_seconds=self.step_seconds[0] if self.step_seconds else None,

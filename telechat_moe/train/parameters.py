@@ -1,6 +1,6 @@
 """Move what a run needs to resume between MindSpore's parameters and a checkpoint."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.swapping import PooledTensor
 from telechat_moe.numerics import widen
-from telechat_moe.tensor_files import DTYPES, TensorOutput
+from telechat_moe.tensor_files import BFLOAT16, DTYPES, Array, TensorOutput
 from telechat_moe.train.optimizer import AdamW
 
 
@@ -84,12 +84,15 @@ def load_weights(
     Raises:
         BadInputError: Tensors are missing, unknown or of another shape.
     """
-    arrays = {w.name: _widen(w.dtype, w.shape, np.concatenate([*w.chunks()])) for w in weights}
+    arrays = {
+        w.name: to_float32(np.concatenate([*w.chunks()]).view(DTYPES[w.dtype]).reshape(w.shape))
+        for w in weights
+    }
     put({"weights": saved_weights(model)}, {"weights": arrays}, source, in_place)
 
 
-def _widen(dtype: str, shape: Sequence[int], data: np.ndarray) -> np.ndarray:
-    """Return the values as float32."""
-    if dtype == "BF16":
-        return widen(np.frombuffer(data, np.uint16), "bfloat16").reshape(shape)
-    return data.view(DTYPES[dtype]).reshape(shape).astype(np.float32, copy=False)
+def to_float32(values: Array) -> np.ndarray:
+    """Return values of a weight as float32."""
+    if values.dtype == BFLOAT16:
+        return widen(values.view(np.uint16), "bfloat16")
+    return values.astype(np.float32, copy=False)

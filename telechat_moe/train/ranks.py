@@ -1,6 +1,7 @@
 """Coordinate the processes of a run, from within one of them."""
 
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,17 +60,37 @@ class RankCoordinator:
         self.meet("waiting for the readers of the data")
         return Subscriber(name) if self.rank != neighbours[0] else link
 
-    def agree(self, position: str, choose: Callable[[], str]) -> str:
-        """Return on all processes what rank 0 chooses."""
+    def agree(self, position: str, choose: Callable[[], str], by: int = 0) -> str:
+        """Return on all processes what one of them chooses, rank 0 by default."""
         if self.control is None or self.count == 1:
             return choose()
         self._agreements += 1
         file = f"agreed-{self._agreements}"
         self.meet(position)  # all have come here: none is still saving
-        if self.leads:
+        if self.rank == by:
             self.control.write(file, choose())
         self.meet(position)
         return self.control.read(file) or ""
+
+    def problem(self, position: str, work: Callable[[], object]) -> str:
+        """Work on every process; return on all of them the reason of the first failure, or an empty text.
+
+        Only what the outside world does is a problem (``OSError``, a damaged file); a mistake ends the run.
+        """
+        self._agreements += 1
+        file, reason = f"problem-{self._agreements}", ""
+        try:
+            self.at(position)
+            work()
+        except (OSError, zipfile.BadZipFile) as error:
+            reason = f"rank {self.rank}: {getattr(error, 'strerror', None) or error}"
+            if self.control is not None:
+                self.control.write(f"{file}-{self.rank}", reason)
+        self.meet(position)
+        if self.control is None:
+            return reason
+        reasons = (self.control.read(f"{file}-{rank}") for rank in range(self.count))
+        return next((text for text in reasons if text), "")
 
     def interrupt(self) -> None:
         """Let this process stop after the current step."""

@@ -97,7 +97,7 @@ class RunState:
         Raises:
             BadInputError: It is broken, or does not fit the recipe.
         """
-        saved = start.load(self.notes.append)
+        saved = start.load(self.notes.append, self.engine.open_checkpoint)
         if problems := misfits(self.recipe, saved.path, saved.state):
             raise RecipeError(problems)
         training = saved.state["training"]
@@ -211,7 +211,7 @@ class RunState:
         name = self.ranks.agree(position, lambda: self._choose_before(limit))
         if not name:
             return None
-        saved = checkpoint.load(self.root / name)
+        saved = self.engine.open_checkpoint(self.root / name)
         after = self.loader.next_sample
         self.restore(saved, in_place=True)
         before = self.loader.next_sample

@@ -40,15 +40,19 @@ class RunStart:
     continues_run: bool = False
     note: str = ""
 
-    def load(self, warn: Any = None) -> checkpoint.Checkpoint:
+    def load(
+        self, warn: Any = None, open_checkpoint: checkpoint.OpenCheckpoint = checkpoint.load
+    ) -> checkpoint.Checkpoint:
         """Load the checkpoint to resume from, every byte verified.
 
         Raises:
             BadInputError: It is broken, and there is none before it that may be used instead.
         """
         assert self.path is not None
-        newest = checkpoint.latest(self.path.parent, warn=warn) if self.newest else None
-        return newest or checkpoint.load(self.path)
+        root, newest = self.path.parent, None
+        if self.newest:
+            newest = checkpoint.latest(root, warn=warn, open_checkpoint=open_checkpoint)
+        return newest or open_checkpoint(self.path)
 
 
 def folder_of(recipe: Recipe) -> Path:

@@ -19,6 +19,14 @@ from telechat_moe.recipe import ModelConfig, Recipe
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights, weights_parameter
 
+TensorBatch = tuple[Tensor, ...]
+
+
+def tensors(columns: Mapping[str, np.ndarray]) -> TensorBatch:
+    """Return the columns of a batch in the order of the model's arguments."""
+    names = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask")
+    return tuple(Tensor(columns[name]) for name in names if name in columns)
+
 
 class StepOutput(NamedTuple):
     """What a step returns, on the host; :meth:`fetch` makes it.

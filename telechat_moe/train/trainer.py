@@ -20,14 +20,12 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.files import write_atomic
 from telechat_moe.graph.cache import COMPILING
 from telechat_moe.graph.links import ways
-from telechat_moe.model import initialize
-from telechat_moe.model.init import count_parameters
 from telechat_moe.ops.custom import reason
 from telechat_moe.processes import stop_on_signal
 from telechat_moe.recipe import COMPUTED_WITH, Recipe
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.timings import StepTimer
-from telechat_moe.train import guard, parameters, preflight, schedule
+from telechat_moe.train import guard, preflight, schedule
 from telechat_moe.train.engine import Engine, OneProcess
 from telechat_moe.train.loop import Loop, Summary
 from telechat_moe.train.monitor import Monitor, SilentMonitor
@@ -106,12 +104,13 @@ class Trainer:
         if self.start.kind == "resume":
             self.state.resume(self.start)
         elif path is not None:
-            tensors = weights(path, self.recipe.model_config, notes=notes)
-            parameters.load_weights(self.engine.model, tensors, path)
+            # One process reads every byte; the others what they hold.
+            tensors = weights(path, self.recipe.model_config, verify=self.ranks.leads, notes=notes)
+            self.engine.load_weights(tensors, path)
             notes.append(f"weights from {path}")
             notes += preflight.end_tokens(self.recipe, path)
         else:
-            initialize(self.engine.model, self.recipe.seed)
+            self.engine.initialize(self.recipe.seed)
 
     def loop(self, monitor: Monitor, timer: StepTimer | None = None) -> Loop:
         """Return the loop over the remaining steps."""
@@ -173,7 +172,7 @@ class Trainer:
                 for note in self.state.notes:
                     monitor.message(note)
                 monitor.message(
-                    f"{count_parameters(self.engine.model) / 1e6:.2f}M parameters, {steps} steps of "
+                    f"{self.engine.parameter_count / 1e6:.2f}M parameters, {steps} steps of "
                     f"{tokens} tokens" + ("" if self.keep_graph else f"; {COMPILING}")
                 )
                 if self.state.unread:
@@ -193,10 +192,8 @@ class Trainer:
         return summary
 
     def _sample(self, monitor: Monitor) -> None:
-        """Let the model write, on rank 0."""
-        self.engine.collect_weights()
-        if self.ranks.leads:
-            write_sample(self.recipe, self.engine.model, monitor.message)
+        """Let the model write."""
+        write_sample(self.recipe, self.engine.continue_prompts, monitor.message, self.ranks.leads)
 
     def _write(self, name: str, text: str) -> None:
         if self.ranks.leads:

@@ -42,12 +42,12 @@ from telechat_moe.train import (
     sample,
     schedule,
 )
-from telechat_moe.train.engine import OneProcess, tensors
+from telechat_moe.train.engine import OneProcess
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
 from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.start import start_of
-from telechat_moe.train.step import StepOutput
+from telechat_moe.train.step import StepOutput, tensors
 
 SPIKES = {6: (9.0, 40.0), 7: (9.0, 40.0), 9: (float("nan"), 1.0), 10: (float("nan"), 1.0)}
 """Steps with another loss and gradient norm than (4, 1)."""
@@ -97,8 +97,13 @@ class Recorder:
     def rows(self, load_LE: Any) -> None:
         """Know nothing of experts."""
 
-    def collect_weights(self) -> None:
-        """Have them."""
+    parameter_count = 0
+    evaluate = OneProcess.evaluate
+    open_checkpoint = OneProcess.open_checkpoint
+
+    def continue_prompts(self, tokenizer: Any, prompts: Any, drawing: Any) -> list[str]:
+        """Continue nothing."""
+        return _continued(self, tokenizer, prompts, drawing)
 
     def get_parameters(self) -> list[Parameter]:
         """Have none."""
@@ -112,6 +117,12 @@ class Recorder:
         """Take a checkpoint."""
         self.said.append(("save", str(root), step, keep_last))
         return lambda groups: None
+
+
+def _continued(model: Any, tokenizer: Any, prompts: Any, drawing: Any) -> list[str]:
+    """Stand for what continues prompts."""
+    FakeSaver.said.append(("sample", prompts, drawing))
+    return list(prompts)
 
 
 class FakeSaver:
@@ -163,7 +174,7 @@ def run(recipe: Recipe) -> list[Any]:
             said.append(repr(start_of(recipe)))
             said.append(("data", build_settings(recipe)))
             Loop(state, schedule.from_recipe(recipe), Watching(said)).run()
-            sample.write_sample(recipe, engine, str)
+            sample.write_sample(recipe, engine.continue_prompts, str)
     except TelechatMoeError as error:
         said.append(("error", str(error)))
     return said
@@ -355,11 +366,6 @@ def patch(patch: Any) -> None:
     patch.setattr(run_state, "Saver", FakeSaver)
     patch.setattr(sample, "load_tokenizer", str)
     patch.setattr(sample, "write_atomic", lambda *args: None)
-    patch.setattr(
-        sample,
-        "continue_prompts",
-        lambda *a, **k: FakeSaver.said.append(("sample", a[2:], k)) or list(a[2]),
-    )
     choose = lambda self, step: FakeSaver.said.append(("back to", step)) or ""  # noqa: E731
     patch.setattr(run_state.RunState, "_choose_before", choose)
     patch.setattr(communication, "create_group", lambda *_: None)
@@ -425,6 +431,7 @@ def beside_mindformers(recipe: Recipe, patch: Any) -> str:
     patch.setattr(plugin, "Monitor", lambda *args, **options: Watching(actions))
     patch.setattr(plugin, "Saver", FakeSaver)
     patch.setattr(plugin, "Evaluate", lambda model: engine.evaluate_cell)
+    patch.setattr(plugin, "continue_prompts", _continued)
     patch.setattr(plugin, "write_atomic", lambda *args: None)
     hooks = plugin.TrainingHooks(recipe, model, 0, split=False)
     actions.append(("failed saves", hooks.failures.max_failed))

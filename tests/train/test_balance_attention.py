@@ -19,10 +19,10 @@ from telechat_moe.cli import main
 from telechat_moe.launch.sharded_run import one_process
 from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.train import guard, preflight, run_state, schedule
-from telechat_moe.train.engine import tensors
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.ranks import RankCoordinator
+from telechat_moe.train.step import tensors
 from telechat_moe.train.trainer import Trainer
 
 EPOCHS = 2

@@ -23,8 +23,8 @@ from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.train import trainer as training
 from telechat_moe.train.callbacks import _balance
-from telechat_moe.train.engine import OneProcess, tensors
-from telechat_moe.train.step import StepOutput
+from telechat_moe.train.engine import OneProcess
+from telechat_moe.train.step import StepOutput, tensors
 from telechat_moe.train.trainer import Trainer
 
 STEPS, BATCH = mini.STEPS, 4
@@ -44,6 +44,9 @@ class Sums(OneProcess):
         self.model.insert_param_to_cell("sum", self.weight)
         self.numbers: list[int] = []
         self.evaluate_cell: Any = Evaluation(self.weight)
+
+    def initialize(self, seed: int) -> None:
+        pass
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         return {"model": {"sum": self.weight}}
@@ -81,7 +84,6 @@ class Evaluation:
 @pytest.fixture
 def trainer(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch):
     """Return what makes a trainer with the losses of its updates, by their number from 1; others lose 4."""
-    monkeypatch.setattr(training, "initialize", lambda model, seed: None)
 
     def make(losses: dict[int, float] | None = None, resume: bool = False, **changes: Any) -> Any:
         monkeypatch.setattr(Trainer, "_engine", lambda self, job: Sums(self.recipe, losses or {}))

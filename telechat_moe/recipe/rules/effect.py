@@ -9,6 +9,7 @@ from typing import Any, cast
 from telechat_moe.recipe import speed_up as switches
 from telechat_moe.recipe.check import section_keys
 from telechat_moe.recipe.experts import HOPS, dispatcher, drops, hop_between_nodes
+from telechat_moe.recipe.rules.parallel import chunks as chunks_of
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import NODE_DEVICES, ModelConfig
 
@@ -190,6 +191,14 @@ def dealt_samples(r: Recipe, compiled: bool) -> Iterator[Broken]:
     elif r.global_batch == ranks:
         problem = "True with one sample a step for each rank, where there is no choice"
         yield key, problem, "remove it, or more micro-batches, or runner_config.batch_size > 1"
+
+
+def samples(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """MindSpore compiles an interleaved pipeline with a backward pass only, and samples need logits without one."""
+    if not compiled and r.telechat_moe.sample is not None and chunks_of(r) > 1:
+        problem = f"a section with pp_interleave_num {chunks_of(r)}, whose stages compute no logits by themselves"
+        expected = "remove it, or pp_interleave_num 1; or train on from the last checkpoint with another layout"
+        yield f"{OWN}sample", problem, expected
 
 
 def evaluation_batches(r: Recipe, compiled: bool) -> Iterator[Broken]:

@@ -30,7 +30,7 @@ def programs_of(recipe: Recipe, job: Path, ranks: RankCoordinator) -> Programs:
 
         recipes = {recipe.micro_batches: recipe, **smaller_steps(recipe)}
         return lambda micro_batches: DeviceProgram(recipes[micro_batches], rank, control)
-    from telechat_moe.graph.execute import Job
+    from telechat_moe.graph.execute import FORWARD, Job
     from telechat_moe.train.programs.cpu import CpuProgram
 
     pool, groups = recipe.telechat_moe.swap, set[str]()
@@ -39,6 +39,6 @@ def programs_of(recipe: Recipe, job: Path, ranks: RankCoordinator) -> Programs:
     def load(micro_batches: int) -> RankProgram:
         largest = micro_batches == recipe.micro_batches
         folder = job if largest else job / f"micro_batches_{micro_batches}"
-        return CpuProgram(Job.read(folder), rank, groups, swap_folder)
+        return CpuProgram(Job.read(folder), rank, groups, swap_folder, job / FORWARD)
 
     return load

@@ -6,13 +6,13 @@ copies of the model are trained on parts of a batch, in its data-parallel mode.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.communication import create_group, get_process_group_ranks
 
 from telechat_moe.graph.compile import LayoutEntry, RankGraph, layouts_of, set_parallel
@@ -90,6 +90,31 @@ def _whole(step: Any, devices: int) -> dict[str, LayoutEntry]:
     }
 
 
+def compile_forward(
+    recipe: Recipe, rank: int, parameters: Mapping[str, Parameter]
+) -> Callable[..., Any]:
+    """Compile the forward graph of a rank; its parameters share the memory of those of the step.
+
+    Of whole copies each takes the whole micro-batch.
+    """
+    copies, target = whole_copies(recipe), recipe.context.device_target
+    full_batch = True if copies else None
+    source = step_source(
+        recipe, target=target, full_batch=full_batch, copies=copies, graph="forward"
+    )
+    mode = "data_parallel" if copies else "semi_auto_parallel"
+    settings = {"parameter_broadcast": False} if copies else source.settings
+    set_parallel(mode, rank, recipe.devices, settings)
+    built = source.build(rank)
+    built.step.compile(*built.inputs)
+    for parameter in built.step.get_parameters():
+        if (
+            parameter.name in parameters
+        ):  # the others are of other stages, or no forward pass reads them
+            parameter.set_data(parameters[parameter.name], slice_shape=True)
+    return built.step
+
+
 class DeviceProgram(RankProgram):
     """The step of a rank on the device of this process. See :class:`RankProgram`.
 
@@ -99,7 +124,8 @@ class DeviceProgram(RankProgram):
     """
 
     def __init__(self, recipe: Recipe, rank: int, control: Control) -> None:
-        self.rank, self.mesh = rank, mesh_of(recipe)
+        self.recipe, self.rank, self.mesh = recipe, rank, mesh_of(recipe)
+        self.forward: Callable[..., Any] | None = None
         self.copies, self.micro_batches = whole_copies(recipe), recipe.micro_batches
         self.takes_all = recipe.parallel.full_batch and not self.copies
         self.step = compile_step(recipe, rank)
@@ -114,12 +140,21 @@ class DeviceProgram(RankProgram):
         """See :meth:`RankProgram.run`."""
         if self.takes_all:
             return self.step.run(*batch)
-        return self.step.run(*(Tensor(self._rows(column.asnumpy())) for column in batch))
+        rows = (self._rows(column.asnumpy(), self.micro_batches) for column in batch)
+        return self.step.run(*map(Tensor, rows))
 
-    def _rows(self, column: np.ndarray) -> np.ndarray:
-        """Return this rank's rows of every micro-batch of a global batch."""
+    def evaluate(self, *batch: Any) -> Any:
+        """See :meth:`RankProgram.evaluate`."""
+        if self.forward is None:
+            self.forward = compile_forward(self.recipe, self.rank, self.parameters)
+        if self.takes_all or self.copies:
+            return self.forward(*batch)
+        return self.forward(*(Tensor(self._rows(column.asnumpy(), 1)) for column in batch))
+
+    def _rows(self, column: np.ndarray, micro_batches: int) -> np.ndarray:
+        """Return this rank's rows of every micro-batch of a batch."""
         mesh: Mesh = self.mesh
-        by_micro = column.reshape(self.micro_batches, mesh.dp, -1, *column.shape[1:])
+        by_micro = column.reshape(micro_batches, mesh.dp, -1, *column.shape[1:])
         rows = by_micro[:, mesh.index(self.rank, mesh.axes("dp"))]
         return np.ascontiguousarray(rows.reshape(-1, *column.shape[1:]))
 

@@ -36,6 +36,13 @@ class RankProgram(ABC):
         return self.ranks[self.rank]
 
     @abstractmethod
+    def evaluate(self, *batch: Any) -> Any:
+        """Run the forward graph (:mod:`telechat_moe.train.rank_forward`) on a whole micro-batch with this program's weights.
+
+        Returns its outputs where the head of the model is, on other stages anything.
+        """
+
+    @abstractmethod
     def run(self, *batch: Any) -> Any:
         """Run the graph on a whole global batch, micro-batch by micro-batch; return the step's outputs."""
 
@@ -51,7 +58,20 @@ class RankProgram(ABC):
         return self.run(*batch)
 
     def set_parameters(self, values: Mapping[str, np.ndarray], in_place: bool = False) -> None:
-        """Set the parameters to this rank's shards of whole tensors; after the first call only ``in_place``.
+        """Set the parameters to this rank's shards of whole tensors; see :meth:`set_shards`."""
+
+        def shard_named(name: str) -> np.ndarray | None:
+            return shard_of(values[name], self.graph, name) if name in values else None
+
+        self.set_shards(shard_named, in_place)
+
+    def set_shards(
+        self, shard_named: Callable[[str], np.ndarray | None], in_place: bool = False
+    ) -> None:
+        """Set the parameters to this rank's shards, one after the other; after the first call only ``in_place``.
+
+        Args:
+            shard_named: Returns the shard of a name; None: there is none.
 
         Raises:
             BadInputError: A parameter has no value, or its shard another shape.
@@ -67,9 +87,9 @@ class RankProgram(ABC):
                 continue
             if name.startswith(SUMS) or name.endswith(KEPT):
                 shard = np.zeros(parameter.shape, np.float32)
-            elif name in values:
-                shard = shard_of(values[name], self.graph, name)
             else:
+                shard = shard_named(name)
+            if shard is None:
                 raise BadInputError(f"rank {self.rank}: no value for the parameter {name}")
             if tuple(shard.shape) != tuple(parameter.shape):
                 raise BadInputError(

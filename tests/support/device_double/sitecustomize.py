@@ -1,6 +1,6 @@
 """A double of the device, which Python imports at its start where a test puts this folder on the path of modules.
 
-It replaces one call, ``telechat_moe.train.programs.device.compile_step``: the step is compiled natively for the simulated
+It replaces two calls, ``compile_step`` and ``compile_forward`` of ``telechat_moe.train.programs.device``: the step is compiled natively for the simulated
 device, as one for Ascend, whose layouts and groups count from there on; its graph for CPU processes is what runs. Recipes for CPU
 are taken for those of the device (``runs_natively``), because MindSpore for CPU has no other target.
 """
@@ -16,11 +16,13 @@ from typing import Any
 
 PATIENCE_S = 600.0
 GROUPS = set[str]()
+PROGRAMS: dict[int, Any] = {}
+"""What runs in place of the device, by micro-batches of a step."""
 
 
 def compile_step(recipe: Any, rank: int) -> Any:
     """Return the natively compiled step of a rank, which the graph for CPU runs."""
-    from telechat_moe.graph.execute import Job
+    from telechat_moe.graph.execute import FORWARD, Job
     from telechat_moe.train.programs.cpu import CpuProgram
     from telechat_moe.train.programs.device import CompiledStep
 
@@ -36,10 +38,17 @@ def compile_step(recipe: Any, rank: int) -> Any:
     while not (folder / "job" / "key").exists():
         assert time.monotonic() < deadline, "rank 0 has not compiled the graphs for CPU"
         time.sleep(0.05)
-    program = CpuProgram(Job.read(folder / "job"), rank, GROUPS)
+    job = folder / "job"
+    program = CpuProgram(Job.read(job), rank, GROUPS, forward=job / FORWARD)
+    PROGRAMS[recipe.micro_batches] = program
     expected = set(program.graph.layouts)
     assert set(graph.layouts) == expected, set(graph.layouts) ^ expected
     return CompiledStep(graph, program.parameters, program.run)
+
+
+def compile_forward(recipe: Any, rank: int, parameters: Any) -> Any:
+    """Return the forward graph for CPU."""
+    return PROGRAMS[recipe.micro_batches].evaluate
 
 
 def runs_natively(recipe: Any) -> bool:
@@ -47,7 +56,7 @@ def runs_natively(recipe: Any) -> bool:
     if os.environ.get("MS_ROLE") == "MS_WORKER":
         from telechat_moe.train.programs import device
 
-        device.compile_step = compile_step
+        device.compile_step, device.compile_forward = compile_step, compile_forward
     return recipe.devices > 1
 
 

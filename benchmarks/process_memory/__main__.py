@@ -1,0 +1,148 @@
+"""Measure what a rank of a sharded run needs: ``python -m benchmarks.process_memory start|run``."""
+
+import argparse
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from telechat_moe.recipe import Recipe, load
+from telechat_moe.sharding.shards import WeightShards, elements
+from telechat_moe.units import size_text
+
+TINY = "telechat3_moe/pretrain_tiny.yaml"
+LAYOUTS = {
+    "ep4": {"parallel_config.data_parallel": 4, "parallel_config.expert_parallel": 4},
+    "pp2_ep2": {
+        "parallel_config.data_parallel": 2,
+        "parallel_config.expert_parallel": 2,
+        "parallel_config.pipeline_stage": 2,
+        "parallel_config.micro_batch_num": 2,
+        "callbacks.1.micro_batch_num": 2,
+    },
+}
+
+
+def peak(pid: int | str = "self") -> int:
+    """Return the peak resident memory of a process, bytes; 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(x.split()[1]) << 10 for x in lines if x.startswith("VmHWM")), 0)
+
+
+def start(recipe: Recipe, rank: int) -> None:
+    """Draw the shards of a rank, as its engine does, and print seconds and memory above the shards."""
+    from mindspore.nn.utils import no_init_parameters
+
+    from telechat_moe.model import CausalLM
+    from telechat_moe.model.init import InitialWeight
+    from telechat_moe.train.engine import backends
+
+    before, began = peak(), time.perf_counter()
+    with no_init_parameters(), backends(recipe):
+        model = CausalLM(recipe.model_config)
+    weights = {p.name: InitialWeight.of(p) for p in model.get_parameters()}
+    cuts = WeightShards.of(recipe)
+    shards = {}
+    for name in cuts.weights:
+        if (region := cuts.shard(rank, name)) is not None:
+            shards[name] = weights[name].draw(recipe.seed, region)
+    seconds, size = time.perf_counter() - began, sum(x.nbytes for x in shards.values())
+    above = peak() - before - size
+    print(
+        f"rank {rank} of {cuts.mesh.devices} ({cuts.mesh.describe()}): {size_text(size)} of weights in {len(shards)} shards, "
+        f"{seconds:.1f} s, {size_text(above)} above them"
+    )
+
+
+def needed(recipe: Recipe, rank: int) -> int:
+    """Return what a rank's weights, gradients and moments need, bytes; of activations nothing."""
+    cuts = WeightShards.of(recipe)
+    regions = (cuts.shard(rank, name) for name in cuts.weights)
+    return 4 * 4 * sum(elements(region) for region in regions if region is not None)
+
+
+def run(layout: str, width: int, output: Path, data: Path) -> list[int]:
+    """Train three steps with an evaluation and a checkpoint; return the peak memory of each rank, bytes."""
+    overrides = settings(layout, width) | {
+        "output_dir": str(output),
+        "train_dataset.data_loader.config.data_path": f"['1', '{data}/train']",
+        "telechat_moe.evaluation.data_path": f"['1', '{data}/valid']",
+    }
+    sets = [x for key, value in overrides.items() for x in ("--set", f"{key}={value}")]
+    program = ["-m", "telechat_moe.cli", "train", TINY, "--plain", "--overwrite", *sets]
+    control, peaks = output / ".job/control", [0] * 4
+    with subprocess.Popen([sys.executable, *program], stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            time.sleep(0.05)
+            for rank in range(4):
+                file = control / f"rank_{rank}.pid"
+                if file.exists() and (pid := file.read_text().strip()):
+                    peaks[rank] = max(peaks[rank], peak(pid))
+    if process.returncode:
+        raise SystemExit(f"the run in {output} failed ({process.returncode})")
+    return peaks
+
+
+def settings(layout: str, width: int) -> dict[str, object]:
+    """Return the overrides of a layout; ``width``: of the experts, most of the parameters."""
+    return {
+        "use_parallel": True,
+        "parallel.parallel_mode": 1,
+        "parallel.full_batch": True,
+        "runner_config.batch_size": 1,
+        "model.model_config.batch_size": 1,
+        "model.model_config.num_hidden_layers": 4,
+        "model.model_config.seq_length": 64,
+        "train_dataset.data_loader.config.seq_length": 64,
+        "model.model_config.moe_intermediate_size": width,
+        "model.model_config.num_nextn_predict_layers": 0,
+        "train_dataset.data_loader.sizes": "[12,0,0]",
+        "telechat_moe.evaluation.interval": 2,
+        "telechat_moe.evaluation.batches": 1,
+        "telechat_moe.sample": "null",
+        "lr_schedule.warmup_steps": 1,
+        **LAYOUTS[layout],
+    }
+
+
+def compare(layout: str, width: int, output: Path, data: Path) -> None:
+    """Print the peak of each rank above that of a tiny recipe, over what its tensors need."""
+    peaks = {w: run(layout, w, output / f"{layout}_{w}", data) for w in (16, width)}
+    overrides = {w: [f"{k}={v}" for k, v in settings(layout, w).items()] for w in peaks}
+    recipes = {w: load(TINY, values) for w, values in overrides.items()}
+    count = sum(math.prod(x.shape) for x in WeightShards.of(recipes[width]).weights.values())
+    print(f"{layout}: {count / 1e6:.0f}M parameters")
+    for rank in range(4):
+        above = peaks[width][rank] - peaks[16][rank]
+        tensors = needed(recipes[width], rank) - needed(recipes[16], rank)
+        print(
+            f"rank {rank}: {size_text(peaks[width][rank])} at its peak, {size_text(above)} above the tiny recipe's, "
+            f"{size_text(tensors)} of tensors: {above / tensors:.2f}"
+        )
+
+
+def main() -> None:
+    """Run the part that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.process_memory")
+    commands = parser.add_subparsers(dest="command", required=True)
+    starting = commands.add_parser("start")
+    starting.add_argument("--recipe", default="telechat3_moe/pretrain_105b_a4b_4k.yaml")
+    starting.add_argument("--rank", type=int, default=32)
+    running = commands.add_parser("run")
+    running.add_argument("--layout", choices=LAYOUTS, default="ep4")
+    running.add_argument("--width", type=int, default=2048)
+    running.add_argument("--output", type=Path, default=Path("output/process_memory"))
+    running.add_argument("--data", type=Path, default=Path("output/data"))
+    chosen = parser.parse_args()
+    if chosen.command == "start":
+        start(load(chosen.recipe), chosen.rank)
+    else:
+        compare(chosen.layout, chosen.width, chosen.output, chosen.data)
+
+
+if __name__ == "__main__":
+    main()
