@@ -59,7 +59,7 @@ def judge(
         allow_outside: It may write outside of ``output_dir``.
         local: The run is on this machine; else its files are not looked at.
         alone: On no other; else its memory is not looked at.
-        elsewhere: A run on a device that this machine lacks is on another one.
+        elsewhere: A run on a device that is not here is on another machine.
     """
     from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.problems import Missing
@@ -71,7 +71,7 @@ def judge(
     start = {"resume": resume, "overwrite": overwrite, "notes": unknown}
 
     def look(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
-        missing, broken, of = Missing(bool(problems)), {problem.key for problem in problems}, use
+        missing, broken, of = Missing(bool(problems)), {p.key for p in problems}, use
         with missing.skipped():
             of, _ = resolved(recipe, use)
         if of in ("train", "mindformers") and not allow_outside:
@@ -93,11 +93,15 @@ def judge(
         recipe = load(name, overrides, devices=devices, use=use, look=look)
     except RecipeError as error:
         return Judgement(use=use, recipe=None, problems=error.problems, not_judged=error.not_judged)
-    of_weights = {"load_checkpoint": "; ".join(unknown)} if unknown else {}
-    open_keys = not_judged(recipe, use) | of_weights
     of, version = resolved(recipe, use)
+    open_keys = not_judged(recipe, use) | _of_weights(unknown)
     notes = _notes(recipe, local, elsewhere) if of == "train" else ()
     return Judgement(use=of, version=version, recipe=recipe, not_judged=open_keys, notes=notes)
+
+
+def _of_weights(unknown: Sequence[str]) -> dict[str, str]:
+    """Return what could not be judged of the weights that a run begins with, by their key."""
+    return {"load_checkpoint": "; ".join(unknown)} if unknown else {}
 
 
 def _notes(recipe: Recipe, local: bool, elsewhere: bool) -> Sequence[str]:
@@ -173,7 +177,7 @@ def _device_memory(recipe: Recipe, of: str, problems: Sequence[Problem]) -> Iter
     from telechat_moe.tools.plan.report.memory import fullest_stage
     from telechat_moe.units import GIB, gib_text
 
-    limit: str | None = getattr(recipe.context, "max_device_memory", None)  # a key of the table
+    limit = recipe.context.max_device_memory
     trains = of in ("train", "mindformers") and recipe.context.device_target == "Ascend"
     if not trains or limit is None or problems:
         return

@@ -40,7 +40,7 @@ from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.swap import require_pool
 from telechat_moe.recipe.uses import graph_settings
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.sharding.recipe import interleaved, mesh_of, runs_natively, smaller_steps
+from telechat_moe.sharding.recipe import forward_of, mesh_of, runs_natively, smaller_steps
 from telechat_moe.train import preflight
 from telechat_moe.train.metrics import last_step
 from telechat_moe.units import size_text
@@ -70,8 +70,7 @@ def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Pat
     for count, smaller in smaller_steps(recipe).items():
         _require_orders(smaller, None)
         _write_graphs(smaller, folder / f"micro_batches_{count}")
-    settings = recipe.telechat_moe
-    if (settings.evaluation.interval or settings.sample is not None) and not interleaved(recipe):
+    if forward_of(recipe):
         _write_graphs(recipe, folder / FORWARD, graph="forward")
     _write_graphs(recipe, folder, orders)
     return folder

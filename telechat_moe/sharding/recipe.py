@@ -54,6 +54,13 @@ def interleaved(recipe: Recipe) -> bool:
     return stages is not None and any(x.chunk for x in (*stages.layers, stages.head))
 
 
+def forward_of(recipe: Recipe) -> bool:
+    """Return whether a run of a recipe has a forward graph, for evaluation or samples."""
+    settings = recipe.telechat_moe
+    evaluates = settings.evaluation.interval > 0 or settings.sample is not None
+    return evaluates and not interleaved(recipe)
+
+
 def smaller_steps(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipes of the steps that are smaller than the largest of a batch schedule, by their micro-batches."""
     largest, recipes = recipe.micro_batches, dict[int, Recipe]()

@@ -22,7 +22,7 @@ from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected, RankMemory, peak, read
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
-from telechat_moe.sharding.recipe import even_exchange, mesh_of, smaller_steps
+from telechat_moe.sharding.recipe import even_exchange, forward_of, mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements
 from telechat_moe.sharding.shards import group_of as checkpoint_group
 from telechat_moe.train.expert_moves import members
@@ -73,7 +73,10 @@ class Save(NamedTuple):
 
 
 def run_graphs(recipe: Recipe) -> list[RunGraph]:
-    """Return the graphs of a run: the step of each batch size, the largest first, and the exchanges that move experts."""
+    """Return the graphs of a run: the step of each batch size, the largest first, evaluation and what moves experts.
+
+    An interleaved pipeline is evaluated by its step, with an update that changes nothing.
+    """
     mesh, steps = mesh_of(recipe), {recipe.micro_batches: recipe, **smaller_steps(recipe)}
     expected = Expected(*even_exchange(recipe, mesh))
 
@@ -86,7 +89,16 @@ def run_graphs(recipe: Recipe) -> list[RunGraph]:
         name = f"step of {count} micro-batch{'es' if count > 1 else ''}"
         return RunGraph(name, mesh.first_ranks(), compile_step, expected)
 
-    return [*map(step, sorted(steps, reverse=True)), *_expert_moves(recipe)]
+    def compile_forward(
+        ranks: Sequence[int], advance: Callable[[], object] | None
+    ) -> list[RankGraph]:
+        return compile_recipe(recipe, ranks, done=advance, graph="forward")
+
+    graphs = [step(count) for count in sorted(steps, reverse=True)]
+    if forward_of(recipe):
+        name = "evaluation" if recipe.telechat_moe.sample is None else "evaluation and samples"
+        graphs.append(RunGraph(name, mesh.first_ranks(), compile_forward, expected, False))
+    return [*graphs, *_expert_moves(recipe)]
 
 
 def _expert_moves(recipe: Recipe) -> list[RunGraph]:
@@ -210,7 +222,7 @@ def report(
             }
             memory = _memory(recipe, reading.memory)
             if not graph.is_step:
-                memory["activations"] = peak(rank, graph.expected)
+                memory |= {"copies": 0, "activations": peak(rank, graph.expected)}
                 memory["total"] = sum(memory[name] for name in (*RESIDENT, *NEEDED))
             rows.append({**about, **counts, "memory": memory})
     save = save_of(recipe)

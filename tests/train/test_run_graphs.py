@@ -41,11 +41,20 @@ def of_run(data: Path, folder: Path, **changes: object) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_moves_of_experts_are_compiled(data: Path, tmp_path: Path) -> None:
+def test_evaluation_and_moves_of_experts_are_compiled(data: Path, tmp_path: Path) -> None:
     """One all-to-all for each shape of a tensor, which holds the rows once more beside it."""
-    changes = {**mini.DP2_EP2, "telechat_moe__moe__placement": "{every: 2}"}
-    step, *moves = of_run(data, tmp_path, **changes)["graphs"]
+    changes = {
+        **mini.DP2_EP2,
+        "telechat_moe__moe__placement": "{every: 2}",
+        "telechat_moe__evaluation__interval": 4,
+    }
+    step, evaluation, *moves = of_run(data, tmp_path, **changes)["graphs"]
     assert step["graph"] == "step of 1 micro-batch"
+    assert evaluation["graph"] == "evaluation"
+    # Only the forward pass: fewer operators, and none of its activations waits for a backward pass.
+    assert evaluation["operators"] < step["operators"] / 2
+    logits = 2 * 16 * 64 * 4
+    assert logits <= evaluation["memory"]["activations"] < step["memory"]["total"]
     assert {row["graph"] for row in moves} == {
         "moves of experts, [4, 32, 16] each",
         "moves of experts, [4, 16, 32] each",
