@@ -191,11 +191,11 @@ def _our_model(
     sizes, states = Expected(*even_exchange(recipe, mesh)), recipe.optimizer.swap
     subject = Subject(str(recipe.source), mesh, sizes, "telechat-moe", overlapped(recipe), states)
 
-    def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
+    def compile_(ranks: Sequence[int], advance: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types
         from telechat_moe.train import rank_graph
 
-        return rank_graph.compile_recipe(recipe, ranks, target=target, done=done)
+        return rank_graph.compile_recipe(recipe, ranks, target=target, done=advance)
 
     return subject, compile_
 

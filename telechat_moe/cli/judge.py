@@ -177,9 +177,9 @@ def _device_memory(recipe: Recipe, of: str, problems: Sequence[Problem]) -> Iter
     from telechat_moe.tools.plan.report.memory import fullest_stage
     from telechat_moe.units import GIB, gib_text
 
-    limit = recipe.context.max_device_memory
-    trains = of in ("train", "mindformers") and recipe.context.device_target == "Ascend"
-    if not trains or limit is None or problems:
+    if problems or of not in ("train", "mindformers") or recipe.context.device_target != "Ascend":
+        return
+    if (limit := recipe.context.max_device_memory) is None:
         return
     try:
         stage, needed = fullest_stage(recipe)

@@ -20,6 +20,7 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.rank_shards import balance
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected, RankMemory, peak, read
+from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
 from telechat_moe.sharding.recipe import even_exchange, forward_of, mesh_of, smaller_steps
@@ -44,14 +45,14 @@ class RunGraph(NamedTuple):
     Attributes:
         name: What it computes, for the user.
         ranks: Those that are compiled: the first of each stage that executes it.
-        compile: Compiles it for ranks, and calls a function after each.
+        compile: Compiles it for ranks, and calls ``done`` after each.
         expected: Sizes of dynamic exchanges.
         is_step: It is a training step.
     """
 
     name: str
     ranks: Sequence[int]
-    compile: Callable[[Sequence[int], Callable[[], object] | None], list[RankGraph]]
+    compile: Callable[..., list[RankGraph]]
     expected: Expected
     is_step: bool = True
 
@@ -81,22 +82,13 @@ def run_graphs(recipe: Recipe) -> list[RunGraph]:
     expected = Expected(*even_exchange(recipe, mesh))
 
     def step(count: int) -> RunGraph:
-        def compile_step(
-            ranks: Sequence[int], advance: Callable[[], object] | None
-        ) -> list[RankGraph]:
-            return compile_recipe(steps[count], ranks, done=advance)
-
         name = f"step of {count} micro-batch{'es' if count > 1 else ''}"
-        return RunGraph(name, mesh.first_ranks(), compile_step, expected)
-
-    def compile_forward(
-        ranks: Sequence[int], advance: Callable[[], object] | None
-    ) -> list[RankGraph]:
-        return compile_recipe(recipe, ranks, done=advance, graph="forward")
+        return RunGraph(name, mesh.first_ranks(), partial(compile_recipe, steps[count]), expected)
 
     graphs = [step(count) for count in sorted(steps, reverse=True)]
     if forward_of(recipe):
         name = "evaluation" if recipe.telechat_moe.sample is None else "evaluation and samples"
+        compile_forward = partial(compile_recipe, recipe, graph="forward")
         graphs.append(RunGraph(name, mesh.first_ranks(), compile_forward, expected, False))
     return [*graphs, *_expert_moves(recipe)]
 
@@ -117,20 +109,30 @@ def _expert_moves(recipe: Recipe) -> list[RunGraph]:
         shape = tuple(end - begin for begin, end in regions[ranks[0]][name])
         earlier = graphs[shape].ranks if shape in graphs else ()
         title = f"moves of experts, {list(shape)} each"
-        compile_moves = partial(_compile_exchange, recipe.devices, shape, name, regions)
+        compile_moves = partial(compile_exchange, recipe.devices, shape, name, regions)
         expected = Expected(math.prod(shape), shape[0])
         graphs[shape] = RunGraph(title, sorted({*earlier, *ranks}), compile_moves, expected, False)
     return list(graphs.values())
 
 
-def _compile_exchange(
+@in_clean_process
+def compile_exchange(
     devices: int,
     shape: tuple[int, ...],
     name: str,
     regions: Sequence[Mapping[str, Region]],
     ranks: Sequence[int],
-    advance: Callable[[], object] | None,
+    done: Callable[[], object] | None = None,
 ) -> list[RankGraph]:
+    """Compile the exchange of rows of a tensor of experts for Ascend.
+
+    Args:
+        shape: Of a rank's shard.
+        name: A tensor of that shape.
+        regions: What each rank holds of the tensors of experts.
+        done: See :func:`telechat_moe.train.rank_graph.compile_recipe`.
+    """
+
     def build(rank: int) -> Built:
         # A rank of another stage holds tensors of this shape of other layers.
         local_name = next(
@@ -143,7 +145,7 @@ def _compile_exchange(
         counts = initializer("zeros", (group.size,), ms.int32)
         return Built(AscendExchangeRows(group), (rows, index, counts, counts, index))
 
-    return compile_ranks(build, ranks, devices, {"parallel_mode": "stand_alone"}, done=advance)
+    return compile_ranks(build, ranks, devices, {"parallel_mode": "stand_alone"}, done=done)
 
 
 def compile_run(
@@ -154,7 +156,7 @@ def compile_run(
     Raises:
         BadInputError: The layout does not fit the model, or MindSpore refuses it.
     """
-    return [graph.compile(graph.ranks, advance) for graph in graphs]
+    return [graph.compile(graph.ranks, done=advance) for graph in graphs]
 
 
 def save_of(recipe: Recipe) -> Save | None:

@@ -56,9 +56,7 @@ IN_CI: dict[str, Group] = {
         ),
     ),
     "moves": Group(10, ("tests/train/test_moving_runs",)),
-    "device": Group(
-        10, ("tests/train/test_device", "tests/train/test_programs", "tests/checkpoint/test_device")
-    ),
+    "device": Group(10, ("tests/train/test_device", "tests/checkpoint/test_device")),
     "launch": Group(10, ("tests/launch",)),
     "checkpoint": Group(
         12,

@@ -48,7 +48,7 @@ def refused(folder: Path, capsys: Capture, **changes: Any) -> tuple[Path, str]:
         ({"variants": {"a": ["optimizer.esp=0.001"]}}, '"a"', "did you mean 'optimizer.eps'?"),
         ({"set": ["optimizer.eps"]}, "set", "optimizer.eps"),
         # a key that `telechat-moe train` does not have makes no variant
-        ({"variants": {"a": ["runner_config.sink_size=2"]}}, '"a"', "which `telechat-moe train` does not have"),
+        ({"variants": {"a": ["context.memory_optimize_level=O1"]}}, '"a"', "which `telechat-moe train` does not have"),
         ({"studies": {"s": {"variants": ["few", "lots"]}}}, '"s"', "studies.s.variants: lots, no such variant; one of few, more, many"),
         ({"studies": {"s": {"variants": ["few", "few"]}}}, '"s"', "studies.s.variants: few twice; each once"),
         ({"larger": {"big": {**LARGE, "variants": {"lots": mini.row(64, 2, 512)}}}}, '"big"', "larger.big.variants.lots: no such variant"),
