@@ -1,4 +1,4 @@
-"""An engine that runs one rank's graph of a model that is spread over CPU processes.
+"""An engine that runs one rank's graph of a model that is spread over processes.
 
 Every rank takes the whole batch, runs its graph and writes its share of the checkpoints, which rank 0 completes.
 """
@@ -72,13 +72,15 @@ class RankEngine(Engine):
         self.parts, self.saves = recipe.parallel_config.seq_split_num, 0
         self.readers: dict[str, ReadRegion] = {}  # of what is not in the graph yet, by name
         set_up(recipe)
-        fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
-        self.operators = f"plain{fused}, in the graphs of {ranks.count} ranks ({self.layout})"
         self.weights = {weight.name: weight for weight in weights(self.config)}
         self.micro_rows, self.ema = recipe.micro_batch_samples, recipe.telechat_moe.ema
         self.programs = programs
         self.program = self._load()
         self.peers = self.program.peers
+        fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
+        self.operators = (
+            f"{self.program.operators}{fused}, in the graphs of {ranks.count} ranks ({self.layout})"
+        )
         with select.using("plain"):
             self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.names = [name for name in self.program.parameters if self._is_saved(name)]
@@ -177,10 +179,8 @@ class RankEngine(Engine):
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> str:
         """Take the tensors of a checkpoint (:meth:`open_checkpoint`) for this rank's shards; ``in_place`` now, else to begin with."""
-        averages, notes = (
-            saved.tensors.get(EMA, {}) if self.average is not None else {},
-            list[str](),
-        )
+        averages = saved.tensors.get(EMA, {}) if self.average is not None else {}
+        notes = list[str]()
         if self.average is not None and not averages:
             notes = [WeightAverage.absence_note(saved.path)]
         tensors = {

@@ -22,6 +22,7 @@ class RankProgram(ABC):
     Attributes:
         ranks: How the graph of each rank splits its parameters, and its groups; without MindIR.
         peers: Ranks that this one exchanges messages with through the native library.
+        operators: Whose the graph is made of, for the user.
         parameters: Those of the graph by name, this rank's shards; others may join them that only the host computes.
     """
 
@@ -29,6 +30,7 @@ class RankProgram(ABC):
     ranks: Sequence[RankGraph]
     peers: Sequence[int] = ()
     parameters: dict[str, Any]
+    operators: str = "plain"
 
     @property
     def graph(self) -> RankGraph:
