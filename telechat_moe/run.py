@@ -6,7 +6,8 @@
     python -m telechat_moe.run RECIPE                                   (a recipe for one device, without msrun)
 
 The recipe is laid out for as many devices as there are processes. On Ascend each process compiles the graph of its rank; on CPU
-process 0 compiles those of all, and the others wait for it. ``--through mindformers``: MindFormers' trainer trains.
+process 0 compiles those of all, and the others wait for it, but for whole copies (``parallel_mode: 0``).
+``--through mindformers``: MindFormers' trainer trains.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError
 from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.uses import trainer_of, use_with
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.sharding.recipe import runs_natively
+from telechat_moe.sharding.recipe import device_context, runs_natively
 from telechat_moe.train.ranks import RankCoordinator
 
 if TYPE_CHECKING:
@@ -149,11 +150,11 @@ def _as_worker(
         rank = int(os.environ["RANK_ID"])
 
         def work() -> None:
-            meet(recipe.context.device_target)
+            meet(recipe.context.device_target, device_context(recipe))
             _train_rank(recipe, args, control, rank)
 
         return run_supervised(control, rank, work, binding=binding)
-    meet(recipe.context.device_target)
+    meet(recipe.context.device_target, device_context(recipe))
     from mindspore.communication import get_rank
 
     from telechat_moe.launch.job import only_launch

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 NOTES = """\
 MindSpore's front end compiles the training step of a rank for Ascend on this machine; nothing is run. One rank of each pipeline
-stage is compiled, for the others differ in their groups only; --check-rank compiles another one and compares.
+stage is compiled, for the others differ in their groups only; --check-rank compiles another one and compares. --run compiles every
+graph of a run instead: the step of each batch size, evaluation and samples, and moves of experts.
 
 With --confirm the graph is compared with the planner's prediction: trained parameters and collectives must be equal, the
 activations at the peak within 5 %. With --mindformers it is MindFormers' own model (extra `mindformers`), from the same recipe

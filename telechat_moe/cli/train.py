@@ -10,9 +10,9 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 NOTES = """\
-A recipe that is laid out for several devices (use_parallel: True, context.device_target: CPU) is
-trained by as many processes on this machine; each runs the graph that MindSpore compiles for its
-rank. A checkpoint holds whole tensors: --resume goes on from it in any other layout.
+A recipe that is laid out for several devices (use_parallel: True) is trained by as many processes on
+this machine: on CPU each runs the graph that MindSpore compiled for its rank as for Ascend, on Ascend
+each compiles its own. A checkpoint holds whole tensors: --resume goes on from it in any other layout.
 
 Writes into the recipe's output_dir: metrics.jsonl, loss.png, tensorboard/, sample.txt,
 summary.json, recipe.json and checkpoints/.

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,19 @@ def run_supervised(
     return 0
 
 
-def meet(target: str = "CPU") -> None:
-    """Wait for the other processes, which compute on the same kind of device; the scheduler waits here to the end."""
+def meet(target: str = "CPU", device: Mapping[str, Any] | None = None) -> None:
+    """Wait for the other processes, which compute on the same kind of device; the scheduler waits here to the end.
+
+    Args:
+        device: For ``set_context``: what MindSpore asks for as it opens the device.
+    """
     import mindspore as ms
     from mindspore.communication import init
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(target)
+    if device:
+        ms.set_context(**device)
     init()
 
 

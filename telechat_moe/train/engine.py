@@ -22,6 +22,7 @@ from telechat_moe.model.init import count_parameters
 from telechat_moe.ops import select
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.recipe import device_context
 from telechat_moe.sharding.shards import EMA
 from telechat_moe.tensor_files import TensorOutput
 from telechat_moe.train import optimizer, parameters
@@ -153,7 +154,7 @@ def set_up(recipe: Recipe) -> None:
     """Put MindSpore into graph mode on the target of a recipe."""
     context = recipe.context
     ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
-    ms.set_context(max_call_depth=context.max_call_depth)
+    ms.set_context(max_call_depth=context.max_call_depth, **device_context(recipe))
     ms.set_seed(recipe.seed)
 
 

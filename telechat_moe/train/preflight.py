@@ -211,7 +211,9 @@ def _pool(recipe: Recipe) -> None:
 
 
 def _library(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what a recipe asks of the native library, where that is missing or cannot be loaded."""
+    """Yield what a recipe asks of the native library on CPU, where that is missing or cannot be loaded."""
+    if recipe.context.device_target != "CPU":
+        return
     try:
         native.load()
         return

@@ -23,7 +23,7 @@ class RankCoordinator:
 
     @property
     def leads(self) -> bool:
-        """Whether this process reports, evaluates and completes checkpoints."""
+        """Whether this process reports and completes checkpoints."""
         return self.rank == 0
 
     def at(self, position: str) -> None:

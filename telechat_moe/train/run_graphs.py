@@ -31,7 +31,7 @@ from telechat_moe.train.rank_graph import compile_recipe
 
 ITEMSIZE = 4
 """Bytes of an element of a checkpoint's tensors, float32."""
-RESIDENT = ("parameters", "optimizer", "gradients", "other", "average")
+RESIDENT = ("parameters", "optimizer", "gradients", "other")
 """What stays in a device's memory between the graphs of a run."""
 
 
@@ -241,11 +241,11 @@ def report(
 
 def _memory(recipe: Recipe, memory: RankMemory) -> dict[str, int]:
     average = memory.parameters if recipe.telechat_moe.ema is not None else 0
-    sizes = {name: getattr(memory, name) for name in RESIDENT if name != "average"}
+    sizes = {name: getattr(memory, name) for name in RESIDENT}
     if recipe.optimizer.swap:
         sizes["optimizer"] = 0
-    sizes |= {"average": average, "copies": memory.copies, "activations": memory.activations}
-    return {**sizes, "total": sum(sizes.values()), "host": memory.host}
+    sizes |= {"copies": memory.copies, "activations": memory.activations}
+    return {**sizes, "total": sum(sizes.values()), "host": memory.host + average}
 
 
 def _largest(rows: Sequence[dict[str, Any]], stage: int) -> dict[str, Any]:

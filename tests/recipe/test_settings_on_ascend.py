@@ -76,7 +76,8 @@ def test_it_is_refused_with_what_to_use_instead(setting: str) -> None:
     value, instead = REFUSED[setting]
     edits = [f"{OWN}{setting}={value}"]
     if setting == "swap":
-        edits += ["optimizer.swap=True"]
+        edits += ["swap_config.swap=True", "recompute_config.recompute=False"]
+        edits += ["swap_config.layer_swap=[{layers: True, backward_prefetch: 8}]"]
     with pytest.raises(RecipeError) as caught:
         load(RECIPE, edits, use="train")
     (problem,) = caught.value.problems

@@ -65,7 +65,7 @@ def test_evaluation_and_moves_of_experts_are_compiled(data: Path, tmp_path: Path
 
 
 def test_every_step_of_a_growing_batch_is_compiled(data: Path, tmp_path: Path) -> None:
-    """Two batch sizes are two graphs; the average of the weights stays on the device beside them."""
+    """Two batch sizes are two graphs; the average of the weights stays on the host."""
     result = of_run(data, tmp_path, **GROWING)
     names = [row["graph"] for row in result["graphs"]]
     assert names[:2] == ["step of 2 micro-batches", "step of 1 micro-batch"]
@@ -78,7 +78,7 @@ def test_every_step_of_a_growing_batch_is_compiled(data: Path, tmp_path: Path) -
     memory = result["graphs"][0]["memory"]
     assert memory["parameters"] >= local
     assert memory["parameters"] - local < 200  # biases of experts
-    assert memory["average"] == memory["parameters"]
+    assert memory["host"] >= memory["parameters"]
     [moment] = result["largest_moment"]
     assert moment["total"] >= max(row["memory"]["total"] for row in result["graphs"])
 

@@ -40,8 +40,15 @@ def own_model(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def device_settings(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Memory and compiler of a device are those of Ascend."""
-    c = r.context
+    """Ascend devices have a memory, a compiler and a way of splitting graphs that CPU has not."""
+    c, mode = r.context, r.parallel.parallel_mode
+    if not compiled and c.device_target == "GPU":
+        problem = "GPU, which the trainer of this package does not have"
+        yield "context.device_target", problem, "Ascend or CPU"
+    split = mode in (1, "SEMI_AUTO_PARALLEL")
+    if not compiled and c.device_target == "Ascend" and r.devices > 1 and not split:
+        problem = f"{mode} on Ascend, where each rank's graph is split semi-automatically"
+        yield "parallel.parallel_mode", problem, "1"
     if compiled or c.device_target != "CPU":
         return
     level = c.jit_config.jit_level if c.jit_config is not None else None

@@ -23,6 +23,7 @@ class RankProgram(ABC):
         ranks: How the graph of each rank splits its parameters, and its groups; without MindIR.
         peers: Ranks that this one exchanges messages with through the native library.
         operators: Whose the graph is made of, for the user.
+        host_copies: Parameters that the host alone reads and writes, in its memory; a device must not get them.
         parameters: Those of the graph by name, this rank's shards; others may join them that only the host computes.
     """
 
@@ -31,6 +32,7 @@ class RankProgram(ABC):
     peers: Sequence[int] = ()
     parameters: dict[str, Any]
     operators: str = "plain"
+    host_copies: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> RankGraph:
@@ -113,6 +115,7 @@ class RankProgram(ABC):
             keep: Says of a parameter of any rank whether it has a copy.
         """
         self.parameters |= copies
+        self.host_copies = self.host_copies | frozenset(copies)
         ranks: list[RankGraph] = []
         for graph in self.ranks:
             entries = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
@@ -145,12 +148,21 @@ class RankProgram(ABC):
         """Set this rank's shard of a parameter, an array or a tensor, in place."""
         from mindspore import Tensor, ops
 
+        if name in self.host_copies:
+            array = shard.asnumpy() if isinstance(shard, Tensor) else shard
+            self.parameters[name].asnumpy()[...] = array
+            return
         value = shard if isinstance(shard, Tensor) else Tensor(shard)
         ops.assign(self.parameters[name], value)
 
     def value(self, name: str) -> Any:
         """Return this rank's shard of a parameter as a tensor, for another graph."""
-        return self.parameters[name].value()
+        from mindspore import Tensor
+
+        parameter = self.parameters[name]
+        if name in self.host_copies:
+            return Tensor(parameter.asnumpy().copy())
+        return parameter.value()
 
     @abstractmethod
     def row_exchanges(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Exchange]:
