@@ -16,7 +16,7 @@ from test_reshard import LAYOUTS, recipe
 
 from telechat_moe.graph.parameter_layout import shard_slices
 from telechat_moe.graph.simulated_device import SimulatedDevice, library
-from telechat_moe.processes import in_children
+from telechat_moe.processes import in_children, in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.sharding.shards import WeightShards
@@ -54,8 +54,10 @@ def as_rank(of: Recipe, rank: int, compile_: Callable[[Any], Any]) -> Any:
     return result
 
 
-def slices(of: Recipe, rank: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+@in_clean_process
+def slices(layout: str, rank: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Return of each parameter of a rank's native step the (begin, end) in each dimension, and its own shape."""
+    of = on_ascend(layout)
 
     def compile_(programs: Any) -> Any:
         step = programs.compile_step(of, rank)
@@ -72,7 +74,7 @@ def check(layout: str, ranks: list[int]) -> None:
     of = on_ascend(layout)
     table, seen = WeightShards.of(of), set[str]()
     for rank in ranks:
-        regions, shapes = slices(of, rank)
+        regions, shapes = slices(layout, rank)
         for name in table.names:
             expected = table.shard(rank, name)
             assert regions.get(name) == expected, (rank, name)
@@ -95,20 +97,27 @@ def test_in_every_layout(layout: str) -> None:
     check(layout, [first + mesh.stage_devices - 1 for first in mesh.first_ranks()])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2-ep2", "dp4-ep2-zero", "tp2-pp2"])
-def test_the_forward_graph_compiles_natively(layout: str) -> None:
-    """For evaluation: no more parameters than the step has, in the same shapes."""
+@in_clean_process
+def forward_shapes(layout: str, rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of a rank's native forward graph."""
     of = on_ascend(layout)
-    rank = of.devices - 1
-    _, shapes = slices(of, rank)
 
     def compile_(programs: Any) -> Any:
         forward = programs.compile_forward(of, rank, {})
         names = set(forward.parallel_parameter_name_list)
         return {p.name: tuple(p.shape) for p in forward.get_parameters() if p.name in names}
 
-    forward = as_rank(of, rank, compile_)
+    return as_rank(of, rank, compile_)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2-ep2", "dp4-ep2-zero", "tp2-pp2"])
+def test_the_forward_graph_compiles_natively(layout: str) -> None:
+    """For evaluation: no more parameters than the step has, in the same shapes."""
+    rank = on_ascend(layout).devices - 1
+    _, shapes = slices(layout, rank)
+    forward = forward_shapes(layout, rank)
     assert forward
-    weights = {name: shape for name, shape in forward.items() if name in WeightShards.of(of).names}
+    table = WeightShards.of(on_ascend(layout))
+    weights = {name: shape for name, shape in forward.items() if name in table.names}
     assert {name: shapes[name] for name in weights} == weights
