@@ -183,7 +183,7 @@ def _device_memory(recipe: Recipe, of: str, problems: Sequence[Problem]) -> Iter
         return
     try:
         stage, needed = fullest_stage(recipe)
-    except (BadInputError, NotImplementedError):
+    except BadInputError:
         return
     if needed > float(limit.removesuffix("GB")) * GIB:
         finding = f"{limit}, but a step takes {gib_text(needed)} on a device of stage {stage} (estimate of `plan memory`)"

@@ -51,7 +51,19 @@ def runs_natively(recipe: Recipe) -> bool:
 def interleaved(recipe: Recipe) -> bool:
     """Return whether a pipeline stage has several chunks."""
     stages = stages_of(recipe)
-    return stages is not None and any(x.chunk for x in (*stages.layers, stages.head))
+    return stages is not None and stages.chunks > 1
+
+
+def head_stage(recipe: Recipe) -> int:
+    """Return the pipeline stage of the output head."""
+    stages = stages_of(recipe)
+    return stages.head.stage if stages is not None else 0
+
+
+def has_mask(recipe: Recipe) -> bool:
+    """Return whether the batches of a recipe hold an attention mask."""
+    data = recipe.train_dataset.data_loader.config
+    return data is not None and data.create_attention_mask
 
 
 def forward_of(recipe: Recipe) -> bool:

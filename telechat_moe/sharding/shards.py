@@ -14,7 +14,7 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.weights import Weight, weights
 from telechat_moe.sharding.layouts import WEIGHTS, dimensions
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.recipe import mesh_of, shard_threshold, stages_of
+from telechat_moe.sharding.recipe import head_stage, mesh_of, shard_threshold, stages_of
 
 MOMENTS = ("adam_m", "adam_v")
 EMA = "ema"
@@ -69,13 +69,12 @@ class WeightShards:
         """
         config, places = recipe.model_config, stages_of(recipe)
         stages = [p.stage for p in places.layers] if places else [0] * config.num_hidden_layers
-        head = places.head.stage if places else 0
         named = {weight.name: weight for weight in weights(config)}
         zero = recipe.parallel.parallel_optimizer_config
         size = (zero.optimizer_weight_shard_size if zero is not None else None) or -1
         sharers = size if size > 0 else None
         mesh, threshold = mesh_of(recipe), shard_threshold(recipe)
-        shards = WeightShards(mesh, named, stages, head, threshold, sharers)
+        shards = WeightShards(mesh, named, stages, head_stage(recipe), threshold, sharers)
         for name, shape in shards.shapes.items():
             for length, axes in zip(shape, shards.axes(name), strict=True):
                 if length % shards.mesh.size(axes):

@@ -151,10 +151,11 @@ def backends(recipe: Recipe) -> AbstractContextManager[None]:
 
 
 def set_up(recipe: Recipe) -> None:
-    """Put MindSpore into graph mode on the target of a recipe."""
+    """Put MindSpore into graph mode on the target of a recipe; what several devices are opened with, `meet` has set."""
     context = recipe.context
     ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
-    ms.set_context(max_call_depth=context.max_call_depth, **device_context(recipe))
+    device = device_context(recipe) if recipe.devices == 1 else {}
+    ms.set_context(max_call_depth=context.max_call_depth, **device)
     ms.set_seed(recipe.seed)
 
 

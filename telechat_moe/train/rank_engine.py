@@ -30,7 +30,7 @@ from telechat_moe.model.init import InitialWeight
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.weights import weights
-from telechat_moe.sharding.recipe import interleaved, mesh_of, stages_of
+from telechat_moe.sharding.recipe import has_mask, head_stage, interleaved, mesh_of
 from telechat_moe.sharding.shards import EMA, MOMENTS, Region, group_of, weight_of
 from telechat_moe.tensor_files import TensorOutput
 from telechat_moe.train import optimizer, parameters
@@ -85,11 +85,10 @@ class RankEngine(Engine):
             self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.names = [name for name in self.program.parameters if self._is_saved(name)]
         self.sharing = ShardOwners(self.program.ranks, self._is_saved)
-        stages, section = stages_of(recipe), recipe.train_dataset.data_loader.config
-        head = stages.head.stage if stages is not None else 0
+        head = head_stage(recipe)
         self.has_head = self.mesh.stage(self.rank) == head
         self.head_rank = head * self.mesh.stage_devices
-        self.has_mask = bool(section and section.create_attention_mask)
+        self.has_mask = has_mask(recipe)
         self.experts: MovingExperts | None = None
         if recipe.telechat_moe.moe.placement is not None:
             routers = [name for name in self.weights if name.endswith(".router.weight")]

@@ -24,7 +24,8 @@ from telechat_moe.sharding.apply import Options, place
 from telechat_moe.sharding.cells.collective import ALONE
 from telechat_moe.sharding.cells.logits import PickedLogits
 from telechat_moe.sharding.recipe import (
-    device_context,
+    has_mask,
+    head_stage,
     mesh_of,
     parallel_context,
     recomputed_layers,
@@ -72,7 +73,7 @@ def placed_model(
         dispatcher(recipe, target),
         recipe.runner_config.batch_size * mesh.dp,
         stages,
-        _has_mask(recipe),
+        has_mask(recipe),
         shared_graph,
         # Stubs change the numbers of the messages, by which processes match them.
         shared_graph and target == "Ascend",
@@ -93,8 +94,8 @@ def placed_model(
             recipe.recompute_config.mp_comm_recompute,
         )
         swap(model, swapped(recipe))
-    head = stages.head.stage if stages is not None else 0
-    return PlacedModel(model, routers, placement, mesh.stage(rank) == head, shared_graph)
+    has_loss = mesh.stage(rank) == head_stage(recipe)
+    return PlacedModel(model, routers, placement, has_loss, shared_graph)
 
 
 def build_step(
@@ -166,11 +167,10 @@ def _shares_graph(recipe: Recipe, target: str, stages: Stages | None) -> bool:
     """
     if target == "Ascend" or stages is None:
         return True
-    interleaved = any(place.chunk for place in (*stages.layers, stages.head))
     parts = recipe.parallel_config.seq_split_num > 1
     by_step = recipe.model_config.moe_router_load_balancing_type == "gbs_aux_loss"
     scheduled = recipe.telechat_moe.sharding.pipeline_schedule is not None
-    return interleaved or parts or by_step or scheduled or recipe.swap_config.swap
+    return stages.chunks > 1 or parts or by_step or scheduled or recipe.swap_config.swap
 
 
 def example_batch(
@@ -186,14 +186,9 @@ def example_batch(
     rows *= mesh.dp if full_batch else 1
     ids = initializer("zeros", (rows, length), ms.int32)
     batch = [ids, ids, initializer("ones", (rows, length), ms.float32), ids]
-    if _has_mask(recipe):
+    if has_mask(recipe):
         batch.append(initializer("zeros", (rows, 1, length, length), ms.uint8))
     return tuple(batch)
-
-
-def _has_mask(recipe: Recipe) -> bool:
-    data = recipe.train_dataset.data_loader.config
-    return data is not None and bool(data.create_attention_mask)
 
 
 class StepSource(NamedTuple):
@@ -203,14 +198,12 @@ class StepSource(NamedTuple):
         build: Takes a rank; returns its step and a batch for it. MindSpore's parallel mode is set.
         settings: For ``set_auto_parallel_context``, but for mode, rank and number of devices.
         context: For ``set_context``.
-        device: For ``set_context``, where there is a device: its memory, how its graph engine compiles.
         switches: JSON file of MindSpore's switches for overlap.
     """
 
     build: Callable[[int], Built]
     settings: dict[str, Any]
     context: dict[str, Any]
-    device: dict[str, Any]
     switches: Path | None
 
 
@@ -238,7 +231,7 @@ def step_source(
         return Built(step, example_batch(recipe, settings.get("full_batch", False)))
 
     context = {"max_call_depth": recipe.context.max_call_depth}
-    return StepSource(build, settings, context, device_context(recipe), path_of(recipe))
+    return StepSource(build, settings, context, path_of(recipe))
 
 
 @in_clean_process

@@ -23,7 +23,7 @@ from telechat_moe.graph.read import Expected, RankMemory, peak, read
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
-from telechat_moe.sharding.recipe import even_exchange, forward_of, mesh_of, smaller_steps
+from telechat_moe.sharding.recipe import even_exchange, forward_of, has_mask, mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements
 from telechat_moe.sharding.shards import group_of as checkpoint_group
 from telechat_moe.train.expert_moves import members
@@ -263,7 +263,6 @@ def _largest(rows: Sequence[dict[str, Any]], stage: int) -> dict[str, Any]:
 
 def _batch(recipe: Recipe) -> int:
     """Return the bytes of a global batch in a host's memory."""
-    data = recipe.train_dataset.data_loader.config
     length = recipe.model_config.seq_length
-    masks = length if data is not None and data.create_attention_mask else 0
+    masks = length if has_mask(recipe) else 0
     return recipe.global_batch * length * (4 * ITEMSIZE + masks)

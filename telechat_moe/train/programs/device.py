@@ -23,7 +23,7 @@ from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import mesh_of, whole_copies
 from telechat_moe.train.programs.program import Exchange, RankProgram
-from telechat_moe.train.rank_graph import step_source
+from telechat_moe.train.rank_graph import StepSource, step_source
 
 
 class CompiledStep(NamedTuple):
@@ -53,12 +53,10 @@ def compile_step(recipe: Recipe, rank: int) -> CompiledStep:
     if copies:
         chosen |= {"full_batch": False, "shared_graph": False}
     source = step_source(recipe, **chosen)
-    ms.set_context(mode=ms.GRAPH_MODE, **source.context, **source.device)
+    ms.set_context(mode=ms.GRAPH_MODE, **source.context)
     if source.switches is not None:  # of Ascend alone, as a rule of the recipe says
         ms.set_context(ascend_config={"parallel_speed_up_json_path": str(source.switches)})
-    settings = {"parameter_broadcast": False} if copies else source.settings
-    mode = "data_parallel" if copies else "semi_auto_parallel"
-    set_parallel(mode, rank, devices, settings)
+    _set_mode(source, rank, devices, copies)
     began = time.perf_counter()
     built = source.build(rank)
     ready = time.perf_counter()
@@ -79,6 +77,14 @@ def compile_step(recipe: Recipe, rank: int) -> CompiledStep:
     names = None if copies else set(step.parallel_parameter_name_list)
     parameters = {p.name: p for p in step.get_parameters() if names is None or p.name in names}
     return CompiledStep(graph, parameters, step)
+
+
+def _set_mode(source: StepSource, rank: int, devices: int, copies: bool) -> None:
+    """Set MindSpore's parallel mode: data parallel for whole copies, else semi-automatic."""
+    if copies:
+        set_parallel("data_parallel", rank, devices, {"parameter_broadcast": False})
+    else:
+        set_parallel("semi_auto_parallel", rank, devices, source.settings)
 
 
 def _whole(step: Any, devices: int) -> dict[str, LayoutEntry]:
@@ -102,15 +108,12 @@ def compile_forward(
     source = step_source(
         recipe, target=target, full_batch=full_batch, copies=copies, graph="forward"
     )
-    mode = "data_parallel" if copies else "semi_auto_parallel"
-    settings = {"parameter_broadcast": False} if copies else source.settings
-    set_parallel(mode, rank, recipe.devices, settings)
+    _set_mode(source, rank, recipe.devices, copies)
     built = source.build(rank)
     built.step.compile(*built.inputs)
     for parameter in built.step.get_parameters():
-        if (
-            parameter.name in parameters
-        ):  # the others are of other stages, or no forward pass reads them
+        # The others are of other stages, or no forward pass reads them.
+        if parameter.name in parameters:
             parameter.set_data(parameters[parameter.name], slice_shape=True)
     return built.step
 
