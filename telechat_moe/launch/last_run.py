@@ -102,7 +102,7 @@ def first_error(job: Path, logs: Path, ends: list[RankEnd]) -> FirstError | None
     texts = {rank: path.read_text(errors="replace") for rank, path in _logs(logs).items()}
     fault_rank, fault = first_fault(texts) or (None, None)
     message = _launcher(Control(job / CONTROL))
-    rank, word = _first_end(ends)
+    rank, word = _first_end(ends, None if fault is None or fault.is_echo else fault_rank)
     if message:
         match = re.match(r"rank (\d+)\b", message)
         rank = int(match[1]) if match else None
@@ -115,13 +115,19 @@ def first_error(job: Path, logs: Path, ends: list[RankEnd]) -> FirstError | None
     return FirstError(rank, position, message, fault, fault_rank, log, lines)
 
 
-def _first_end(ends: list[RankEnd]) -> tuple[int | None, str]:
+def _first_end(ends: list[RankEnd], cause: int | None) -> tuple[int | None, str]:
     """Return which process ended first by what they left, and its message; None: all is well, or the run goes on.
 
-    Where others only have exceptions, one that ended without a word was killed: their collectives broke.
+    Where others only have exceptions, one that ended without a word was killed: their collectives broke. A process
+    whose log reports the cause goes before it: ``msrun`` kills the others when one fails.
+
+    Args:
+        cause: Rank whose log reports a fault of a device or link that is no echo of another's.
     """
     failed = sorted((e for e in ends if e.end == "failed"), key=lambda e: (not e.is_ours, e.time))
     silent = [end for end in ends if end.end == "no word"]
+    if cause is not None and failed and not failed[0].is_ours:
+        return cause, next((end.message for end in failed if end.rank == cause), "")
     if failed and silent and not failed[0].is_ours:
         return silent[0].rank, f"rank {silent[0].rank} ended without a word, was killed or hangs"
     return (failed[0].rank, failed[0].message) if failed else (None, "")

@@ -41,6 +41,8 @@ def work():
         os.kill(os.getpid(), signal.SIGSTOP)
     if sys.argv[2] in ("kill", "stop"):
         time.sleep(300)
+    while rank == 0 and not (control.folder / "rank_1.failed").exists():
+        time.sleep(0.01)  # msrun may end this process before it raises, never the other one
     raise RuntimeError(Path(sys.argv[3 + rank]).read_text())
 
 run_supervised(control, rank, work)
@@ -94,6 +96,23 @@ def test_faults_of_links_are_named_with_the_rank_that_has_the_cause(tmp_path: Pa
     texts = [text for _, text in first.lines]
     assert any(text.startswith("RuntimeError: ") for text in texts)
     assert not any("secret sentence" in text for text in texts)
+
+
+def test_a_process_that_msrun_ended_is_not_the_cause(tmp_path: Path) -> None:
+    job, logs = tmp_path / ".job", tmp_path / "log"
+    Control.fresh(job)
+    control = Control(job / CONTROL)
+    logs.mkdir()
+    for rank in (0, 1):
+        control.begin(f"rank_{rank}")
+    (logs / "worker_0.log").write_text("step 7\n")
+    failure = {"message": "the table", "known": False, "time": 1.0, "exit_code": 1}
+    control.write("rank_1.failed", json.dumps(failure))
+    for text, rank in ((TABLE, 1), (NOTIFY, 0)):  # an echo tells of another's end
+        (logs / "worker_1.log").write_text(f"RuntimeError: {text}")
+        first = first_error(job, logs, rank_ends(control))
+        assert first is not None
+        assert first.rank == rank
 
 
 def test_a_process_that_stands_still_in_a_collective_is_named_on_any_target(tmp_path: Path) -> None:
