@@ -29,7 +29,7 @@ EXPERTS, LAYERS, TOKENS, TOP_K = 64, 45, 4096, 8
 SAYS = {
     "wait": "`if load.sum() > 0` on one layer's loads: queue, wait, fetch",
     "fetch": "`asnumpy()` of a tensor that is ready",
-    "own_step": "our trainer after a step: StepOutput.fetch",
+    "own_step": "our trainer after a step: RunningStep.fetch",
     "loss_monitor": "MindFormers' MFLossMonitor after a step: _get_loss_output",
     "bias_layers": f"MindFormers' expert bias: a `wait` for each of {LAYERS} layers, as in update_topk_bias",
     "ids": f"labels, loss mask and positions by document of a sample of {TOKENS} tokens, by the loader",
@@ -49,7 +49,7 @@ def parts(theirs: Callable[[Any], Any]) -> Callable[[], dict[str, Callable[[], o
     from telechat_moe.ops.permute import BlockPlan
     from telechat_moe.ops.routing import Routing, RoutingRule
     from telechat_moe.ops.select import using
-    from telechat_moe.train.step import StepOutput
+    from telechat_moe.train.step import RunningStep
 
     ids = SampleOptions(eod=0, eod_mask_loss=True, reset_position_ids=True)
     masks = replace(ids, create_attention_mask=True, reset_attention_mask=True)
@@ -84,7 +84,7 @@ def parts(theirs: Callable[[Any], Any]) -> Callable[[], dict[str, Callable[[], o
         return {
             "wait": lambda: bool(layers[0].sum() > 0),
             "fetch": norm.asnumpy,
-            "own_step": lambda: StepOutput.fetch(losses, norm, None, applied, load_LE, dropped),
+            "own_step": RunningStep(losses, norm, None, applied, load_LE, dropped).fetch,
             "loss_monitor": lambda: theirs((losses, applied, scale, rate, norm)),
             "bias_layers": lambda: [bool(layer.sum() > 0) for layer in layers],
             "ids": lambda: collate(window, TOKENS, ids),

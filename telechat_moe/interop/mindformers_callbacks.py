@@ -207,8 +207,8 @@ class TrainingHooks:
         """Report the step, average and evaluate the weights."""
         for callback in self.callbacks:
             callback.step_end(self.result)
-        if self.average is not None and self.result.applied:
-            self.average.update(self.counters.updates)
+        if self.average is not None:
+            self.average.update(self.counters.updates, Tensor(self.result.applied))
         self.timer.lap("host")
         self.evaluation.step_end(self.result)
         self.timer.lap("evaluation")

@@ -189,8 +189,12 @@ class PeriodicEvaluation:
         if self.interval and step == 0:
             self.monitor.evaluation(0, *self.evaluate())
 
+    def is_due(self, step: int) -> bool:
+        """Return whether it evaluates after a step, be it the last or not."""
+        return self.interval > 0 and step % self.interval == 0
+
     def step_end(self, result: StepResult) -> None:
         """Evaluate where that is due."""
-        if self.interval and (result.step % self.interval == 0 or result.last):
+        if self.interval and (self.is_due(result.step) or result.last):
             self.loss, by_source = self.evaluate()
             self.monitor.evaluation(result.step, self.loss, by_source)

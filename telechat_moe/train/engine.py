@@ -10,7 +10,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter
+from mindspore import Parameter, Tensor
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.snapshot import ArrayGroups
@@ -32,6 +32,7 @@ from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.sample import Drawing, continue_prompts
 from telechat_moe.train.step import (
     Evaluate,
+    RunningStep,
     StepOutput,
     TensorBatch,
     TrainStep,
@@ -50,7 +51,9 @@ class Engine(ABC):
         peers: Processes that this one exchanges messages with.
         say: Called with lines for the user.
         average: The average of the weights; None: the recipe keeps none.
-        limits: Gradient norm and loss that the graph compares with now.
+        limits: Gradient norm and loss that the graph compares with now; None: only the device knows.
+        running: The step that was launched last, until it is fetched.
+        runs_ahead: :meth:`launch` returns before the device has computed the step, and takes the next one meanwhile.
     """
 
     operators: str
@@ -58,26 +61,58 @@ class Engine(ABC):
     say: Callable[[str], object] = staticmethod(lambda text: None)
     micro_batches: int
     average: WeightAverage | None = None
-    limits: tuple[float, float] = (math.inf, math.inf)
+    limits: tuple[float, float] | None = (math.inf, math.inf)
+    running: RunningStep | None = None
+    runs_ahead: bool = False
 
     @abstractmethod
     def read(self, columns: HostBatches, micro_batches: int | None = None) -> list[TensorBatch]:
-        """Return the batches of the next step, as :meth:`update` takes them.
+        """Return the batches of the next step, as :meth:`launch` takes them.
 
         Args:
             micro_batches: How many there are in this step; None: as many as the recipe says.
         """
 
-    @abstractmethod
-    def update(
+    def launch(
         self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
-    ) -> StepOutput:
-        """Run a step.
+    ) -> RunningStep:
+        """Give a step to the device. While the step before is running, neither applies its update unless that one does.
 
         Args:
             number: Number of the update, from 1.
             limits: Gradient norm and loss must be below these for the update to be applied.
         """
+        before = None if self.running is None else self.running.applied
+        if before is not None or limits != self.limits:
+            self.set_limits(limits, before)
+            self.limits = limits if before is None else None
+        self.running = self.run(batches, number, rate)
+        if self.average is not None:
+            self.average.update(number, self.running.applied)
+        return self.running
+
+    def fetch(self, running: RunningStep) -> StepOutput:
+        """Wait for a step that was launched."""
+        output = running.fetch()
+        if running is self.running:
+            self.running = None
+        return output
+
+    @abstractmethod
+    def set_limits(self, limits: tuple[float, float], before: Tensor | None) -> None:
+        """Set the limits of the next step, see :func:`telechat_moe.train.step.limit_tensors`."""
+
+    @abstractmethod
+    def run(self, batches: list[TensorBatch], number: int, rate: float) -> RunningStep:
+        """Run a step with the limits that are set; see :meth:`launch`."""
+
+    def acts_after_step(self) -> bool:
+        """Return whether :meth:`after_step` will act on the device, so that no step may be launched before."""
+        return False
+
+    def after_step(self, output: StepOutput) -> StepOutput:
+        """Act on the next step that counts, before the one after it where :meth:`acts_after_step` says so."""
+        return output
 
     @abstractmethod
     def parameters(self) -> dict[str, dict[str, Parameter]]:
@@ -221,13 +256,12 @@ class OneProcess(Engine):
         """Return the micro-batches of the next step."""
         return [tensors(next(columns)) for _ in range(micro_batches or self.micro_batches)]
 
-    def update(
-        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
-    ) -> StepOutput:
-        """See :meth:`Engine.update`."""
-        if limits != self.limits:
-            self.train_step.set_limits(*limits)
-            self.limits = limits
+    def set_limits(self, limits: tuple[float, float], before: Tensor | None) -> None:
+        """See :meth:`Engine.set_limits`."""
+        self.train_step.set_limits(limits, before)
+
+    def run(self, batches: list[TensorBatch], number: int, rate: float) -> RunningStep:
+        """See :meth:`Engine.run`."""
         self.train_step.set_micro_batches(len(batches))
         self.train_step.count_tokens(batches)
         scalars = self.optimizer.scalars(number, rate)
@@ -236,13 +270,10 @@ class OneProcess(Engine):
                 for batch in batches[:-1]:
                     self.train_step.accumulate(*batch)
             outputs = self.train_step(*scalars, *batches[-1])
-        output = StepOutput.fetch(*outputs)
         if self.compiled_now and self.recipe.optimizer.swap:
             _give_back_memory()
         self.compiled_now = False
-        if self.average is not None and output.applied:
-            self.average.update(number)
-        return output
+        return RunningStep(*outputs)
 
     def _cached(self, batches: Sequence[TensorBatch]) -> AbstractContextManager[None]:
         """Return a context in which the graphs of a step are taken from an earlier start, or kept for later ones."""

@@ -141,6 +141,10 @@ class MovingExperts:
             return f"the experts begin in their own slots, because the checkpoint has another map ({error})"
         return ""
 
+    def is_due(self) -> bool:
+        """Return whether experts may move after the next step."""
+        return (self.steps + 1) % self.every == 0
+
     def after_step(self, load_LE: NDArray[np.number]) -> list[dict[str, Any]]:
         """Add the loads of a step to the window; every `every` steps decide and move experts. Return records for the log.
 

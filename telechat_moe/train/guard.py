@@ -93,6 +93,15 @@ class Guard:
         loss = _limit(self.losses, rules.loss_factor, rules.sigma)
         return Limits(_fp32(min(norm, self.fixed_norm)), _fp32(loss))
 
+    def limits_ahead(self) -> Limits:
+        """Return limits of the step after the next one, before the next one is known: the true ones are not lower, if it is applied."""
+        rules, size = self.rules, len(self.losses)
+        if rules is None or min(size + 1, self.losses.maxlen or 1) < rules.min_steps:
+            return Limits(_fp32(self.fixed_norm))
+        norm = _lowest_limit(self.norms, rules.norm_factor, rules.sigma)
+        loss = _lowest_limit(self.losses, rules.loss_factor, rules.sigma)
+        return Limits(_fp32(min(norm, self.fixed_norm)), _fp32(loss))
+
     def judge(self, step: int, loss: float, norm: float, applied: bool) -> SkippedStep | None:
         """Take note of a step that was done; return what was wrong if it was not applied."""
         if applied:
@@ -131,6 +140,22 @@ def _limit(values: deque[float], factor: float | None, sigma: float | None) -> f
         spread = statistics.median(abs(x - median) for x in values)
         if spread > 0:
             limits.append(median + sigma * MAD_OF_SIGMA * spread)
+    return min(limits)
+
+
+def _lowest_limit(values: deque[float], factor: float | None, sigma: float | None) -> float:
+    """Return what :func:`_limit` gives at least once any value has come into the window.
+
+    Both medians rise with every value, so each has its bounds where that value is infinite.
+    """
+    staying = list(values)[len(values) == values.maxlen :]
+    low, high = (statistics.median([*staying, x]) for x in (-math.inf, math.inf))
+    limits = [math.inf]
+    if factor is not None and high > 0:
+        limits.append(factor * max(low, 0.0))
+    if sigma is not None:
+        spread = statistics.median([0.0, *(max(0.0, low - x, x - high) for x in staying)])
+        limits.append(low + sigma * MAD_OF_SIGMA * spread)
     return min(limits)
 
 

@@ -1,8 +1,10 @@
 """The steps of one process: train, evaluate, save, until the last or until interrupted."""
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +24,11 @@ from telechat_moe.train.callbacks import (
     StepMetrics,
     StepResult,
 )
-from telechat_moe.train.guard import SkippedStep, max_in_a_row
+from telechat_moe.train.guard import Limits, SkippedStep, max_in_a_row
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.run_state import RunState
 from telechat_moe.train.schedule import RateSchedule
+from telechat_moe.train.step import RunningStep, StepOutput
 
 
 @dataclass(kw_only=True)
@@ -63,8 +66,42 @@ class Summary:
     save_stall_ms: float | None = None
 
 
+class LaunchedStep(NamedTuple):
+    """A step that was given to the device.
+
+    Attributes:
+        next_sample: Where the loader was before it read the step's data.
+        samples: How many it has.
+        ids: Their token ids by micro-batch.
+        order: How they were dealt; None: in their own order.
+        limits: Gradient norm and loss must be below these.
+        began: When the host began to read its data.
+        waited: How long that took, seconds.
+    """
+
+    step: int
+    next_sample: int
+    samples: int
+    ids: Sequence[np.ndarray]
+    order: np.ndarray | None
+    rate: float
+    limits: Limits
+    running: RunningStep
+    began: float
+    waited: float
+
+
 class Loop:
-    """The steps of one process: they advance the state of the run, and the monitor shows it."""
+    """The steps of one process: they advance the state of the run, and the monitor shows it.
+
+    While a device computes a step the host launches the next one; then it waits for the first. What a step's update depends on
+    is exact nevertheless: of the step before it only whether that update was applied can be unknown, and if it was not, the
+    graph applies none (:func:`telechat_moe.train.step.limit_tensors`) and the step is run again.
+
+    Attributes:
+        running: The step that the device computes while the host does something else.
+        ended: When the last step ended.
+    """
 
     def __init__(
         self,
@@ -89,6 +126,8 @@ class Loop:
         self.step_seconds: list[float] = []
         self.tokens_per_second: list[float] = []
         self.data_seconds: list[float] = []
+        self.running: LaunchedStep | None = None
+        self.ended = -math.inf
         self.saved_step: int | None = None
         self.stalls_ms: list[float] = []
 
@@ -132,7 +171,7 @@ class Loop:
     def _steps(self, saver: Saver | None) -> None:
         state, section = self.state, self.recipe.checkpoints
         self.evaluation.begin(state.step)
-        while state.step < self.steps and not state.ranks.interrupted:
+        while self.running or (state.step < self.steps and not state.ranks.interrupted):
             result = self.train_step()
             spike = self.skipped.spike
             if state.ranks.leads:
@@ -178,6 +217,8 @@ class Loop:
             line = f"no checkpoint before step {spike.step} to go back to; it is skipped"
             self.monitor.message(line)
             return False
+        # All have read, by when they went back, whether the user wants to stop.
+        self.state.ranks.end_step(spike.step + 2)
         self.saved_step = record["to_step"]
         self.loads.clear()
         before, self.steps = self.steps, self.state.step + self.state.steps_left
@@ -190,42 +231,94 @@ class Loop:
         )
         return True
 
-    def compute_step(self) -> StepResult:
-        """Run the next step; nothing is judged or reported."""
-        state, recipe, step = self.state, self.recipe, self.state.step + 1
-        rate = self.schedule(state.lr_batches.position(state.applied_samples))
-        began = time.perf_counter()
+    def launch(self) -> LaunchedStep:
+        """Read the data of the next step and give it to the device; a step that it still computes counts as applied."""
+        state, recipe, before = self.state, self.recipe, self.running
+        loader, began = state.loader, time.perf_counter()
+        done = 0 if before is None else before.samples
+        step = state.step + 1 + (before is not None)
+        rate = self.schedule(state.lr_batches.position(state.applied_samples + done))
         state.ranks.at(f"step {step}, reading data")
         self.timer.lap("host")
-        samples = recipe.batches.after(state.samples)
-        count = recipe.micro_batches * samples // recipe.global_batch
-        batches = state.engine.read(state.loader, count)
+        next_sample = loader.next_sample
+        samples = recipe.batches.after(state.samples + done)
+        batches = state.engine.read(loader, recipe.micro_batches * samples // recipe.global_batch)
         waited = time.perf_counter() - began
         self.timer.lap("data")
-        state.ranks.begin_step(step)
-        state.ranks.at(f"step {step}, in the graph")
+        state.ranks.begin_step(step, int(state.engine.runs_ahead))
         ids = [batch[0].asnumpy() for batch in batches]  # before the step has them
-        output = state.engine.update(batches, state.updates + 1, rate, state.guard.limits())
+        limits = state.guard.limits() if before is None else state.guard.limits_ahead()
+        state.ranks.at(f"step {step}, in the graph")
+        number = state.updates + 1 + (before is not None)
+        running = state.engine.launch(batches, number, rate, limits)
+        data = (next_sample, samples, ids, loader.order)
+        return LaunchedStep(step, *data, rate, limits, running, began, waited)
+
+    def compute_step(self) -> StepResult:
+        """Run the next step; nothing is judged or reported."""
+        return self._advance()[1]
+
+    def _advance(self) -> tuple[LaunchedStep, StepResult]:
+        """Run the next step, and launch the one after it where nothing is to be done between them."""
+        launched = self.running = self.running or self.launch()
+        following = self.launch() if self._may_launch_after(launched) else None
+        self.state.ranks.at(f"step {launched.step}, in the graph")
+        output = self.state.engine.fetch(launched.running)
+        self.running = following
+        if not output.applied:
+            if following is not None:
+                self._forget(following)
+            if launched.limits != self.state.guard.limits():
+                # They were set before the step before it was known, and may have been too low.
+                self._forget(launched)
+                return self._advance()
+        return launched, self._result(launched, self.state.engine.after_step(output))
+
+    def _may_launch_after(self, launched: LaunchedStep) -> bool:
+        """Return whether the next step may be launched while one is running: nothing else uses the weights between them."""
+        state, step, section = self.state, launched.step, self.recipe.checkpoints
+        saves = section is not None and step % section.save_checkpoint_steps == 0
+        return (
+            state.engine.runs_ahead
+            and step < self.steps
+            and not state.ranks.is_last(step)
+            and not saves
+            and not self.evaluation.is_due(step)
+            and not state.engine.acts_after_step()
+        )
+
+    def _forget(self, launched: LaunchedStep) -> None:
+        """Forget a step whose update was not applied, to read its data again."""
+        self.running = None
+        self.state.engine.running = None
+        self.state.loader.seek(launched.next_sample)
+
+    def _result(self, launched: LaunchedStep, output: StepOutput) -> StepResult:
+        """Count a step that has ended."""
+        state, recipe, step = self.state, self.recipe, launched.step
         lm, mtp, aux = (float(x) for x in output.losses)
         norm, applied = float(output.norm), bool(output.applied)
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        seconds, self.ended = ended - max(launched.began, self.ended), ended
         self.timer.lap("graph")
         state.ranks.end_step(step)
-        state.step, state.samples = step, state.samples + samples
+        state.step, state.samples = step, state.samples + launched.samples
         state.updates += applied
-        state.applied_samples += applied * samples
-        tokens, last = samples * recipe.model_config.seq_length, step == self.steps
-        losses, times = (lm, mtp, aux), (seconds, waited)
-        return StepResult(step, last, tokens, output, losses, norm, applied, rate, *times, ids)
+        state.applied_samples += applied * launched.samples
+        tokens, last = launched.samples * recipe.model_config.seq_length, step == self.steps
+        losses, times = (lm, mtp, aux), (seconds, launched.waited)
+        return StepResult(
+            step, last, tokens, output, losses, norm, applied, launched.rate, *times, launched.ids
+        )
 
     def train_step(self) -> StepResult:
         """Run one step and report it."""
-        state, loader, before = self.state, self.state.loader, self.state.samples
-        first = loader.epochs.begin(loader.next_sample)
-        result = self.compute_step()
-        step, count = state.step, state.samples - before
-        sources = loader.counts(first, count)
-        self.monitor.samples(step, first, count, result.ids, result.applied, loader.order, sources)
+        launched, result = self._advance()
+        loader, count = self.state.loader, launched.samples
+        first = loader.epochs.begin(launched.next_sample)
+        sources, order = loader.counts(first, count), launched.order
+        samples = (first, count, launched.ids, result.applied, order, sources)
+        self.monitor.samples(launched.step, *samples)
         self.tokens_per_second.append(result.tokens / result.seconds)
         self.losses.append(result.losses[0])
         self.step_seconds.append(result.seconds)

@@ -236,8 +236,10 @@ class WeightAverage:
             for name, w in weights.items()
         }
 
-    def update(self, number: int) -> None:
-        """Average in the weights after an update, whose number counts from 1."""
+    def update(self, number: int, applied: Tensor) -> None:
+        """Average in the weights after an update, whose number counts from 1, if it was applied; on CPU the step has ended."""
+        if not applied.asnumpy():
+            return
         if number == 1:
             self.begin()
             return

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Parameter
+from mindspore import Parameter, Tensor
 from mindspore.nn.utils import no_init_parameters
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
@@ -43,7 +43,7 @@ from telechat_moe.train.programs import Programs
 from telechat_moe.train.programs.program import RankProgram
 from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.sample import Drawing, PromptRows, padded
-from telechat_moe.train.step import StepOutput, TensorBatch, tensors
+from telechat_moe.train.step import RunningStep, StepOutput, TensorBatch, tensors
 from telechat_moe.train.token_weights import LOSS_MASK, token_weights
 
 PLACEMENT = "placement"
@@ -76,7 +76,7 @@ class RankEngine(Engine):
         self.micro_rows, self.ema = recipe.micro_batch_samples, recipe.telechat_moe.ema
         self.programs = programs
         self.program = self._load()
-        self.peers = self.program.peers
+        self.peers, self.runs_ahead = self.program.peers, self.program.runs_ahead
         fused = " but for attention" * (recipe.telechat_moe.operators.attention == "fused")
         self.operators = (
             f"{self.program.operators}{fused}, in the graphs of {ranks.count} ranks ({self.layout})"
@@ -127,26 +127,37 @@ class RankEngine(Engine):
         parts = ((next(columns), slice(i * rows, (i + 1) * rows)) for i in range(count))
         return [tensors(put_together(count * rows, parts))]
 
-    def update(
-        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
-    ) -> StepOutput:
-        """See :meth:`telechat_moe.train.engine.Engine.update`."""
+    def set_limits(self, limits: tuple[float, float], before: Tensor | None) -> None:
+        """See :meth:`telechat_moe.train.engine.Engine.set_limits`."""
+        self.program.set_limits(limits, before)
+
+    def run(self, batches: list[TensorBatch], number: int, rate: float) -> RunningStep:
+        """See :meth:`telechat_moe.train.engine.Engine.run`."""
         scalars = self.optimizer.scalars(number, rate)
-        count = batches[0][0].shape[0] // self.micro_rows
-        if count != self.micro_batches:
-            self._go_on_with(count)
-        if limits != self.limits:
-            self.program.set_limits(*limits)
-            self.limits = limits
         masks = [batch[LOSS_MASK].asnumpy() for batch in batches]
         factors = token_weights(self.config, masks, self.micro_batches, self.parts)
         self.program.set_token_weights(factors)
         losses, norm, *outputs = self.program(*scalars, *batches[0])
-        output = StepOutput.fetch(losses, norm, None, *outputs)
-        if self.average is not None and output.applied:
-            self.average.update(number)
-        moves = self.experts.after_step(output.load_LE) if self.experts is not None else ()
-        return output._replace(moves=moves)
+        return RunningStep(losses, norm, None, *outputs)
+
+    def launch(
+        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
+    ) -> RunningStep:
+        """See :meth:`telechat_moe.train.engine.Engine.launch`; steps of another size have another graph."""
+        count = batches[0][0].shape[0] // self.micro_rows
+        if count != self.micro_batches:
+            self._go_on_with(count)
+        return super().launch(batches, number, rate, limits)
+
+    def acts_after_step(self) -> bool:
+        """See :meth:`telechat_moe.train.engine.Engine.acts_after_step`: experts may move."""
+        return self.experts is not None and self.experts.is_due()
+
+    def after_step(self, output: StepOutput) -> StepOutput:
+        """See :meth:`telechat_moe.train.engine.Engine.after_step`: let experts move where that is due."""
+        if self.experts is None:
+            return output
+        return output._replace(moves=self.experts.after_step(output.load_LE))
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`telechat_moe.train.engine.Engine.parameters`."""
@@ -252,7 +263,7 @@ class RankEngine(Engine):
         batch = _filled(columns, self.micro_batches * self.micro_rows)
         masks = [batch["loss_mask"]]
         self.limits = (-math.inf, -math.inf)
-        self.program.set_limits(*self.limits)
+        self.program.set_limits(self.limits)
         factors = token_weights(self.config, masks, self.micro_batches, self.parts)
         self.program.set_token_weights(factors)
         losses, *_ = self.program(*self.optimizer.scalars(1, 0.0), *tensors(batch))

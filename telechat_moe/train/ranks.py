@@ -96,15 +96,23 @@ class RankCoordinator:
         """Let this process stop after the current step."""
         self.interrupted = True
 
-    def begin_step(self, step: int) -> None:
-        """Announce on rank 0 that this step is the last one, if the user wants to stop."""
+    def begin_step(self, step: int, ahead: int = 0) -> None:
+        """Announce on rank 0 which step is the last one, if the user wants to stop.
+
+        Args:
+            ahead: How many steps the others may begin before they end this one.
+        """
         if self.control is None or not self.leads or self.control.read("last"):
             return
         if self.control.stop_asked():
             # Seen by all others before they end this step, since they need rank 0 for its collectives.
-            self.control.write("last", str(step))
+            self.control.write("last", str(step + ahead))
+
+    def is_last(self, step: int) -> bool:
+        """Return whether a run that the user stops, stops after this step."""
+        last = self.control.read("last") if self.control is not None else None
+        return self.interrupted or (last is not None and step >= int(last))
 
     def end_step(self, step: int) -> None:
         """Find out, alike on all processes, whether this step was the last one."""
-        last = self.control.read("last") if self.control is not None else None
-        self.interrupted |= last is not None and step >= int(last)
+        self.interrupted = self.is_last(step)

@@ -29,7 +29,7 @@ def tensors(columns: Mapping[str, np.ndarray]) -> TensorBatch:
 
 
 class StepOutput(NamedTuple):
-    """What a step returns, on the host; :meth:`fetch` makes it.
+    """What a step returns, on the host; :meth:`RunningStep.fetch` makes it.
 
     Attributes:
         losses: ``[3]`` fp32: next-token, MTP, balance and z-loss; means over micro-batches.
@@ -52,28 +52,31 @@ class StepOutput(NamedTuple):
     moves: Sequence[Mapping[str, Any]] = ()
     by_source: np.ndarray | None = None
 
-    @staticmethod
-    def fetch(
-        losses: Tensor,
-        norm: Tensor,
-        square_sums: Tensor | None,
-        applied: Tensor,
-        load_LE: Tensor,
-        dropped: Tensor | None,
-        by_source: Tensor | None = None,
-    ) -> "StepOutput":
-        """Wait for the end of a step and bring what it returned to the host: the only place where a step waits.
+
+class RunningStep(NamedTuple):
+    """What a step will return, while the device may still compute it; see :class:`StepOutput`."""
+
+    losses: Tensor
+    norm: Tensor
+    square_sums: Tensor | None
+    applied: Tensor
+    load_LE: Tensor  # noqa: N815
+    dropped: Tensor | None
+    by_source: Tensor | None = None
+
+    def fetch(self) -> StepOutput:
+        """Wait for the end of the step and bring what it returned to the host: the only place where a step waits.
 
         The first tensor is waited for; the others are ready then and only copied.
         """
         return StepOutput(
-            _copy(losses),
-            _copy(norm),
-            square_sums,
-            _copy(applied),
-            _copy(load_LE),
-            None if dropped is None else _copy(dropped),
-            by_source=None if by_source is None else _copy(by_source),
+            _copy(self.losses),
+            _copy(self.norm),
+            self.square_sums,
+            _copy(self.applied),
+            _copy(self.load_LE),
+            None if self.dropped is None else _copy(self.dropped),
+            by_source=None if self.by_source is None else _copy(self.by_source),
         )
 
 
@@ -166,6 +169,19 @@ def scalar_parameter(name: str, value: float = 0.0) -> Parameter:
     """Return a number of a step that the host sets, fp32; it is not trained."""
     number = Tensor(value, ms.float32)
     return Parameter(number, name=name, requires_grad=False, parallel_optimizer=False)
+
+
+def limit_tensors(limits: tuple[float, float], before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the limits of gradient norm and total loss, fp32 on the device.
+
+    Args:
+        before: Whether the update of the step before is applied, which the host need not know yet; if it is not, no update is
+            below these limits. None: that step has ended.
+    """
+    norm, loss = (Tensor(limit, ms.float32) for limit in limits)
+    if before is not None:
+        norm = ops.select(before, norm, Tensor(-np.inf, ms.float32))
+    return norm, loss
 
 
 def update_rules(recipe: Recipe) -> tuple[float | None, float]:
@@ -280,10 +296,15 @@ class TrainStep(UpdateStep):
         self.assign = ops.Assign()
         self.zero = Tensor([0.0], ms.float32)
 
-    def set_limits(self, norm: float, loss: float) -> None:
-        """Set the limits below which gradient norm and total loss must be for the next updates to be applied."""
-        ops.assign(self.norm_limit, Tensor(norm, ms.float32))
-        ops.assign(self.loss_limit, Tensor(loss, ms.float32))
+    def set_limits(self, limits: tuple[float, float], before: Tensor | None = None) -> None:
+        """Set the limits below which gradient norm and total loss must be for the next updates to be applied.
+
+        Args:
+            before: See :func:`limit_tensors`.
+        """
+        parameters = (self.norm_limit, self.loss_limit)
+        for parameter, limit in zip(parameters, limit_tensors(limits, before), strict=True):
+            ops.assign(parameter, limit)
 
     def set_micro_batches(self, count: int) -> None:
         """Set the micro-batches of the next steps, at most as many as the step was built for."""
@@ -314,7 +335,7 @@ class TrainStep(UpdateStep):
     def construct(
         self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return what :meth:`StepOutput.fetch` takes.
+        """Return what :class:`RunningStep` takes.
 
         The first three arguments come from ``optimizer.scalars``.
         """

@@ -42,12 +42,12 @@ from telechat_moe.train import (
     sample,
     schedule,
 )
-from telechat_moe.train.engine import OneProcess
+from telechat_moe.train.engine import Engine, OneProcess
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
 from telechat_moe.train.ranks import RankCoordinator
 from telechat_moe.train.start import start_of
-from telechat_moe.train.step import StepOutput, tensors
+from telechat_moe.train.step import RunningStep, tensors
 
 SPIKES = {6: (9.0, 40.0), 7: (9.0, 40.0), 9: (float("nan"), 1.0), 10: (float("nan"), 1.0)}
 """Steps with another loss and gradient norm than (4, 1)."""
@@ -81,14 +81,14 @@ class Recorder:
         self.said.append(("read", [_hash(b.values()) for b in batches]))
         return [tensors(b) for b in batches]
 
-    def update(self, batches: Any, number: int, rate: float, limits: Any) -> StepOutput:
+    def launch(self, batches: Any, number: int, rate: float, limits: Any) -> RunningStep:
         """Take a step."""
         self.said.append(("update", number, rate, tuple(limits)))
         step = sum(one[0] == "update" for one in self.said)
         loss, norm = SPIKES.get(step, (4.0 + 0.01 * step, 1.0 + 0.01 * step))
         applied = loss < limits[1] and norm < limits[0]
         output = (_value([loss, 0, 0]), _value(norm), None, _value(applied), _value([[1.0]]), None)
-        return StepOutput.fetch(*output)
+        return RunningStep(*output)
 
     def culprit(self, output: Any) -> str:
         """Name nothing."""
@@ -98,6 +98,8 @@ class Recorder:
         """Know nothing of experts."""
 
     parameter_count = 0
+    running, runs_ahead = None, False
+    fetch, acts_after_step, after_step = Engine.fetch, Engine.acts_after_step, Engine.after_step
     evaluate = OneProcess.evaluate
     open_checkpoint = OneProcess.open_checkpoint
 

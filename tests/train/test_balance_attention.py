@@ -98,7 +98,8 @@ def test_loss_and_gradient_are_those_of_samples_in_order(tmp_path: Path, data: P
         read, results = [], []
         for _ in range(3):
             batches = engine.read(loader)
-            output = engine.update(batches, 1, 1e-3, (0.0, 0.0))  # no update is below these limits
+            running = engine.launch(batches, 1, 1e-3, (0.0, 0.0))  # no update is below these limits
+            output = engine.fetch(running)
             assert not output.applied
             results.append([*output.losses, output.norm])
             read.append([batch[0].asnumpy().tolist() for batch in batches])

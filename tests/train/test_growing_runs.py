@@ -174,7 +174,7 @@ def test_average_equals_torchs() -> None:
     ours = WeightAverage({"w": weight}, 0.9)
     for number, value in enumerate(given, 1):
         weight.set_data(Tensor(value))
-        ours.update(number)
+        ours.update(number, Tensor(True))
         layer.weight.data = torch.from_numpy(value)
         theirs.update_parameters(layer)
         expected = theirs.module.weight.detach().numpy()

@@ -54,7 +54,10 @@ class Sums(OneProcess):
     def read(self, columns: Any, micro_batches: int | None = None) -> list[Any]:
         return [tensors(next(columns)) for _ in range(micro_batches or 1)]
 
-    def update(self, batches: Any, number: int, rate: float, limits: Any) -> StepOutput:
+    def fetch(self, running: Any) -> StepOutput:
+        return running
+
+    def launch(self, batches: Any, number: int, rate: float, limits: Any) -> Any:
         self.numbers.append(number)
         loss = self.losses.get(len(self.numbers), 4.0)
         applied = np.isfinite(loss) and loss < limits[1]
@@ -177,7 +180,7 @@ def test_a_run_that_died_after_going_back_leaves_the_same_out(trainer, tmp_path:
     rules = {"telechat_moe__loss_guard": GUARD.replace("ACTION", "rollback")}
     made = trainer({8: 9.0, 11: 9.0}, **rules)
     sums = batch_sums(made.recipe)
-    made.engine.update = dying(made.engine.update, at=10)
+    made.engine.launch = dying(made.engine.launch, at=10)
     with pytest.raises(KeyboardInterrupt):
         made.run()
     again = trainer(resume=True, **rules)
@@ -186,14 +189,14 @@ def test_a_run_that_died_after_going_back_leaves_the_same_out(trainer, tmp_path:
     assert len(again.state.rollbacks) == 1
 
 
-def dying(update: Any, at: int) -> Any:
+def dying(launch: Any, at: int) -> Any:
     calls: list[int] = []
 
     def last(*args: Any) -> StepOutput:
         calls.append(len(calls) + 1)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return update(*args)
+        return launch(*args)
 
     return last
 

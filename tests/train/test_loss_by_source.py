@@ -17,7 +17,7 @@ from telechat_moe.data import Loader, MixedDataset
 from telechat_moe.model import CausalLM
 from telechat_moe.ops import select
 from telechat_moe.train.optimizer import AdamW
-from telechat_moe.train.step import StepOutput, TrainStep
+from telechat_moe.train.step import RunningStep, TrainStep
 
 
 def run(backend: str, per_token: bool, sources: int, parts: list[list[Tensor]]):
@@ -32,7 +32,7 @@ def run(backend: str, per_token: bool, sources: int, parts: list[list[Tensor]]):
     step.count_tokens(parts)
     for part in parts[:-1]:
         step.accumulate(*part)
-    output = StepOutput.fetch(*step(*optimizer.scalars(1, 1e-3), *parts[-1]))
+    output = RunningStep(*step(*optimizer.scalars(1, 1e-3), *parts[-1])).fetch()
     assert output.square_sums is not None
     after = [p.asnumpy().copy() for p in optimizer.params]
     found = [output.losses, output.norm, output.square_sums.asnumpy(), *after]

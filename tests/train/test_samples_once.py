@@ -186,14 +186,16 @@ class Engine(key_effects.Recorder):
         self.seen.append(np.concatenate(batches))
         return [(key_effects._value(ids),) for ids in batches]
 
-    def update(self, batches: Any, number: int, rate: float, limits: Any) -> Any:
+    def launch(
+        self, batches: Any, number: int, rate: float, limits: Any
+    ) -> key_effects.RunningStep:
         """Take a step, of which some are not finite, and stop after the last one."""
         self.updates += 1
         if self.updates == self.leg.stop_after:
             self.ranks.interrupt()
         good, x = self.updates not in self.leg.spikes, key_effects._value
         output = (x([4.0 if good else math.nan, 0, 0]), x(1.0), None, x(good), x([[1.0]]), None)
-        return key_effects.StepOutput.fetch(*output)
+        return key_effects.RunningStep(*output)
 
     def put(self, saved: Any, in_place: bool = False) -> str:
         """Take a checkpoint."""

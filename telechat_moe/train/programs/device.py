@@ -129,7 +129,7 @@ class DeviceProgram(RankProgram):
     def __init__(self, recipe: Recipe, rank: int, control: Control) -> None:
         self.recipe, self.rank, self.mesh = recipe, rank, mesh_of(recipe)
         if recipe.context.device_target != "CPU":
-            self.operators = f"{recipe.context.device_target}'s"
+            self.operators, self.runs_ahead = f"{recipe.context.device_target}'s", True
         self.forward: Callable[..., Any] | None = None
         self.copies, self.micro_batches = whole_copies(recipe), recipe.micro_batches
         self.takes_all = recipe.parallel.full_batch and not self.copies

@@ -11,6 +11,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.execute import KEPT, LIMITS, SCHEDULE, SUMS, TOKEN_WEIGHTS
 from telechat_moe.graph.parameter_layout import shard_of
+from telechat_moe.train.step import limit_tensors
 
 Exchange = Callable[..., Any]
 """Exchange rows of a tensor, as :class:`telechat_moe.sharding.cells.expert_rows.ExchangeRows` does."""
@@ -23,6 +24,7 @@ class RankProgram(ABC):
         ranks: How the graph of each rank splits its parameters, and its groups; without MindIR.
         peers: Ranks that this one exchanges messages with through the native library.
         operators: Whose the graph is made of, for the user.
+        runs_ahead: A call returns before the device has computed the step.
         host_copies: Parameters that the host alone reads and writes, in its memory; a device must not get them.
         parameters: Those of the graph by name, this rank's shards; others may join them that only the host computes.
     """
@@ -32,6 +34,7 @@ class RankProgram(ABC):
     peers: Sequence[int] = ()
     parameters: dict[str, Any]
     operators: str = "plain"
+    runs_ahead: bool = False
     host_copies: frozenset[str] = frozenset()
 
     @property
@@ -133,11 +136,15 @@ class RankProgram(ABC):
                 value = np.zeros(parameter.shape, np.float32) if empty else source.asnumpy().copy()
                 parameter.set_data(Tensor(value))
 
-    def set_limits(self, norm: float, loss: float) -> None:
-        """Let the next steps be applied only where gradient norm and loss are below these."""
-        for name, value in zip(LIMITS, (norm, loss), strict=True):
+    def set_limits(self, limits: tuple[float, float], before: Any = None) -> None:
+        """Let the next steps be applied only where gradient norm and loss are below these.
+
+        Args:
+            before: See :func:`telechat_moe.train.step.limit_tensors`.
+        """
+        for name, value in zip(LIMITS, limit_tensors(limits, before), strict=True):
             if name in self.parameters:
-                self.put(name, np.float32(value))
+                self.put(name, value)
 
     def set_token_weights(self, weights: np.ndarray) -> None:
         """Set what the next step multiplies sums over tokens by; no effect on one whose losses are means."""
