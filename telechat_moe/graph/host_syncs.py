@@ -14,6 +14,7 @@ _SENDS = ("Print", "TensorDump")
 _SENDS += ("HistogramSummary", "ImageSummary", "ScalarSummary", "TensorSummary")
 _BY_VALUE = ("MaskedSelect", "NonZero", "NonZeroExt")
 _BY_VALUE += ("Unique", "Unique2", "UniqueConsecutive", "UniqueDim")
+_BRANCHES = "the host takes a branch by a value that the device computes"
 _UNKNOWN = (
     "shapes are known only while it runs; the host computes them, without waiting for the device"
 )
@@ -29,6 +30,7 @@ class GraphSync(NamedTuple):
         times: How often a step runs them.
         why: What they do to the host.
         waits: The host waits for the device.
+        needed: It must: the sizes of an all-to-all are known to the device only, and HCCL takes them from the host.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class GraphSync(NamedTuple):
     times: int
     why: str
     waits: bool
+    needed: bool = False
 
 
 def host_syncs(
@@ -47,23 +50,36 @@ def host_syncs(
     Args:
         times: How often a step calls each, as :func:`.nodes.call_counts` returns it.
     """
-    counts: Counter[tuple[str, str, str, str, bool]] = Counter()
+    counts: Counter[tuple[str, str, str, str, bool, bool]] = Counter()
     unknown = 0
     for name, function in functions.items():
+        sizes = _sizes(function) if times[name] else set()
         for node in function.nodes.values() if times[name] else ():
+            phase, module = function.phases[node.name], module_of(node.scope)
+            if node.kind == "Switch" and _constant(function, node.inputs[0]) is None:
+                counts[node.kind, module, phase, _BRANCHES, True, False] += times[name]
             if not node.kind or node.kind in STRUCTURE or node.kind == "Constant":
                 continue
             unknown += times[name] * any(d < 0 for dims, _ in node.shapes for d in dims)
             for reason, waits in _reasons(model, function, node):
-                phase = function.phases[node.name]
-                counts[node.kind, module_of(node.scope), phase, reason, waits] += times[name]
+                needed = waits and node.name in sizes
+                counts[node.kind, module, phase, reason, waits, needed] += times[name]
     syncs = [
-        GraphSync(kind, module, phase, count, reason, waits)
-        for (kind, module, phase, reason, waits), count in counts.items()
+        GraphSync(kind, module, phase, count, reason, waits, needed)
+        for (kind, module, phase, reason, waits, needed), count in counts.items()
     ]
     if unknown:
         syncs.append(GraphSync("dynamic shapes", "all", "all", unknown, _UNKNOWN, False))
     return syncs
+
+
+def _sizes(function: Graph) -> set[str]:
+    """Return the nodes whose values are the sizes of an exchange and nothing else."""
+    users: dict[str, set[str]] = {}
+    for node in function.nodes.values():
+        for name in node.inputs if node.kind not in ("UpdateState", "Return") else ():
+            users.setdefault(name, set()).add(node.kind)
+    return {name for name, kinds in users.items() if kinds == {"AlltoAllV"}}
 
 
 def _reasons(model: MindIR, function: Graph, node: GraphNode) -> Iterator[tuple[str, bool]]:

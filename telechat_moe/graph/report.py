@@ -111,7 +111,7 @@ def _stage(
         "order": [_event(event) for event in reading.order],
         "order_text": " ".join(map(str, reading.order)),
         "overlap": reading.overlap,
-        "host_syncs": _host_syncs(reading),
+        "host_syncs": host_sync_rows(reading),
         "compile_seconds": round(graph.compile_seconds, 2),
         "build_seconds": round(graph.build_seconds, 2),
         "peak_memory": graph.peak_memory,
@@ -191,13 +191,13 @@ def _alive(reading: Reading) -> list[dict[str, Any]]:
     ]
 
 
-def _host_syncs(reading: Reading) -> list[dict[str, Any]]:
+def host_sync_rows(reading: Reading) -> list[dict[str, Any]]:
     """Return the operators that reach the host, layers together."""
-    counts: Counter[tuple[str, str, str, bool, str]] = Counter()
+    counts: Counter[tuple[str, str, str, bool, bool, str]] = Counter()
     for sync in reading.host_syncs:
-        key = (sync.kind, _any_layer(sync.module), sync.phase, sync.waits, sync.why)
-        counts[key] += sync.times
-    names = ("kind", "module", "phase", "waits", "why")
+        module = _any_layer(sync.module)
+        counts[sync.kind, module, sync.phase, sync.waits, sync.needed, sync.why] += sync.times
+    names = ("kind", "module", "phase", "waits", "needed", "why")
     return [{**dict(zip(names, key, strict=True)), "times": n} for key, n in counts.items()]
 
 

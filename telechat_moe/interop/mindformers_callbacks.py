@@ -35,6 +35,7 @@ from telechat_moe.sharding.cells.collective import SumOverProcesses
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.sharding.shards import EMA
 from telechat_moe.train import guard, parameters
+from telechat_moe.train.average import WeightAverage
 from telechat_moe.train.callbacks import (
     Callback,
     ExpertLoads,
@@ -45,7 +46,6 @@ from telechat_moe.train.callbacks import (
 )
 from telechat_moe.train.evaluate import validation_loss
 from telechat_moe.train.monitor import Monitor, SilentMonitor
-from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.sample import continue_prompts, write_sample
 from telechat_moe.train.step import Evaluate, StepOutput
 

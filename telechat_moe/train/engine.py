@@ -26,9 +26,9 @@ from telechat_moe.sharding.recipe import device_context
 from telechat_moe.sharding.shards import EMA
 from telechat_moe.tensor_files import TensorOutput
 from telechat_moe.train import optimizer, parameters
+from telechat_moe.train.average import WeightAverage
 from telechat_moe.train.callbacks import Losses
 from telechat_moe.train.evaluate import validation_loss
-from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.sample import Drawing, continue_prompts
 from telechat_moe.train.step import (
     Evaluate,

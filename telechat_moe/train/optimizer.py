@@ -1,9 +1,8 @@
-"""AdamW with decoupled weight decay and fp32 states, and a passive average of the weights."""
+"""AdamW with decoupled weight decay and fp32 states."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -18,7 +17,6 @@ from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.select import backend
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.swap import require_pool
-from telechat_moe.sharding.shards import EMA
 
 COPIES = ("SwapBack", "SwapBackWait", "SwapOut", "SwapOutWait")
 """Operators of the native library that copy a moment (``ops/csrc/swap.cc``)."""
@@ -56,10 +54,11 @@ class AdamW(nn.Cell):
         self.decayed = tuple(not any(p.search(w.name) for p in patterns) for w in self.params)
         self.beta1 = Tensor(betas[0], ms.float32)
         self.beta2 = Tensor(betas[1], ms.float32)
-        self.no_decay = Tensor(0.0, ms.float32)
+        self.zero = Tensor(0.0, ms.float32)
         self.fused = FusedAdamW(betas, self.decayed) if backend("adamw") == "fused" else None
+        self.one = Tensor(1.0, ms.float32)
         self.update = ops.AdamWeightDecay()
-        self.clip = ops.Mul()
+        self.clip, self.select = ops.Mul(), ops.Select()
 
     def _zeros(self, prefix: str) -> Sequence[Any]:
         """Return a moment of every weight, by the names of checkpoints."""
@@ -80,23 +79,37 @@ class AdamW(nn.Cell):
         epsilon: Tensor,
         decay: Tensor,
         clip: Tensor,
+        applied: Tensor | None = None,
     ) -> Tensor:
-        """Update parameters and moments in place with ``clip * gradients``; return True."""
-        if self.fused is not None:
+        """Update parameters and moments in place with ``clip * gradients``; return True.
+
+        Args:
+            applied: Where it is False every value keeps its bits, as by a branch that is not taken, which would make the host
+                wait for the device. None: it is always applied.
+        """
+        beta1, beta2 = self.beta1, self.beta2
+        if applied is not None:
+            rate = self.select(applied, rate, self.zero)
+            beta1 = self.select(applied, beta1, self.one)
+            beta2 = self.select(applied, beta2, self.one)
+        if self.fused is not None and applied is None:
             moments = (self.moment1, self.moment2)
             token = self.fused(self.params, *moments, gradients, rate, epsilon, decay, clip)
             return ops.depend(Tensor(True), token)
         for i in range(len(self.params)):
+            gradient = self.clip(gradients[i], clip)
+            if applied is not None:
+                gradient = self.select(applied, gradient, self.zero)
             self.update(
                 self.params[i],
                 self.moment1[i],
                 self.moment2[i],
                 rate,
-                self.beta1,
-                self.beta2,
+                beta1,
+                beta2,
                 epsilon,
-                decay if self.decayed[i] else self.no_decay,
-                self.clip(gradients[i], clip),
+                decay if self.decayed[i] else self.zero,
+                gradient,
             )
         return Tensor(True)
 
@@ -214,50 +227,6 @@ class _SwappedGroup(nn.Cell):
         for i in range(1, len(self.out_wait)):
             token = ops.depend(token, self.out_wait[i](*moments[i]))
         return token
-
-
-class WeightAverage:
-    """The average of some weights, float32 like these, on the host.
-
-    The first update copies the weights, as torch's ``AveragedModel`` does.
-
-    Args:
-        weights: Parameters by name; the average follows their memory.
-        decay: Share of the average that an update keeps.
-    """
-
-    def __init__(self, weights: Mapping[str, Parameter], decay: float) -> None:
-        self.decay = decay
-        self.weights = dict(weights)
-        self.averages = {
-            f"{EMA}.{name}": Parameter(
-                Tensor(w.asnumpy().copy()), name=f"{EMA}.{name}", requires_grad=False
-            )
-            for name, w in weights.items()
-        }
-
-    def update(self, number: int, applied: Tensor) -> None:
-        """Average in the weights after an update, whose number counts from 1, if it was applied; on CPU the step has ended."""
-        if not applied.asnumpy():
-            return
-        if number == 1:
-            self.begin()
-            return
-        rate = np.float32(1.0 - self.decay)
-        for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
-            # On CPU asnumpy() is the memory of the parameter.
-            mean, now = average.asnumpy(), weight.asnumpy()
-            mean += rate * (now - mean)
-
-    @staticmethod
-    def absence_note(source: Path) -> str:
-        """Return the note for the user that a checkpoint holds no average."""
-        return f"{source.name} holds no average of the weights; it begins with its weights"
-
-    def begin(self) -> None:
-        """Set the average to the present weights."""
-        for average, weight in zip(self.averages.values(), self.weights.values(), strict=True):
-            average.asnumpy()[...] = weight.asnumpy()
 
 
 def from_recipe(recipe: Recipe, params: Sequence[Parameter], swap: bool = False) -> AdamW:

@@ -34,11 +34,11 @@ from telechat_moe.sharding.recipe import has_mask, head_stage, interleaved, mesh
 from telechat_moe.sharding.shards import EMA, MOMENTS, Region, group_of, weight_of
 from telechat_moe.tensor_files import TensorOutput
 from telechat_moe.train import optimizer, parameters
+from telechat_moe.train.average import WeightAverage
 from telechat_moe.train.callbacks import Losses
 from telechat_moe.train.engine import Engine, HostBatches, backends, set_up
 from telechat_moe.train.evaluate import loss_by_source
 from telechat_moe.train.expert_moves import MovingExperts
-from telechat_moe.train.optimizer import WeightAverage
 from telechat_moe.train.programs import Programs
 from telechat_moe.train.programs.program import RankProgram
 from telechat_moe.train.ranks import RankCoordinator
@@ -101,7 +101,7 @@ class RankEngine(Engine):
             return program
         weights = {n: p for n, p in program.parameters.items() if self._averaged(n)}
         if self.average is None:
-            self.average = WeightAverage(weights, self.ema.decay)
+            self.average = program.average(weights, self.ema.decay)
         self.average.weights = {name: weights[name] for name in self.average.weights}
         program.add_copies(EMA, self.average.averages, self._averaged)
         return program

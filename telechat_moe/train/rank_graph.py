@@ -123,7 +123,8 @@ def build_step(
         placed = placed_model(recipe, rank, target, shared_graph=shared_graph)
         placed = placed._replace(copies=copies)
         params = [p for p in placed.model.trainable_params() if placed.placement.is_here(p)]
-        step = RankStep(recipe, placed, (optimizer or partial(from_recipe, recipe))(params))
+        rule = (optimizer or partial(from_recipe, recipe))(params)
+        step = RankStep(recipe, placed, rule, branches=target == "CPU")
     step.set_train()
     return step
 

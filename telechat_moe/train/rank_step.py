@@ -144,14 +144,21 @@ def _cut(recipe: Recipe, placed: PlacedModel, network: nn.Cell) -> nn.Cell:
 
 
 class RankStep(UpdateStep):
-    """Train on one batch."""
+    """Train on one batch.
 
-    def __init__(self, recipe: Recipe, placed: PlacedModel, optimizer: AdamW) -> None:
+    Args:
+        branches: An update that does not count is a branch that is not taken, for which the host waits on a device;
+            without, it is computed and changes nothing.
+    """
+
+    def __init__(
+        self, recipe: Recipe, placed: PlacedModel, optimizer: AdamW, branches: bool
+    ) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
         limits = (scalar_parameter(name, float("inf")) for name in LIMITS)
         super().__init__(optimizer, *update_rules(recipe), *limits)
-        self.weights = optimizer.params
+        self.weights, self.branches = optimizer.params, branches
         model, placement, config = placed.model, placed.placement, recipe.model_config
         self._set_network(recipe, placed)
         routers = [(i, r) for i, r in enumerate(placed.routers) if placement.is_here(r.weight)]
@@ -277,8 +284,11 @@ class RankStep(UpdateStep):
         if self.sources:
             sums = self.sum_sources(by_source[0] * self.source_share)
             by_source = (self.reshape(sums, (2, self.sources)),)
-        if applied:
-            self.apply(grads, norm, loads, (self.rate, self.epsilon, self.decay))
+        scalars = (self.rate, self.epsilon, self.decay)
+        if not self.branches:
+            self.apply(grads, norm, loads, scalars, applied)
+        elif applied:
+            self.apply(grads, norm, loads, scalars)
         if self.accumulates:
             # Not before the update: MindSpore 2.9.0 does not end compiling a tuple of all that passes a condition.
             outputs = (losses, norm, applied, loads, dropped, *by_source)

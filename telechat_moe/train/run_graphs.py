@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor
 from mindspore.common.initializer import initializer
 from mindspore.communication import create_group
 
@@ -20,12 +21,14 @@ from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.rank_shards import balance
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected, RankMemory, peak, read
+from telechat_moe.graph.report import host_sync_rows
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
 from telechat_moe.sharding.recipe import even_exchange, forward_of, has_mask, mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements
 from telechat_moe.sharding.shards import group_of as checkpoint_group
+from telechat_moe.train.average import AverageStep
 from telechat_moe.train.expert_moves import members
 from telechat_moe.train.rank_graph import compile_recipe
 
@@ -33,10 +36,9 @@ ITEMSIZE = 4
 """Bytes of an element of a checkpoint's tensors, float32."""
 RESIDENT = ("parameters", "optimizer", "gradients", "other")
 """What stays in a device's memory between the graphs of a run."""
-
-
 NEEDED = ("copies", "activations")
 """What one graph needs while it runs."""
+AVERAGES = "averages of weights"
 
 
 class RunGraph(NamedTuple):
@@ -74,7 +76,7 @@ class Save(NamedTuple):
 
 
 def run_graphs(recipe: Recipe) -> list[RunGraph]:
-    """Return the graphs of a run: the step of each batch size, the largest first, evaluation and what moves experts.
+    """Return the graphs of a run: the step of each batch size, the largest first, evaluation, averages and what moves experts.
 
     An interleaved pipeline is evaluated by its step, with an update that changes nothing.
     """
@@ -90,7 +92,53 @@ def run_graphs(recipe: Recipe) -> list[RunGraph]:
         name = "evaluation" if recipe.telechat_moe.sample is None else "evaluation and samples"
         compile_forward = partial(compile_recipe, recipe, graph="forward")
         graphs.append(RunGraph(name, mesh.first_ranks(), compile_forward, expected, False))
-    return [*graphs, *_expert_moves(recipe)]
+    return [*graphs, *_averages(recipe), *_expert_moves(recipe)]
+
+
+def host_waits(recipe: Recipe, advance: Callable[[], object] | None = None) -> list[dict[str, Any]]:
+    """Compile the step of each batch size for a rank of each stage; return the operators for which the host waits in a step.
+
+    Raises:
+        BadInputError: The layout does not fit the model, or MindSpore refuses it.
+    """
+    graphs = [graph for graph in run_graphs(recipe) if graph.is_step]
+    rows = report(recipe, graphs, compile_run(graphs, advance))["graphs"]
+    names = ("graph", "stage", "rank")
+    return [{**{k: row[k] for k in names}, **wait} for row in rows for wait in row["host_waits"]]
+
+
+def _averages(recipe: Recipe) -> list[RunGraph]:
+    if recipe.telechat_moe.ema is None:
+        return []
+    ranks, compiling = mesh_of(recipe).first_ranks(), partial(compile_averages, recipe)
+    return [RunGraph(AVERAGES, ranks, compiling, Expected(0, 0), False)]
+
+
+@in_clean_process
+def compile_averages(
+    recipe: Recipe, ranks: Sequence[int], done: Callable[[], object] | None = None
+) -> list[RankGraph]:
+    """Compile what averages in the weights of ranks after an update, for Ascend.
+
+    Args:
+        done: See :func:`telechat_moe.train.rank_graph.compile_recipe`.
+    """
+    shards, ema = WeightShards.of(recipe), recipe.telechat_moe.ema
+    assert ema is not None
+
+    def build(rank: int) -> Built:
+        regions = {name: shards.shard(rank, name) for name in shards.weights}
+        shapes = {n: [end - begin for begin, end in x] for n, x in regions.items() if x is not None}
+        weights = [initializer("zeros", shape, ms.float32) for shape in shapes.values()]
+        averages = ParameterTuple(
+            Parameter(initializer("zeros", shape, ms.float32), name=f"{EMA}.{name}")
+            for name, shape in shapes.items()
+        )
+        step = AverageStep(averages, ema.decay)
+        return Built(step, (Tensor(True), Tensor(False), *weights))
+
+    settings = {"parallel_mode": "stand_alone"}
+    return compile_ranks(build, ranks, recipe.devices, settings, done=done)
 
 
 def _expert_moves(recipe: Recipe) -> list[RunGraph]:
@@ -222,7 +270,11 @@ def report(
                 "collectives": sum(call.times for call in reading.collectives),
                 "compile_seconds": round(rank.compile_seconds, 2),
             }
-            memory = _memory(recipe, reading.memory)
+            counts["host_waits"] = [row for row in host_sync_rows(reading) if row["waits"]]
+            kept = reading.memory
+            if graph.name == AVERAGES:
+                kept = kept._replace(parameters=0)  # counted with the steps
+            memory = _memory(recipe, kept)
             if not graph.is_step:
                 memory |= {"copies": 0, "activations": peak(rank, graph.expected)}
                 memory["total"] = sum(memory[name] for name in (*RESIDENT, *NEEDED))
@@ -242,10 +294,11 @@ def report(
 def _memory(recipe: Recipe, memory: RankMemory) -> dict[str, int]:
     average = memory.parameters if recipe.telechat_moe.ema is not None else 0
     sizes = {name: getattr(memory, name) for name in RESIDENT}
+    sizes["other"] += average
     if recipe.optimizer.swap:
         sizes["optimizer"] = 0
     sizes |= {"copies": memory.copies, "activations": memory.activations}
-    return {**sizes, "total": sum(sizes.values()), "host": memory.host + average}
+    return {**sizes, "total": sum(sizes.values()), "host": memory.host}
 
 
 def _largest(rows: Sequence[dict[str, Any]], stage: int) -> dict[str, Any]:

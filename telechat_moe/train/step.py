@@ -215,7 +215,8 @@ class UpdateStep(nn.Cell):
         self.below, self.both = ops.Less(), ops.LogicalAnd()
         self.clip = max_grad_norm is not None
         self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
-        self.one = Tensor(1.0, ms.float32)
+        self.one, self.no_change = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
+        self.select = ops.Select()
         self.update_bias = bias_rate > 0
         self.bias_update = BiasUpdate(bias_rate)
 
@@ -239,16 +240,22 @@ class UpdateStep(nn.Cell):
         norm: Tensor,
         loads: Tensor | tuple[Tensor, ...],
         scalars: tuple[Tensor, Tensor, Tensor],
+        applied: Tensor | None = None,
     ) -> Tensor:
-        """Clip, update the parameters, move the expert biases."""
+        """Clip, update the parameters, move the expert biases; see :class:`telechat_moe.train.optimizer.AdamW`."""
         factor = self.one
         if self.clip:
             factor = self.max_norm / ops.maximum(norm, self.max_norm)
-        token = self.optimizer(gradients, *scalars, factor)
+        if applied is None:  # SwappedAdamW takes no condition
+            token = self.optimizer(gradients, *scalars, factor)
+        else:
+            token = self.optimizer(gradients, *scalars, factor, applied)
         if self.update_bias:
             for i in range(len(self.routers)):
-                load_E = loads[self.load_rows[i]]
-                ops.assign_add(self.routers[i].expert_bias, self.bias_update(load_E))
+                change_E = self.bias_update(loads[self.load_rows[i]])
+                if applied is not None:
+                    change_E = self.select(applied, change_E, self.no_change)
+                ops.assign_add(self.routers[i].expert_bias, change_E)
         return token
 
 

@@ -24,6 +24,11 @@ class Inner(nn.Cell):
     def construct(self, x):
         self.show("x", x)
         return self.mul(self.places(x), 2), self.to_host(x, "CPU", True), self.to_host(x + 1, "CPU", False)
+class Branch(nn.Cell):
+    def construct(self, x):
+        if x.sum() > 0:
+            x = x * 2
+        return x
 class Plain(nn.Cell):
     def construct(self, x):
         return x * 2 + 1
@@ -34,7 +39,7 @@ class Net(nn.Cell):
     def construct(self, x):
         return self.inner(x)
 x = Tensor(np.ones((2, 3), np.float32))
-for name, inner in (("waits", Inner()), ("plain", Plain())):
+for name, inner in (("waits", Inner()), ("branch", Branch()), ("plain", Plain())):
     ms.export(Net(inner), x, file_name=f"{sys.argv[1]}/{name}", file_format="MINDIR")
 """
 
@@ -52,4 +57,6 @@ def test_operators_that_reach_the_host(tmp_path: Path) -> None:
         ("Mul", "inner", 1, True),
         ("dynamic shapes", "all", 2, False),
     }
+    (branch,) = host_syncs_of((tmp_path / "branch.mindir").read_bytes())
+    assert (branch.kind, branch.times, branch.waits) == ("Switch", 1, True)
     assert not host_syncs_of((tmp_path / "plain.mindir").read_bytes())

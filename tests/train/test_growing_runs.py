@@ -19,7 +19,8 @@ from tiny_models import random_weights, tiny_config
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.model import CausalLM
-from telechat_moe.train.optimizer import AdamW, WeightAverage
+from telechat_moe.train.average import WeightAverage
+from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import TrainStep
 
 DECAY = 0.75

@@ -22,6 +22,7 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import mesh_of, whole_copies
+from telechat_moe.train.average import DeviceAverage, WeightAverage
 from telechat_moe.train.programs.program import Exchange, RankProgram
 from telechat_moe.train.rank_graph import StepSource, step_source
 
@@ -169,6 +170,10 @@ class DeviceProgram(RankProgram):
             factors = weights.copy()
             factors[:-1] *= self.mesh.dp if self.copies else 1
             self.put(TOKEN_WEIGHTS, factors)
+
+    def average(self, weights: Mapping[str, Any], decay: float) -> WeightAverage:
+        """See :meth:`RankProgram.average`."""
+        return DeviceAverage(weights, decay, _unsplit)
 
     def row_exchanges(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Exchange]:
         """See :meth:`RankProgram.row_exchanges`."""

@@ -11,6 +11,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.execute import KEPT, LIMITS, SCHEDULE, SUMS, TOKEN_WEIGHTS
 from telechat_moe.graph.parameter_layout import shard_of
+from telechat_moe.train.average import WeightAverage
 from telechat_moe.train.step import limit_tensors
 
 Exchange = Callable[..., Any]
@@ -25,8 +26,7 @@ class RankProgram(ABC):
         peers: Ranks that this one exchanges messages with through the native library.
         operators: Whose the graph is made of, for the user.
         runs_ahead: A call returns before the device has computed the step.
-        host_copies: Parameters that the host alone reads and writes, in its memory; a device must not get them.
-        parameters: Those of the graph by name, this rank's shards; others may join them that only the host computes.
+        parameters: Those of the graph by name, this rank's shards; averages of them may join them.
     """
 
     rank: int
@@ -35,7 +35,6 @@ class RankProgram(ABC):
     parameters: dict[str, Any]
     operators: str = "plain"
     runs_ahead: bool = False
-    host_copies: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> RankGraph:
@@ -108,6 +107,10 @@ class RankProgram(ABC):
             else:
                 parameter.set_data(Tensor(shard))
 
+    def average(self, weights: Mapping[str, Any], decay: float) -> WeightAverage:
+        """Return an average of parameters, which :meth:`add_copies` takes."""
+        return WeightAverage(weights, decay)
+
     def add_copies(
         self, prefix: str, copies: Mapping[str, Any], keep: Callable[[str], bool]
     ) -> None:
@@ -118,7 +121,6 @@ class RankProgram(ABC):
             keep: Says of a parameter of any rank whether it has a copy.
         """
         self.parameters |= copies
-        self.host_copies = self.host_copies | frozenset(copies)
         ranks: list[RankGraph] = []
         for graph in self.ranks:
             entries = {f"{prefix}.{n}": entry for n, entry in graph.layouts.items() if keep(n)}
@@ -155,21 +157,12 @@ class RankProgram(ABC):
         """Set this rank's shard of a parameter, an array or a tensor, in place."""
         from mindspore import Tensor, ops
 
-        if name in self.host_copies:
-            array = shard.asnumpy() if isinstance(shard, Tensor) else shard
-            self.parameters[name].asnumpy()[...] = array
-            return
         value = shard if isinstance(shard, Tensor) else Tensor(shard)
         ops.assign(self.parameters[name], value)
 
     def value(self, name: str) -> Any:
         """Return this rank's shard of a parameter as a tensor, for another graph."""
-        from mindspore import Tensor
-
-        parameter = self.parameters[name]
-        if name in self.host_copies:
-            return Tensor(parameter.asnumpy().copy())
-        return parameter.value()
+        return self.parameters[name].value()
 
     @abstractmethod
     def row_exchanges(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Exchange]:
