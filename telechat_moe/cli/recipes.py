@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -262,18 +263,17 @@ def _host_waits(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _wait_lines(name: str, waits: Sequence[dict[str, Any]]) -> list[str]:
-    """Say for what the host waits in a step, for the user."""
-    lines = [
-        f"{name}: the host waits for the device once a step, for the outputs of the step before"
-    ]
-    for wait in waits:
-        why = wait["why"]
-        if wait["needed"]:
-            why = "HCCL takes the sizes of an all-to-all from the host; a fixed capacity needs none"
-        lines.append(
-            f"{name}: stage {wait['stage']}, {wait['graph']}: it waits {wait['times']} times more in {wait['module']} "
-            f"({wait['phase']}), {wait['kind']}: {why}"
-        )
+    """Say for what the host waits in a step, for the user; graphs and layers together."""
+    lines = [f"{name}: the host waits once a step, for the outputs of the step before"]
+    for kind, why, needed in dict.fromkeys((w["kind"], w["why"], w["needed"]) for w in waits):
+        same = [w for w in waits if (w["kind"], w["why"]) == (kind, why)]
+        times = Counter[tuple[str, int]]()
+        for wait in same:
+            times[wait["graph"], wait["stage"]] += wait["times"]
+        modules = ", ".join(dict.fromkeys(wait["module"] for wait in same))
+        if needed:
+            why = "HCCL takes the sizes of an all-to-all from the host (telechat_moe.sharding.dispatcher: alltoall has none)"
+        lines.append(f"{name}: and up to {max(times.values())} times in {modules}, {kind}: {why}")
     return lines
 
 

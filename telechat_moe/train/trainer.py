@@ -178,6 +178,8 @@ class Trainer:
                 if self.state.unread:
                     monitor.message(self.state.unread)
                 monitor.message(f"operators: {self.engine.operators}")
+                if self.engine.runs_ahead:
+                    monitor.message("each step is reported once the next one has been launched")
                 loop.run()
                 if not self.ranks.interrupted:
                     self._sample(monitor)

@@ -1,8 +1,10 @@
 """A double of the device, which Python imports at its start where a test puts this folder on the path of modules.
 
-It replaces two calls, ``compile_step`` and ``compile_forward`` of ``telechat_moe.train.programs.device``: the step is compiled natively for the simulated
-device, as one for Ascend, whose layouts and groups count from there on; its graph for CPU processes is what runs. Recipes for CPU
-are taken for those of the device (``runs_natively``), because MindSpore for CPU has no other target.
+It replaces three calls of ``telechat_moe.train.programs.device``, ``compile_step``, ``compile_forward`` and ``row_exchanges``: the step is compiled
+natively for the simulated device, as one for Ascend, whose layouts and groups count from there on; its graph for CPU processes is
+what runs, and CPU processes exchange rows of experts. Recipes for CPU
+are taken for those of the device (``runs_natively``), because MindSpore for CPU has no other target, and its programs for
+ones that run ahead, so that a step is launched before the one before it is fetched.
 """
 
 import os
@@ -51,12 +53,19 @@ def compile_forward(recipe: Any, rank: int, parameters: Any) -> Any:
     return PROGRAMS[recipe.micro_batches].evaluate
 
 
+def row_exchanges(program: Any, groups: Any) -> Any:
+    """Return the exchanges of rows between CPU processes."""
+    return PROGRAMS[program.micro_batches].row_exchanges(groups)
+
+
 def runs_natively(recipe: Any) -> bool:
     """Say of every recipe of several ranks that the device of each runs it."""
     if os.environ.get("MS_ROLE") == "MS_WORKER":
         from telechat_moe.train.programs import device
 
         device.compile_step, device.compile_forward = compile_step, compile_forward
+        device.DeviceProgram.row_exchanges = row_exchanges
+        device.DeviceProgram.runs_ahead = True
     return recipe.devices > 1
 
 
