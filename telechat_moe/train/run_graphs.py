@@ -7,6 +7,7 @@ shard, and into how many files, follows from the layout alone.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -273,7 +274,7 @@ def report(
             counts["host_waits"] = [row for row in host_sync_rows(reading) if row["waits"]]
             kept = reading.memory
             if graph.name == AVERAGES:
-                kept = kept._replace(parameters=0)  # counted with the steps
+                kept = replace(kept, parameters=0)  # counted with the steps
             memory = _memory(recipe, kept)
             if not graph.is_step:
                 memory |= {"copies": 0, "activations": peak(rank, graph.expected)}

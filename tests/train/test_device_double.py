@@ -34,7 +34,7 @@ MEASURED = ("step", "loss", "grad_norm", "to_step", "left_out", "layer", "expert
 SPIKY = {
     **DP4,
     "telechat_moe__moe__placement": "null",
-    "telechat_moe__loss_guard": "{action: rollback, window: 8, min_steps: 3, loss_factor: 1.2}",
+    "telechat_moe__loss_guard": "{action: rollback, window: 3, min_steps: 3, loss_factor: 1.2}",
     "runner_config__gradient_accumulation_steps": 2,
     "callbacks__1__gradient_accumulation_steps": 2,
     "train_dataset__data_loader__sizes": "[128,0,0]",
@@ -102,7 +102,7 @@ def test_killed_restarted_and_resumed_in_another_layout(data: Path, tmp_path: Pa
 @pytest.mark.parametrize("changes", [MOVING, GROWING], ids=["moving", "growing"])
 def test_going_back_before_spikes(tmp_path: Path, changes: dict[str, object]) -> None:
     """Steps are launched before the one before them is fetched, wherever nothing is due between them."""
-    data, device, cpu = spiky_data.write(tmp_path, [11]), tmp_path / "device", tmp_path / "cpu"
+    data, device, cpu = spiky_data.write(tmp_path, [24]), tmp_path / "device", tmp_path / "cpu"
     ended(start(data, device, {**SPIKY, **changes}, double=True))
     ended(start(data, cpu, {**SPIKY, **changes}, double=False))
     assert_same(device, cpu)

@@ -47,14 +47,20 @@ def test_evaluation_and_moves_of_experts_are_compiled(data: Path, tmp_path: Path
         **mini.DP2_EP2,
         "telechat_moe__moe__placement": "{every: 2}",
         "telechat_moe__evaluation__interval": 4,
+        "telechat_moe__ema__decay": 0.9,
     }
-    step, evaluation, *moves = of_run(data, tmp_path, **changes)["graphs"]
+    step, evaluation, averages, *moves = of_run(data, tmp_path, **changes)["graphs"]
     assert step["graph"] == "step of 1 micro-batch"
     assert evaluation["graph"] == "evaluation"
     # Only the forward pass: fewer operators, and none of its activations waits for a backward pass.
     assert evaluation["operators"] < step["operators"] / 2
     logits = 2 * 16 * 64 * 4
     assert logits <= evaluation["memory"]["activations"] < step["memory"]["total"]
+    assert averages["graph"] == "averages of weights"
+    shards = step["memory"]["parameters"]
+    largest = max(4 * int(np.prod(w.shape)) for w in weights(recipe(data, tmp_path).model_config))
+    assert averages["memory"]["activations"] < 6 * largest
+    assert step["memory"]["other"] > shards
     assert {row["graph"] for row in moves} == {
         "moves of experts, [4, 32, 16] each",
         "moves of experts, [4, 16, 32] each",
@@ -65,11 +71,10 @@ def test_evaluation_and_moves_of_experts_are_compiled(data: Path, tmp_path: Path
 
 
 def test_every_step_of_a_growing_batch_is_compiled(data: Path, tmp_path: Path) -> None:
-    """Two batch sizes are two graphs; the average of the weights stays on the host."""
+    """Two batch sizes are two graphs; averages are updated by a third."""
     result = of_run(data, tmp_path, **GROWING)
     names = [row["graph"] for row in result["graphs"]]
-    assert names[:2] == ["step of 2 micro-batches", "step of 1 micro-batch"]
-    assert len(names) == 2
+    assert names == ["step of 2 micro-batches", "step of 1 micro-batch", "averages of weights"]
     assert {row["stage"] for row in result["graphs"]} == {0}
     model = recipe(data, tmp_path / "run", **GROWING).model_config
     split = [w for w in weights(model) if ".experts." in w.name]
@@ -78,7 +83,7 @@ def test_every_step_of_a_growing_batch_is_compiled(data: Path, tmp_path: Path) -
     memory = result["graphs"][0]["memory"]
     assert memory["parameters"] >= local
     assert memory["parameters"] - local < 200  # biases of experts
-    assert memory["host"] >= memory["parameters"]
+    assert memory["other"] >= memory["parameters"]  # averages
     [moment] = result["largest_moment"]
     assert moment["total"] >= max(row["memory"]["total"] for row in result["graphs"])
 
@@ -135,3 +140,28 @@ def test_bytes_of_a_checkpoint_are_those_of_its_tensors(
         tensors = sum(n * size for n, size in zip(copies, sizes, strict=True))
         headers = save.nbytes - tensors
         assert 0 < headers < 600 * len(sizes)
+
+
+def test_waits_of_the_host_are_named(
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those for sizes of all-to-alls are needed, any other one is a problem; the update has none."""
+    arguments = words(data, tmp_path / "run", **mini.DP2_EP2)[1:]
+    arguments.remove("--plain")
+    dispatch = "--set", "telechat_moe.sharding.dispatcher=alltoallv"
+    file = tmp_path / "check.json"
+    check = ["check", *arguments, *dispatch, "--host-syncs"]
+    assert main([*check, "--json", str(file)]) == 0
+    (judged,) = json.loads(file.read_text())["recipes"]
+    waits = judged["host_waits"]
+    assert waits
+    assert {(w["kind"], w["needed"]) for w in waits} == {("MoveTo", True)}
+    waits[0] |= {"kind": "Switch", "needed": False, "why": "it branches"}
+    monkeypatch.setattr("telechat_moe.train.run_graphs.host_waits", lambda *_: waits)
+    assert main(check) == 1
+    text = capsys.readouterr().out
+    assert "Switch: it branches" in text
+    assert "HCCL takes the sizes" in text

@@ -23,13 +23,12 @@ def programs_of(recipe: Recipe, job: Path, ranks: RankCoordinator) -> Programs:
     Args:
         job: Folder of the graphs for CPU processes; those of smaller steps are in ``micro_batches_N``.
     """
-    assert ranks.control is not None
-    rank, control = ranks.rank, ranks.control
+    rank = ranks.rank
     if runs_natively(recipe):
         from telechat_moe.train.programs.device import DeviceProgram
 
         recipes = {recipe.micro_batches: recipe, **smaller_steps(recipe)}
-        return lambda micro_batches: DeviceProgram(recipes[micro_batches], rank, control)
+        return lambda micro_batches: DeviceProgram(recipes[micro_batches], ranks)
     from telechat_moe.graph.execute import FORWARD, Job
     from telechat_moe.train.programs.cpu import CpuProgram
 

@@ -17,7 +17,6 @@ from mindspore.communication import create_group, get_process_group_ranks
 
 from telechat_moe.graph.compile import LayoutEntry, RankGraph, layouts_of, set_parallel
 from telechat_moe.graph.execute import TOKEN_WEIGHTS
-from telechat_moe.processes import Control
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
 from telechat_moe.sharding.mesh import Mesh
@@ -25,6 +24,7 @@ from telechat_moe.sharding.recipe import mesh_of, whole_copies
 from telechat_moe.train.average import DeviceAverage, WeightAverage
 from telechat_moe.train.programs.program import Exchange, RankProgram
 from telechat_moe.train.rank_graph import StepSource, step_source
+from telechat_moe.train.ranks import RankCoordinator
 
 
 class CompiledStep(NamedTuple):
@@ -124,10 +124,12 @@ class DeviceProgram(RankProgram):
 
     Args:
         recipe: Of steps of as many micro-batches as the program has.
-        control: Control folder of the run, through which the ranks tell each other how they split their parameters.
+        ranks: The processes of the run, which tell each other how they split their parameters.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, control: Control) -> None:
+    def __init__(self, recipe: Recipe, ranks: RankCoordinator) -> None:
+        rank, control = ranks.rank, ranks.control
+        assert control is not None
         self.recipe, self.rank, self.mesh = recipe, rank, mesh_of(recipe)
         if recipe.context.device_target != "CPU":
             self.operators, self.runs_ahead = f"{recipe.context.device_target}'s", True
@@ -138,7 +140,7 @@ class DeviceProgram(RankProgram):
         self.parameters = self.step.parameters
         about = f"layouts of {recipe.micro_batches} micro-batches"
         control.write(f"{about}, rank {rank}", json.dumps(self.step.graph.content()))
-        control.barrier(about, rank, recipe.devices)
+        ranks.meet(f"telling the {about}")
         texts = (control.read(f"{about}, rank {other}") or "" for other in range(recipe.devices))
         self.ranks = [RankGraph.of(json.loads(text)) for text in texts]
 
