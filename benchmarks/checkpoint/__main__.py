@@ -245,7 +245,7 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
                         free += steps
                         stalls[name].append(stall)
                         flights += [flight] if name == "background" else []
-        nbytes = savers["background"].snapshot.nbytes
+        nbytes = savers["background"].views.nbytes
     found = {"recipe": recipe_name, "state_mib": nbytes / 2**20}
     return found | _stall_figures(free, stalls, flights)
 
