@@ -19,6 +19,7 @@ from telechat_moe.units import size_text
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 LAYOUTS = {
     "ep4": {"parallel_config.data_parallel": 4, "parallel_config.expert_parallel": 4},
+    "ep2": {"parallel_config.data_parallel": 2, "parallel_config.expert_parallel": 2},
     "pp2_ep2": {
         "parallel_config.data_parallel": 2,
         "parallel_config.expert_parallel": 2,
@@ -83,7 +84,7 @@ def needed(job: Path, rank: int) -> RankTensors:
 
 
 def run(layout: str, width: int, output: Path, data: Path) -> list[int]:
-    """Train six steps with evaluations and a checkpoint; return the peak memory of each rank, bytes."""
+    """Train with evaluations and a checkpoint; return the peak memory of each rank, bytes."""
     overrides = settings(layout, width) | {
         "output_dir": str(output),
         "train_dataset.data_loader.config.data_path": f"['1', '{data}/train']",
@@ -91,11 +92,11 @@ def run(layout: str, width: int, output: Path, data: Path) -> list[int]:
     }
     sets = [x for key, value in overrides.items() for x in ("--set", f"{key}={value}")]
     program = ["-m", "telechat_moe.cli", "train", TINY, "--plain", "--overwrite", *sets]
-    control, peaks = output / ".job/control", [0] * 4
+    control, peaks = output / ".job/control", [0] * load(TINY, sets[1::2]).devices
     with subprocess.Popen([sys.executable, *program], stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             time.sleep(0.05)
-            for rank in range(4):
+            for rank in range(len(peaks)):
                 file = control / f"rank_{rank}.pid"
                 if file.exists() and (pid := file.read_text().strip()):
                     peaks[rank] = max(peaks[rank], peak(pid))
@@ -136,7 +137,7 @@ def compare(layout: str, width: int, output: Path, data: Path) -> None:
         f"{layout}: {sum(math.prod(x.shape) for x in weights) / 1e6:.0f}M parameters, "
         f"the save stopped training for {summary['save_stall_ms']:.0f} ms"
     )
-    for rank in range(4):
+    for rank in range(len(peaks[width])):
         above = peaks[width][rank] - peaks[16][rank]
         tiny, large = (needed(output / f"{layout}_{w}/.job", rank) for w in peaks)
         parameters, results = large.parameters - tiny.parameters, large.results - tiny.results

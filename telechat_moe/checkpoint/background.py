@@ -17,7 +17,7 @@ from telechat_moe.checkpoint.snapshot import ArrayGroups, Snapshot, Source, View
 _LOWEST = 19  # nice value
 _LAST_SAVE_S = 60.0
 
-Write = Callable[[ArrayGroups, Copied], object]
+WriteSave = Callable[[ArrayGroups, Copied], object]
 """Store parameters as a checkpoint."""
 
 
@@ -85,7 +85,7 @@ class Saver(FailedSaves):
         """See :meth:`Views.follow`."""
         self.views.follow(sources)
 
-    def save(self, name: str, write: Write) -> None:
+    def save(self, name: str, write: WriteSave) -> None:
         """Copy the parameters and let ``write`` store the copies, in the thread; ``name`` is its name for messages.
 
         Raises:
@@ -129,7 +129,7 @@ class Saver(FailedSaves):
         if self._submitted:
             self._finished.wait(_LAST_SAVE_S)
 
-    def _work(self, write: Write, groups: ArrayGroups, copied: threading.Event) -> None:
+    def _work(self, write: WriteSave, groups: ArrayGroups, copied: threading.Event) -> None:
         def go_on() -> None:
             copied.set()
             # Of this thread and those that it starts; only Linux knows priorities of threads.

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Parameter
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint.background import Write
+from telechat_moe.checkpoint.background import WriteSave
 from telechat_moe.data import Tokenizer
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.graph import cache
@@ -128,7 +128,7 @@ class Engine(ABC):
     @abstractmethod
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Write:
+    ) -> WriteSave:
         """Return a function that writes :meth:`parameters` as the checkpoint of a step."""
 
     @abstractmethod
@@ -283,7 +283,7 @@ class OneProcess(Engine):
 
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Write:
+    ) -> WriteSave:
         """See :meth:`Engine.writer`."""
         return lambda groups, copied: checkpoints.save(
             root, step, groups, state, keep_last=keep_last, copied=copied

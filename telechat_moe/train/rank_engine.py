@@ -16,7 +16,7 @@ from mindspore import Parameter
 from mindspore.nn.utils import no_init_parameters
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint.background import Write
+from telechat_moe.checkpoint.background import WriteSave
 from telechat_moe.checkpoint.checkpoint import Copied
 from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
 from telechat_moe.checkpoint.manifest import BrokenCheckpointError
@@ -309,7 +309,7 @@ class RankEngine(Engine):
 
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Write:
+    ) -> WriteSave:
         """Return a function that writes this rank's share of the parameters; ranks wait for each other only in its thread."""
         self.saves += 1
         save, about = f"{self.control.read('nonce')}-{self.saves}", {"layout": self.layout}

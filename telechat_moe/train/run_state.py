@@ -10,7 +10,7 @@ import mindspore as ms
 
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint, folder
-from telechat_moe.checkpoint.background import Saver, Write
+from telechat_moe.checkpoint.background import Saver, WriteSave
 from telechat_moe.checkpoint.checkpoint import Copied
 from telechat_moe.checkpoint.snapshot import ArrayGroups
 from telechat_moe.data.loader import Batches
@@ -195,7 +195,7 @@ class RunState:
         self.saver.follow(self.engine.parameters())  # a growing batch changes the graph
         self.saver.save(name, save)
 
-    def writer(self) -> Write:
+    def writer(self) -> WriteSave:
         """Return a function that writes the parameters as the checkpoint of the current step."""
         section = self.recipe.checkpoints
         keep_last = section.keep_checkpoint_max if section else None

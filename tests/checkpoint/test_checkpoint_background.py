@@ -157,11 +157,11 @@ def test_a_failure_before_all_is_copied_lets_training_go_on_until_it_is_told() -
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_is_on_a_device_is_copied_to_memory(background: bool) -> None:
-    parameters, found = sources(1), []
+    parameters, saved = sources(1), []
     saver = Saver(parameters, memory_share=0, background=background)
-    saver.save("it", lambda groups, copied: found.append((groups, copied)))
+    saver.save("it", lambda groups, copied: saved.append((groups, copied)))
     saver.wait(last=True)
-    (groups, copied), expected = found[0], values(parameters)
+    (groups, copied), expected = saved[0], values(parameters)
     train(parameters, 2)
     assert copied is None
     assert_equal(groups, expected)

@@ -259,7 +259,7 @@ class Saving:
 
     memory_share: Annotated[float, Range(0, 1)] = 0.02
     """How much of the machine's memory the copies of each process may take. Where they would take more, and the parameters are
-    on no device, training stops until they are copied into the files of the checkpoint: about three times as long, in no memory but
+    on no device, training stops until they are copied into the files of the checkpoint: several times as long, in no memory but
     the page cache."""
 
     max_failed: Count = 0
