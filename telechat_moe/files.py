@@ -74,6 +74,21 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
+def copy_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file that must not exist yet; :func:`settle` waits for the disk."""
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+
+
+def settle(path: Path) -> dict[str, Any]:
+    """Wait until a file is on the disk; return its ``bytes`` and ``sha256``."""
+    sums = checksum(path)
+    with path.open("r+b") as file:
+        sync_file(file)
+    return sums
+
+
 def sync_file(file: Any) -> None:
     """Wait until what was written to an open file is on the disk."""
     file.flush()

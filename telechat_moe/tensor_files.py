@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.files import CHUNK_BYTES, Advance, write_new
+from telechat_moe.files import CHUNK_BYTES, Advance, copy_new, write_new
 from telechat_moe.narrowing import is_object, short
 from telechat_moe.numerics import Array
 from telechat_moe.reading import parse_json, read_bytes
@@ -424,15 +424,18 @@ class TensorFile:
 
     def write(self, path: Path, advance: Advance = lambda _: None) -> dict[str, Any]:
         """Write the file and wait until it is on the disk; return its ``bytes`` and ``sha256``."""
+        return write_new(path, self._content(advance))
 
-        def content() -> Iterator[bytes | memoryview]:
-            yield self.header
-            for output in self.outputs:
-                for chunk in output.chunks():
-                    yield chunk.data
-                    advance(chunk.nbytes)
+    def copy(self, path: Path) -> None:
+        """Write the file; :func:`telechat_moe.files.settle` waits for the disk."""
+        copy_new(path, self._content())
 
-        return write_new(path, content())
+    def _content(self, advance: Advance = lambda _: None) -> Iterator[bytes | memoryview]:
+        yield self.header
+        for output in self.outputs:
+            for chunk in output.chunks():
+                yield chunk.data
+                advance(chunk.nbytes)
 
 
 def file_of(

@@ -218,8 +218,7 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
         trainer = Trainer(load(recipe_name, [f"output_dir={output}"]), plain=True)
         loop = trainer.loop(SilentMonitor())
         savers = {
-            name: Saver(trainer.engine.parameters(), background=name == "background")
-            for name in MODES
+            name: Saver(trainer.engine.parameters(), **options) for name, options in MODES.items()
         }
         free: list[float] = []  # steps while nothing is written
         stalls: dict[str, list[float]] = {name: [] for name in MODES}
@@ -232,7 +231,7 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
 
         with trainer.loader:
             for round_ in range(rounds + 1):  # the first warms up
-                for name in MODES if round_ % 2 else MODES[::-1]:
+                for name in MODES if round_ % 2 else reversed(MODES):
                     steps = [step() for _ in range(STEPS_BETWEEN)]
                     began = time.perf_counter()
                     savers[name].save("the save", trainer.state.writer())
@@ -245,7 +244,7 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
                         free += steps
                         stalls[name].append(stall)
                         flights += [flight] if name == "background" else []
-        nbytes = savers["background"].snapshot.nbytes
+        nbytes = savers["background"].views.nbytes
     found = {"recipe": recipe_name, "state_mib": nbytes / 2**20}
     return found | _stall_figures(free, stalls, flights)
 
@@ -273,17 +272,23 @@ def _stall_figures(
     return found
 
 
-MODES = ("background", "at_once")
+MODES: dict[str, Any] = {
+    "background": {},
+    "into_files": {"memory_share": 0.0},
+    "at_once": {"background": False},
+}
+"""Options of a saver: it copies into memory, into the files of the checkpoint, or not at all."""
 
 
 def show_stall(found: dict[str, Any]) -> None:
     """Print what saving costs the steps of a recipe."""
-    after, once = found["background"], found["at_once"]
+    after, files, once = (found[name] for name in MODES)
     print(
         f"{found['recipe']}: state {found['state_mib']:.1f} MiB, step {found['step_ms']:.1f} ms (median)\n"
         f"  in the background: training is stalled for {after['median_stall_ms']:.2f} ms, "
         f"{after['share_of_step']:.1%} of a step; the {after['steps_in_flight']:.1f} step(s) meanwhile take "
         f"{after['step_ms_in_flight']:.1f} ms; in all {after['extra_ms']:.1f} ms\n"
+        f"  copied into files: {files['median_stall_ms']:.1f} ms, {files['share_of_step']:.1%} of a step\n"
         f"  at once: {once['median_stall_ms']:.1f} ms, {once['share_of_step']:.1%} of a step"
     )
 

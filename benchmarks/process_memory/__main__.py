@@ -1,19 +1,25 @@
 """Measure what a rank of a sharded run needs: ``python -m benchmarks.process_memory start|run``."""
 
 import argparse
+import json
 import math
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
+from telechat_moe.graph.mindir import MindIR
+from telechat_moe.graph.nodes import size_of
+from telechat_moe.graph.swapping import peak_of
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.sharding.shards import WeightShards, elements
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.units import size_text
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 LAYOUTS = {
     "ep4": {"parallel_config.data_parallel": 4, "parallel_config.expert_parallel": 4},
+    "ep2": {"parallel_config.data_parallel": 2, "parallel_config.expert_parallel": 2},
     "pp2_ep2": {
         "parallel_config.data_parallel": 2,
         "parallel_config.expert_parallel": 2,
@@ -58,15 +64,27 @@ def start(recipe: Recipe, rank: int) -> None:
     )
 
 
-def needed(recipe: Recipe, rank: int) -> int:
-    """Return what a rank's weights, gradients and moments need, bytes; of activations nothing."""
-    cuts = WeightShards.of(recipe)
-    regions = (cuts.shard(rank, name) for name in cuts.weights)
-    return 4 * 4 * sum(elements(region) for region in regions if region is not None)
+class RankTensors(NamedTuple):
+    """Bytes that the graph of a rank needs, without the memory that lies idle between tensors.
+
+    Attributes:
+        parameters: Weights, moments, and gradients that micro-batches sum up.
+        results: The most that results of operators, gradients and activations, take at once.
+    """
+
+    parameters: int
+    results: int
+
+
+def needed(job: Path, rank: int) -> RankTensors:
+    """Return what the step of a rank of a job needs."""
+    model = MindIR((job / f"rank_{rank}.mindir").read_bytes())
+    shapes = ((tuple(p.dims), p.data_type) for p in model.proto.graph.parameter)
+    return RankTensors(sum(size_of(shape) or 0 for shape in shapes), peak_of(model))
 
 
 def run(layout: str, width: int, output: Path, data: Path) -> list[int]:
-    """Train three steps with an evaluation and a checkpoint; return the peak memory of each rank, bytes."""
+    """Train with evaluations and a checkpoint; return the peak memory of each rank, bytes."""
     overrides = settings(layout, width) | {
         "output_dir": str(output),
         "train_dataset.data_loader.config.data_path": f"['1', '{data}/train']",
@@ -74,11 +92,11 @@ def run(layout: str, width: int, output: Path, data: Path) -> list[int]:
     }
     sets = [x for key, value in overrides.items() for x in ("--set", f"{key}={value}")]
     program = ["-m", "telechat_moe.cli", "train", TINY, "--plain", "--overwrite", *sets]
-    control, peaks = output / ".job/control", [0] * 4
+    control, peaks = output / ".job/control", [0] * load(TINY, sets[1::2]).devices
     with subprocess.Popen([sys.executable, *program], stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             time.sleep(0.05)
-            for rank in range(4):
+            for rank in range(len(peaks)):
                 file = control / f"rank_{rank}.pid"
                 if file.exists() and (pid := file.read_text().strip()):
                     peaks[rank] = max(peaks[rank], peak(pid))
@@ -112,16 +130,21 @@ def settings(layout: str, width: int) -> dict[str, object]:
 def compare(layout: str, width: int, output: Path, data: Path) -> None:
     """Print the peak of each rank above that of a tiny recipe, over what its tensors need."""
     peaks = {w: run(layout, w, output / f"{layout}_{w}", data) for w in (16, width)}
-    overrides = {w: [f"{k}={v}" for k, v in settings(layout, w).items()] for w in peaks}
-    recipes = {w: load(TINY, values) for w, values in overrides.items()}
-    count = sum(math.prod(x.shape) for x in WeightShards.of(recipes[width]).weights.values())
-    print(f"{layout}: {count / 1e6:.0f}M parameters")
-    for rank in range(4):
+    overrides = [f"{key}={value}" for key, value in settings(layout, width).items()]
+    weights = WeightShards.of(load(TINY, overrides)).weights.values()
+    summary = json.loads((output / f"{layout}_{width}/summary.json").read_text())
+    print(
+        f"{layout}: {sum(math.prod(x.shape) for x in weights) / 1e6:.0f}M parameters, "
+        f"the save stopped training for {summary['save_stall_ms']:.0f} ms"
+    )
+    for rank in range(len(peaks[width])):
         above = peaks[width][rank] - peaks[16][rank]
-        tensors = needed(recipes[width], rank) - needed(recipes[16], rank)
+        tiny, large = (needed(output / f"{layout}_{w}/.job", rank) for w in peaks)
+        parameters, results = large.parameters - tiny.parameters, large.results - tiny.results
         print(
             f"rank {rank}: {size_text(peaks[width][rank])} at its peak, {size_text(above)} above the tiny recipe's, "
-            f"{size_text(tensors)} of tensors: {above / tensors:.2f}"
+            f"{above / (parameters + results):.2f} times what it needs: {size_text(parameters)} for weights, moments and "
+            f"gradient sums, {size_text(results)} for gradients and activations"
         )
 
 

@@ -1,19 +1,24 @@
-"""Save while training continues: copy the parameters between two steps and let a thread write the copy.
+"""Save while training continues, which stops only until the parameters are copied; a thread does the rest.
 
-One save is in flight at a time; the next one waits for it. The thread has the lowest priority that the system gives.
+They are copied in memory, or, where that would take too much of it, into the files of the checkpoint, of which the system
+then keeps in its page cache what is not on the disk yet. One save is in flight at a time; the next one waits for it. The
+thread has the lowest priority that the system gives once the parameters are copied.
 """
 
 import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from queue import SimpleQueue
 
+from telechat_moe.checkpoint.checkpoint import Copied
 from telechat_moe.checkpoint.folder import CheckpointError
-from telechat_moe.checkpoint.snapshot import ArrayGroups, Snapshot, Source
+from telechat_moe.checkpoint.snapshot import ArrayGroups, Snapshot, Source, Views
 
 _LOWEST = 19  # nice value
 _LAST_SAVE_S = 60.0
+
+WriteSave = Callable[[ArrayGroups, Copied], object]
+"""Store parameters as a checkpoint."""
 
 
 class FailedSaves:
@@ -47,6 +52,8 @@ class Saver(FailedSaves):
     Args:
         sources: Parameters by group and name.
         background: Write while training continues; False: :meth:`save` returns when all is written.
+        memory_share: How much of this machine's memory copies of the parameters may take. Parameters on a device are
+            always copied to memory.
         max_failed, say: See :class:`FailedSaves`.
     """
 
@@ -55,16 +62,19 @@ class Saver(FailedSaves):
         sources: Mapping[str, Mapping[str, Source]],
         *,
         background: bool = True,
+        memory_share: float = 1.0,
         max_failed: int = 0,
         say: Callable[[str], object] = lambda _: None,
     ) -> None:
         super().__init__(max_failed, say)
-        self.snapshot, self.background = Snapshot(sources), background
-        self._todo: SimpleQueue[Callable[[ArrayGroups], object] | None] = SimpleQueue()
+        self.views, self.background = Views(sources), background
+        limit = memory_share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        fits = background and self.views.nbytes <= limit
+        in_memory = fits or not self.views.are_here
+        self.snapshot = Snapshot(self.views) if in_memory else None
         self._finished = threading.Event()
-        self._submitted = self._alive = False
+        self._submitted = False
         self._failure: BaseException | None = None
-        self._start()
 
     @property
     def busy(self) -> bool:
@@ -72,10 +82,10 @@ class Saver(FailedSaves):
         return self._submitted and not self._finished.is_set()
 
     def follow(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
-        """See :meth:`Snapshot.follow`."""
-        self.snapshot.follow(sources)
+        """See :meth:`Views.follow`."""
+        self.views.follow(sources)
 
-    def save(self, name: str, write: Callable[[ArrayGroups], object]) -> None:
+    def save(self, name: str, write: WriteSave) -> None:
         """Copy the parameters and let ``write`` store the copies, in the thread; ``name`` is its name for messages.
 
         Raises:
@@ -84,11 +94,14 @@ class Saver(FailedSaves):
         if self.busy:
             self.say(f"{name} waits: the one before is still being written")
         self.wait()
-        self._start()
-        self.snapshot.take()
+        groups = (self.snapshot or self.views).take()
+        copied = threading.Event()
         self._finished.clear()
         self._submitted = True
-        self._todo.put(write)
+        threading.Thread(
+            target=self._work, args=(write, groups, copied), name="saver", daemon=True
+        ).start()
+        copied.wait()
         if not self.background:
             self.wait()
 
@@ -98,20 +111,16 @@ class Saver(FailedSaves):
             self.wait()
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait for the save in flight; with ``last``, when no other can make up for a failure, the thread ends.
+        """Wait for the save in flight; with ``last`` no other can make up for a failure.
 
         Raises:
             CheckpointError: It failed, and so did more than ``max_failed`` in a row.
             TelechatMoeError: What is to be saved is wrong.
         """
         pending, self._submitted = self._submitted, False
-        if pending:
-            self._finished.wait()
-        if last and self._alive:
-            self._todo.put(None)
-            self._alive = False
         if not pending:
             return
+        self._finished.wait()
         failure, self._failure = self._failure, None
         self.judge(failure, last=last)
 
@@ -120,19 +129,19 @@ class Saver(FailedSaves):
         if self._submitted:
             self._finished.wait(_LAST_SAVE_S)
 
-    def _start(self) -> None:
-        if not self._alive:
-            threading.Thread(target=self._work, name="saver", daemon=True).start()
-            self._alive = True
-
-    def _work(self) -> None:
-        if self.background:
+    def _work(self, write: WriteSave, groups: ArrayGroups, copied: threading.Event) -> None:
+        def go_on() -> None:
+            copied.set()
             # Of this thread and those that it starts; only Linux knows priorities of threads.
             with suppress(AttributeError, OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-        while (write := self._todo.get()) is not None:
-            try:
-                write(self.snapshot.groups)
-            except BaseException as error:
-                self._failure = error
-            self._finished.set()
+
+        try:
+            if self.background and self.snapshot is not None:
+                go_on()
+            into_files = self.background and self.snapshot is None
+            write(groups, go_on if into_files else None)
+        except BaseException as error:
+            self._failure = error
+        self._finished.set()
+        copied.set()

@@ -67,6 +67,9 @@ class Checkpoint:
     state: dict[str, Any]
 
 
+Copied = Callable[[], object] | None
+"""Called by a save once all tensors are in files, not yet on the disk, and may change; None: they do not change meanwhile."""
+
 OpenCheckpoint = Callable[[Path], Checkpoint]
 """Return a checkpoint that verifies, or raise BrokenCheckpointError."""
 
@@ -79,6 +82,7 @@ def save(
     *,
     keep_last: int | None = None,
     shard_bytes: int = SHARD_BYTES,
+    copied: Copied = None,
 ) -> Path:
     """Write the checkpoint of a step and return its folder; when this returns, it survives a power cut.
 
@@ -92,6 +96,7 @@ def save(
         keep_last: How many complete checkpoints up to this step to keep, this one included; >= 1;
             None keeps all. Those of later steps are never removed.
         shard_bytes: A file is closed when the next tensor would make it larger than this.
+        copied: See :data:`Copied`.
 
     Raises:
         BadInputError: If the arguments cannot be stored.
@@ -112,7 +117,7 @@ def save(
             if locked:
                 folder.remove_leftovers(root)
             refuse_full(root, needed)
-            path = _write(root, step, planned, content)
+            path = _write(root, step, planned, content, copied)
             if keep_last is not None:
                 folder.remove_old(root, step, keep_last)
     except OSError as error:
@@ -147,14 +152,18 @@ def plan(
 
 
 def _write(
-    root: Path, step: int, planned: list[tuple[str, TensorFile]], content: dict[str, Any]
+    root: Path,
+    step: int,
+    planned: list[tuple[str, TensorFile]],
+    content: dict[str, Any],
+    copied: Copied,
 ) -> Path:
     path = folder.checkpoint_path(root, step)
     hidden = root / f".saving-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     with unfinished(hidden):
         hidden.mkdir()
         try:
-            content["files"] = write_files(hidden, [file for _, file in planned])
+            content["files"] = write_files(hidden, [file for _, file in planned], copied)
             files.write_new(hidden / manifest.FILE, [files.seal(content)])
             folder.publish(hidden, path)
         except BaseException:
@@ -163,13 +172,18 @@ def _write(
     return path
 
 
-def write_files(hidden: Path, planned: list[TensorFile]) -> files.FileSums:
+def write_files(hidden: Path, planned: list[TensorFile], copied: Copied = None) -> files.FileSums:
     """Write tensor files in a few threads; return ``bytes`` and ``sha256`` of each by name."""
-    sums = _parallel(lambda file: file.write(hidden / file.name), planned)
+    if copied is None:
+        sums = parallel(lambda file: file.write(hidden / file.name), planned)
+    else:
+        parallel(lambda file: file.copy(hidden / file.name), planned)
+        copied()
+        sums = parallel(lambda file: files.settle(hidden / file.name), planned)
     return dict(zip((file.name for file in planned), sums, strict=True))
 
 
-def _parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+def parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
     """Apply a function to all items in a few threads; a failure stops those not yet begun."""
     pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
     try:
@@ -288,7 +302,7 @@ def _read(path: Path, *, keep: bool, share: tuple[int, int] = (0, 1)) -> Checkpo
             return f"cannot be read ({error.strerror})"
         return files.difference(file_content.sums, described[name]) or file_content
 
-    contents = dict(zip(described, _parallel(read_one, list(described)), strict=True))
+    contents = dict(zip(described, parallel(read_one, list(described)), strict=True))
     problems = [f"{name}: {text}" for name, text in contents.items() if isinstance(text, str)]
     tensors: dict[str, dict[str, Array]] = {}
     if keep and not problems:

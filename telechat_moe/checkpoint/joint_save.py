@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.checkpoint import checkpoint, folder, manifest
+from telechat_moe.checkpoint.checkpoint import Copied
 from telechat_moe.checkpoint.folder import CheckpointError
 from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.errors import CheckFailedError
@@ -87,18 +88,21 @@ class JointSave:
     about: Mapping[str, Any] = field(default_factory=dict)
     keep_last: int | None = None
 
-    def write(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path | None:
+    def write(
+        self, pieces: TensorShards, state: Mapping[str, Any], copied: Copied = None
+    ) -> Path | None:
         """Write this rank's shards; on rank 0 wait for the others, complete the checkpoint and return its folder.
 
         Args:
             pieces: The shards that this rank holds, by group and name.
             state: See :func:`checkpoint.save`; of rank 0.
+            copied: See :data:`checkpoint.Copied`.
 
         Raises:
             CheckpointError: On rank 0, if any rank could not write: no checkpoint is made, earlier ones are untouched.
             CheckFailedError: On rank 0, if ranks hold different values of one shard.
         """
-        return self._lead(pieces, state) if self.rank == 0 else self._follow(pieces)
+        return self._lead(pieces, state, copied) if self.rank == 0 else self._follow(pieces, copied)
 
     @property
     def hidden(self) -> Path:
@@ -106,11 +110,11 @@ class JointSave:
         path = folder.checkpoint_path(self.root, self.step)
         return path.with_name(f".saving-{path.name}-{self.save}")
 
-    def _follow(self, pieces: TensorShards) -> None:
+    def _follow(self, pieces: TensorShards, copied: Copied = None) -> None:
         if not self._folder_is_there():
             return
         try:
-            self._write_part(pieces)
+            self._write_part(pieces, copied)
         except OSError as error:  # rank 0 tells the user
             name = f"{self.save}-failed-{self.rank}"
             try:
@@ -128,10 +132,11 @@ class JointSave:
             time.sleep(POLL_S)
         return True
 
-    def _write_part(self, pieces: TensorShards) -> None:
+    def _write_part(self, pieces: TensorShards, copied: Copied = None) -> None:
         planned, tensors = self._plan_part(pieces)
         checkpoint.refuse_full(self.root, checkpoint.space([s.nbytes for _, s in planned]))
-        files = checkpoint.write_files(self.hidden, [file for _, file in planned])
+        copies = _copies(pieces)
+        files = checkpoint.write_files(self.hidden, [file for _, file in planned], copied)
         content = {
             "sha256": UNSEALED,
             "format": FORMAT,
@@ -139,12 +144,7 @@ class JointSave:
             **self._identity(self.rank),
             "files": files,
             "tensors": tensors,
-            "copies": {
-                group: {
-                    n: [p.rows or p.region, _digest(p.data)] for n, p in shards.items() if p.shared
-                }
-                for group, shards in pieces.items()
-            },
+            "copies": copies,
         }
         unseen = f".{_part(self.rank)}"
         write_new(self.hidden / unseen, [seal(content)])
@@ -183,7 +183,7 @@ class JointSave:
     def _identity(self, rank: int) -> dict[str, Any]:
         return {"step": self.step, "save": self.save, "rank": rank, "ranks": self.ranks}
 
-    def _lead(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path:
+    def _lead(self, pieces: TensorShards, state: Mapping[str, Any], copied: Copied = None) -> Path:
         needed = checkpoint.space([p.data.nbytes for g in pieces.values() for p in g.values()])
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ class JointSave:
                 with unfinished(self.hidden):
                     self.hidden.mkdir()
                     try:
-                        path = self._complete(pieces, state)
+                        path = self._complete(pieces, state, copied)
                     except BaseException:
                         folder.discard(self.hidden)
                         raise
@@ -207,8 +207,10 @@ class JointSave:
             self.control.write(f"{self.save}-over")
         return path
 
-    def _complete(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path:
-        self._write_part(pieces)
+    def _complete(
+        self, pieces: TensorShards, state: Mapping[str, Any], copied: Copied = None
+    ) -> Path:
+        self._write_part(pieces, copied)
         parts = [self._wait_for(rank) for rank in range(self.ranks)]
         _compare_copies(parts)
         about = {"version": manifest.VERSION_SHARDED, "ranks": self.ranks, **self.about}
@@ -264,6 +266,18 @@ def _part(rank: int) -> str:
 
 def _described(piece: TensorShard) -> dict[str, Any]:
     return {"dtype": dtype_name(piece.data.dtype), "shape": list(piece.shape), "pieces": []}
+
+
+def _copies(pieces: TensorShards) -> dict[str, dict[str, list[Any]]]:
+    """Return where the shards that other ranks hold, too, are in their tensors, and their checksums, by group and name."""
+    shared = [
+        (group, name, p) for group, ps in pieces.items() for name, p in ps.items() if p.shared
+    ]
+    digests = checkpoint.parallel(lambda item: _digest(item[2].data), shared)
+    copies: dict[str, dict[str, list[Any]]] = {group: {} for group in pieces}
+    for (group, name, p), digest in zip(shared, digests, strict=True):
+        copies[group][name] = [p.rows or p.region, digest]
+    return copies
 
 
 def _digest(data: Array) -> str:

@@ -236,12 +236,18 @@ class TrainingHooks:
         root, step, saving = self.output / STATE_FOLDER, self.result.step, self.settings.saving
         if self.saver is None:
             averages = {} if self.average is None else {EMA: self.average.averages}
-            rules = {"background": saving.background, "max_failed": saving.max_failed}
-            self.saver = Saver(averages, **rules, say=self.monitor.message)
+            self.saver = Saver(
+                averages,
+                background=saving.background,
+                memory_share=saving.memory_share,
+                max_failed=saving.max_failed,
+                say=self.monitor.message,
+            )
         state = {"counters": asdict(self.counters), "guard": self.guard.state()}
         last = self.recipe.checkpoints.keep_checkpoint_max if self.recipe.checkpoints else None
         name = f"the state of our callbacks after step {step}"
-        self.saver.save(name, lambda x: checkpoint.save(root, step, x, state, keep_last=last))
+        save = partial(checkpoint.save, root, step, state=state, keep_last=last)
+        self.saver.save(name, lambda groups, copied: save(groups, copied=copied))
 
     def _step_done(self, _: Any) -> None:
         load_LE = self.result.output.load_LE

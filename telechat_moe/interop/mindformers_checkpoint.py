@@ -313,7 +313,7 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     if starts := data_record.starts_before(_root(saved.path), saved.step):
         state = data_record.state_after(starts[-1], saved.step)
         trainer.loader.load_state(state, recipe.telechat_moe.resume_data == "new")
-    trainer.state.writer()(saved.tensors)
+    trainer.state.writer()(saved.tensors, None)
     return trainer.state.root / f"step-{saved.step:08d}"
 
 

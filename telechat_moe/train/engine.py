@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint.snapshot import ArrayGroups
+from telechat_moe.checkpoint.background import WriteSave
 from telechat_moe.data import Tokenizer
 from telechat_moe.data.recipe import sources_of
 from telechat_moe.graph import cache
@@ -163,8 +163,8 @@ class Engine(ABC):
     @abstractmethod
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[ArrayGroups], object]:
-        """Return a function that writes a copy of :meth:`parameters` as the checkpoint of a step."""
+    ) -> WriteSave:
+        """Return a function that writes :meth:`parameters` as the checkpoint of a step."""
 
     @abstractmethod
     def culprit(self, output: StepOutput) -> str:
@@ -314,9 +314,11 @@ class OneProcess(Engine):
 
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[ArrayGroups], object]:
+    ) -> WriteSave:
         """See :meth:`Engine.writer`."""
-        return lambda groups: checkpoints.save(root, step, groups, state, keep_last=keep_last)
+        return lambda groups, copied: checkpoints.save(
+            root, step, groups, state, keep_last=keep_last, copied=copied
+        )
 
     def culprit(self, output: StepOutput) -> str:
         """See :meth:`Engine.culprit`.

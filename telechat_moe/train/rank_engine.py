@@ -16,6 +16,8 @@ from mindspore import Parameter, Tensor
 from mindspore.nn.utils import no_init_parameters
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint.background import WriteSave
+from telechat_moe.checkpoint.checkpoint import Copied
 from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
 from telechat_moe.checkpoint.manifest import BrokenCheckpointError
 from telechat_moe.checkpoint.rank_shards import ShardOwners, grouped
@@ -318,15 +320,15 @@ class RankEngine(Engine):
 
     def writer(
         self, root: Path, step: int, state: Mapping[str, Any], keep_last: int | None
-    ) -> Callable[[ArrayGroups], object]:
-        """Return a function that writes this rank's share of a copy; ranks wait for each other only in its thread."""
+    ) -> WriteSave:
+        """Return a function that writes this rank's share of the parameters; ranks wait for each other only in its thread."""
         self.saves += 1
         save, about = f"{self.control.read('nonce')}-{self.saves}", {"layout": self.layout}
         together = JointSave(
             root, step, save, self.rank, self.ranks.count, self.control, about, keep_last
         )
 
-        rows: dict[str, tuple[int, ...]] = {}  # now: experts may move while a copy is written
+        rows: dict[str, tuple[int, ...]] = {}  # now: experts may move while it is written
         if self.experts is not None:
             regions = self.sharing.regions[self.rank]
             rows = {name: self.experts.rows(name, regions[name]) for name in self.names}
@@ -335,12 +337,12 @@ class RankEngine(Engine):
         def shard(name: str, data: np.ndarray) -> TensorShard:
             return replace(self.sharing.shard(self.rank, name, data), rows=rows.get(name, ()))
 
-        def write(groups: ArrayGroups) -> None:
+        def write(groups: ArrayGroups, copied: Copied) -> None:
             pieces = {
                 group: {name: shard(name, data) for name, data in arrays.items()}
                 for group, arrays in groups.items()
             }
-            together.write(pieces, state)
+            together.write(pieces, state, copied)
 
         return write
 

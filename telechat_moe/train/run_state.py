@@ -10,7 +10,9 @@ import mindspore as ms
 
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint, folder
-from telechat_moe.checkpoint.background import Saver
+from telechat_moe.checkpoint.background import Saver, WriteSave
+from telechat_moe.checkpoint.checkpoint import Copied
+from telechat_moe.checkpoint.snapshot import ArrayGroups
 from telechat_moe.data.loader import Batches
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe, RecipeError
@@ -165,23 +167,36 @@ class RunState:
 
     @cached_property
     def saver(self) -> Saver:
-        """What writes checkpoints; holds memory for a copy of all parameters."""
+        """What writes checkpoints; it may hold memory for a copy of all parameters."""
         section, saving = self.recipe.checkpoints, self.recipe.telechat_moe.saving
         background = saving.background or bool(section and section.async_save)
-        return Saver(self.engine.parameters(), background=background, max_failed=saving.max_failed)
+        return Saver(
+            self.engine.parameters(),
+            background=background,
+            memory_share=saving.memory_share,
+            max_failed=saving.max_failed,
+        )
 
     def save(self, before: Callable[[], object] = lambda: None) -> None:
         """Write a checkpoint of the current step, while training continues if the recipe says so.
 
         ``before`` is called before the checkpoint exists, where the writing is done.
         """
+
+        def save(groups: ArrayGroups, copied: Copied) -> None:
+            if copied is None:
+                before()
+                write(groups, None)
+            else:
+                write(groups, lambda: (copied(), before()))
+
         self.ranks.at(f"step {self.step}, saving")
         write, name = self.writer(), f"the checkpoint of step {self.step}"
         self.saver.follow(self.engine.parameters())  # a growing batch changes the graph
-        self.saver.save(name, lambda groups: (before(), write(groups)))
+        self.saver.save(name, save)
 
-    def writer(self) -> Callable[[Any], object]:
-        """Return a function that writes a copy of the parameters as the checkpoint of the current step."""
+    def writer(self) -> WriteSave:
+        """Return a function that writes the parameters as the checkpoint of the current step."""
         section = self.recipe.checkpoints
         keep_last = section.keep_checkpoint_max if section else None
         return self.engine.writer(self.root, self.step, self.to_json(), keep_last)

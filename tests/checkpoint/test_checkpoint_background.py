@@ -14,8 +14,9 @@ from test_checkpoint_crashes import mount  # noqa: F401
 
 from telechat_moe.checkpoint import checkpoint, folder
 from telechat_moe.checkpoint.background import Saver
+from telechat_moe.checkpoint.checkpoint import Copied
 from telechat_moe.checkpoint.folder import CheckpointError
-from telechat_moe.checkpoint.snapshot import Snapshot
+from telechat_moe.checkpoint.snapshot import Snapshot, Views
 from telechat_moe.cli import main
 from telechat_moe.train import metrics
 
@@ -61,7 +62,7 @@ def test_a_snapshot_is_of_one_step_and_its_memory_is_used_again(
     if several_threads:
         monkeypatch.setattr("telechat_moe.checkpoint.snapshot._SEVERAL_THREADS", 0)
     parameters = sources(1)
-    snapshot = Snapshot(parameters)
+    snapshot = Snapshot(Views(parameters))
     places = set()
     for step in (2, 3):
         train(parameters, step)
@@ -80,11 +81,11 @@ def test_a_parameter_that_was_given_other_memory_is_found(
     if several_threads:
         monkeypatch.setattr("telechat_moe.checkpoint.snapshot._SEVERAL_THREADS", 0)
     parameters = sources(1)
-    snapshot = Snapshot(parameters)
+    snapshot = Snapshot(Views(parameters))
     parameters["model"]["a"].value = np.full((3, 5), 8, np.float32)
     assert_equal(snapshot.take(), values(parameters))
     others = sources(7)
-    snapshot.follow(others)
+    snapshot.views.follow(others)
     assert_equal(snapshot.take(), values(others))
 
 
@@ -98,7 +99,7 @@ def test_a_save_returns_while_it_is_written_and_the_next_one_waits() -> None:
 
     saver = Saver(parameters, say=say)
 
-    def write(groups: Groups) -> None:
+    def write(groups: Groups, _: Copied) -> None:
         here.set()
         assert go.wait(PATIENCE_S)
         written.append({g: {n: x.copy() for n, x in names.items()} for g, names in groups.items()})
@@ -117,7 +118,56 @@ def test_a_save_returns_while_it_is_written_and_the_next_one_waits() -> None:
     assert_equal(written[1], second)
 
 
-def fail(_: Groups) -> None:
+def test_what_would_take_too_much_memory_is_copied_into_files(tmp_path: Path) -> None:
+    parameters = sources(1)
+    del parameters["model"]["device"]
+    saver, go = Saver(parameters, memory_share=0), threading.Event()
+    expected, copies = values(parameters), list[bool]()
+
+    def write(groups: Groups, copied: Copied) -> None:
+        assert copied is not None
+        for group, arrays in groups.items():
+            for name, array in arrays.items():
+                copies.append(array is not parameters[group][name].value)
+
+        def trained() -> None:
+            copied()
+            assert go.wait(PATIENCE_S)
+
+        checkpoint.save(tmp_path, 1, groups, {}, copied=trained)
+
+    saver.save("it", write)
+    assert saver.busy
+    assert not any(copies)
+    train(parameters, 2)
+    assert list(tmp_path.glob("step-*")) == []
+    go.set()
+    saver.wait(last=True)
+    assert_equal(checkpoint.load(tmp_path / "step-00000001").tensors, expected)
+
+
+def test_a_failure_before_all_is_copied_lets_training_go_on_until_it_is_told() -> None:
+    parameters = sources(1)
+    del parameters["model"]["device"]
+    saver = Saver(parameters, memory_share=0)
+    saver.save("it", fail)
+    with pytest.raises(CheckpointError, match="disk full"):
+        saver.poll()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_on_a_device_is_copied_to_memory(background: bool) -> None:
+    parameters, saved = sources(1), []
+    saver = Saver(parameters, memory_share=0, background=background)
+    saver.save("it", lambda groups, copied: saved.append((groups, copied)))
+    saver.wait(last=True)
+    (groups, copied), expected = saved[0], values(parameters)
+    train(parameters, 2)
+    assert copied is None
+    assert_equal(groups, expected)
+
+
+def fail(*_: object) -> None:
     raise CheckpointError("disk full")
 
 
@@ -135,7 +185,7 @@ def test_failures_up_to_the_limit_are_warnings_but_not_of_the_last() -> None:
         saver.save("it", fail)
         saver.wait()
         assert f"warning: disk full Training goes on; {count} save(s) in a row failed" in said[-1]
-    saver.save("it", lambda _: None)
+    saver.save("it", lambda *_: None)
     saver.wait()
     for _ in range(2):  # counted anew
         saver.save("it", fail)
@@ -143,7 +193,7 @@ def test_failures_up_to_the_limit_are_warnings_but_not_of_the_last() -> None:
     saver.save("it", fail)
     with pytest.raises(CheckpointError):
         saver.wait()
-    saver.save("it", lambda _: None)
+    saver.save("it", lambda *_: None)
     saver.wait()
     saver.save("it", fail)
     with pytest.raises(CheckpointError):
@@ -152,7 +202,7 @@ def test_failures_up_to_the_limit_are_warnings_but_not_of_the_last() -> None:
 
 def test_what_is_wrong_is_never_a_warning() -> None:
     saver = Saver(sources(1), max_failed=9)
-    saver.save("it", lambda _: 1 / 0)
+    saver.save("it", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         saver.wait()
 
@@ -162,7 +212,7 @@ def test_writing_has_the_lowest_priority_and_training_keeps_its_own() -> None:
     found: list[int] = []
     saver = Saver(sources(1))
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    saver.save("it", lambda _: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+    saver.save("it", lambda *_: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
     saver.wait(last=True)
     assert found == [19]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
@@ -190,21 +240,30 @@ def run(data: Path, output: Path, *flags: str, **changes: object) -> int:
 
 @pytest.mark.slow
 @mindspore
+@pytest.mark.parametrize("memory_share", [0, 1])
 def test_what_is_saved_meanwhile_is_what_is_saved_at_once(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, memory_share: int
 ) -> None:
     """The writer waits until a later step is done before it reads the copy."""
     assert run(data, tmp_path / "once", telechat_moe__saving__background=False) == 0
     real, behind = checkpoint.save, []
 
-    def late(root: Path, step: int, *args: object, **more: object) -> Path:
-        later = min(step + 1, mini.STEPS)
-        until(lambda: steps_in(tmp_path / "meanwhile" / "metrics.jsonl") >= later)
-        behind.append(later - step)
-        return real(root, step, *args, **more)  # pyright: ignore
+    def late(root: Path, step: int, *args: object, copied: Copied, **more: object) -> Path:
+        def later() -> None:
+            if copied is not None:
+                copied()
+            last = min(step + 1, mini.STEPS)
+            until(lambda: steps_in(tmp_path / "meanwhile" / "metrics.jsonl") >= last)
+            behind.append(last - step)
+
+        assert (copied is None) == (memory_share == 1)
+        if copied is None:
+            later()
+            return real(root, step, *args, **more)  # pyright: ignore
+        return real(root, step, *args, copied=later, **more)  # pyright: ignore
 
     monkeypatch.setattr(checkpoint, "save", late)
-    assert run(data, tmp_path / "meanwhile") == 0
+    assert run(data, tmp_path / "meanwhile", telechat_moe__saving__memory_share=memory_share) == 0
     assert behind == [1, 1, 1, 0]
     paths = checkpoint.list_checkpoints(tmp_path / "once" / "checkpoints")
     assert [p.name for p in paths] == [f"step-{s:08d}" for s in (12, 9, 6)]

@@ -105,8 +105,11 @@ def fork_and_kill(save: Callable[[], object], at: int) -> bool:
     return os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
 
 
+@pytest.mark.parametrize("copied", [None, lambda: None], ids=["at once", "copied first"])
 @pytest.mark.parametrize("step", [2, 3], ids=["replacing a step", "new step"])
-def test_kill_at_every_file_operation(tmp_path: Path, step: int) -> None:
+def test_kill_at_every_file_operation(
+    tmp_path: Path, step: int, copied: Callable[[], None] | None
+) -> None:
     template = tmp_path / "template"
     for old in (1, 2):
         checkpoint.save(template, old, make(old, 3), {"step": old})
@@ -117,7 +120,7 @@ def test_kill_at_every_file_operation(tmp_path: Path, step: int) -> None:
         shutil.copytree(template, root)
         finished = fork_and_kill(
             lambda root=root: checkpoint.save(
-                root, step, make(step, 3), {"step": step}, keep_last=2
+                root, step, make(step, 3), {"step": step}, keep_last=2, copied=copied
             ),
             at,
         )

@@ -57,7 +57,7 @@ def held(step: int, rank: int) -> dict[str, dict[str, TensorShard]]:
                 owners = [3]
                 if rank != 3:
                     continue
-            data = x[tuple(slice(a, b) for a, b in region)].copy()
+            data = np.array(x[tuple(slice(a, b) for a, b in region)])
             own = owners[number % len(owners)] == rank
             found[group][name] = TensorShard(data, x.shape, tuple(region), own, len(owners) > 1)
     return found
@@ -116,6 +116,31 @@ def test_what_ranks_wrote_together_comes_back_whole(tmp_path: Path) -> None:
     content = manifest.read(path)
     assert (content["version"], content["ranks"], content["layout"]) == (2, 4, "dp2 tp2")
     assert names_in(path) == sorted([*content["files"], "checkpoint.json"])
+
+
+def test_shards_may_change_once_they_are_copied(tmp_path: Path) -> None:
+    """Also of those that a rank holds, and another one writes."""
+    changed = 0
+
+    def work(rank: int) -> None:
+        nonlocal changed
+        shards = held(5, rank)
+
+        def train() -> None:
+            nonlocal changed
+            changed += 1
+            for shard in (x for by_name in shards.values() for x in by_name.values()):
+                shard.data[...] = -1 - rank
+
+        together(tmp_path / "root", 5, rank).write(shards, {"step": 5}, train)
+
+    assert on_ranks(work) == []
+    assert changed == RANKS
+    path = tmp_path / "root" / "step-00000005"
+    assert assert_saved(checkpoint.load(path)) == 5
+    assert save(tmp_path / "other", 5) is None
+    for file in path.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "other" / path.name / file.name).read_bytes()
 
 
 def test_nothing_is_written_twice(tmp_path: Path) -> None:
@@ -270,7 +295,7 @@ def tamper(root: Path, monkeypatch: pytest.MonkeyPatch, change) -> BaseException
     assert save(root, 1, "run-1") is None
     real, changed = JointSave._write_part, threading.Event()
 
-    def write(self: JointSave, pieces: joint_save.TensorShards) -> None:
+    def write(self: JointSave, pieces: joint_save.TensorShards, _: object) -> None:
         real(self, pieces)
         if self.rank == 2:
             change(self.hidden)
@@ -325,7 +350,7 @@ def test_a_rank_that_still_writes_leaves_nothing_behind(
     """Rank 0 gives up while rank 3 adds files to the hidden folder."""
     real, begun = JointSave._write_part, threading.Event()
 
-    def write(self: JointSave, pieces: joint_save.TensorShards) -> None:
+    def write(self: JointSave, pieces: joint_save.TensorShards, _: object) -> None:
         if self.rank != 3:
             assert begun.wait(PATIENCE_S)
             real(self, pieces)
@@ -406,10 +431,10 @@ def test_a_disk_that_fills_on_any_rank_leaves_the_earlier_one(mount) -> None:  #
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = checkpoint.write_files
 
-    def write(hidden: Path, planned: list) -> dict[str, str]:
+    def write(hidden: Path, planned: list, copied: Callable[[], object] | None) -> dict[str, str]:
         if any("rank00003" in file.name for file in planned):
             raise OSError(28, os.strerror(28), str(hidden))
-        return real(hidden, planned)
+        return real(hidden, planned, copied)
 
     assert save(tmp_path / "root", 1) is None
     monkeypatch.setattr(checkpoint, "write_files", write)
@@ -449,7 +474,7 @@ def _rank(root: Path, rank: int, begin: int, token: str, at: int | None, reporte
     sys.addaudithook(hook)
     for step in range(begin + 1, begin + 4):
         part = together(root, step, rank, f"{token}-{step}", keep_last=2)
-        if part.write(held(step, rank), {"step": step}):
+        if part.write(held(step, rank), {"step": step}, (lambda: None) if step % 2 else None):
             reported.value = step
 
 

@@ -118,7 +118,7 @@ class Recorder:
     def writer(self, root: Path, step: int, given: Any, keep_last: Any) -> Any:
         """Take a checkpoint."""
         self.said.append(("save", str(root), step, keep_last))
-        return lambda groups: None
+        return lambda groups, copied: None
 
 
 def _continued(model: Any, tokenizer: Any, prompts: Any, drawing: Any) -> list[str]:

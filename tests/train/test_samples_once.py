@@ -204,7 +204,7 @@ class Engine(key_effects.Recorder):
     def writer(self, root: Path, step: int, given: Any, keep_last: Any) -> Any:
         """Return a function that writes one."""
         tensors = {"model": {"w": np.zeros(1, np.float32)}}
-        return lambda groups: checkpoint.save(root, step, tensors, given)
+        return lambda groups, copied: checkpoint.save(root, step, tensors, given)
 
 
 class Saver(key_effects.FakeSaver):
@@ -215,7 +215,7 @@ class Saver(key_effects.FakeSaver):
 
     def save(self, what: str, write: Any) -> None:
         """Save."""
-        write({})
+        write({}, None)
 
 
 @pytest.fixture(scope="module")

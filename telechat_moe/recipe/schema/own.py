@@ -254,8 +254,13 @@ class Saving:
     """How checkpoints are written. How often and how many: `callbacks[]` CheckpointMonitor."""
 
     background: bool = True
-    """Write while training goes on, which stops only to copy the parameters (as much memory again).
+    """Write while training goes on, which stops only to copy the parameters.
     False: as `callbacks[].async_save` says, which is also what MindFormers goes by."""
+
+    memory_share: Annotated[float, Range(0, 1)] = 0.02
+    """How much of the machine's memory the copies of each process may take. Where they would take more, and the parameters are
+    on no device, training stops until they are copied into the files of the checkpoint: several times as long, in no memory but
+    the page cache."""
 
     max_failed: Count = 0
     """Checkpoints in a row that may fail to be written, with a warning, before training stops. 0: stop at
