@@ -159,8 +159,9 @@ class SwappedAdamW(AdamW):
         epsilon: Tensor,
         decay: Tensor,
         clip: Tensor,
+        applied: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`AdamW.construct`."""
+        """See :meth:`AdamW.construct`; one process takes a branch, so ``applied`` is None."""
         ready = ops.depend(clip, gradients)
         moments, gone = (self.groups[0].come(ready),), ()
         for i in range(len(self.groups)):

@@ -246,10 +246,7 @@ class UpdateStep(nn.Cell):
         factor = self.one
         if self.clip:
             factor = self.max_norm / ops.maximum(norm, self.max_norm)
-        if applied is None:  # SwappedAdamW takes no condition
-            token = self.optimizer(gradients, *scalars, factor)
-        else:
-            token = self.optimizer(gradients, *scalars, factor, applied)
+        token = self.optimizer(gradients, *scalars, factor, applied)
         if self.update_bias:
             for i in range(len(self.routers)):
                 change_E = self.bias_update(loads[self.load_rows[i]])
