@@ -37,13 +37,13 @@ def common_selection(
 
 def _selections(place: Place, flow: DataFlow) -> Iterator[Selection]:
     tensor = flow.tensors[place]
-    if tensor.read is None or not is_float(tensor.dtype) or not tensor.shape:
+    if tensor.read is None or not is_float(tensor.dtype) or 0 in (tensor.shape or (0,)):
         return
     values = tensor.load()
     lines = [_lines(values, axis) for axis in (0, 1)]
     for source in flow.outputs_before(place[0], _MOST):
         record = flow.tensors[source]
-        if record.read is None or not is_float(record.dtype) or not record.shape:
+        if record.read is None or not is_float(record.dtype) or 0 in (record.shape or (0,)):
             continue
         for axis in (0, 1):
             if (
