@@ -26,7 +26,14 @@ from telechat_moe.tools.align.judge.fused_calls import FusedCallMatcher
 from telechat_moe.tools.align.judge.missing_calls import missing_calls
 from telechat_moe.tools.align.judge.other_run import OtherRun
 from telechat_moe.tools.align.judge.outcome import CallStatus, Finding, Outcome
-from telechat_moe.tools.align.judge.pairing import STEP, aligned, content_of, split, without_repeats
+from telechat_moe.tools.align.judge.pairing import (
+    STEP,
+    aligned,
+    content_of,
+    split,
+    without_recomputation,
+    without_repeats,
+)
 from telechat_moe.tools.align.judge.replay import replay_call, turns_weights
 from telechat_moe.tools.align.judge.shards import is_own
 from telechat_moe.tools.align.judge.standard import Standard
@@ -76,9 +83,12 @@ def compare(
     targets: dict[tuple[int, int], RankDump] = {}
     references: dict[tuple[int, int], RankDump] = {}
     for place in common:
-        named_target, names[place] = aligned(reference.ranks[place], target.ranks[place])
-        targets[place] = without_repeats(named_target, reference.ranks[place])
-        references[place] = without_repeats(reference.ranks[place], named_target)
+        golden, judged = reference.ranks[place], target.ranks[place]
+        if golden.calls.keys() != judged.calls.keys():
+            golden, judged = without_recomputation(golden), without_recomputation(judged)
+        named_target, names[place] = aligned(golden, judged)
+        targets[place] = without_repeats(named_target, golden)
+        references[place] = without_repeats(golden, named_target)
         if not {*targets[place].calls} & {*references[place].calls}:
             text = f"step {place[0]}, rank {place[1]}: the dumps have no call in common"
             return Outcome("inconclusive", reason=text)

@@ -93,14 +93,21 @@ def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
             total = sum_verdict(target, place, parts)
             return total if total.status == "diverged" else None
         verdict = _unknown(place)  # perhaps a gradient that no call returns
+    if is_float(reference.tensors[place].dtype) != is_float(target.tensors[place].dtype):
+        return _unknown(place)  # a mask of another kind: judged by its effect
     if _rounded_in_passing(place, reference, target):
         return None
-    if state or reference.is_weight(place):
-        return (
-            _as_updated(place, reference, target) if reference.is_late_step(place[0]) else verdict
-        )
+    if not state and not reference.is_weight(place):
+        return _as_unrecorded(place, reference, target, verdict)
+    return _as_updated(place, reference, target) if reference.is_late_step(place[0]) else verdict
+
+
+def _as_unrecorded(
+    place: Place, reference: DataFlow, target: DataFlow, verdict: Verdict
+) -> Verdict | None:
+    """Return the verdict on what calls missing in the dumps may have made; ``verdict``: if they have not."""
     far = distance(reference.tensors[place], target.tensors[place])
-    if far is not None and is_float(reference.tensors[place].dtype):
+    if far is not None and is_float(target.tensors[place].dtype):
         noise = target.noise(reference, place[0])
         allowed = max(_ALSO * noise, _rounded(place, reference, target))
         if (close := _within(place, far, allowed)) is not None and close.status == "pass":
@@ -127,15 +134,16 @@ def _within(place: Place, far: Distance, allowed: float) -> Verdict | None:
 
 
 def is_close(place: Place, reference: DataFlow, target: DataFlow) -> bool:
-    """Return whether a tensor is about as far from the reference's as earlier outputs are."""
+    """Return whether a tensor is about as far from the reference's as earlier outputs are; after other choices, most rows."""
     record, tensor = reference.tensors[place], target.tensors[place]
     if not is_float(record.dtype) or not is_float(tensor.dtype):
         return True  # choices and masks: judged by what is computed with them
-    far = distance(record, tensor)
+    far, chose = distance(record, tensor), target.chose_otherwise(reference, place[0])
     if far is None:
-        return False
+        return chose  # other tokens, perhaps
     noise = max(_ALSO * target.noise(reference, place[0]), _rounded(place, reference, target))
-    return far.whole <= noise < VAGUE
+    most = float(np.median(far.rows)) if chose and far.rows.size else far.whole
+    return most <= min(noise, VAGUE)
 
 
 def _rounded(place: Place, *runs: DataFlow) -> float:
@@ -146,7 +154,7 @@ def _rounded(place: Place, *runs: DataFlow) -> float:
 def _as_updated(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
     """Judge a weight or state after updates that the dumps lack: it is about as far from the reference's as others are."""
     record, tensor = reference.tensors[place], target.tensors[place]
-    far = distance(record, tensor) if is_float(record.dtype) else None
+    far = distance(record, tensor) if is_float(record.dtype) and is_float(tensor.dtype) else None
     if far is None or far.whole > _OTHER:
         return _wrong(place, tensor, record.load(), "comes from outside and is not the reference's")
     usual = max(_ALSO * target.usual_update(reference), _rounded(place, reference, target))

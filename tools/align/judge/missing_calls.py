@@ -5,6 +5,7 @@ flow or, where the dump lacks the calls between (views, indexing), assumed to be
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from telechat_moe.tools.align.dump.records import Call, Phase
@@ -45,9 +46,7 @@ def missing_calls(
             if call.kind != "api" or replaced or without_effect(call):
                 continue
             if without_effect.is_after_dump(call):
-                verdict = not_judged(
-                    key, f"the {name}'s dump ends before what follows the backward pass"
-                )
+                verdict = not_judged(key, f"the {name}'s dump ends before it")
             else:
                 reason = f"the {name} does not run {key}"
                 verdict = Verdict(key, "", "diverged", float("inf"), reason)
@@ -107,8 +106,18 @@ class _WithoutEffect:
             self.agrees[key] = bool(places) and all(is_close(p, reference, target) for p in places)
         return self.agrees[key]
 
+    @cached_property
+    def _lacks_micro_batch(self) -> bool:
+        """Whether calls after the last common one go forward and back: msprobe loses what follows an early end of recomputation."""
+        calls = self.run.dump.calls
+        after = [calls[key] for key, following in self.next.items() if following is None]
+        lone = {call.key for call in after} - self.other.dump.calls.keys()
+        return any(c.phase is Phase.BACKWARD and {c.key, c.forward_key} <= lone for c in after)
+
     def is_after_dump(self, call: Call) -> bool:
         """Return whether the other run's dump has nothing at all of what follows the backward pass, as of a fused optimizer."""
+        if self.next[call.key] is None and self._lacks_micro_batch:
+            return True
         if call.phase is not Phase.FORWARD or call.key not in self.run.late:
             return False
         return not any(self.run.late & self.other.dump.calls.keys())

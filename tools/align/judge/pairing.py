@@ -117,6 +117,22 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
     return replace(target, calls=calls), names
 
 
+def without_recomputation(dump: RankDump) -> RankDump:
+    """Return a run without forward calls that have no backward call and repeat, to the last bit, one before a backward call."""
+    before, block, repeats = set[bytes](), set[bytes](), set[str]()
+    for key, call in dump.calls.items():
+        if call.phase is Phase.BACKWARD:
+            before, block = before | block, set()
+        elif call.kind == "api" and not is_exchange(call):
+            content = _content(call)
+            lone = f"{_head(key)}.backward" not in dump.calls
+            if lone and before and (not call.outputs or content in before):
+                repeats.add(key)
+            block.add(content)
+    calls = {key: call for key, call in dump.calls.items() if key not in repeats}
+    return replace(dump, calls=calls) if repeats else dump
+
+
 def paired(target: Sequence[Call], reference: Sequence[Call]) -> Iterator[tuple[int, int]]:
     """Yield pairs of calls that belong together: by the order of names, else by name and content in any order."""
     names = [[call.name for call in calls] for calls in (target, reference)]

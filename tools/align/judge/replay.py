@@ -162,18 +162,14 @@ def arguments_of(
 
     bound = call.changed(argument)
     arguments = formula.bind(bound.inputs, dict(bound.kwargs))
-    other = arguments.__dict__.get("other")
     dtypes = [t.dtype for _, t in call.given() if is_float(t.dtype) and FLOATS[t.dtype].bits < 32]
-    if (
-        isinstance(other, float)
-        and tensors
-        and dtypes
-        and round_to(np.asarray(other), dtypes[0]) != other
-    ):
-        slack = (
-            abs(other) * FLOATS[dtypes[0]].unit
-        )  # some kernels hold the number in the tensor's type
-        arguments.__dict__["other"] = tensors[0].like(other, slack, slack)
+    for name in ("other", "alpha") if dtypes and tensors and formula.name in ("add", "sub") else ():
+        number = arguments.__dict__.get(name)
+        if isinstance(number, float) and round_to(np.asarray(number), dtypes[0]) != number:
+            slack = (
+                abs(number) * FLOATS[dtypes[0]].unit
+            )  # some kernels hold it in the tensor's type
+            arguments.__dict__[name] = tensors[0].like(number, slack, slack)
     return arguments, tensors
 
 
