@@ -82,7 +82,19 @@ class _WithoutEffect:
             return False
         users = self._users(call.key)
         following = self.next[call.key]
+        if users and not self._replaces and self._only_lost(users):
+            return False
         return bool(users or following) and all(map(self._agrees, users or [following or ""]))
+
+    @cached_property
+    def _replaces(self) -> bool:
+        """Whether the other run makes calls of its own, which may replace some of this run."""
+        return bool(self.other.dump.calls.keys() - self.run.dump.calls.keys())
+
+    def _only_lost(self, users: set[str]) -> bool:
+        """Return whether calls take the same to the last bit, so that a call between is only lost from the dump."""
+        places = [(key, p) for key in users for p, _ in self.run.dump.calls[key].given()]
+        return all(self.run.content.get(p) == self.other.content.get(p) for p in places)
 
     def _users(self, key: str) -> set[str]:
         """Return the calls of both runs that take what a call makes, maybe through calls of one run alone."""
