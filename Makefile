@@ -89,7 +89,8 @@ $(TEST_READY): $(TRAIN_READY)
 
 $(TORCH_READY): $(TEST_READY)
 	$(INSTALL) torch==2.13.0
-	$(INSTALL) --no-deps megatron-core==0.16.1
+	$(INSTALL) --no-deps megatron-core==0.16.1 mindstudio-probe==26.2.0
+	$(INSTALL) einops pandas pytz tensorboard
 	touch $@
 
 $(DOCS_READY): $(TEST_READY)

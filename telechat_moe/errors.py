@@ -1,8 +1,11 @@
 """Errors that a user can act on, and the exit code of each.
 
-Exit codes of every verb: 0 ok, 1 a check failed, 2 wrong usage, 3 bad input. A verb that has
-more codes documents them in its ``--help``.
+Exit codes of every verb: 0 ok, 1 a check failed, 2 wrong usage, 3 bad input, 5 an error of this program itself. A verb
+that has more codes documents them in its ``--help``.
 """
+
+UNEXPECTED = 5
+"""Exit code of an error that nobody foresaw; never that of an answer."""
 
 LONGEST = 2_000
 """Characters of a line of a message."""

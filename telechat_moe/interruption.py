@@ -28,6 +28,8 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 
+from telechat_moe.errors import UNEXPECTED
+
 REQUEST = signal.SIGUSR1
 """Asks the work to stop in order."""
 
@@ -186,7 +188,7 @@ def _tell(code: int, interrupted: bool, advice: str) -> int:
     elif code < 0:
         name = {s.value: s.name for s in signal.Signals}.get(-code, f"signal {-code}")
         hint = "; often memory ran out (dmesg)" if name == "SIGKILL" else ""
-        code, line = 1, f"error: the process was killed by {name}{hint}"
+        code, line = UNEXPECTED, f"error: the process was killed by {name}{hint}"
     else:
         return code
     show_cursor = "\r\033[K\033[?25h" if os.isatty(2) else ""  # progress bars hide it

@@ -1,9 +1,13 @@
 """The whole command line: all verbs, and how an error becomes a line and an exit code."""
 
 import os
+import platform
 import re
+import shlex
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from telechat_moe import __version__
 from telechat_moe.cli import (
@@ -25,11 +29,14 @@ from telechat_moe.cli import (
     train,
 )
 from telechat_moe.cli.verb import Verb, VerbParser
-from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.errors import UNEXPECTED, TelechatMoeError, UsageError
 from telechat_moe.interruption import advise
+from telechat_moe.versions import installed
 
 _HOME = re.compile(r"(?:--[\w-]+=)?(~(?:[\w.-]*/.*)?)")
 """An argument, or the value of an option after =, that begins with the home folder of a user."""
+ERROR_FILE = "telechat-moe-error.txt"
+"""What is written to the working folder for whoever mends this program."""
 COMMAND = Verb(
     name="telechat-moe",
     help="",
@@ -96,3 +103,25 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:  # of this program, not of what it was given
+        print(f"error: {_unexpected(error, argv)}", file=sys.stderr)
+        return UNEXPECTED
+
+
+def _unexpected(error: Exception, argv: Sequence[str]) -> str:
+    """Write down what is needed to mend an error of this program; return the line that says so."""
+    packages = ("mindspore", "mindformers", "numpy", "torch", "mindstudio-probe")
+    versions = [f"{name} {number}" for name in packages if (number := installed(name))]
+    lines = [
+        f"telechat-moe {__version__}, Python {platform.python_version()}, {', '.join(versions)}",
+        shlex.join(["telechat-moe", *argv]),
+        "".join(traceback.format_exception(error)),
+    ]
+    kind = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    try:
+        Path(ERROR_FILE).write_text("\n".join(lines), "utf-8", errors="backslashreplace")
+        request = f"send {Path(ERROR_FILE).absolute()}, which says where"
+    except OSError as full:
+        print("\n".join(lines), file=sys.stderr)
+        request = f"send the lines above ({ERROR_FILE} cannot be written: {full.strerror})"
+    return f"an unexpected error of this program, not an answer: {kind}; {request}"

@@ -10,9 +10,16 @@ from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 from telechat_moe.cli.arguments import Add, add_json, add_overrides, arg
+from telechat_moe.errors import UNEXPECTED
 
 WIDTH = 110
-EXITS = {0: "ok", 2: "wrong usage", 3: "bad input", 130: "interrupted"}
+EXITS = {
+    0: "ok",
+    2: "wrong usage",
+    3: "bad input",
+    UNEXPECTED: "an error of this program",
+    130: "interrupted",
+}
 """Exit codes that mean the same in every verb, unless it says more."""
 
 

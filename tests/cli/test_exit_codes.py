@@ -99,3 +99,36 @@ def test_what_is_read_is_bad_input(
     checkpoint.save(Path("run"), 1, {"model": {"x": np.ones(2, np.float32)}}, {})
     assert main(line.split()) == 3
     assert message in capsys.readouterr().err
+
+
+def test_an_error_of_this_program_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("what nobody\nforesaw")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("telechat_moe.tools.align.dump.summary.read", fail)
+    for words in (["align", "a", "b"], ["align", "bisect", "a"], ["align", "inspect", "a"]):
+        for name in ("a", "b"):
+            Path(name).mkdir(exist_ok=True)
+        assert main(words) == 5
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1
+        assert "KeyError" in error
+        assert f"send {tmp_path}/telechat-moe-error.txt" in error
+        text = Path("telechat-moe-error.txt").read_text()
+        assert f"telechat-moe {' '.join(words)}" in text
+        assert "test_exit_codes.py" in text
+
+
+def test_an_error_is_told_where_no_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("telechat_moe.cli.command.build_parser", lambda: 1 / 0)
+    Path("telechat-moe-error.txt").mkdir()
+    assert main(["ls"]) == 5
+    *above, last = capsys.readouterr().err.splitlines()
+    assert "send the lines above" in last
+    assert any("ZeroDivisionError" in line for line in above)

@@ -122,7 +122,7 @@ def test_the_exit_code_is_the_work_s(code: int, tmp_path: Path):
 def test_work_that_is_killed_is_said_to_be(tmp_path: Path):
     command = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert process.returncode == 1
+    assert process.returncode == 5
     assert process.stderr.startswith("error: the process was killed by SIGKILL")
 
 

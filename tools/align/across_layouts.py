@@ -44,6 +44,7 @@ from telechat_moe.tools.align.judge.points import (
     SharedTensor,
     TensorPair,
     at_worst,
+    by_use,
     by_weight,
 )
 from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
@@ -110,7 +111,7 @@ def across(
     outcome.coverage.shares[SHARED] = CoverageShare()
     for step in steps:
         a, b = reference.at(step), target.at(step)
-        pairs = linked(a, b, links) if links else by_weight(a, b)
+        pairs = linked(a, b, links) if links else [*by_weight(a, b)] or by_use(a, b)
         points.begin(step, a, grouped.at(step), pinned=not links)
         for finding in (*points.choices(step, b), *points.at(step, b, pairs)):
             verdict = finding.verdict

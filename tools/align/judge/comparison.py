@@ -16,18 +16,25 @@ from telechat_moe.tools.align.judge.collectives import (
     ExchangeContext,
     is_exchange,
     judged_collectives,
-    kind_of,
 )
 from telechat_moe.tools.align.judge.context import layer_of, phase_of, values_at
 from telechat_moe.tools.align.judge.coverage import Coverage, answer
-from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
+from telechat_moe.tools.align.judge.data_flow import DataFlow
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
 from telechat_moe.tools.align.judge.fused_calls import FusedCallMatcher
+from telechat_moe.tools.align.judge.missing_calls import missing_calls
 from telechat_moe.tools.align.judge.other_run import OtherRun
 from telechat_moe.tools.align.judge.outcome import CallStatus, Finding, Outcome
-from telechat_moe.tools.align.judge.pairing import STEP, aligned, content_of, split, without_repeats
-from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.pairing import (
+    STEP,
+    aligned,
+    content_of,
+    split,
+    without_recomputation,
+    without_repeats,
+)
+from telechat_moe.tools.align.judge.replay import replay_call, turns_weights
 from telechat_moe.tools.align.judge.shards import is_own
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
@@ -76,9 +83,12 @@ def compare(
     targets: dict[tuple[int, int], RankDump] = {}
     references: dict[tuple[int, int], RankDump] = {}
     for place in common:
-        named_target, names[place] = aligned(reference.ranks[place], target.ranks[place])
-        targets[place] = without_repeats(named_target, reference.ranks[place])
-        references[place] = without_repeats(reference.ranks[place], named_target)
+        golden, judged = reference.ranks[place], target.ranks[place]
+        if golden.calls.keys() != judged.calls.keys():
+            golden, judged = without_recomputation(golden), without_recomputation(judged)
+        named_target, names[place] = aligned(golden, judged)
+        targets[place] = without_repeats(named_target, golden)
+        references[place] = without_repeats(golden, named_target)
         if not {*targets[place].calls} & {*references[place].calls}:
             text = f"step {place[0]}, rank {place[1]}: the dumps have no call in common"
             return Outcome("inconclusive", reason=text)
@@ -126,6 +136,7 @@ class _Comparison:
         self.seen: list[CallStatus] = []
         self.reference_flows: dict[int, DataFlow] = {}
         self.confirmed = set[str]()  # by the other run, among others
+        self.turned: dict[int, bool] = {}  # by dump
 
     def alone(self, dump: Dump, place: tuple[int, int], is_target: bool) -> None:
         """Count a step and rank that only one run has; its calls are not judged."""
@@ -144,10 +155,12 @@ class _Comparison:
         for verdict in (*broken_edges(*flows), *wrong_sums(*flows)):
             if self.itself and _may_differ(verdict, *flows):
                 continue
-            if verdict.status == "not judged":
-                self._count(verdict, target)
-            else:
+            if verdict.status == "diverged":
                 wrong.setdefault(verdict.key, []).append(verdict)
+            elif verdict.status == "pass":
+                self.coverage.by_other_run += 1
+            else:
+                self._count(verdict, target)
         replaced = FusedCallMatcher(*flows)
         for verdict in (*replaced.verdicts, *replaced.otherwise(), *replaced.by_other_run()):
             self._count(verdict, target)
@@ -169,7 +182,12 @@ class _Comparison:
         right = replaced.right | replaced.unjudged
         if not replaced.new.isdisjoint(wrong):  # one that is wrong itself explains the rest
             right |= replaced.new | replaced.lost
-        findings += _missing(reference, target_flow, begins, right)
+        for order, verdict, call, kind in missing_calls(*flows, begins, right):
+            place = _step_and_rank(target, call.key)
+            if verdict.status == "diverged":
+                findings.append(Finding(*place, order, verdict, call, kind))
+            else:
+                self.unknown[verdict.reason] += 1
         findings.sort(key=lambda f: (f.step, f.order))
         if findings and (call := findings[0].call) is not None:
             findings[0] = replace(
@@ -205,7 +223,7 @@ class _Comparison:
             if not self.itself or worst(judged).status == "diverged":
                 verdicts = judged
             first = worst(verdicts)
-            tolerated = 0.0 if self.itself else 4 * _also_wrong(key, reference)
+            tolerated = 0.0 if self.itself else 4 * self._also_wrong(key, reference)
             if first.status == "diverged" and first.ratio <= tolerated:
                 text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
                 verdicts = [not_judged(key, text, v.place) if v is first else v for v in verdicts]
@@ -254,15 +272,35 @@ class _Comparison:
     def _verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
         forward, settings = (run.calls.get(call.forward_key) for run in (target, reference))
         if not self.remembers:
-            return replay_call(call, forward, settings)
+            return replay_call(call, forward, settings, self._turned(reference))
         bare = settings and settings.changed(
             lambda _, v: None if isinstance(v, TensorRecord) else v
         )
         arguments = [bare.inputs, [*bare.kwargs.items()]] if bare else None
         mark = content_of(call.name, call.phase, call, forward is not call and forward, arguments)
         if mark not in self.cache.verdicts:
-            self.cache.verdicts[mark] = replay_call(call, forward, settings)
+            self.cache.verdicts[mark] = replay_call(
+                call, forward, settings, self._turned(reference)
+            )
         return [replace(v, key=call.key) for v in self.cache.verdicts[mark]]
+
+    def _turned(self, dump: RankDump) -> bool:
+        """Return whether a dump holds the gradients of transposed weights."""
+        if id(dump) not in self.turned:
+            self.turned[id(dump)] = turns_weights(dump)
+        return self.turned[id(dump)]
+
+    def _also_wrong(self, key: str, reference: RankDump) -> float:
+        """Return how far the reference's own call exceeds its bound; 0 if it is right.
+
+        A call that is wrong in the reference, too, does not distinguish the runs.
+        """
+        call = reference.calls.get(key)
+        if call is None:
+            return 0.0
+        forward = reference.calls.get(call.forward_key)
+        first = worst(replay_call(call, forward, turned=self._turned(reference)))
+        return first.ratio if first.status == "diverged" else 0.0
 
     def _count(self, verdict: Verdict, target: RankDump) -> None:
         """Count a verdict on a collective or an input; an open one of a collective once the other run has judged it, too."""
@@ -343,67 +381,6 @@ def _joined(dumps: list[RankDump]) -> RankDump:
             name = f"{dump.step}{STEP}{key}"
             calls[name] = replace(call, key=name)
     return replace(dumps[0], calls=calls)
-
-
-def _also_wrong(key: str, reference: RankDump) -> float:
-    """Return how far the reference's own call exceeds its bound; 0 if it is right.
-
-    A call that is wrong in the reference, too, does not distinguish the runs.
-    """
-    call = reference.calls.get(key)
-    if call is None:
-        return 0.0
-    first = worst(replay_call(call, reference.calls.get(call.forward_key)))
-    return first.ratio if first.status == "diverged" else 0.0
-
-
-def _missing(
-    reference: RankDump, flow: DataFlow, begins: Mapping[str, int], right: frozenset[str]
-) -> list[Finding]:
-    """Return the calls that only one run makes, except those whose replacements give the same result."""
-    findings: list[Finding] = []
-    target = flow.dump
-
-    def only(run: RankDump, call: Call, order: float, other: str, word: str) -> None:
-        replaced = not right.isdisjoint((call.key, call.forward_key))
-        if call.kind == "api" and not replaced and not _gave_back(call, reference, target):
-            reason = f"the {other} does not run {call.key}"
-            verdict = Verdict(call.key, "", "diverged", float("inf"), reason)
-            place = _step_and_rank(run, call.key)
-            findings.append(Finding(*place, order, verdict, call, _only(call, word)))
-
-    last = -1.0
-    for key, call in reference.calls.items():
-        if key in target.calls:
-            last = flow.order[key] - begins[key] + 0.5
-        else:
-            only(reference, call, last, "target", "missing")
-    for key, call in target.calls.items():
-        if key not in reference.calls:
-            only(target, call, flow.order[key] - begins[key], "reference", "doubled")
-    return findings
-
-
-def _only(call: Call, word: str) -> str:
-    """Return the kind of fault of a call that only one run makes."""
-    if "reduce" in (kind_of(call) or ""):
-        return f"{word} reduction"
-    return "missing call" if word == "missing" else "extra call"
-
-
-def _gave_back(call: Call, *runs: RankDump) -> bool:
-    """Return whether a call, or its forward call, returned its own argument in one of the runs.
-
-    Such as a cast to the same type or a copy: another run may omit it, and torch has no backward call for it.
-    """
-    for forward in (run.calls.get(call.forward_key) for run in runs):
-        if forward is None or not forward.given() or len(forward.made()) != 1:
-            continue
-        (_, argument), (_, result) = forward.given()[0], forward.made()[0]
-        comparable = argument.dtype == result.dtype and argument.read and result.read
-        if comparable and digest(argument.load()) == digest(result.load()):
-            return True
-    return False
 
 
 def _divergent_call(

@@ -4,6 +4,7 @@ A gradient that no call made is the sum of the gradients that the users of its t
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
@@ -38,7 +39,10 @@ class DataFlow:
         self.summed_from = cache(self._parts_of)
         self.users_of = cache(self._users_of)
         self.terms_of = cache(self._terms_of)
-        self._noise: dict[str, float] | None = None
+        self._parted: dict[str, tuple[float, bool]] | None = None
+        self._usual_update: float | None = None
+        self._outputs: list[Place] | None = None
+        self._begins: list[int] = []
         self.tensors = {(key, p): t for key, call in dump.calls.items() for p, t in call.tensors()}
         self.order = {key: i for i, key in enumerate(dump.calls)}
 
@@ -243,11 +247,8 @@ class DataFlow:
 
     def is_weight(self, place: Place) -> bool:
         """Return whether an input is a weight: its argument's name says so, or an optimizer updates it."""
-        call, name = self.dump.calls[place[0]], place[1].split(".")
-        formula, is_parameter = find(call.name), name[0] == "parameters"
-        if formula is not None and name[1].isdigit() and int(name[1]) < len(formula.signature):
-            name = [name[0], formula.signature[int(name[1])], *name[2:]]
-        return is_parameter or name[1] in _WEIGHTS or self.content.get(place) in self._updated
+        named = is_weight(self.dump.calls[place[0]], place[1])
+        return named or self.content.get(place) in self._updated
 
     @cached_property
     def _updated(self) -> frozenset[bytes]:
@@ -255,18 +256,51 @@ class DataFlow:
 
     def noise(self, reference: "DataFlow", key: str) -> float:
         """Return the largest relative L2 distance of the outputs before a call from the reference's."""
-        if self._noise is None:
-            self._noise, largest = {}, 0.0
-            for key_before, call in self.dump.calls.items():
-                self._noise[key_before] = largest
-                for place, tensor in call.tensors() if key_before in reference.dump.calls else ():
-                    other = reference.tensors.get((key_before, place))
-                    if other is None or other.shape != tensor.shape or place[0] != "o":
+        return self._before(reference).get(key, (0.0, False))[0]
+
+    def chose_otherwise(self, reference: "DataFlow", key: str) -> bool:
+        """Return whether an earlier call made other integers or truth values than in the reference, such as choices of experts."""
+        return self._before(reference).get(key, (0.0, False))[1]
+
+    def _before(self, reference: "DataFlow") -> dict[str, tuple[float, bool]]:
+        if self._parted is None:
+            self._parted, largest, otherwise = {}, 0.0, False
+            for key, call in self.dump.calls.items():
+                self._parted[key] = largest, otherwise
+                for place, tensor in call.made() if key in reference.dump.calls else ():
+                    other = reference.tensors.get((key, place))
+                    if other is None or not other.read or not tensor.read:
                         continue
-                    if other.read and tensor.read and is_float(other.dtype):
+                    if not is_float(other.dtype):
+                        otherwise |= digest(tensor.load()) != digest(other.load())
+                    elif other.shape == tensor.shape:
                         far = relative_distance(tensor.load(), other.load())
                         largest = max(largest, far if np.isfinite(far) else 0.0)
-        return self._noise.get(key, 0.0)
+        return self._parted
+
+    def is_late_step(self, key: str) -> bool:
+        """Return whether a step came before that of a call: the weights have been updated."""
+        step, mark, _ = key.partition("|")
+        return int(step if mark else self.dump.step) > 0
+
+    def usual_update(self, reference: "DataFlow") -> float:
+        """Return how far weights that the dumps do not make are from the reference's in late steps, in the median."""
+        if self._usual_update is None:
+            places = [
+                p for p in reference.inputs() if self.is_late_step(p[0]) and p in self.tensors
+            ]
+            pairs = [
+                (self.tensors[p], reference.tensors[p])
+                for p in places
+                if reference.is_weight(p) and not reference.sources_of(p)
+            ]
+            far = [
+                relative_distance(a.load(), b.load())
+                for a, b in pairs
+                if a.read and b.read and a.shape == b.shape and is_float(a.dtype)
+            ]
+            self._usual_update = float(np.median(far)) if far else 0.0
+        return self._usual_update
 
     def makers_of(self, key: str) -> list[Place]:
         """Return the outputs of a call."""
@@ -277,6 +311,14 @@ class DataFlow:
         takers = [p for p in self.taken.get(output, []) if self._phase(p) is Phase.FORWARD]
         return self._gradients_of(takers)
 
+    def outputs_before(self, key: str, count: int) -> list[Place]:
+        """Return outputs of calls before one, at most so many, the nearest first."""
+        if self._outputs is None:
+            self._outputs = [place for place in self.tensors if place[1].startswith("output")]
+            self._begins = [self.order[place[0]] for place in self._outputs]
+        end = bisect_left(self._begins, self.order[key])
+        return self._outputs[max(0, end - count) : end][::-1]
+
     def before(self, key: str) -> list[str]:
         """Return the calls that made what a call takes."""
         places = ((key, place) for place, _ in self.dump.calls[key].given())
@@ -285,6 +327,14 @@ class DataFlow:
     def inputs(self) -> Iterator[Place]:
         """Yield the inputs and parameters of every call, in order."""
         return (place for place in self.tensors if not place[1].startswith("output"))
+
+
+def is_weight(call: Call, place: str) -> bool:
+    """Return whether an input of a call is a weight by its argument's name."""
+    name, formula = place.split("."), find(call.name)
+    if formula is not None and name[1].isdigit() and int(name[1]) < len(formula.signature):
+        name = [name[0], formula.signature[int(name[1])], *name[2:]]
+    return name[0] == "parameters" or name[1] in _WEIGHTS
 
 
 def walk(key: str, neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:

@@ -12,11 +12,16 @@ import numpy as np
 from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Phase, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, sum_verdict, total_of
-from telechat_moe.tools.align.judge.distance import VAGUE, distance, relative_distance
+from telechat_moe.tools.align.judge.distance import VAGUE, Distance, distance
+from telechat_moe.tools.align.judge.selections import common_selection
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 _ALSO = 4.0  # factor on the distance of earlier outputs
+_ROUNDINGS = (
+    16.0  # of a tensor's type that a missing call may add where all earlier outputs are equal
+)
+_OTHER = 0.35  # relative distance that no few updates of different rounding explain
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
@@ -83,13 +88,78 @@ def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
     if not state and not (target.is_used(place) or reference.is_used(place)):
         return None  # uninitialised memory, perhaps: nothing follows from it
     if not state and place[0] in reference.late:
-        return _as_summed(place, reference, target)
+        parts = reference.summed_from(place)
+        if parts and all(part in target.tensors for part in parts):
+            total = sum_verdict(target, place, parts)
+            return total if total.status == "diverged" else None
+        verdict = _unknown(place)  # perhaps a gradient that no call returns
+    if is_float(reference.tensors[place].dtype) != is_float(target.tensors[place].dtype):
+        return _unknown(place)  # a mask of another kind: judged by its effect
     if _rounded_in_passing(place, reference, target):
         return None
-    must_be_equal = state or reference.is_weight(place)
-    if not must_be_equal and _maybe_computed(place, reference, target):
-        return _unknown(place)
-    return verdict
+    if not state and not reference.is_weight(place):
+        return _as_unrecorded(place, reference, target, verdict)
+    return _as_updated(place, reference, target) if reference.is_late_step(place[0]) else verdict
+
+
+def _as_unrecorded(
+    place: Place, reference: DataFlow, target: DataFlow, verdict: Verdict
+) -> Verdict | None:
+    """Return the verdict on what calls missing in the dumps may have made; ``verdict``: if they have not."""
+    far = distance(reference.tensors[place], target.tensors[place])
+    if far is not None and is_float(target.tensors[place].dtype):
+        noise = target.noise(reference, place[0])
+        allowed = max(_ALSO * noise, _rounded(place, reference, target))
+        if (close := _within(place, far, allowed)) is not None and close.status == "pass":
+            return close
+        verdict = close or verdict
+    chose = target.chose_otherwise(reference, place[0])
+    if chose or verdict.status == "not judged":
+        lines = common_selection(place, reference, target)
+        if lines is not None and (chose or np.array_equal(lines[0].lines, lines[1].lines)):
+            return None  # of the same output
+    return _unknown(place) if chose else verdict
+
+
+def _within(place: Place, far: Distance, allowed: float) -> Verdict | None:
+    """Return the verdict on a tensor that calls missing in the dump may have made, by the other run; None: too far from it.
+
+    It passes if it is about as far from the reference's as earlier outputs are, in the whole and in every row.
+    """
+    if far.whole > allowed:
+        return None
+    if allowed < VAGUE and far.largest < VAGUE:
+        return Verdict(*place, "pass", far.whole / allowed, basis="other run")
+    return _unknown(place)
+
+
+def is_close(place: Place, reference: DataFlow, target: DataFlow) -> bool:
+    """Return whether a tensor is about as far from the reference's as earlier outputs are; after other choices, most rows."""
+    record, tensor = reference.tensors[place], target.tensors[place]
+    if not is_float(record.dtype) or not is_float(tensor.dtype):
+        return True  # choices and masks: judged by what is computed with them
+    far, chose = distance(record, tensor), target.chose_otherwise(reference, place[0])
+    if far is None:
+        return chose  # other tokens, perhaps
+    noise = max(_ALSO * target.noise(reference, place[0]), _rounded(place, reference, target))
+    most = float(np.median(far.rows)) if chose and far.rows.size else far.whole
+    return most <= min(noise, VAGUE)
+
+
+def _rounded(place: Place, *runs: DataFlow) -> float:
+    """Return how far a call that is missing in the dumps may move a tensor by rounding alone."""
+    return _ROUNDINGS * max(FLOATS[run.tensors[place].dtype].unit for run in runs)
+
+
+def _as_updated(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
+    """Judge a weight or state after updates that the dumps lack: it is about as far from the reference's as others are."""
+    record, tensor = reference.tensors[place], target.tensors[place]
+    far = distance(record, tensor) if is_float(record.dtype) and is_float(tensor.dtype) else None
+    if far is None or far.whole > _OTHER:
+        return _wrong(place, tensor, record.load(), "comes from outside and is not the reference's")
+    usual = max(_ALSO * target.usual_update(reference), _rounded(place, reference, target))
+    reason = f"{place[1]}: differs, and the steps before are not in the dumps"
+    return _within(place, far, usual) or not_judged(place[0], reason, place[1])
 
 
 def _unknown(place: Place) -> Verdict:
@@ -98,31 +168,18 @@ def _unknown(place: Place) -> Verdict:
 
 
 def _rounded_in_passing(place: Place, reference: DataFlow, target: DataFlow) -> bool:
-    """Return whether a tensor is the reference's, rounded to a type that only the target computes in."""
-    record, tensor = reference.tensors[place], target.tensors[place]
-    if not is_float(record.dtype) or not is_float(tensor.dtype) or record.shape != tensor.shape:
+    """Return whether one run's tensor is the other's, rounded to a type that only the first computes in."""
+    tensors = reference.tensors[place], target.tensors[place]
+    if not all(is_float(t.dtype) for t in tensors) or tensors[0].shape != tensors[1].shape:
         return False
-    expected, values = record.load(), tensor.load()
-    kinds = _only_in(target, reference)
-    return any(np.array_equal(round_to(expected, d), values, equal_nan=True) for d in kinds)
+    values = [t.load() for t in tensors]
+    ways = (values, _only_in(target, reference)), (values[::-1], _only_in(reference, target))
+    return any(np.array_equal(round_to(a, d), b, equal_nan=True) for (a, b), n in ways for d in n)
 
 
 def _only_in(run: DataFlow, other: DataFlow) -> list[str]:
     """Return the floating-point types that only one of two runs computes in."""
     return [d for d in run.dump.dtypes - other.dump.dtypes if is_float(d)]
-
-
-def _maybe_computed(place: Place, reference: DataFlow, target: DataFlow) -> bool:
-    """Return whether a tensor may come from a call that is missing in the dumps.
-
-    It may if it is about as far from the reference's as earlier outputs are. Where all earlier outputs are equal to the
-    last bit, inputs from outside must be equal, too.
-    """
-    record, tensor = reference.tensors[place], target.tensors[place]
-    if not is_float(record.dtype) or record.shape != tensor.shape:
-        return False
-    far = relative_distance(tensor.load(), record.load())
-    return far <= _ALSO * target.noise(reference, place[0])
 
 
 def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
@@ -151,15 +208,6 @@ def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | 
     return _as_outside(place, reference, target)
 
 
-def _as_summed(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
-    """Judge an input of the backward pass: it must be a sum of gradients where the reference's is one."""
-    parts = reference.summed_from(place)
-    if not parts or any(part not in target.tensors for part in parts):
-        return _unknown(place)
-    verdict = sum_verdict(target, place, parts)
-    return verdict if verdict.status == "diverged" else None
-
-
 def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | None:
     tensor = target.tensors[place]
     actual = tensor.load()
@@ -183,6 +231,8 @@ def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Ve
     if reference.read is None:
         return None
     expected, actual = reference.load(), tensor.load()
+    if expected.size == actual.size:
+        expected = expected.reshape(actual.shape)
     narrow = tensor.dtype
     if is_float(reference.dtype) and is_float(narrow):
         narrow = min(narrow, reference.dtype, key=lambda kind: FLOATS[kind].bits)

@@ -11,6 +11,7 @@ import numpy as np
 from telechat_moe.numerics import FLOATS
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
+from telechat_moe.tools.align.judge.data_flow import is_weight
 from telechat_moe.tools.align.judge.pins import narrowest
 from telechat_moe.tools.align.judge.points import weight_of
 from telechat_moe.tools.align.operators import find
@@ -40,6 +41,8 @@ def differ_in_layout(reference: Dump, target: Dump) -> bool:
     alike = not graphs and frameworks(a) == frameworks(b) and not others
     if (graphs and others) or not (alike or _same_calls(a[0], b[0])):
         return True
+    if {r.rank for r in a} != {r.rank for r in b} and _cut_differently(a[0], b[0]):
+        return True
     reference_layouts, target_layouts = _layouts(a), _layouts(b)
     return reference_layouts != target_layouts and bool(reference_layouts or target_layouts)
 
@@ -59,6 +62,22 @@ def _same_calls(a: RankDump, b: RankDump) -> bool:
     """Return whether most calls of two runs have equal keys, as of one script on torch and on MSAdapter."""
     keys = [{k for k, c in run.calls.items() if c.kind != "parameters_grad"} for run in (a, b)]
     return 2 * len(keys[0] & keys[1]) > max(map(len, keys))
+
+
+def _cut_differently(a: RankDump, b: RankDump) -> bool:
+    """Return whether weights of a rank have other shapes, in calls of equal keys, as of shards: msprobe writes no layout of torch."""
+    for key, call in a.calls.items():
+        other = b.calls.get(key)
+        if other is not None and call.phase is Phase.FORWARD and call.kind == "api":
+            shapes = dict(other.given())
+            for place, tensor in call.given():
+                if (
+                    place in shapes
+                    and is_weight(call, place)
+                    and shapes[place].shape != tensor.shape
+                ):
+                    return True
+    return False
 
 
 def _layouts(ranks: Sequence[RankDump]) -> set[Any]:
@@ -96,6 +115,22 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
         operator = call.name if alike is None or find(alike.name) is None else alike.name
         calls[name], names[name] = replace(call, key=name, name=operator), key
     return replace(target, calls=calls), names
+
+
+def without_recomputation(dump: RankDump) -> RankDump:
+    """Return a run without forward calls that have no backward call and repeat, to the last bit, one before a backward call."""
+    before, block, repeats = set[bytes](), set[bytes](), set[str]()
+    for key, call in dump.calls.items():
+        if call.phase is Phase.BACKWARD:
+            before, block = before | block, set()
+        elif call.kind == "api" and not is_exchange(call):
+            content = _content(call)
+            lone = f"{_head(key)}.backward" not in dump.calls
+            if lone and before and (not call.outputs or content in before):
+                repeats.add(key)
+            block.add(content)
+    calls = {key: call for key, call in dump.calls.items() if key not in repeats}
+    return replace(dump, calls=calls) if repeats else dump
 
 
 def paired(target: Sequence[Call], reference: Sequence[Call]) -> Iterator[tuple[int, int]]:

@@ -11,9 +11,11 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.numerics import Array
+from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, Shard, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import Call, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.data_flow import is_weight
 
 STATES = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -57,6 +59,41 @@ def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[TensorPa
                 assert target_tensor is not None
                 name = f"{name[0]} of {weight}{name[1]}"
                 yield TensorPair(name, reference_tensor, target_tensor)
+
+
+def by_use(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[TensorPair]:
+    """Yield the weights that calls of equal keys use, put together by their shapes: msprobe records no updates and no layout.
+
+    One of the runs must have them whole, on one rank.
+    """
+    uncut_rank = next((run[0] for run in (a, b) if len(run) == 1), None)
+    for key, call in uncut_rank.calls.items() if uncut_rank is not None else ():
+        if call.phase is not Phase.FORWARD or call.kind != "api":
+            continue
+        for place, tensor in call.given():
+            if is_weight(call, place) and all(key in dump.calls for dump in (*a, *b)):
+                pair = [_by_shape(run, key, place, tensor) for run in (a, b)]
+                if None not in pair:
+                    yield TensorPair(f"weight {place} of {key} before", *filter(None, pair))
+
+
+def _by_shape(
+    ranks: Sequence[RankDump], key: str, place: str, uncut: TensorRecord
+) -> SharedTensor | None:
+    """Return a weight of all ranks as the one layout that its shapes allow puts it together; None: there is no such layout."""
+    records = [(dump.rank, dict(dump.calls[key].tensors()).get(place)) for dump in ranks]
+    shards = [Shard(rank, record, 0) for rank, record in records if record and record.read]
+    if len(shards) != len(ranks):
+        return None
+    try:
+        layout = infer(shards, uncut.shape).layout
+        values = None if layout is None else logical(shards, layout, uncut.shape).values
+    except (LayoutError, BadInputError, CopiesDifferError):
+        return None
+    have = tuple(shard.rank for shard in shards)
+    return (
+        None if values is None else SharedTensor(values, uncut.dtype, have[0], key, place, "", have)
+    )
 
 
 def named(

@@ -7,13 +7,13 @@ reference's settings if there is a reference run; integers must match exactly.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.numerics import FLOATS, is_float
-from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
+from telechat_moe.numerics import FLOATS, is_float, round_to
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import flat
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
 from telechat_moe.tools.align.operators import Arguments, Formula, find
@@ -22,12 +22,15 @@ from telechat_moe.tools.align.operators.indexing import CHOOSES, same_choice
 from telechat_moe.tools.align.operators.registry import UNFIT, NotJudgedError
 
 
-def replay_call(call: Call, forward: Call | None, settings: Call | None = None) -> list[Verdict]:
+def replay_call(
+    call: Call, forward: Call | None, settings: Call | None = None, turned: bool = False
+) -> list[Verdict]:
     """Return the verdicts of one operator, one for each of its outputs.
 
     Args:
         forward: Its forward call; of a forward call, itself.
         settings: The reference's forward call, whose numbers and flags are used.
+        turned: Whether gradients of weights are those of the transposed ones, see :func:`turns_weights`.
     """
     try:
         if forward is None:
@@ -44,7 +47,10 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         if call.phase is not Phase.BACKWARD:
             verdicts = _defined(_forward(trusted_call, formula), [call])
         else:
-            verdicts = _match(call, forward, *_gradients(call, trusted_call, formula))
+            inner: list[Approx] = []
+            verdicts = _match(
+                call, forward, *_gradients(call, trusted_call, formula, inner), inner, turned
+            )
             verdicts = _defined(verdicts, [call, forward])
         if not inferred:
             return verdicts
@@ -155,7 +161,16 @@ def arguments_of(
         return x
 
     bound = call.changed(argument)
-    return formula.bind(bound.inputs, dict(bound.kwargs)), tensors
+    arguments = formula.bind(bound.inputs, dict(bound.kwargs))
+    dtypes = [t.dtype for _, t in call.given() if is_float(t.dtype) and FLOATS[t.dtype].bits < 32]
+    for name in ("other", "alpha") if dtypes and tensors and formula.name in ("add", "sub") else ():
+        number = arguments.__dict__.get(name)
+        if isinstance(number, float) and round_to(np.asarray(number), dtypes[0]) != number:
+            slack = (
+                abs(number) * FLOATS[dtypes[0]].unit
+            )  # some kernels hold it in the tensor's type
+            arguments.__dict__[name] = tensors[0].like(number, slack, slack)
+    return arguments, tensors
 
 
 def _is_extreme(value: Value) -> bool:
@@ -204,9 +219,24 @@ def _forward(call: Call, formula: Formula) -> list[Verdict]:
             verdicts.append(not_judged(call.key, reason, place))
             continue
         values = record.load()
+        if call.name.startswith(_OF_AUTOGRAD) and _is_mapped(call, values, expected[i]):
+            reason = f"{place}: recorded under vmap, whose dimension its arguments lack"
+            verdicts.append(not_judged(call.key, reason, place))
+            continue
         free = free_choices(formula, arguments, i, values, expected[i])
         verdicts.append(judge(call.key, place, values, expected[i], record.dtype, free))
     return verdicts
+
+
+def _is_mapped(call: Call, values: Array, expected: Approx | Array) -> bool:
+    """Return whether an element by element operator gave more dimensions than any of its arguments has."""
+    shapes = [t.shape for _, t in call.given()]
+    if not shapes or values.ndim <= max(map(len, shapes)):
+        return False
+    try:
+        return values_of(expected).shape == np.broadcast_shapes(*shapes)
+    except ValueError:
+        return False
 
 
 def free_choices(
@@ -223,9 +253,9 @@ def free_choices(
 
 
 def _gradients(
-    call: Call, forward: Call, formula: Formula
+    call: Call, forward: Call, formula: Formula, inner: list[Approx] | None = None
 ) -> tuple[list[Approx | None], list[Approx]]:
-    """Return the gradients of a call's floating-point tensors, and those tensors."""
+    """Return the gradients of a call's floating-point tensors, and those tensors; those of its own results go to ``inner``."""
     arguments, tensors = arguments_of(forward, formula, True)
     place, records = CHOOSES.get(formula.name), list(flat(forward.outputs))
     arguments.made = records
@@ -246,7 +276,7 @@ def _gradients(
             shapes = ", ".join(str(list(o.shape)) for o in outputs)
             raise NotJudgedError(f"a gradient of shape {list(gradient.shape)} for outputs {shapes}")
         seeds.append((output, gradient))
-    return gradients(seeds, tensors), tensors
+    return gradients(seeds, tensors, inner), tensors
 
 
 def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
@@ -263,9 +293,14 @@ def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
 
 
 def _match(
-    call: Call, forward: Call, gradients_of: list[Approx | None], tensors: list[Approx]
+    call: Call,
+    forward: Call,
+    gradients_of: list[Approx | None],
+    tensors: list[Approx],
+    inner: list[Approx],
+    turned: bool,
 ) -> list[Verdict]:
-    """Compare outgoing gradients with those of the tensors that they match."""
+    """Compare outgoing gradients with those of the tensors that they match, or of the operator's last autograd node."""
     verdicts: list[Verdict] = []
     outputs = [(f"output.{i}", r) for i, value in enumerate(call.outputs) for r in flat(value)]
     for (place, record), number in zip(outputs, _order(call, forward, tensors), strict=True):
@@ -275,10 +310,76 @@ def _match(
         if gradient is None:
             lacks = "no formula for this gradient"
             lacks = f"no input has shape {record.shape}" if number is None else lacks
-            verdicts.append(not_judged(call.key, f"{place}: {lacks}", place))
+            verdict = not_judged(call.key, f"{place}: {lacks}", place)
         else:
-            verdicts.append(judge(call.key, place, record.load(), gradient, record.dtype))
+            verdict = judge(call.key, place, record.load(), gradient, record.dtype)
+        if verdict.status != "pass" and call.name.startswith(_OF_AUTOGRAD):
+            matrices = [g for g in gradients_of if turned and g is not None and len(g.shape) == 2]
+            product = (
+                call.name.rsplit(".", 1)[-1] in _PRODUCTS
+            )  # of inner results only a transposed weight
+            nodes = [*(g.swap(0, 1) for g in matrices), *([] if product else inner)]
+            verdict = _of_last_node(call, place, record, nodes) or verdict
+        verdicts.append(verdict)
     return verdicts or [not_judged(call.key, "no gradient of an input was dumped")]
+
+
+_OF_AUTOGRAD = "Torch.", "Functional.", "Tensor."
+"""Front ends of torch, whose composite functions msprobe hooks at their last autograd node."""
+
+_PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "addmm", "einsum", "bmm"))
+_CAST_LAST = ("Functional.scaled_dot_product_attention",)
+"""Those that end with a cast, which sends back what comes in."""
+
+
+def _of_last_node(
+    call: Call,
+    place: str,
+    record: TensorRecord,
+    nodes: list[Approx],
+) -> Verdict | None:
+    """Return the verdict on what the last autograd node of a composite function sends back; None: it is none of that.
+
+    torch makes ``linear`` of a transposition, a product and a view; msprobe's hook of the result sees the last of these:
+    the gradient of the transposed weight, or the incoming gradient in another shape.
+    """
+    values = record.load()
+    fitting = [g for g in nodes if g.shape == record.shape]
+    verdicts = [judge(call.key, place, values, g, record.dtype) for g in fitting]
+    passed = next((v for v in verdicts if v.status == "pass"), None)
+    if passed is None and _is_view(call, record):
+        return Verdict(call.key, place, "pass", elements=values.size)
+    own_shape = verdicts and record.shape[::-1] == record.shape
+    return verdicts[0] if passed is None and len(verdicts) == 1 and not own_shape else passed
+
+
+def turns_weights(dump: RankDump) -> bool:
+    """Return whether a dump holds the gradients of transposed weights, by the shapes of most that are not square."""
+    votes = 0
+    for call in dump.calls.values():
+        forward = dump.calls.get(call.forward_key)
+        if (
+            call.phase is Phase.BACKWARD
+            and call.name == "Functional.linear"
+            and forward is not None
+        ):
+            shapes = {t.shape for _, t in call.made()}
+            for weight in [t.shape for _, t in forward.given()][1:2]:
+                votes += (weight[::-1] in shapes) - (weight in shapes)
+    return votes > 0
+
+
+def _is_view(call: Call, record: TensorRecord) -> bool:
+    """Return whether a gradient is an incoming one with its dimensions in another order or shape."""
+    values = record.load()
+    for coming in flat(call.inputs):
+        if is_float(coming.dtype) and (coming.shape != record.shape or call.name in _CAST_LAST):
+            x = coming.load()
+            if np.array_equal(np.sort(x, None), np.sort(values, None)):
+                views = (x.transpose(order) for order in permutations(range(x.ndim)))
+                if any(np.array_equal(v.reshape(record.shape), values) for v in views):
+                    return True
+    return False
 
 
 def _order(call: Call, forward: Call, tensors: list[Approx]) -> list[int | None]:
@@ -297,4 +398,13 @@ def _order(call: Call, forward: Call, tensors: list[Approx]) -> list[int | None]
     for order in orders:
         left = iter(order)
         tries.append([next((n for n in left if tensors[n].shape == s), None) for s in shapes])
-    return next((numbers for numbers in tries if None not in numbers), tries[-1])
+    complete = next((numbers for numbers in tries if None not in numbers), None)
+    if complete is not None or turn < 0:
+        return tries[-1] if complete is None else complete
+    matched: list[int | None] = []
+    left_numbers = [*needed, *(n for n in numbers if n not in needed)]
+    for shape in shapes:  # a node of autograd has its own order
+        number = next((n for n in left_numbers if tensors[n].shape == shape), None)
+        left_numbers = [n for n in left_numbers if n != number]
+        matched.append(number)
+    return matched

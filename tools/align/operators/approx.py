@@ -500,9 +500,14 @@ def _overflow_as_infinite(error: Array, value: Array) -> Array:
 
 
 def gradients(
-    outputs: Sequence[tuple[Approx, Approx]], inputs: Sequence[Approx]
+    outputs: Sequence[tuple[Approx, Approx]],
+    inputs: Sequence[Approx],
+    between: list[Approx] | None = None,
 ) -> list[Approx | None]:
-    """Return the gradient of each input, from results with their incoming gradients; None: no result depends on it."""
+    """Return the gradient of each input, from results with their incoming gradients; None: no result depends on it.
+
+    Those of intermediate results are appended to ``between``, the last result's first.
+    """
     by_node: dict[int, Approx] = {}
 
     def add(node: Approx, part: Approx) -> None:
@@ -510,9 +515,13 @@ def gradients(
 
     for output, gradient in outputs:
         add(output, gradient)
-    for node in _sorted([output for output, _ in outputs]):
+    nodes = _sorted([output for output, _ in outputs])
+    for node in nodes:
         for parent, backward in node.parents if id(node) in by_node else ():
             add(parent, backward(by_node[id(node)]))
+    if between is not None:
+        ends = {id(x) for x in (*inputs, *(output for output, _ in outputs))}
+        between += [by_node[id(n)].stop() for n in nodes if id(n) in by_node and id(n) not in ends]
     return [by_node[id(x)].stop() if id(x) in by_node else None for x in inputs]
 
 

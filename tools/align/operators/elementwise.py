@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.narrowing import is_sequence
+from telechat_moe.numerics import FLOATS
 from telechat_moe.tools.align.operators.approx import Approx, Array, Back, where
 from telechat_moe.tools.align.operators.registry import (
     Arguments,
@@ -77,6 +78,33 @@ def _add(a: Arguments) -> Any:
 def _sub(a: Arguments) -> Any:
     x, y = _pair(a)
     return x - (y if a.alpha == 1 else y * a.alpha)
+
+
+def _scalar(x: Any, like: Approx) -> Approx:
+    """Return a factor; kernels hold a Python number in float32, or in a tensor's narrower type."""
+    if isinstance(x, Approx) or np.ndim(plain(x)):
+        return floating(x, like)
+    size = abs(float(plain(x))) * max(like.unit, FLOATS["float32"].unit)
+    return like.like(np.asarray(float(plain(x))), size, size)
+
+
+@op("lerp", "input end weight", stores=True)
+def _lerp(a: Arguments) -> Any:
+    x = floating(a.input)
+    end = floating(a.end, x)
+    return x + (end - x) * _scalar(a.weight, x)
+
+
+@op("addcmul", "input tensor1 tensor2 | value=1", stores=True)
+def _addcmul(a: Arguments) -> Any:
+    x = floating(a.input)
+    return x + floating(a.tensor1, x) * floating(a.tensor2, x) * _scalar(a.value, x)
+
+
+@op("addcdiv", "input tensor1 tensor2 | value=1", stores=True)
+def _addcdiv(a: Arguments) -> Any:
+    x = floating(a.input)
+    return x + floating(a.tensor1, x) / floating(a.tensor2, x) * _scalar(a.value, x)
 
 
 def _larger(x: Any, y: Any) -> Any:

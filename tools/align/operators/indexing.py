@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.narrowing import is_sequence
-from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
+from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add, where
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 from telechat_moe.tools.align.operators.shapes import arranged, move, moves
@@ -15,14 +15,20 @@ from telechat_moe.tools.align.operators.shapes import arranged, move, moves
 
 @op(
     "embedding Embedding",
-    "input weight | padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False "
+    "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False "
     "sparse=False",
     exact=True,
 )
 def _embedding(a: Arguments) -> Any:
     index, table = (a.input, a.weight) if whole(a.input) else (a.weight, a.input)
+    if a.max_norm or a.scale_grad_by_freq:
+        raise NotJudgedError("an embedding that scales rows by their norm or frequency")
     rows = integers(index)
-    return move(table, lambda x: x[rows], True)
+    result = move(table, lambda x: x[rows], True)
+    if a.padding_idx is None or not isinstance(result, Approx):
+        return result
+    padding = (rows == int(a.padding_idx) % plain(table).shape[0])[..., None]
+    return where(np.broadcast_to(padding, result.shape), result.stop(), result)
 
 
 @op(

@@ -1,0 +1,293 @@
+"""Dumps that the real msprobe writes of real programs in torch, on CPU: what users have.
+
+:func:`dump` trains small models of transformers under ``msprobe.pytorch.PrecisionDebugger``, each in a process of its
+own that one process forks after the imports. A run is a :class:`TorchRun`; a fault is planted below msprobe's hooks, so
+that the dump holds what a faulty kernel would have made. Needs mindstudio-probe, torch and transformers.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class TorchRun:
+    """A run of a few steps and how it is dumped."""
+
+    model: str = "deepseek"  # a key of `MODELS`, or `tensor_parallel`
+    level: str = "L1"  # msprobe's level: L0, L1 or mix
+    task: str = "tensor"  # or `statistics`
+    optimizer: str = (
+        ""  # class in the dump: adamw, adamw_foreach, adamw_fused, sgd; empty: it is not dumped
+    )
+    dtype: str = "float32"
+    attention: str = "eager"  # or `sdpa`
+    threads: int = 1
+    tokens: int = 24  # of each of two sequences
+    steps: int = 1  # how many are run
+    dumped: tuple[int, ...] = (0,)  # those of them that are dumped
+    micro_batches: int = 1
+    recompute: bool = False
+    ranks: int = 1  # processes, of `tensor_parallel`
+    fault: str = ""  # a key of `FAULTS`
+
+
+# Sizes of all models: small, but their sums differ with the number of threads.
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+    "initializer_range": 0.1,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "head_dim": 16, "num_key_value_heads": 2}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 4, "head_dim": 16, "first_k_dense_replace": 1, "n_group": 1},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 4, "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 8},
+    ),
+}
+
+
+def dump(folder: Path, runs: Mapping[str, TorchRun]) -> dict[str, Path]:
+    """Make the dumps of runs below a folder; return where each is."""
+    described = {name: asdict(run) for name, run in runs.items()}
+    command = [sys.executable, "-m", "benchmarks.align_faults.msprobe_runs", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    process = subprocess.run(
+        [*command, json.dumps(described)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        raise RuntimeError(
+            f"msprobe made no dumps: {process.stdout[-2000:]}{process.stderr[-4000:]}"
+        )
+    return {name: folder / name for name in runs}
+
+
+# ---------------------------------------------------------------------------------------- in the processes
+
+
+def _main(folder: Path, runs: Mapping[str, TorchRun]) -> int:
+    """Fork a process for each run, or for each rank of it; return 1 at the first that fails."""
+    import transformers
+    from msprobe.pytorch import PrecisionDebugger  # noqa: F401  (imported once, for all)
+
+    for name, _ in MODELS.values():
+        with contextlib.suppress(AttributeError):
+            getattr(transformers, f"{name}ForCausalLM")
+    for name, run in runs.items():
+        with tempfile.TemporaryDirectory() as meeting:
+            children: list[int] = []
+            for rank in range(run.ranks):
+                child = os.fork()
+                if not child:
+                    _child(folder / name, run, rank, Path(meeting))
+                children.append(child)
+            codes = [os.waitpid(child, 0)[1] for child in children]
+            if any(codes):
+                return 1
+    return 0
+
+
+def _child(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
+    """Train and dump; end the process."""
+    import traceback
+
+    code = 1
+    try:
+        _train(folder, run, rank, meeting)
+        code = 0
+    except BaseException:  # the process ends here, whatever it is
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
+    import torch
+    from msprobe.pytorch import PrecisionDebugger, seed_all
+
+    torch.set_num_threads(run.threads)
+    if run.ranks > 1:
+        store = f"file://{meeting}/store"
+        torch.distributed.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=run.ranks
+        )
+    seed_all(7)
+    if run.model == "tensor_parallel":
+        from benchmarks.align_faults import tensor_parallel
+
+        model, batches = tensor_parallel.build(run.ranks, rank, run.steps * run.micro_batches)
+        model = model.to(getattr(torch, run.dtype))
+    else:
+        model, batches = _built(run)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    update = _optimizer(run, weights)
+    FAULTS[run.fault](model, update) if run.fault else None
+    settings: dict[str, Any] = {"task": run.task, "dump_path": str(folder), "rank": []}
+    settings |= {"step": [*run.dumped], "level": run.level, run.task: {"scope": [], "list": []}}
+    settings[run.task] |= {"data_mode": ["all"], "summary_mode": "statistics"}
+    config = meeting / f"config{rank}.json"
+    config.write_text(json.dumps(settings))
+    debugger = PrecisionDebugger(config_path=str(config))
+    for step in range(run.steps):
+        debugger.start(model=model)
+        for batch in batches[step * run.micro_batches :][: run.micro_batches]:
+            (model(**batch).loss / run.micro_batches).backward()
+        if not run.optimizer:
+            debugger.stop()
+        update.step()
+        update.zero_grad()
+        debugger.stop()
+        debugger.step()
+
+
+def _optimizer(run: TorchRun, weights: Any) -> Any:
+    import torch
+
+    if run.optimizer == "sgd":
+        return torch.optim.SGD(weights, lr=0.05, momentum=0.9)
+    kind = {"foreach": run.optimizer == "adamw_foreach", "fused": run.optimizer == "adamw_fused"}
+    return torch.optim.AdamW(weights, lr=1e-3, weight_decay=0.1, **kind)
+
+
+def _built(run: TorchRun) -> tuple[Any, list[dict[str, Any]]]:
+    """Return a model of transformers and its batches."""
+    import torch
+    import transformers
+
+    name, extra = MODELS[run.model]
+    kwargs = {**SIZES, **extra, "attn_implementation": run.attention}
+    config = getattr(transformers, f"{name}Config")(**kwargs)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    tokens = torch.randint(0, SIZES["vocab_size"], (run.steps * run.micro_batches, 2, run.tokens))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # transformers begins with ones and zeros, which no training keeps
+            with torch.no_grad():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = model.to(getattr(torch, run.dtype))
+    if run.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return model, [{"input_ids": t, "labels": t} for t in tokens]
+
+
+# ---------------------------------------------------------------------------------------- faults
+
+
+def _wrong(name: str, number: int, change: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Return a fault that changes what the call of this number of a function of torch returns."""
+
+    def plant(_model: Any, _optimizer: Any) -> None:
+        import torch
+
+        holder: Any = torch
+        *path, last = name.split(".")
+        for word in path:
+            holder = getattr(holder, word)
+        right, count = getattr(holder, last), [0]
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            result = right(*args, **kwargs)
+            count[0] += 1
+            return change(result) if count[0] == number + 1 else result
+
+        setattr(holder, last, wrong)
+
+    return plant
+
+
+def _skipped(model: Any, optimizer: Any) -> None:
+    """Leave one weight out of the optimizer."""
+    optimizer.param_groups[0]["params"].pop(3)
+
+
+def _doubled(model: Any, _optimizer: Any) -> None:
+    """Double the gradient of one weight, as a reduction over copies would."""
+    dict(model.named_parameters())["model.layers.1.self_attn.o_proj.weight"].register_hook(
+        lambda g: g * 2
+    )
+
+
+def _epsilon(model: Any, _optimizer: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 1e-3
+
+
+def _decay(_model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+FAULTS: dict[str, Callable[[Any, Any], None]] = {
+    "silu scaled": _wrong("nn.functional.silu", 1, lambda y: y * 1.02),
+    "linear rows moved": _wrong("nn.functional.linear", 9, lambda y: y.roll(1, 0)),
+    "linear element": _wrong("nn.functional.linear", 6, lambda y: y + 3 * _spot(y)),
+    "softmax narrow": _wrong("nn.functional.softmax", 1, lambda y: y.bfloat16().to(y.dtype)),
+    "sum scaled": _wrong("Tensor.index_add_", 2, lambda y: y.mul_(0.97)),
+    "matmul narrow": _wrong("matmul", 3, lambda y: y.bfloat16().to(y.dtype)),
+    "weight skipped": _skipped,
+    "gradient doubled": _doubled,
+    "epsilon": _epsilon,
+    "weight decay": _decay,
+}
+
+
+def _spot(y: Any) -> Any:
+    """Return zeros and a one in the middle."""
+    import torch
+
+    spot = torch.zeros_like(y)
+    spot.view(-1)[y.numel() // 2] = y.detach().abs().max()
+    return spot
+
+
+if __name__ == "__main__":
+    sys.exit(
+        _main(
+            Path(sys.argv[1]),
+            {
+                name: TorchRun(**{**run, "dumped": tuple(run["dumped"])})
+                for name, run in json.loads(sys.argv[2]).items()
+            },
+        )
+    )

@@ -1,0 +1,106 @@
+"""Dumps that the real msprobe writes of transformers' models: clean runs are no alarm, planted faults are named.
+
+The dumps are made in the session (some seconds each); `benchmarks/align_faults/msprobe_pairs.py` has all pairs.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("msprobe", reason="mindstudio-probe is not installed (make test-torch)")
+pytestmark = pytest.mark.torch
+
+from benchmarks.align_faults.msprobe_pairs import CLEAN, FAULTY, SINGLE, dumps_of, outcome_of
+from benchmarks.align_faults.msprobe_runs import TorchRun
+from telechat_moe.cli import main
+
+RUN = TorchRun()
+ADAMW = TorchRun(optimizer="adamw")
+TENSOR_PARALLEL = TorchRun("tensor_parallel", ranks=2)
+RUNS = [
+    RUN,
+    ADAMW,
+    replace(ADAMW, threads=2),
+    replace(RUN, dtype="bfloat16"),
+    replace(RUN, attention="sdpa", optimizer="adamw_foreach"),
+    replace(RUN, threads=2, fault="linear element"),
+    TENSOR_PARALLEL,
+    replace(TENSOR_PARALLEL, ranks=1),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("msprobe")
+
+
+@pytest.fixture(scope="module")
+def answer(folder):
+    """Return a function to the outcome for two runs, or for one alone."""
+    from benchmarks.align_faults.msprobe_pairs import Pair
+
+    dumps = dumps_of(folder, [Pair("", run, None) for run in RUNS])
+
+    def judge(reference, target=None):
+        return outcome_of(dumps[reference], target and dumps[target])
+
+    return judge
+
+
+@pytest.mark.parametrize("run", [ADAMW, replace(RUN, dtype="bfloat16"), TENSOR_PARALLEL], ids=str)
+def test_one_right_dump_passes(run, answer):
+    outcome = answer(run)
+    assert outcome.findings == []
+    assert outcome.verdict == "pass", outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("reference", "target"),
+    [
+        (ADAMW, replace(ADAMW, threads=2)),
+        (RUN, replace(RUN, dtype="bfloat16")),
+        (replace(RUN, dtype="bfloat16"), RUN),
+        (ADAMW, replace(RUN, attention="sdpa", optimizer="adamw_foreach")),
+        (replace(RUN, attention="sdpa", optimizer="adamw_foreach"), ADAMW),
+        (replace(TENSOR_PARALLEL, ranks=1), TENSOR_PARALLEL),
+        (TENSOR_PARALLEL, replace(TENSOR_PARALLEL, ranks=1)),
+    ],
+    ids=str,
+)
+def test_clean_pairs_pass(reference, target, answer):
+    outcome = answer(reference, target)
+    assert outcome.findings == []
+    assert outcome.verdict == "pass", outcome.reason
+
+
+def test_what_only_one_dump_has_of_the_optimizer_is_said(answer):
+    outcome = answer(ADAMW, replace(RUN, attention="sdpa", optimizer="adamw_foreach"))
+    assert any("dump ends before it" in text for text in outcome.unknown)
+
+
+def test_a_wrong_element_is_named(answer):
+    first = answer(RUN, replace(RUN, threads=2, fault="linear element")).findings[0]
+    assert first.verdict.key == "Functional.linear.6.forward"
+
+
+def test_tensor_parallel_dumps_go_through_the_command(answer, folder, capsys):
+    names = [str(folder / name) for name in ("tensor_parallel", "tensor_parallel_ranks-2")]
+    assert main(["align", *names]) == 0, capsys.readouterr()
+    assert main(["align", *names[::-1]]) == 0, capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_all_pairs(tmp_path):
+    dumps = dumps_of(tmp_path, [*SINGLE, *CLEAN, *FAULTY])
+    right, passed = 0, 0
+    for pair in [*SINGLE, *CLEAN]:
+        outcome = outcome_of(dumps[pair.reference], pair.target and dumps[pair.target])
+        assert outcome.findings == [], pair
+        passed += outcome.verdict == "pass"
+    for pair in FAULTY:
+        findings = outcome_of(dumps[pair.reference], dumps[pair.target]).findings
+        right += bool(findings) and pair.call in findings[0].verdict.key
+    assert passed >= 0.8 * len([*SINGLE, *CLEAN])
+    assert right >= 0.9 * len(FAULTY)
