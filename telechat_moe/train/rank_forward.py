@@ -18,7 +18,8 @@ class RankForward(nn.Cell):
     def __init__(self, placed: PlacedModel, logits: PickedLogits | None) -> None:
         super().__init__(auto_prefix=False)
         self.model, self.picked = placed.model, logits
-        self.reshape = ops.Reshape()
+        self.reshape, self.depend = ops.Reshape(), ops.Depend()
+        self.receives = placed.placement.mesh.pp > 1
 
     def construct(
         self,
@@ -32,9 +33,11 @@ class RankForward(nn.Cell):
 
         With logits also ``[B, V]``: of each sequence the sum of the logits where the mask is 1, on every device of the stage.
         """
-        hidden_TH, _, _ = self.model.hidden(input_ids, position_ids, mask[0] if mask else None)
+        hidden_TH, aux, _ = self.model.hidden(input_ids, position_ids, mask[0] if mask else None)
         logits_TV, mask_T = self.model.logits(hidden_TH), self.reshape(loss_mask, (-1,))
         loss = self.model.loss(logits_TV, self.reshape(labels, (-1,)), mask_T)
+        if self.receives:  # else the stage before would send what none receives
+            loss = self.depend(loss, aux)
         if self.picked is None:
             return loss
         return loss, self.picked(logits_TV, mask_T)
