@@ -142,8 +142,8 @@ def is_close(place: Place, reference: DataFlow, target: DataFlow) -> bool:
     if far is None:
         return chose  # other tokens, perhaps
     noise = max(_ALSO * target.noise(reference, place[0]), _rounded(place, reference, target))
-    most = float(np.median(far.rows)) if chose and far.rows.size else far.whole
-    return most <= min(noise, VAGUE)
+    usual = float(np.median(far.rows)) if chose and far.rows.size else far.whole
+    return usual <= min(noise, VAGUE)
 
 
 def _rounded(place: Place, *runs: DataFlow) -> float:

@@ -16,7 +16,7 @@ _LINES = 4  # fewer rows or columns may be equal by chance
 _MOST = 400  # outputs before a call that are searched, the nearest first
 
 
-class Selection(NamedTuple):
+class SelectedLines(NamedTuple):
     """The lines of an earlier output that a tensor consists of."""
 
     source: Place
@@ -26,16 +26,16 @@ class Selection(NamedTuple):
 
 def common_selection(
     place: Place, reference: DataFlow, target: DataFlow
-) -> tuple[Selection, Selection] | None:
+) -> tuple[SelectedLines, SelectedLines] | None:
     """Return the lines of one earlier output that a tensor consists of in both runs; None: there is no such output."""
-    ours = {(s.source, s.axis): s for s in _selections(place, target)}
-    for other in _selections(place, reference) if ours else ():
-        if (mate := ours.get((other.source, other.axis))) is not None:
+    by_source = {(s.source, s.axis): s for s in _selections(place, target)}
+    for other in _selections(place, reference) if by_source else ():
+        if (mate := by_source.get((other.source, other.axis))) is not None:
             return other, mate
     return None
 
 
-def _selections(place: Place, flow: DataFlow) -> Iterator[Selection]:
+def _selections(place: Place, flow: DataFlow) -> Iterator[SelectedLines]:
     tensor = flow.tensors[place]
     if tensor.read is None or not is_float(tensor.dtype) or 0 in (tensor.shape or (0,)):
         return
@@ -55,7 +55,7 @@ def _selections(place: Place, flow: DataFlow) -> Iterator[Selection]:
             order = np.argsort(pool, kind="stable")
             index = np.searchsorted(pool, lines[axis], sorter=order).clip(0, pool.size - 1)
             if np.array_equal(pool[order[index]], lines[axis]):
-                yield Selection(source, axis, order[index])
+                yield SelectedLines(source, axis, order[index])
 
 
 def _extent(shape: tuple[int, ...], axis: int) -> int:
