@@ -56,3 +56,14 @@ def test_a_resumed_run_evaluates_what_it_would_have(tmp_path, data, whole, step)
             path.rename(tmp_path / path.name)
     assert main([*mini.arguments(data, output, **EVERY), "--resume"]) == 0
     assert evaluations(output) == evaluations(whole)
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_experts_in_its_first_stage_evaluates_the_same(tmp_path, data):
+    """The stage with the head needs no balance loss to evaluate, and receives it nevertheless: the one before sends it."""
+    experts = {"model__model_config__first_k_dense_replace": 0}
+    for layout in ({}, mini.PP2):
+        output = tmp_path / f"run{len(layout)}"
+        assert main(mini.arguments(data, output, **EVERY, **experts, **layout)) == 0
+    runs = [evaluations(tmp_path / f"run{len(layout)}") for layout in ({}, mini.PP2)]
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)

@@ -119,7 +119,9 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
 
 def without_recomputation(dump: RankDump) -> RankDump:
     """Return a run without forward calls that have no backward call and repeat, to the last bit, one before a backward call."""
-    before, block, repeats = set[bytes](), set[bytes](), set[str]()
+    before: set[bytes] = set()
+    block: set[bytes] = set()
+    repeats = set[str]()
     for key, call in dump.calls.items():
         if call.phase is Phase.BACKWARD:
             before, block = before | block, set()
