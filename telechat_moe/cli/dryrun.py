@@ -225,8 +225,8 @@ def _mindformers(
         text = f"its layout has {layout_devices} devices; {devices} were given"
         raise BadInputError(f"{name}: {text}")
 
-    def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
-        return upstream.compile_mindformers(name, ranks, overrides=overrides, done=done)
+    def compile_(ranks: Sequence[int], advance: Callable[[], object]) -> list[Any]:
+        return upstream.compile_mindformers(name, ranks, overrides=overrides, done=advance)
 
     return upstream.subject_of(label, sections), compile_
 

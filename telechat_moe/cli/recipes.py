@@ -265,15 +265,17 @@ def _host_waits(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 def _wait_lines(name: str, waits: Sequence[dict[str, Any]]) -> list[str]:
     """Say for what the host waits in a step, for the user; graphs and layers together."""
     lines = [f"{name}: the host waits once a step, for the outputs of the step before"]
-    for kind, why, needed in dict.fromkeys((w["kind"], w["why"], w["needed"]) for w in waits):
-        same = [w for w in waits if (w["kind"], w["why"]) == (kind, why)]
+    for kind, reason, needed in dict.fromkeys((w["kind"], w["why"], w["needed"]) for w in waits):
+        alike = [w for w in waits if (w["kind"], w["why"]) == (kind, reason)]
         times = Counter[tuple[str, int]]()
-        for wait in same:
+        for wait in alike:
             times[wait["graph"], wait["stage"]] += wait["times"]
-        modules = ", ".join(dict.fromkeys(wait["module"] for wait in same))
+        modules = ", ".join(dict.fromkeys(wait["module"] for wait in alike))
         if needed:
-            why = "HCCL takes the sizes of an all-to-all from the host (telechat_moe.sharding.dispatcher: alltoall has none)"
-        lines.append(f"{name}: and up to {max(times.values())} times in {modules}, {kind}: {why}")
+            reason = "HCCL takes the sizes of an all-to-all from the host (telechat_moe.sharding.dispatcher: alltoall has none)"
+        lines.append(
+            f"{name}: and up to {max(times.values())} times in {modules}, {kind}: {reason}"
+        )
     return lines
 
 

@@ -235,13 +235,13 @@ class Loop:
         """Read the data of the next step and give it to the device; a step that it still computes counts as applied."""
         state, recipe, before = self.state, self.recipe, self.running
         loader, began = state.loader, time.perf_counter()
-        done = 0 if before is None else before.samples
+        ahead = 0 if before is None else before.samples
         step = state.step + 1 + (before is not None)
-        rate = self.schedule(state.lr_batches.position(state.applied_samples + done))
+        rate = self.schedule(state.lr_batches.position(state.applied_samples + ahead))
         state.ranks.at(f"step {step}, reading data")
         self.timer.lap("host")
         next_sample = loader.next_sample
-        samples = recipe.batches.after(state.samples + done)
+        samples = recipe.batches.after(state.samples + ahead)
         batches = state.engine.read(loader, recipe.micro_batches * samples // recipe.global_batch)
         waited = time.perf_counter() - began
         self.timer.lap("data")

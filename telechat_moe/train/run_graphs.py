@@ -272,10 +272,10 @@ def report(
                 "compile_seconds": round(rank.compile_seconds, 2),
             }
             counts["host_waits"] = [row for row in host_sync_rows(reading) if row["waits"]]
-            kept = reading.memory
+            of_graph = reading.memory
             if graph.name == AVERAGES:
-                kept = replace(kept, parameters=0)  # counted with the steps
-            memory = _memory(recipe, kept)
+                of_graph = replace(of_graph, parameters=0)  # counted with the steps
+            memory = _memory(recipe, of_graph)
             if not graph.is_step:
                 memory |= {"copies": 0, "activations": peak(rank, graph.expected)}
                 memory["total"] = sum(memory[name] for name in (*RESIDENT, *NEEDED))

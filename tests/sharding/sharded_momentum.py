@@ -39,8 +39,9 @@ class Momentum(nn.Cell):
         epsilon: Tensor,
         decay: Tensor,
         clip: Tensor,
+        applied: None = None,
     ) -> Tensor:
-        """Update parameters and ``v`` in place; ``epsilon`` and ``decay`` are not used."""
+        """Update parameters and ``v`` in place; ``epsilon`` and ``decay`` are not used, and steps for CPU take branches."""
         for i in range(len(self.params)):
             gradient = self.clip(gradients[i], clip)
             self.update(self.params[i], self.moment1[i], rate, gradient, self.momentum)
@@ -67,6 +68,7 @@ class Either(nn.Cell):
         epsilon: Tensor,
         decay: Tensor,
         clip: Tensor,
+        applied: None = None,
     ) -> Tensor:
         self.adamw(gradients, self.positive(rate), epsilon, decay, clip)
         return self.momentum(gradients, self.positive(self.negative(rate)), epsilon, decay, clip)

@@ -91,11 +91,11 @@ def assert_same(output: Path, other: Path) -> None:
     saved, expected = (checkpoint.list_checkpoints(x / "checkpoints") for x in (output, other))
     assert [path.name for path in saved] == [path.name for path in expected]
     for path, other_path in zip(saved, expected, strict=True):
-        ours, theirs = checkpoint.load(path), checkpoint.load(other_path)
-        assert ours.state == theirs.state
-        for group, tensors in theirs.tensors.items():
+        ahead, waiting = checkpoint.load(path), checkpoint.load(other_path)
+        assert ahead.state == waiting.state
+        for group, tensors in waiting.tensors.items():
             for name, tensor in tensors.items():
-                np.testing.assert_array_equal(ours.tensors[group][name], tensor, err_msg=name)
+                np.testing.assert_array_equal(ahead.tensors[group][name], tensor, err_msg=name)
 
 
 @pytest.mark.parametrize("action", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])

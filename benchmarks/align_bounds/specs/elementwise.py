@@ -1,5 +1,6 @@
 """Specify the operators that work element by element."""
 
+from collections.abc import Callable
 from math import erf
 from typing import Any
 
@@ -140,3 +141,33 @@ exact("full", lambda s: Sample([[16, 64], 2.5]), np.full, "full")
 exact("to", one(), lambda x: x, lambda t, x: x.clone())
 exact("dropout", lambda s: Sample([s.x(s.rows(64), 64), 0.1, False]), lambda x, p, t: x, "dropout")
 spec("diff", one(), lambda m, x: x[:, 1:] - x[:, :-1], torch="diff")
+
+
+def _three(**last: Any) -> Callable[[Source], Sample]:
+    def make(s: Source) -> Sample:
+        n = s.rows(64)
+        return Sample([s.x(n, 64), s.x(n, 64), s.x(n, 64, **last)], {"value": 0.3})
+
+    return make
+
+
+spec(
+    "addcmul",
+    _three(),
+    lambda m, x, a, b, value: x + m.work(value) * a * b,
+    lambda m, x, a, b, value: x + a * (b * m.work(value)),
+    torch="addcmul",
+)
+spec(
+    "addcdiv",
+    _three(positive=True),
+    lambda m, x, a, b, value: x + m.work(value) * (a / b),
+    lambda m, x, a, b, value: x + m.work(value) * a / b,
+    torch="addcdiv",
+)
+spec(
+    "lerp",
+    lambda s: Sample([(x := s.x(s.rows(64), 64)), s.x(*x.shape), 0.3]),
+    lambda m, x, end, weight: x + m.work(weight) * (end - x),
+    torch="lerp",
+)

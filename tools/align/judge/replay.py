@@ -319,7 +319,9 @@ def _match(
                 call.name.rsplit(".", 1)[-1] in _PRODUCTS
             )  # of inner results only a transposed weight
             nodes = [*(g.swap(0, 1) for g in matrices), *([] if product else inner)]
-            verdict = _of_last_node(call, place, record, nodes) or verdict
+            other = _of_last_node(call, place, record, nodes)
+            if other is not None and (verdict.status != "diverged" or other.wrong < verdict.wrong):
+                verdict = other
         verdicts.append(verdict)
     return verdicts or [not_judged(call.key, "no gradient of an input was dumped")]
 
