@@ -83,10 +83,9 @@ def copy_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 def settle(path: Path) -> dict[str, Any]:
     """Wait until a file is on the disk; return its ``bytes`` and ``sha256``."""
-    sums = checksum(path)
     with path.open("r+b") as file:
         sync_file(file)
-    return sums
+    return checksum(path)
 
 
 def sync_file(file: Any) -> None:

@@ -218,7 +218,7 @@ def run_check(args: argparse.Namespace) -> int:
 
     report: list[dict[str, Any]] = []
     lines: list[str] = []
-    missing = False
+    missing, count = False, 0
     if args.use == "mindformers":
         warn_of_mindformers()
     names = ("use", "devices", "allow_outside", "resume", "overwrite")
@@ -229,53 +229,61 @@ def run_check(args: argparse.Namespace) -> int:
         missing = missing or not use
         by = f" {judged.version}" if use == "mindformers" else ""
         ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}{by}"
-        lines += [str(problem) for problem in problems] or [ok]
+        asks = args.host_syncs and not problems
+        waits = _host_waits(name, use, args) if asks else None
+        unneeded = [wait for wait in waits or () if not wait["needed"]]
+        lines += [str(problem) for problem in problems] or [ok] * (not unneeded)
+        lines += _wait_lines(name, waits) if asks else []
         for reason in dict.fromkeys(open_keys.values()):
             keys = ", ".join(key for key, key_reason in open_keys.items() if key_reason == reason)
             lines.append(f"{name}: not judged: {keys}: {reason}")
         lines += [f"{name}: note: {note}" for note in judged.notes]
         entries = [asdict(problem) for problem in problems]
-        entry = {"use": use, "ok": not problems, "problems": entries, "not_judged": dict(open_keys)}
-        if args.host_syncs and not problems:
-            waits = _host_waits(name, args)
-            entry |= {"host_waits": waits, "ok": all(wait["needed"] for wait in waits)}
-            lines += _wait_lines(name, waits)
-        report.append({"name": name, **entry, "notes": judged.notes})
-    count = sum(len(entry["problems"]) for entry in report)
-    is_bad = any(not entry["ok"] for entry in report)
+        is_ok = not problems and not unneeded
+        entry = {"use": use, "ok": is_ok, "problems": entries, "not_judged": dict(open_keys)}
+        report.append(
+            {"name": name, **entry, "notes": judged.notes} | ({"host_waits": waits} if asks else {})
+        )
+        count += len(problems) + len(unneeded)
+    broken = sum(not entry["ok"] for entry in report)
     if not write_json(args.json, {"recipes": report, "problems": count}):
         print("\n".join(lines))
-        broken = sum(not entry["ok"] for entry in report)
         if broken:
             print(f"problems: {count}, in {broken} of {len(report)} recipes")
-    return 3 if missing else int(is_bad)
+    return 3 if missing else int(broken > 0)
 
 
-def _host_waits(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _host_waits(name: str, use: str, args: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """Return for what the host waits in our steps on several devices; None: the recipe has none."""
     from telechat_moe.cli.progress import counted
     from telechat_moe.recipe import load
     from telechat_moe.train import run_graphs
 
-    recipe = load(name, args.overrides, devices=args.devices, use="train")
-    steps = [graph for graph in run_graphs.run_graphs(recipe) if graph.is_step]
-    with counted(f"compiling the steps of {Path(name).name}", sum(len(g.ranks) for g in steps)) as step:  # fmt: skip
+    if use not in ("train", "dryrun"):
+        return None
+    recipe = load(name, args.overrides, devices=args.devices, use=use)
+    if recipe.devices == 1:
+        return None
+    ranks = sum(len(graph.ranks) for graph in run_graphs.run_graphs(recipe) if graph.is_step)
+    with counted(f"compiling the steps of {Path(name).name}", ranks) as step:
         return run_graphs.host_waits(recipe, step)
 
 
-def _wait_lines(name: str, waits: Sequence[dict[str, Any]]) -> list[str]:
+def _wait_lines(name: str, waits: Sequence[dict[str, Any]] | None) -> list[str]:
     """Say for what the host waits in a step, for the user; graphs and layers together."""
+    if waits is None:
+        return [f"{name}: not judged: waits of the host, but for our steps on several devices"]
     lines = [f"{name}: the host waits once a step, for the outputs of the step before"]
     for kind, reason, needed in dict.fromkeys((w["kind"], w["why"], w["needed"]) for w in waits):
-        alike = [w for w in waits if (w["kind"], w["why"]) == (kind, reason)]
+        alike = [w for w in waits if (w["kind"], w["why"], w["needed"]) == (kind, reason, needed)]
         times = Counter[tuple[str, int]]()
         for wait in alike:
             times[wait["graph"], wait["stage"]] += wait["times"]
         modules = ", ".join(dict.fromkeys(wait["module"] for wait in alike))
         if needed:
             reason = "HCCL takes the sizes of an all-to-all from the host (telechat_moe.sharding.dispatcher: alltoall has none)"
-        lines.append(
-            f"{name}: and up to {max(times.values())} times in {modules}, {kind}: {reason}"
-        )
+        begin = f"{name}: {'and' if needed else 'problem:'}"
+        lines.append(f"{begin} up to {max(times.values())} times in {modules}, {kind}: {reason}")
     return lines
 
 

@@ -75,11 +75,11 @@ def host_syncs(
 
 def _sizes(function: Graph) -> set[str]:
     """Return the nodes whose values are the sizes of an exchange and nothing else."""
-    users: dict[str, set[str]] = {}
+    users: dict[str, set[bool]] = {}
     for node in function.nodes.values():
-        for name in node.inputs if node.kind not in ("UpdateState", "Return") else ():
-            users.setdefault(name, set()).add(node.kind)
-    return {name for name, kinds in users.items() if kinds == {"AlltoAllV"}}
+        for i, name in enumerate(node.inputs):
+            users.setdefault(name, set()).add(node.kind == "AlltoAllV" and i > 0)
+    return {name for name, are_sizes in users.items() if are_sizes == {True}}
 
 
 def _reasons(model: MindIR, function: Graph, node: GraphNode) -> Iterator[tuple[str, bool]]:

@@ -76,7 +76,7 @@ class Engine(ABC):
     def launch(
         self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
     ) -> RunningStep:
-        """Give a step to the device. While the step before is running, neither applies its update unless that one does.
+        """Give a step to the device. If the step before is still running, the update of this one is applied only if that one's is.
 
         Args:
             number: Number of the update, from 1.
@@ -111,7 +111,7 @@ class Engine(ABC):
         return False
 
     def after_step(self, output: StepOutput) -> StepOutput:
-        """Act on the next step that counts, before the one after it where :meth:`acts_after_step` says so."""
+        """Act after a step that was fetched, applied or not; before the next one is launched where :meth:`acts_after_step` says so."""
         return output
 
     @abstractmethod

@@ -217,8 +217,6 @@ class Loop:
             line = f"no checkpoint before step {spike.step} to go back to; it is skipped"
             self.monitor.message(line)
             return False
-        # All have read, by when they went back, whether the user wants to stop.
-        self.state.ranks.end_step(spike.step + 2)
         self.saved_step = record["to_step"]
         self.loads.clear()
         before, self.steps = self.steps, self.state.step + self.state.steps_left
@@ -271,6 +269,9 @@ class Loop:
             if launched.limits != self.state.guard.limits():
                 # They were set before the step before it was known, and may have been too low.
                 self._forget(launched)
+                again = self.launch()
+                waited = launched.waited + again.waited
+                self.running = again._replace(began=launched.began, waited=waited)
                 return self._advance()
         return launched, self._result(launched, self.state.engine.after_step(output))
 
@@ -278,9 +279,12 @@ class Loop:
         """Return whether the next step may be launched while one is running: nothing else uses the weights between them."""
         state, step, section = self.state, launched.step, self.recipe.checkpoints
         saves = section is not None and step % section.save_checkpoint_steps == 0
+        following = self.recipe.batches.after(state.samples + launched.samples)
         return (
             state.engine.runs_ahead
             and step < self.steps
+            and following
+            == launched.samples  # else it has another graph, to which the weights move
             and not state.ranks.is_last(step)
             and not saves
             and not self.evaluation.is_due(step)

@@ -84,7 +84,7 @@ class AdamW(nn.Cell):
         """Update parameters and moments in place with ``clip * gradients``; return True.
 
         Args:
-            applied: Where it is False every value keeps its bits, as by a branch that is not taken, which would make the host
+            applied: Where it is False every value stays equal, as by a branch that is not taken, which would make the host
                 wait for the device. None: it is always applied.
         """
         beta1, beta2 = self.beta1, self.beta2

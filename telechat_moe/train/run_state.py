@@ -236,6 +236,8 @@ class RunState:
         self.rollbacks = [*earlier, record]
         self.save()
         self.saver.wait()
+        # Alike on all: what rank 0 announced before, all have seen; it announces nothing before they meet.
+        self.ranks.end_step(spike.step + 2)
         self.ranks.meet(f"step {self.step}, went back")
         return record
 

@@ -161,7 +161,10 @@ def test_waits_of_the_host_are_named(
     assert {(w["kind"], w["needed"]) for w in waits} == {("MoveTo", True)}
     waits[0] |= {"kind": "Switch", "needed": False, "why": "it branches"}
     monkeypatch.setattr("telechat_moe.train.run_graphs.host_waits", lambda *_: waits)
+    capsys.readouterr()
     assert main(check) == 1
     text = capsys.readouterr().out
+    assert "problem: up to" in text
     assert "Switch: it branches" in text
+    assert ": ok" not in text
     assert "HCCL takes the sizes" in text

@@ -15,12 +15,15 @@ pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
 import spiky_data
+from mindspore import Parameter, Tensor, nn
 
 from telechat_moe.checkpoint import checkpoint
+from telechat_moe.ops import select
 from telechat_moe.recipe import load
 from telechat_moe.recipe.schema.own import LossGuard
 from telechat_moe.train.engine import OneProcess
 from telechat_moe.train.guard import Guard
+from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.trainer import Trainer
 
 STEPS, SPIKE = 16, 11
@@ -125,3 +128,36 @@ def test_other_batches_and_no_guard(data: Path, tmp_path: Path) -> None:
     for name in ("waits", "ahead"):
         run(data, tmp_path / name, name == "ahead", **changes)
     assert_same(tmp_path / "ahead", tmp_path / "waits")
+
+
+class Update(nn.Cell):
+    """An update as a step makes it, with a branch or without."""
+
+    def __init__(self, branches: bool, weight: np.ndarray) -> None:
+        super().__init__()
+        self.weight = Parameter(Tensor(weight), name="w")
+        with select.using("plain"):
+            self.adamw = AdamW([self.weight], (0.9, 0.95), 1e-8, 0.1)
+        self.branches = branches
+
+    def construct(self, applied: Tensor, gradient: Tensor, rate: Tensor) -> Tensor:
+        """Update."""
+        if not self.branches:
+            return self.adamw((gradient,), rate, rate, rate, rate, applied)
+        if applied:
+            self.adamw((gradient,), rate, rate, rate, rate)
+        return Tensor(True)
+
+
+def test_an_update_without_a_branch_is_one_with_it() -> None:
+    """Also of gradients that are not finite, where it does not count."""
+    rng = np.random.default_rng(0)
+    weight, *gradients = (rng.standard_normal((6, 5)).astype(np.float32) for _ in range(4))
+    gradients[1][2, 3], gradients[1][4, 4] = np.nan, np.inf
+    cells = [Update(branches, weight) for branches in (True, False)]
+    for gradient, applied in zip(gradients, (True, False, True), strict=True):
+        for cell in cells:
+            cell(Tensor(applied), Tensor(gradient), Tensor(np.float32(0.01)))
+        for values in zip(*(cell.get_parameters() for cell in cells), strict=True):
+            np.testing.assert_array_equal(*(value.asnumpy() for value in values))
+    assert not np.array_equal(cells[1].weight.asnumpy(), weight)
