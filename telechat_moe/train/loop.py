@@ -269,9 +269,9 @@ class Loop:
             if launched.limits != self.state.guard.limits():
                 # They were set before the step before it was known, and may have been too low.
                 self._forget(launched)
-                again = self.launch()
-                waited = launched.waited + again.waited
-                self.running = again._replace(began=launched.began, waited=waited)
+                retried = self.launch()
+                waited = launched.waited + retried.waited
+                self.running = retried._replace(began=launched.began, waited=waited)
                 return self._advance()
         return launched, self._result(launched, self.state.engine.after_step(output))
 

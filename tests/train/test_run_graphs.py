@@ -159,7 +159,7 @@ def test_waits_of_the_host_are_named(
     waits = judged["host_waits"]
     assert waits
     assert {(w["kind"], w["needed"]) for w in waits} == {("MoveTo", True)}
-    waits[0] |= {"kind": "Switch", "needed": False, "why": "it branches"}
+    waits.append({**waits[0], "kind": "Switch", "needed": False, "why": "it branches"})
     monkeypatch.setattr("telechat_moe.train.run_graphs.host_waits", lambda *_: waits)
     capsys.readouterr()
     assert main(check) == 1

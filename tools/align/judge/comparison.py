@@ -182,7 +182,9 @@ class _Comparison:
         right = replaced.right | replaced.unjudged
         if not replaced.new.isdisjoint(wrong):  # one that is wrong itself explains the rest
             right |= replaced.new | replaced.lost
-        for order, verdict, call, kind in missing_calls(*flows, begins, right):
+        # Beside a fault a call that only one run makes is rather its cause than another way to the same result.
+        strict = any(finding.verdict.status == "diverged" for finding in findings)
+        for order, verdict, call, kind in missing_calls(*flows, begins, right, strict):
             place = _step_and_rank(target, call.key)
             if verdict.status == "diverged":
                 findings.append(Finding(*place, order, verdict, call, kind))

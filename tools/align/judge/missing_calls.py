@@ -25,18 +25,23 @@ class LoneCall(NamedTuple):
 
 
 def missing_calls(
-    reference: DataFlow, target: DataFlow, begins: Mapping[str, int], right: frozenset[str]
+    reference: DataFlow,
+    target: DataFlow,
+    begins: Mapping[str, int],
+    right: frozenset[str],
+    strict: bool,
 ) -> Iterator[LoneCall]:
     """Yield the calls that only one run makes, except those that change nothing.
 
     Args:
         begins: For each call of the target the position of the first one of its step.
         right: Calls that others replace with the same result, by formulas or the other run.
+        strict: Whether results that agree within the noise are not enough to say that a call changes nothing.
     """
     runs = (reference, target, "target", "missing"), (target, reference, "reference", "extra")
     last = -1.0
     for run, other, name, word in runs:
-        without_effect = _WithoutEffect(run, other, reference, target)
+        without_effect = _WithoutEffect(run, other, reference, target, strict)
         for key, call in run.dump.calls.items():
             if key in other.dump.calls:
                 last = target.order[key] - begins[key] + 0.5
@@ -64,9 +69,10 @@ class _WithoutEffect:
     """Tells whether a call that only one run makes changes nothing."""
 
     def __init__(
-        self, run: DataFlow, other: DataFlow, reference: DataFlow, target: DataFlow
+        self, run: DataFlow, other: DataFlow, reference: DataFlow, target: DataFlow, strict: bool
     ) -> None:
         self.run, self.other, self.flows = run, other, (reference, target)
+        self.strict = strict
         self.next: dict[str, str | None] = {}
         common: str | None = None
         for key, call in reversed([*run.dump.calls.items()]):
@@ -78,7 +84,7 @@ class _WithoutEffect:
     def __call__(self, call: Call) -> bool:
         if _gave_back(call, self.run, self.other) or not call.outputs:
             return True  # without results: a recomputation that ended early
-        if is_exchange(call):
+        if is_exchange(call) or self.strict:
             return False
         users = self._users(call.key)
         following = self.next[call.key]
