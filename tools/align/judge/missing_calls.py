@@ -75,6 +75,9 @@ class _WithoutEffect:
         self.strict = strict
         self.next: dict[str, str | None] = {}
         common: str | None = None
+        self.last = max(
+            (i for i, key in enumerate(run.dump.calls) if key in other.dump.calls), default=-1
+        )
         for key, call in reversed([*run.dump.calls.items()]):
             self.next[key] = common
             if key in other.dump.calls and call.kind == "api" and not is_exchange(call):
@@ -137,6 +140,8 @@ class _WithoutEffect:
         if self.next[call.key] is None and self._lacks_micro_batch:
             return True
         if call.phase is not Phase.FORWARD or call.key not in self.run.late:
+            return False
+        if self.run.order[call.key] < self.last:
             return False
         return not any(self.run.late & self.other.dump.calls.keys())
 
