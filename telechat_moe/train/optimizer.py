@@ -56,7 +56,7 @@ class AdamW(nn.Cell):
         self.beta2 = Tensor(betas[1], ms.float32)
         self.zero = Tensor(0.0, ms.float32)
         self.fused = FusedAdamW(betas, self.decayed) if backend("adamw") == "fused" else None
-        self.no_change = Tensor(1.0, ms.float32)
+        self.beta_unchanged = Tensor(1.0, ms.float32)
         self.update = ops.AdamWeightDecay()
         self.clip, self.select = ops.Mul(), ops.Select()
 
@@ -90,8 +90,8 @@ class AdamW(nn.Cell):
         beta1, beta2 = self.beta1, self.beta2
         if applied is not None:
             rate = self.select(applied, rate, self.zero)
-            beta1 = self.select(applied, beta1, self.no_change)
-            beta2 = self.select(applied, beta2, self.no_change)
+            beta1 = self.select(applied, beta1, self.beta_unchanged)
+            beta2 = self.select(applied, beta2, self.beta_unchanged)
         if self.fused is not None and applied is None:
             moments = (self.moment1, self.moment2)
             token = self.fused(self.params, *moments, gradients, rate, epsilon, decay, clip)

@@ -100,7 +100,7 @@ class RankCoordinator:
         """Announce on rank 0 which step is the last one, if the user wants to stop.
 
         Args:
-            ahead: How many more steps the others may begin before they end this one: so many later is the last one.
+            ahead: How many more steps the others may begin before they end this one; the last step is so many later.
         """
         if self.control is None or not self.leads or self.control.read("last"):
             return

@@ -215,7 +215,8 @@ class UpdateStep(nn.Cell):
         self.below, self.both = ops.Less(), ops.LogicalAnd()
         self.clip = max_grad_norm is not None
         self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
-        self.one, self.no_change = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
+        self.no_clipping = Tensor(1.0, ms.float32)
+        self.no_change = Tensor(0.0, ms.float32)
         self.select = ops.Select()
         self.update_bias = bias_rate > 0
         self.bias_update = BiasUpdate(bias_rate)
@@ -243,7 +244,7 @@ class UpdateStep(nn.Cell):
         applied: Tensor | None = None,
     ) -> Tensor:
         """Clip, update the parameters, move the expert biases; see :class:`telechat_moe.train.optimizer.AdamW`."""
-        factor = self.one
+        factor = self.no_clipping
         if self.clip:
             factor = self.max_norm / ops.maximum(norm, self.max_norm)
         token = self.optimizer(gradients, *scalars, factor, applied)
