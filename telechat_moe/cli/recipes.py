@@ -264,9 +264,10 @@ def _host_waits(name: str, use: str, args: argparse.Namespace) -> list[dict[str,
     recipe = load(name, args.overrides, devices=args.devices, use=use)
     if recipe.devices == 1:
         return None
-    ranks = sum(len(graph.ranks) for graph in run_graphs.run_graphs(recipe) if graph.is_step)
-    with counted(f"compiling the steps of {Path(name).name}", ranks) as step:
-        return run_graphs.host_waits(recipe, step)
+    graphs = run_graphs.step_graphs(recipe)
+    title = f"compiling the steps of {Path(name).name}"
+    with counted(title, sum(len(graph.ranks) for graph in graphs)) as advance:
+        return run_graphs.host_waits(recipe, graphs, advance)
 
 
 def _wait_lines(name: str, waits: Sequence[dict[str, Any]] | None) -> list[str]:

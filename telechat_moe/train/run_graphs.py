@@ -81,14 +81,8 @@ def run_graphs(recipe: Recipe) -> list[RunGraph]:
 
     An interleaved pipeline is evaluated by its step, with an update that changes nothing.
     """
-    mesh, steps = mesh_of(recipe), {recipe.micro_batches: recipe, **smaller_steps(recipe)}
+    mesh, graphs = mesh_of(recipe), step_graphs(recipe)
     expected = Expected(*even_exchange(recipe, mesh))
-
-    def step(count: int) -> RunGraph:
-        name = f"step of {count} micro-batch{'es' if count > 1 else ''}"
-        return RunGraph(name, mesh.first_ranks(), partial(compile_recipe, steps[count]), expected)
-
-    graphs = [step(count) for count in sorted(steps, reverse=True)]
     if forward_of(recipe):
         name = "evaluation" if recipe.telechat_moe.sample is None else "evaluation and samples"
         compile_forward = partial(compile_recipe, recipe, graph="forward")
@@ -96,13 +90,26 @@ def run_graphs(recipe: Recipe) -> list[RunGraph]:
     return [*graphs, *_averages(recipe), *_expert_moves(recipe)]
 
 
-def host_waits(recipe: Recipe, advance: Callable[[], object] | None = None) -> list[dict[str, Any]]:
-    """Compile the step of each batch size for a rank of each stage; return the operators for which the host waits in a step.
+def step_graphs(recipe: Recipe) -> list[RunGraph]:
+    """Return the step of each batch size, the largest first."""
+    mesh, steps = mesh_of(recipe), {recipe.micro_batches: recipe, **smaller_steps(recipe)}
+    expected = Expected(*even_exchange(recipe, mesh))
+
+    def step(count: int) -> RunGraph:
+        name = f"step of {count} micro-batch{'es' if count > 1 else ''}"
+        return RunGraph(name, mesh.first_ranks(), partial(compile_recipe, steps[count]), expected)
+
+    return [step(count) for count in sorted(steps, reverse=True)]
+
+
+def host_waits(
+    recipe: Recipe, graphs: Sequence[RunGraph], advance: Callable[[], object] | None = None
+) -> list[dict[str, Any]]:
+    """Compile steps (:func:`step_graphs`) for a rank of each stage; return the operators for which the host waits in them.
 
     Raises:
         BadInputError: The layout does not fit the model, or MindSpore refuses it.
     """
-    graphs = [graph for graph in run_graphs(recipe) if graph.is_step]
     rows = report(recipe, graphs, compile_run(graphs, advance))["graphs"]
     names = ("graph", "stage", "rank")
     return [{**{k: row[k] for k in names}, **wait} for row in rows for wait in row["host_waits"]]
