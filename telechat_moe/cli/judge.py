@@ -83,7 +83,8 @@ def judge(
         if local and alone and "model.model_config" not in broken:
             yield from missing.until(preflight.memory(recipe))
         if local:
-            yield from _lacking(recipe, problems, elsewhere, **start)
+            with missing.skipped():
+                yield from _lacking(recipe, problems, elsewhere, **start)
 
     try:
         find(name)

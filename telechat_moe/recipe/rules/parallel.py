@@ -12,6 +12,15 @@ from telechat_moe.units import size_text
 AT = "model.model_config."
 TP = "parallel_config.model_parallel"
 EP = "parallel_config.expert_parallel"
+_NO_BFLOAT16 = {name: "where MindSpore has no such operator" for name in ("bfloat16", "bf16")}
+_NO_FLOAT16 = {name: "where fused rotations compute in float32" for name in ("float16", "fp16")}
+_OVERFLOW = {name: "where the gradient of 1 / rms overflows" for name in ("float16", "fp16")}
+_UNFIT_ON_CPU = {
+    "layernorm_compute_dtype": _NO_BFLOAT16 | _OVERFLOW,
+    "rotary_dtype": _NO_BFLOAT16 | _NO_FLOAT16,
+    "router_dense_type": _NO_BFLOAT16,
+}
+"""Types in which a graph on CPU does not compile, or gives no finite gradient, by key; and why."""
 PARALLEL_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
 
 
@@ -72,6 +81,10 @@ def cpu(r: Recipe) -> Iterator[Broken]:
                 problem = f"{m.compute_dtype} with plain {name} on CPU"
                 expected = "float32: MindSpore has no bfloat16 products there"
                 yield AT + "compute_dtype", problem, expected
+    if isinstance(m, ModelConfig):
+        for key, reasons in _UNFIT_ON_CPU.items():
+            if reason := reasons.get(getattr(m, key)):
+                yield AT + key, f"{getattr(m, key)} on CPU, {reason}", "float32"
 
 
 def tensor_parallel(r: Recipe) -> Iterator[Broken]:
