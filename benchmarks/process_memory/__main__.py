@@ -5,15 +5,21 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from telechat_moe.checkpoint import checkpoint, manifest
+from telechat_moe.checkpoint.stored import open_shards
+from telechat_moe.files import UNSEALED, seal
 from telechat_moe.graph.mindir import MindIR
 from telechat_moe.graph.nodes import size_of
 from telechat_moe.graph.swapping import peak_of
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.sharding.shards import WeightShards
+from telechat_moe.sharding.shards import WeightShards, weight_of
+from telechat_moe.train.run_graphs import shard_writers, without_memory
 from telechat_moe.units import size_text
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
@@ -61,6 +67,55 @@ def start(recipe: Recipe, rank: int) -> None:
     print(
         f"rank {rank} of {cuts.mesh.devices} ({cuts.mesh.describe()}): {size_text(size)} of weights in {len(shards)} shards, "
         f"{seconds:.1f} s, {size_text(above)} above them"
+    )
+
+
+def save_empty(recipe: Recipe, root: Path) -> Path:
+    """Write a checkpoint of a recipe's layout, as its ranks do together, of zeros that take no room on the disk."""
+    owner, _ = shard_writers(recipe)
+    files: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    shapes = {w: list(about.shape) for w, about in WeightShards.of(recipe).weights.items()}
+    path = root / f"step-{1:08d}"
+    path.mkdir(parents=True)
+    by_rank = sorted(owner.items(), key=lambda item: item[1])
+    for rank, pieces in groupby(by_rank, key=lambda item: item[1]):
+        regions = dict(piece for piece, _ in pieces)
+        arrays = without_memory(regions.items())
+        for group, file in checkpoint.plan(arrays, suffix=f"_rank{rank:05d}"):
+            with (path / file.name).open("wb") as written:
+                written.write(file.header)
+                written.truncate(file.nbytes)
+            files[file.name] = {"bytes": file.nbytes, "sha256": UNSEALED}
+            for output in file.outputs:
+                shape = shapes[weight_of(output.name)]
+                about = {"dtype": output.dtype, "shape": shape, "pieces": []}
+                entry = tensors[group].setdefault(output.name, about)
+                region = [list(ends) for ends in regions[output.name]]
+                entry["pieces"].append({"file": file.name, "region": region})
+    about = {"version": manifest.VERSION_SHARDED, "ranks": recipe.devices, "layout": {}}
+    content = manifest.describe(1, {}, files, tensors, about)
+    (path / manifest.FILE).write_bytes(seal(content))
+    return path
+
+
+def load_shards(recipe: Recipe, rank: int, path: Path) -> None:
+    """Read the shards of a rank from a checkpoint, as its engine does, and print seconds and memory above the shards."""
+    cuts = WeightShards.of(recipe)
+    before, began = peak(), time.perf_counter()
+    stored = open_shards(path, verify=False)
+    opened = time.perf_counter() - began
+    shards = {}
+    for group in stored.tensors.values():
+        for name, tensor in group.items():
+            if (region := cuts.shard(rank, weight_of(name))) is not None:
+                shards[name] = tensor.read_region(region)
+    seconds, size = time.perf_counter() - began, sum(x.nbytes for x in shards.values())
+    above = peak() - before - size
+    print(
+        f"rank {rank} of {cuts.mesh.devices} ({cuts.mesh.describe()}): {size_text(size)} in {len(shards)} shards from "
+        f"{len(list(path.iterdir())):,} files, {seconds:.1f} s ({opened:.1f} s for their descriptions), "
+        f"{size_text(above)} above them"
     )
 
 
@@ -155,6 +210,12 @@ def main() -> None:
     starting = commands.add_parser("start")
     starting.add_argument("--recipe", default="telechat3_moe/pretrain_105b_a4b_4k.yaml")
     starting.add_argument("--rank", type=int, default=32)
+    starting.add_argument(
+        "--checkpoint",
+        action="append",
+        metavar="KEY=VALUE",
+        help="load a checkpoint of the recipe instead, saved with these settings",
+    )
     running = commands.add_parser("run")
     running.add_argument("--layout", choices=LAYOUTS, default="ep4")
     running.add_argument("--width", type=int, default=2048)
@@ -162,7 +223,13 @@ def main() -> None:
     running.add_argument("--data", type=Path, default=Path("output/data"))
     chosen = parser.parse_args()
     if chosen.command == "start":
-        start(load(chosen.recipe), chosen.rank)
+        recipe = load(chosen.recipe)
+        if chosen.checkpoint is None:
+            start(recipe, chosen.rank)
+        else:
+            with tempfile.TemporaryDirectory() as root:
+                path = save_empty(load(chosen.recipe, chosen.checkpoint), Path(root))
+                load_shards(recipe, chosen.rank, path)
     else:
         compare(chosen.layout, chosen.width, chosen.output, chosen.data)
 

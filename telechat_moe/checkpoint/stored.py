@@ -5,8 +5,9 @@ A checkpoint is a folder with ``checkpoint.json`` (whole tensors, or what severa
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,45 @@ from telechat_moe.tensor_files import Array, TensorEntry
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint.
 
-    group: str  # `model` or `optimizer`
-    dtype: str  # NumPy's name, or `bfloat16`
+    Attributes:
+        group: `model`, `optimizer` or `ema`.
+        dtype: NumPy's name, or `bfloat16`.
+        pieces: Its shards, each with its file and its (begin, end) in every dimension.
+        header: Reads what a file holds, by name.
+    """
+
+    name: str
+    group: str
+    dtype: str
     shape: tuple[int, ...]
-    shards: tuple[tuple[TensorEntry, Region], ...]  # each with its (begin, end) in every dimension
+    pieces: tuple[tuple[str, Region], ...]
+    header: Callable[[str], Mapping[str, TensorEntry]]
+
+    @property
+    def shards(self) -> tuple[tuple[TensorEntry, Region], ...]:
+        """Its shards, each with its (begin, end) in every dimension."""
+        return self._shards(self.pieces)
 
     def read_region(self, region: Region) -> Array:
-        """Return a region of the tensor; of other shards nothing is read."""
-        return merged_region(self.shards, region)
+        """Return a region of the tensor; of files without a part of it nothing is read."""
+        parts = [piece for piece in self.pieces if _overlap(piece[1], region)]
+        return merged_region(self._shards(parts or self.pieces), region)
+
+    def _shards(
+        self, pieces: Sequence[tuple[str, Region]]
+    ) -> tuple[tuple[TensorEntry, Region], ...]:
+        entries: list[tuple[TensorEntry, Region]] = []
+        for file, region in pieces:
+            if (entry := self.header(file).get(self.name)) is None:
+                raise BadInputError(f"{file} lacks {self.name!r}, of which it should have a shard")
+            entries.append((entry, region))
+        return tuple(entries)
+
+
+def _overlap(region: Region, other: Region) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(region, other, strict=True))
 
 
 def merged_region(shards: Sequence[tuple[TensorEntry, Region]], region: Region) -> Array:
@@ -107,7 +137,7 @@ def open_shards(path: Path, *, verify: bool = True) -> checkpoint.Checkpoint:
     problems: list[str] = []
     for name, tensor in tensors.items():
         groups[tensor.group][name] = tensor
-        if not manifest.tiles(tensor.shape, [region for _, region in tensor.shards]):
+        if not manifest.tiles(tensor.shape, [region for _, region in tensor.pieces]):
             problems.append(
                 f"{manifest.FILE}: the shards of {name!r} do not cover {list(tensor.shape)}"
             )
@@ -137,13 +167,15 @@ def tensors_of(path: Path, content: Mapping[str, Any]) -> dict[str, StoredTensor
         shards = {name: manifest.pieces(entry) for name, (_, entry) in described.items()}
     if unknown := shards.keys() - described.keys():
         raise BadInputError(f"{path}: {min(unknown)} has a shard and no description")
-    files = {file: tensor_files.read_header(path / file) for file in content["files"]}
+    header = cache(lambda file: tensor_files.read_header(path / file))
     return {
         name: StoredTensor(
+            name,
             group,
             "bfloat16" if entry["dtype"] == "BF16" else tensor_files.DTYPES[entry["dtype"]].name,
             tuple(entry["shape"]),
-            tuple((files[file][name], region) for file, region in shards.get(name, ())),
+            tuple(shards.get(name, ())),
+            header,
         )
         for name, (group, entry) in described.items()
     }

@@ -62,7 +62,6 @@ class Engine(ABC):
     micro_batches: int
     average: WeightAverage | None = None
     limits: tuple[float, float] | None = (math.inf, math.inf)
-    running: RunningStep | None = None
     runs_ahead: bool = False
 
     @abstractmethod
@@ -74,29 +73,27 @@ class Engine(ABC):
         """
 
     def launch(
-        self, batches: list[TensorBatch], number: int, rate: float, limits: tuple[float, float]
+        self,
+        batches: list[TensorBatch],
+        number: int,
+        rate: float,
+        limits: tuple[float, float],
+        before: RunningStep | None = None,
     ) -> RunningStep:
-        """Give a step to the device. If the step before is still running, the update of this one is applied only if that one's is.
+        """Give a step to the device.
 
         Args:
             number: Number of the update, from 1.
             limits: Gradient norm and loss must be below these for the update to be applied.
+            before: The step before, if it is still running: this update is applied only if that one's is.
         """
-        before = None if self.running is None else self.running.applied
         if before is not None or limits != self.limits:
-            self.set_limits(limits, before)
+            self.set_limits(limits, None if before is None else before.applied)
             self.limits = limits if before is None else None
-        self.running = self.run(batches, number, rate)
+        running = self.run(batches, number, rate)
         if self.average is not None:
-            self.average.update(number, self.running.applied)
-        return self.running
-
-    def fetch(self, running: RunningStep) -> StepOutput:
-        """Wait for a step that was launched."""
-        output = running.fetch()
-        if running is self.running:
-            self.running = None
-        return output
+            self.average.update(number, running.applied)
+        return running
 
     @abstractmethod
     def set_limits(self, limits: tuple[float, float], before: Tensor | None) -> None:

@@ -248,7 +248,8 @@ class Loop:
         limits = state.guard.limits() if before is None else state.guard.limits_ahead()
         state.ranks.at(f"step {step}, in the graph")
         number = state.updates + 1 + (before is not None)
-        running = state.engine.launch(batches, number, rate, limits)
+        behind = None if before is None else before.running
+        running = state.engine.launch(batches, number, rate, limits, behind)
         data = (next_sample, samples, ids, loader.order)
         return LaunchedStep(step, *data, rate, limits, running, began, waited)
 
@@ -261,7 +262,7 @@ class Loop:
         launched = self.running = self.running or self.launch()
         following = self.launch() if self._may_launch_after(launched) else None
         self.state.ranks.at(f"step {launched.step}, in the graph")
-        output = self.state.engine.fetch(launched.running)
+        output = launched.running.fetch()
         self.running = following
         if not output.applied:
             if following is not None:
@@ -294,7 +295,6 @@ class Loop:
     def _forget(self, launched: LaunchedStep) -> None:
         """Forget a step whose update was not applied, to read its data again."""
         self.running = None
-        self.state.engine.running = None
         self.state.loader.seek(launched.next_sample)
 
     def _result(self, launched: LaunchedStep, output: StepOutput) -> StepResult:

@@ -223,6 +223,19 @@ def save_of(recipe: Recipe) -> Save | None:
     """
     if recipe.checkpoints is None:
         return None
+    owner, copies = shard_writers(recipe)
+    by_rank = sorted(owner.items(), key=lambda item: item[1])
+    sizes: list[int] = []
+    files = 1
+    for _, pieces in groupby(by_rank, key=lambda item: item[1]):
+        planned = checkpoint.plan(without_memory(piece for piece, _ in pieces))
+        files += len(planned)
+        sizes.append(sum(file.nbytes for _, file in planned))
+    return Save(files, sum(sizes), max(sizes), max(copies.values()))
+
+
+def shard_writers(recipe: Recipe) -> tuple[dict[tuple[str, Region], int], Mapping[int, int]]:
+    """Return which rank writes each shard of a checkpoint, and the bytes of the shards that each rank has."""
     shards, ranks = WeightShards.of(recipe), range(recipe.devices)
     holders: dict[tuple[str, Region], list[int]] = {}
     copies = Counter[int]()
@@ -236,18 +249,10 @@ def save_of(recipe: Recipe) -> Save | None:
             for name in names:
                 holders.setdefault((name, region), []).append(rank)
             copies[rank] += len(names) * elements(region) * ITEMSIZE
-    owner = balance({piece: (elements(piece[1]), ranks) for piece, ranks in holders.items()})
-    by_rank = sorted(owner.items(), key=lambda item: item[1])
-    sizes: list[int] = []
-    files = 1
-    for _, pieces in groupby(by_rank, key=lambda item: item[1]):
-        planned = checkpoint.plan(_without_memory(piece for piece, _ in pieces))
-        files += len(planned)
-        sizes.append(sum(file.nbytes for _, file in planned))
-    return Save(files, sum(sizes), max(sizes), max(copies.values()))
+    return balance({piece: (elements(piece[1]), r) for piece, r in holders.items()}), copies
 
 
-def _without_memory(
+def without_memory(
     pieces: Iterable[tuple[str, Region]],
 ) -> Mapping[str, Mapping[str, np.ndarray]]:
     """Return arrays of the shapes of shards by group and name, which take no memory."""

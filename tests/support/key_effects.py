@@ -81,7 +81,9 @@ class Recorder:
         self.said.append(("read", [_hash(b.values()) for b in batches]))
         return [tensors(b) for b in batches]
 
-    def launch(self, batches: Any, number: int, rate: float, limits: Any) -> RunningStep:
+    def launch(
+        self, batches: Any, number: int, rate: float, limits: Any, before: None
+    ) -> RunningStep:
         """Take a step."""
         self.said.append(("update", number, rate, tuple(limits)))
         step = sum(one[0] == "update" for one in self.said)
@@ -98,8 +100,8 @@ class Recorder:
         """Know nothing of experts."""
 
     parameter_count = 0
-    running, runs_ahead = None, False
-    fetch, acts_after_step, after_step = Engine.fetch, Engine.acts_after_step, Engine.after_step
+    runs_ahead = False
+    acts_after_step, after_step = Engine.acts_after_step, Engine.after_step
     evaluate = OneProcess.evaluate
     open_checkpoint = OneProcess.open_checkpoint
 

@@ -99,7 +99,7 @@ def test_loss_and_gradient_are_those_of_samples_in_order(tmp_path: Path, data: P
         for _ in range(3):
             batches = engine.read(loader)
             running = engine.launch(batches, 1, 1e-3, (0.0, 0.0))  # no update is below these limits
-            output = engine.fetch(running)
+            output = running.fetch()
             assert not output.applied
             results.append([*output.losses, output.norm])
             read.append([batch[0].asnumpy().tolist() for batch in batches])

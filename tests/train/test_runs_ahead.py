@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from telechat_moe.recipe.schema.own import LossGuard
 from telechat_moe.train.engine import OneProcess
 from telechat_moe.train.guard import Guard
 from telechat_moe.train.optimizer import AdamW
+from telechat_moe.train.step import RunningStep
 from telechat_moe.train.trainer import Trainer
 
 STEPS, SPIKE = 16, 11
@@ -75,10 +77,12 @@ def run(data: Path, output: Path, ahead: bool, **changes: object) -> tuple[Any, 
     engine = trainer.engine
     assert isinstance(engine, OneProcess)
     engine.runs_ahead = ahead
-    launch, fetch = engine.launch, engine.fetch
+    launch, fetch = engine.launch, RunningStep.fetch
     engine.launch = lambda *args: (calls.append("launch"), launch(*args))[1]
-    engine.fetch = lambda running: (calls.append("fetch"), fetch(running))[1]
-    trainer.run()
+    with mock.patch.object(
+        RunningStep, "fetch", lambda step: (calls.append("fetch"), fetch(step))[1]
+    ):
+        trainer.run()
     return trainer, calls
 
 

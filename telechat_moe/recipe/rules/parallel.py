@@ -12,9 +12,9 @@ from telechat_moe.units import size_text
 AT = "model.model_config."
 TP = "parallel_config.model_parallel"
 EP = "parallel_config.expert_parallel"
-_NO_BFLOAT16 = {name: "where MindSpore has no such operator" for name in ("bfloat16", "bf16")}
-_NO_FLOAT16 = {name: "where fused rotations compute in float32" for name in ("float16", "fp16")}
-_OVERFLOW = {name: "where the gradient of 1 / rms overflows" for name in ("float16", "fp16")}
+_NO_BFLOAT16 = dict.fromkeys(("bfloat16", "bf16"), "where MindSpore has no such operator")
+_NO_FLOAT16 = dict.fromkeys(("float16", "fp16"), "where fused rotations compute in float32")
+_OVERFLOW = dict.fromkeys(("float16", "fp16"), "where the gradient of 1 / rms overflows")
 _UNFIT_ON_CPU = {
     "layernorm_compute_dtype": _NO_BFLOAT16 | _OVERFLOW,
     "rotary_dtype": _NO_BFLOAT16 | _NO_FLOAT16,

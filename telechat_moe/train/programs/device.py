@@ -166,6 +166,10 @@ class DeviceProgram(RankProgram):
         rows = by_micro[:, mesh.index(self.rank, mesh.axes("dp"))]
         return np.ascontiguousarray(rows.reshape(-1, *column.shape[1:]))
 
+    def take(self, parameter: Parameter, source: Parameter) -> None:
+        """See :meth:`RankProgram.take`; the memory is shared: a device may have no room for the values twice."""
+        parameter.set_data(source, slice_shape=True)
+
     def set_token_weights(self, weights: np.ndarray) -> None:
         """See :meth:`RankProgram.set_token_weights`; of copies each has the sums of its own tokens, and their mean counts."""
         if TOKEN_WEIGHTS in self.parameters:

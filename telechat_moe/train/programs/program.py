@@ -133,10 +133,16 @@ class RankProgram(ABC):
 
         for name, parameter in self.parameters.items():
             source = other.parameters.get(name)
-            if source is not parameter:  # without one it is a gradient sum, zero between steps
-                empty = source is None
-                value = np.zeros(parameter.shape, np.float32) if empty else source.asnumpy().copy()
-                parameter.set_data(Tensor(value))
+            if source is None:  # a gradient sum, zero between steps
+                parameter.set_data(Tensor(np.zeros(parameter.shape, np.float32)))
+            elif source is not parameter:
+                self.take(parameter, source)
+
+    def take(self, parameter: Any, source: Any) -> None:
+        """Let a parameter have the value of one of the program before it, which no longer runs."""
+        from mindspore import Tensor
+
+        parameter.set_data(Tensor(source.asnumpy().copy()))
 
     def set_limits(self, limits: tuple[float, float], before: Any = None) -> None:
         """Let the next steps be applied only where gradient norm and loss are below these.
