@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_graphs(args: argparse.Namespace) -> int:
     """Compile every graph of a run for a rank of each stage, report; return the exit code."""
-    with_steps = ("mindformers", "diff", "diff_mindformers", "confirm", "html", "rank", "check_rank", "hidden_on")  # fmt: skip
+    with_steps = ("mindformers", "diff", "diff_mindformers", "confirm", "html", "check_rank", "hidden_on")  # fmt: skip
     for option in with_steps:
         if getattr(args, option) not in (None, False):
             name = option.replace("_", "-")
@@ -80,6 +80,9 @@ def _run_graphs(args: argparse.Namespace) -> int:
     from telechat_moe.train import run_graphs
 
     mesh, graphs = mesh_of(recipe), run_graphs.run_graphs(recipe)
+    if args.rank is not None:
+        check_rank("--rank", args.rank, mesh, args.recipe)
+        graphs = run_graphs.of_stage(graphs, mesh, mesh.stage(args.rank))
     title = f"compiling {len(graphs)} graph(s) of {Path(args.recipe).name}, {mesh.describe()}"
     with counted(title, sum(len(graph.ranks) for graph in graphs)) as step:
         compiled = run_graphs.compile_run(graphs, step)
@@ -324,7 +327,7 @@ VERB = Verb(
         ),
         arg(
             "--run",
-            "compile every graph of a run, for a rank of each stage: memory of a device and of its host, files of a save",
+            "compile every graph of a run, for a rank of each stage (with --rank of its stage only): memory of a device and of its host, files of a save",
             dest="run_graphs",
         ),
         arg("--confirm", "compare with what the planner predicts of the recipe"),

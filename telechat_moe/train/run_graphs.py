@@ -26,6 +26,7 @@ from telechat_moe.graph.report import host_sync_rows
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.cells.expert_rows import AscendExchangeRows, group_of
+from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import even_exchange, forward_of, has_mask, mesh_of, smaller_steps
 from telechat_moe.sharding.shards import EMA, MOMENTS, Region, WeightShards, elements
 from telechat_moe.sharding.shards import group_of as checkpoint_group
@@ -204,6 +205,12 @@ def compile_exchange(
     return compile_ranks(build, ranks, devices, {"parallel_mode": "stand_alone"}, done=done)
 
 
+def of_stage(graphs: Sequence[RunGraph], mesh: Mesh, stage: int) -> list[RunGraph]:
+    """Return the graphs that the ranks of a stage execute, to be compiled for that stage only."""
+    ranks = ([rank for rank in graph.ranks if mesh.stage(rank) == stage] for graph in graphs)
+    return [graph._replace(ranks=r) for graph, r in zip(graphs, ranks, strict=True) if r]
+
+
 def compile_run(
     graphs: Sequence[RunGraph], advance: Callable[[], object] | None = None
 ) -> list[list[RankGraph]]:
@@ -298,7 +305,7 @@ def report(
         "layout": mesh.describe(),
         "devices": recipe.devices,
         "graphs": rows,
-        "largest_moment": [_largest(rows, stage) for stage in range(mesh.pp)],
+        "largest_moment": [_largest(rows, stage) for stage in sorted({r["stage"] for r in rows})],
         "batch": _batch(recipe),
         "save": None if save is None else save._asdict(),
     }

@@ -88,6 +88,19 @@ def test_every_step_of_a_growing_batch_is_compiled(data: Path, tmp_path: Path) -
     assert moment["total"] >= max(row["memory"]["total"] for row in result["graphs"])
 
 
+def test_a_rank_has_the_graphs_of_its_stage(data: Path, tmp_path: Path) -> None:
+    changes = {**mini.PP2, "telechat_moe__evaluation__interval": 0}
+    output = tmp_path / "run"
+    arguments = words(data, output, **changes)[1:]
+    arguments.remove("--plain")
+    file = tmp_path / "run.json"
+    assert main(["dryrun", *arguments, "--run", "--rank", "1", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert [(row["stage"], row["rank"]) for row in result["graphs"]] == [(1, 1)]
+    [moment] = result["largest_moment"]
+    assert moment["stage"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [mini.DP2_EP2, mini.PP2, mini.TP2_PP2], ids=["dp2", "pp2", "tp2-pp2"])  # fmt: skip
 def test_a_save_is_what_was_said(layout: dict[str, object], data: Path, tmp_path: Path) -> None:
@@ -106,9 +119,9 @@ def test_a_save_is_what_was_said(layout: dict[str, object], data: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    "option", ["--html x.html", "--rank 1", "--confirm", "--target CPU", "--mindformers"]
+    "option", ["--html x.html", "--rank 256", "--confirm", "--target CPU", "--mindformers"]
 )
-def test_options_of_the_step_alone_are_refused(
+def test_options_that_do_not_fit_are_refused(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
