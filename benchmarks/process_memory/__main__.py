@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from telechat_moe.checkpoint import checkpoint, manifest
+from telechat_moe.checkpoint.manifest import BrokenCheckpointError
 from telechat_moe.checkpoint.stored import open_shards
 from telechat_moe.files import UNSEALED, seal
 from telechat_moe.graph.mindir import MindIR
@@ -102,9 +104,14 @@ def save_empty(recipe: Recipe, root: Path) -> Path:
 def load_shards(recipe: Recipe, rank: int, path: Path) -> None:
     """Read the shards of a rank from a checkpoint, as its engine does, and print seconds and memory above the shards."""
     cuts = WeightShards.of(recipe)
-    before, began = peak(), time.perf_counter()
+    before, began, worked = peak(), time.perf_counter(), time.process_time()
+    with suppress(
+        BrokenCheckpointError
+    ):  # nobody made checksums of the zeros; only the time counts
+        checkpoint.verify(path, (rank, cuts.mesh.devices))
+    verified = time.perf_counter() - began
     stored = open_shards(path, verify=False)
-    opened = time.perf_counter() - began
+    opened = time.perf_counter() - began - verified
     shards = {}
     for group in stored.tensors.values():
         for name, tensor in group.items():
@@ -114,7 +121,9 @@ def load_shards(recipe: Recipe, rank: int, path: Path) -> None:
     above = peak() - before - size
     print(
         f"rank {rank} of {cuts.mesh.devices} ({cuts.mesh.describe()}): {size_text(size)} in {len(shards)} shards from "
-        f"{len(list(path.iterdir())):,} files, {seconds:.1f} s ({opened:.1f} s for their descriptions), "
+        f"{len(list(path.iterdir())):,} files, {seconds:.1f} s ({verified:.1f} s for checksums, "
+        f"{opened:.1f} s for descriptions; "
+        f"{time.process_time() - worked:.1f} s of processor time), "
         f"{size_text(above)} above them"
     )
 

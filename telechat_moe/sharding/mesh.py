@@ -7,10 +7,10 @@ is therefore split into an outer and an inner one; the inner ones are the expert
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, islice, product
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.experts import expert_shares
@@ -94,13 +94,15 @@ class Mesh:
         """Return the number of devices along ``axes``."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    @cached_property
+    def _places(self) -> list[dict[str, int]]:
+        """Position of each rank of a stage along each axis."""
+        ends = (range(size) for size in self.sizes.values())
+        return [dict(zip(self.sizes, place, strict=True)) for place in product(*ends)]
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
         """Return the position of a rank within its stage, along each axis."""
-        index = rank % self.stage_devices
-        place: dict[str, int] = {}
-        for axis in reversed(AXES):
-            index, place[axis] = divmod(index, self.sizes[axis])
-        return place
+        return self._places[rank % self.stage_devices]
 
     def index(self, rank: int, axes: Iterable[str]) -> int:
         """Return the position of a rank along ``axes``, the first the slowest."""
@@ -111,13 +113,14 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> list[int]:
         """Return the ranks that differ from ``rank`` along ``axes`` only, in order."""
-        chosen, first = set(axes), self.stage(rank) * self.stage_devices
-        fixed = {a: place for a, place in self.coordinates(rank).items() if a not in chosen}
-        return [
-            first + other
-            for other in range(self.stage_devices)
-            if fixed.items() <= self.coordinates(other).items()
-        ]
+        chosen, place = set(axes), self.coordinates(rank)
+        ranks, stride = [rank], self.stage_devices
+        for axis, size in self.sizes.items():
+            stride //= size
+            if axis in chosen:
+                first = -place[axis] * stride
+                ranks = [r + first + i * stride for r in ranks for i in range(size)]
+        return ranks
 
     def node_groups(self, rank: int) -> dict[str, list[int]]:
         """Return the two hops of a rank's expert group: ``within`` its node, and ``across`` nodes in the same place."""

@@ -121,11 +121,12 @@ class WeightShards:
             start = self.mesh.index(rank, cut) * rows
             bounds.append((start, start + rows))
         used = {axis for cut in axes for axis in cut}
-        copies = self.mesh.group(rank, [a for a in self.mesh.sizes if a not in used])
-        parts = self.sharers or len(copies)
-        if len(copies) % parts == 0 and self._split(name, tuple(bounds), itemsize, parts):
+        unused = [axis for axis in self.mesh.sizes if axis not in used]
+        copies = self.mesh.size(unused)
+        parts = self.sharers or copies
+        if copies % parts == 0 and self._split(name, tuple(bounds), itemsize, parts):
             rows = (bounds[0][1] - bounds[0][0]) // parts
-            start = bounds[0][0] + copies.index(rank) % parts * rows
+            start = bounds[0][0] + self.mesh.index(rank, unused) % parts * rows
             bounds[0] = (start, start + rows)
         return tuple(bounds)
 
