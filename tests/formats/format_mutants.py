@@ -598,17 +598,20 @@ def read_template(path: Path) -> object:
     return read_template(path.parent)
 
 
-def said_bytes(_: Path) -> bytes:
+def layouts_bytes(_: Path) -> bytes:
     return object_bytes({
-        "tensors": {}, "stages": {"0": 0, "1": 1}, "layers": {"0,0": [0, 1], "1,0": [2, 3]}, "micro_batches": 2,
-        "batch_axes": ["dp"], "mesh": {"dp": 2, "tp": 2},
+        "Module.*.linear.* input.0": {
+            "Device Matrix": [2, 2], "Alias Name": ["dp", "tp"], "Tensor Map": [1, -1], "Partial": [None, "sum"],
+            "Rank List": [0, 1, 2, 3], "Padded": {"0": 10},
+        },
     })  # fmt: skip
 
 
-def read_said(path: Path) -> object:
-    from telechat_moe.tools.align.dump.merge import LayoutDescription
+def read_layouts(path: Path) -> object:
+    from telechat_moe.tools.align.dump.layout_file import with_layouts
+    from telechat_moe.tools.align.dump.records import Dump
 
-    return LayoutDescription.read(path)
+    return with_layouts(Dump(path, {}), path)
 
 
 def read_metrics(path: Path) -> object:
@@ -700,7 +703,7 @@ FORMATS = [
     Format("tokenizer.json", tokenizer_bytes, text, read_tokenizer),
     Format("statistic.csv", statistic_bytes, text, read_statistic),
     Format("tokenizer_config.json", template_bytes, text, read_template),
-    Format("layouts.json", said_bytes, text, read_said),
+    Format("layouts.json", layouts_bytes, text, read_layouts),
     Format("metrics_of_run.jsonl", metrics_bytes, text, read_metrics),
     Format("switches.json", switches_bytes, text, read_switches),
     Format(

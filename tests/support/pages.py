@@ -64,7 +64,6 @@ NOT_RUN: dict[str, str] = {
     "telechat-moe align fp32_dump bf16_dump": "dumps of the reader's own",
     "telechat-moe align run_a run_b": "dumps of the reader's own",
     "telechat-moe align run_a/checkpoints": "runs of the reader's own",
-    "telechat-moe align merge dump": "a dump of the reader's own",
     "telechat-moe align loss base1": "curves of the reader's own",
     "telechat-moe align phases mine.yaml": "runs of the reader's own",
     "telechat-moe dryrun planned.yaml": "five minutes, the claim plan-confirm; test_dryrun_plans.py confirms smaller plans",
