@@ -146,9 +146,7 @@ def test_ci_begins_with_the_readme() -> None:
 
 def python_blocks() -> list[tuple[str, str]]:
     return [
-        (place, text)
-        for place, text in blocks("python")
-        if place.partition(":")[0] != "align_mindspore.md"
+        (place, text) for place, text in blocks("python") if place.partition(":")[0] != "align.md"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Our model in MindSpore against transformers' DeepseekV3 in torch, from the command line: docs/align_mindspore.md."""
+"""Our model in MindSpore against transformers' DeepseekV3 in torch, from the command line: docs/align.md."""
 
 import json
 import subprocess

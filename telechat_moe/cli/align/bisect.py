@@ -31,7 +31,7 @@ Which tensors of two frameworks correspond is found by names and values; --map-o
 A pass needs 95 % of the calls and of the bytes of each phase judged; with less the verdict is inconclusive, and what to dump is listed.
 
 --standard judges every tensor by a published standard instead: ascend-l0, -l1, -l2 (with --benchmark), ecosystem, mixed, mindformers, msprobe, torch,
-close, ulp or bitwise, with settings (close:rtol=1e-5). Both may also be checkpoints. See docs/align.md and docs/align_standards.md.
+close, ulp or bitwise, with settings (close:rtol=1e-5). Both may also be checkpoints. See docs/align.md.
 """
 
 
