@@ -445,6 +445,27 @@ def log_bytes(_: Path) -> bytes:
     ).encode()
 
 
+def megatron_bytes(_: Path) -> bytes:
+    line = " iteration {:8d}/     100 | lm loss: {:.6E} | grad norm: 1.500 | number of skipped iterations:   0 |"
+    return "\n".join(line.format(i, 5 - i / 9) for i in range(1, 6)).encode()
+
+
+def titan_bytes(_: Path) -> bytes:
+    line = "[titan] - INFO - step: {:2}  loss: {:8.5f}  grad_norm:  1.5000  memory: 1.00GiB(1.00%)"
+    return "\n".join(line.format(i, 5 - i / 9) for i in range(1, 6)).encode()
+
+
+def trainer_bytes(_: Path) -> bytes:
+    rows = [{"step": i, "loss": 5 - i / 8, "grad_norm": 1.5} for i in range(1, 6)]
+    return object_bytes({"log_history": [*rows, {"step": 5, "eval_loss": 4.5}]})
+
+
+def chart_bytes(_: Path) -> bytes:
+    head = '"Step","a - train/loss","a - train/loss__MIN","a - train/loss__MAX"'
+    rows = (f'"{i}","{5 - i / 8}","1","9"' for i in range(1, 6))
+    return "\n".join([head, *rows, ""]).encode()
+
+
 def table_bytes(_: Path) -> bytes:
     return (HERE / "fixtures" / "align_loss" / "plain.csv").read_bytes()[:600]
 
@@ -694,6 +715,10 @@ FORMATS = [
     Format("metrics.jsonl", metrics_bytes, text, read_loss),
     Format("golden.json", golden_bytes, text, read_loss),
     Format("run.log", log_bytes, text, read_loss),
+    Format("megatron.log", megatron_bytes, text, read_loss),
+    Format("torchtitan.log", titan_bytes, text, read_loss),
+    Format("trainer_state.json", trainer_bytes, text, read_loss),
+    Format("wandb_export.csv", chart_bytes, text, read_loss),
     Format("loss.csv", table_bytes, text, read_loss),
     Format("hosts", hosts_bytes, text, read_hostfile),
     Format("map.json", map_bytes, text, read_links),
