@@ -77,6 +77,9 @@ ELSEWHERE = {
 }
 """Pages whose commands another test runs."""
 
+ANEW = {"align.md": "## Two "}
+"""Pages whose sections with such a heading begin anew, in a fresh folder; each part is a test, since together they take long."""
+
 COLUMNS = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
 TOGETHER: dict[str, list[str]] = {
     "runner_config.gradient_accumulation_steps": ["callbacks.1.gradient_accumulation_steps=4"],
@@ -139,6 +142,19 @@ def commands(page: Path) -> list[Command]:
                 listed.append(Command(number, line, promised))
             number += line.count("\n") + 1
     return listed
+
+
+def parts(page: Path) -> list[list[Command]]:
+    """Return the commands of a page, in parts that do not need each other."""
+    begin = ANEW.get(page.name)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    starts = [i for i, line in enumerate(lines, start=1) if begin and line.startswith(begin)]
+    ends = [*starts, len(lines) + 1]
+    listed = commands(page)
+    return [
+        [command for command in listed if first <= command.line < end]
+        for first, end in zip([0, *starts], ends, strict=True)
+    ]
 
 
 def short_recipes(folder: Path) -> Path:
