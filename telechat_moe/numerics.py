@@ -77,15 +77,6 @@ def round_to(x: Array, dtype: str) -> Array:
     return np.where(np.isfinite(x), np.where(beyond, over, rounded), x)
 
 
-def ulps(actual: Array, expected: Array, dtype: str) -> Array:
-    """Return ``|actual - expected|`` in ULPs of a type at ``expected``; equal infinities and two NaNs give 0."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs(actual - expected) / spacing(expected, dtype)
-    equal = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    return np.where(equal, 0.0, np.where(np.isnan(distance), np.inf, distance))
-
-
 def widened(x: Array) -> Array:
     """Return elements in float64, maybe the same array; float16 by a table, which is faster than NumPy's conversion."""
     if x.dtype == np.float16:

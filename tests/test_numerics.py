@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telechat_moe.numerics import FLOATS, from_bytes, round_to, spacing, ulp_steps, ulps, widen
+from telechat_moe.numerics import FLOATS, from_bytes, round_to, spacing, ulp_steps, widen
 
 # Bits of exponent and fraction; float8_e4m3 has no infinity and one NaN of each sign.
 FORMATS = {"float16": (5, 10), "bfloat16": (8, 7), "float8_e5m2": (5, 2), "float8_e4m3": (4, 3)}
@@ -110,17 +110,13 @@ def test_distances_in_numbers_of_the_type(dtype: str, data: st.DataObject):
     x, y = np.array([numbers[a]]), np.array([sign * numbers[b]])
     steps = abs(a - b) if sign > 0 else a + b
     assert ulp_steps(x, y, dtype)[0] == steps
-    expected = abs(x[0] - y[0]) / spacing(y, dtype)[0]
-    assert ulps(x, y, dtype)[0] == expected
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS.keys() - {"tfloat32", "float8_e4m3"})
 def test_what_is_no_number(dtype: str):
     """Equal infinities and two NaNs are no distance apart, anything else beside a number is infinitely far."""
     inf, nan = np.inf, np.nan
     ours = np.array([inf, -inf, nan, inf, nan, 1.0, 1.0, inf, 1.0, nan])
     other = np.array([inf, -inf, nan, -inf, 1.0, nan, inf, 1.0, 1.0, inf])
     expected = [0, 0, 0, inf, inf, inf, inf, inf, 0, inf]
-    np.testing.assert_array_equal(ulps(ours, other, dtype), expected)
-    if dtype not in ("tfloat32", "float8_e4m3"):
-        np.testing.assert_array_equal(ulp_steps(ours, other, dtype), expected)
+    np.testing.assert_array_equal(ulp_steps(ours, other, dtype), expected)

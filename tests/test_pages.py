@@ -18,7 +18,12 @@ from telechat_moe.recipe import load
 
 RUNNABLE = [page for page in PAGES if pages.commands(page) and page.name not in pages.ELSEWHERE]
 # One worker runs a page alone and after the README: on two, both would want the ports that it prints.
-EACH_PAGE = [pytest.param(p, id=p.stem, marks=pytest.mark.xdist_group(p.stem)) for p in RUNNABLE]
+EACH_PART = [
+    pytest.param(page, part, id=name, marks=pytest.mark.xdist_group(name))
+    for page in RUNNABLE
+    for part in range(len(pages.parts(page)))
+    for name in [f"{page.stem}{part or ''}"]
+]
 README = ROOT / "README.md"
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 
@@ -113,9 +118,9 @@ def succeed(command: pages.Command, folder: Path, recipes: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.mindspore
 @pytest.mark.parametrize("when", ["alone", "after the README"])
-@pytest.mark.parametrize("page", EACH_PAGE)
+@pytest.mark.parametrize(("page", "part"), EACH_PART)
 def test_a_page_runs_as_printed(
-    page: Path, when: str, tmp_path: Path, recipes: Path, request: pytest.FixtureRequest
+    page: Path, part: int, when: str, tmp_path: Path, recipes: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = tmp_path / "clone"
     if when == "alone":
@@ -125,7 +130,7 @@ def test_a_page_runs_as_printed(
         if page == README:
             return
     printed = ""
-    for command in pages.commands(page):
+    for command in pages.parts(page)[part]:
         if not any(command.text.startswith(words) for words in pages.NOT_RUN):
             printed += succeed(command, folder, recipes)
     pages.AFTERWARDS.get(page.name, lambda folder, printed: None)(folder, printed)
@@ -146,9 +151,7 @@ def test_ci_begins_with_the_readme() -> None:
 
 def python_blocks() -> list[tuple[str, str]]:
     return [
-        (place, text)
-        for place, text in blocks("python")
-        if place.partition(":")[0] != "align_mindspore.md"
+        (place, text) for place, text in blocks("python") if place.partition(":")[0] != "align.md"
     ]
 
 

@@ -315,7 +315,7 @@ ACCURACY = (
     ("performance", r"AdamW steps (\S+)\. ", "tests/model/test_training_hf.py", r"TRAINED = (\S+)"),
     ("tour", r"layouts are within (\S+) \(", "benchmarks/cluster/__main__.py", r"LATE = \S+, (\S+),"),
     ("tour", r"losses are within (\S+)\. ", "benchmarks/cluster/__main__.py", r"LATE = \S+, \S+, (\S+)"),
-    ("align_layouts", r"are at most (\S+) of it", "tests/align/judge/test_propagate.py", r"max\(ratios\) < (\S+)"),
+    ("align_tested", r"are at most (\S+) of it", "tests/align/judge/test_propagate.py", r"max\(ratios\) < (\S+)"),
 )  # fmt: skip
 
 

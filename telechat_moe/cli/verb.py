@@ -67,6 +67,9 @@ class Verb:
     default: str = ""
     """The sub-verb that is meant where the first word is a file or folder."""
 
+    removed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Sub-verbs of earlier versions, and what replaces each."""
+
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add all arguments of the verb to a parser."""
         if self.recipe:
@@ -125,6 +128,8 @@ class VerbParser(argparse.ArgumentParser):
         named = args and args[0] in [verb.name for verb in self.verb.subverbs]
         if self.verb.default and args and not named and Path(args[0]).exists():
             args = [self.verb.default, *args]
+        elif args and args[0] in self.verb.removed:
+            self.error(f"{args[0]} was removed: {self.verb.removed[args[0]]}")
         parsed, extra = super().parse_known_args(args, namespace)
         if extra:
             suggestion = _suggestion(extra[0].partition("=")[0], self._option_string_actions)

@@ -59,7 +59,7 @@ def story(tmp_path_factory):
     folder = tmp_path_factory.mktemp("story")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     page = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
-    (block,) = [x for x in re.findall(r"```sh\n(.*?)```", page, re.S) if "--torch" in x]
+    (block,) = [x for x in re.findall(r"```sh\n(.*?)```", page, re.S) if "hf_deepseek" in x]
     return folder, [
         verb(*shlex.split(line, comments=True)[2:], cwd=folder) for line in block.splitlines()
     ]
@@ -111,7 +111,7 @@ def test_the_first_wrong_call_is_named(dumps, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("plant", "first"), [("scale", "Tensor.mul."), ("expert", "Tensor.roll.")])
 def test_other_faults_in_transformers_deepseek_v3(plant, first, story, tmp_path):
-    golden = story[0] / "golden"
+    golden = story[0] / "fp32"
     done = verb(
         "capture",
         "--torch",

@@ -1,4 +1,4 @@
-"""Bugs planted in transformers' DeepseekV3, one a run, against our model: docs/align_mindspore.md has the numbers."""
+"""Bugs planted in transformers' DeepseekV3, one a run, against our model: benchmarks/peers has the numbers."""
 
 import json
 import re

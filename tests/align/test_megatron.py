@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel in torch against our model and transformers': docs/align_mindspore.md has the numbers."""
+"""Megatron-Core's GPTModel in torch against our model and transformers': benchmarks/peers has the numbers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Our model in MindSpore against transformers' DeepseekV3 in torch, from the command line: docs/align_mindspore.md."""
+"""Our model in MindSpore against transformers' DeepseekV3 in torch, from the command line: docs/align.md."""
 
 import json
 import subprocess
@@ -70,13 +70,13 @@ def compared(folder, name, steps, *more):
         align("capture", "--torch", TWIN, "--modules", "--out", f"hf_{name}", "--steps", last,
               "--", "train", twin, cwd=folder),
         align("capture", recipe, "--out", f"ours_{name}", "--steps", last, *values, cwd=folder),
-        align("map", f"hf_{name}", f"ours_{name}", "map.json", cwd=folder),
     ]  # fmt: skip
     for code, said in runs:
         assert code == 0, said
     report = folder / f"{name}.json"
     code, said = align(
-        *("bisect", f"hf_{name}", f"ours_{name}", "--map", "map.json", "--json", report), cwd=folder
+        *("bisect", f"hf_{name}", f"ours_{name}", "--map-out", "map.json", "--json", report),
+        cwd=folder,
     )
     return code, json.loads(report.read_text()) if report.exists() else said
 

@@ -199,8 +199,9 @@ def test_other_shapes_and_types_are_not_comparable(tmp_path, capsys, other) -> N
 
 
 def test_what_needs_dumps_is_refused_for_checkpoints(whole) -> None:
-    for flags in (["--rtol", "1"], ["--map", "m"], ["--reproducer", "r"]):
-        with pytest.raises(UsageError, match="need dumps"):
+    for option in ("--rtol", "--map", "--map-out", "--layouts", "--reproducer"):
+        flags = [option, "1"]
+        with pytest.raises(UsageError, match=f"{option} needs dumps"):
             run(str(whole[0]), str(whole[0]), *flags)
 
 

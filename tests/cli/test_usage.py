@@ -26,6 +26,9 @@ Capture = pytest.CaptureFixture[str]
         ("ls --jsn=-", "telechat-moe ls [-h]", "did you mean --json?"),
         ("plan layout x --devices two", "telechat-moe plan layout [-h]", "invalid int value: 'two'"),
         ("launch x --through theirs", "telechat-moe launch [-h]", "invalid choice: 'theirs'"),
+        ("align merge a b", "telechat-moe align [-h]", "merge was removed: `align REFERENCE TARGET` joins the shards"),
+        ("align map a b c", "telechat-moe align [-h]", "--map-out FILE writes it"),
+        ("align convert a b", "telechat-moe align [-h]", "`align inspect DUMP --out OUT`"),
         ("cp a b c", "telechat-moe cp [-h]", "unrecognized arguments: c"),
     ],
 )  # fmt: skip

@@ -445,6 +445,27 @@ def log_bytes(_: Path) -> bytes:
     ).encode()
 
 
+def megatron_bytes(_: Path) -> bytes:
+    line = " iteration {:8d}/     100 | lm loss: {:.6E} | grad norm: 1.500 | number of skipped iterations:   0 |"
+    return "\n".join(line.format(i, 5 - i / 9) for i in range(1, 6)).encode()
+
+
+def titan_bytes(_: Path) -> bytes:
+    line = "[titan] - INFO - step: {:2}  loss: {:8.5f}  grad_norm:  1.5000  memory: 1.00GiB(1.00%)"
+    return "\n".join(line.format(i, 5 - i / 9) for i in range(1, 6)).encode()
+
+
+def trainer_bytes(_: Path) -> bytes:
+    rows = [{"step": i, "loss": 5 - i / 8, "grad_norm": 1.5} for i in range(1, 6)]
+    return object_bytes({"log_history": [*rows, {"step": 5, "eval_loss": 4.5}]})
+
+
+def chart_bytes(_: Path) -> bytes:
+    head = '"Step","a - train/loss","a - train/loss__MIN","a - train/loss__MAX"'
+    rows = (f'"{i}","{5 - i / 8}","1","9"' for i in range(1, 6))
+    return "\n".join([head, *rows, ""]).encode()
+
+
 def table_bytes(_: Path) -> bytes:
     return (HERE / "fixtures" / "align_loss" / "plain.csv").read_bytes()[:600]
 
@@ -598,17 +619,20 @@ def read_template(path: Path) -> object:
     return read_template(path.parent)
 
 
-def said_bytes(_: Path) -> bytes:
+def layouts_bytes(_: Path) -> bytes:
     return object_bytes({
-        "tensors": {}, "stages": {"0": 0, "1": 1}, "layers": {"0,0": [0, 1], "1,0": [2, 3]}, "micro_batches": 2,
-        "batch_axes": ["dp"], "mesh": {"dp": 2, "tp": 2},
+        "Module.*.linear.* input.0": {
+            "Device Matrix": [2, 2], "Alias Name": ["dp", "tp"], "Tensor Map": [1, -1], "Partial": [None, "sum"],
+            "Rank List": [0, 1, 2, 3], "Padded": {"0": 10},
+        },
     })  # fmt: skip
 
 
-def read_said(path: Path) -> object:
-    from telechat_moe.tools.align.dump.merge import LayoutDescription
+def read_layouts(path: Path) -> object:
+    from telechat_moe.tools.align.dump.layout_file import with_layouts
+    from telechat_moe.tools.align.dump.records import Dump
 
-    return LayoutDescription.read(path)
+    return with_layouts(Dump(path, {}), path)
 
 
 def read_metrics(path: Path) -> object:
@@ -691,6 +715,10 @@ FORMATS = [
     Format("metrics.jsonl", metrics_bytes, text, read_loss),
     Format("golden.json", golden_bytes, text, read_loss),
     Format("run.log", log_bytes, text, read_loss),
+    Format("megatron.log", megatron_bytes, text, read_loss),
+    Format("torchtitan.log", titan_bytes, text, read_loss),
+    Format("trainer_state.json", trainer_bytes, text, read_loss),
+    Format("wandb_export.csv", chart_bytes, text, read_loss),
     Format("loss.csv", table_bytes, text, read_loss),
     Format("hosts", hosts_bytes, text, read_hostfile),
     Format("map.json", map_bytes, text, read_links),
@@ -700,7 +728,7 @@ FORMATS = [
     Format("tokenizer.json", tokenizer_bytes, text, read_tokenizer),
     Format("statistic.csv", statistic_bytes, text, read_statistic),
     Format("tokenizer_config.json", template_bytes, text, read_template),
-    Format("layouts.json", said_bytes, text, read_said),
+    Format("layouts.json", layouts_bytes, text, read_layouts),
     Format("metrics_of_run.jsonl", metrics_bytes, text, read_metrics),
     Format("switches.json", switches_bytes, text, read_switches),
     Format(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.signal import lfilter
 
-from telechat_moe.tools.loss.read import LossCurve
+from telechat_moe.tools.loss.curve import LossCurve
 
 
 @dataclass(frozen=True)

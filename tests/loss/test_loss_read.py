@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.loss.read import LossCurve, is_mindformers_log, read, step_seconds
+from telechat_moe.tools.loss.curve import LossCurve
+from telechat_moe.tools.loss.read import is_mindformers_log, read, step_seconds
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "align_loss"
 

@@ -64,7 +64,6 @@ NOT_RUN: dict[str, str] = {
     "telechat-moe align fp32_dump bf16_dump": "dumps of the reader's own",
     "telechat-moe align run_a run_b": "dumps of the reader's own",
     "telechat-moe align run_a/checkpoints": "runs of the reader's own",
-    "telechat-moe align merge dump": "a dump of the reader's own",
     "telechat-moe align loss base1": "curves of the reader's own",
     "telechat-moe align phases mine.yaml": "runs of the reader's own",
     "telechat-moe dryrun planned.yaml": "five minutes, the claim plan-confirm; test_dryrun_plans.py confirms smaller plans",
@@ -77,6 +76,9 @@ ELSEWHERE = {
     "data.md": "tests/data/test_data_docs.py",  # corpora of the reader's own
 }
 """Pages whose commands another test runs."""
+
+ANEW = {"align.md": "## Two "}
+"""Pages whose sections with such a heading begin anew, in a fresh folder; each part is a test, since together they take long."""
 
 COLUMNS = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
 TOGETHER: dict[str, list[str]] = {
@@ -140,6 +142,19 @@ def commands(page: Path) -> list[Command]:
                 listed.append(Command(number, line, promised))
             number += line.count("\n") + 1
     return listed
+
+
+def parts(page: Path) -> list[list[Command]]:
+    """Return the commands of a page, in parts that do not need each other."""
+    begin = ANEW.get(page.name)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    starts = [i for i, line in enumerate(lines, start=1) if begin and line.startswith(begin)]
+    ends = [*starts, len(lines) + 1]
+    listed = commands(page)
+    return [
+        [command for command in listed if first <= command.line < end]
+        for first, end in zip([0, *starts], ends, strict=True)
+    ]
 
 
 def short_recipes(folder: Path) -> Path:

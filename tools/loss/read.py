@@ -2,75 +2,51 @@
 
 =====================  ==========================================================================================
 ``metrics.jsonl``      ours: a JSON object a line with ``event``, ``step``, ``loss``, ``grad_norm``
-MindFormers' log       lines of MFLossMonitor: ``{ Epoch:[  1/  1], step:[   10/ 1000], loss: 5.123456, ...``, or of its
-                       mode 1 (dynamic graph): ``{ step:[   10/ 1000], ..., loss: 5.123456, ...``
+logs                   what MindFormers, Megatron-LM and torchtitan print (``logs.py``)
 Megatron-LM's values   JSON: ``{"lm loss": {"start_step", "end_step", "step_interval", "values": {"1": 9.3}}}``
+Hugging Face's Trainer ``trainer_state.json``: ``{"log_history": [{"step": 10, "loss": 5.1, "grad_norm": 1.2}]}``
 CSV                    columns step, loss and maybe grad_norm, by their titles or in this order; ``,``, ``;`` or tab
+export of W&B          CSV with columns ``Step`` or ``_step``, ``RUN - train/loss``, ``RUN - train/loss__MIN``
 =====================  ==========================================================================================
 
 The kind of a file is recognised by its content. Broken content is refused with file and line, never skipped; only a
-last line that was torn off when the writer was killed is left out, and in a log one on which the next writer went on.
+last line that was torn off when the writer was killed is left out.
 """
 
-import itertools
+import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any, cast
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.narrowing import is_object
-from telechat_moe.numerics import Array
 from telechat_moe.reading import JsonError, parse_json, read_bytes
+from telechat_moe.tools.loss import logs
+from telechat_moe.tools.loss.curve import (
+    LossCurve,
+    LossRow,
+    curve,
+    last_of_each,
+    mean_note,
+    to_float,
+)
 
-LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss")
+LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss", "global_avg_loss")
 NORM_NAMES = ("grad_norm", "global_norm", "gradient_norm")
-_MINDFORMERS = re.compile(
-    r"\{ Epoch:\[\s*(?P<epoch>\d{1,7})/\s*\d+\], step:\[\s*(?P<step>\d{1,9})/\s*(?P<steps>\d{1,9})\], "
-    r"loss:\s*\[?\s*(?P<loss>[^,\]/\s]+)(?:/[^\]]*\])?, .*?"
-    r"global_norm: (?P<norm>\[[^\],]*\]|(?:None|-?inf|nan|[\d.]+(?:e[-+]?\d+)?)(?=[,\s\x1b]))"
-)
-_MODE_1 = re.compile(
-    r"\{ step:\[\s*(?P<step>\d{1,9})/\s*\d{1,9}\], (?:.*? )?loss:\s*(?P<loss>[^,\s]+)[,\s]"
-    r"(?:.*?\bgrad_norm:\s*(?P<norm>[^,}\s]*))?.*?\}"
-)
-_START = re.compile(r"\{ (?:Epoch:\[|step:\[\s*\d+/\s*\d+\], (?:consumed_samples|loss):)")
-_STEP = re.compile(
-    r"\{ (?:Epoch:\[\s*(?P<epoch>\d{1,7})/\s*\d+\], )?step:\[\s*(?P<step>\d{1,9})/\s*(?P<steps>\d{1,9})\]"
-)
-_TIME = re.compile(r"\bper_step_time:\s*(\d+)ms")
-
-
-@dataclass(frozen=True)
-class LossCurve:
-    """Losses of one run."""
-
-    path: str  # file or folder that they were read from
-    kind: str  # format of the file
-    metric: str  # the file's name of the loss
-    steps: Array  # steps, increasing
-    loss: Array  # loss of each step; NaN and infinity are kept
-    norm: Array  # norm of the gradient; NaN where there is none
-    notes: tuple[str, ...] = ()  # what the reader had to correct or leave out
-
-
-class _Row(NamedTuple):
-    line: int
-    step: int
-    loss: float
-    norm: float
+STEP_NAMES = ("step", "steps", "iteration", "global_step", "iter", "_step")
+TRAINER_STATE = "trainer_state.json"
+_EXTREMES = ("__MIN", "__MAX")  # that an export of W&B has beside each column
+_EVALUATION = re.compile(r"\b(eval|val|valid|validation|test)/")
 
 
 def read(path: str | Path, metric: str | None = None) -> LossCurve:
     """Read a loss curve.
 
     Args:
-        path: File, or a folder with a ``metrics.jsonl``.
+        path: File, or a folder with a ``metrics.jsonl`` or ``trainer_state.json``.
         metric: Name of the loss in the file; None: the usual one.
 
     Raises:
@@ -78,7 +54,8 @@ def read(path: str | Path, metric: str | None = None) -> LossCurve:
     """
     path = Path(path)
     if path.is_dir():
-        path = path / "metrics.jsonl"
+        state = path / TRAINER_STATE
+        path = state if state.is_file() else path / "metrics.jsonl"
     try:
         text = _text(path)
     except BadInputError as error:
@@ -96,7 +73,7 @@ def _text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         text = data.decode(errors="replace")
-        if _START.search(text):
+        if logs.reader(text):
             return text  # between a log's lines stand messages of any encoding, and progress bars that a kill has torn
         line = data[: error.start].count(b"\n") + 1
         raise BadInputError(f"{path}:{line}: not text (UTF-8)") from None
@@ -104,7 +81,7 @@ def _text(path: Path) -> str:
 
 def is_mindformers_log(path: Path) -> bool:
     """Return whether a file holds lines of MindFormers' monitor."""
-    return _START.search(read_bytes(path).decode(errors="replace")) is not None
+    return logs.MINDFORMERS.search(read_bytes(path).decode(errors="replace")) is not None
 
 
 def step_seconds(path: str | Path) -> dict[int, float]:
@@ -116,10 +93,12 @@ def step_seconds(path: str | Path) -> dict[int, float]:
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
     text = _text(path)
-    if _START.search(text):
-        records = [record.text for record in _records(text)]
-        matches = [(m, _TIME.search(record)) for record in records if (m := _STEP.search(record))]
-        return {_step(match): int(time[1]) / 1e3 for match, time in matches if time}
+    if logs.MINDFORMERS.search(text):
+        records = [record.text for record in logs.records(text)]
+        matches = [
+            (m, logs.TIME.search(record)) for record in records if (m := logs.STEP.search(record))
+        ]
+        return {logs.step_of(match): int(time[1]) / 1e3 for match, time in matches if time}
     seconds: dict[int, float] = {}
     for line in text.splitlines():
         try:
@@ -127,7 +106,7 @@ def step_seconds(path: str | Path) -> dict[int, float]:
         except ValueError:
             continue  # torn by a kill
         if record.get("event") == "step" and _is_int(record.get("step")):
-            seconds[record["step"]] = _number(path, 1, "seconds", record.get("seconds"))
+            seconds[record["step"]] = to_float(path, 1, "seconds", record.get("seconds"))
     if not seconds:
         raise BadInputError(
             f"{path}: no times of steps; expected a log of MindFormers or our metrics.jsonl"
@@ -135,15 +114,9 @@ def step_seconds(path: str | Path) -> dict[int, float]:
     return seconds
 
 
-def _step(match: re.Match[str]) -> int:
-    """Return the step of a line, counted through all epochs (mode 1 counts so)."""
-    epoch = match.groupdict().get("epoch")
-    return int(match["step"]) + ((int(epoch) - 1) * int(match["steps"]) if epoch else 0)
-
-
 def _reader(text: str) -> Callable[[Path, str, str | None], LossCurve]:
-    if _START.search(text):
-        return _mindformers
+    if (log := logs.reader(text)) is not None:
+        return log
     head = text.lstrip()
     if not head.startswith("{"):
         return _csv
@@ -159,7 +132,7 @@ def _reader(text: str) -> Callable[[Path, str, str | None], LossCurve]:
 def _jsonl(path: Path, text: str, metric: str | None) -> LossCurve:
     lines = text.splitlines()
     name = metric or "loss"
-    rows: list[_Row] = []
+    rows: list[LossRow] = []
     for number, line in enumerate(lines, start=1):
         try:
             record = _object(parse_json(line, finite=False))
@@ -173,8 +146,8 @@ def _jsonl(path: Path, text: str, metric: str | None) -> LossCurve:
             has_norm = "grad_norm" in record
             loss = _from_json(path, number, record, name)
             norm = _from_json(path, number, record, "grad_norm") if has_norm else math.nan
-            rows.append(_Row(number, record["step"], loss, norm))
-    return _curve(path, "metrics.jsonl", name, rows)
+            rows.append(LossRow(number, record["step"], loss, norm))
+    return curve(path, "metrics.jsonl", name, rows)
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -192,73 +165,7 @@ def _from_json(path: Path, line: int, record: dict[str, Any], name: str) -> floa
         value = _object(record.get("not_finite")).get(name)
         if value is None:
             raise BadInputError(f"{path}:{line}: no {name} in this step; expected a number")
-    return _number(path, line, name, value)
-
-
-def _number(path: Path, line: int, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise BadInputError(f"{path}:{line}: {name} is {value!r}; expected a number")
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        raise BadInputError(f"{path}:{line}: {name} is {value!r}; expected a number") from None
-
-
-class _Record(NamedTuple):
-    line: int
-    text: str  # from its brace to the next, or to the end of the line
-    may_be_torn: bool  # no end of line follows
-
-
-def _records(text: str) -> Iterator[_Record]:
-    """Yield what the monitor of MindFormers printed for each step."""
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        starts = [match.start() for match in _START.finditer(line)]
-        for begin, end in zip(starts, [*starts[1:], len(line)], strict=False):
-            yield _Record(number, line[begin:end], not line[begin:end].endswith(("\n", "\r")))
-
-
-def _mindformers(path: Path, text: str, metric: str | None) -> LossCurve:
-    rows: list[_Row] = []
-    notes: list[str] = []
-    for number, record, may_be_torn in _records(text):
-        match = _MINDFORMERS.search(record) or _MODE_1.search(record)
-        if match is None:
-            if may_be_torn:
-                notes.append(f"line {number} is torn off and left out")
-                continue
-            problem = "a line of MindFormers' monitor without step, loss and norm of the gradient"
-            raise BadInputError(f"{path}:{number}: {problem}")
-        if match["loss"] == "N/A":
-            raise BadInputError(
-                f"{path}:{number}: the log of a pipeline stage that is not the last and has no loss; name that of a rank of "
-                "the last stage"
-            )
-        loss = match["loss"]
-        if metric not in (None, "loss"):
-            loss = _part(path, number, record, str(metric))
-        norm = (match["norm"] or "").strip(" []\t")
-        value = math.nan if norm in ("", "None") else _number(path, number, "gradient norm", norm)
-        rows.append(_Row(number, _step(match), _number(path, number, "loss", loss), value))
-    last = {row.step: row for row in rows}
-    if repeated := len(rows) - len(last):
-        # A log goes on after a restart.
-        problem = (
-            "steps are in the log more than once (restarts, several ranks): the last of each counts"
-        )
-        others = {row.step for row in rows if str(row.loss) != str(last[row.step].loss)}
-        if others:
-            problem += f"; {len(others)} had another loss before, first step {min(others)}"
-        notes.append(f"{repeated} {problem}")
-        rows = [last[step] for step in sorted(last)]
-    return _curve(path, "MindFormers log", metric or "loss", rows, tuple(notes))
-
-
-def _part(path: Path, number: int, line: str, name: str) -> str:
-    match = re.search(rf"\b{re.escape(name)}:\s*([^,\s]+)", line)
-    if match is None:
-        raise BadInputError(f"{path}:{number}: no {name} in this line of MindFormers' monitor")
-    return match[1]
+    return to_float(path, line, name, value)
 
 
 def _golden(path: Path, text: str, metric: str | None) -> LossCurve:
@@ -269,6 +176,8 @@ def _golden(path: Path, text: str, metric: str | None) -> LossCurve:
     if not isinstance(parsed, dict):
         raise BadInputError(f"{path}:1: expected an object of metrics as Megatron-LM writes it")
     content = _object(parsed)
+    if "log_history" in content:
+        return _trainer_state(path, content, metric)
     names = {_plain(name): name for name in content}
     name = metric
     if name not in content:
@@ -279,8 +188,34 @@ def _golden(path: Path, text: str, metric: str | None) -> LossCurve:
     loss = _golden_values(path, text, name, content[name])
     norm_name = _choose(names, NORM_NAMES)
     norms = {} if norm_name is None else _golden_values(path, text, norm_name, content[norm_name])
-    rows = [_Row(1, step, value, norms.get(step, math.nan)) for step, value in sorted(loss.items())]
-    return _curve(path, "Megatron-LM values", name, rows)
+    rows = [
+        LossRow(1, step, value, norms.get(step, math.nan)) for step, value in sorted(loss.items())
+    ]
+    return curve(path, "Megatron-LM values", name, rows)
+
+
+def _trainer_state(path: Path, content: dict[str, Any], metric: str | None) -> LossCurve:
+    """Read the history of a Trainer: entries with the loss; those of evaluations have other names."""
+    history = content["log_history"]
+    if not isinstance(history, list):
+        raise BadInputError(f"{path}:1: log_history is no list")
+    name = metric or "loss"
+    entries = [_object(entry) for entry in cast("list[Any]", history)]
+    rows: list[LossRow] = []
+    for number, entry in enumerate(entries):
+        if name not in entry:
+            continue
+        if not _is_int(entry.get("step")):
+            problem = f"entry {number} of log_history has the step {entry.get('step')!r}"
+            raise BadInputError(f"{path}:1: {problem}; expected a whole number")
+        place = f"{name} in entry {number} of log_history"
+        norm = to_float(path, 1, f"grad_norm in entry {number}", entry.get("grad_norm", "nan"))
+        rows.append(LossRow(1, entry["step"], to_float(path, 1, place, entry[name]), norm))
+    if not rows:
+        names = ", ".join(sorted({key for entry in entries for key in entry})[:20]) or "nothing"
+        raise BadInputError(f"{path}:1: no entry of log_history has {name!r}; there are {names}")
+    rows, notes = last_of_each(rows)
+    return curve(path, "Trainer's state", name, rows, (*notes, *mean_note(rows)))
 
 
 def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, float]:
@@ -294,7 +229,7 @@ def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, 
         if not re.fullmatch(r"-?\d{1,15}", step):
             problem = f"{name!r} has the step {step!r}; expected a whole number"
             raise BadInputError(f"{path}:{line}: {problem}")
-        losses[int(step)] = _number(path, line, f"{name!r} at step {step}", value)
+        losses[int(step)] = to_float(path, line, f"{name!r} at step {step}", value)
     start, end, every = (described.get(key) for key in ("start_step", "end_step", "step_interval"))
     if isinstance(start, int) and isinstance(end, int) and isinstance(every, int) and every > 0:
         lost = next((step for step in range(start, end + 1, every) if step not in losses), None)
@@ -315,34 +250,46 @@ def _choose(names: dict[str, str], candidates: Iterable[str]) -> str | None:
 def _csv(path: Path, text: str, metric: str | None) -> LossCurve:
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip())
-    mark = next((c for c in "\t;," if c in lines[start]), ",")
-    titles = lines[start].split(mark)
+    unquoted = re.sub(r'"[^"]*"', "", lines[start])
+    mark = next((c for c in "\t;," if c in unquoted), ",")
+    titles = _cells(lines[start], mark)
     if _is_number(titles[0]) and len(titles) > 1:
         if metric is not None:
             raise BadInputError(f"{path}:{start + 1}: no titles, so no column {metric!r}")
         columns, first = (0, 1, 2 if len(titles) > 2 else None), start
-        name = "loss"
+        kind, name = "CSV", "loss"
     else:
-        columns, name = _columns(path, start + 1, titles, metric)
+        export = titles[0] == "_step" or any(t.endswith(_EXTREMES) for t in titles)
+        kind, choose = ("export of W&B", _of_export) if export else ("CSV", _columns)
+        columns, name = choose(path, start + 1, titles, metric)
         first = start + 1
-    rows: list[_Row] = []
+    rows: list[LossRow] = []
     for number, line in enumerate(lines[first:], start=first + 1):
         if not line.strip():
             continue
-        cells = line.split(mark)
+        cells = _cells(line, mark)
         if number == len(lines) and not text.endswith("\n") and len(cells) < len(titles):
             continue  # torn by a kill
         if len(cells) != len(titles):
             raise BadInputError(f"{path}:{number}: {len(cells)} columns; expected {len(titles)}")
-        step = _number(path, number, "step", cells[columns[0]].strip())
+        if kind != "CSV" and not (cells[columns[0]] and cells[columns[1]]):
+            continue  # of another run, or of another metric
+        step = to_float(path, number, "step", cells[columns[0]])
         if not step.is_integer() or abs(step) >= 2**53:
-            problem = f"step is {cells[columns[0]].strip()}; expected a whole number"
+            problem = f"step is {cells[columns[0]]}; expected a whole number"
             raise BadInputError(f"{path}:{number}: {problem}")
-        loss = _number(path, number, name, cells[columns[1]].strip())
-        norm = cells[columns[2]].strip() if columns[2] is not None else ""
-        value = _number(path, number, "grad_norm", norm) if norm else math.nan
-        rows.append(_Row(number, int(step), loss, value))
-    return _curve(path, "CSV", name, rows)
+        loss = to_float(path, number, name, cells[columns[1]])
+        norm = cells[columns[2]] if columns[2] is not None else ""
+        value = to_float(path, number, "grad_norm", norm) if norm else math.nan
+        rows.append(LossRow(number, int(step), loss, value))
+    return curve(path, kind, name, rows)
+
+
+def _cells(line: str, mark: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=mark))]
+    except csv.Error:  # a cell of more than 131,072 characters
+        return [cell.strip() for cell in line.split(mark)]
 
 
 def _is_number(text: str) -> bool:
@@ -357,28 +304,43 @@ def _columns(
     path: Path, line: int, titles: list[str], metric: str | None
 ) -> tuple[tuple[int, int, int | None], str]:
     names = {_plain(title): title for title in titles}
-    step = _choose(names, ("step", "steps", "iteration", "global_step", "iter"))
+    step = _choose(names, STEP_NAMES)
     loss = _choose(names, (metric,) if metric else LOSS_NAMES)
     if step is None or loss is None:
-        titles_text = ", ".join(title.strip()[:40] for title in titles[:10])
+        titles_text = ", ".join(title[:40] for title in titles[:10])
         raise BadInputError(
-            f"{path}:{line}: no loss curve: expected our metrics.jsonl, a log of MindFormers, values of Megatron-LM, "
-            f"or CSV with columns step and {metric or 'loss'}; found {titles_text!r}"
+            f"{path}:{line}: no loss curve: expected our metrics.jsonl, a log of MindFormers, Megatron-LM or torchtitan, values of "
+            f"Megatron-LM, a trainer_state.json, or CSV with columns step and {metric or 'loss'}; found {titles_text!r}"
         )
     norm = _choose(names, NORM_NAMES)
     last = None if norm is None else titles.index(norm)
-    return (titles.index(step), titles.index(loss), last), loss.strip()
+    return (titles.index(step), titles.index(loss), last), loss
 
 
-def _curve(
-    path: Path, kind: str, metric: str, rows: list[_Row], notes: tuple[str, ...] = ()
-) -> LossCurve:
-    if not rows:
-        raise BadInputError(f"{path}: {kind} without a single step")
-    for previous, other in itertools.pairwise(rows):
-        if other.step <= previous.step:
-            problem = f"step {other.step} after step {previous.step}; expected a later one"
-            raise BadInputError(f"{path}:{other.line}: {problem}")
-    _, steps, *values = zip(*rows, strict=True)
-    loss, norm = (np.array(column, np.float64) for column in values)
-    return LossCurve(str(path), kind, metric, np.array(steps, np.int64), loss, norm, notes)
+def _of_export(
+    path: Path, line: int, titles: list[str], metric: str | None
+) -> tuple[tuple[int, int, int | None], str]:
+    """Return the columns of step, loss and norm of an export of W&B, which may hold several runs, and the loss's title."""
+    columns = [title for title in titles if not title.endswith(_EXTREMES)]
+    steps = [t for t in columns if _metric_of(t) in STEP_NAMES]
+    losses = [t for t in columns if _metric_of(t) in LOSS_NAMES and not _EVALUATION.search(t)]
+    if metric is not None:
+        losses = [t for t in columns if metric in (t, t.rpartition(" - ")[2])]
+        losses = losses or [t for t in columns if metric == t.rpartition(" - ")[0]]
+    if len(losses) != 1 or not steps:
+        problem = "no column of a loss" if not losses else f"{len(losses)} columns of a loss"
+        problem = problem if steps else "no column of a step"
+        shown = ", ".join(t[:60] for t in (losses or columns)[:10])
+        raise BadInputError(f"{path}:{line}: {problem}; name one with --metric: {shown}")
+    run = losses[0].rpartition(" - ")[0]
+    same_run = [t for t in columns if t.rpartition(" - ")[0] == run]
+    norm = next((t for t in same_run if _metric_of(t) in NORM_NAMES), None)
+    # Of a history, the program's own count comes before `_step`, which counts calls of the logger.
+    step = min(steps, key=lambda t: (t.rpartition(" - ")[0] not in ("", run), t == "_step"))
+    last = None if norm is None else titles.index(norm)
+    return (titles.index(step), titles.index(losses[0]), last), losses[0]
+
+
+def _metric_of(title: str) -> str:
+    """Return the metric of a column, without run and group: ``RUN - train/loss`` is ``loss``."""
+    return _plain(title.rpartition(" - ")[2].rpartition("/")[2])

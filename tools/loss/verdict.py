@@ -15,6 +15,7 @@ import numpy as np
 from telechat_moe.numerics import Array
 from telechat_moe.tools.align.judge.coverage import answer
 from telechat_moe.tools.loss import migration_standard as gates
+from telechat_moe.tools.loss.curve import LossCurve
 from telechat_moe.tools.loss.evidence import (
     CurveFinding,
     LossReport,
@@ -22,7 +23,6 @@ from telechat_moe.tools.loss.evidence import (
     examine,
     find_spikes,
 )
-from telechat_moe.tools.loss.read import LossCurve
 
 PASS, DIVERGED, INCONCLUSIVE = "pass", "diverged", "inconclusive"
 

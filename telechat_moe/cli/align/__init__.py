@@ -3,10 +3,10 @@
 Each sub-verb is a module here with a `VERB`; heavy imports stand inside its run function.
 """
 
-from telechat_moe.cli.align import bisect, capture, convert, loss, map, merge, phases, show
+from telechat_moe.cli.align import bisect, capture, loss, phases, show
 from telechat_moe.cli.verb import Verb
 
-MODULES = (capture, show, map, merge, bisect, loss, convert, phases)
+MODULES = (capture, show, bisect, loss, phases)
 
 VERB = Verb(
     name="align",
@@ -16,5 +16,10 @@ VERB = Verb(
     "telechat-moe align golden_dump dump --html align.html",
     exits={0: "pass", 1: "diverged", 4: "inconclusive"},
     default="bisect",
+    removed={
+        "convert": "`align inspect DUMP --out OUT` writes a dump as a table or a folder of msprobe",
+        "map": "`align REFERENCE TARGET` makes the map itself; --map-out FILE writes it",
+        "merge": "`align REFERENCE TARGET` joins the shards itself; --layouts FILE names layouts that a dump lacks",
+    },
     subverbs=[module.VERB for module in MODULES],
 )

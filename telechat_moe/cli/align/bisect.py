@@ -22,12 +22,16 @@ from telechat_moe.errors import UsageError
 NOTES = """\
 Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings, and must be within a bound derived from types and
 lengths; inputs must be what the calls before made. A call that cannot be recomputed is judged by the other run. Where the runs have different
-layouts or frameworks, weights, gradients and states are compared as whole tensors (--map reads an edited map). One dump alone is judged by itself.
+layouts or frameworks, weights, gradients and states are compared as whole tensors, joined from the shards of all ranks. One dump alone is judged by
+itself.
+
+Which tensors of two frameworks correspond is found by names and values; --map-out writes it as JSON, --map reads it edited. --layouts reads
+{PATTERN: layout} for tensors whose layout a dump does not name; a pattern fits "KEY PLACE", as `inspect --calls` lists them.
 
 A pass needs 95 % of the calls and of the bytes of each phase judged; with less the verdict is inconclusive, and what to dump is listed.
 
 --standard judges every tensor by a published standard instead: ascend-l0, -l1, -l2 (with --benchmark), ecosystem, mixed, mindformers, msprobe, torch,
-close, ulp or bitwise, with settings (close:rtol=1e-5). Both may also be checkpoints. See docs/align.md and docs/align_standards.md.
+close, ulp or bitwise, with settings (close:rtol=1e-5). Both may also be checkpoints. See docs/align.md.
 """
 
 
@@ -55,29 +59,30 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.tools.align.judge import pairing, reproduce
     from telechat_moe.tools.align.judge.collectives import with_groups
     from telechat_moe.tools.align.judge.standard import Standard
-    from telechat_moe.tools.align.maps.links import read_map
     from telechat_moe.tools.align.report import bisect_page as page
     from telechat_moe.tools.align.report.neighbourhood import around
 
     profile = _standard(args)
     alone = args.target is None
-    if alone and (args.map or args.rtol or args.standard):
-        raise UsageError("--map, --rtol and --standard need two dumps: REFERENCE TARGET")
+    if alone and (args.map or args.map_out or args.rtol or args.standard):
+        raise UsageError("--map, --map-out, --rtol and --standard need two dumps: REFERENCE TARGET")
+    if args.map and args.map_out:
+        raise UsageError("--map reads a map, --map-out makes and writes one; give one of them")
     if not alone and any(map(_is_checkpoint, (args.reference, args.target))):
         return _checkpoints(args, profile)
     name = args.reference if alone else args.target
-    reference = summary.read(Path(args.reference))
-    target = reference if alone else summary.read(Path(args.target))
+    reference = _read(args.reference, args.layouts)
+    target = reference if alone else _read(args.target, args.layouts)
     third = [summary.read(Path(args.benchmark))] if args.benchmark else []
     standard = profile and Standard(profile, reference, target, *third)
     with bars() as move:
         if alone:
             grouped = with_groups(target)
             outcome = bisect.bisect(grouped, target, itself=True, progress=move)
-        elif args.map is not None or pairing.differ_in_layout(reference, target):
+        elif args.map or args.map_out or pairing.differ_in_layout(reference, target):
             if third:
                 raise UsageError("--benchmark is for runs with the same calls")
-            links = [] if args.map is None else read_map(Path(args.map))
+            links = _links(args, reference, target)
             outcome = across_layouts.across(reference, target, links, args.rtol, move, standard)
         elif args.rtol is not None:
             text = "--rtol is for runs whose calls differ; these are judged by derived bounds"
@@ -90,6 +95,26 @@ def run(args: argparse.Namespace) -> int:
     if args.reproducer and first:
         reproduce.write(first, Path(args.reproducer))
     return _written(args, outcome, report, name)
+
+
+def _read(path: str, layouts: str | None) -> Any:
+    """Return a dump, with the layouts of a file where it names none."""
+    from telechat_moe.tools.align.dump import layout_file, summary
+
+    dump = summary.read(Path(path))
+    return dump if layouts is None else layout_file.with_layouts(dump, Path(layouts))
+
+
+def _links(args: argparse.Namespace, reference: Any, target: Any) -> Any:
+    """Return the map that --map names, or the one that --map-out writes; empty: none is wanted."""
+    from telechat_moe.tools.align.maps.links import read_map
+    from telechat_moe.tools.align.maps.tensor_map import as_json, tensor_map
+
+    if args.map:
+        return read_map(Path(args.map))
+    links = tensor_map(reference, target) if args.map_out else []
+    write_text("--map-out ", args.map_out, lambda: as_json(links))
+    return links
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -106,8 +131,12 @@ def _checkpoints(args: argparse.Namespace, profile: Any) -> int:
     from telechat_moe.tools.align.judge.standard import judge_checkpoints
     from telechat_moe.tools.align.report import bisect_page as page
 
-    if args.map or args.rtol or args.benchmark or args.reproducer:
-        raise UsageError("--map, --rtol, --benchmark and --reproducer need dumps, not checkpoints")
+    options = ("map", "map_out", "layouts", "rtol", "benchmark", "reproducer")
+    if wrong := [name for name in options if getattr(args, name)]:
+        option = wrong[0].replace("_", "-")
+        raise UsageError(
+            f"--{option} needs dumps; {args.reference} or {args.target} is a checkpoint"
+        )
     reference, target = map(open_checkpoint, (Path(args.reference), Path(args.target)))
     progress: Any = partial(tracked, task="comparing")
     chosen = profile or profiles.read("bitwise")
@@ -192,7 +221,9 @@ VERB = Verb(
             "the same of the run to judge (none: REFERENCE is judged by itself)",
             nargs="?",
         ),
-        arg("--map FILE", "tensors that both runs have, where their calls differ (default: found)"),
+        arg("--map FILE", "which tensors correspond, where names differ (default: found)"),
+        arg("--map-out FILE", "write which tensors correspond"),
+        arg("--layouts FILE", "layouts of tensors for which a dump names none"),
         arg(
             "--rtol X",
             "largest allowed difference of these tensors, relative L2 (default: by type, 2e-5 in float32)",

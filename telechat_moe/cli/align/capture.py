@@ -15,7 +15,7 @@ VALUES = ("tensor", "statistics", "fingerprint")
 NOTES = """\
 A recipe runs as `telechat-moe train` or, with a layout, as `telechat-moe run-sharded` runs it, and every operator of the compiled graph is recorded. With
 --torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward, and every update of a weight
-by an optimizer, which ends a step. OUT is a tree that msprobe reads, too. docs/align_mindspore.md has the details.
+by an optimizer, which ends a step. OUT is a tree that msprobe reads, too. docs/align.md has the details.
 """
 
 

@@ -53,8 +53,9 @@ VERB = Verb(
     help="judge a loss curve against those of base runs",
     description="Judge a loss curve against those of base runs: the published standard, an equivalence test, lasting "
     "differences with their onset, spikes; with the power that the verdict has.",
-    notes="A curve is our metrics.jsonl (or its folder), a log of MindFormers, values of Megatron-LM (JSON), or CSV with columns\n"
-    "step, loss and maybe grad_norm. Give two base runs or more: what they differ from each other is noise by definition.",
+    notes="A curve is our metrics.jsonl (or its folder), a log of MindFormers, Megatron-LM or torchtitan, golden values of Megatron-LM (JSON),\n"
+    "the trainer_state.json of Hugging Face's Trainer, an export of W&B, or CSV with columns step, loss and maybe grad_norm. Give two base\n"
+    "runs or more: what they differ from each other is noise by definition.",
     examples="telechat-moe align loss base1/metrics.jsonl base2/metrics.jsonl run/metrics.jsonl --html loss.html\n"
     "telechat-moe align loss gpu.csv msrun_log/worker_7.log",
     exits={
@@ -70,7 +71,10 @@ VERB = Verb(
     arguments=[
         arg("curves CURVE", "base runs, then the run to judge", nargs="+"),
         arg("--base --base2 CURVE", "one more base run", [], action="append"),
-        arg("--metric NAME", "name of the loss in the files"),
+        arg(
+            "--metric NAME",
+            "name of the loss in the files; of an export of W&B with several runs, the run",
+        ),
         arg(
             "--margin PERCENT",
             "a lasting difference below this is as good as none (0.3)",

@@ -16,7 +16,7 @@ NOTES = """\
 3. loss curve: --curve, or the recipe trained here, against --base
 
 A phase is not run again while nothing changed that it depends on. One that diverged ends the run. OUT has
-phases.json, phases.html, and the report of each verb. docs/align_guide.md tells it with an example.
+phases.json, phases.html, and the report of each verb. docs/align_loss.md tells it with an example.
 """
 
 

@@ -43,7 +43,7 @@ def checks(name, target, golden, dtype="float32", options="", third=None, step=N
 
 
 def test_numbers_of_the_standards():
-    """Typed once more from the pages named in docs/align_standards.md."""
+    """Typed once more from the pages named in docs/align_tested.md."""
     assert profiles.ASCEND_RATIO == {"l0": (10, 2, 2), "l1": (5, 1.5, 1.5), "l2": (2, 1.2, 1.2)}
     assert profiles.ASCEND_CASES == {"l0": 5000, "l1": 10000, "l2": 30000}
     assert profiles.ECOSYSTEM == {

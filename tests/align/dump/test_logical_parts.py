@@ -1,4 +1,4 @@
-"""Layouts that dumps describe: MindSpore's dictionaries, flat shards, calls, copies, inference, stages."""
+"""Layouts that dumps describe: MindSpore's dictionaries, flat shards, calls, copies, inference."""
 
 import os
 import subprocess
@@ -12,13 +12,11 @@ from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layout_dict import from_dict, shared, to_dict
 from telechat_moe.tools.align.dump.logical import (
     CopiesDifferError,
-    CopyBound,
     Logical,
     Shard,
     logical,
     logical_regions,
 )
-from telechat_moe.tools.align.dump.merge import LayerNumbers
 from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout, TensorRecord
 
@@ -299,14 +297,10 @@ def test_a_copy_that_differs_names_rank_element_and_values() -> None:
         match=r"rank 7 differs from rank 5 in 1 elements, first \[3, 2\]: 11\.5, there 11\.0",
     ):
         merge(parts, layout)
-    found = merge(parts, layout, keep=True)
-    assert found.copies.verdict == "differ"
-    assert found.copies.differences[ShardKey(7)].index == (3, 2)
-    assert (found.values == x).all()
-    assert found.ranks == (4, 5)
-    assert merge(parts, layout, bound=CopyBound(rtol=0.05)).copies.verdict == "within bound"
     parts[3].values[1, 2] = 11
-    assert merge(parts, layout).copies.verdict == "bitwise"
+    found = merge(parts, layout)
+    assert found.copies.compared == {ShardKey(6), ShardKey(7)}
+    assert found.ranks == (4, 5)
 
 
 def test_a_scalar_copy_that_differs_is_named() -> None:
@@ -324,16 +318,6 @@ def test_a_copy_in_flat_shards_names_the_rank_of_the_shard() -> None:
         CopiesDifferError, match=r"rank 3 differs from rank 1 in 1 elements, first \[3\]"
     ):
         merge(parts, layout, (4,))
-
-
-def test_bounds_in_ulps_count_in_the_type_of_the_program() -> None:
-    layout = TensorLayout((2,), ("dp",), (0, 1), ((),))
-    one, near = np.float32([1.0]), np.float32([1.0 + 2**-7])
-    record = [TensorRecord("bfloat16", (1,), read=lambda x=x: x) for x in (one, near)]
-    both = [Shard(r, x) for r, x in enumerate(record)]
-    assert merge(both, layout, bound=CopyBound(ulp=1)).copies.verdict == "within bound"
-    with pytest.raises(CopiesDifferError):
-        merge(both, layout, bound=CopyBound(ulp=0.5))
 
 
 def test_records_of_different_layouts_or_types_are_refused() -> None:
@@ -417,10 +401,6 @@ def test_layouts_are_inferred_where_copies_decide() -> None:
     assert found.layout is not None
     assert "copies agree in this one of 2" in found.reason
     assert (merge(shards(x[:2], x[2:], x[:2], x[2:]), found.layout).values == x).all()
-    named = infer(shards(x[:2], x[:2], x[2:], x[2:]), (4, 6), {"dp": 2, "tp": 2})
-    assert named.layout is not None
-    assert named.layout.dims == (("dp",), ())
-    assert len([c for c in named.candidates if c.problem is None]) == 1
 
 
 def test_ambiguous_layouts_are_not_comparable() -> None:
@@ -434,28 +414,6 @@ def test_ambiguous_layouts_are_not_comparable() -> None:
     assert unequal.layout is None
     assert "copies differ in each of 1" in unequal.reason
     assert infer(shards(x, x), (5, 6)).layout is None
-
-
-# -------------------------------------------------------------------------------------------- stages
-
-
-def test_layers_of_virtual_stages_get_their_own_numbers() -> None:
-    """8 layers, 2 stages, 2 chunks: stage 0 holds 0 1 | 4 5, stage 1 holds 2 3 | 6 7."""
-    stages = LayerNumbers({(0, 0): (0, 1), (1, 0): (2, 3), (0, 1): (4, 5), (1, 1): (6, 7)})
-    assert (
-        stages.rename("model.layers.1.attention.out.weight", 0, 1)
-        == "model.layers.5.attention.out.weight"
-    )
-    assert stages.rename("layers.0", 1, 0) == "layers.2"
-    assert stages.rename("embedding.weight", 1) == "embedding.weight"
-    with pytest.raises(LayoutError, match="hold 2 layers"):
-        stages.rename("layers.2.norm", 0, 0)
-    with pytest.raises(LayoutError, match="layer 1 is on"):
-        LayerNumbers({(0, 0): (0, 1), (1, 0): (1, 2)})
-    with pytest.raises(LayoutError, match="on no stage"):
-        LayerNumbers({(0, 0): (0,), (1, 0): (2,)})
-    uneven = LayerNumbers({(0, 0): (0, 1, 2), (1, 0): (3, 4)})
-    assert uneven.rename("layers.1", 1) == "layers.4"
 
 
 def test_a_plan_of_one_device_is_the_tensor() -> None:

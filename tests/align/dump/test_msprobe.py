@@ -376,15 +376,17 @@ def test_10000_mutated_dumps_never_crash(tmp_path, capsys):
 
 
 def test_inspect_counts_what_cannot_be_judged(tmp_path):
-    statistics = summary.inspect(dumps.unpack("torch_statistics_L1", tmp_path))
+    root = dumps.unpack("torch_statistics_L1", tmp_path)
+    statistics = summary.inspect(root, summary.chosen(root))
     (rank,) = statistics["ranks"]
     assert rank["values"] == 0
     assert statistics["not_judged"] == {summary.NO_VALUES: rank["tensors"]}
-    full = summary.inspect(dumps.unpack("torch_tensor_mix", tmp_path), calls=True, verify=True)
+    root = dumps.unpack("torch_tensor_mix", tmp_path)
+    full = summary.inspect(root, summary.chosen(root, 0, 0), calls=True, verify=True)
     assert full["not_judged"] == {}
     assert sum(len(c["tensors"]) for c in full["calls"]) == full["ranks"][0]["tensors"]
     with pytest.raises(UsageError, match="no step 5"):
-        summary.inspect(tmp_path / "torch_tensor_mix", step=5)
+        summary.chosen(root, step=5)
 
 
 @pytest.mark.parametrize("name", ["torch_tensor_L0_steps", "torch_statistics_mix_ranks"])
@@ -399,16 +401,33 @@ def test_inspect_counts_steps_and_ranks(name, tmp_path, capsys):
     assert first.endswith(f", {len(ranks)} rank(s), {len(steps)} step(s)")
 
 
-def test_convert_to_fingerprints_and_table(tmp_path):
-    root = dumps.unpack("mindspore_tensor_mix", tmp_path)
-    assert main(["align", "convert", str(root), str(tmp_path / "small"), "--fingerprints"]) == 0
-    small = {(c.key, place): t for _, c, place, t in every(msprobe.read(tmp_path / "small"))}
+def test_inspect_writes_fingerprints_and_a_table(tmp_path, capsys):
+    root, small = dumps.unpack("mindspore_tensor_mix", tmp_path), tmp_path / "small"
+    assert main(["align", "inspect", str(root), "--out", str(small), "--fingerprints"]) == 0
+    assert f"written: {small}" in capsys.readouterr().out
+    written = {(c.key, place): t for _, c, place, t in every(msprobe.read(small))}
     for _, call, place, t in every(msprobe.read(root)):
-        kept = small[call.key, place]
+        kept = written[call.key, place]
         assert kept.read is None
         mark = fingerprint.Fingerprint.from_bytes(kept.fingerprint)
         assert mark.norm == pytest.approx(math.sqrt((t.load().astype(float) ** 2).sum()))
-    assert main(["align", "convert", str(root), str(tmp_path / "t.csv")]) == 0
-    rows = list(csv.DictReader((tmp_path / "t.csv").open()))
-    assert len(rows) == len(small)
-    assert main(["align", "convert", str(root), str(tmp_path / "t.csv")]) == 2
+    table = str(tmp_path / "t.csv")
+    assert main(["align", "inspect", str(root), "--out", table]) == 0
+    rows = list(csv.DictReader(Path(table).read_text().splitlines()))
+    assert len(rows) == len(written)
+    for wrong in (["--out", table], ["--fingerprints"], ["--out", "x.csv", "--fingerprints"]):
+        assert main(["align", "inspect", str(root), *wrong]) == 2
+
+
+def test_inspect_writes_the_step_that_it_shows(tmp_path):
+    root, out = dumps.unpack("torch_tensor_L0_steps", tmp_path), tmp_path / "out"
+    whole = msprobe.read(root)
+    assert len(whole.steps) > 1
+    last = whole.steps[-1]
+    assert main(["align", "inspect", str(root), "--step", str(last), "--out", str(out)]) == 0
+    part = msprobe.read(out)
+    assert part.steps == [last]
+    (ours,), (other,) = part.at(last), whole.at(last)
+    for call in ours.calls.values():
+        for (_, x), (_, y) in zip(call.tensors(), other.calls[call.key].tensors(), strict=True):
+            assert x.load().tobytes() == y.load().tobytes()

@@ -59,7 +59,7 @@ def test_calls_slots_phases_and_values(tmp_path):
     (scalar, _) = (t for _, t in grad.tensors())
     assert (scalar.shape, scalar.stats) == ((), Stats(3.0, 3.0, 3.0, None))
     assert adam.inputs[0] is None
-    report = summary.inspect(tmp_path / "native", verify=True)
+    report = summary.inspect(tmp_path / "native", summary.read(tmp_path / "native"), verify=True)
     assert report["source"] == "statistic.csv"
     assert report["ranks"][0]["values"] == 2
 

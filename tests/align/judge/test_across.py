@@ -1,12 +1,16 @@
 """Runs that were cut differently: groups from layouts, whole tensors of both, what only looks right on its own rank."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.across_layouts import across
+from telechat_moe.tools.align.dump import msprobe_write
+from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -198,3 +202,39 @@ def test_the_ranks_that_hold_the_other_terms():
     assert terms_of(PARTIAL, 0) == [0, 2]
     assert terms_of(PARTIAL, 3) == [1, 3]
     assert terms_of(PARTIAL, 7) is None
+
+
+def without_layouts(run):
+    def bare(place, value):
+        return replace(value, layout=None) if isinstance(value, TensorRecord) else value
+
+    return Dump(
+        run.root,
+        {
+            at: replace(r, calls={k: c.changed(bare, results=True) for k, c in r.calls.items()})
+            for at, r in run.ranks.items()
+        },
+    )
+
+
+def test_layouts_that_a_dump_lacks_are_read_from_a_file(tmp_path, capsys):
+    file = tmp_path / "layouts.json"
+    terms = "Primitive.Reduction.*.AllReduce.* input.0"
+    file.write_text(json.dumps({terms: to_dict(PARTIAL), "*": to_dict(CUT)}))
+    runs = {"one": one(tmp_path), "right": four(tmp_path), "wrong": four(tmp_path, over="tp")}
+    for name, written in runs.items():
+        msprobe_write.write(without_layouts(written), tmp_path / name)
+
+    def verdict(target, *more):
+        code = main(["align", str(tmp_path / "one"), str(tmp_path / target), "--json", "-", *more])
+        report = json.loads(capsys.readouterr().out)
+        return code, report["first"] and report["first"]["family"]
+
+    assert verdict("right")[0] != 0
+    assert verdict("right", "--layouts", str(file)) == (0, None)
+    assert verdict("wrong", "--layouts", str(file)) == (1, "wrong group")
+    for text in ("{}", "[]", '{"a": 3}', '{"a": {"Device Matrix": [2]}}'):
+        file.write_text(text)
+        arguments = [str(tmp_path / name) for name in ("one", "right")]
+        assert main(["align", *arguments, "--layouts", str(file)]) == 3
+        assert "layouts.json" in capsys.readouterr().err

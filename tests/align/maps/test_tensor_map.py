@@ -1,13 +1,18 @@
 """Maps of two frameworks' runs: the same weights under other names, transposed, stacked, fused, in another order."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.interop import names, upstream_names
 from telechat_moe.recipe import load
 from telechat_moe.recipe.weights import weights
 from telechat_moe.tools.align.across_layouts import across
+from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.maps.links import linked, read_map
 from telechat_moe.tools.align.maps.tensor_map import as_json, tensor_map
@@ -211,6 +216,23 @@ def test_experts_without_tokens_are_no_difference(tmp_path):
     some = {k: v for k, v in hugging_face().items() if ".experts.3." not in k}
     report = across(run(tmp_path, some, "pytorch"), run(tmp_path, OURS, "mindspore"))
     assert not [f for f in report.findings if f.family == "settings differ"]
+
+
+def test_the_map_that_a_comparison_makes_is_written_and_read_again(tmp_path, capsys):
+    arguments = []
+    for name, values, framework in (("a", hugging_face(), "pytorch"), ("b", OURS, "mindspore")):
+        msprobe_write.write(run(tmp_path, values, framework), tmp_path / name)
+        arguments.append(str(tmp_path / name))
+    file = str(tmp_path / "map.json")
+    first = main(["align", *arguments, "--json", str(tmp_path / "1"), "--map-out", file])
+    targets = {name for link in read_map(Path(file)) for name in link.target}
+    assert {name.split()[1] for name in targets} >= OURS.keys() - {BIAS}
+    assert main(["align", *arguments, "--json", str(tmp_path / "2"), "--map", file]) == first
+    judged = [json.loads((tmp_path / n).read_text())["judged"] for n in "12"]
+    assert judged[0] == judged[1]
+    assert main(["align", *arguments, "--map", file, "--map-out", file]) == 2
+    assert main(["align", arguments[0], "--map-out", file]) == 2
+    assert "need two dumps" in capsys.readouterr().err
 
 
 def test_values_are_found_if_nearly_equal(tmp_path):

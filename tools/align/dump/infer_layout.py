@@ -6,7 +6,7 @@ Values of a reference never decide: a layout chosen because it resembles the ref
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,14 +39,11 @@ class InferredLayout:
     candidates: tuple[LayoutCandidate, ...]  # all that fit the shapes
 
 
-def infer(
-    shards: Sequence[Shard], shape: Sequence[int], mesh: Mapping[str, int] | None = None
-) -> InferredLayout:
+def infer(shards: Sequence[Shard], shape: Sequence[int]) -> InferredLayout:
     """Infer the layout of the shards of a tensor whose shape is known.
 
     Args:
-        shards: What the ranks hold; the mesh lists the ranks in ascending order.
-        mesh: Axes and their lengths, outermost first; None: unknown, every nesting is tried.
+        shards: What the ranks hold; the mesh, of which every nesting is tried, lists the ranks in ascending order.
 
     Raises:
         LayoutError: Shards are missing or differ in shape, or there are too many candidates.
@@ -63,7 +60,7 @@ def infer(
         reason = f"shards {list(local)} do not divide the tensor {list(shape)}"
         return InferredLayout(None, reason, ())
     ratios = [n // a for n, a in zip(shape, local, strict=True)]
-    layouts = _distinct(_candidates(ratios, ranks, mesh), local)
+    layouts = _distinct(_candidates(ratios, ranks), local)
     tried = tuple(_tried(shards, layout, tuple(shape)) for layout in layouts)
     return _decided(tried, ratios, len(ranks))
 
@@ -113,26 +110,19 @@ def _distinct(layouts: Iterator[TensorLayout], local: tuple[int, ...]) -> Iterat
         if places not in distinct:
             distinct.add(places)
             if len(distinct) > MOST:
-                raise LayoutError(f"more than {MOST} layouts fit the shapes; name the mesh")
+                raise LayoutError(f"more than {MOST} layouts fit the shapes")
             yield layout
 
 
-def _candidates(
-    ratios: Sequence[int], ranks: tuple[int, ...], mesh: Mapping[str, int] | None
-) -> Iterator[TensorLayout]:
-    if mesh is not None:
-        if math.prod(mesh.values()) != len(ranks):
-            raise LayoutError(f"the mesh {dict(mesh)} has not {len(ranks)} devices")
-        yield from _roles(ratios, ranks, tuple(mesh.items()), nested=True)
-        return
+def _candidates(ratios: Sequence[int], ranks: tuple[int, ...]) -> Iterator[TensorLayout]:
     primes = _primes(len(ranks))
     for order in sorted(set(itertools.permutations(primes))):
         axes = tuple((f"axis{i}", n) for i, n in enumerate(order))
-        yield from _roles(ratios, ranks, axes, nested=False)
+        yield from _roles(ratios, ranks, axes)
 
 
 def _roles(
-    ratios: Sequence[int], ranks: tuple[int, ...], axes: tuple[tuple[str, int], ...], nested: bool
+    ratios: Sequence[int], ranks: tuple[int, ...], axes: tuple[tuple[str, int], ...]
 ) -> Iterator[TensorLayout]:
     """Yield layouts in which each axis shards a dimension or holds copies."""
     cut = [d for d, n in enumerate(ratios) if n > 1]
@@ -144,9 +134,7 @@ def _roles(
         ]
         if any(math.prod(sizes[a] for a in dim) != n for dim, n in zip(dims, ratios, strict=True)):
             continue
-        orders = [list(itertools.permutations(dim)) if nested else [dim] for dim in dims]
-        for chosen in itertools.product(*orders):
-            yield TensorLayout(tuple(sizes.values()), tuple(sizes), ranks, tuple(chosen))
+        yield TensorLayout(tuple(sizes.values()), tuple(sizes), ranks, tuple(dims))
 
 
 def _primes(n: int) -> list[int]:

@@ -10,13 +10,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.numerics import is_float, ulps
 from telechat_moe.tools.align.dump.ranges import (
     LayoutError,
     ShardIndices,
@@ -34,8 +32,6 @@ BlockSlices = tuple[slice, ...]
 Indexer = slice | Array
 """Positions along a dimension: a range, or their numbers."""
 
-_NPY: Any = np.lib.format  # NumPy's stubs leave it without types
-
 
 class Shard(NamedTuple):
     """The values that one rank holds."""
@@ -46,21 +42,13 @@ class Shard(NamedTuple):
     call: int = 0
 
 
-class CopyBound(NamedTuple):
-    """How far copies of one shard may differ: ``atol + rtol |x|`` or a number of ULPs, whichever is more."""
-
-    rtol: float = 0.0
-    atol: float = 0.0
-    ulp: float = 0.0
-
-
 @dataclass(frozen=True)
 class CopyDifference:
     """A copy that is not equal to the first one."""
 
     key: ShardKey  # rank, and call, that holds it
     reference: ShardKey  # rank and call of the first copy
-    elements: int  # number of elements that differ by more than the bound
+    elements: int  # number of elements that differ
     index: tuple[int, ...]  # index of the first of them in the whole tensor
     value: Any  # the copy's value at that index
     expected: Any  # the first copy's value at that index
@@ -78,20 +66,10 @@ class Copies:
 
     # Copies that were compared with the first copy; none: every shard is held once
     compared: set[ShardKey] = field(default_factory=set[ShardKey])
-    bitwise: bool = True  # whether all copies are equal to the last bit
-    # Copies beyond the bound, by rank and call
+    # Copies that differ, by rank and call
     differences: dict[ShardKey, CopyDifference] = field(
         default_factory=dict[ShardKey, CopyDifference]
     )
-
-    @property
-    def verdict(self) -> str:
-        """``none`` (nothing to compare), ``bitwise``, ``within bound`` or ``differ``."""
-        if not self.compared:
-            return "none"
-        if self.differences:
-            return "differ"
-        return "bitwise" if self.bitwise else "within bound"
 
     def __str__(self) -> str:
         return "; ".join(map(str, list(self.differences.values())[:4]))
@@ -108,22 +86,12 @@ class CopiesDifferError(LayoutError):
 class Logical:
     """A tensor that is merged as it is read; :attr:`copies` is what comparing copies came to when it last was.
 
-    Args:
-        bound: How far copies may differ; None: not at all.
-        keep: Whether to go on with the first copy where copies differ; otherwise :class:`CopiesDifferError` at the end.
-
     Raises:
         LayoutError: The shards are of different types.
     """
 
-    def __init__(
-        self,
-        shards: Mapping[ShardKey, TensorRecord],
-        shard_map: ShardMap,
-        bound: CopyBound | None = None,
-        keep: bool = False,
-    ) -> None:
-        self.shape, self.bound, self.keep, self.copies = shard_map.shape, bound, keep, Copies()
+    def __init__(self, shards: Mapping[ShardKey, TensorRecord], shard_map: ShardMap) -> None:
+        self.shape, self.copies = shard_map.shape, Copies()
         self._plan, self._shards, self._keys = shard_map, shards, sorted(shards)
         first = self._keys[0]
         self.dtype = shards[first].dtype
@@ -136,23 +104,18 @@ class Logical:
         self._copied = len(holders) < len(self._keys)
         self.ranks = tuple(sorted({*holders.values()}))
 
-    @property
-    def mean(self) -> bool:
-        """Whether values are means of terms."""
-        return self._plan.divide > 1
-
     def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[BlockSlices, Array]]:
         """Yield the whole tensor in C order in blocks of about ``limit`` bytes; without elements as one block.
 
         Raises:
-            CopiesDifferError: After the last block, if copies differ and ``keep`` is not set.
+            CopiesDifferError: After the last block, if copies differ.
             BadInputError: A file is broken.
         """
         self.copies = Copies()
         empty = [tuple(slice(0, n) for n in self.shape)]
         for box in boxes(self.shape, max(1, limit // 8)) if math.prod(self.shape) else empty:
             yield box, self._block(box)
-        if self.copies.differences and not self.keep:
+        if self.copies.differences:
             raise CopiesDifferError(self.copies)
 
     def at(self, index: Sequence[int]) -> Array:
@@ -171,20 +134,6 @@ class Logical:
                 values = np.empty(self.shape, block.dtype)
             values[box] = block
         return values
-
-    def write(self, path: Path, dtype: str | None = None, limit: int = BLOCK_BYTES) -> None:
-        """Write the whole tensor as a ``.npy`` file, block by block; raises like :meth:`blocks`.
-
-        Args:
-            dtype: NumPy type of the values in the file; None: that of :attr:`values`.
-        """
-        with path.open("wb") as file:
-            for _, block in self.blocks(limit):
-                stored = np.dtype(dtype or block.dtype)
-                if not file.tell():
-                    header = {"descr": stored.str, "fortran_order": False, "shape": self.shape}
-                    _NPY.write_array_header_1_0(file, header)
-                file.write(np.ascontiguousarray(block, stored).data)
 
     def _block(self, box: BlockSlices) -> Array:
         """Return a block of the whole, with terms combined."""
@@ -242,11 +191,6 @@ class Logical:
         first = block[region]
         self.copies.compared.add(key)
         wrong = _unequal_bits(values, first) & (holder[region] > 0)
-        if not wrong.any():
-            return
-        self.copies.bitwise = False
-        if self.bound is not None:
-            wrong &= _beyond(values, first, self.bound, self.dtype)
         count = int(wrong.sum())
         if not count:
             return
@@ -267,9 +211,6 @@ def logical(
     shards: Sequence[Shard],
     layout: TensorLayout | None = None,
     shape: Sequence[int] | None = None,
-    *,
-    bound: CopyBound | None = None,
-    keep: bool = False,
 ) -> Logical:
     """Return the tensor that shards form; nothing is read yet.
 
@@ -285,7 +226,7 @@ def logical(
     layout = layout if layout is not None else _common_layout(records)
     shapes = {key: record.shape for key, record in records.items()}
     shard_map = locate(layout, shapes, None if shape is None else tuple(shape))
-    return Logical(records, shard_map, bound, keep)
+    return Logical(records, shard_map)
 
 
 def logical_regions(
@@ -420,14 +361,3 @@ def _unequal_bits(a: Array, b: Array) -> Array:
         bits = np.dtype(f"u{a.dtype.itemsize}")
         return np.asarray(a.view(bits) != b.view(bits))
     return np.asarray(a != b)
-
-
-def _beyond(a: Array, b: Array, bound: CopyBound, dtype: str) -> Array:
-    """Return where two arrays differ by more than a bound; NaN against a number always does."""
-    if a.dtype.kind not in "fiub":
-        return np.ones(a.shape, np.bool_)
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    close_enough = np.isclose(x, y, bound.rtol, bound.atol, equal_nan=True)
-    if bound.ulp and is_float(dtype):
-        close_enough |= ulps(x, y, dtype) <= bound.ulp
-    return ~close_enough

@@ -4,6 +4,7 @@ import csv
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,8 @@ def read(path: Path) -> Dump:
     return _reader(path).read(path)
 
 
-def inspect(
-    path: Path,
-    step: int | None = None,
-    rank: int | None = None,
-    calls: bool = False,  # list every call
-    verify: bool = False,  # open every file of values
-) -> dict[str, Any]:
-    """Return what a dump, or one step or rank of it, holds, as ``telechat-moe align inspect --help`` describes it.
+def chosen(path: Path, step: int | None = None, rank: int | None = None) -> Dump:
+    """Return the dump in a path, or one step or rank of it.
 
     Raises:
         BadInputError: The dump is broken.
@@ -48,13 +43,47 @@ def inspect(
     keys = [k for k in dump.ranks if step in (None, k[0]) and rank in (None, k[1])]
     if not keys:
         raise UsageError(f"{path}: no step {step}, rank {rank}; found {sorted(dump.ranks)[:16]}")
+    return Dump(dump.root, _Chosen(dump.ranks, keys))
+
+
+class _Chosen(Mapping[tuple[int, int], RankDump]):
+    """Some ranks of a dump, still parsed on demand."""
+
+    def __init__(
+        self, ranks: Mapping[tuple[int, int], RankDump], keys: list[tuple[int, int]]
+    ) -> None:
+        self._ranks, self._keys = ranks, keys
+
+    def __getitem__(self, key: tuple[int, int]) -> RankDump:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._ranks[key]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def inspect(
+    path: Path,
+    dump: Dump,
+    calls: bool = False,  # list every call
+    verify: bool = False,  # open every file of values
+) -> dict[str, Any]:
+    """Return what a dump from a path holds, as ``telechat-moe align inspect --help`` describes it.
+
+    Raises:
+        BadInputError: The dump is broken.
+    """
     missing: Counter[str] = Counter()
-    ranks = [_rank(dump.ranks[key], verify, missing) for key in keys]
+    ranks = [_rank(rank, verify, missing) for rank in dump.ranks.values()]
     source = "msprobe" if _reader(path) is msprobe else statistic_csv.NAME
     report: dict[str, Any] = {"path": str(path), "source": source, "ranks": ranks}
     report["not_judged"] = {reason: n for reason, n in missing.items() if n}
     if calls:
-        report["calls"] = [call for key in keys for call in _calls(dump.ranks[key])]
+        report["calls"] = [call for rank in dump.ranks.values() for call in _calls(rank)]
     return report
 
 

@@ -139,7 +139,7 @@ class Standard:
             reason = f"the {'target' if target is None else 'reference'} has no tensor there"
             return not_judged(key, reason, place)
         if target.shape != reference.shape and target.layout != reference.layout:
-            reason = f"laid out differently, {list(target.shape)} and {list(reference.shape)}: `align merge` both first"
+            reason = f"laid out differently, {list(target.shape)} and {list(reference.shape)}"
             return not_judged(key, reason, place)
         if target.read is None or reference.read is None:
             return self._without_values(key, place, target, reference)

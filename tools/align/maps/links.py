@@ -56,7 +56,9 @@ def read_map(path: Path) -> list[Link]:
     except (OSError, *MALFORMED) as error:
         raise BadInputError(f"{path}: no map of tensors: {error}") from None
     if not links:
-        raise BadInputError(f"{path}: the map is empty; `align map REFERENCE TARGET` writes one")
+        raise BadInputError(
+            f"{path}: the map is empty; `align REFERENCE TARGET --map-out FILE` writes one"
+        )
     return links
 
 
