@@ -83,8 +83,7 @@ def judge(
         if local and alone and "model.model_config" not in broken:
             yield from missing.until(preflight.memory(recipe))
         if local:
-            with missing.skipped():
-                yield from _lacking(recipe, problems, elsewhere, **start)
+            yield from missing.until(_lacking(recipe, problems, elsewhere, **start))
 
     try:
         find(name)
@@ -147,14 +146,13 @@ def _judge_mode1(path: Path, overrides: Sequence[str], devices: int | None) -> J
 
 def _lacking(
     recipe: Recipe, problems: Sequence[Problem], elsewhere: bool, **start: Any
-) -> list[Problem]:
-    """Return which files, folders, checkpoint or device a recipe lacks; see ``preflight.examine``."""
+) -> Iterator[Problem]:
+    """Yield which files, folders, checkpoint or device a recipe lacks; see ``preflight.examine``."""
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
-    if elsewhere and preflight.lacks_device(recipe):
-        return []
-    return preflight.examine(recipe, problems, weights=hf.weights, **start)[1]
+    if not (elsewhere and preflight.lacks_device(recipe)):
+        yield from preflight.examine(recipe, problems, weights=hf.weights, **start)[1]
 
 
 def _schedule(recipe: Recipe, broken: Collection[str]) -> Iterator[Problem]:
