@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class TorchRun:
     """A run of a few steps and how it is dumped."""
 
-    model: str = "deepseek"  # a key of `MODELS`, or `tensor_parallel`
+    model: str = "deepseek"  # a key of `MODELS`, `tensor_parallel`, `sparse_experts` or `sparse_experts_float8`
     level: str = "L1"  # msprobe's level: L0, L1 or mix
     task: str = "tensor"  # or `statistics`
     optimizer: str = (
@@ -158,6 +158,16 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
         from benchmarks.align_faults import tensor_parallel
 
         model, batches = tensor_parallel.build(run.ranks, rank, run.steps * run.micro_batches)
+        model = model.to(getattr(torch, run.dtype))
+    elif run.model.startswith("sparse_experts"):
+        from benchmarks.align_faults import sparse_experts
+
+        float8 = run.model.endswith("float8")
+        if float8:  # msprobe frees what it saved: a device's copy, but on CPU the program's own
+            from msprobe.core.dump.data_dump.data_processor import pytorch_processor
+
+            pytorch_processor.TensorHandler.free_tensor = staticmethod(lambda *_: None)
+        model, batches = sparse_experts.build(float8, run.steps * run.micro_batches)
         model = model.to(getattr(torch, run.dtype))
     else:
         model, batches = _built(run)

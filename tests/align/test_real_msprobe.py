@@ -3,6 +3,7 @@
 The dumps are made in the session (some seconds each); `benchmarks/align_faults/msprobe_pairs.py` has all pairs.
 """
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,9 @@ from telechat_moe.cli import main
 RUN = TorchRun()
 ADAMW = TorchRun(optimizer="adamw")
 TENSOR_PARALLEL = TorchRun("tensor_parallel", ranks=2)
+EXPERTS = TorchRun("sparse_experts")
+FLOAT8 = TorchRun("sparse_experts_float8", level="mix")
+STATISTICS = TorchRun(task="statistics")
 RUNS = [
     RUN,
     ADAMW,
@@ -28,6 +32,9 @@ RUNS = [
     replace(RUN, threads=2, fault="linear element"),
     TENSOR_PARALLEL,
     replace(TENSOR_PARALLEL, ranks=1),
+    EXPERTS,
+    FLOAT8,
+    STATISTICS,
 ]
 
 
@@ -49,7 +56,11 @@ def answer(folder):
     return judge
 
 
-@pytest.mark.parametrize("run", [ADAMW, replace(RUN, dtype="bfloat16"), TENSOR_PARALLEL], ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [ADAMW, replace(RUN, dtype="bfloat16"), TENSOR_PARALLEL, EXPERTS, FLOAT8],
+    ids=str,
+)
 def test_one_right_dump_passes(run, answer):
     outcome = answer(run)
     assert outcome.findings == []
@@ -74,6 +85,19 @@ def test_clean_pairs_are_no_alarm(reference, target, answer):
     assert outcome.findings == []
     if reference.dtype == target.dtype:  # what bf16 rounds away depends on the processor's kernels
         assert outcome.verdict == "pass", outcome.reason
+
+
+def test_what_experts_without_tokens_make_is_judged(folder, answer):
+    outcome = answer(EXPERTS, EXPERTS)
+    assert not any("not dumped" in reason for reason in outcome.coverage.reasons)
+    entries = json.loads(next((folder / "sparse_experts").rglob("dump.json")).read_text())["data"]
+    tensors = [t for call in entries.values() for t in call.get("input_args", [])]
+    assert any(t and t.get("shape") == [0, 32] and "data_name" not in t for t in tensors)
+
+
+@pytest.mark.parametrize("pair", [(RUN, STATISTICS), (STATISTICS, RUN)], ids=str)
+def test_values_and_statistics_compare(pair, answer):
+    assert answer(*pair).findings == []
 
 
 def test_what_only_one_dump_has_of_the_optimizer_is_said(answer):
