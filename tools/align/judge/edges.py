@@ -133,8 +133,11 @@ def _within(place: Place, far: Distance, allowed: float) -> Verdict | None:
     return _unknown(place)
 
 
-def is_close(place: Place, reference: DataFlow, target: DataFlow) -> bool:
-    """Return whether a tensor is about as far from the reference's as earlier outputs are; after other choices, most rows."""
+def is_close(place: Place, reference: DataFlow, target: DataFlow, strict: bool) -> bool:
+    """Return whether a tensor is about as far from the reference's as earlier outputs are; after other choices, most rows.
+
+    If ``strict``, all rows.
+    """
     record, tensor = reference.tensors[place], target.tensors[place]
     if not is_float(record.dtype) or not is_float(tensor.dtype):
         return True  # choices and masks: judged by what is computed with them
@@ -143,6 +146,7 @@ def is_close(place: Place, reference: DataFlow, target: DataFlow) -> bool:
         return chose  # other tokens, perhaps
     noise = max(_ALSO * target.noise(reference, place[0]), _rounded(place, reference, target))
     usual = float(np.median(far.rows)) if chose and far.rows.size else far.whole
+    usual = far.largest if strict else usual
     return usual <= min(noise, VAGUE)
 
 

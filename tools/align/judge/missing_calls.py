@@ -36,7 +36,7 @@ def missing_calls(
     Args:
         begins: For each call of the target the position of the first one of its step.
         right: Calls that others replace with the same result, by formulas or the other run.
-        strict: Whether results that agree within the noise are not enough to say that a call changes nothing.
+        strict: Whether all rows of what is computed from its results must agree, not only most, after other choices.
     """
     runs = (reference, target, "target", "missing"), (target, reference, "reference", "extra")
     last = -1.0
@@ -87,7 +87,7 @@ class _WithoutEffect:
     def __call__(self, call: Call) -> bool:
         if _gave_back(call, self.run, self.other) or not call.outputs:
             return True  # without results: a recomputation that ended early
-        if is_exchange(call) or self.strict:
+        if is_exchange(call):
             return False
         users = self._users(call.key)
         following = self.next[call.key]
@@ -124,7 +124,9 @@ class _WithoutEffect:
             reference, target = self.flows
             names = [p for p, _ in target.dump.calls[key].given()]
             places: list[Place] = [(key, p) for p in names if (key, p) in reference.tensors]
-            self.agrees[key] = bool(places) and all(is_close(p, reference, target) for p in places)
+            self.agrees[key] = bool(places) and all(
+                is_close(p, reference, target, self.strict) for p in places
+            )
         return self.agrees[key]
 
     @cached_property
