@@ -35,6 +35,8 @@ RUNS = [
     EXPERTS,
     FLOAT8,
     STATISTICS,
+    replace(ADAMW, dtype="bfloat16", fault="weight decay"),
+    replace(RUN, attention="sdpa", fault="silu scaled"),
 ]
 
 
@@ -108,6 +110,17 @@ def test_what_only_one_dump_has_of_the_optimizer_is_said(answer):
 def test_a_wrong_element_is_named(answer):
     first = answer(RUN, replace(RUN, threads=2, fault="linear element")).findings[0]
     assert first.verdict.key == "Functional.linear.6.forward"
+
+
+def test_another_weight_decay_is_found_where_bfloat16_rounds_it_away(answer):
+    first = answer(ADAMW, replace(ADAMW, dtype="bfloat16", fault="weight decay")).findings[0]
+    assert (first.verdict.key, first.family) == ("Tensor.mul_.0.forward", "wrong setting")
+    assert "other is 0.9997, the reference's 0.9999" in first.verdict.reason
+
+
+def test_beside_a_fault_another_attention_is_no_missing_call(answer):
+    first = answer(RUN, replace(RUN, attention="sdpa", fault="silu scaled")).findings[0]
+    assert first.verdict.key == "Functional.silu.1.forward"
 
 
 def test_tensor_parallel_dumps_go_through_the_command(answer, folder, capsys):

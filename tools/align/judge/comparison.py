@@ -34,7 +34,7 @@ from telechat_moe.tools.align.judge.pairing import (
     without_recomputation,
     without_repeats,
 )
-from telechat_moe.tools.align.judge.replay import replay_call, turns_weights
+from telechat_moe.tools.align.judge.replay import other_settings, replay_call, turns_weights
 from telechat_moe.tools.align.judge.shards import is_own
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
@@ -230,6 +230,10 @@ class _Comparison:
                 text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
                 verdicts = [not_judged(key, text, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)
+            golden = calls.get(key)
+            if first.status != "diverged" and golden and (text := other_settings(call, golden)):
+                first = Verdict(key, "", "diverged", float("inf"), text)
+                verdicts = [*verdicts, first]
             self._see((step, target.rank, name), call, verdicts, others)
             if first.status == "diverged":
                 wrong.setdefault(key, []).append(first)
