@@ -268,6 +268,11 @@ def _decay(_model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.3
 
 
+def _loaded(model: Any, _optimizer: Any) -> None:
+    """Scale one weight, as a wrong conversion of a checkpoint would."""
+    model.get_parameter("model.layers.1.self_attn.o_proj.weight").data.mul_(1.01)
+
+
 FAULTS: dict[str, Callable[[Any, Any], None]] = {
     "silu scaled": _wrong("nn.functional.silu", 1, lambda y: y * 1.02),
     "linear rows moved": _wrong("nn.functional.linear", 9, lambda y: y.roll(1, 0)),
@@ -276,6 +281,7 @@ FAULTS: dict[str, Callable[[Any, Any], None]] = {
     "sum scaled": _wrong("Tensor.index_add_", 2, lambda y: y.mul_(0.97)),
     "matmul narrow": _wrong("matmul", 3, lambda y: y.bfloat16().to(y.dtype)),
     "weight skipped": _skipped,
+    "weight loaded": _loaded,
     "gradient doubled": _doubled,
     "epsilon": _epsilon,
     "weight decay": _decay,

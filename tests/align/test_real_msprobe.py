@@ -35,6 +35,8 @@ RUNS = [
     EXPERTS,
     FLOAT8,
     STATISTICS,
+    replace(STATISTICS, dtype="bfloat16"),
+    replace(STATISTICS, threads=2, fault="weight loaded"),
     replace(ADAMW, dtype="bfloat16", fault="weight decay"),
     replace(RUN, attention="sdpa", fault="silu scaled"),
 ]
@@ -100,6 +102,13 @@ def test_what_experts_without_tokens_make_is_judged(folder, answer):
 @pytest.mark.parametrize("pair", [(RUN, STATISTICS), (STATISTICS, RUN)], ids=str)
 def test_values_and_statistics_compare(pair, answer):
     assert answer(*pair).findings == []
+
+
+def test_weights_are_compared_by_their_statistics(answer):
+    wrong = answer(STATISTICS, replace(STATISTICS, threads=2, fault="weight loaded"))
+    (first,) = wrong.findings
+    assert (first.verdict.key, first.verdict.place) == ("Functional.linear.12.forward", "input.1")
+    assert answer(STATISTICS, replace(STATISTICS, dtype="bfloat16")).findings == []
 
 
 def test_what_only_one_dump_has_of_the_optimizer_is_said(answer):

@@ -236,3 +236,34 @@ def test_uninitialised_memory_is_no_fault():
     outcome = bisect(*runs)
     assert (outcome.verdict, outcome.findings) == ("inconclusive", [])
     assert "uninitialised memory" in next(iter(outcome.unknown))
+
+
+def masked(turn=0, noise=0.0):
+    """Return a run that fills rows by a mask made of scores; the mask of another run may be another by its noise."""
+    x = (
+        np.random.default_rng(3).standard_normal((TOKENS, WIDTH))
+        * np.arange(1, TOKENS + 1)[:, None]
+    )
+    x = x * (1 + noise * np.sin(1e4 * x))
+    scores = 2 * x
+    mask = np.roll(np.arange(TOKENS) % 4 == 0, turn)
+    steps = [
+        ("NPU.my_scores", [x], [scores]),
+        ("NPU.my_mask", [scores], [mask]),
+        ("NPU.my_fill", [x, mask], [np.where(mask[:, None], x, 0.0)]),
+    ]
+    calls = {}
+    for name, inputs, outputs in steps:
+        given, made = ([record(v, "float32") for v in side] for side in (inputs, outputs))
+        key = f"{name}.0.forward"
+        calls[key] = Call(key, "api", name, 0, Phase.FORWARD, given, {}, made)
+    dump = Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "statistics", "L1", calls)})
+    return without_values(dump)
+
+
+def test_equal_statistics_of_masks_are_not_equality():
+    noisy = bisect(masked(), masked(turn=1, noise=1e-3))
+    assert noisy.findings == []
+    assert any("need not be equal" in reason for reason in noisy.coverage.reasons)
+    wrong = bisect(masked(), masked(turn=1))  # no noise that flips a choice: the fill is wrong
+    assert [f.verdict.key for f in wrong.findings] == ["NPU.my_fill.0.forward"]

@@ -131,6 +131,19 @@ def _of_values(golden: Array, target: Array) -> Distance:
     return Distance(rows, size, float(np.mean(scale)), spread, largest, peak)
 
 
+def extremes_apart(golden: TensorRecord, target: TensorRecord) -> float | None:
+    """Return by how much the largest and smallest elements differ, relative to the larger; None: not known.
+
+    Neither depends on the order of sums, as the mean and the norm do.
+    """
+    stats_pair = stats_of(golden), stats_of(target)
+    if None in stats_pair or golden.shape != target.shape:
+        return None
+    first, second = (s and s._replace(mean=None, norm=None) for s in stats_pair)
+    far = _of_statistics(first, second, math.prod(golden.shape))
+    return None if far is None else far.whole
+
+
 def _of_statistics(golden: Stats | None, target: Stats | None, count: int) -> Distance | None:
     """Return the distance of extremes, norm and mean, each relative to what it can be at most."""
     if golden is None or target is None:

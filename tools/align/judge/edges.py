@@ -11,8 +11,14 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import Phase, TensorRecord
-from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, sum_verdict, total_of
-from telechat_moe.tools.align.judge.distance import VAGUE, Distance, distance
+from telechat_moe.tools.align.judge.data_flow import (
+    DataFlow,
+    Place,
+    is_weight,
+    sum_verdict,
+    total_of,
+)
+from telechat_moe.tools.align.judge.distance import VAGUE, Distance, distance, extremes_apart
 from telechat_moe.tools.align.judge.selections import common_selection
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -63,9 +69,11 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
     """
     for place in reference.inputs():
         tensor = target.tensors.get(place)
-        if tensor is None or tensor.read is None or reference.tensors[place].read is None:
+        if tensor is None:
             continue
-        if place in reference.plain:
+        if tensor.read is None or reference.tensors[place].read is None:
+            verdict = _by_statistics(place, reference, target)
+        elif place in reference.plain:
             verdict = _as_plain(place, reference, target)
         elif sources := reference.sources_of(place):
             makers = [source for source in sources if source in target.tensors]
@@ -74,6 +82,24 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
             verdict = _as_outside(place, reference, target)
         if verdict is not None:
             yield verdict
+
+
+def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
+    """Judge a weight by its largest and smallest element, before the first update; they can show only that it is another."""
+    record, tensor = reference.tensors[place], target.tensors[place]
+    call = reference.dump.calls[place[0]]
+    if not is_weight(call, place[1]) or call.phase is not Phase.FORWARD:
+        return None
+    floats = is_float(record.dtype) and is_float(tensor.dtype)
+    far = extremes_apart(record, tensor) if floats else None
+    if far is None or reference.is_late_step(place[0]) or place[0] in reference.late:
+        return None
+    kinds = [d for run in (reference, target) for d in run.dump.dtypes if is_float(d)]
+    allowed = _ROUNDINGS * max(FLOATS[d].unit for d in kinds)
+    if far <= allowed:
+        return None
+    text = f"{place[1]} comes from outside and is not the reference's: its extremes differ by {far:.2g} of their size"
+    return Verdict(*place, "diverged", far / allowed, text, basis="other run")
 
 
 def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:

@@ -36,6 +36,8 @@ GAINS = 1.0, 8.0
 
 _BASIS = "other run"
 _AGREE = "statistics agree, and cannot show that values do"
+_ALIKE = "differs, and integers with equal statistics, which it was given, need not be equal"
+_FLIPS = 0.01  # expected number of choices that noise flips from which on some may be
 _OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
 _ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
 _FEW = 4
@@ -58,6 +60,8 @@ class _Response:
     # Distances of what it is given and of what it makes, then the same of its forward call
     flow: list[tuple[list[Distance], list[Distance]]]
     comparable: bool  # whether all inputs can be compared
+    # Elements of integers or truth values that agree in their statistics, as others do, too; 0: there are none
+    alike: int = 0
 
     @property
     def same(self) -> bool:
@@ -155,6 +159,8 @@ class OtherRun:
             return not_judged(call.key, f"{reason}; {_AGREE}", place)
         if not output.whole:
             return _passed(call, place)
+        if self._may_differ(call, answer):
+            return not_judged(call.key, f"{reason}; {place} {_ALIKE}", place)
         if not any(d.whole for d in answer.inputs):
             return _wrong(call, place, output, output.rows, "differs, though the inputs are equal")
         by_scores = by_own_scores(self.reference.calls[call.key], call, place)
@@ -184,6 +190,8 @@ class OtherRun:
         worst = input_rows if _rowwise(call, place) else np.maximum(input_rows, answer.largest)
         limit = BEYOND * conditions * (largest * worst + answer.rounding)
         beyond = (output.rows > limit) & ((limit < VAGUE) | (output.rows > _OTHER))
+        if beyond.any() and self._may_differ(call, answer):
+            return not_judged(call.key, f"{reason}; {place} {_ALIKE}", place)
         if beyond.any():
             ratio = np.where(beyond, gains / BEYOND, 0.0)
             worst_row = int(np.argmax(ratio))
@@ -222,7 +230,39 @@ class OtherRun:
             _rounding_allowance(target_call, reference_call),
             len(inputs) == len(distances),
         )
-        return _Response(inputs, outputs, rounding, flow if comparable else [], comparable)
+        given = [t for c, _ in pairs for _, t in c.given()]
+        alike = max([int(np.prod(t.shape)) for t in given if self._only_alike(key, t)], default=0)
+        return _Response(inputs, outputs, rounding, flow if comparable else [], comparable, alike)
+
+    def _only_alike(self, key: str, record: TensorRecord) -> bool:
+        """Return whether an input of a call is known by its statistics alone, and of integers that a call before may have made.
+
+        Those from outside are data, which runs have in common: equal statistics make them equal enough.
+        """
+        if record.read is not None or record.crc is not None or is_float(record.dtype):
+            return False
+        if record.stats is None or record.stats.max == record.stats.min:
+            return False  # all elements are alike
+        size = record.dtype, int(np.prod(record.shape))
+        return self._order[key] > self._integers_made.get(size, len(self._order))
+
+    def _may_differ(self, call: Call, answer: _Response) -> bool:
+        """Return whether integers with equal statistics may differ: noise flips about one choice in its reciprocal."""
+        return bool(answer.alike) and answer.alike * self._usual[call.key] > _FLIPS
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {key: i for i, key in enumerate(self.target.calls)}
+
+    @cached_property
+    def _integers_made(self) -> dict[tuple[str, int], int]:
+        """The position of the first call that makes integers of a type and size."""
+        made: dict[tuple[str, int], int] = {}
+        for i, call in enumerate(self.target.calls.values()):
+            for _, t in call.made():
+                if not is_float(t.dtype):
+                    made.setdefault((t.dtype, int(np.prod(t.shape))), i)
+        return made
 
     def _gains(self, call: Call, rows: Array) -> tuple[float, float]:
         """Return the gain that a call usually has, and the largest that it may have."""
