@@ -17,6 +17,7 @@ from telechat_moe.tools.align.dump.records import (
     Stats,
     TensorRecord,
 )
+from telechat_moe.tools.align.judge.distance import distance
 
 TOKENS, WIDTH, LAYERS = 64, 32, 4
 
@@ -267,3 +268,13 @@ def test_equal_statistics_of_masks_are_not_equality():
     assert any("need not be equal" in reason for reason in noisy.coverage.reasons)
     wrong = bisect(masked(), masked(turn=1))  # no noise that flips a choice: the fill is wrong
     assert [f.verdict.key for f in wrong.findings] == ["NPU.my_fill.0.forward"]
+
+
+def test_what_masks_are_filled_with_does_not_hide_a_row():
+    y = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
+    y = np.where(np.arange(WIDTH) > np.arange(TOKENS)[:, None], -1e9, y)
+    x = y.copy()
+    x[17] = np.where(y[17] < -1e8, y[17], 2 * y[17])
+    far = distance(record(y, "float32"), record(x, "float32"))
+    assert far.rows[17] > 0.5
+    assert not far.rows[np.arange(TOKENS) != 17].any()

@@ -112,7 +112,10 @@ def compare(
         findings[0] = replace(f, values=values)
     findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
     verdict, reason = answer(bool(findings), run.coverage)
-    return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
+    reasons = {with_steps(text): counts for text, counts in run.coverage.reasons.items()}
+    coverage = replace(run.coverage, reasons=reasons)
+    unknown = {with_steps(text): count for text, count in run.unknown.items()}
+    return Outcome(verdict, findings, run.judged, unknown, reason, run.seen, coverage)
 
 
 def _quiet(activity: str, count: int, total: int | None) -> None:
@@ -368,8 +371,12 @@ def _own_name(finding: Finding, names: Mapping[str, str]) -> Finding:
 def _in_step(finding: Finding) -> Finding:
     """Return a finding of joined steps with its own step and key."""
     step, key = split(finding.verdict.key, finding.step)
-    reason = re.sub(r"(\d+)[|](\S+)", r"\2 of step \1", finding.verdict.reason)
-    return _renamed(replace(finding, step=step), key, reason)
+    return _renamed(replace(finding, step=step), key, with_steps(finding.verdict.reason))
+
+
+def with_steps(text: str) -> str:
+    """Return a text in which the calls of joined steps are named as users know them."""
+    return re.sub(r"\b(\d+)[|](\S+)", r"\2 of step \1", text)
 
 
 def _renamed(finding: Finding, key: str, reason: str) -> Finding:

@@ -27,6 +27,9 @@ _ALSO = 4.0  # factor on the distance of earlier outputs
 _ROUNDINGS = (
     16.0  # of a tensor's type that a missing call may add where all earlier outputs are equal
 )
+_CONVERTED = (
+    1e-5  # by how much the conversion of a checkpoint may move weights; one update moves them more
+)
 _OTHER = 0.35  # relative distance that no few updates of different rounding explain
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
@@ -95,7 +98,7 @@ def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdi
     if far is None or reference.is_late_step(place[0]) or place[0] in reference.late:
         return None
     kinds = [d for run in (reference, target) for d in run.dump.dtypes if is_float(d)]
-    allowed = _ROUNDINGS * max(FLOATS[d].unit for d in kinds)
+    allowed = max(_CONVERTED, _ROUNDINGS * max(FLOATS[d].unit for d in kinds))
     if far <= allowed:
         return None
     text = f"{place[1]} comes from outside and is not the reference's: its extremes differ by {far:.2g} of their size"
@@ -193,7 +196,7 @@ def _as_updated(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
 
 
 def _unknown(place: Place) -> Verdict:
-    reason = f"{place[1]}: nothing in the dump says where it comes from"
+    reason = "inputs: nothing in the dump says where it comes from"
     return not_judged(place[0], reason, place[1])
 
 

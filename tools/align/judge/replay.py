@@ -147,7 +147,7 @@ def other_settings(call: Call, reference: Call) -> str:
         return ""
     theirs = dict(reference.leaves())
     texts = [
-        f"{_argument(call, place)} is {value.value}, the reference's {other.value}"
+        f"{argument_name(call, place)} is {value.value}, the reference's {other.value}"
         for place, value in call.leaves()
         if isinstance(value, Scalar)
         and isinstance(other := theirs.get(place), Scalar)
@@ -158,7 +158,7 @@ def other_settings(call: Call, reference: Call) -> str:
     return "; ".join(texts)
 
 
-def _argument(call: Call, place: str) -> str:
+def argument_name(call: Call, place: str) -> str:
     """Return the name of an argument, by the formula where it is positional."""
     name, formula = place.split(".")[1], find(call.name)
     if formula is not None and name.isdigit() and int(name) < len(formula.signature):
