@@ -211,10 +211,12 @@ class _Comparison:
             calls = {k: c for k, c in calls.items() if not is_own(c, target.calls.get(k))}
         other = OtherRun(replace(reference, calls=calls), target, self.confirmed)
         kind = "api" if any(c.kind == "api" for c in target.calls.values()) else "module"
+        backward = [c for c in target.calls.values() if c.phase is Phase.BACKWARD]
+        returns = not all(map(_returns_nothing, backward))
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
             step, name = split(key, target.step)
-            if call.kind != kind or call.only_numbers:
+            if call.kind != kind or call.only_numbers or (returns and _returns_nothing(call)):
                 continue
             others = self.open.get((step, target.rank, name), [])
             if is_exchange(call):
@@ -349,6 +351,11 @@ def _may_differ(verdict: Verdict, reference_flow: DataFlow, target_flow: DataFlo
     place = verdict.key, verdict.place
     made_in_target = not reference_flow.sources_of(place) and target_flow.sources_of(place)
     return verdict.status == "not judged" or bool(made_in_target) or verdict.key in target_flow.late
+
+
+def _returns_nothing(call: Call) -> bool:
+    """Return whether a module's backward call has no result to judge, as of one whose inputs need no gradient."""
+    return call.kind == "module" and call.phase is Phase.BACKWARD and not call.outputs
 
 
 def _step_and_rank(target: RankDump, key: str) -> tuple[int, int]:

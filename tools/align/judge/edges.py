@@ -196,7 +196,7 @@ def _as_updated(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
 
 
 def _unknown(place: Place) -> Verdict:
-    reason = "inputs: nothing in the dump says where it comes from"
+    reason = "nothing in the dump says where an input comes from"
     return not_judged(place[0], reason, place[1])
 
 
