@@ -280,6 +280,7 @@ FAULTS: dict[str, Callable[[Any, Any], None]] = {
     "softmax narrow": _wrong("nn.functional.softmax", 1, lambda y: y.bfloat16().to(y.dtype)),
     "sum scaled": _wrong("Tensor.index_add_", 2, lambda y: y.mul_(0.97)),
     "matmul narrow": _wrong("matmul", 3, lambda y: y.bfloat16().to(y.dtype)),
+    "rotation moved": _wrong("cat", 3, lambda y: y.roll(1, -2)),
     "weight skipped": _skipped,
     "weight loaded": _loaded,
     "gradient doubled": _doubled,

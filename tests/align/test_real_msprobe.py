@@ -20,6 +20,7 @@ from telechat_moe.cli import main
 RUN = TorchRun()
 ADAMW = TorchRun(optimizer="adamw")
 TENSOR_PARALLEL = TorchRun("tensor_parallel", ranks=2)
+QWEN = TorchRun("qwen3_moe")
 EXPERTS = TorchRun("sparse_experts")
 FLOAT8 = TorchRun("sparse_experts_float8", level="mix")
 STATISTICS = TorchRun(task="statistics")
@@ -32,6 +33,10 @@ RUNS = [
     replace(RUN, threads=2, fault="linear element"),
     TENSOR_PARALLEL,
     replace(TENSOR_PARALLEL, ranks=1),
+    QWEN,
+    replace(QWEN, dtype="bfloat16"),
+    replace(RUN, level="L0"),
+    replace(RUN, level="L0", threads=2),
     EXPERTS,
     FLOAT8,
     STATISTICS,
@@ -111,6 +116,22 @@ def test_weights_are_compared_by_their_statistics(answer):
     assert answer(STATISTICS, replace(STATISTICS, dtype="bfloat16")).findings == []
 
 
+@pytest.mark.parametrize(
+    ("reference", "target"),
+    [
+        (QWEN, replace(QWEN, dtype="bfloat16")),  # tokens choose other experts
+        (replace(QWEN, dtype="bfloat16"), QWEN),
+        (replace(RUN, level="L0"), replace(RUN, level="L0", threads=2)),
+    ],
+    ids=str,
+)
+def test_what_views_make_and_modules_without_gradient_do_not_prevent_a_pass(
+    reference, target, answer
+):
+    outcome = answer(reference, target)
+    assert (outcome.verdict, outcome.findings) == ("pass", []), outcome.reason
+
+
 def test_what_only_one_dump_has_of_the_optimizer_is_said(answer):
     outcome = answer(ADAMW, replace(RUN, attention="sdpa", optimizer="adamw_foreach"))
     assert any("dump ends before it" in text for text in outcome.unknown)
@@ -149,5 +170,5 @@ def test_all_pairs(tmp_path):
     for pair in FAULTY:
         findings = outcome_of(dumps[pair.reference], dumps[pair.target]).findings
         right += bool(findings) and pair.call in findings[0].verdict.key
-    assert passed >= 0.8 * len([*SINGLE, *CLEAN])
+    assert passed >= 0.9 * len([*SINGLE, *CLEAN])
     assert right >= 0.9 * len(FAULTY)

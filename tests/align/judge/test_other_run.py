@@ -239,6 +239,26 @@ def test_uninitialised_memory_is_no_fault():
     assert "uninitialised memory" in next(iter(outcome.unknown))
 
 
+@pytest.mark.parametrize(
+    ("cast", "rounded"), [("float32", round_bf16), ("bfloat16", round_bf16), ("float32", None)]
+)
+def test_a_cast_that_one_run_makes_is_no_extra_call(cast, rounded):
+    """To a wider type, or to one that only this run computes in; one that gives other values is extra."""
+    x = round_bf16(np.random.default_rng(4).standard_normal((8, 8)))
+    y = round_bf16(np.tanh(x)) if cast == "float32" else np.tanh(x).astype(np.float32)
+    kind = "bfloat16" if cast == "float32" else "float32"
+    tanh = ("Torch.tanh", record(x, kind), record(y, kind))
+    changed = rounded(y) if rounded else y * np.float32(1.25)
+    runs = []
+    for steps in ([tanh], [tanh, ("Tensor.astype", record(y, kind), record(changed, cast))]):
+        calls = {
+            f"{n}.0.forward": Call(f"{n}.0.forward", "api", n, 0, Phase.FORWARD, [a], {}, [b])
+            for n, a, b in steps
+        }
+        runs.append(Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "tensor", "L1", calls)}))
+    assert [f.family for f in bisect(*runs).findings] == ([] if rounded else ["scale"])
+
+
 def masked(turn=0, noise=0.0):
     """Return a run that fills rows by a mask made of scores; the mask of another run may be another by its noise."""
     x = (

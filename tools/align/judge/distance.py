@@ -16,6 +16,9 @@ from telechat_moe.tools.align.operators.approx import Array
 VAGUE = 0.35
 """A relative distance that may not be allowed, or a pass would mean nothing: exchanged rows differ by 1.4."""
 
+OMITTED = 0.05
+"""Share of rows, as of tokens that were routed otherwise, that a pass may leave out."""
+
 _CHUNK = 1 << 20
 _FLOOR = 0.25  # of the mean size of rows: smaller rows are measured against this
 _UNEVEN = 16.0  # largest distance of a row or column over the median

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
+from telechat_moe.numerics import is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
-from telechat_moe.tools.align.judge.edges import is_close
+from telechat_moe.tools.align.judge.edges import is_close, only_in
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 
 
@@ -151,13 +152,22 @@ class _WithoutEffect:
 def _gave_back(call: Call, *runs: DataFlow) -> bool:
     """Return whether a call, or its forward call, returned its own argument in one of the runs.
 
-    Such as a cast to the same type or a copy: another run may omit it, and torch has no backward call for it.
+    Such as a copy or a cast to a type that is wider or that only its run computes in: another run may omit it, and torch
+    has no backward call for it.
     """
-    for forward in (run.dump.calls.get(call.forward_key) for run in runs):
+    for run, other in (runs, runs[::-1]):
+        forward = run.dump.calls.get(call.forward_key)
         if forward is None or not forward.given() or len(forward.made()) != 1:
             continue
         (_, argument), (_, result) = forward.given()[0], forward.made()[0]
-        comparable = argument.dtype == result.dtype and argument.read and result.read
-        if comparable and digest(argument.load()) == digest(result.load()):
+        floats = is_float(argument.dtype) and is_float(result.dtype)
+        if argument.read is None or result.read is None:
+            continue
+        if not floats and argument.dtype != result.dtype:
+            continue
+        values = argument.load()
+        if result.dtype in only_in(run, other):
+            values = round_to(values, result.dtype)
+        if digest(values) == digest(result.load()):
             return True
     return False

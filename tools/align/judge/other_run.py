@@ -22,7 +22,7 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.distance import VAGUE, Distance, differing, distance
+from telechat_moe.tools.align.judge.distance import OMITTED, VAGUE, Distance, differing, distance
 from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 from telechat_moe.tools.align.operators import find
@@ -43,7 +43,6 @@ _ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
 _FEW = 4
 _CANCELS = 256.0  # the largest gain of a row that an operator makes small
 _PEAK = 40.0  # of an element, relative to the root mean square of all; normal noise has 6
-_OMITTED = 0.05  # share of rows that a pass may leave out
 _REPEATS = 10  # calls with equal inputs from which on it is known whether runs repeat their bits
 _ROUNDINGS = 16.0  # of float32 that a kernel may be off, such as exponentials, besides its sums
 _ROWWISE = frozenset(
@@ -205,7 +204,7 @@ class OtherRun:
             return _wrong(call, place, output, np.full(len(input_rows), odd[0]), odd[1])
         if output.basis == "statistics":
             return not_judged(call.key, f"{reason}; {_AGREE}", place)
-        if np.mean(BEYOND * conditions * (usual * input_rows + answer.rounding) > VAGUE) > _OMITTED:
+        if np.mean(BEYOND * conditions * (usual * input_rows + answer.rounding) > VAGUE) > OMITTED:
             text = "inputs differ too much to judge it by the other run"
             return not_judged(call.key, f"{reason}; {text}", place)
         return _passed(call, place, float(gains.max(initial=0.0)) / BEYOND)
