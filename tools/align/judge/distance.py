@@ -152,11 +152,8 @@ def extremes_apart(golden: TensorRecord, target: TensorRecord) -> float | None:
 
     Neither depends on the order of sums, as the mean and the norm do.
     """
-    stats_pair = stats_of(golden), stats_of(target)
-    if None in stats_pair or golden.shape != target.shape:
-        return None
-    first, second = (s and s._replace(mean=None, norm=None) for s in stats_pair)
-    far = _of_statistics(first, second, math.prod(golden.shape))
+    a, b = (s and s._replace(mean=None, norm=None) for s in map(stats_of, (golden, target)))
+    far = _of_statistics(a, b, 1) if golden.shape == target.shape else None
     return None if far is None else far.whole
 
 

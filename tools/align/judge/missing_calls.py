@@ -161,9 +161,8 @@ def _gave_back(call: Call, *runs: DataFlow) -> bool:
             continue
         (_, argument), (_, result) = forward.given()[0], forward.made()[0]
         floats = is_float(argument.dtype) and is_float(result.dtype)
-        if argument.read is None or result.read is None:
-            continue
-        if not floats and argument.dtype != result.dtype:
+        comparable = argument.read and result.read and (floats or argument.dtype == result.dtype)
+        if not comparable:
             continue
         values = argument.load()
         if result.dtype in only_in(run, other):

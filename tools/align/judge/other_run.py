@@ -234,14 +234,10 @@ class OtherRun:
         return _Response(inputs, outputs, rounding, flow if comparable else [], comparable, alike)
 
     def _only_alike(self, key: str, record: TensorRecord) -> bool:
-        """Return whether an input of a call is known by its statistics alone, and of integers that a call before may have made.
-
-        Those from outside are data, which runs have in common: equal statistics make them equal enough.
-        """
-        if record.read is not None or record.crc is not None or is_float(record.dtype):
-            return False
-        if record.stats is None or record.stats.max == record.stats.min:
-            return False  # all elements are alike
+        """Return whether an input is known by statistics alone, of integers that a call before may have made: not of data."""
+        known = record.read is not None or record.crc is not None or is_float(record.dtype)
+        if known or record.stats is None or record.stats.max == record.stats.min:
+            return False  # or all elements are alike
         size = record.dtype, int(np.prod(record.shape))
         return self._order[key] > self._integers_made.get(size, len(self._order))
 
