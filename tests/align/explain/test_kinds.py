@@ -122,11 +122,11 @@ def test_a_correct_sum_in_bfloat16_may_be_biased():
 def test_another_share_of_dropout_is_a_setting():
     runs = []
     for share in (0.1, 0.3):
-        kept = np.random.default_rng(1).random(X.shape) >= share
-        made = dump("Functional.dropout", (X,), X * kept / (1 - share), "float32")
-        (call,) = made.ranks[0, 0].calls.values()
+        mask = np.random.default_rng(1).random(X.shape) >= share
+        run = dump("Functional.dropout", (X,), X * mask / (1 - share), "float32")
+        (call,) = run.ranks[0, 0].calls.values()
         call = replace(call, inputs=[call.inputs[0], Scalar("float", share), Scalar("bool", True)])
-        rank = replace(made.ranks[0, 0], calls={call.key: call})
-        runs.append(replace(made, ranks={(0, 0): rank}))
+        rank = replace(run.ranks[0, 0], calls={call.key: call})
+        runs.append(replace(run, ranks={(0, 0): rank}))
     (first,) = bisect(*runs).findings
     assert (first.family, first.evidence) == ("wrong setting", "p 0.3 (reference: 0.1)")

@@ -275,9 +275,9 @@ def masked(turn=0, noise=0.0):
     ]
     calls = {}
     for name, inputs, outputs in steps:
-        given, made = ([record(v, "float32") for v in side] for side in (inputs, outputs))
+        records = [[record(v, "float32") for v in side] for side in (inputs, outputs)]
         key = f"{name}.0.forward"
-        calls[key] = Call(key, "api", name, 0, Phase.FORWARD, given, {}, made)
+        calls[key] = Call(key, "api", name, 0, Phase.FORWARD, records[0], {}, records[1])
     dump = Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "statistics", "L1", calls)})
     return without_values(dump)
 

@@ -15,15 +15,15 @@ PLACE = "Torch.matmul.0.forward", "input.0"
 
 def flow(output, view, seed, narrow=None):
     """Return a run in which one call makes a tensor and the next takes a view of it."""
-    made = output(np.random.default_rng(seed))
-    taken = view(made if narrow is None else round_to(made, narrow))
+    values = output(np.random.default_rng(seed))
+    argument = view(values if narrow is None else round_to(values, narrow))
 
     def record(x, dtype):
         return TensorRecord(dtype, x.shape, read=lambda: x)
 
-    kind = "float32" if made.dtype.kind == "f" else made.dtype.name
-    first = Call("Torch.mul.0.forward", "api", "Torch.mul", 0, Phase.FORWARD, [], {}, [record(made, kind)])  # fmt: skip
-    last = Call(PLACE[0], "api", "Torch.matmul", 0, Phase.FORWARD, [record(taken, narrow or kind)], {}, [])  # fmt: skip
+    kind = "float32" if values.dtype.kind == "f" else values.dtype.name
+    first = Call("Torch.mul.0.forward", "api", "Torch.mul", 0, Phase.FORWARD, [], {}, [record(values, kind)])  # fmt: skip
+    last = Call(PLACE[0], "api", "Torch.matmul", 0, Phase.FORWARD, [record(argument, narrow or kind)], {}, [])  # fmt: skip
     calls = {first.key: first, last.key: last}
     return DataFlow(RankDump(0, 0, "pytorch", "tensor", "L1", calls, Path()))
 

@@ -79,8 +79,8 @@ def _wrong_setting(divergent: DivergentCall) -> Explanation | None:
     expected, actual = _settings(divergent.settings), _settings(call)
     names = {k for k in expected.keys() | actual.keys() if expected.get(k) != actual.get(k)}
     statuses = {v.status for v in replay_call(call, call)}
-    known = "diverged" not in statuses and other_settings(call, divergent.settings)
-    if names and (known or statuses == {"pass"}):
+    recorded = "diverged" not in statuses and other_settings(call, divergent.settings)
+    if names and (recorded or statuses == {"pass"}):
         texts = (
             f"{argument_name(call, k)} {actual.get(k)} (reference: {expected.get(k)})"
             for k in sorted(names)

@@ -229,14 +229,14 @@ class OtherRun:
             _rounding_allowance(target_call, reference_call),
             len(inputs) == len(distances),
         )
-        given = [t for c, _ in pairs for _, t in c.given()]
-        alike = max([int(np.prod(t.shape)) for t in given if self._only_alike(key, t)], default=0)
+        records = [t for c, _ in pairs for _, t in c.given()]
+        alike = max([int(np.prod(t.shape)) for t in records if self._only_alike(key, t)], default=0)
         return _Response(inputs, outputs, rounding, flow if comparable else [], comparable, alike)
 
     def _only_alike(self, key: str, record: TensorRecord) -> bool:
         """Return whether an input is known by statistics alone, of integers that a call before may have made: not of data."""
-        known = record.read is not None or record.crc is not None or is_float(record.dtype)
-        if known or record.stats is None or record.stats.max == record.stats.min:
+        determined = record.read is not None or record.crc is not None or is_float(record.dtype)
+        if determined or record.stats is None or record.stats.max == record.stats.min:
             return False  # or all elements are alike
         size = record.dtype, int(np.prod(record.shape))
         return self._order[key] > self._integers_made.get(size, len(self._order))
@@ -252,12 +252,12 @@ class OtherRun:
     @cached_property
     def _integers_made(self) -> dict[tuple[str, int], int]:
         """The position of the first call that makes integers of a type and size."""
-        made: dict[tuple[str, int], int] = {}
+        first: dict[tuple[str, int], int] = {}
         for i, call in enumerate(self.target.calls.values()):
             for _, t in call.made():
                 if not is_float(t.dtype):
-                    made.setdefault((t.dtype, int(np.prod(t.shape))), i)
-        return made
+                    first.setdefault((t.dtype, int(np.prod(t.shape))), i)
+        return first
 
     def _gains(self, call: Call, rows: Array) -> tuple[float, float]:
         """Return the gain that a call usually has, and the largest that it may have."""

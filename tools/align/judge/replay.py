@@ -145,12 +145,12 @@ def other_settings(call: Call, reference: Call) -> str:
     """
     if call.name != reference.name or call.phase is Phase.BACKWARD:
         return ""
-    theirs = dict(reference.leaves())
+    golden = dict(reference.leaves())
     texts = [
         f"{argument_name(call, place)} is {value.value}, the reference's {other.value}"
         for place, value in call.leaves()
         if isinstance(value, Scalar)
-        and isinstance(other := theirs.get(place), Scalar)
+        and isinstance(other := golden.get(place), Scalar)
         and value.value != other.value
         and _is_chosen(value)
         and _is_chosen(other)

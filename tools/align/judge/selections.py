@@ -78,8 +78,8 @@ def _ways(tensor: TensorRecord, record: TensorRecord) -> Iterator[tuple[Way, Arr
             if length % width or count % width or not _tells(values, width, record):
                 continue
             output = _rounded(record, tensor) if output is None else output
-            whole = width == 1 or (length == count and axis == other == -1)
-            way: Way = (width,) if whole else (axis, other, width)
+            is_row = width == 1 or (length == count and axis == other == -1)
+            way: Way = (width,) if is_row else (axis, other, width)
             yield way, _along(values, axis, width), _along(output, other, width)
     columns = int(np.prod(values.shape[:-1]))
     if columns == np.prod(record.shape[:-1]) and values.ndim > 1 and values.shape[-1] >= _LINES:
