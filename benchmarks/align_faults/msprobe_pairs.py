@@ -44,6 +44,8 @@ SINGLE = [
     Pair("one dump", R(dtype="bfloat16", attention="sdpa"), None),
     Pair("one dump", R(recompute=True, optimizer="sgd"), None),
     Pair("one dump", R("tensor_parallel", ranks=2), None),
+    Pair("one dump", R("sparse_experts"), None),
+    Pair("one dump", R("sparse_experts_float8", level="mix"), None),
 ]
 CLEAN = [
     *_pairs("threads", *((R(m), R(m, **_TWO)) for m in _MODELS)),
@@ -65,6 +67,14 @@ CLEAN = [
     *_pairs("statistics", (R(task="statistics"), R(task="statistics", **_TWO))),
     *_pairs("statistics", (R(task="statistics"), R(task="statistics", dtype="bfloat16"))),
     *_pairs("statistics", (R(task="statistics"), R(task="statistics", attention="sdpa"))),
+    *_pairs("empty experts", (R("sparse_experts"), R("sparse_experts", **_TWO))),
+    *_pairs(
+        "float8",
+        (
+            R("sparse_experts_float8", level="mix"),
+            R("sparse_experts_float8", level="mix", dtype="bfloat16"),
+        ),
+    ),
     *_pairs("recomputation", (R(), R(recompute=True)), (R(recompute=True), R())),
     *_pairs(
         "recomputation",
@@ -115,6 +125,20 @@ FAULTY = [
     Pair(kind, R(), TorchRun(**{**vars(base), "fault": fault}), call)
     for kind, base in _BASES.items()
     for fault, call in _WHERE.items()
+]
+FAULTY += [
+    Pair(
+        "fault, statistics",
+        R(task="statistics"),
+        R(task="statistics", threads=2, fault="weight loaded"),
+        "Functional.linear.12.",
+    ),
+    Pair(
+        "fault, rounded away",
+        R(optimizer="adamw"),
+        R(optimizer="adamw", dtype="bfloat16", fault="weight decay"),
+        "Tensor.mul_.0",
+    ),
 ]
 FAULTY += [
     Pair(

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class TorchRun:
     """A run of a few steps and how it is dumped."""
 
-    model: str = "deepseek"  # a key of `MODELS`, or `tensor_parallel`
+    model: str = "deepseek"  # a key of `MODELS`, `tensor_parallel`, `sparse_experts` or `sparse_experts_float8`
     level: str = "L1"  # msprobe's level: L0, L1 or mix
     task: str = "tensor"  # or `statistics`
     optimizer: str = (
@@ -159,6 +159,16 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
 
         model, batches = tensor_parallel.build(run.ranks, rank, run.steps * run.micro_batches)
         model = model.to(getattr(torch, run.dtype))
+    elif run.model.startswith("sparse_experts"):
+        from benchmarks.align_faults import sparse_experts
+
+        float8 = run.model.endswith("float8")
+        if float8:  # msprobe frees what it saved: a device's copy, but on CPU the program's own
+            from msprobe.core.dump.data_dump.data_processor import pytorch_processor
+
+            pytorch_processor.TensorHandler.free_tensor = staticmethod(lambda *_: None)
+        model, batches = sparse_experts.build(float8, run.steps * run.micro_batches)
+        model = model.to(getattr(torch, run.dtype))
     else:
         model, batches = _built(run)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -258,6 +268,11 @@ def _decay(_model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.3
 
 
+def _loaded(model: Any, _optimizer: Any) -> None:
+    """Scale one weight, as a wrong conversion of a checkpoint would."""
+    model.get_parameter("model.layers.1.self_attn.o_proj.weight").data.mul_(1.01)
+
+
 FAULTS: dict[str, Callable[[Any, Any], None]] = {
     "silu scaled": _wrong("nn.functional.silu", 1, lambda y: y * 1.02),
     "linear rows moved": _wrong("nn.functional.linear", 9, lambda y: y.roll(1, 0)),
@@ -265,7 +280,9 @@ FAULTS: dict[str, Callable[[Any, Any], None]] = {
     "softmax narrow": _wrong("nn.functional.softmax", 1, lambda y: y.bfloat16().to(y.dtype)),
     "sum scaled": _wrong("Tensor.index_add_", 2, lambda y: y.mul_(0.97)),
     "matmul narrow": _wrong("matmul", 3, lambda y: y.bfloat16().to(y.dtype)),
+    "rotation moved": _wrong("cat", 3, lambda y: y.roll(1, -2)),
     "weight skipped": _skipped,
+    "weight loaded": _loaded,
     "gradient doubled": _doubled,
     "epsilon": _epsilon,
     "weight decay": _decay,

@@ -3,6 +3,7 @@
 The dumps are made in the session (some seconds each); `benchmarks/align_faults/msprobe_pairs.py` has all pairs.
 """
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,10 @@ from telechat_moe.cli import main
 RUN = TorchRun()
 ADAMW = TorchRun(optimizer="adamw")
 TENSOR_PARALLEL = TorchRun("tensor_parallel", ranks=2)
+QWEN = TorchRun("qwen3_moe")
+EXPERTS = TorchRun("sparse_experts")
+FLOAT8 = TorchRun("sparse_experts_float8", level="mix")
+STATISTICS = TorchRun(task="statistics")
 RUNS = [
     RUN,
     ADAMW,
@@ -28,6 +33,17 @@ RUNS = [
     replace(RUN, threads=2, fault="linear element"),
     TENSOR_PARALLEL,
     replace(TENSOR_PARALLEL, ranks=1),
+    QWEN,
+    replace(QWEN, dtype="bfloat16"),
+    replace(RUN, level="L0"),
+    replace(RUN, level="L0", threads=2),
+    EXPERTS,
+    FLOAT8,
+    STATISTICS,
+    replace(STATISTICS, dtype="bfloat16"),
+    replace(STATISTICS, threads=2, fault="weight loaded"),
+    replace(ADAMW, dtype="bfloat16", fault="weight decay"),
+    replace(RUN, attention="sdpa", fault="silu scaled"),
 ]
 
 
@@ -49,7 +65,11 @@ def answer(folder):
     return judge
 
 
-@pytest.mark.parametrize("run", [ADAMW, replace(RUN, dtype="bfloat16"), TENSOR_PARALLEL], ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [ADAMW, replace(RUN, dtype="bfloat16"), TENSOR_PARALLEL, EXPERTS, FLOAT8],
+    ids=str,
+)
 def test_one_right_dump_passes(run, answer):
     outcome = answer(run)
     assert outcome.findings == []
@@ -76,6 +96,42 @@ def test_clean_pairs_are_no_alarm(reference, target, answer):
         assert outcome.verdict == "pass", outcome.reason
 
 
+def test_what_experts_without_tokens_make_is_judged(folder, answer):
+    outcome = answer(EXPERTS, EXPERTS)
+    assert not any("not dumped" in reason for reason in outcome.coverage.reasons)
+    entries = json.loads(next((folder / "sparse_experts").rglob("dump.json")).read_text())["data"]
+    tensors = [t for call in entries.values() for t in call.get("input_args", [])]
+    assert any(t and t.get("shape") == [0, 32] and "data_name" not in t for t in tensors)
+
+
+@pytest.mark.parametrize("pair", [(RUN, STATISTICS), (STATISTICS, RUN)], ids=str)
+def test_values_and_statistics_compare(pair, answer):
+    assert answer(*pair).findings == []
+
+
+def test_weights_are_compared_by_their_statistics(answer):
+    wrong = answer(STATISTICS, replace(STATISTICS, threads=2, fault="weight loaded"))
+    (first,) = wrong.findings
+    assert (first.verdict.key, first.verdict.place) == ("Functional.linear.12.forward", "input.1")
+    assert answer(STATISTICS, replace(STATISTICS, dtype="bfloat16")).findings == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "target"),
+    [
+        (QWEN, replace(QWEN, dtype="bfloat16")),  # tokens choose other experts
+        (replace(QWEN, dtype="bfloat16"), QWEN),
+        (replace(RUN, level="L0"), replace(RUN, level="L0", threads=2)),
+    ],
+    ids=str,
+)
+def test_what_views_make_and_modules_without_gradient_do_not_prevent_a_pass(
+    reference, target, answer
+):
+    outcome = answer(reference, target)
+    assert (outcome.verdict, outcome.findings) == ("pass", []), outcome.reason
+
+
 def test_what_only_one_dump_has_of_the_optimizer_is_said(answer):
     outcome = answer(ADAMW, replace(RUN, attention="sdpa", optimizer="adamw_foreach"))
     assert any("dump ends before it" in text for text in outcome.unknown)
@@ -84,6 +140,17 @@ def test_what_only_one_dump_has_of_the_optimizer_is_said(answer):
 def test_a_wrong_element_is_named(answer):
     first = answer(RUN, replace(RUN, threads=2, fault="linear element")).findings[0]
     assert first.verdict.key == "Functional.linear.6.forward"
+
+
+def test_another_weight_decay_is_found_where_bfloat16_rounds_it_away(answer):
+    first = answer(ADAMW, replace(ADAMW, dtype="bfloat16", fault="weight decay")).findings[0]
+    assert (first.verdict.key, first.family) == ("Tensor.mul_.0.forward", "wrong setting")
+    assert "other is 0.9997, the reference's 0.9999" in first.verdict.reason
+
+
+def test_beside_a_fault_another_attention_is_no_missing_call(answer):
+    first = answer(RUN, replace(RUN, attention="sdpa", fault="silu scaled")).findings[0]
+    assert first.verdict.key == "Functional.silu.1.forward"
 
 
 def test_tensor_parallel_dumps_go_through_the_command(answer, folder, capsys):
@@ -103,5 +170,5 @@ def test_all_pairs(tmp_path):
     for pair in FAULTY:
         findings = outcome_of(dumps[pair.reference], dumps[pair.target]).findings
         right += bool(findings) and pair.call in findings[0].verdict.key
-    assert passed >= 0.8 * len([*SINGLE, *CLEAN])
+    assert passed >= 0.9 * len([*SINGLE, *CLEAN])
     assert right >= 0.9 * len(FAULTY)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Dump
 from telechat_moe.tools.align.explain.kinds import explained
-from telechat_moe.tools.align.judge.comparison import ReferenceCache, compare
+from telechat_moe.tools.align.judge.comparison import ReferenceCache, compare, with_steps
 from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.judge.standard import Standard
 
@@ -20,4 +20,6 @@ def bisect(
 ) -> Outcome:
     """Compare a run with a reference of the same layout and explain its findings; arguments as of :func:`compare`."""
     outcome = compare(reference, target, cache, itself, progress, standard)
-    return replace(outcome, findings=[explained(finding) for finding in outcome.findings])
+    findings = [explained(finding) for finding in outcome.findings]
+    findings = [replace(f, evidence=with_steps(f.evidence)) for f in findings]
+    return replace(outcome, findings=findings)

@@ -1,5 +1,6 @@
 """Faults planted by NumPy in single calls are named with the word of the field, and what is known of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ RNG = np.random.default_rng(5)
 NORMAL = RNG.standard_normal
 X, W, G = NORMAL((24, 32)), NORMAL((16, 32)), NORMAL((24, 16))
 A, B = NORMAL((24, 16)), NORMAL((24, 16))
+LARGE = np.where(np.arange(A.size).reshape(A.shape) == 7, 1e6, A)
 Q, K, V, DY = (NORMAL((2, 3, 12, 8)) for _ in range(4))
 TYPES = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
@@ -49,6 +51,7 @@ FORWARD = {
     "another operator": ("Functional.silu", (X,), lambda x: x / (1 + np.exp(-x)), lambda x: np.maximum(x, 0), "wrong operator", "relu"),
     "half of the scale": ("Torch.matmul", (X, W.T), lambda x, w: x @ w, lambda x, w: x @ w / 2, "scale", "1/2"),
     "rows exchanged": ("Functional.linear", (X, W), lambda x, w: x @ w.T, lambda x, w: (x @ w.T)[::-1], "permutation", "dimension 0"),
+    "noise beside a large number": ("Torch.add", (LARGE, B), lambda a, b: a + b, lambda a, b: a + b + 1e-3 * LARGE.max() * 2**-12 * G, "unknown", "elements"),
     "unknown": ("Torch.add", (A, B), lambda a, b: a + b, lambda a, b: a + b + 0.1 * G, "unknown", "elements"),
 }  # fmt: skip
 BACKWARD = {
@@ -114,3 +117,16 @@ def test_a_correct_sum_in_bfloat16_may_be_biased():
     errors = (y - expected.value) / expected.sigma
     assert judge("", "output.0", y, expected, "bfloat16").status == "pass"
     assert errors.mean() * errors.size**0.5 < -8
+
+
+def test_another_share_of_dropout_is_a_setting():
+    runs = []
+    for share in (0.1, 0.3):
+        mask = np.random.default_rng(1).random(X.shape) >= share
+        run = dump("Functional.dropout", (X,), X * mask / (1 - share), "float32")
+        (call,) = run.ranks[0, 0].calls.values()
+        call = replace(call, inputs=[call.inputs[0], Scalar("float", share), Scalar("bool", True)])
+        rank = replace(run.ranks[0, 0], calls={call.key: call})
+        runs.append(replace(run, ranks={(0, 0): rank}))
+    (first,) = bisect(*runs).findings
+    assert (first.family, first.evidence) == ("wrong setting", "p 0.3 (reference: 0.1)")

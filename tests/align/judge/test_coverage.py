@@ -79,7 +79,7 @@ def test_nothing_is_no_pass():
         ("linear: argument 'weight' is not in the dump", "weights"),
         ("its forward call is not in the dump", "forward pass"),
         ("rank 3 of its group is not in the dump", "every rank"),
-        ("input.0: nothing in the dump says where it comes from", "calls between"),
+        ("nothing in the dump says where an input comes from", "calls between"),
     ],
 )
 def test_what_to_dump_is_said(reason, word):

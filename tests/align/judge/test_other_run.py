@@ -17,6 +17,7 @@ from telechat_moe.tools.align.dump.records import (
     Stats,
     TensorRecord,
 )
+from telechat_moe.tools.align.judge.distance import distance
 
 TOKENS, WIDTH, LAYERS = 64, 32, 4
 
@@ -236,3 +237,64 @@ def test_uninitialised_memory_is_no_fault():
     outcome = bisect(*runs)
     assert (outcome.verdict, outcome.findings) == ("inconclusive", [])
     assert "uninitialised memory" in next(iter(outcome.unknown))
+
+
+@pytest.mark.parametrize(
+    ("cast", "rounded"), [("float32", round_bf16), ("bfloat16", round_bf16), ("float32", None)]
+)
+def test_a_cast_that_one_run_makes_is_no_extra_call(cast, rounded):
+    """To a wider type, or to one that only this run computes in; one that gives other values is extra."""
+    x = round_bf16(np.random.default_rng(4).standard_normal((8, 8)))
+    y = round_bf16(np.tanh(x)) if cast == "float32" else np.tanh(x).astype(np.float32)
+    kind = "bfloat16" if cast == "float32" else "float32"
+    tanh = ("Torch.tanh", record(x, kind), record(y, kind))
+    changed = rounded(y) if rounded else y * np.float32(1.25)
+    runs = []
+    for steps in ([tanh], [tanh, ("Tensor.astype", record(y, kind), record(changed, cast))]):
+        calls = {
+            f"{n}.0.forward": Call(f"{n}.0.forward", "api", n, 0, Phase.FORWARD, [a], {}, [b])
+            for n, a, b in steps
+        }
+        runs.append(Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "tensor", "L1", calls)}))
+    assert [f.family for f in bisect(*runs).findings] == ([] if rounded else ["scale"])
+
+
+def masked(turn=0, noise=0.0):
+    """Return a run that fills rows by a mask made of scores; the mask of another run may be another by its noise."""
+    x = (
+        np.random.default_rng(3).standard_normal((TOKENS, WIDTH))
+        * np.arange(1, TOKENS + 1)[:, None]
+    )
+    x = x * (1 + noise * np.sin(1e4 * x))
+    scores = 2 * x
+    mask = np.roll(np.arange(TOKENS) % 4 == 0, turn)
+    steps = [
+        ("NPU.my_scores", [x], [scores]),
+        ("NPU.my_mask", [scores], [mask]),
+        ("NPU.my_fill", [x, mask], [np.where(mask[:, None], x, 0.0)]),
+    ]
+    calls = {}
+    for name, inputs, outputs in steps:
+        records = [[record(v, "float32") for v in side] for side in (inputs, outputs)]
+        key = f"{name}.0.forward"
+        calls[key] = Call(key, "api", name, 0, Phase.FORWARD, records[0], {}, records[1])
+    dump = Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "statistics", "L1", calls)})
+    return without_values(dump)
+
+
+def test_equal_statistics_of_masks_are_not_equality():
+    noisy = bisect(masked(), masked(turn=1, noise=1e-3))
+    assert noisy.findings == []
+    assert any("need not be equal" in reason for reason in noisy.coverage.reasons)
+    wrong = bisect(masked(), masked(turn=1))  # no noise that flips a choice: the fill is wrong
+    assert [f.verdict.key for f in wrong.findings] == ["NPU.my_fill.0.forward"]
+
+
+def test_what_masks_are_filled_with_does_not_hide_a_row():
+    y = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
+    y = np.where(np.arange(WIDTH) > np.arange(TOKENS)[:, None], -1e9, y)
+    x = y.copy()
+    x[17] = np.where(y[17] < -1e8, y[17], 2 * y[17])
+    far = distance(record(y, "float32"), record(x, "float32"))
+    assert far.rows[17] > 0.5
+    assert not far.rows[np.arange(TOKENS) != 17].any()

@@ -11,7 +11,8 @@ from recorded import calls, rank_dump, record, run_case
 from replayed import replay
 
 from telechat_moe.tools.align.capture.torch_functions import capture
-from telechat_moe.tools.align.dump.records import Phase
+from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
+from telechat_moe.tools.align.judge.replay import replay_call
 
 F = torch.nn.functional
 pytestmark = pytest.mark.torch
@@ -248,3 +249,17 @@ def test_updates_of_weights(name, make, fused):
     }
     wrong = rank_dump({key: dataclasses.replace(call, kwargs=kwargs)})
     assert next(iter(replay(wrong)))[0].status == "diverged"
+
+
+def test_functions_of_mindspore_have_the_errors_of_its_kernels():
+    x = np.linspace(-20, 20, 64, dtype=np.float32)
+    y = x / (1 + np.exp(-x.astype(np.float64))) * (1 + 60 * 2.0**-24)
+    verdicts = {}
+    for name in ("MintFunctional.silu", "Functional.silu"):
+        records = [
+            TensorRecord("float32", v.shape, read=lambda v=v: v) for v in (x, y.astype(np.float32))
+        ]
+        key = f"{name}.0.forward"
+        call = Call(key, "api", name, 0, Phase.FORWARD, records[:1], {}, records[1:])
+        (verdicts[name],) = replay_call(call, call)
+    assert [v.status for v in verdicts.values()] == ["pass", "diverged"]

@@ -241,6 +241,7 @@ CASES = {
     "NPU.npu_grouped_matmul many": (npu_grouped_matmul, [x(5, 32), x(7, 16)], [x(32, 24), x(16, 8)], {"bias": [x(24), x(8)]}),
     "NPU.npu_grouped_matmul one to many": (npu_grouped_matmul, [x(12, 32)], [x(32, 24), x(32, 24)], {"group_list": torch.tensor([5, 12]), "group_type": 0}),
     "NPU.npu_grouped_matmul inner": (npu_grouped_matmul, [x(32, 12)], [x(12, 24)], {"group_list": ROWS, "split_item": 3, "group_type": 2}),
+    "Mint.grouped_matmul positional": (lambda a, b, ends: gmm(a, b, group_list=ends), x(12, 32), x(4, 32, 24), ROWS),
     "Functional.gmm": (gmm, x(12, 32), x(4, 32, 24), {"group_list": ROWS}),
     "Functional.gmm_v2 inner": (gmm, x(32, 12), x(12, 24), {"group_list": ROWS, "group_type": 2}),
     "NPU.npu_moe_gating_top_k sigmoid": (npu_moe_gating_top_k, x(16, 32), 6, {"bias": x(32, grad=False), "k_group": 2, "group_count": 4, "group_select_mode": 1, "norm_type": 1, "routed_scaling_factor": 2.5}),

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -332,16 +332,22 @@ def _tensor(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorRe
     grad = context.want(f"{place}.requires_grad", entry.get("requires_grad"), bool, "true or false")
     crc = context.want(f"{place}.md5", entry.get("md5"), str, "text")
     dtype, path = canonical(dtype), _data_file(context, place, entry.get("data_name"))
+    shape = tuple(shape)
+    read: Callable[[], Any] | None = None
+    if path is not None and value_files.is_known(dtype):
+        read = partial(_load, context, place, path, dtype, shape)
+    elif not math.prod(shape):  # msprobe saves no tensor without elements
+        read = partial(value_files.empty, dtype, shape)
     return TensorRecord(
         dtype,
-        tuple(shape),
+        shape,
         _stats(context, place, entry),
         crc,
         path,
         _layout(context, place, entry),
         grad,
         _fingerprint(context, place, entry.get(FINGERPRINT)),
-        None if path is None else partial(_load, context, place, path, dtype, tuple(shape)),
+        read,
     )
 
 

@@ -105,8 +105,10 @@ class TensorRecord:
 
         Raises:
             BadInputError: The file is missing or broken, or its shape is not the one of the record.
-            LookupError: Values were not dumped.
+            LookupError: Values were not dumped, or are of a type that is not read.
         """
+        if self.read is None and self.path is not None:
+            raise LookupError(f"values of type {self.dtype} are not read")
         if self.read is None:
             raise LookupError("values of this tensor were not dumped")
         return self.read()

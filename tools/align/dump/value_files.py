@@ -42,6 +42,15 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
+_UNTYPED = {
+    "float8_e4m3fn": "float8_e4m3",
+    "float8_e5m2": "float8_e5m2",
+    "uint16": "uint16",
+    "uint32": "uint32",
+    "uint64": "uint64",
+}
+"""Types without a storage of their own, by torch's names: their tensors are made of bytes."""
+_BITS = {"bfloat16": "uint16", "float8_e4m3": "uint8", "float8_e5m2": "uint8"}
 _BROKEN = (
     *(OSError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(MemoryError, RuntimeError, SyntaxError, struct.error, zlib.error, tokenize.TokenError),
@@ -79,10 +88,9 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
         raise BadInputError(f"{path}: {_error_text(error)}") from None
     if values.shape != shape:
         raise BadInputError(f"{path}: shape {list(values.shape)}, the dump says {list(shape)}")
-    try:
-        kind = np.dtype("float32" if dtype in WIDENED else dtype)
-    except TypeError:  # an unknown type: the file says what it holds
+    if not is_known(dtype):  # the file says what it holds
         return values
+    kind = np.dtype("float32" if dtype in WIDENED else dtype)
     if values.dtype == kind:
         return values
     with np.errstate(all="ignore"):
@@ -93,16 +101,29 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     raise BadInputError(f"{path}: holds {values.dtype.name}, the dump says {dtype}")
 
 
-def _widened(bits: Array) -> Array:
-    """Return flat bfloat16 in float32; large arrays in a temporary file that is removed with the array."""
+def is_known(dtype: str) -> bool:
+    """Return whether values of a type, by its canonical name, can be read."""
+    try:
+        return dtype in WIDENED or np.dtype(dtype).kind in "fiubc"
+    except TypeError:
+        return False
+
+
+def empty(dtype: str, shape: Sequence[int]) -> Array:
+    """Return the values of a tensor without elements."""
+    return np.zeros(shape, "float32" if dtype in WIDENED or not is_known(dtype) else dtype)
+
+
+def _widened(bits: Array, dtype: str) -> Array:
+    """Return flat bfloat16 or float8 in float32; large arrays in a temporary file that is removed with the array."""
     if bits.nbytes <= _LARGE:
-        wide: Array = widen(np.asarray(bits), "bfloat16")
+        wide: Array = widen(np.asarray(bits), dtype)
         wide.flags.writeable = False
         return wide
     with tempfile.TemporaryFile() as file:
         wide = np.memmap(file, np.float32, "w+", shape=bits.shape)
     for i in range(0, bits.size, _STEP):
-        wide[i : i + _STEP] = widen(np.asarray(bits[i : i + _STEP]), "bfloat16")
+        wide[i : i + _STEP] = widen(np.asarray(bits[i : i + _STEP]), dtype)
         release(bits)
         release(wide)
     wide.flags.writeable = False
@@ -251,7 +272,7 @@ def _load_npy(path: Path) -> Array:
             raise ValueError(f"{size:,} bytes, {begin + count * dtype.itemsize:,} expected")
         flat = _mapped(file, dtype, begin, count)
     if dtype.kind == "V" and dtype.itemsize == 2:  # ml_dtypes' bfloat16 as NumPy stores it
-        flat = _widened(flat.view(np.uint16))
+        flat = _widened(flat.view(np.uint16), "bfloat16")
     elif not dtype.isnative:
         flat = flat.astype(dtype.newbyteorder("="))
     return flat.reshape(shape, order="F" if fortran else "C")
@@ -291,14 +312,14 @@ def _load_pt(path: Path) -> Array:
             description = _described(_start(archive, members["data.pkl"]))
             if "byteorder" in members and _start(archive, members["byteorder"]) != b"little":
                 raise ValueError("big-endian values")
-        dtype = np.dtype(np.uint16 if description.dtype == "bfloat16" else description.dtype)
+        dtype = np.dtype(_BITS.get(description.dtype, description.dtype))
         member = members[f"data/{description.member}"]
         begin = _begin(file, member)
         if description.size * dtype.itemsize > member.file_size or begin + member.file_size > size:
             raise ValueError("fewer values than the file says")
         flat = _mapped(file, dtype, begin, description.size)
-    if description.dtype == "bfloat16":  # the repeats of an expanded tensor are widened once
-        flat = _widened(flat)
+    if description.dtype in _BITS:  # the repeats of an expanded tensor are widened once
+        flat = _widened(flat, description.dtype)
     step = flat.itemsize
     strides = [s * step for s in description.strides]
     return np.ndarray(description.shape, flat.dtype, flat, description.offset * step, strides)
@@ -351,15 +372,27 @@ class _Description(pickle.Unpickler):
 def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: object) -> _Tensor:
     kind, dtype, member, _, size = storage
     numbers = (size, offset, *shape, *strides)
-    if kind != "storage" or dtype not in _STORAGES.values():
+    if kind != "storage" or dtype not in {*_STORAGES.values(), *_UNTYPED.values()}:
         raise ValueError("no storage")
     if any(type(n) is not int or not 0 <= n < _MAX_COUNT for n in numbers):
         raise ValueError(f"no sizes: {numbers}")
     return _Tensor(dtype, member, size, offset, tuple(shape), tuple(strides))
 
 
+def _tensor_of_bytes(storage: Any, offset: int, shape: Any, strides: Any, *others: Any) -> _Tensor:
+    """Return a tensor whose storage is of bytes; its type follows ``requires_grad`` and the hooks."""
+    kind, unit, member, place, size = storage
+    if unit != "bytes" or len(others) < 3 or others[2] not in _UNTYPED.values():
+        raise ValueError("no storage of bytes of a known type")
+    dtype = others[2]
+    count = size // np.dtype(_BITS.get(dtype, dtype)).itemsize
+    return _tensor((kind, dtype, member, place, count), offset, shape, strides)
+
+
 _NAMES: dict[tuple[str, str], Any] = {
-    **{("torch", storage): dtype for storage, dtype in _STORAGES.items()},
+    **{("torch", storage): dtype for storage, dtype in (_STORAGES | _UNTYPED).items()},
+    ("torch.storage", "UntypedStorage"): "bytes",
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_bytes,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _first,
     ("collections", "OrderedDict"): tuple,

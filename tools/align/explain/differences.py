@@ -140,8 +140,9 @@ def _moved(d: Difference) -> Explanation | None:
         off = np.flatnonzero(order != np.arange(len(order)))
         text = f"{len(off)} of {len(order)} places of dimension {axis} hold another's values, {off[0]} those of {order[off[0]]}"
         return kind, text
-    flat_x, flat_v = np.sort(x, None), np.sort(value, None)
-    if x.size > 1 and close(flat_x, flat_v, np.max(bound) + np.zeros(x.size)):
+    flat_x, ranked = np.sort(x, None), np.argsort(value, None)
+    flat_v, flat_bound = value.reshape(-1)[ranked], bound.reshape(-1)[ranked]
+    if x.size > 1 and np.any(flat_v != flat_v[0]) and close(flat_x, flat_v, flat_bound):
         return "permutation", "the same values in another order"
     return None
 

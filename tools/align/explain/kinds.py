@@ -12,7 +12,7 @@ from telechat_moe.tools.align.explain.exchanges import kind_of_exchange
 from telechat_moe.tools.align.judge.collectives import ExchangeContext
 from telechat_moe.tools.align.judge.divergent_call import DivergentCall
 from telechat_moe.tools.align.judge.outcome import Finding
-from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.replay import argument_name, other_settings, replay_call
 from telechat_moe.tools.align.judge.verdict import Explanation
 
 
@@ -78,15 +78,20 @@ def _wrong_setting(divergent: DivergentCall) -> Explanation | None:
         return None
     expected, actual = _settings(divergent.settings), _settings(call)
     names = {k for k in expected.keys() | actual.keys() if expected.get(k) != actual.get(k)}
-    if names and all(v.status == "pass" for v in replay_call(call, call)):
-        texts = (f"{k} {actual.get(k)} (reference: {expected.get(k)})" for k in sorted(names))
+    statuses = {v.status for v in replay_call(call, call)}
+    recorded = "diverged" not in statuses and other_settings(call, divergent.settings)
+    if names and (recorded or statuses == {"pass"}):
+        texts = (
+            f"{argument_name(call, k)} {actual.get(k)} (reference: {expected.get(k)})"
+            for k in sorted(names)
+        )
         return "wrong setting", ", ".join(texts)
     return None
 
 
 def _settings(call: Call) -> dict[str, str]:
     return {
-        place.removeprefix("input."): repr(repr(getattr(value, "value", value)))
+        place: repr(getattr(value, "value", value))
         for place, value in call.leaves()
         if not isinstance(value, TensorRecord)
     }

@@ -34,7 +34,7 @@ from telechat_moe.tools.align.judge.pairing import (
     without_recomputation,
     without_repeats,
 )
-from telechat_moe.tools.align.judge.replay import replay_call, turns_weights
+from telechat_moe.tools.align.judge.replay import other_settings, replay_call, turns_weights
 from telechat_moe.tools.align.judge.shards import is_own
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
@@ -112,7 +112,10 @@ def compare(
         findings[0] = replace(f, values=values)
     findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
     verdict, reason = answer(bool(findings), run.coverage)
-    return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
+    reasons = {with_steps(text): counts for text, counts in run.coverage.reasons.items()}
+    coverage = replace(run.coverage, reasons=reasons)
+    unknown = {with_steps(text): count for text, count in run.unknown.items()}
+    return Outcome(verdict, findings, run.judged, unknown, reason, run.seen, coverage)
 
 
 def _quiet(activity: str, count: int, total: int | None) -> None:
@@ -208,10 +211,12 @@ class _Comparison:
             calls = {k: c for k, c in calls.items() if not is_own(c, target.calls.get(k))}
         other = OtherRun(replace(reference, calls=calls), target, self.confirmed)
         kind = "api" if any(c.kind == "api" for c in target.calls.values()) else "module"
+        backward = [c for c in target.calls.values() if c.phase is Phase.BACKWARD]
+        returns = not all(map(_returns_nothing, backward))
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
             step, name = split(key, target.step)
-            if call.kind != kind or call.only_numbers:
+            if call.kind != kind or call.only_numbers or (returns and _returns_nothing(call)):
                 continue
             others = self.open.get((step, target.rank, name), [])
             if is_exchange(call):
@@ -230,6 +235,10 @@ class _Comparison:
                 text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
                 verdicts = [not_judged(key, text, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)
+            golden = calls.get(key)
+            if first.status != "diverged" and golden and (text := other_settings(call, golden)):
+                first = Verdict(key, "", "diverged", float("inf"), text)
+                verdicts = [*verdicts, first]
             self._see((step, target.rank, name), call, verdicts, others)
             if first.status == "diverged":
                 wrong.setdefault(key, []).append(first)
@@ -344,6 +353,11 @@ def _may_differ(verdict: Verdict, reference_flow: DataFlow, target_flow: DataFlo
     return verdict.status == "not judged" or bool(made_in_target) or verdict.key in target_flow.late
 
 
+def _returns_nothing(call: Call) -> bool:
+    """Return whether a module's backward call has no result to judge, as of one whose inputs need no gradient."""
+    return call.kind == "module" and call.phase is Phase.BACKWARD and not call.outputs
+
+
 def _step_and_rank(target: RankDump, key: str) -> tuple[int, int]:
     return split(key, target.step)[0], target.rank
 
@@ -364,8 +378,12 @@ def _own_name(finding: Finding, names: Mapping[str, str]) -> Finding:
 def _in_step(finding: Finding) -> Finding:
     """Return a finding of joined steps with its own step and key."""
     step, key = split(finding.verdict.key, finding.step)
-    reason = re.sub(r"(\d+)[|](\S+)", r"\2 of step \1", finding.verdict.reason)
-    return _renamed(replace(finding, step=step), key, reason)
+    return _renamed(replace(finding, step=step), key, with_steps(finding.verdict.reason))
+
+
+def with_steps(text: str) -> str:
+    """Return a text in which the calls of joined steps are named as users know them."""
+    return re.sub(r"\b(\d+)[|](\S+)", r"\2 of step \1", text)
 
 
 def _renamed(finding: Finding, key: str, reason: str) -> Finding:

@@ -28,7 +28,7 @@ _ADVICE = {
     r"argument '(weight|gamma|bias|other|mat2)'": "weights: msprobe's level `L1` or `mix`, which records all arguments",
     r"argument '\w+' is not in the dump": "all arguments of this call: msprobe's level `L1` or `mix`",
     r"forward call is not in the dump": "the forward pass of the same step, with the backward pass",
-    r"where it comes from|only in the reference": "the calls between: no `list` or `scope` in msprobe's configuration",
+    r"an input comes from|only in the reference": "the calls between: no `list` or `scope` in msprobe's configuration",
     r"rank \d+ of its group|what rank \d+ sent": "every rank of the group",
     r"step \d+, rank \d+ is only": "the same steps and ranks in both runs",
     r"no output was dumped|no gradient of": "inputs and outputs of this call, forward and backward",

@@ -15,7 +15,7 @@ import numpy as np
 from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump
 from telechat_moe.tools.align.judge.distance import relative_distance
-from telechat_moe.tools.align.judge.verdict import Verdict, judge
+from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
@@ -442,6 +442,8 @@ def total_of(terms: list[Array], dtype: str) -> Approx:
 def sum_verdict(flow: DataFlow, came: Place, users: list[Place]) -> Verdict:
     """Judge whether a gradient is the sum of those that its users sent back."""
     record, records = flow.tensors[came], [flow.tensors[user] for user in users]
+    if any(r.read is None for r in (record, *records)):
+        return not_judged(came[0], "values of this tensor were not dumped", came[1])
     values, unit = record.load(), FLOATS[record.dtype].unit
     if any(r.load().size != values.size for r in records):
         return Verdict(*came, "not judged", reason="shapes")

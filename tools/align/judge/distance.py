@@ -16,9 +16,13 @@ from telechat_moe.tools.align.operators.approx import Array
 VAGUE = 0.35
 """A relative distance that may not be allowed, or a pass would mean nothing: exchanged rows differ by 1.4."""
 
+OMITTED = 0.05
+"""Share of rows, as of tokens that were routed otherwise, that a pass may leave out."""
+
 _CHUNK = 1 << 20
 _FLOOR = 0.25  # of the mean size of rows: smaller rows are measured against this
 _UNEVEN = 16.0  # largest distance of a row or column over the median
+_FILL = 1e4  # times any other number: after softmax, nothing is left of it
 _FEW = 16  # rows from which on the mean of their scales is known
 
 
@@ -111,6 +115,8 @@ def _of_values(golden: Array, target: Array) -> Distance:
     if np.array_equal(x, y, equal_nan=True):
         return Distance(np.zeros(len(y)), size, exact=golden.dtype == target.dtype)
     other = (odd & (x != y) & ~(np.isnan(x) & np.isnan(y))).any(1)
+    odd |= _is_fill(y) & _is_fill(x)
+    size = np.linalg.norm(np.where(odd, 0.0, y), axis=1)
     x, y = np.where(odd, 0.0, x), np.where(odd, 0.0, y)
     off = x - y
     mean = float(np.sqrt(np.mean(np.square(size))))
@@ -129,6 +135,26 @@ def _of_values(golden: Array, target: Array) -> Distance:
     usual = float(np.sqrt(np.mean(np.square(element_distance))))
     peak = float(element_distance.max()) / (usual or 1.0)
     return Distance(rows, size, float(np.mean(scale)), spread, largest, peak)
+
+
+def _is_fill(x: Array) -> Array:
+    """Return where a tensor holds what masks are filled with: its smallest number, repeated, far below all others."""
+    low = np.min(x, initial=0.0, where=np.isfinite(x))
+    at_low = x == low
+    largest = np.max(np.abs(x), initial=0.0, where=np.isfinite(x) & ~at_low)
+    return (
+        at_low & (low < -_FILL * largest) if at_low.sum() > 1 and largest else np.zeros_like(at_low)
+    )
+
+
+def extremes_apart(golden: TensorRecord, target: TensorRecord) -> float | None:
+    """Return by how much the largest and smallest elements differ, relative to the larger; None: not known.
+
+    Neither depends on the order of sums, as the mean and the norm do.
+    """
+    a, b = (s and s._replace(mean=None, norm=None) for s in map(stats_of, (golden, target)))
+    far = _of_statistics(a, b, 1) if golden.shape == target.shape else None
+    return None if far is None else far.whole
 
 
 def _of_statistics(golden: Stats | None, target: Stats | None, count: int) -> Distance | None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
+from telechat_moe.numerics import is_float, round_to
 from telechat_moe.tools.align.dump.records import Call, Phase
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
-from telechat_moe.tools.align.judge.edges import is_close
+from telechat_moe.tools.align.judge.edges import is_close, only_in
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 
 
@@ -36,7 +37,7 @@ def missing_calls(
     Args:
         begins: For each call of the target the position of the first one of its step.
         right: Calls that others replace with the same result, by formulas or the other run.
-        strict: Whether results that agree within the noise are not enough to say that a call changes nothing.
+        strict: Whether all rows of what is computed from its results must agree, not only most, after other choices.
     """
     runs = (reference, target, "target", "missing"), (target, reference, "reference", "extra")
     last = -1.0
@@ -87,7 +88,7 @@ class _WithoutEffect:
     def __call__(self, call: Call) -> bool:
         if _gave_back(call, self.run, self.other) or not call.outputs:
             return True  # without results: a recomputation that ended early
-        if is_exchange(call) or self.strict:
+        if is_exchange(call):
             return False
         users = self._users(call.key)
         following = self.next[call.key]
@@ -124,7 +125,9 @@ class _WithoutEffect:
             reference, target = self.flows
             names = [p for p, _ in target.dump.calls[key].given()]
             places: list[Place] = [(key, p) for p in names if (key, p) in reference.tensors]
-            self.agrees[key] = bool(places) and all(is_close(p, reference, target) for p in places)
+            self.agrees[key] = bool(places) and all(
+                is_close(p, reference, target, self.strict) for p in places
+            )
         return self.agrees[key]
 
     @cached_property
@@ -149,13 +152,21 @@ class _WithoutEffect:
 def _gave_back(call: Call, *runs: DataFlow) -> bool:
     """Return whether a call, or its forward call, returned its own argument in one of the runs.
 
-    Such as a cast to the same type or a copy: another run may omit it, and torch has no backward call for it.
+    Such as a copy or a cast to a type that is wider or that only its run computes in: another run may omit it, and torch
+    has no backward call for it.
     """
-    for forward in (run.dump.calls.get(call.forward_key) for run in runs):
+    for run, other in (runs, runs[::-1]):
+        forward = run.dump.calls.get(call.forward_key)
         if forward is None or not forward.given() or len(forward.made()) != 1:
             continue
         (_, argument), (_, result) = forward.given()[0], forward.made()[0]
-        comparable = argument.dtype == result.dtype and argument.read and result.read
-        if comparable and digest(argument.load()) == digest(result.load()):
+        floats = is_float(argument.dtype) and is_float(result.dtype)
+        comparable = argument.read and result.read and (floats or argument.dtype == result.dtype)
+        if not comparable:
+            continue
+        values = argument.load()
+        if result.dtype in only_in(run, other):
+            values = round_to(values, result.dtype)
+        if digest(values) == digest(result.load()):
             return True
     return False

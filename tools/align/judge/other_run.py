@@ -22,7 +22,7 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.distance import VAGUE, Distance, differing, distance
+from telechat_moe.tools.align.judge.distance import OMITTED, VAGUE, Distance, differing, distance
 from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 from telechat_moe.tools.align.operators import find
@@ -36,12 +36,13 @@ GAINS = 1.0, 8.0
 
 _BASIS = "other run"
 _AGREE = "statistics agree, and cannot show that values do"
+_ALIKE = "differs, and integers with equal statistics, which it was given, need not be equal"
+_FLIPS = 0.01  # expected number of choices that noise flips from which on some may be
 _OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
 _ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
 _FEW = 4
 _CANCELS = 256.0  # the largest gain of a row that an operator makes small
 _PEAK = 40.0  # of an element, relative to the root mean square of all; normal noise has 6
-_OMITTED = 0.05  # share of rows that a pass may leave out
 _REPEATS = 10  # calls with equal inputs from which on it is known whether runs repeat their bits
 _ROUNDINGS = 16.0  # of float32 that a kernel may be off, such as exponentials, besides its sums
 _ROWWISE = frozenset(
@@ -58,6 +59,8 @@ class _Response:
     # Distances of what it is given and of what it makes, then the same of its forward call
     flow: list[tuple[list[Distance], list[Distance]]]
     comparable: bool  # whether all inputs can be compared
+    # Elements of integers or truth values that agree in their statistics, as others do, too; 0: there are none
+    alike: int = 0
 
     @property
     def same(self) -> bool:
@@ -155,6 +158,8 @@ class OtherRun:
             return not_judged(call.key, f"{reason}; {_AGREE}", place)
         if not output.whole:
             return _passed(call, place)
+        if self._may_differ(call, answer):
+            return not_judged(call.key, f"{reason}; {place} {_ALIKE}", place)
         if not any(d.whole for d in answer.inputs):
             return _wrong(call, place, output, output.rows, "differs, though the inputs are equal")
         by_scores = by_own_scores(self.reference.calls[call.key], call, place)
@@ -184,6 +189,8 @@ class OtherRun:
         worst = input_rows if _rowwise(call, place) else np.maximum(input_rows, answer.largest)
         limit = BEYOND * conditions * (largest * worst + answer.rounding)
         beyond = (output.rows > limit) & ((limit < VAGUE) | (output.rows > _OTHER))
+        if beyond.any() and self._may_differ(call, answer):
+            return not_judged(call.key, f"{reason}; {place} {_ALIKE}", place)
         if beyond.any():
             ratio = np.where(beyond, gains / BEYOND, 0.0)
             worst_row = int(np.argmax(ratio))
@@ -197,7 +204,7 @@ class OtherRun:
             return _wrong(call, place, output, np.full(len(input_rows), odd[0]), odd[1])
         if output.basis == "statistics":
             return not_judged(call.key, f"{reason}; {_AGREE}", place)
-        if np.mean(BEYOND * conditions * (usual * input_rows + answer.rounding) > VAGUE) > _OMITTED:
+        if np.mean(BEYOND * conditions * (usual * input_rows + answer.rounding) > VAGUE) > OMITTED:
             text = "inputs differ too much to judge it by the other run"
             return not_judged(call.key, f"{reason}; {text}", place)
         return _passed(call, place, float(gains.max(initial=0.0)) / BEYOND)
@@ -222,7 +229,35 @@ class OtherRun:
             _rounding_allowance(target_call, reference_call),
             len(inputs) == len(distances),
         )
-        return _Response(inputs, outputs, rounding, flow if comparable else [], comparable)
+        records = [t for c, _ in pairs for _, t in c.given()]
+        alike = max([int(np.prod(t.shape)) for t in records if self._only_alike(key, t)], default=0)
+        return _Response(inputs, outputs, rounding, flow if comparable else [], comparable, alike)
+
+    def _only_alike(self, key: str, record: TensorRecord) -> bool:
+        """Return whether an input is known by statistics alone, of integers that a call before may have made: not of data."""
+        determined = record.read is not None or record.crc is not None or is_float(record.dtype)
+        if determined or record.stats is None or record.stats.max == record.stats.min:
+            return False  # or all elements are alike
+        size = record.dtype, int(np.prod(record.shape))
+        return self._order[key] > self._integers_made.get(size, len(self._order))
+
+    def _may_differ(self, call: Call, answer: _Response) -> bool:
+        """Return whether integers with equal statistics may differ: noise flips about one choice in its reciprocal."""
+        return bool(answer.alike) and answer.alike * self._usual[call.key] > _FLIPS
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {key: i for i, key in enumerate(self.target.calls)}
+
+    @cached_property
+    def _integers_made(self) -> dict[tuple[str, int], int]:
+        """The position of the first call that makes integers of a type and size."""
+        first: dict[tuple[str, int], int] = {}
+        for i, call in enumerate(self.target.calls.values()):
+            for _, t in call.made():
+                if not is_float(t.dtype):
+                    first.setdefault((t.dtype, int(np.prod(t.shape))), i)
+        return first
 
     def _gains(self, call: Call, rows: Array) -> tuple[float, float]:
         """Return the gain that a call usually has, and the largest that it may have."""

@@ -138,6 +138,42 @@ def believed(call: Call, settings: Call | None) -> Call:
     return replace(call, inputs=inputs, kwargs=omitted | kwargs)
 
 
+def other_settings(call: Call, reference: Call) -> str:
+    """Return the numbers of a call that people chose and that are not those of the reference's; empty: none.
+
+    A result need not show them: bfloat16 rounds a small weight decay away.
+    """
+    if call.name != reference.name or call.phase is Phase.BACKWARD:
+        return ""
+    golden = dict(reference.leaves())
+    texts = [
+        f"{argument_name(call, place)} is {value.value}, the reference's {other.value}"
+        for place, value in call.leaves()
+        if isinstance(value, Scalar)
+        and isinstance(other := golden.get(place), Scalar)
+        and value.value != other.value
+        and _is_chosen(value)
+        and _is_chosen(other)
+    ]
+    return "; ".join(texts)
+
+
+def argument_name(call: Call, place: str) -> str:
+    """Return the name of an argument, by the formula where it is positional."""
+    name, formula = place.split(".")[1], find(call.name)
+    if formula is not None and name.isdigit() and int(name) < len(formula.signature):
+        return formula.signature[int(name)]
+    return f"argument {name}" if name.isdigit() else name
+
+
+def _is_chosen(value: Scalar) -> bool:
+    """Return whether a number has so few decimals, or 1 minus it, as none has that was computed of data by chance (1e-9)."""
+    x = value.value
+    if type(x) is not float or not np.isfinite(x) or abs(x) in _LARGEST:
+        return False
+    return any(np.isclose(v, float(f"{v:.5g}"), rtol=1e-14, atol=0.0) for v in (x, 1 - x))
+
+
 def arguments_of(
     call: Call,
     formula: Formula,

@@ -116,12 +116,19 @@ _QUANTIZED = "scale=None offset=None antiquant_scale=None antiquant_offset=None"
 _GROUPS = "split_item=0 group_type=None group_list_type=None"
 
 
+def _take_groups(named: dict[str, Any]) -> None:
+    """Take integers in the place of a bias as the groups, which follow the weight in functions that have no bias."""
+    if isinstance(named.get("bias"), np.ndarray):
+        named.update(group_list=named["bias"], bias=None)
+
+
 def _grouped_matmul(a: Arguments) -> Any:
     """Multiply the rows of group e by matrix e, add bias e; or, with group type 2, the columns of group e by its rows.
 
     Source: Ascend/op-plugin, npu_grouped_matmul.
     """
     named = a.__dict__
+    _take_groups(named)
     scales = (*_QUANTIZED.replace("=None", "").split(), "per_token_scale")
     if any(named.get(name) is not None for name in scales):
         raise NotJudgedError("quantized grouped matmul")

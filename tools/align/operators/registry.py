@@ -185,9 +185,17 @@ def find(call_name: str) -> Formula | None:
     if parts[0] in ("Primitive", "Optimizer") and parts[-1] in _PRIMITIVES:
         return _PRIMITIVES[parts[-1]]
     name = _plain(parts[-1])
+    if parts[0] in ("Mint", "MintFunctional") and name in _OF_KERNELS:
+        kernel, function = _PRIMITIVES[_OF_KERNELS[name]], _FORMULAS[name]
+        defaults = {**kernel.defaults, **function.defaults}
+        return replace(function, compute=kernel.compute, defaults=defaults, stores=kernel.stores)
     if name.startswith("foreach"):
         return _of_each(_FORMULAS.get(name.removeprefix("foreach")))
     return _FORMULAS.get(name)
+
+
+_OF_KERNELS = {"exp": "Exp", "sigmoid": "Sigmoid", "silu": "SiLU", "tanh": "Tanh", "log": "Log"}
+"""Functions of MindSpore that are one primitive, whose kernel has larger errors than libraries of others."""
 
 
 def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
