@@ -49,6 +49,12 @@ def test_two_folders_are_one_command(pair, tmp_path, capsys):
     assert len(report["next"]) == 3
 
 
+def test_writing_the_map_changes_no_verdict(pair, tmp_path, capsys):
+    plain = answer(capsys, *pair)
+    assert answer(capsys, *pair, "--map-out", tmp_path / "map.json") == plain
+    assert (tmp_path / "map.json").exists()
+
+
 def test_the_next_commands_run(pair, tmp_path, capsys, monkeypatch):
     _, report = answer(capsys, *pair)
     monkeypatch.chdir(tmp_path)

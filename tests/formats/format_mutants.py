@@ -629,10 +629,9 @@ def layouts_bytes(_: Path) -> bytes:
 
 
 def read_layouts(path: Path) -> object:
-    from telechat_moe.tools.align.dump.layout_file import with_layouts
-    from telechat_moe.tools.align.dump.records import Dump
+    from telechat_moe.tools.align.dump import layout_file
 
-    return with_layouts(Dump(path, {}), path)
+    return layout_file.read_layouts(path)
 
 
 def read_metrics(path: Path) -> object:

@@ -172,6 +172,23 @@ def test_history_of_wandb(tmp_path: Path):
     same(read(path, "eval/loss"), [10], [8.125], [NAN])
 
 
+def test_notes_are_true(tmp_path: Path):
+    """Nothing is a mean of one step; a line that is left out is named; without a norm there is none."""
+    line = " iteration {:8d}/    1200 | {}number of skipped iterations:   {} |\n"
+    lines = [line.format(s, "lm loss: 2.5 | " * (s != 3), int(s == 3)) for s in (1, 2, 3, 4)]
+    notes = read(write(tmp_path, "".join(lines))).notes
+    assert notes == ("1 lines of skipped iterations have no loss and are left out",)
+    torn = "".join(lines) + " iteration 5/ 1200 | lm loss: 2.5 | grad"
+    assert "line 5 is torn off and left out" in read(write(tmp_path, torn)).notes
+    twice = "".join(lines[:2] * 3)
+    assert read(write(tmp_path, twice)).notes[0].startswith("2 steps are in the log more than once")
+    history = [{"step": s, "loss": 1.0, "grad_norm": None, "eval_loss": 1.0} for s in (2, 4)]
+    path = write(tmp_path, json.dumps({"log_history": history}), "state.json")
+    assert "mean" in read(path).notes[0]
+    assert read(path, "eval_loss").notes == ()
+    same(read(path), [2, 4], [1.0, 1.0], [NAN, NAN])
+
+
 def as_megatron(rows: list[tuple[int, float, float]]) -> str:
     line = " iteration {:8d}/    1200 | lm loss: {:.6E} | grad norm: {:.3f} | number of skipped iterations:   0 |\n"
     return "".join(line.format(*row) for row in rows)
@@ -204,3 +221,5 @@ def test_a_real_curve_in_each_form(
     assert other.steps.tolist() == curve.steps.tolist()
     np.testing.assert_allclose(other.loss, curve.loss, rtol=2e-6)
     np.testing.assert_allclose(other.norm, curve.norm, atol=6e-4)
+    if form is as_chart:  # by the run's name, which has a column of norms, too
+        assert read(tmp_path / "run.txt", "a").loss.tolist() == other.loss.tolist()

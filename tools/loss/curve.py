@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,16 +60,22 @@ def last_of_each(rows: list[LossRow]) -> tuple[list[LossRow], tuple[str, ...]]:
     last = {row.step: row for row in rows}
     if len(rows) == len(last):
         return rows, ()
-    note = f"{len(rows) - len(last)} steps are in the log more than once (restarts, several ranks): the last of each counts"
+    times = Counter(row.step for row in rows)
+    repeated = sum(count > 1 for count in times.values())
+    note = f"{repeated} steps are in the log more than once (restarts, several ranks): the last of each counts"
     others = {row.step for row in rows if str(row.loss) != str(last[row.step].loss)}
     if others:
         note += f"; {len(others)} had another loss before, first step {min(others)}"
     return [last[step] for step in sorted(last)], (note,)
 
 
-def mean_note(rows: list[LossRow]) -> tuple[str, ...]:
-    """Return a note that values are means over steps, of a writer that prints means since its last line."""
-    gaps = {b.step - a.step for a, b in itertools.pairwise(rows)}
+def mean_note(steps: Iterable[int]) -> tuple[str, ...]:
+    """Return a note that values are means over steps, of a writer that prints means since its last line.
+
+    Args:
+        steps: Those that have a line, with a loss or without.
+    """
+    gaps = {b - a for a, b in itertools.pairwise(sorted({*steps}))}
     if not gaps or gaps == {1}:
         return ()
     return (f"each value is the mean of the steps since the line before, up to {max(gaps)}",)

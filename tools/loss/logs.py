@@ -113,7 +113,8 @@ def _part(path: Path, line: int, record: str, name: str) -> str:
 def _megatron(path: Path, text: str, metric: str | None) -> LossCurve:
     """Read lines such as ``iteration  10/  500 | ... | lm loss: 1.05E+01 | ... | grad norm: 2.1 | ... |``."""
     rows: list[LossRow] = []
-    skipped = 0
+    skipped: list[int] = []
+    torn = ()
     for line, content, ends in _lines(text):
         match = _MEGATRON.search(content)
         if match is None:
@@ -121,7 +122,8 @@ def _megatron(path: Path, text: str, metric: str | None) -> LossCurve:
         fields = _fields(match["fields"])
         name = next((n for n in ([metric] if metric else _LOSSES) if n in fields), None)
         if not ends and _SKIPPED not in fields:
-            continue  # torn by a kill
+            torn = _torn(line)
+            continue
         other = metric is not None and any(n in fields for n in _LOSSES)
         if name is None and (other or _SKIPPED not in fields):
             problem = (
@@ -129,17 +131,16 @@ def _megatron(path: Path, text: str, metric: str | None) -> LossCurve:
             )
             raise BadInputError(f"{path}:{line}: {problem}")
         if name is None and fields[_SKIPPED] != "0":
-            skipped += 1
+            skipped.append(int(match["step"]))
             continue
         # A loss that is not above zero is not printed; it is NaN.
         loss = math.nan if name is None else to_float(path, line, name, fields[name])
         norm = to_float(path, line, "grad norm", fields.get("grad norm", "nan"))
         rows.append(LossRow(line, int(match["step"]), loss, norm))
-    notes = (f"{skipped} lines of skipped iterations have no loss and are left out",) * bool(
-        skipped
-    )
+    left_out = f"{len(skipped)} lines of skipped iterations have no loss and are left out"
     rows, repeated = last_of_each(rows)
-    notes = (*notes, *repeated, *mean_note(rows))
+    means = mean_note([*(row.step for row in rows), *skipped])
+    notes = (*(left_out,) * bool(skipped), *torn, *repeated, *means)
     return curve(path, "Megatron-LM log", metric or "lm loss", rows, notes)
 
 
@@ -154,6 +155,7 @@ def _torchtitan(path: Path, text: str, metric: str | None) -> LossCurve:
     if metric not in (None, "loss"):
         raise BadInputError(f"{path}: a log of torchtitan has no {metric}; expected loss")
     rows: list[LossRow] = []
+    torn = ()
     for line, content, ends in _lines(text):
         plain = _COLOUR.sub("", content)
         match = _TITAN.search(plain)
@@ -162,14 +164,20 @@ def _torchtitan(path: Path, text: str, metric: str | None) -> LossCurve:
         values = _TITAN_WHOLE.match(plain, match.end() - len("loss:"))
         if values is None:
             if not ends:
-                continue  # torn by a kill
+                torn = _torn(line)
+                continue
             raise BadInputError(f"{path}:{line}: a line of torchtitan without loss and memory")
         norm = values["norm"]
         value = math.nan if norm is None else to_float(path, line, "grad_norm", norm)
         loss = to_float(path, line, "loss", values["loss"])
         rows.append(LossRow(line, int(match["step"]), loss, value))
     rows, notes = last_of_each(rows)
-    return curve(path, "torchtitan log", "loss", rows, notes)
+    return curve(path, "torchtitan log", "loss", rows, (*torn, *notes))
+
+
+def _torn(line: int) -> tuple[str]:
+    """Return the note on a last line that a kill tore off."""
+    return (f"line {line} is torn off and left out",)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, bool]]:

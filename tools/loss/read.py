@@ -209,13 +209,22 @@ def _trainer_state(path: Path, content: dict[str, Any], metric: str | None) -> L
             problem = f"entry {number} of log_history has the step {entry.get('step')!r}"
             raise BadInputError(f"{path}:1: {problem}; expected a whole number")
         place = f"{name} in entry {number} of log_history"
-        norm = to_float(path, 1, f"grad_norm in entry {number}", entry.get("grad_norm", "nan"))
+        written = entry.get("grad_norm")
+        norm = to_float(
+            path, 1, f"grad_norm in entry {number}", "nan" if written is None else written
+        )
         rows.append(LossRow(1, entry["step"], to_float(path, 1, place, entry[name]), norm))
     if not rows:
         names = ", ".join(sorted({key for entry in entries for key in entry})[:20]) or "nothing"
         raise BadInputError(f"{path}:1: no entry of log_history has {name!r}; there are {names}")
     rows, notes = last_of_each(rows)
-    return curve(path, "Trainer's state", name, rows, (*notes, *mean_note(rows)))
+    return curve(
+        path,
+        "Trainer's state",
+        name,
+        rows,
+        (*notes, *(mean_note([row.step for row in rows]) if name == "loss" else ())),
+    )
 
 
 def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, float]:
@@ -326,7 +335,10 @@ def _of_export(
     losses = [t for t in columns if _metric_of(t) in LOSS_NAMES and not _EVALUATION.search(t)]
     if metric is not None:
         losses = [t for t in columns if metric in (t, t.rpartition(" - ")[2])]
-        losses = losses or [t for t in columns if metric == t.rpartition(" - ")[0]]
+        of_run = [t for t in columns if metric == t.rpartition(" - ")[0]]
+        losses = losses or [
+            t for t in of_run if _metric_of(t) in LOSS_NAMES and not _EVALUATION.search(t)
+        ]
     if len(losses) != 1 or not steps:
         problem = "no column of a loss" if not losses else f"{len(losses)} columns of a loss"
         problem = problem if steps else "no column of a step"

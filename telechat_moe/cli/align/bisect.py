@@ -1,6 +1,7 @@
 """`telechat-moe align bisect`: the first wrong call of a run, and what is wrong about it."""
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,18 +72,18 @@ def run(args: argparse.Namespace) -> int:
     if not alone and any(map(_is_checkpoint, (args.reference, args.target))):
         return _checkpoints(args, profile)
     name = args.reference if alone else args.target
-    reference = _read(args.reference, args.layouts)
-    target = reference if alone else _read(args.target, args.layouts)
+    dumps = _read([args.reference] if alone else [args.reference, args.target], args.layouts)
+    reference, target = dumps[0], dumps[-1]
     third = [summary.read(Path(args.benchmark))] if args.benchmark else []
     standard = profile and Standard(profile, reference, target, *third)
+    links: Any = [] if alone else _links(args, reference, target)
     with bars() as move:
         if alone:
             grouped = with_groups(target)
             outcome = bisect.bisect(grouped, target, itself=True, progress=move)
-        elif args.map or args.map_out or pairing.differ_in_layout(reference, target):
+        elif args.map or pairing.differ_in_layout(reference, target):
             if third:
                 raise UsageError("--benchmark is for runs with the same calls")
-            links = _links(args, reference, target)
             outcome = across_layouts.across(reference, target, links, args.rtol, move, standard)
         elif args.rtol is not None:
             text = "--rtol is for runs whose calls differ; these are judged by derived bounds"
@@ -97,12 +98,12 @@ def run(args: argparse.Namespace) -> int:
     return _written(args, outcome, report, name)
 
 
-def _read(path: str, layouts: str | None) -> Any:
-    """Return a dump, with the layouts of a file where it names none."""
+def _read(paths: Sequence[str], layouts: str | None) -> list[Any]:
+    """Return dumps, with the layouts of a file where they name none."""
     from telechat_moe.tools.align.dump import layout_file, summary
 
-    dump = summary.read(Path(path))
-    return dump if layouts is None else layout_file.with_layouts(dump, Path(layouts))
+    dumps = [summary.read(Path(path)) for path in paths]
+    return dumps if layouts is None else layout_file.with_layouts(dumps, Path(layouts))
 
 
 def _links(args: argparse.Namespace, reference: Any, target: Any) -> Any:

@@ -468,3 +468,9 @@ def test_inspect_writes_the_step_that_it_shows(tmp_path):
     for call in ours.calls.values():
         for (_, x), (_, y) in zip(call.tensors(), other.calls[call.key].tensors(), strict=True):
             assert x.load().tobytes() == y.load().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["(2,", "f4,,", "1f4", "", "object", "float8_e8m0fnu"])
+def test_a_type_that_is_none_is_not_known(dtype):
+    assert not msprobe.value_files.is_known(dtype)
+    assert all(map(msprobe.value_files.is_known, ("float32", "float8_e4m3", "bfloat16")))

@@ -233,7 +233,11 @@ def test_layouts_that_a_dump_lacks_are_read_from_a_file(tmp_path, capsys):
     assert verdict("right")[0] != 0
     assert verdict("right", "--layouts", str(file)) == (0, None)
     assert verdict("wrong", "--layouts", str(file)) == (1, "wrong group")
-    for text in ("{}", "[]", '{"a": 3}', '{"a": {"Device Matrix": [2]}}'):
+    for text in (
+        *("{}", "[]", '[["a", "b"]]', '{"a": 3}', '{"a": {"Device Matrix": [2]}}'),
+        json.dumps({"*": to_dict(CUT), "Modul.typo*": to_dict(CUT)}),
+        json.dumps({"*": {**to_dict(CUT), "Ranklist": [0]}}),
+    ):
         file.write_text(text)
         arguments = [str(tmp_path / name) for name in ("one", "right")]
         assert main(["align", *arguments, "--layouts", str(file)]) == 3

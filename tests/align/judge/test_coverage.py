@@ -10,6 +10,7 @@ import pytest
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.across_layouts import across
+from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.coverage import Coverage, advice, answer
@@ -140,3 +141,34 @@ def test_a_map_with_swapped_sides_is_an_error(tmp_path, capsys):
         assert "sides are swapped" in capsys.readouterr().err
         assert main([*command, str(tmp_path / "empty.json")]) == 3
         assert "the map is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_gradient_that_only_the_target_lacks_is_not_left_out(lost):
+    """A module whose inputs need no gradient has none in both runs; one that lost it is no pass."""
+
+    def run(is_lost):
+        calls = []
+        for number in range(3):
+            name, outputs = (
+                f"Module.layers.{number}.Linear",
+                [tensor(X)] * (not is_lost or number != 1),
+            )
+            calls.append(
+                Call(
+                    f"{name}.forward.0",
+                    "module",
+                    name,
+                    0,
+                    Phase.FORWARD,
+                    [tensor(X)],
+                    {},
+                    [tensor(X)],
+                )
+            )
+            calls.append(Call(f"{name}.backward.0", "module", name, 0, Phase.BACKWARD, [tensor(X)], {}, outputs))  # fmt: skip
+        by_key = {call.key: call for call in calls}
+        return Dump(Path(), {(0, 0): RankDump(0, 0, "pytorch", "tensor", "L0", by_key, Path())})
+
+    outcome = bisect(run(False), run(lost))
+    assert (outcome.verdict == "pass") is not lost

@@ -11,8 +11,8 @@ from recorded import calls, rank_dump, record, run_case
 from replayed import replay
 
 from telechat_moe.tools.align.capture.torch_functions import capture
-from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
-from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord
+from telechat_moe.tools.align.judge.replay import other_settings, replay_call
 
 F = torch.nn.functional
 pytestmark = pytest.mark.torch
@@ -263,3 +263,19 @@ def test_functions_of_mindspore_have_the_errors_of_its_kernels():
         call = Call(key, "api", name, 0, Phase.FORWARD, records[:1], {}, records[1:])
         (verdicts[name],) = replay_call(call, call)
     assert [v.status for v in verdicts.values()] == ["pass", "diverged"]
+
+
+def test_numbers_that_people_chose_must_be_the_reference_s():
+    def call(name, **numbers):
+        kwargs = {k: Scalar(type(v).__name__, v) for k, v in numbers.items()}
+        return Call(f"{name}.0.forward", "api", name, 0, Phase.FORWARD, [], kwargs, [])
+
+    decay = [call("Torch.update", weight_decay=x) for x in (0, 0.1)]
+    assert "weight_decay is 0.1, the reference's 0" in other_settings(decay[1], decay[0])
+    assert "weight_decay is 0, the reference's 0.1" in other_settings(*decay)
+    training, evaluating = (
+        [call("Functional.dropout", p=p, training=mode) for p in (0.1, 0.2)]
+        for mode in (True, False)
+    )
+    assert "p is 0.1" in other_settings(*training)
+    assert not other_settings(*evaluating)  # without effect

@@ -69,3 +69,12 @@ def test_tokens_of_an_expert_may_be_others_after_other_choices():
     reference, target = (flow(heads, view, 1) for view in rows)
     assert common_selection(PLACE, reference, target, False) is None
     assert common_selection(PLACE, reference, target, True) is not None
+
+
+def test_complex_numbers_are_not_told_by_their_real_parts():
+    def rotations(rng):
+        return np.exp(1j * heads(rng)).astype(np.complex64)
+
+    reference = flow(rotations, lambda x: x.transpose(0, 2, 1, 3), 1)
+    target = flow(rotations, lambda x: x.conj().transpose(0, 2, 1, 3), 1)
+    assert common_selection(PLACE, reference, target, False) is None

@@ -20,6 +20,11 @@ from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
 
 INTERLEAVED = "interleaved_parallel"
+KEYS = {
+    *("Device Matrix", "Alias Name", "Interleaved", "Tensor Map", "Rank List", "Partial"),
+    *("Cyclic", "Blocks", "Local", "Calls", "Sizes", "Owned", "Padded", "Flat"),
+}
+"""The keys of a layout as dumps write it."""
 _KINDS = {"avg": "mean"}
 
 

@@ -216,7 +216,9 @@ class _Comparison:
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
             step, name = split(key, target.step)
-            if call.kind != kind or call.only_numbers or (returns and _returns_nothing(call)):
+            if call.kind != kind or call.only_numbers:
+                continue
+            if returns and _returns_nothing(call) and _returns_nothing(calls.get(key, call)):
                 continue
             others = self.open.get((step, target.rank, name), [])
             if is_exchange(call):

@@ -32,6 +32,7 @@ _ADVICE = {
     r"rank \d+ of its group|what rank \d+ sent": "every rank of the group",
     r"step \d+, rank \d+ is only": "the same steps and ranks in both runs",
     r"no output was dumped|no gradient of": "inputs and outputs of this call, forward and backward",
+    r"laid out differently": "the layouts of both runs (--layouts FILE)",
     r"a point is not known|not known in the": "this tensor in both runs, with its layout",
 }
 

@@ -98,12 +98,14 @@ def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdi
     record, tensor = reference.tensors[place], target.tensors[place]
     call = reference.dump.calls[place[0]]
     late = reference.is_late_step(place[0]) or place[0] in reference.late
-    if late or call.phase is not Phase.FORWARD or not is_weight(call, place[1]):
+    if late or not is_float(record.dtype):
+        return None
+    if call.phase is not Phase.FORWARD or not is_weight(call, place[1]):
         return None
     far = extremes_apart(record, tensor)
     kinds = [d for run in (reference, target) for d in run.dump.dtypes if is_float(d)]
     allowed = max(_CONVERTED, _ROUNDINGS * max(FLOATS[d].unit for d in kinds))
-    if far is None or far <= allowed or not is_float(record.dtype):
+    if far is None or far <= allowed:
         return None
     text = f"{place[1]} comes from outside and is not the reference's: its extremes differ by {far:.2g} of their size"
     return Verdict(*place, "diverged", far / allowed, text, basis="other run")

@@ -143,7 +143,7 @@ def other_settings(call: Call, reference: Call) -> str:
 
     A result need not show them: bfloat16 rounds a small weight decay away.
     """
-    if call.name != reference.name or call.phase is Phase.BACKWARD:
+    if call.name != reference.name or call.phase is Phase.BACKWARD or _is_off(call):
         return ""
     golden = dict(reference.leaves())
     texts = [
@@ -152,6 +152,7 @@ def other_settings(call: Call, reference: Call) -> str:
         if isinstance(value, Scalar)
         and isinstance(other := golden.get(place), Scalar)
         and value.value != other.value
+        and float in (type(value.value), type(other.value))
         and _is_chosen(value)
         and _is_chosen(other)
     ]
@@ -166,10 +167,17 @@ def argument_name(call: Call, place: str) -> str:
     return f"argument {name}" if name.isdigit() else name
 
 
+def _is_off(call: Call) -> bool:
+    """Return whether a call is told not to train, as dropout is in evaluation: its probability has no effect."""
+    values: dict[str, object] = {argument_name(call, p): x for p, x in call.leaves()}
+    modes = (values.get(name) for name in ("training", "train"))
+    return any(isinstance(mode, Scalar) and mode.value is False for mode in modes)
+
+
 def _is_chosen(value: Scalar) -> bool:
-    """Return whether a number has so few decimals, or 1 minus it, as none has that was computed of data by chance (1e-9)."""
+    """Return whether a number has so few decimals, or 1 minus it, as few have that were computed of data in 32 bits."""
     x = value.value
-    if type(x) is not float or not np.isfinite(x) or abs(x) in _LARGEST:
+    if type(x) not in (int, float) or not np.isfinite(x) or abs(x) in _LARGEST:
         return False
     return any(np.isclose(v, float(f"{v:.5g}"), rtol=1e-14, atol=0.0) for v in (x, 1 - x))
 

@@ -35,7 +35,7 @@ def common_selection(
 ) -> tuple[SelectedLines, SelectedLines] | None:
     """Return the lines of one earlier output that a tensor consists of in both runs; None: there is no such output.
 
-    They must be the same ones, unless the runs ``chose`` otherwise and it consists of whole rows.
+    They must be the same ones, unless the runs ``chose`` otherwise and it consists of whole rows, columns or elements.
     """
     by_source = {(s.source, s.way): s for s in _selections(place, target)}
     for other in _selections(place, reference) if by_source else ():
@@ -51,10 +51,13 @@ def _selections(place: Place, flow: DataFlow) -> Iterator[SelectedLines]:
     tensor = flow.tensors[place]
     if tensor.read is None or not tensor.shape or not np.prod(tensor.shape):
         return
+    if tensor.dtype.startswith("complex"):  # the marks are of real numbers
+        return
     floats = is_float(tensor.dtype)
     for source in flow.outputs_before(place[0], _MOST):
         record = flow.tensors[source]
-        if record.read is None or not np.prod(record.shape) or is_float(record.dtype) != floats:
+        is_same_kind = is_float(record.dtype) == floats and not record.dtype.startswith("complex")
+        if record.read is None or not np.prod(record.shape) or not is_same_kind:
             continue
         for way, lines, pool in _ways(tensor, record):
             index = _found(*(_marks(x) for x in (lines, pool)))
