@@ -22,17 +22,13 @@ from telechat_moe.errors import UsageError
 
 NOTES = """\
 Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings, and must be within a bound derived from types and
-lengths; inputs must be what the calls before made. A call that cannot be recomputed is judged by the other run. Where the runs have different
-layouts or frameworks, weights, gradients and states are compared as whole tensors, joined from the shards of all ranks. One dump alone is judged by
-itself.
-
-Which tensors of two frameworks correspond is found by names and values; --map-out writes it as JSON, --map reads it edited. --layouts reads
-{PATTERN: layout} for tensors whose layout a dump does not name; a pattern fits "KEY PLACE", as `inspect --calls` lists them.
+lengths; inputs must be what the calls before made. A call that cannot be recomputed is judged by the other run. Other layouts or frameworks are
+compared by whole weights, gradients and states.
 
 A pass needs 95 % of the calls and of the bytes of each phase judged; with less the verdict is inconclusive, and what to dump is listed.
 
 --standard judges every tensor by a published standard instead: ascend-l0, -l1, -l2 (with --benchmark), ecosystem, mixed, mindformers, msprobe, torch,
-close, ulp or bitwise, with settings (close:rtol=1e-5). Both may also be checkpoints. See docs/align.md.
+close, ulp or bitwise, with settings (close:rtol=1e-5). --layouts and the map are JSON files, see docs/align.md.
 """
 
 

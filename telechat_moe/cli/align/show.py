@@ -90,8 +90,7 @@ VERB = Verb(
     help="show what a dump holds, or write it in another form",
     description="Show what a dump holds, and what of it cannot be judged; write it in another form.",
     notes=NOTES,
-    examples="telechat-moe align inspect dump\n"
-    "telechat-moe align inspect dump --calls --step 0 --rank 0\n"
+    examples="telechat-moe align inspect dump --calls --step 0 --rank 0\n"
     "telechat-moe align inspect dump --out small --fingerprints",
     exits={2: "wrong usage, or --out exists", 3: "missing or broken"},
     json_keys="path, source (msprobe | statistic.csv), ranks (step, rank, framework, task, level, calls, phases, "

@@ -177,7 +177,9 @@ def _is_off(call: Call) -> bool:
 def _is_chosen(value: Scalar) -> bool:
     """Return whether a number has so few decimals, or 1 minus it, as few have that were computed of data in 32 bits."""
     x = value.value
-    if type(x) not in (int, float) or not np.isfinite(x) or abs(x) in _LARGEST:
+    if type(x) is int and abs(x) < 1 << 53:
+        x = float(x)
+    if type(x) is not float or not np.isfinite(x) or abs(x) in _LARGEST:
         return False
     return any(np.isclose(v, float(f"{v:.5g}"), rtol=1e-14, atol=0.0) for v in (x, 1 - x))
 
