@@ -187,7 +187,7 @@ class Engine(key_effects.Recorder):
         return [(key_effects._value(ids),) for ids in batches]
 
     def launch(
-        self, batches: Any, number: int, rate: float, limits: Any
+        self, batches: Any, number: int, rate: float, limits: Any, before: None
     ) -> key_effects.RunningStep:
         """Take a step, of which some are not finite, and stop after the last one."""
         self.updates += 1
