@@ -14,6 +14,7 @@ from telechat_moe.tools.align.dump.records import Phase, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import (
     DataFlow,
     Place,
+    digest,
     is_weight,
     sum_verdict,
     total_of,
@@ -170,11 +171,12 @@ def _within(place: Place, far: Distance, allowed: float) -> Verdict | None:
 def is_close(place: Place, reference: DataFlow, target: DataFlow, strict: bool) -> bool:
     """Return whether a tensor is about as far from the reference's as earlier outputs are; after other choices, most rows.
 
-    If ``strict``, all rows.
+    If ``strict``, all rows; and choices and masks, which else what is computed with them must show, are the same.
     """
     record, tensor = reference.tensors[place], target.tensors[place]
     if not is_float(record.dtype) or not is_float(tensor.dtype):
-        return True  # choices and masks: judged by what is computed with them
+        have_values = record.read is not None and tensor.read is not None
+        return not strict or (have_values and digest(record.load()) == digest(tensor.load()))
     far, chose = distance(record, tensor), target.chose_otherwise(reference, place[0])
     if far is None:
         return chose  # other tokens, perhaps
