@@ -1,9 +1,12 @@
 """A small model whose experts all run, also those that got no token, as Megatron-Core's do, in plain torch; see msprobe_runs.py."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from benchmarks.align_faults.tensor_parallel import TokenModel
 
 
 class _Quantize(nn.Module):
@@ -43,24 +46,9 @@ class _Layer(nn.Module):
         return x + total.reshape(x.shape)
 
 
-class _Model(nn.Module):
-    def __init__(self, float8: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList([_Layer(float8) for _ in range(2)])
-        self.head = nn.Linear(32, 50, bias=False)
-
-    def forward(self, tokens: Any, labels: Any) -> Any:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        loss = nn.functional.cross_entropy(self.head(x).reshape(-1, 50), labels.reshape(-1))
-        return type("Output", (), {"loss": loss})()
-
-
 def build(float8: bool, batches: int) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Return the model and the batches, of so few tokens that some of the experts get none."""
     torch.manual_seed(3)
-    model = _Model(float8)
+    model = TokenModel(partial(_Layer, float8))
     tokens = torch.randint(0, 50, (batches, 2, 3))
     return model, [{"tokens": t, "labels": t.roll(-1, 1)} for t in tokens]

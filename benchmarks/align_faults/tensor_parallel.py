@@ -1,5 +1,7 @@
 """A small model whose linear layers are split over ranks as Megatron splits them, in plain torch; see msprobe_runs.py."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,14 +74,17 @@ class _Layer(nn.Module):
         return x + self.linear_fc2(nn.functional.silu(self.linear_fc1(self.norm(x))))
 
 
-class _Model(nn.Module):
-    def __init__(self, ranks: int, rank: int) -> None:
+class TokenModel(nn.Module):
+    """Two layers between an embedding and a head, with the loss."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList([_Layer(ranks, rank) for _ in range(2)])
+        self.layers = nn.ModuleList([layer() for _ in range(2)])
         self.head = nn.Linear(32, 50, bias=False)
 
     def forward(self, tokens: Any, labels: Any) -> Any:
+        """Return an output with the mean cross-entropy as its ``loss``."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -90,6 +95,6 @@ class _Model(nn.Module):
 def build(ranks: int, rank: int, batches: int) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Return the model of a rank and the batches, the same for every number of ranks."""
     torch.manual_seed(3)
-    model = _Model(ranks, rank)
+    model = TokenModel(partial(_Layer, ranks, rank))
     tokens = torch.randint(0, 50, (batches, 2, 12))
     return model, [{"tokens": t, "labels": t.roll(-1, 1)} for t in tokens]

@@ -87,6 +87,7 @@ class Engine(ABC):
             limits: Gradient norm and loss must be below these for the update to be applied.
             before: The step before, if it is still running: this update is applied only if that one's is.
         """
+        self.prepare(batches)
         if before is not None or limits != self.limits:
             self.set_limits(limits, None if before is None else before.applied)
             self.limits = limits if before is None else None
@@ -94,6 +95,9 @@ class Engine(ABC):
         if self.average is not None:
             self.average.update(number, running.applied)
         return running
+
+    def prepare(self, batches: list[TensorBatch]) -> None:  # noqa: B027
+        """Get ready for a step of these batches, before its limits are set."""
 
     @abstractmethod
     def set_limits(self, limits: tuple[float, float], before: Tensor | None) -> None:

@@ -142,19 +142,11 @@ class RankEngine(Engine):
         losses, norm, *outputs = self.program(*scalars, *batches[0])
         return RunningStep(losses, norm, None, *outputs)
 
-    def launch(
-        self,
-        batches: list[TensorBatch],
-        number: int,
-        rate: float,
-        limits: tuple[float, float],
-        before: RunningStep | None = None,
-    ) -> RunningStep:
-        """See :meth:`telechat_moe.train.engine.Engine.launch`; steps of another size have another graph."""
+    def prepare(self, batches: list[TensorBatch]) -> None:
+        """See :meth:`telechat_moe.train.engine.Engine.prepare`; steps of another size have another graph."""
         count = batches[0][0].shape[0] // self.micro_rows
         if count != self.micro_batches:
             self._go_on_with(count)
-        return super().launch(batches, number, rate, limits, before)
 
     def acts_after_step(self) -> bool:
         """See :meth:`telechat_moe.train.engine.Engine.acts_after_step`: experts may move."""

@@ -218,13 +218,9 @@ def _trainer_state(path: Path, content: dict[str, Any], metric: str | None) -> L
         names = ", ".join(sorted({key for entry in entries for key in entry})[:20]) or "nothing"
         raise BadInputError(f"{path}:1: no entry of log_history has {name!r}; there are {names}")
     rows, notes = last_of_each(rows)
-    return curve(
-        path,
-        "Trainer's state",
-        name,
-        rows,
-        (*notes, *(mean_note([row.step for row in rows]) if name == "loss" else ())),
-    )
+    if name == "loss":
+        notes += mean_note(row.step for row in rows)
+    return curve(path, "Trainer's state", name, rows, notes)
 
 
 def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, float]:
@@ -334,11 +330,8 @@ def _of_export(
     steps = [t for t in columns if _metric_of(t) in STEP_NAMES]
     losses = [t for t in columns if _metric_of(t) in LOSS_NAMES and not _EVALUATION.search(t)]
     if metric is not None:
-        losses = [t for t in columns if metric in (t, t.rpartition(" - ")[2])]
-        of_run = [t for t in columns if metric == t.rpartition(" - ")[0]]
-        losses = losses or [
-            t for t in of_run if _metric_of(t) in LOSS_NAMES and not _EVALUATION.search(t)
-        ]
+        named = [t for t in columns if metric in (t, t.rpartition(" - ")[2])]
+        losses = named or [t for t in losses if metric == t.rpartition(" - ")[0]]
     if len(losses) != 1 or not steps:
         problem = "no column of a loss" if not losses else f"{len(losses)} columns of a loss"
         problem = problem if steps else "no column of a step"
