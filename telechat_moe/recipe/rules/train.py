@@ -13,6 +13,7 @@ from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.callbacks import ProfileMonitor, TopkBiasBalanceCallback
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.optimizer import STABLE_DECAY, LrSchedule
+from telechat_moe.recipe.schema.own import Saving
 from telechat_moe.recipe.written import texts
 from telechat_moe.units import size_text
 
@@ -320,6 +321,14 @@ def home_folders(r: Recipe) -> Iterator[Broken]:
     for key, text in texts(r.given):
         if re.match(r"~[\w.-]*(/|$)", text) and not key.startswith(_NO_PATHS):
             yield key, f"{text}, and nothing puts a folder for ~", f"the whole path, or ./{text}"
+
+
+def memory_of_saves(r: Recipe) -> Iterator[Broken]:
+    """Parameters of a device are always copied into memory, in any trainer."""
+    share, target = r.telechat_moe.saving.memory_share, r.context.device_target
+    if share != Saving().memory_share and target != "CPU":
+        problem = f"{share:g} on {target}, whose parameters are always copied into memory"
+        yield "telechat_moe.saving.memory_share", problem, "remove it"
 
 
 def converter_names(r: Recipe) -> Iterator[Broken]:

@@ -258,9 +258,9 @@ class Saving:
     False: as `callbacks[].async_save` says, which is also what MindFormers goes by."""
 
     memory_share: Annotated[float, Range(0, 1)] = 0.02
-    """How much of the machine's memory the copies of each process may take. Where they would take more, and the parameters are
-    on no device, training stops until they are copied into the files of the checkpoint: several times as long, in no memory but
-    the page cache."""
+    """On CPU: how much of the machine's memory the copies of each process may take. Where they would take more, training stops
+    until they are copied into the files of the checkpoint: several times as long, in no memory but the page cache. Parameters of
+    a device are always copied into memory."""
 
     max_failed: Count = 0
     """Checkpoints in a row that may fail to be written, with a warning, before training stops. 0: stop at
