@@ -92,11 +92,6 @@ class MovingExperts:
         """Return the MoE layer of a weight of experts, or of a moment or average of one; None: it is another."""
         return self.layers.get(weight_of(name))
 
-    def in_slots(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        """Return a whole tensor in the order of slots."""
-        layer = self.layer(name)
-        return tensor if layer is None else tensor[self.current.experts[layer]]
-
     def in_order(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Return a whole tensor, given in the order of slots, in that of experts."""
         layer = self.layer(name)
