@@ -232,8 +232,8 @@ class _Comparison:
             if not self.itself or worst(judged).status == "diverged":
                 verdicts = judged
             first = worst(verdicts)
-            tolerated = 0.0 if self.itself else 4 * self._also_wrong(key, reference)
-            if first.status == "diverged" and first.ratio <= tolerated:
+            alarms = first.status == "diverged" and not self.itself
+            if alarms and first.ratio <= 4 * self._also_wrong(key, reference):
                 text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
                 verdicts = [not_judged(key, text, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)
