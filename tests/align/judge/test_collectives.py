@@ -1,5 +1,6 @@
 """Collectives of several ranks, computed here by plain loops, against the replay; wrong groups are named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,30 @@ def test_wrong_groups_are_found(kind):
 def test_wrong_reductions_are_named(change, family):
     outcome = bisect(run("all_reduce"), run("all_reduce", change=change))
     assert (outcome.ranks, outcome.findings[0].family) == ([2], family)
+
+
+def by_name(dump):
+    """Return a dump whose collectives have the names of their groups only, as those of MindSpore."""
+
+    def call(c):
+        ranks = c.kwargs["group"].value["group_ranks"]
+        return replace(c, kwargs={"group": Scalar("str", f"group-{ranks[0]}-{ranks[1]}")})
+
+    ranks = dump.ranks.items()
+    return Dump(
+        dump.root,
+        {k: replace(r, calls={key: call(c) for key, c in r.calls.items()}) for k, r in ranks},
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_are_known_by_their_names(kind):
+    right, wrong = by_name(run(kind)), by_name(run(kind, ([0, 2], [1, 3]), said=([0, 2], [1, 3])))
+    outcome = bisect(right, right)
+    assert (outcome.verdict, dict(outcome.judged)) == ("pass", {"pass": RANKS})
+    assert bisect(wrong, wrong).verdict == "pass"
+    assert bisect(right, wrong).verdict == "diverged"
+    assert bisect(right, by_name(run(kind, change=lambda r, y, _: y + (r == 2)))).ranks == [2]
 
 
 def test_a_rank_that_is_missing_is_said():

@@ -6,7 +6,7 @@ because a group that is wrong in the program is also wrong in its dump.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -183,6 +183,7 @@ def meetings(
     ``references`` are the same ranks of a trusted run, which gives the groups.
     """
     everybody = sorted(dump.rank for dump in dumps)
+    members = _members((references or {}).get(dump.rank, dump) for dump in dumps)
     meetings_by_name: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
     for dump in dumps:
         count: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -195,7 +196,7 @@ def meetings(
                 group = _ends(call, dump.rank)
             else:
                 trusted_call = believed.calls.get(key, call) if believed else call
-                group = group_of(trusted_call) or everybody
+                group = group_of(trusted_call) or members.get(_group_name(trusted_call), everybody)
             name = kind, (*group, *_tag(call))
             meeting = Meeting(kind, group, {}, trusted_call)
             meeting = meetings_by_name.setdefault((*name, count[name]), meeting)
@@ -254,6 +255,23 @@ def group_of(call: Call) -> list[int] | None:
             if ranks:
                 return [int(r) for r in ranks]
     return None
+
+
+def _members(dumps: Iterable[RankDump]) -> dict[str, list[int]]:
+    """Return the ranks that have collectives in each group that is known by its name only, as MindSpore's are."""
+    members: dict[str, set[int]] = {}
+    for dump in dumps:
+        for call in dump.calls.values():
+            if name := _group_name(call):
+                members.setdefault(name, set()).add(dump.rank)
+    return {name: sorted(ranks) for name, ranks in members.items()}
+
+
+def _group_name(call: Call) -> str:
+    """Return the name of a collective's group; empty: it has none, or is no collective."""
+    kind = kind_of(call)
+    name = arguments_by_name(kind, call).get("group") if kind is not None else None
+    return name if isinstance(name, str) else ""
 
 
 def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[ReceivedTensor]:
