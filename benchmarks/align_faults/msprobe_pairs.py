@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ def _pairs(kind: str, *pairs: tuple[TorchRun, TorchRun]) -> Iterable[Pair]:
 
 
 _TWO = {"threads": 2}
+_TP = {ranks: R("tensor_parallel", ranks=ranks) for ranks in (1, 2, 4)}
 _MODELS = "deepseek", "qwen3_moe", "glm4_moe", "gpt_oss"
 SINGLE = [
     *(Pair("one dump", R(model), None) for model in _MODELS),
@@ -97,8 +99,7 @@ CLEAN = [
         ),
     ),
     *_pairs("accumulation", (R(micro_batches=4), R(micro_batches=4, **_TWO))),
-    *_pairs("layout", (R("tensor_parallel"), R("tensor_parallel", ranks=2))),
-    *_pairs("layout", (R("tensor_parallel", ranks=2), R("tensor_parallel"))),
+    *_pairs("layout", *((_TP[a], _TP[b]) for a in _TP for b in _TP if a != b)),
     *_pairs(
         "layout",
         (
@@ -152,6 +153,20 @@ FAULTY += [
         "weight decay": "Tensor.mul_.0",
         "gradient doubled": "forward",
     }.items()
+]
+SPLIT = {
+    "sum over ranks missing": ("all_reduce.1.", "Tensor.__add__.1."),
+    "sum over ranks twice": ("all_reduce.0.", "Tensor.__add__.0."),
+    "sum of gradients missing": ("all_reduce.3.", "Functional.embedding.0.backward"),
+    "mean over ranks": ("Tensor.__truediv__.0.", "Tensor.__add__.1."),
+    "slice of another rank": ("Functional.linear.2.", "Functional.linear.2."),
+    "halves of a slice exchanged": ("Functional.linear.0.", "Functional.linear.0."),
+}
+"""Faults of a split model: the call to name where both runs are split alike, and across layouts."""
+FAULTY += [
+    Pair("fault, layout", _TP[a], replace(_TP[b], fault=fault), keys[a != b])
+    for fault, keys in SPLIT.items()
+    for a, b in ((2, 2), (1, 2), (2, 4), (4, 2))
 ]
 
 

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class TorchRun:
     """A run of a few steps and how it is dumped."""
 
-    model: str = "deepseek"  # a key of `MODELS`, `tensor_parallel`, `sparse_experts` or `sparse_experts_float8`
+    model: str = "deepseek"  # a key of `MODELS`, or `tensor_parallel`, `sparse_experts`,
+    # `sparse_experts_float8`, `megatron_tp`, `megatron_ep`
     level: str = "L1"  # msprobe's level: L0, L1 or mix
     task: str = "tensor"  # or `statistics`
     optimizer: str = (
@@ -148,7 +149,8 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
     from msprobe.pytorch import PrecisionDebugger, seed_all
 
     torch.set_num_threads(run.threads)
-    if run.ranks > 1:
+    megatron = run.model.startswith("megatron")
+    if run.ranks > 1 or megatron:
         store = f"file://{meeting}/store"
         torch.distributed.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=run.ranks
@@ -158,6 +160,12 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
         from benchmarks.align_faults import tensor_parallel
 
         model, batches = tensor_parallel.build(run.ranks, rank, run.steps * run.micro_batches)
+        model = model.to(getattr(torch, run.dtype))
+    elif megatron:
+        from benchmarks.align_faults import megatron_moe
+
+        layout = run.model.rpartition("_")[2]
+        model, batches = megatron_moe.build(layout, run.steps * run.micro_batches)
         model = model.to(getattr(torch, run.dtype))
     elif run.model.startswith("sparse_experts"):
         from benchmarks.align_faults import sparse_experts
@@ -273,7 +281,47 @@ def _loaded(model: Any, _optimizer: Any) -> None:
     model.get_parameter("model.layers.1.self_attn.o_proj.weight").data.mul_(1.01)
 
 
+def _own_sum(number: int, change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
+    """Return a fault in the sum over ranks of this number: ``change(what a rank sends, the right sum's function)``."""
+
+    def plant(_model: Any, _optimizer: Any) -> None:
+        from benchmarks.align_faults import tensor_parallel
+
+        right, count = tensor_parallel._sum, [0]
+
+        def wrong(x: Any) -> Any:
+            count[0] += 1
+            return change(x, right) if count[0] == number + 1 else right(x)
+
+        tensor_parallel._sum = wrong
+
+    return plant
+
+
+def _slice(model: Any, _optimizer: Any) -> None:
+    """Give the last rank the slice of the first."""
+    import torch
+
+    weight = model.layers[1].linear_fc1.weight.data
+    first = weight.clone()
+    torch.distributed.broadcast(first, 0)
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        weight.copy_(first)
+
+
+def _order(model: Any, _optimizer: Any) -> None:
+    """Exchange the rows of two halves of each rank's slice, as gate and up in another order."""
+    weight = model.layers[0].linear_fc1.weight.data
+    weight.copy_(weight.roll(len(weight) // 2, 0))
+
+
 FAULTS: dict[str, Callable[[Any, Any], None]] = {
+    "sum over ranks missing": _own_sum(1, lambda x, _: x.contiguous()),
+    "sum over ranks twice": _own_sum(0, lambda x, right: right(right(x))),
+    "sum of gradients missing": _own_sum(3, lambda x, _: x.contiguous()),
+    "mean over ranks": _own_sum(1, lambda x, right: right(x) / 2),
+    "slice of another rank": _slice,
+    "halves of a slice exchanged": _order,
     "silu scaled": _wrong("nn.functional.silu", 1, lambda y: y * 1.02),
     "linear rows moved": _wrong("nn.functional.linear", 9, lambda y: y.roll(1, 0)),
     "linear element": _wrong("nn.functional.linear", 6, lambda y: y + 3 * _spot(y)),

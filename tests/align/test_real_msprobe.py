@@ -16,13 +16,14 @@ if find_spec("msprobe") is None:
     pytest.skip("mindstudio-probe is not installed (make test-torch)", allow_module_level=True)
 pytestmark = pytest.mark.torch
 
-from benchmarks.align_faults.msprobe_pairs import CLEAN, FAULTY, SINGLE, dumps_of, outcome_of
+from benchmarks.align_faults.msprobe_pairs import CLEAN, FAULTY, SINGLE, SPLIT, dumps_of, outcome_of
 from benchmarks.align_faults.msprobe_runs import TorchRun
 from telechat_moe.cli import main
 
 RUN = TorchRun()
 ADAMW = TorchRun(optimizer="adamw")
 TENSOR_PARALLEL = TorchRun("tensor_parallel", ranks=2)
+FOUR = replace(TENSOR_PARALLEL, ranks=4)
 QWEN = TorchRun("qwen3_moe")
 EXPERTS = TorchRun("sparse_experts")
 FLOAT8 = TorchRun("sparse_experts_float8", level="mix")
@@ -36,6 +37,8 @@ RUNS = [
     replace(RUN, threads=2, fault="linear element"),
     TENSOR_PARALLEL,
     replace(TENSOR_PARALLEL, ranks=1),
+    FOUR,
+    *(replace(TENSOR_PARALLEL, fault=fault) for fault in SPLIT),
     QWEN,
     replace(QWEN, dtype="bfloat16"),
     replace(RUN, level="L0"),
@@ -89,6 +92,8 @@ def test_one_right_dump_passes(run, answer):
         (replace(RUN, attention="sdpa", optimizer="adamw_foreach"), ADAMW),
         (replace(TENSOR_PARALLEL, ranks=1), TENSOR_PARALLEL),
         (TENSOR_PARALLEL, replace(TENSOR_PARALLEL, ranks=1)),
+        (TENSOR_PARALLEL, FOUR),
+        (FOUR, TENSOR_PARALLEL),
     ],
     ids=str,
 )
@@ -160,6 +165,14 @@ def test_tensor_parallel_dumps_go_through_the_command(answer, folder, capsys):
     names = [str(folder / name) for name in ("tensor_parallel", "tensor_parallel_ranks-2")]
     assert main(["align", *names]) == 0, capsys.readouterr()
     assert main(["align", *names[::-1]]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("fault", SPLIT)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_faults_of_a_split_model_are_named_across_layouts(fault, ranks, answer):
+    reference = replace(TENSOR_PARALLEL, ranks=ranks)
+    first = answer(reference, replace(TENSOR_PARALLEL, fault=fault)).findings[0]
+    assert SPLIT[fault][1] in first.verdict.key
 
 
 @pytest.mark.slow

@@ -19,11 +19,19 @@ import numpy as np
 from telechat_moe.files import Progress
 from telechat_moe.numerics import FLOATS, Array, is_float
 from telechat_moe.tools.align.bisect import bisect
-from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, TensorRecord, nbytes_of
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Phase,
+    RankDump,
+    TensorRecord,
+    nbytes_of,
+)
 from telechat_moe.tools.align.explain.sides import ComparedPrograms
 from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.comparison import ReferenceCache
 from telechat_moe.tools.align.judge.coverage import SHARED, CoverageShare, answer
+from telechat_moe.tools.align.judge.data_flow import is_weight
 from telechat_moe.tools.align.judge.distance import (
     VAGUE,
     factor_between,
@@ -49,7 +57,7 @@ from telechat_moe.tools.align.judge.points import (
 )
 from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
-from telechat_moe.tools.align.judge.shards import in_shards
+from telechat_moe.tools.align.judge.shards import first_apart, in_shards
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Explanation, Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
@@ -111,6 +119,8 @@ def across(
     outcome.coverage.shares[SHARED] = CoverageShare()
     for step in steps:
         a, b = reference.at(step), target.at(step)
+        if not links and not findings and not chose_otherwise(a, b):
+            findings += first_apart(sharded.at(step), grouped.at(step))
         pairs = linked(a, b, links) if links else [*by_weight(a, b)] or by_use(a, b)
         points.begin(step, a, grouped.at(step), pinned=not links)
         for finding in (*points.choices(step, b), *points.at(step, b, pairs)):
@@ -135,8 +145,9 @@ def across(
 
 def _begins(finding: Finding) -> bool:
     """Return whether a tensor is wrong before the step, so that nothing within it can have changed the tensor."""
-    place = finding.verdict.place
-    return place.startswith("parameters") or place.removeprefix("input.") in STATES
+    place, call = finding.verdict.place, finding.call
+    is_used = call is not None and call.phase is Phase.FORWARD and is_weight(call, place)
+    return is_used or place.startswith("parameters") or place.removeprefix("input.") in STATES
 
 
 # ------------------------------------------------------------------ comparison

@@ -3,6 +3,7 @@
 They are gradients of weights, weights and states around their update, choices of routers, and what a map names.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -62,38 +63,54 @@ def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[TensorPa
 
 
 def by_use(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[TensorPair]:
-    """Yield the weights that calls of equal keys use, put together by their shapes: msprobe records no updates and no layout.
-
-    One of the runs must have them whole, on one rank.
-    """
-    uncut_rank = next((run[0] for run in (a, b) if len(run) == 1), None)
-    for key, call in uncut_rank.calls.items() if uncut_rank is not None else ():
+    """Yield the weights that calls of equal keys use, put together by their shapes: msprobe records no updates and no layout."""
+    for key, call in a[0].calls.items() if a else ():
         if call.phase is not Phase.FORWARD or call.kind != "api":
             continue
-        for place, tensor in call.given():
+        for place, _ in call.given():
             if is_weight(call, place) and all(key in dump.calls for dump in (*a, *b)):
-                pair = [_by_shape(run, key, place, tensor) for run in (a, b)]
-                if None not in pair:
-                    yield TensorPair(f"weight {place} of {key} before", *filter(None, pair))
+                shards = [_shards(run, key, place) for run in (a, b)]
+                for shape in _whole_shapes(*shards):
+                    tensors = [_by_shape(run, key, place, shape) for run in shards]
+                    if tensors[0] is not None and tensors[0].values is not None and tensors[1]:
+                        yield TensorPair(f"weight {place} of {key} before", *filter(None, tensors))
+                        break
+
+
+def _shards(ranks: Sequence[RankDump], key: str, place: str) -> list[Shard]:
+    """Return the tensor that each rank has in a call; empty if some have none."""
+    records = [(dump.rank, dict(dump.calls[key].tensors()).get(place)) for dump in ranks]
+    shards = [Shard(rank, record, 0) for rank, record in records if record and record.read]
+    return shards if len(shards) == len(ranks) else []
+
+
+def _whole_shapes(a: Sequence[Shard], b: Sequence[Shard]) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes that a tensor may have of which two runs have such shards, the smallest first."""
+    shapes = [run[0].values.shape for run in (a, b) if run]
+    if len(shapes) < 2 or len(shapes[0]) != len(shapes[1]):
+        return
+    smallest = [math.lcm(*sizes) for sizes in zip(*shapes, strict=True)]
+    cut = [d for d, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
+    for times in range(1, min(len(a), len(b)) + 1) if len(cut) == 1 else (1,):
+        yield tuple(n * times if d in cut else n for d, n in enumerate(smallest))
 
 
 def _by_shape(
-    ranks: Sequence[RankDump], key: str, place: str, uncut: TensorRecord
+    shards: Sequence[Shard], key: str, place: str, shape: tuple[int, ...]
 ) -> SharedTensor | None:
-    """Return a weight of all ranks as the one layout that its shapes allow puts it together; None: there is no such layout."""
-    records = [(dump.rank, dict(dump.calls[key].tensors()).get(place)) for dump in ranks]
-    shards = [Shard(rank, record, 0) for rank, record in records if record and record.read]
-    if len(shards) != len(ranks):
-        return None
+    """Return a weight of all ranks as the one layout that a shape allows puts it together; None: there is no such layout."""
+    dtype, ranks = str(shards[0].values.dtype), tuple(shard.rank for shard in shards)
     try:
-        layout = infer(shards, uncut.shape).layout
-        values = None if layout is None else logical(shards, layout, uncut.shape).values
+        inferred = infer(shards, shape)
+        if inferred.layout is None:
+            copies = [c.problem for c in inferred.candidates]
+            if len(copies) != 1 or copies[0] is None:
+                return None
+            return SharedTensor(None, dtype, ranks[0], key, place, copies[0], ranks, True)
+        values = logical(shards, inferred.layout, shape).values
     except (LayoutError, BadInputError, CopiesDifferError):
         return None
-    have = tuple(shard.rank for shard in shards)
-    return (
-        None if values is None else SharedTensor(values, uncut.dtype, have[0], key, place, "", have)
-    )
+    return SharedTensor(values, dtype, ranks[0], key, place, "", ranks)
 
 
 def named(

@@ -7,6 +7,7 @@ a term of a sum. The values decide which, so what agrees with the reference show
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 from itertools import product
 from typing import Any
 
@@ -16,9 +17,12 @@ from telechat_moe.numerics import is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of, meetings
 from telechat_moe.tools.align.judge.data_flow import backward_key
+from telechat_moe.tools.align.judge.distance import factor_between
 from telechat_moe.tools.align.judge.other_run import BEYOND
+from telechat_moe.tools.align.judge.outcome import Finding
 from telechat_moe.tools.align.judge.pins import choice_of, chose_otherwise
 from telechat_moe.tools.align.judge.propagate import can_follow
+from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.operators.approx import Array
 
 _NEAR = 0.1
@@ -27,6 +31,9 @@ _NEAR = 0.1
 _ROUNDING = 1e-6  # of a sum of float32
 _FEW = 8  # fewer elements may agree by chance
 _MOST = 64  # shards of a dimension
+_EXTRA = 2  # calls that only one of two sequences makes which belong together
+_SETTLED = 2  # tensors that show that what follows a wrong one is wrong, too
+_MOSTLY = 0.5  # of the tensors after a wrong one: the others are weights and sums that forget it
 _SOME = 16  # calls that show whether two sequences belong together
 
 
@@ -93,6 +100,48 @@ def is_own(reference: Call | None, target: Call | None) -> bool:
     return all(a is b for (_, a), (_, b) in pairs)
 
 
+def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iterator[Finding]:
+    """Yield for each rank the first tensor that is no shard of the reference's, nor a term of it, if none after it is.
+
+    Forward, or else backward: where operators and collectives are right, a reduction is missing or there is one too many.
+    """
+    for cut, dump in zip(sharded, target, strict=True):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            calls = [c for c in dump.calls.values() if c.phase is phase and not is_exchange(c)]
+            off = [item for c in calls for item in _distances(c, cut.calls[c.key])]
+            first = next((i for i, (_, _, far) in enumerate(off) if far > _NEAR), len(off))
+            beyond = [far > _NEAR for _, _, far in off[first:]]
+            if len(beyond) < _SETTLED or not beyond[-1] or np.mean(beyond) <= _MOSTLY:
+                continue
+            call, place, far = off[first]
+            values, golden = (dict(c.tensors())[place].load() for c in (call, cut.calls[call.key]))
+            family, evidence = factor_between(values.astype(np.float64), golden.astype(np.float64))
+            if place.startswith("output") or phase is Phase.BACKWARD:
+                family = "missing reduction"
+            elif evidence.partition(" ")[0] in map(str, range(2, len(target) + 1)):
+                family = "doubled reduction"
+            text = (
+                f"{place} is neither the reference's nor a shard or a term of it (mean difference {far:.2f}), nor is "
+                "what follows; what comes before is"
+            )
+            verdict = Verdict(call.key, place, "diverged", far / _NEAR, text, elements=values.size)
+            order = list(dump.calls).index(call.key)
+            yield Finding(dump.step, dump.rank, order, verdict, call, family, evidence)
+            break
+
+
+def _distances(call: Call, cut: Call) -> Iterator[tuple[Call, str, float]]:
+    """Yield how unlike the reference's the tensors of a call are that can show it."""
+    golden = dict(cut.tensors())
+    for place, record in call.tensors() if not is_own(cut, call) else ():
+        if (
+            golden[place] is not record
+            and is_float(record.dtype)
+            and math.prod(record.shape) >= _FEW
+        ):
+            yield call, place, _apart(record.load(), golden[place].load())
+
+
 def _kind(call: Call, mate: Call) -> Any:
     """Return operator, phase and which dimensions are cut, of a call that takes shards; None: it takes none."""
     mate_shapes = {place: t.shape for place, t in mate.tensors()}
@@ -142,11 +191,18 @@ def _blocks(dump: RankDump) -> list[list[Call]]:
 
 def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str, Call]]:
     """Return how far two sequences of calls agree, from 0 to 1, and the counterparts of the target's calls."""
-    if [c.name for c in reference] != [c.name for c in target]:
-        return 0.0, {}  # other layers, perhaps
-    pairs = {c.key: mate for c, mate in zip(target, reference, strict=True)}
+    names = [[c.name for c in calls] for calls in (target, reference)]
+    pairs = {c.key: mate for c, mate in zip(target, reference, strict=False)}
+    if names[0] != names[1]:  # other layers, or a few calls that only one of them makes
+        if abs(len(target) - len(reference)) > _EXTRA:
+            return 0.0, {}
+        blocks = SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
+        pairs = {target[b.a + i].key: reference[b.b + i] for b in blocks for i in range(b.size)}
+        if len(target) + len(reference) - 2 * len(pairs) > _EXTRA:
+            return 0.0, {}
     alike, count = 0.0, 0
-    for call in target[:: max(1, len(target) // _SOME)]:
+    both = [c for c in target if c.key in pairs]
+    for call in both[:: max(1, len(both) // _SOME)]:
         mate = dict(pairs[call.key].tensors())
         for place, record in call.tensors():
             count += 1
