@@ -199,6 +199,9 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (TINY, {"output_dir": "~/x"}, "output_dir"),
         (TINY, {"load_checkpoint": "~someone/x"}, "load_checkpoint"),
     ],
+    "memory_of_saves": [
+        (LARGE, {"telechat_moe.saving.memory_share": "0.1"}, "telechat_moe.saving.memory_share"),
+    ],
     "use_parallel": [
         (TINY, {P + "data_parallel": "2"}, "use_parallel"),
         (LARGE, {"use_parallel": "False"}, f"{P}expert_parallel use_parallel"),
