@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class TorchRun:
     """A run of a few steps and how it is dumped."""
 
-    model: str = "deepseek"  # a key of `MODELS`, or `tensor_parallel`, `sparse_experts`,
-    # `sparse_experts_float8`, `megatron_tp`, `megatron_ep`
+    # A key of `MODELS`, or `tensor_parallel`, `sparse_experts`, `sparse_experts_float8`, `megatron_tp`, `megatron_ep`
+    model: str = "deepseek"
     level: str = "L1"  # msprobe's level: L0, L1 or mix
     task: str = "tensor"  # or `statistics`
     optimizer: str = (

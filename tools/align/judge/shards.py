@@ -33,7 +33,7 @@ _FEW = 8  # fewer elements may agree by chance
 _MOST = 64  # shards of a dimension
 _EXTRA = 2  # calls that only one of two sequences makes which belong together
 _SETTLED = 2  # tensors that show that what follows a wrong one is wrong, too
-_MOSTLY = 0.5  # of the tensors after a wrong one: the others are weights and sums that forget it
+_WRONG_SHARE = 0.5  # of the tensors after a wrong one; the others, as weights, do not follow it
 _SOME = 16  # calls that show whether two sequences belong together
 
 
@@ -111,7 +111,7 @@ def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iter
             off = [item for c in calls for item in _distances(c, cut.calls[c.key])]
             first = next((i for i, (_, _, far) in enumerate(off) if far > _NEAR), len(off))
             beyond = [far > _NEAR for _, _, far in off[first:]]
-            if len(beyond) < _SETTLED or not beyond[-1] or np.mean(beyond) <= _MOSTLY:
+            if len(beyond) < _SETTLED or not beyond[-1] or np.mean(beyond) <= _WRONG_SHARE:
                 continue
             call, place, far = off[first]
             values, golden = (dict(c.tensors())[place].load() for c in (call, cut.calls[call.key]))
