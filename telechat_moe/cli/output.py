@@ -85,7 +85,7 @@ def show_counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> None:
 
 
 def show_coverage(report: Mapping[str, Any]) -> None:
-    """Print what a report says was judged of each phase, and what to dump to have the rest judged."""
+    """Print what a report says was judged of each phase."""
     rows = [
         [
             name,
@@ -96,6 +96,10 @@ def show_coverage(report: Mapping[str, Any]) -> None:
     ]
     print()
     show_table(["judged", "calls ", "bytes "], rows)
+
+
+def show_advice(report: Mapping[str, Any]) -> None:
+    """Print what to dump to have more judged, what raises the share most first."""
     advice = {entry["dump"]: None for entry in report["to_dump"] if entry["dump"]}
     for tensor in advice:
         print(f"to have more judged, dump {tensor}")

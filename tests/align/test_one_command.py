@@ -49,6 +49,14 @@ def test_two_folders_are_one_command(pair, tmp_path, capsys):
     assert len(report["next"]) == 3
 
 
+def test_the_first_line_is_the_verdict_and_the_next_says_what_to_run(pair, capsys):
+    assert main(["align", *map(str, pair)]) == 1
+    first, _, titles, command, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("diverged: ")
+    assert titles.split() == ["next", "shows"]
+    assert command.startswith("telechat-moe align bisect ")
+
+
 def test_writing_the_map_changes_no_verdict(pair, tmp_path, capsys):
     plain = answer(capsys, *pair)
     assert answer(capsys, *pair, "--map-out", tmp_path / "map.json") == plain

@@ -22,7 +22,6 @@ from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
-    Phase,
     RankDump,
     TensorRecord,
     nbytes_of,
@@ -31,9 +30,7 @@ from telechat_moe.tools.align.explain.sides import ComparedPrograms
 from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.comparison import ReferenceCache
 from telechat_moe.tools.align.judge.coverage import SHARED, CoverageShare, answer
-from telechat_moe.tools.align.judge.data_flow import is_weight
 from telechat_moe.tools.align.judge.distance import (
-    VAGUE,
     factor_between,
     relative_distance,
     rows_scaled,
@@ -55,6 +52,7 @@ from telechat_moe.tools.align.judge.points import (
     by_use,
     by_weight,
 )
+from telechat_moe.tools.align.judge.precedence import in_order, is_before
 from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.shards import first_apart, in_shards
@@ -62,25 +60,12 @@ from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Explanation, Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
-
-AMPLIFIED = 8.0
-"""How much further apart gradients may be than their weights (5 in the median of such pairs)."""
+from telechat_moe.tools.align.thresholds import AMPLIFIED, FIRST_ORDER, TOLERANCE, VAGUE
 
 _FEW = 4  # tensors that are wrong by one factor for a reason of their own
 _BEHIND = 1e9  # more than a run has calls
 
 _STATE = re.compile(r"^(gradient|weight|exp_avg|exp_avg_sq|momentum_buffer) of | (before|after)$")
-
-TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 0.25, "float16": 6e-2}
-"""The largest relative L2 distance between whole tensors of two correct runs, by type.
-
-It is used where the distance cannot be derived (``propagate.py``), because rounding differences of earlier operators
-accumulate. In correct pairs of the fault benchmark (30 layouts) the gradients of the first step differ by 10 to 14
-roundings of the narrower type (median over pairs of the worst gradient), by 49 at most in any type. Allowed are 335 in
-float32, 128 or more in narrower types.
-"""
-
-_FIRST_ORDER = 0.04  # distances from which on a derivation to first order is not exact
 
 _ROWS = "scale of rows"
 _OTHERWISE = "the programs compute it differently: all that is computed from it agrees"
@@ -133,21 +118,11 @@ def across(
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
     calls = {f.verdict.key for f in outcome.findings}
-    findings.sort(
-        key=lambda f: (f.step, not _begins(f), f.verdict.key not in calls, f.order, f.rank)
-    )
     word, reason = answer(bool(findings), outcome.coverage)
     return replace(
-        outcome, verdict=word, reason=reason, findings=findings, settings=points.settings,
+        outcome, verdict=word, reason=reason, findings=in_order(findings, calls), settings=points.settings,
         judged=judged, unknown=unknown,
     )  # fmt: skip
-
-
-def _begins(finding: Finding) -> bool:
-    """Return whether a tensor is wrong before the step, so that nothing within it can have changed the tensor."""
-    place, call = finding.verdict.place, finding.call
-    is_used = call is not None and call.phase is Phase.FORWARD and is_weight(call, place)
-    return is_used or place.startswith("parameters") or place.removeprefix("input.") in STATES
 
 
 # ------------------------------------------------------------------ comparison
@@ -277,7 +252,7 @@ class _Points:
         for f, (reference, target) in zip(findings, points, strict=True):
             late = _BEHIND * (f.verdict.key in clipped)
             placed.append((replace(f, order=self.sides.position(target) + late), reference, target))
-        placed.sort(key=lambda p: (not _begins(p[0]), p[0].order))
+        placed.sort(key=lambda p: (not is_before(p[0]), p[0].order))
         if placed:
             first, reference, target = placed[0]
             family, evidence, modules = self.sides.explained(reference, target)
@@ -385,7 +360,7 @@ class _Points:
         if self.believed is None:
             squares = self._squares(target, ranks, y.size)
         limit = self._limit(pair, y, squares, when == "before")
-        self.exact = propagated is not None and limit < _FIRST_ORDER
+        self.exact = propagated is not None and limit < FIRST_ORDER
         if propagated is not None and limit > VAGUE:
             text = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
             return "not judged", text, 0.0, _UNKNOWN

@@ -9,6 +9,7 @@ from typing import Any
 from telechat_moe.cli.arguments import arg
 from telechat_moe.cli.output import (
     VERDICT_CODES,
+    show_advice,
     show_counts,
     show_coverage,
     show_left,
@@ -156,29 +157,19 @@ def _written(args: argparse.Namespace, outcome: Any, report: Any, name: str) -> 
 
 
 def _show(outcome: Any, report: Any) -> None:
-    from telechat_moe.tools.align.report.bisect_page import values_text
-
-    first = outcome.findings[0] if outcome.findings else None
+    """Print the verdict, what to do next, and then what it rests on."""
+    print(f"{outcome.verdict}: {report['sentence']}")
+    if outcome.verdict == "inconclusive":
+        show_advice(report)
+    print()
+    if report["next"]:
+        show_table(["next", "shows"], [[step["command"], step["shows"]] for step in report["next"]])
+        print()
     if outcome.settings:
         show_table(["settings that differ"], [[setting] for setting in outcome.settings])
         print()
-    if first:
-        layer = report["first"]["layer"]
-        rows = [
-            ["call", first.verdict.key],
-            ["tensor", first.verdict.place],
-            ["phase", first.call.stage.value if first.call else "-"],
-            ["layer", "-" if layer is None else layer],
-            ["step", first.step],
-            ["ranks", ", ".join(map(str, outcome.ranks))],
-            ["kind of fault", f"{first.family}: {first.evidence}"],
-            ["observed / bound", f"{first.verdict.ratio:.3g}"],
-            ["where", first.verdict.reason],
-            ["values there", values_text(report["first"])],
-            ["source", report["first"]["source"] or "-"],
-        ]
-        show_table(["the first", "wrong call"], rows)
-        print()
+    if outcome.findings:
+        _show_findings(outcome, report)
     if "standard" in report:
         rows = [
             [t["status"], t["step"], t["rank"], f"{t['operator']} {t['tensor']}", t["reason"]]
@@ -189,11 +180,44 @@ def _show(outcome: Any, report: Any) -> None:
         print()
     show_counts(dict(sorted(outcome.judged.items())), dict(sorted(outcome.unknown.items())))
     show_coverage(report)
+    if outcome.verdict != "inconclusive":
+        show_advice(report)
     for note in report.get("standard", {}).get("notes", []):
         print(f"note: {note}")
-    print(f"\n{outcome.verdict}: {report['sentence']}\n")
-    if report["next"]:
-        show_table(["next", "shows"], [[step["command"], step["shows"]] for step in report["next"]])
+
+
+def _show_findings(outcome: Any, report: Any) -> None:
+    """Print the first finding, and the others by operator and kind of fault."""
+    from telechat_moe.tools.align.report.bisect_page import values_text
+
+    first, layer = outcome.findings[0], report["first"]["layer"]
+    rows = [
+        ["call", first.verdict.key],
+        ["tensor", first.verdict.place],
+        ["phase", first.call.stage.value if first.call else "-"],
+        ["layer", "-" if layer is None else layer],
+        ["step", first.step],
+        ["ranks", ", ".join(map(str, outcome.ranks))],
+        ["kind of fault", f"{first.family}: {first.evidence}"],
+        ["observed / bound", f"{first.verdict.ratio:.3g}"],
+        ["where", first.verdict.reason],
+        ["values there", values_text(report["first"])],
+        ["source", report["first"]["source"] or "-"],
+    ]
+    show_table(["the first", "wrong call"], rows)
+    print()
+    others = [f for f in outcome.findings[1:] if f.verdict.key != first.verdict.key]
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for finding in others:
+        name = finding.call.name if finding.call else finding.verdict.key
+        groups.setdefault((name, finding.family), []).append(finding)
+    rows = [[*key, len(group), group[0].verdict.key] for key, group in groups.items()]
+    if rows:
+        show_table(
+            ["operators after it", "kind of fault", "calls ", "the first of them"], rows[:10]
+        )
+        show_left(len(rows) - 10, "--json FILE")
+        print()
 
 
 VERB = Verb(

@@ -1,14 +1,14 @@
 """Find the first divergent call of a run.
 
-Each call is judged in the order of the run, in three ways: its inputs (do they equal what earlier calls made, as in the
-reference?), its result (isolated replay) and, in the backward pass, whether the incoming gradient is the sum of the
-gradients that were sent back. The first call that fails is the fault; later failures may follow from it.
+Evidence on each call is collected in the order of the run; ``precedence.py`` decides. The first call that fails is the
+fault; later failures may follow from it.
 """
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from telechat_moe.files import Progress
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
@@ -33,6 +33,13 @@ from telechat_moe.tools.align.judge.pairing import (
     split,
     without_recomputation,
     without_repeats,
+)
+from telechat_moe.tools.align.judge.precedence import (
+    Evidence,
+    decide,
+    excused,
+    follows_from_layout,
+    in_order,
 )
 from telechat_moe.tools.align.judge.replay import other_settings, replay_call, turns_weights
 from telechat_moe.tools.align.judge.shards import is_own
@@ -104,7 +111,7 @@ def compare(
         findings += run.of_rank(reference_run, _joined([targets[s, rank] for s in steps]), others)
     joined = len({step for step, _ in common}) > 1
     findings = [run.with_phase(f, joined) for f in findings]
-    findings.sort(key=lambda f: (f.step, f.order, f.rank))
+    findings = in_order(findings)
     if findings:
         f = findings[0]
         calls = [run[f.step, f.rank].calls.get(f.verdict.key) for run in (references, targets)]
@@ -154,12 +161,12 @@ class _Comparison:
             return self._by_standard(self.standard, reference, target)
         flows = reference_flow, target_flow = self.cache.flow(reference), DataFlow(target)
         self.reference_flows[target.rank] = reference_flow
-        wrong: dict[str, list[Verdict]] = {}
+        wrong: dict[str, Verdict] = {}
         for verdict in (*broken_edges(*flows), *wrong_sums(*flows)):
-            if self.itself and _may_differ(verdict, *flows):
+            if self.itself and follows_from_layout(verdict, *flows):
                 continue
             if verdict.status == "diverged":
-                wrong.setdefault(verdict.key, []).append(verdict)
+                wrong.setdefault(verdict.key, verdict)
             elif verdict.status == "pass":
                 self.coverage.by_other_run += 1
             else:
@@ -168,7 +175,7 @@ class _Comparison:
         for verdict in (*replaced.verdicts, *replaced.otherwise(), *replaced.by_other_run()):
             self._count(verdict, target)
             if verdict.status == "diverged":
-                wrong.setdefault(verdict.key, []).append(verdict)
+                wrong.setdefault(verdict.key, verdict)
         begins = _begins(target)
         self.confirmed = replaced.confirmed
         self._replayed(reference, target, wrong)
@@ -176,15 +183,13 @@ class _Comparison:
             Finding(
                 *_step_and_rank(target, key),
                 target_flow.order[key] - begins[key],
-                verdicts[0],
+                verdict,
                 call,
             )
-            for key, verdicts in wrong.items()
+            for key, verdict in wrong.items()
             if (call := target.calls.get(key)) is not None
         ]
-        right = replaced.right | replaced.unjudged
-        if not replaced.new.isdisjoint(wrong):  # one that is wrong itself explains the rest
-            right |= replaced.new | replaced.lost
+        right = excused(replaced, wrong)
         # Beside a fault a call that only one run makes is rather its cause than another way to the same result.
         strict = any(finding.verdict.status == "diverged" for finding in findings)
         for order, verdict, call, kind in missing_calls(*flows, begins, right, strict):
@@ -193,7 +198,7 @@ class _Comparison:
                 findings.append(Finding(*place, order, verdict, call, kind))
             else:
                 self.unknown[verdict.reason] += 1
-        findings.sort(key=lambda f: (f.step, f.order))
+        findings = in_order(findings)
         if findings and (call := findings[0].call) is not None:
             findings[0] = replace(
                 findings[0],
@@ -203,9 +208,7 @@ class _Comparison:
             )
         return [_in_step(f) for f in findings]
 
-    def _replayed(
-        self, reference: RankDump, target: RankDump, wrong: dict[str, list[Verdict]]
-    ) -> None:
+    def _replayed(self, reference: RankDump, target: RankDump, wrong: dict[str, Verdict]) -> None:
         calls = reference.calls
         if self.itself:
             calls = {k: c for k, c in calls.items() if not is_own(c, target.calls.get(k))}
@@ -220,30 +223,25 @@ class _Comparison:
                 continue
             if returns and _returns_nothing(call) and _returns_nothing(calls.get(key, call)):
                 continue
-            others = self.open.get((step, target.rank, name), [])
+            others, group = self.open.get((step, target.rank, name), []), None
             if is_exchange(call):
-                verdicts, others = [v for v in others if v.status == "not judged"], []
-                if not verdicts:
-                    self.coverage.add(call, verdicts)
+                group, others = [v for v in others if v.status == "not judged"], []
+                if not group:
+                    self.coverage.add(call, [])
                     continue
-            else:
-                verdicts = self._verdicts(call, reference, target)
-            judged = other.judged(call, verdicts)
-            if not self.itself or worst(judged).status == "diverged":
-                verdicts = judged
-            first = worst(verdicts)
-            alarms = first.status == "diverged" and not self.itself
-            if alarms and first.ratio <= 4 * self._also_wrong(key, reference):
-                text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
-                verdicts = [not_judged(key, text, v.place) if v is first else v for v in verdicts]
-                first = worst(verdicts)
             golden = calls.get(key)
-            if first.status != "diverged" and golden and (text := other_settings(call, golden)):
-                first = Verdict(key, "", "diverged", float("inf"), text)
-                verdicts = [*verdicts, first]
-            self._see((step, target.rank, name), call, verdicts, others)
+            evidence = Evidence(
+                key,
+                group,
+                replay=partial(self._replay, call, reference, target),
+                other_run=partial(other.judged, call),
+                reference_excess=partial(self._excess, key, reference),
+                settings=other_settings(call, golden) if golden else "",
+                itself=self.itself,
+            )
+            first = self._see((step, target.rank, name), call, decide(evidence), others)
             if first.status == "diverged":
-                wrong.setdefault(key, []).append(first)
+                wrong.setdefault(key, first)
 
     def _by_standard(
         self, standard: Standard, reference: RankDump, target: RankDump
@@ -282,7 +280,7 @@ class _Comparison:
             self.unknown[first.reason] += 1
         return first
 
-    def _verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
+    def _replay(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
         forward, settings = (run.calls.get(call.forward_key) for run in (target, reference))
         if not self.remembers:
             return replay_call(call, forward, settings, self._turned(reference))
@@ -303,11 +301,8 @@ class _Comparison:
             self.turned[id(dump)] = turns_weights(dump)
         return self.turned[id(dump)]
 
-    def _also_wrong(self, key: str, reference: RankDump) -> float:
-        """Return how far the reference's own call exceeds its bound; 0 if it is right.
-
-        A call that is wrong in the reference, too, does not distinguish the runs.
-        """
+    def _excess(self, key: str, reference: RankDump) -> float:
+        """Return how far the reference's own call exceeds its bound; 0 if it is right."""
         call = reference.calls.get(key)
         if call is None:
             return 0.0
@@ -346,13 +341,6 @@ class _Comparison:
             return f
         name = f"{f.step}{STEP}{f.call.key}" if joined else f.call.key
         return replace(f, phase=phase_of(replace(f.call, key=name), self.reference_flows[f.rank]))
-
-
-def _may_differ(verdict: Verdict, reference_flow: DataFlow, target_flow: DataFlow) -> bool:
-    """Return whether a verdict on an input may follow from another layout: of what only collectives or updates take."""
-    place = verdict.key, verdict.place
-    made_in_target = not reference_flow.sources_of(place) and target_flow.sources_of(place)
-    return verdict.status == "not judged" or bool(made_in_target) or verdict.key in target_flow.late
 
 
 def _returns_nothing(call: Call) -> bool:

@@ -11,12 +11,10 @@ from typing import Any
 
 from telechat_moe.tools.align.dump.records import Call, Phase
 from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.thresholds import ENOUGH
 
 VERDICTS = ("diverged", "inconclusive", "pass")
 """The verdicts, worst first."""
-
-ENOUGH = 0.95
-"""Share of calls and of bytes, in each phase, that must be judged for a pass."""
 
 SHARED = "shared tensors"
 """In place of a phase: the tensors that two runs of other layouts or frameworks must both have."""

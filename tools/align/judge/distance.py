@@ -12,16 +12,10 @@ from telechat_moe.ops.fingerprint import Fingerprint
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
 from telechat_moe.tools.align.dump.value_files import chunks, stats
 from telechat_moe.tools.align.operators.approx import Array
-
-VAGUE = 0.35
-"""A relative distance that may not be allowed, or a pass would mean nothing: exchanged rows differ by 1.4."""
-
-OMITTED = 0.05
-"""Share of rows, as of tokens that were routed otherwise, that a pass may leave out."""
+from telechat_moe.tools.align.thresholds import UNEVEN
 
 _CHUNK = 1 << 20
 _FLOOR = 0.25  # of the mean size of rows: smaller rows are measured against this
-_UNEVEN = 16.0  # largest distance of a row or column over the median
 _FILL = 1e4  # times any other number: after softmax, nothing is left of it
 _FEW = 16  # rows from which on the mean of their scales is known
 
@@ -48,7 +42,7 @@ class Distance:
     @property
     def uneven(self) -> bool:
         """Whether some rows or columns differ much more than most, as of tokens that were routed otherwise."""
-        return bool(self.largest > 0 and self.largest > _UNEVEN * np.median(self.rows))
+        return bool(self.largest > 0 and self.largest > UNEVEN * np.median(self.rows))
 
 
 def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:

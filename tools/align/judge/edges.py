@@ -20,8 +20,6 @@ from telechat_moe.tools.align.judge.data_flow import (
     total_of,
 )
 from telechat_moe.tools.align.judge.distance import (
-    OMITTED,
-    VAGUE,
     Distance,
     distance,
     extremes_apart,
@@ -29,15 +27,8 @@ from telechat_moe.tools.align.judge.distance import (
 from telechat_moe.tools.align.judge.selections import common_selection
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.thresholds import CONVERTED, EARLIER, KERNEL_ROUNDINGS, OMITTED, VAGUE
 
-_ALSO = 4.0  # factor on the distance of earlier outputs
-_ROUNDINGS = (
-    16.0  # of a tensor's type that a missing call may add where all earlier outputs are equal
-)
-_CONVERTED = (
-    1e-5  # by how much the conversion of a checkpoint may move weights; one update moves them more
-)
-_OTHER = 0.35  # relative distance that no few updates of different rounding explain
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
@@ -105,7 +96,7 @@ def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdi
         return None
     far = extremes_apart(record, tensor)
     kinds = [d for run in (reference, target) for d in run.dump.dtypes if is_float(d)]
-    allowed = max(_CONVERTED, _ROUNDINGS * max(FLOATS[d].unit for d in kinds))
+    allowed = max(CONVERTED, KERNEL_ROUNDINGS * max(FLOATS[d].unit for d in kinds))
     if far is None or far <= allowed:
         return None
     text = f"{place[1]} comes from outside and is not the reference's: its extremes differ by {far:.2g} of their size"
@@ -145,7 +136,7 @@ def _as_unrecorded(
     far = distance(reference.tensors[place], target.tensors[place])
     if far is not None and is_float(target.tensors[place].dtype):
         noise = target.noise(reference, place[0])
-        allowed = max(_ALSO * noise, _rounded(place, reference, target))
+        allowed = max(EARLIER * noise, _rounded(place, reference, target))
         if (close := _within(place, far, allowed)) is not None and close.status == "pass":
             return close
         verdict = close or verdict
@@ -180,7 +171,7 @@ def is_close(place: Place, reference: DataFlow, target: DataFlow, strict: bool) 
     far, chose = distance(record, tensor), target.chose_otherwise(reference, place[0])
     if far is None:
         return chose  # other tokens, perhaps
-    noise = max(_ALSO * target.noise(reference, place[0]), _rounded(place, reference, target))
+    noise = max(EARLIER * target.noise(reference, place[0]), _rounded(place, reference, target))
     usual = float(np.median(far.rows)) if chose and far.rows.size else far.whole
     usual = far.largest if strict else usual
     return usual <= min(noise, VAGUE)
@@ -188,16 +179,16 @@ def is_close(place: Place, reference: DataFlow, target: DataFlow, strict: bool) 
 
 def _rounded(place: Place, *runs: DataFlow) -> float:
     """Return how far a call that is missing in the dumps may move a tensor by rounding alone."""
-    return _ROUNDINGS * max(FLOATS[run.tensors[place].dtype].unit for run in runs)
+    return KERNEL_ROUNDINGS * max(FLOATS[run.tensors[place].dtype].unit for run in runs)
 
 
 def _as_updated(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
     """Judge a weight or state after updates that the dumps lack: it is about as far from the reference's as others are."""
     record, tensor = reference.tensors[place], target.tensors[place]
     far = distance(record, tensor) if is_float(record.dtype) and is_float(tensor.dtype) else None
-    if far is None or far.whole > _OTHER:
+    if far is None or far.whole > VAGUE:
         return _wrong(place, tensor, record.load(), "comes from outside and is not the reference's")
-    usual = max(_ALSO * target.usual_update(reference), _rounded(place, reference, target))
+    usual = max(EARLIER * target.usual_update(reference), _rounded(place, reference, target))
     reason = f"{place[1]}: differs, and the steps before are not in the dumps"
     return _within(place, far, usual) or not_judged(place[0], reason, place[1])
 

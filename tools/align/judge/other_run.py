@@ -22,29 +22,29 @@ import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.distance import OMITTED, VAGUE, Distance, differing, distance
+from telechat_moe.tools.align.judge.distance import Distance, differing, distance
 from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Array
-
-BEYOND = 8.0
-"""By how much outputs may exceed the expected answer to their inputs' distance."""
-
-GAINS = 1.0, 8.0
-"""The smallest and the largest gain that peers or rows can show."""
+from telechat_moe.tools.align.thresholds import (
+    BEYOND,
+    CANCELS,
+    FLIPS,
+    GAINS,
+    KERNEL_ROUNDINGS,
+    OMITTED,
+    OTHER_VALUES,
+    PEAK,
+    VAGUE,
+)
 
 _BASIS = "other run"
 _AGREE = "statistics agree, and cannot show that values do"
 _ALIKE = "differs, and integers with equal statistics, which it was given, need not be equal"
-_FLIPS = 0.01  # expected number of choices that noise flips from which on some may be
-_OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
 _ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
 _FEW = 4
-_CANCELS = 256.0  # the largest gain of a row that an operator makes small
-_PEAK = 40.0  # of an element, relative to the root mean square of all; normal noise has 6
 _REPEATS = 10  # calls with equal inputs from which on it is known whether runs repeat their bits
-_ROUNDINGS = 16.0  # of float32 that a kernel may be off, such as exponentials, besides its sums
 _ROWWISE = frozenset(
     ("linear", "rms_norm", "layer_norm", "swiglu", "silu", "gelu", "sigmoid", "tanh", "add", "mul")
 )  # operators whose rows do not mix
@@ -99,7 +99,7 @@ class _Response:
                 largest = max(largest, float(factor.max(initial=0.0)))
                 output_factor = factor if d is output else output_factor
         with np.errstate(divide="ignore"):
-            return np.clip(largest / output_factor, 1.0, _CANCELS) if largest else np.ones(count)
+            return np.clip(largest / output_factor, 1.0, CANCELS) if largest else np.ones(count)
 
     def rows(self, count: int) -> Array:
         """Return the distance of the inputs for each of so many rows of an output."""
@@ -188,7 +188,7 @@ class OtherRun:
         uneven = any(d.uneven for d in answer.inputs) or bool(np.isinf(input_rows).any())
         worst = input_rows if _rowwise(call, place) else np.maximum(input_rows, answer.largest)
         limit = BEYOND * conditions * (largest * worst + answer.rounding)
-        beyond = (output.rows > limit) & ((limit < VAGUE) | (output.rows > _OTHER))
+        beyond = (output.rows > limit) & ((limit < VAGUE) | (output.rows > OTHER_VALUES))
         if beyond.any() and self._may_differ(call, answer):
             return not_judged(call.key, f"{reason}; {place} {_ALIKE}", place)
         if beyond.any():
@@ -243,7 +243,7 @@ class OtherRun:
 
     def _may_differ(self, call: Call, answer: _Response) -> bool:
         """Return whether integers with equal statistics may differ: noise flips about one choice in its reciprocal."""
-        return bool(answer.alike) and answer.alike * self._usual[call.key] > _FLIPS
+        return bool(answer.alike) and answer.alike * self._usual[call.key] > FLIPS
 
     @cached_property
     def _order(self) -> dict[str, int]:
@@ -276,7 +276,7 @@ class OtherRun:
         """Return how much more than usual a row may gain at most: several times what a row of its peers does."""
         peers, alike = self._like(call)
         worst = [g for key in peers if (g := self._answer(key).worst) is not None]
-        return max(1.0, 2 * max(worst)) if worst and alike else _CANCELS
+        return max(1.0, 2 * max(worst)) if worst and alike else CANCELS
 
     def _like(self, call: Call) -> tuple[list[str], bool]:
         """Return the peers of a call, and whether there are several with its widths; else those of any width."""
@@ -324,7 +324,7 @@ def _odd(answer: _Response, output: Distance) -> tuple[float, str] | None:
     if abs(output.scale) > scale:
         text = f"is larger by {output.scale:.2g} on average, with {scale:.2g} allowed"
         return abs(output.scale) / scale, text
-    peak = max([_PEAK, *(4 * d.peak for d in answer.inputs)])
+    peak = max([PEAK, *(4 * d.peak for d in answer.inputs)])
     if output.peak > peak:
         text = f"has an element that differs {output.peak:.3g} times as much as most, {peak:.3g} allowed"
         return output.peak / peak, text
@@ -382,4 +382,4 @@ def _rounding_allowance(call: Call, other: Call) -> float:
     records = [t for c in (call, other) for _, t in c.tensors() if is_float(t.dtype)]
     unit = max((FLOATS[t.dtype].unit for t in records), default=0.0)
     longest = max((n for t in records for n in t.shape), default=1)
-    return unit + min(unit, FLOATS["float32"].unit) * (_ROUNDINGS + longest**0.5)
+    return unit + min(unit, FLOATS["float32"].unit) * (KERNEL_ROUNDINGS + longest**0.5)

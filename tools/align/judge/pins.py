@@ -19,11 +19,10 @@ from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import Place, content_of
-from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.points import STATES, named, put_together, weight_of
-from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.thresholds import KERNEL_ROUNDINGS, SIGMAS, VAGUE
 
-_ROUNDINGS = 16.0  # of scores, by which a choice may seem wrong: operators round within themselves
 _ROWS = 1 << 12  # of a table
 _AT_ONCE = 1 << 22  # elements that are compared at once
 
@@ -329,7 +328,7 @@ def _chosen_by(scores: Array, chosen: Array, ranked: bool, unit: float) -> bool 
     short = _short(scores, chosen)
     if np.all(short <= 0):
         return not ranked or _in_order(scores, chosen)
-    within_rounding = np.all(short <= _ROUNDINGS * unit * np.abs(_finite(scores)).max(1))
+    within_rounding = np.all(short <= KERNEL_ROUNDINGS * unit * np.abs(_finite(scores)).max(1))
     return None if within_rounding else False
 
 

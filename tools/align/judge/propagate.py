@@ -26,8 +26,9 @@ from telechat_moe.tools.align.judge.pins import ReferenceChoices, TopChoice, Tra
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
 from telechat_moe.tools.align.operators import find
-from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array, gradients
+from telechat_moe.tools.align.operators.approx import Approx, Array, gradients
 from telechat_moe.tools.align.operators.registry import UNFIT
+from telechat_moe.tools.align.thresholds import SIGMAS
 
 MOST = 1 << 26
 """The most elements in a step that is followed: values and deviations need twelve bytes each."""

@@ -18,22 +18,18 @@ from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, T
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of, meetings
 from telechat_moe.tools.align.judge.data_flow import backward_key
 from telechat_moe.tools.align.judge.distance import factor_between
-from telechat_moe.tools.align.judge.other_run import BEYOND
 from telechat_moe.tools.align.judge.outcome import Finding
 from telechat_moe.tools.align.judge.pins import choice_of, chose_otherwise
 from telechat_moe.tools.align.judge.propagate import can_follow
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.operators.approx import Array
-
-_NEAR = 0.1
-"""How far apart (see :func:`_apart`) tensors are that differ by rounding, and ranks that have one micro-batch."""
+from telechat_moe.tools.align.thresholds import BEYOND, NEAR, WRONG_SHARE
 
 _ROUNDING = 1e-6  # of a sum of float32
 _FEW = 8  # fewer elements may agree by chance
 _MOST = 64  # shards of a dimension
 _EXTRA = 2  # calls that only one of two sequences makes which belong together
 _SETTLED = 2  # tensors that show that what follows a wrong one is wrong, too
-_WRONG_SHARE = 0.5  # of the tensors after a wrong one; the others, as weights, do not follow it
 _SOME = 16  # calls that show whether two sequences belong together
 
 
@@ -86,7 +82,7 @@ def _without_counts(call: Call, cut: Call) -> Call:
     """Return a cut call with its own integers, unless it takes the reference's numbers: tokens of experts that others chose."""
     golden = dict(cut.tensors())
     distances = [_apart(t.load(), golden[p].load()) for p, t in call.given() if is_float(t.dtype)]
-    if max(distances, default=1.0) < _NEAR:
+    if max(distances, default=1.0) < NEAR:
         return cut
     integers = {place: t for place, t in call.tensors() if not is_float(t.dtype)}
     return cut.changed(lambda place, value: integers.get(place, value), results=True)
@@ -109,9 +105,9 @@ def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iter
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             calls = [c for c in dump.calls.values() if c.phase is phase and not is_exchange(c)]
             off = [item for c in calls for item in _distances(c, cut.calls[c.key])]
-            first = next((i for i, (_, _, far) in enumerate(off) if far > _NEAR), len(off))
-            beyond = [far > _NEAR for _, _, far in off[first:]]
-            if len(beyond) < _SETTLED or not beyond[-1] or np.mean(beyond) <= _WRONG_SHARE:
+            first = next((i for i, (_, _, far) in enumerate(off) if far > NEAR), len(off))
+            beyond = [far > NEAR for _, _, far in off[first:]]
+            if len(beyond) < _SETTLED or not beyond[-1] or np.mean(beyond) <= WRONG_SHARE:
                 continue
             call, place, far = off[first]
             values, golden = (dict(c.tensors())[place].load() for c in (call, cut.calls[call.key]))
@@ -124,7 +120,7 @@ def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iter
                 f"{place} is neither the reference's nor a shard or a term of it (mean difference {far:.2f}), nor is "
                 "what follows; what comes before is"
             )
-            verdict = Verdict(call.key, place, "diverged", far / _NEAR, text, elements=values.size)
+            verdict = Verdict(call.key, place, "diverged", far / NEAR, text, elements=values.size)
             order = list(dump.calls).index(call.key)
             yield Finding(dump.step, dump.rank, order, verdict, call, family, evidence)
             break
@@ -159,7 +155,7 @@ def _agree(call: Call, cut: Call) -> tuple[bool, bool]:
     off = {place: _apart(t.load(), golden[place].load()) for place, t in call.tensors()}
     entering = max(off[place] for place, _ in call.given())
     leaving = [off[p] if math.prod(t.shape) >= _FEW else 1.0 for p, t in call.made()]
-    alike = entering < _NEAR
+    alike = entering < NEAR
     return alike, alike and max(leaving, default=1.0) < BEYOND * (entering + _ROUNDING)
 
 
@@ -170,7 +166,7 @@ def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call
         best = [max((_matched(b, part) for b in _blocks(r)), key=lambda m: m[0]) for r in reference]
         largest = max(share for share, _ in best)
         for run, (share, pairs) in zip(reference, best, strict=True):
-            for key, mate in pairs.items() if share >= largest - _NEAR else ():
+            for key, mate in pairs.items() if share >= largest - NEAR else ():
                 mates.setdefault(key, []).append(mate)
                 mate_backward, own_backward = backward_key(mate.key), backward_key(key)
                 if mate_backward in run.calls and own_backward in dump.calls:
@@ -226,7 +222,7 @@ def _cut(
         values = None if x is None else _golden(x, [*once.values()], terms)
         if x is None or values is None:
             return None
-        if x.dtype.kind == "f" and _apart(x, values) > _NEAR:
+        if x.dtype.kind == "f" and _apart(x, values) > NEAR:
             uncut = [t.load() for c in same_calls for p, t in c.tensors() if p == place and t.read]
             options = [v for v in (values, _golden(x, uncut, [])) if v is not None]
             values = _most_alike(x, options)
@@ -244,7 +240,7 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | N
     sums = [[np.zeros((), x.dtype)], *(t for t in terms if t and x.dtype.kind in "fi")]
     for others in sums:
         best = _most_alike(x, options)
-        if best is not None and _apart(x, best) < _NEAR:
+        if best is not None and _apart(x, best) < NEAR:
             return best
         other_terms = np.sum(others, 0)
         assembled, free = np.zeros(x.shape, mates[0].dtype), np.ones(x.shape, np.bool_)
@@ -305,7 +301,7 @@ def _most_alike(x: Array, options: Iterable[Any], of: Callable[[Any], Array] = n
     for option in options:
         off = _apart(x, of(option))
         best, smallest = (option, off) if off < smallest else (best, smallest)
-        if smallest <= (_NEAR if x.dtype.kind == "f" else 0.0):
+        if smallest <= (NEAR if x.dtype.kind == "f" else 0.0):
             break
     return best
 

@@ -34,15 +34,12 @@ from telechat_moe.tools.align.operators.rounding_errors import (
     walk_along,
     walk_of_product,
 )
+from telechat_moe.tools.align.thresholds import FUNCTION_ULPS, SIGMAS
 
 Back = Callable[["Approx"], "Approx"]
 Parents = Sequence[tuple["Approx", Back]]
 
-SIGMAS = 8.0
-"""The standard deviations in a bound. For 10^8 normal errors 6 would suffice, but the sizes are estimates, too."""
-
 _LOST = 1e-140  # squares of smaller deviations underflow
-_FUNCTION_ULPS = 4.0  # exp, log, tanh ... of vector libraries: at most 4 ULP in float32
 
 
 class Approx:
@@ -194,7 +191,7 @@ class Approx:
         self,
         function: Callable[[Array], Array],
         derivative: Callable[[Any, Any], Any],
-        ulps: float = _FUNCTION_ULPS,
+        ulps: float = FUNCTION_ULPS,
         slope: Array | None = None,
     ) -> "Approx":
         """Return the result of a function.
@@ -249,7 +246,7 @@ class Approx:
             e = np.exp(-np.abs(x))
             return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
-        return self.apply(logistic, lambda x, y: y * (1 - y), _FUNCTION_ULPS + 2)
+        return self.apply(logistic, lambda x, y: y * (1 - y), FUNCTION_ULPS + 2)
 
     def tanh(self) -> "Approx":
         """Return the hyperbolic tangent, accurate to 4 ULP."""
@@ -269,7 +266,7 @@ class Approx:
         n = float(exponent)
         if n == 2:
             return self * self
-        ulps = 1.0 if n == 0.5 else 2 * _FUNCTION_ULPS
+        ulps = 1.0 if n == 0.5 else 2 * FUNCTION_ULPS
         return self.apply(lambda x: x**n, lambda x, y: x ** (n - 1) * n, ulps)
 
     def plus(self, error: Any) -> "Approx":

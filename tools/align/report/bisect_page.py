@@ -9,11 +9,11 @@ import numpy as np
 
 from telechat_moe import html
 from telechat_moe.html import Html, code
-from telechat_moe.tools.align.judge.coverage import ENOUGH
 from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.judge.standard import Standard, finite
 from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.report.junit import JunitCase, suite
+from telechat_moe.tools.align.thresholds import ENOUGH
 from telechat_moe.units import size_text
 
 NEIGHBOURS = 8
