@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,9 @@ def _pairs(kind: str, *pairs: tuple[TorchRun, TorchRun]) -> Iterable[Pair]:
 
 
 _TWO = {"threads": 2}
+_MEGATRON: list[TorchRun] = []
+if find_spec("megatron") is not None:  # else these pairs are left out
+    _MEGATRON = [R("megatron_tp"), R("megatron_tp", ranks=2), R("megatron_ep", ranks=2)]
 _TP = {ranks: R("tensor_parallel", ranks=ranks) for ranks in (1, 2, 4)}
 _MODELS = "deepseek", "qwen3_moe", "glm4_moe", "gpt_oss"
 SINGLE = [
@@ -99,6 +103,9 @@ CLEAN = [
         ),
     ),
     *_pairs("accumulation", (R(micro_batches=4), R(micro_batches=4, **_TWO))),
+    *_pairs("Megatron-Core, layout", *((a, b) for a in _MEGATRON for b in _MEGATRON[:1] if a != b)),
+    *_pairs("Megatron-Core, layout", *((b, a) for a in _MEGATRON for b in _MEGATRON[:1] if a != b)),
+    *_pairs("Megatron-Core, threads", *((a, replace(a, **_TWO)) for a in _MEGATRON)),
     *_pairs("layout", *((_TP[a], _TP[b]) for a in _TP for b in _TP if a != b)),
     *_pairs(
         "layout",

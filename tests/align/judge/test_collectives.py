@@ -9,6 +9,7 @@ import pytest
 from telechat_moe.numerics import round_to
 from telechat_moe.tools.align.bisect import bisect
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
+from telechat_moe.tools.align.judge.pairing import differ_in_layout
 
 RANKS = 4
 GROUPS = ([0, 1], [2, 3])
@@ -136,6 +137,40 @@ def test_groups_are_known_by_their_names(kind):
     assert bisect(wrong, wrong).verdict == "pass"
     assert bisect(right, wrong).verdict == "diverged"
     assert bisect(right, by_name(run(kind, change=lambda r, y, _: y + (r == 2)))).ranks == [2]
+
+
+def as_msprobe(dump):
+    """Return a dump as msprobe writes it of torch: null where the result is written, arguments behind the result."""
+
+    def call(c):
+        *first, sent = c.inputs
+        return replace(c, inputs=[*(None for _ in first), sent], outputs=[*c.outputs, sent])
+
+    ranks = {
+        place: replace(r, calls={key: call(c) for key, c in r.calls.items()})
+        for place, r in dump.ranks.items()
+    }
+    return Dump(dump.root, ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_what_msprobe_writes_of_torch_is_judged(kind):
+    outcome = bisect(as_msprobe(run(kind)), as_msprobe(run(kind)))
+    assert (outcome.verdict, dict(outcome.judged)) == ("pass", {"pass": RANKS})
+    wrong = as_msprobe(run(kind, change=lambda r, y, _: y + (r == 2)))
+    assert bisect(as_msprobe(run(kind)), wrong).ranks == [2]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_runs_with_other_ranks_and_numbers_of_collectives_are_split_differently(calls):
+    target = run("all_reduce")
+    (key, call), *_ = target.ranks[0, 0].calls.items()
+    later = key.replace(".0.", ".1.")
+    one = replace(
+        target.ranks[0, 0],
+        calls={key: call} if calls == 1 else {key: call, later: replace(call, key=later)},
+    )
+    assert differ_in_layout(Dump(target.root, {(0, 0): one}), target) == (calls == 2)
 
 
 def test_a_rank_that_is_missing_is_said():

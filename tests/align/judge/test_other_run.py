@@ -239,6 +239,27 @@ def test_uninitialised_memory_is_no_fault():
     assert "uninitialised memory" in next(iter(outcome.unknown))
 
 
+@pytest.mark.parametrize(("place", "beta"), [("input.0", 0), ("input.0", 1), ("out", 0)])
+def test_what_a_product_does_not_read_may_differ(place, beta):
+    def run(seed):
+        start, left, right = (
+            np.random.default_rng(s).standard_normal((8, 8)).astype(np.float32)
+            for s in (seed, 2, 3)
+        )
+        made = record(left @ right + beta * start, "float32")
+        inputs = [record(v, "float32") for v in (start, left, right)]
+        kwargs = {"beta": Scalar("int", beta)}
+        if place == "out":
+            inputs, kwargs = inputs[1:], {"out": record(start, "float32")}
+        name = "Torch.matmul" if place == "out" else "Torch.addmm"
+        call = Call(f"{name}.0.forward", "api", name, 0, Phase.FORWARD, inputs, kwargs, [made])
+        return Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "tensor", "L1", {call.key: call})})  # fmt: skip
+
+    outcome = bisect(run(0), run(1))
+    places = [f.verdict.place for f in outcome.findings]
+    assert (outcome.verdict, places) == (("diverged", ["input.0"]) if beta else ("pass", []))
+
+
 @pytest.mark.parametrize(
     ("cast", "rounded"), [("float32", round_bf16), ("bfloat16", round_bf16), ("float32", None)]
 )

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from telechat_moe.numerics import FLOATS, is_float
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar
 from telechat_moe.tools.align.judge.distance import relative_distance
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators import find
@@ -227,7 +227,9 @@ class DataFlow:
     def is_used(self, place: Place) -> bool:
         """Return whether anything is computed from an input; otherwise it is only moved, or overwritten."""
         key, name = place
-        formula = find(self.dump.calls[key].name)
+        call, formula = self.dump.calls[key], find(self.dump.calls[key].name)
+        if name == "input.out" or (name == "input.0" and _ignores_start(call)):
+            return False
         if formula is None or not formula.exact or backward_key(key) in self.dump.calls:
             return True
         if formula.name == "copy_" and name == "input.0":
@@ -462,3 +464,9 @@ def sum_verdict(flow: DataFlow, came: Place, users: list[Place]) -> Verdict:
         return verdict
     reason = f"{came[1]} is not the sum of the gradients from {', '.join(u[0] for u in users)}: {verdict.reason}"
     return replace(verdict, place=came[1], status="diverged", reason=reason)
+
+
+def _ignores_start(call: Call) -> bool:
+    """Return whether a product's factor of what it would add is 0, so that torch does not read it: ``empty`` often made it."""
+    beta = call.kwargs.get("beta")
+    return isinstance(beta, Scalar) and beta.value == 0 and "mm" in call.name

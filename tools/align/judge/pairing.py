@@ -41,7 +41,9 @@ def differ_in_layout(reference: Dump, target: Dump) -> bool:
     alike = not graphs and frameworks(a) == frameworks(b) and not others
     if (graphs and others) or not (alike or _same_calls(a[0], b[0])):
         return True
-    if {r.rank for r in a} != {r.rank for r in b} and _cut_differently(a[0], b[0]):
+    exchanges = {sum(map(is_exchange, ranks[0].calls.values())) for ranks in (a, b)}
+    split_otherwise = len(exchanges) > 1 or _cut_differently(a[0], b[0])
+    if {r.rank for r in a} != {r.rank for r in b} and split_otherwise:
         return True
     reference_layouts, target_layouts = _layouts(a), _layouts(b)
     return reference_layouts != target_layouts and bool(reference_layouts or target_layouts)

@@ -99,6 +99,8 @@ class Formula:
                 )
         for name, value in named.items():
             argument = self.canonical(name)
+            if argument == "out":  # the result's memory
+                continue
             if argument not in self.names and value is not None:
                 raise NotJudgedError(f"{self.name}: argument {name!r} is not known")
             values[argument] = value
