@@ -5,9 +5,7 @@ public functions and the methods of its tensors are wrapped; a function that ano
 torch. What mindtorch lacks to train at all is supplied (:func:`_supply`) and told.
 """
 
-import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper

@@ -18,6 +18,7 @@ from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.capture.torch_modules import Modules
 from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import (
+    MINDTORCH,
     Call,
     Dump,
     Phase,
@@ -43,6 +44,7 @@ QUERIES = frozenset(_NAMES.split())
 _DEEP = 3  # lines of the call stack that are recorded
 _LIBRARIES = [sys.modules[name].__file__ for name in ("torch", "mindspore") if name in sys.modules]
 _OWN = (*(str(Path(file).parent) for file in (*_LIBRARIES, __file__) if file), "<frozen")
+_FRAMEWORK = "pytorch" if hasattr(torch._C, "DisableTorchFunction") else MINDTORCH
 _QUIETLY: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
 _NUMPY_KNOWS = (torch.float16, torch.float32, torch.float64)
 
@@ -87,9 +89,7 @@ def record(x: Any) -> Value:
 
 def _zeros(like: torch.Tensor) -> TensorRecord:
     values = np.zeros_like(widened(like))
-    return TensorRecord(
-        type_name(like), tuple(like.shape), read=lambda: values
-    )
+    return TensorRecord(type_name(like), tuple(like.shape), read=lambda: values)
 
 
 def lines() -> tuple[str, ...]:
@@ -244,7 +244,7 @@ def run_script(
     if calls:
         cut.end()
     ranks = {
-        (step, 0): RankDump(step, 0, "pytorch", "tensor", "L1", step_calls)
+        (step, 0): RankDump(step, 0, _FRAMEWORK, "tensor", "L1", step_calls)
         for step, step_calls in cut.calls_of_steps.items()
     }
     dump = Dump(out, ranks)
