@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from telechat_moe.tools.align.capture.torch_functions import StepRecorder, capture
+from telechat_moe.tools.align.capture.torch_functions import capture
+from telechat_moe.tools.align.capture.torch_records import StepRecorder
 from telechat_moe.tools.align.dump.records import Dump, RankDump
 
 Hook = Callable[[str, int, "Net"], None]

@@ -20,6 +20,7 @@ from telechat_moe.narrowing import is_list, is_object, short
 from telechat_moe.tools.align.dump import value_files
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.records import (
+    MINDTORCH,
     Call,
     Dump,
     Phase,
@@ -209,7 +210,8 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
     calls: dict[str, Call] = {}
     while data:  # what is parsed is released
         key = next(iter(data))
-        calls[key] = _call(context, key, data.pop(key), parents.get(key), stacks.get(key, ()))
+        call = _call(context, key, data.pop(key), parents.get(key), stacks.get(key, ()))
+        calls[key] = replace(call, on_mindspore=about["framework"] == MINDTORCH)
     if not about["framework"]:
         modules = any(k.startswith("Module.") for k in calls)
         about["framework"] = "pytorch" if modules else "mindspore"

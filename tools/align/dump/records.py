@@ -36,6 +36,9 @@ class Stats(NamedTuple):
 
 NO_STATS = Stats(None, None, None, None)
 
+MINDTORCH = "mindtorch"
+"""The framework of a dump of torch's functions on MindSpore, as msprobe calls it."""
+
 FLAT = -1
 """Key in :class:`TensorLayout` for a shard's dimension after it is flattened."""
 
@@ -141,6 +144,12 @@ class Call:
     parameters: Mapping[str, Value] = field(default_factory=dict[str, Value])
     parent: str | None = None  # key of the module that it ran in
     stack: tuple[str, ...] = ()  # lines of the call stack, innermost first
+    on_mindspore: bool = False  # a function of torch that MindSpore's kernels compute, by mindtorch
+
+    @property
+    def formula_name(self) -> str:
+        """The name that has its formula: the errors of MindSpore's kernels are larger than torch's."""
+        return f"MindTorch.{self.name.partition('.')[2]}" if self.on_mindspore else self.name
 
     @property
     def stage(self) -> Phase:

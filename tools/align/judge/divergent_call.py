@@ -75,7 +75,7 @@ class DivergentCall:
 
         Everything is stored and summed in the ``narrow`` type, if any.
         """
-        formula = find(call.name)
+        formula = find(call.formula_name)
         if formula is None:
             return []
         try:

@@ -205,7 +205,7 @@ class Propagation:
     def _operator(self, dump: RankDump, call: Call) -> dict[str, TrackedValue]:
         is_backward = call.phase is Phase.BACKWARD
         forward = dump.calls.get(call.forward_key)
-        formula = find(forward.name) if forward is not None else None
+        formula = find(forward.formula_name) if forward is not None else None
         if formula is None or forward is None:
             return {}
         inputs, stores = self._fed(dump.rank, forward), is_backward or formula.stores

@@ -35,7 +35,7 @@ def replay_call(
     try:
         if forward is None:
             raise NotJudgedError("its forward call is not in the dump")
-        formula = find(forward.name)
+        formula = find(forward.formula_name)
         if formula is None:
             raise NotJudgedError(f"no formula for {forward.name}")
         complete = settings if settings is not None else forward
@@ -327,7 +327,7 @@ def _gradients(
 
 def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
     """Return what one output of a backward call should be; None: no formula gives it."""
-    formula = find(call.name)
+    formula = find(call.formula_name)
     if formula is None:
         return None
     try:

@@ -187,8 +187,9 @@ def find(call_name: str) -> Formula | None:
     if parts[0] in ("Primitive", "Optimizer") and parts[-1] in _PRIMITIVES:
         return _PRIMITIVES[parts[-1]]
     name = _plain(parts[-1])
-    if parts[0] in ("Mint", "MintFunctional") and name in _OF_KERNELS:
-        kernel, function = _PRIMITIVES[_OF_KERNELS[name]], _FORMULAS[name]
+    kernels = _OF_FAMILIES.get(parts[0], {})
+    if name in kernels:
+        kernel, function = _PRIMITIVES[kernels[name]], _FORMULAS[name]
         defaults = {**kernel.defaults, **function.defaults}
         return replace(function, compute=kernel.compute, defaults=defaults, stores=kernel.stores)
     if name.startswith("foreach"):
@@ -198,6 +199,13 @@ def find(call_name: str) -> Formula | None:
 
 _OF_KERNELS = {"exp": "Exp", "sigmoid": "Sigmoid", "silu": "SiLU", "tanh": "Tanh", "log": "Log"}
 """Functions of MindSpore that are one primitive, whose kernel has larger errors than libraries of others."""
+
+_ON_CPU = {"softmax": "Softmax", "logsoftmax": "LogSoftmax"}  # of mindtorch; `mint` has none there
+_OF_FAMILIES = {
+    "Mint": _OF_KERNELS,
+    "MintFunctional": _OF_KERNELS,
+    "MindTorch": {**_OF_KERNELS, **_ON_CPU},
+}
 
 
 def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:

@@ -1,0 +1,215 @@
+"""Record every torch function of a script that runs on MindSpore through mindtorch 0.5.1, MSAdapter's line.
+
+A program for the environment of mindtorch, where importing it redirects ``import torch``. It has no function mode, so its
+public functions and the methods of its tensors are wrapped; a function that another one calls is not recorded, as in
+torch. What mindtorch lacks to train at all is supplied (:func:`_supply`) and told.
+"""
+
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial, update_wrapper
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import mindspore
+import mindtorch  # before torch, which it redirects
+import torch
+from mindspore.common.api import _pynative_executor as executor
+from mindspore.ops.composite import GradOperation
+from mindtorch._tensor import TensorPlaceHolder
+from mindtorch.executor import execute
+from torch.optim import optimizer as optim
+
+from telechat_moe.narrowing import is_sequence
+from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
+from telechat_moe.tools.align.capture.torch_records import (
+    QUERIES,
+    Optimizers,
+    Recording,
+    main,
+    record,
+    writes,
+)
+from telechat_moe.tools.align.dump.records import Call, Phase
+
+# The names that torch gives to operators of Python
+_OPERATORS = {
+    **{f"__{n}__": n for n in ("add", "sub", "mul", "matmul", "neg", "pow", "abs")},
+    **{f"__i{n}__": f"{n}_" for n in ("add", "sub", "mul")},
+    **{f"__{n}__": n for n in ("lt", "gt", "le", "ge", "ne")},
+    **{"__radd__": "add", "__rmul__": "mul", "__truediv__": "div", "__itruediv__": "div_"},
+    **{"__rsub__": "__rsub__", "__rtruediv__": "__rdiv__", "__mod__": "remainder"},
+    **{n: n for n in ("__eq__", "__getitem__", "__setitem__", "__floordiv__", "__invert__")},
+    **{n: n for n in ("__and__", "__or__", "__xor__")},
+}
+# Functions of Python in torch, which are dispatched by another name
+_IN_PYTHON = ("split", "einsum", "norm", "meshgrid", "tensordot", "unique", "cdist")
+
+
+class _Recorder(Recording):
+    """Runs wrapped functions, and MindSpore's gradient where a script calls ``backward``."""
+
+    def __init__(self, calls: dict[str, Call], modules: Modules) -> None:
+        super().__init__(calls, modules)
+        self.inside = False  # a function that is recorded, or one that computes nothing
+        self.weights: dict[int, Any] = {}  # of the graph that is recorded
+        self.graph: Callable[[], None] | None = None
+
+    @contextmanager
+    def quietly(self) -> Generator[None, None, None]:
+        """Record nothing."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+    def run(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function and record it."""
+        if self.inside or self.paused:
+            return function(*args, **kwargs)
+        with self.quietly():
+            if name.split(".")[1] in QUERIES:
+                return function(*args, **kwargs)
+            return self._record(name, function, args, kwargs)
+
+    def _record(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        key = f"{name}.{self.count[name]}"
+        self.count[name] += 1
+        inputs = [record(a) for a in args]
+        named = {k: record(v) for k, v in kwargs.items()}
+        gradients: list[Any] = []
+        in_place = writes(name, kwargs)
+        if executor.enable_grad() and any(x.requires_grad for x in tensors_in((args, kwargs))):
+            self._begin_graph()
+            if not in_place:
+                use = partial(self._use, gradients=gradients)
+                args, kwargs = _map_tensors(args, use), _map_tensors(kwargs, use)
+        result = function(*args, **kwargs)
+        outputs = list(result) if is_sequence(result) else [result]
+        if not any(isinstance(o, torch.Tensor) for o in outputs):
+            return result
+        coming: list[Any] = [None] * len(outputs)
+        for i, output in enumerate(outputs):
+            if gradients and _is_float(output) and not name.endswith(".detach"):
+                output._requires_grad = True
+                _hook(output, coming, i)
+        self.add(key, Phase.FORWARD, inputs, named, [record(o) for o in outputs])
+        if gradients:
+            self.pending[key] = coming, gradients
+        return result
+
+    def _use(self, x: Any, gradients: list[Any]) -> Any:
+        """Return a copy of an input with a node of its own, so that its gradient is the one through this use."""
+        if not x.requires_grad or not _is_float(x):
+            return x
+        if x.param_info is not None:
+            self.weights.setdefault(id(x), x)
+        used = execute("identity", x)
+        used._requires_grad = True
+        gradients.append(None)
+        _hook(used, gradients, len(gradients) - 1)
+        return used
+
+    def _begin_graph(self) -> None:
+        if self.graph is None:
+            self.graph = lambda: None  # stands for all that is computed until `backward`
+            executor.set_grad_flag(True)
+            executor.new_graph(self.graph)
+
+    def backward(self, loss: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
+        """Add the gradients of a loss to its weights, as torch's ``Tensor.backward`` does."""
+        if gradient is not None or self.graph is None:
+            raise RuntimeError("only one backward() without arguments of each graph is supported")
+        graph, weights = self.graph, tuple(self.weights.values())
+        with self.quietly():
+            executor.end_graph(graph, loss)
+            gradients = executor.grad(graph, GradOperation(get_by_list=True), weights, None)
+            for weight, g in zip(weights, gradients, strict=True):
+                g._device = weight.device
+                weight.grad = g if weight.grad is None else weight.grad + g
+            self.graph = None
+            self.weights.clear()
+            for key in reversed(self.pending):
+                for g in tensors_in(self.pending[key]):
+                    g._device = loss.device
+            for key in [*reversed(self.pending)]:
+                if any(g is not None for g in self.pending[key][-1]):
+                    self.finish_call(key)
+            self.pending.clear()
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+
+
+def _hook(x: Any, gradients: list[Any], place: int) -> None:
+    """Keep the gradient of a tensor; MindSpore wants it returned."""
+
+    def arrived(g: Any) -> Any:
+        gradients[place] = g
+        return g
+
+    mindspore._c_expression.TensorPy.register_hook(x, arrived)
+
+
+def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(v, function) for v in value)
+    if type(value) is dict:
+        return {k: _map_tensors(v, function) for k, v in value.items()}
+    return value
+
+
+def _functions() -> Iterator[tuple[Any, str, str, FunctionType]]:
+    """Yield where torch's functions are: module or class, name there, name in a dump, function."""
+    functional = mindtorch.nn.functional
+    for name, f in vars(mindtorch).copy().items():
+        if isinstance(f, FunctionType) and f.__module__.startswith("mindtorch.ops"):
+            yield mindtorch, name, f"{'Functional' if name in _IN_PYTHON else 'Torch'}.{name}", f
+    for name, f in vars(functional).copy().items():
+        if isinstance(f, FunctionType) and f.__module__ == functional.__name__:
+            yield functional, name, f"Functional.{name}", f
+    for name, f in vars(TensorPlaceHolder).items():
+        known = _OPERATORS.get(name, None if name.startswith("_") else name)
+        if isinstance(f, FunctionType) and known is not None:
+            yield torch.Tensor, name, f"Tensor.{known}", f
+
+
+def _supply(recorder: _Recorder) -> list[str]:
+    """Supply what mindtorch lacks; return the names."""
+    torch.Tensor.backward = lambda *args, **kwargs: recorder.backward(*args, **kwargs)
+    names = ["Tensor.backward (there it returns its argument and computes nothing)"]
+    if not hasattr(mindtorch.autograd, "profiler"):  # without it no optimizer steps
+        record_function = lambda *_: nullcontext()  # noqa: E731
+        mindtorch.autograd.profiler = SimpleNamespace(record_function=record_function)
+        names.append("autograd.profiler")
+    if not hasattr(mindtorch._apis.cpu, "addcdiv"):  # Adam's
+        mindtorch._apis.cpu.addcdiv = lambda x, a, b, value=1: x + value * a / b
+        names.append("addcdiv on CPU")
+    return names
+
+
+@contextmanager
+def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
+    """Record the torch functions called in the block and their backward, and maybe what modules return; yield the calls."""
+    calls: dict[str, Call] = {}
+    names = Modules(calls, record, modules)
+    recorder = _Recorder(calls, names)
+    updates = Optimizers(calls, recorder, names)
+    optim.register_optimizer_step_pre_hook(updates.begin)
+    optim.register_optimizer_step_post_hook(updates.end)
+    for where, name, known, function in _functions():
+        wrapped = lambda *args, _=(known, function), **kwargs: recorder.run(*_, args, kwargs)  # noqa: E731
+        setattr(where, name, update_wrapper(wrapped, function))
+    sys.stderr.write(f"supplied, for mindtorch lacks it: {', '.join(_supply(recorder))}\n")
+    with names:
+        yield calls
+    recorder.finish()
+
+
+if __name__ == "__main__":
+    main(capture)
