@@ -43,7 +43,8 @@ _OPERATORS = {
     **{n: n for n in ("__eq__", "__getitem__", "__setitem__", "__floordiv__", "__invert__")},
     **{n: n for n in ("__and__", "__or__", "__xor__")},
 }
-# Functions of Python in torch, which are dispatched by another name
+# Functions without a gradient, and functions of Python in torch, which it dispatches by another name
+_CONSTANT = {"detach", *(f"{n}_like" for n in ("zeros", "ones", "full", "empty"))}
 _IN_PYTHON = ("split", "einsum", "norm", "meshgrid", "tensordot", "unique", "cdist")
 
 
@@ -83,7 +84,7 @@ class _Recorder(Recording):
         in_place = writes(name, kwargs)
         if executor.enable_grad() and any(x.requires_grad for x in tensors_in((args, kwargs))):
             self._begin_graph()
-            if not in_place:
+            if not in_place and name.split(".")[1] not in _CONSTANT:
                 use = partial(self._use, gradients=gradients)
                 args, kwargs = _map_tensors(args, use), _map_tensors(kwargs, use)
         result = function(*args, **kwargs)
@@ -92,7 +93,7 @@ class _Recorder(Recording):
             return result
         coming: list[Any] = [None] * len(outputs)
         for i, output in enumerate(outputs):
-            if gradients and _is_float(output) and not name.endswith(".detach"):
+            if gradients and _is_float(output):
                 output._requires_grad = True
                 _hook(output, coming, i)
         self.add(key, Phase.FORWARD, inputs, named, [record(o) for o in outputs])
