@@ -27,9 +27,10 @@ import json, runpy, sys, types
 for name, path in json.loads(sys.argv.pop(1)).items():
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = path
-runpy.run_module("telechat_moe.tools.align.capture.mindtorch_functions", run_name="__main__", alter_sys=True)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
-"""Runs the recorder of mindtorch in an environment that has no telechat_moe, whose packages are the first argument."""
+"""Runs a module of telechat_moe in an environment without it; arguments: where its packages are, the module, and its own."""
+_RECORDER = "telechat_moe.tools.align.capture.mindtorch_functions"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,14 +73,16 @@ def _on_mindspore(environment: str, script: str, out: str, words: list[str]) -> 
         raise UsageError(f"--mindtorch {environment}: no bin/python is there; `{make}` makes it")
     packages = [find_spec(n) for n in ("telechat_moe", "telechat_moe.ops", "telechat_moe.tools")]
     paths = {p.name: [*(p.submodule_search_locations or ())] for p in packages if p is not None}
-    command = [str(python), "-c", _ELSEWHERE, json.dumps(paths), *words]
+    command = [str(python), "-c", _ELSEWHERE, json.dumps(paths), _RECORDER, *words]
     with unfinished(out):
-        done = subprocess.run(command, stderr=subprocess.PIPE, start_new_session=True, check=False)
-    log = done.stderr.decode(errors="replace")
-    if done.returncode:
+        process = subprocess.run(
+            command, stderr=subprocess.PIPE, start_new_session=True, check=False
+        )
+    log = process.stderr.decode(errors="replace")
+    if process.returncode:
         last = "\n".join(log.splitlines()[-_LAST:])
         raise BadInputError(
-            f"{script}: exit code {done.returncode} with mindtorch; the end of its log:\n{last}"
+            f"{script}: exit code {process.returncode} with mindtorch; the end of its log:\n{last}"
         )
     sys.stderr.write(log)
 

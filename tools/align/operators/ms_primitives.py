@@ -327,23 +327,24 @@ primitive("Assign", "input value", exact=True)(lambda a: _unchanged(a.value))
 
 
 def _composed(name: str, a: Arguments) -> Approx:
-    """Compute a function that MindSpore makes of an exponential, whose error its gradient has, too."""
+    """Compute a function that MindSpore makes of an exponential, whose error its gradient has, too; a logarithm's is absolute."""
     formula = find(name)
     assert formula is not None
-    (y,) = formula.compute(a)
-    share = EXP + EXP_SLOPE * np.minimum(np.abs(plain(a.input)), 100.0)
+    y = floating(formula.compute(a)[0])
+    shares = EXP + EXP_SLOPE * np.minimum(np.abs(plain(a.input)), 100.0)
 
     def inexact(y: Approx, size: Any) -> Approx:
+        share = shares if shares.shape == y.shape else shares.max(initial=EXP)
         error = share * y.unit * size
         return y.like(y.value, np.hypot(y.sigma, error / 3**0.5), y.limit + error, y.parents)
 
-    def back(step: Back) -> Back:
+    def inexact_step(step: Back) -> Back:
         return lambda g: inexact(d := step(g), np.abs(d.value) + np.abs(g.value))
 
-    y = inexact(y, np.abs(y.value))
-    y.parents = tuple((operand, back(step)) for operand, step in y.parents)
+    y = inexact(y, np.abs(y.value) + float(name in ("softplus", "logsumexp")))
+    y.parents = tuple((operand, inexact_step(step)) for operand, step in y.parents)
     return y
 
 
-for _name in ("gelu", "softplus", "erf"):
+for _name in ("gelu", "softplus", "erf", "logsumexp"):
     primitive(f"mindtorch.{_name}", "input")(partial(_composed, _name))

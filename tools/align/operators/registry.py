@@ -200,7 +200,7 @@ _OF_KERNELS = {"exp": "Exp", "sigmoid": "Sigmoid", "silu": "SiLU", "tanh": "Tanh
 
 _OF_MINDTORCH = {
     **{"softmax": "Softmax", "logsoftmax": "LogSoftmax"},
-    **{name: f"mindtorch.{name}" for name in ("gelu", "softplus", "erf")},
+    **{name: f"mindtorch.{name}" for name in ("gelu", "softplus", "erf", "logsumexp")},
 }
 _OF_FAMILIES = {
     "Mint": _OF_KERNELS,
