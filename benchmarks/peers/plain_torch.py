@@ -25,6 +25,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
+        """Return x over its root mean square, times the weight."""
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
@@ -42,10 +43,12 @@ class Attention(nn.Module):
         self.sign = -1.0 if plant == "rotation" else 1.0
 
     def rotate(self, x, cos, sin):
+        """Turn the two halves of x by the angle of their position."""
         a, b = torch.chunk(x, 2, -1)
         return x * cos + self.sign * torch.cat([-b, a], -1) * sin
 
     def forward(self, x, cos, sin, mask):
+        """Return the attention of ``[rows, length, WIDTH]``."""
         rows, length, _ = x.shape
         q = self.q(x).reshape(rows, length, HEADS, NOPE + ROPE).transpose(1, 2)
         q_nope, q_rope = torch.split(q, [NOPE, ROPE], -1)
@@ -73,10 +76,12 @@ class Experts(nn.Module):
         self.normalise = plant != "scale"
 
     def expert(self, e, x):
+        """Return what expert e makes of all rows."""
         gate, up = torch.chunk(self.up[e](x), 2, -1)
         return self.down[e](F.silu(gate) * up)
 
     def forward(self, x):
+        """Return the sum of the shared and the chosen experts."""
         rows = x.reshape(-1, WIDTH)
         weights, chosen = torch.topk(torch.sigmoid(self.gate(rows)), CHOSEN, -1)
         if self.normalise:
@@ -100,6 +105,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids, cos, sin, mask):
+        """Return the logits of ``[rows, length]`` tokens."""
         x = self.table(ids)
         for i in range(2):
             x = x + self.attention[i](self.norms[2 * i](x), cos, sin, mask)
@@ -127,20 +133,21 @@ def prepare(model, path):
 
 
 def main():
+    """Train, and print the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("weights", type=Path)
     parser.add_argument("--plant", choices=["axis", "rotation", "scale", "decay"])
     args = parser.parse_args()
     model = Model(args.plant)
     prepare(model, args.weights)
-    given = np.load(args.weights)
+    inputs = np.load(args.weights)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.tensor(given[name]))
+            p.copy_(torch.tensor(inputs[name]))
     decay = 0.01 if args.plant == "decay" else 0.1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)
     cos, sin, mask = tables()
-    for ids in given["ids"]:
+    for ids in inputs["ids"]:
         optimizer.zero_grad()
         logits = model(torch.tensor(ids[:, :-1]), cos, sin, mask)
         loss = F.cross_entropy(logits.reshape(-1, VOCAB), torch.tensor(ids[:, 1:].reshape(-1)))

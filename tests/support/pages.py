@@ -68,6 +68,9 @@ NOT_RUN: dict[str, str] = {
     "telechat-moe align phases mine.yaml": "runs of the reader's own",
     "telechat-moe dryrun planned.yaml": "five minutes, the claim plan-confirm; test_dryrun_plans.py confirms smaller plans",
     "telechat-moe dryrun telechat3_moe/pretrain_105b_a4b_4k.yaml --run": "five minutes; test_run_graphs.py does it with smaller recipes",
+    "sh benchmarks/peers/mindtorch.sh msenv": "test_mindtorch.py runs it and the three below",
+    "telechat-moe align capture --torch benchmarks/peers/plain_torch.py": "test_mindtorch.py",
+    "telechat-moe align torch_run mindspore_run": "test_mindtorch.py",
     "pip install": "`make test-torch` installs it",
 }
 """Commands by their beginning, and why the test of the pages does not run them."""

@@ -1,7 +1,9 @@
 """`telechat-moe align capture`: dump what a recipe's training steps, or a torch script, compute."""
 
 import argparse
+import json
 import sys
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -11,12 +13,24 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.interruption import unfinished
 
+_LAST = 12  # lines of the log of a script that failed
 VALUES = ("tensor", "statistics", "fingerprint")
 NOTES = """\
 A recipe runs as `telechat-moe train` or, with a layout, as `telechat-moe run-sharded` runs it, and every operator of the compiled graph is recorded. With
 --torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward, and every update of a weight
-by an optimizer, which ends a step. OUT is a tree that msprobe reads, too. docs/align.md has the details.
+by an optimizer, which ends a step. With --mindtorch the script's torch is mindtorch, which computes with MindSpore. OUT is a tree that msprobe reads, too. docs/align.md has the details.
 """
+
+
+_ELSEWHERE = """
+import json, runpy, sys, types
+for name, path in json.loads(sys.argv.pop(1)).items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = path
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+"""Runs a module of telechat_moe in an environment without it; arguments: where its packages are, the module, and its own."""
+_RECORDER = "telechat_moe.tools.align.capture.mindtorch_functions"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.out).exists():
         raise UsageError(f"--out {args.out}: it exists; give a new folder")
     if args.torch is None:
+        if args.mindtorch is not None:
+            raise UsageError("--mindtorch is for --torch SCRIPT, not for a recipe")
         return _recipe(args, steps)
     if args.layers or args.ranks or args.only or args.overrides or args.values != VALUES[0]:
         raise UsageError(
@@ -34,13 +50,41 @@ def run(args: argparse.Namespace) -> int:
         )
     if not Path(args.torch).is_file():
         raise BadInputError(f"--torch {args.torch}: there is no such file")
-    command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
-    command += ["--modules"] * args.modules
-    command += [args.out, str(steps.start), str(steps.stop - 1), args.torch, *args.arguments]
+    words = ["--modules"] * args.modules
+    words += [args.out, str(steps.start), str(steps.stop - 1), args.torch, *args.arguments]
+    if args.mindtorch is not None:
+        _on_mindspore(args.mindtorch, args.torch, args.out, words)
+        write_json(args.json, {"out": args.out, "exit_code": 0})
+        return 0
+    command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions", *words]
     with unfinished(args.out):
         code = subprocess.call(command, start_new_session=True)  # Ctrl-C reaches only this process
     write_json(args.json, {"out": args.out, "exit_code": code})
     return code
+
+
+def _on_mindspore(environment: str, script: str, out: str, words: list[str]) -> None:
+    """Record a script of torch by the Python of an environment with mindtorch."""
+    import subprocess
+
+    python = Path(environment, "bin", "python")
+    if not python.is_file():
+        make = f"sh benchmarks/peers/mindtorch.sh {environment}"
+        raise UsageError(f"--mindtorch {environment}: no bin/python is there; `{make}` makes it")
+    packages = [find_spec(n) for n in ("telechat_moe", "telechat_moe.ops", "telechat_moe.tools")]
+    paths = {p.name: [*(p.submodule_search_locations or ())] for p in packages if p is not None}
+    command = [str(python), "-c", _ELSEWHERE, json.dumps(paths), _RECORDER, *words]
+    with unfinished(out):
+        process = subprocess.run(
+            command, stderr=subprocess.PIPE, start_new_session=True, check=False
+        )
+    log = process.stderr.decode(errors="replace")
+    if process.returncode:
+        last = "\n".join(log.splitlines()[-_LAST:])
+        raise BadInputError(
+            f"{script}: exit code {process.returncode} with mindtorch; the end of its log:\n{last}"
+        )
+    sys.stderr.write(log)
 
 
 def _recipe(args: argparse.Namespace, steps: range) -> int:
@@ -96,16 +140,18 @@ VERB = Verb(
     description="Run a recipe or a torch script and dump what it computes, forward, backward and updates.",
     notes=NOTES,
     examples="telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint\n"
-    "telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1",
+    "telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1\n"
+    "telechat-moe align capture --torch train.py --mindtorch msenv --out mindspore --steps 0-1 -- --lr 0.1",
     exits={
         1: "a process died",
         2: "wrong usage, or OUT exists",
-        3: "no such script, recipe or data; else the script's own",
+        3: "no such script, recipe or data, or the script failed with --mindtorch; else the script's own",
     },
     json_keys="out, calls, steps and ranks (their numbers); with --torch: out, exit_code.",
     overrides="override a value of the recipe",
     arguments=[
         arg("--torch SCRIPT", "run this script"),
+        arg("--mindtorch ENV", "run the script on MindSpore, by this environment with mindtorch"),
         arg("--out OUT", "folder to make", required=True),
         arg("--steps A[-B]", "steps to record, from 0 (default: 0)", "0"),
         arg("--modules", "of a script: record what modules return, too"),

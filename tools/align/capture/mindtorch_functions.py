@@ -17,16 +17,16 @@ import mindtorch  # before torch, which it redirects
 import torch
 from mindspore.common.api import _pynative_executor as executor
 from mindspore.ops.composite import GradOperation
-from mindtorch._tensor import TensorPlaceHolder
-from mindtorch.executor import execute
+from mindtorch._tensor import TensorPlaceHolder  # pyright: ignore[reportMissingModuleSource]
+from mindtorch.executor import execute  # pyright: ignore[reportMissingModuleSource]
 from torch.optim import optimizer as optim
 
-from telechat_moe.narrowing import is_sequence
+from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
 from telechat_moe.tools.align.capture.torch_records import (
     QUERIES,
+    CallRecording,
     Optimizers,
-    Recording,
     main,
     record,
     writes,
@@ -43,11 +43,12 @@ _OPERATORS = {
     **{n: n for n in ("__eq__", "__getitem__", "__setitem__", "__floordiv__", "__invert__")},
     **{n: n for n in ("__and__", "__or__", "__xor__")},
 }
-# Functions of Python in torch, which are dispatched by another name
+# Functions without a gradient, and functions of Python in torch, which it dispatches by another name
+_CONSTANT = {"detach", *(f"{n}_like" for n in ("zeros", "ones", "full", "empty"))}
 _IN_PYTHON = ("split", "einsum", "norm", "meshgrid", "tensordot", "unique", "cdist")
 
 
-class _Recorder(Recording):
+class _Recorder(CallRecording):
     """Runs wrapped functions, and MindSpore's gradient where a script calls ``backward``."""
 
     def __init__(self, calls: dict[str, Call], modules: Modules) -> None:
@@ -83,7 +84,7 @@ class _Recorder(Recording):
         in_place = writes(name, kwargs)
         if executor.enable_grad() and any(x.requires_grad for x in tensors_in((args, kwargs))):
             self._begin_graph()
-            if not in_place:
+            if not in_place and name.split(".")[1] not in _CONSTANT:
                 use = partial(self._use, gradients=gradients)
                 args, kwargs = _map_tensors(args, use), _map_tensors(kwargs, use)
         result = function(*args, **kwargs)
@@ -92,7 +93,7 @@ class _Recorder(Recording):
             return result
         coming: list[Any] = [None] * len(outputs)
         for i, output in enumerate(outputs):
-            if gradients and _is_float(output) and not name.endswith(".detach"):
+            if gradients and _is_float(output):
                 output._requires_grad = True
                 _hook(output, coming, i)
         self.add(key, Phase.FORWARD, inputs, named, [record(o) for o in outputs])
@@ -159,7 +160,7 @@ def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
         return function(value)
     if type(value) in (list, tuple):
         return type(value)(_map_tensors(v, function) for v in value)
-    if type(value) is dict:
+    if is_object(value):
         return {k: _map_tensors(v, function) for k, v in value.items()}
     return value
 
@@ -167,30 +168,52 @@ def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 def _functions() -> Iterator[tuple[Any, str, str, FunctionType]]:
     """Yield where torch's functions are: module or class, name there, name in a dump, function."""
     functional = mindtorch.nn.functional
-    for name, f in vars(mindtorch).copy().items():
-        if isinstance(f, FunctionType) and f.__module__.startswith("mindtorch.ops"):
-            yield mindtorch, name, f"{'Functional' if name in _IN_PYTHON else 'Torch'}.{name}", f
-    for name, f in vars(functional).copy().items():
-        if isinstance(f, FunctionType) and f.__module__ == functional.__name__:
-            yield functional, name, f"Functional.{name}", f
-    for name, f in vars(TensorPlaceHolder).items():
-        known = _OPERATORS.get(name, None if name.startswith("_") else name)
-        if isinstance(f, FunctionType) and known is not None:
-            yield torch.Tensor, name, f"Tensor.{known}", f
+    for name, function in _defined(mindtorch):
+        if function.__module__.startswith("mindtorch.ops"):
+            family = "Functional" if name in _IN_PYTHON else "Torch"
+            yield mindtorch, name, f"{family}.{name}", function
+    for name, function in _defined(functional):
+        if function.__module__ == functional.__name__:
+            yield functional, name, f"Functional.{name}", function
+    for name, function in _defined(TensorPlaceHolder):
+        dumped = _OPERATORS.get(name, "" if name.startswith("_") else name)
+        if dumped:
+            yield torch.Tensor, name, f"Tensor.{dumped}", function
+
+
+def _defined(owner: Any) -> list[tuple[str, FunctionType]]:
+    attributes: dict[str, Any] = dict(owner.__dict__)
+    return [(name, f) for name, f in attributes.items() if isinstance(f, FunctionType)]
 
 
 def _supply(recorder: _Recorder) -> list[str]:
     """Supply what mindtorch lacks; return the names."""
-    torch.Tensor.backward = lambda *args, **kwargs: recorder.backward(*args, **kwargs)
+
+    def backward(loss: Any, *arguments: Any, **settings: Any) -> None:
+        recorder.backward(loss, *arguments, **settings)
+
+    def record_function(name: str) -> nullcontext[None]:
+        return nullcontext()
+
+    def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Any:
+        return x + value * a / b
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
     names = ["Tensor.backward (there it returns its argument and computes nothing)"]
     if not hasattr(mindtorch.autograd, "profiler"):  # without it no optimizer steps
-        record_function = lambda *_: nullcontext()  # noqa: E731
         mindtorch.autograd.profiler = SimpleNamespace(record_function=record_function)
         names.append("autograd.profiler")
     if not hasattr(mindtorch._apis.cpu, "addcdiv"):  # Adam's
-        mindtorch._apis.cpu.addcdiv = lambda x, a, b, value=1: x + value * a / b
+        mindtorch._apis.cpu.addcdiv = addcdiv
         names.append("addcdiv on CPU")
     return names
+
+
+def _wrapped(recorder: _Recorder, name: str, function: FunctionType) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return recorder.run(name, function, args, kwargs)
+
+    return update_wrapper(run, function)
 
 
 @contextmanager
@@ -202,9 +225,8 @@ def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
     updates = Optimizers(calls, recorder, names)
     optim.register_optimizer_step_pre_hook(updates.begin)
     optim.register_optimizer_step_post_hook(updates.end)
-    for where, name, known, function in _functions():
-        wrapped = lambda *args, _=(known, function), **kwargs: recorder.run(*_, args, kwargs)  # noqa: E731
-        setattr(where, name, update_wrapper(wrapped, function))
+    for owner, name, dumped, function in _functions():
+        setattr(owner, name, _wrapped(recorder, dumped, function))
     sys.stderr.write(f"supplied, for mindtorch lacks it: {', '.join(_supply(recorder))}\n")
     with names:
         yield calls

@@ -22,8 +22,8 @@ from telechat_moe.narrowing import is_sequence
 from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
 from telechat_moe.tools.align.capture.torch_records import (
     QUERIES,
+    CallRecording,
     Optimizers,
-    Recording,
     main,
     record,
     writes,
@@ -31,7 +31,7 @@ from telechat_moe.tools.align.capture.torch_records import (
 from telechat_moe.tools.align.dump.records import Call, Phase
 
 
-class _Recorder(Recording, TorchFunctionMode):
+class _Recorder(CallRecording, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "backward":

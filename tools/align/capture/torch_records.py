@@ -110,7 +110,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("out") is not None or name.endswith("__setitem__") or in_place
 
 
-class Recording:
+class CallRecording:
     """Calls while they are recorded: forward at once, backward when all gradients of a call have arrived."""
 
     def __init__(self, calls: dict[str, Call], modules: Modules) -> None:
@@ -155,7 +155,7 @@ class Recording:
 class Optimizers:
     """Records each weight's update: its tensors before and after the step of any optimizer."""
 
-    def __init__(self, calls: dict[str, Call], recorder: Recording, modules: Modules) -> None:
+    def __init__(self, calls: dict[str, Call], recorder: CallRecording, modules: Modules) -> None:
         self.calls, self.recorder, self.modules = calls, recorder, modules
         self.count, self.before = Counter[str](), {}
 

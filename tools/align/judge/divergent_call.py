@@ -104,7 +104,7 @@ class DivergentCall:
             return None
         if not isinstance(output, Approx):
             return np.asarray(output, np.float64), np.zeros(np.shape(output))
-        return output.value, output.bound(self.dtype)
+        return output.value, output.bound(self.dtype if is_float(self.dtype) else output.stored)
 
     def tensors(self) -> Iterator[tuple[str, TensorRecord]]:
         """Yield the tensors that an operator might have been given, with their names, those of near calls first.

@@ -9,15 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from telechat_moe.numerics import FLOATS
-from telechat_moe.tools.align.dump.records import (
-    MINDTORCH,
-    Call,
-    Dump,
-    Phase,
-    RankDump,
-    Scalar,
-    TensorRecord,
-)
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import is_weight
 from telechat_moe.tools.align.judge.pins import narrowest
@@ -64,8 +56,8 @@ def named_differently(a: Sequence[RankDump], b: Sequence[RankDump]) -> bool:
 
 
 def frameworks(ranks: Sequence[RankDump]) -> set[str]:
-    """Return the frameworks of a run, by whose functions its program is written."""
-    return {"pytorch" if r.framework == MINDTORCH else r.framework for r in ranks}
+    """Return the frameworks of a run."""
+    return {r.framework for r in ranks}
 
 
 def _same_calls(a: RankDump, b: RankDump) -> bool:

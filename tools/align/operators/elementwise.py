@@ -309,6 +309,7 @@ ops(
         ("ones_like", f"input *rest {_LIKE}"): lambda a: _filled(a, 1.0),
         ("full_like", f"input fill_value {_LIKE}"): lambda a: _filled(a, a.fill_value),
         ("fill", "input value"): lambda a: np.full(np.shape(plain(a.input)), plain(a.value)),
+        ("zero_", "input"): lambda a: np.zeros(np.shape(plain(a.input))),
         ("copy_", "input other | non_blocking=False"): lambda a: a.other,
     },
     exact=True,

@@ -2,11 +2,18 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate, scatter_add
+from telechat_moe.tools.align.operators.approx import (
+    Approx,
+    Array,
+    Back,
+    concatenate,
+    scatter_add,
+)
 from telechat_moe.tools.align.operators.elementwise import (
     floating,
     integers,
@@ -22,7 +29,13 @@ from telechat_moe.tools.align.operators.reductions import (
     softmax,
     softmax_gradient,
 )
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, ops, primitive
+from telechat_moe.tools.align.operators.registry import (
+    Arguments,
+    NotJudgedError,
+    find,
+    ops,
+    primitive,
+)
 from telechat_moe.tools.align.operators.shapes import cut, move, moves
 
 EXP, EXP_SLOPE = 90.0, 9.0
@@ -45,12 +58,22 @@ def loose(x: Approx, argument: Any) -> Approx:
     return x.like(x.value, sigma, limit, [(x, lambda g: g)])
 
 
+def _at_itself(x: Approx, y: Approx, slope: Callable[[Approx], Approx]) -> Approx:
+    """Return a loose result y of x that is differentiated at itself, as kernels do."""
+    result = y.stop()
+    return y.like(y.value, y.sigma, y.limit, [(x, lambda g: g * slope(result))])
+
+
 def _sigmoid(x: Approx) -> Approx:
-    """Return a sigmoid that is differentiated at its own loose result."""
-    y = loose(x.sigmoid(), x)
-    s = y.stop()
-    y.parents = ((x, lambda g: g * s * (1 - s)),)
-    return y
+    return _at_itself(x, loose(x.sigmoid(), x), lambda s: s * (1 - s))
+
+
+def _tanh(x: Approx) -> Approx:
+    return _at_itself(x, x.tanh().plus(TANH * x.unit), lambda y: 1 - y * y)
+
+
+def _exp(x: Approx) -> Approx:
+    return _at_itself(x, loose(x.exp(), x), lambda y: y)
 
 
 @primitive("BiasAdd", "input bias")
@@ -239,8 +262,8 @@ primitive("SiLU", "input", stores=True)(of_input(lambda x: x * _sigmoid(x)))
 ops(
     {
         ("Sigmoid", "input"): of_input(_sigmoid),
-        ("Tanh", "input"): of_input(lambda x: x.tanh().plus(TANH * x.unit)),
-        ("Exp", _BASE): lambda a: loose(_natural(a).exp(), a.input),
+        ("Tanh", "input"): of_input(_tanh),
+        ("Exp", _BASE): lambda a: _exp(_natural(a)),
         ("Log", _BASE): lambda a: _natural(a).log().plus(LOG * floating(a.input).unit),
     },
     primitive,
@@ -301,3 +324,27 @@ def _unchanged(x: Any) -> Any:
 
 primitive("TensorMove Identity StopGradient", "input", exact=True)(lambda a: _unchanged(a.input))
 primitive("Assign", "input value", exact=True)(lambda a: _unchanged(a.value))
+
+
+def _composed(name: str, a: Arguments) -> Approx:
+    """Compute a function that MindSpore makes of an exponential, whose error its gradient has, too; a logarithm's is absolute."""
+    formula = find(name)
+    assert formula is not None
+    y = floating(formula.compute(a)[0])
+    shares = EXP + EXP_SLOPE * np.minimum(np.abs(plain(a.input)), 100.0)
+
+    def inexact(y: Approx, size: Any) -> Approx:
+        share = shares if shares.shape == y.shape else shares.max(initial=EXP)
+        error = share * y.unit * size
+        return y.like(y.value, np.hypot(y.sigma, error / 3**0.5), y.limit + error, y.parents)
+
+    def inexact_step(step: Back) -> Back:
+        return lambda g: inexact(d := step(g), np.abs(d.value) + np.abs(g.value))
+
+    y = inexact(y, np.abs(y.value) + float(name in ("softplus", "logsumexp")))
+    y.parents = tuple((operand, inexact_step(step)) for operand, step in y.parents)
+    return y
+
+
+for _name in ("gelu", "softplus", "erf", "logsumexp"):
+    primitive(f"mindtorch.{_name}", "input")(partial(_composed, _name))

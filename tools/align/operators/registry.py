@@ -200,11 +200,14 @@ def find(call_name: str) -> Formula | None:
 _OF_KERNELS = {"exp": "Exp", "sigmoid": "Sigmoid", "silu": "SiLU", "tanh": "Tanh", "log": "Log"}
 """Functions of MindSpore that are one primitive, whose kernel has larger errors than libraries of others."""
 
-_ON_CPU = {"softmax": "Softmax", "logsoftmax": "LogSoftmax"}  # of mindtorch; `mint` has none there
+_OF_MINDTORCH = {
+    **{"softmax": "Softmax", "logsoftmax": "LogSoftmax"},
+    **{name: f"mindtorch.{name}" for name in ("gelu", "softplus", "erf", "logsumexp")},
+}
 _OF_FAMILIES = {
     "Mint": _OF_KERNELS,
     "MintFunctional": _OF_KERNELS,
-    "MindTorch": {**_OF_KERNELS, **_ON_CPU},
+    "MindTorch": {**_OF_KERNELS, **_OF_MINDTORCH},
 }
 
 
