@@ -230,7 +230,7 @@ class DataFlow:
         formula = find(self.dump.calls[key].name)
         if formula is None or not formula.exact or backward_key(key) in self.dump.calls:
             return True
-        if formula.name in ("copy_", "fill", "zero_") and name == "input.0":
+        if formula.name == "copy_" and name == "input.0":
             return False
         takers = (p for output in self.makers_of(key) for p in self.taken.get(output, []))
         return any(map(self.is_used, takers))
