@@ -56,8 +56,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, environment: Path):
     folder = tmp_path_factory.mktemp("runs")
 
     def record(out: str, *arguments: object, script: Path = SCRIPT, mindtorch: bool = True):
-        where = ["--mindtorch", environment] if mindtorch else []
-        words = ["--torch", script, *where, "--out", out, "--steps", "0-2", "--", *arguments]
+        by = ["--mindtorch", environment] if mindtorch else []
+        words = ["--torch", script, *by, "--out", out, "--steps", "0-2", "--", *arguments]
         done = align("capture", *words, cwd=folder)
         assert done.returncode == 0, done.stderr
         return done
@@ -116,3 +116,13 @@ def test_a_wrong_kernel_of_mindspore_is_named(runs, tmp_path):
         "output.0",
     )
     assert first["family"] == "scale"
+
+
+@pytest.mark.parametrize(("seed", "scale"), [(0, 1.0), (1, 5.0), (2, 0.1)])
+def test_functions_and_their_gradients_stay_within_the_bounds(runs, seed, scale):
+    record, folder = runs
+    script = Path(__file__).parent / "many_functions.py"
+    for side in (False, True):
+        record(f"many{seed}{side}", seed, scale, script=script, mindtorch=side)
+    code, report = compared(folder, f"many{seed}False", f"many{seed}True")
+    assert (code, report["verdict"], report["not_judged"]) == (0, "pass", {})

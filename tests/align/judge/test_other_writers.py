@@ -1,6 +1,7 @@
 """Trees as other programs write them: read if they can be, else refused with a reason; never a crash or a false alarm."""
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -206,6 +207,48 @@ def test_one_script_in_two_frameworks_needs_no_map(tmp_path, capsys):
     pair = [str(write(tmp_path / name, change=change)) for name, change in says.items()]
     assert main(["align", "bisect", *pair]) == 0
     assert "pass: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("framework", "error", "code"),
+    [("pytorch", 3e-6, 1), ("mindtorch", 3e-6, 0), ("mindtorch", 1e-4, 1)],
+)
+@pytest.mark.parametrize("name", ["softmax", "gelu", "exp"])
+def test_exponentials_of_mindspore_are_less_exact_than_those_of_torch(
+    tmp_path, name, framework, error, code
+):
+    x = np.random.default_rng(0).uniform(0.5, 2, (64, 8)).astype(np.float32)
+    wide = torch_functions(x.astype(np.float64))[name]
+    call = f"Functional.{name}.0.forward", [x], {}, [(wide * (1 + error)).astype(np.float32)]
+    change = lambda content: {**content, "framework": framework}  # noqa: E731
+    assert main(["align", str(write(tmp_path / "run", change=change, calls=[call]))]) == code
+
+
+def torch_functions(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    gelu = x * np.vectorize(lambda v: 0.5 * (1 + math.erf(v / 2**0.5)))(x)
+    return {"softmax": e / e.sum(-1, keepdims=True), "gelu": gelu, "exp": np.exp(x)}
+
+
+@pytest.mark.parametrize("name", ["zero_", "fill_"])
+@pytest.mark.parametrize(("result", "verdict"), [(0.0, "pass"), (1.0, "diverged")])
+def test_what_is_overwritten_does_not_matter(tmp_path, name, result, verdict):
+    def memory(garbage, value):
+        x, y = np.full((2, 3), garbage, np.float32), np.full((2, 3), value, np.float32)
+        begin = f"Tensor.{name}.0.forward", [x, *[0.0] * (name == "fill_")], {}, [y]
+        return [begin, ("Tensor.exp.0.forward", [y], {}, [np.exp(y)])]
+
+    pair = [(1.5, 0.0), (7.5, result)]
+    roots = [write(tmp_path / str(i), calls=memory(*x)) for i, x in enumerate(pair)]
+    assert bisect(*map(msprobe.read, roots)).verdict == verdict
+
+
+def test_integers_in_place_of_numbers_are_an_answer(tmp_path, capsys):
+    """MindSpore's product of int32 and float32 is int32."""
+    x, y = np.arange(4, dtype=np.int32), np.full(4, 0.5, np.float32)
+    call = "Tensor.mul.0.forward", [x, y], {}, [(x * y).astype(np.int32)]
+    assert main(["align", str(write(tmp_path / "run", calls=[call]))]) == 1
+    assert "Tensor.mul.0.forward" in capsys.readouterr().out
 
 
 def test_statistics_of_real_dumps_name_a_fault(tmp_path):

@@ -81,12 +81,10 @@ class _Recorder(CallRecording):
         inputs = [record(a) for a in args]
         named = {k: record(v) for k, v in kwargs.items()}
         gradients: list[Any] = []
-        in_place = writes(name, kwargs)
-        if executor.enable_grad() and any(x.requires_grad for x in tensors_in((args, kwargs))):
-            self._begin_graph()
-            if not in_place and name.split(".")[1] not in _CONSTANT:
-                use = partial(self._use, gradients=gradients)
-                args, kwargs = _map_tensors(args, use), _map_tensors(kwargs, use)
+        is_constant = writes(name, kwargs) or name.split(".")[1] in _CONSTANT
+        if self._differentiates((args, kwargs)) and not is_constant:
+            use = partial(self._use, gradients=gradients)
+            args, kwargs = _map_tensors(args, use), _map_tensors(kwargs, use)
         result = function(*args, **kwargs)
         outputs = list(result) if is_sequence(result) else [result]
         if not any(isinstance(o, torch.Tensor) for o in outputs):
@@ -105,19 +103,32 @@ class _Recorder(CallRecording):
         """Return a copy of an input with a node of its own, so that its gradient is the one through this use."""
         if not x.requires_grad or not _is_float(x):
             return x
-        if x.param_info is not None:
-            self.weights.setdefault(id(x), x)
         used = execute("identity", x)
         used._requires_grad = True
         gradients.append(None)
         _hook(used, gradients, len(gradients) - 1)
         return used
 
-    def _begin_graph(self) -> None:
+    def transposed(self, prop: property, x: Any) -> Any:
+        """Return ``x.T`` or the like, which torch's recorder does not see."""
+        outermost = not self.inside and not self.paused
+        with self.quietly():
+            differentiates = outermost and self._differentiates(x)
+            result = prop.__get__(x)
+            result._requires_grad = differentiates
+            return result
+
+    def _differentiates(self, values: Any) -> bool:
+        """Return whether what is computed from values has a gradient; if so begin a graph, and keep its weights."""
+        tensors = [x for x in tensors_in(values) if x.requires_grad and _is_float(x)]
+        if not tensors or not executor.enable_grad():
+            return False
+        self.weights |= {id(x): x for x in tensors if x.param_info is not None}
         if self.graph is None:
             self.graph = lambda: None  # stands for all that is computed until `backward`
             executor.set_grad_flag(True)
             executor.new_graph(self.graph)
+        return True
 
     def backward(self, loss: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
         """Add the gradients of a loss to its weights, as torch's ``Tensor.backward`` does."""
@@ -227,6 +238,9 @@ def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
     optim.register_optimizer_step_post_hook(updates.end)
     for owner, name, dumped, function in _functions():
         setattr(owner, name, _wrapped(recorder, dumped, function))
+    for name in ("T", "mT", "H", "mH"):
+        if isinstance(prop := getattr(torch.Tensor, name, None), property):
+            setattr(torch.Tensor, name, property(partial(recorder.transposed, prop)))
     sys.stderr.write(f"supplied, for mindtorch lacks it: {', '.join(_supply(recorder))}\n")
     with names:
         yield calls

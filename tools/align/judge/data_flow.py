@@ -232,7 +232,7 @@ class DataFlow:
             return False
         if formula is None or not formula.exact or backward_key(key) in self.dump.calls:
             return True
-        if formula.name in ("copy_", "fill", "zero_") and name == "input.0":
+        if formula.name == "copy_" and name == "input.0":
             return False
         takers = (p for output in self.makers_of(key) for p in self.taken.get(output, []))
         return any(map(self.is_used, takers))
