@@ -93,7 +93,7 @@ IN_CI: dict[str, Group] = {
     ),
     "align_bugs": Group(14, ("tests/align/test_hf_bugs", "tests/align/test_megatron")),
     "align_faults": Group(10, ("benchmarks/align_faults",)),
-    "mindtorch": Group(5, ("tests/align/test_mindtorch",)),
+    "mindtorch": Group(8, ("tests/align/test_mindtorch",)),
     "plan": Group(10, ("tests/plan", "benchmarks/plan_", "benchmarks/overlap")),
     "ops": Group(9, ("tests/ops",)),
     "mindspore210": Group(16, ("tests/test_versions.py",)),
