@@ -18,23 +18,47 @@ _SIZES = {  # dimension that ranks share, and its size in the whole weight
 }
 
 
+class _Stream:
+    """The only stream of a processor; all that is asked of it has happened."""
+
+    def record_event(self) -> "_Stream":
+        """Return an event."""
+        return self
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+_STREAM = _Stream()
+
+
 def build(layout: str, batches: int) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the model of this rank and the batches, the same for every layout (``tp`` or ``ep``)."""
+    """Return the model of this rank and the batches, the same for every layout.
+
+    Args:
+        layout: ``tp``, ``ep`` (experts over ranks by all-gather) or ``a2a`` (by all-to-all, with auxiliary losses).
+    """
     # Megatron-Core asks for devices, and for Transformer Engine, also where it needs neither.
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = lambda: _STREAM  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.stream = lambda _: nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
     moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # nothing is random here
     ranks = torch.distributed.get_world_size()
     tensor, expert = (ranks, 1) if layout == "tp" else (1, ranks)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor, expert_model_parallel_size=expert
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,  # else each token comes twice, without sequence parallelism
     )
     config = TransformerConfig(
         num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2,
@@ -42,9 +66,12 @@ def build(layout: str, batches: int) -> tuple[Any, list[dict[str, Any]]]:
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         apply_rope_fusion=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
         num_moe_experts=EXPERTS, moe_router_topk=2, moe_layer_freq=[0, 1], moe_ffn_hidden_size=24,
-        moe_grouped_gemm=False, moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="allgather", normalization="RMSNorm",
+        moe_grouped_gemm=False, normalization="RMSNorm",
+        moe_token_dispatcher_type="alltoall" if layout == "a2a" else "allgather",
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"] if layout == "a2a" else "none",
+        moe_aux_loss_coeff=[0.1, 0.05] if layout == "a2a" else 0.0,
         tensor_model_parallel_size=tensor, expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     model = GPTModel(config, spec, VOCABULARY, 64, position_embedding_type="rope").train()
@@ -56,13 +83,14 @@ def build(layout: str, batches: int) -> tuple[Any, list[dict[str, Any]]]:
             parameter.copy_(_weight(name, parameter, rank, layout))
     torch.manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (batches, 2, 16))
-    return _Model(model), [{"tokens": t} for t in tokens]
+    return _Model(model, expert), [{"tokens": t} for t in tokens]
 
 
 class _Model(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, expert_ranks: int) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.expert_ranks = model, expert_ranks
+        self.expert_scale = 1 / expert_ranks  # each expert has the tokens of all ranks
         self.mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
 
     def forward(self, tokens: Any) -> Any:
@@ -70,11 +98,20 @@ class _Model(torch.nn.Module):
         losses = self.model(tokens, positions, self.mask, labels=tokens.roll(-1, 1))
         return type("Output", (), {"loss": losses.mean()})()
 
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients over data ranks, which are the expert ranks, as Megatron's DDP does."""
+        for name, parameter in self.named_parameters() if self.expert_ranks > 1 else ():
+            if "local_experts" in name:
+                parameter.grad.mul_(self.expert_scale)  # pyright: ignore[reportOptionalMemberAccess]
+            else:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad.div_(self.expert_ranks)  # pyright: ignore[reportOptionalMemberAccess]
+
 
 def _weight(name: str, parameter: Any, rank: int, layout: str) -> Any:
     """Return the shard of a weight whose whole is the same for every layout."""
     *path, last = name.split(".")
-    if layout == "ep" and "local_experts" in path:
+    if layout != "tp" and "local_experts" in path:
         i = path.index("local_experts") + 1
         count = EXPERTS // torch.distributed.get_world_size()
         path[i] = str(int(path[i]) + rank * count)

@@ -8,22 +8,25 @@ that the dump holds what a faulty kernel would have made. Needs mindstudio-probe
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_AT_ONCE = 2  # runs
 
 
 @dataclass(frozen=True)
 class TorchRun:
     """A run of a few steps and how it is dumped."""
 
-    # A key of `MODELS`, or `tensor_parallel`, `sparse_experts`, `sparse_experts_float8`, `megatron_tp`, `megatron_ep`
+    # A key of `MODELS`, or `tensor_parallel`, `sparse_experts`, `sparse_experts_float8`, `megatron_tp`, `megatron_ep`,
+    # `megatron_a2a` (experts over ranks by all-to-all, with auxiliary losses)
     model: str = "deepseek"
     level: str = "L1"  # msprobe's level: L0, L1 or mix
     task: str = "tensor"  # or `statistics`
@@ -39,7 +42,7 @@ class TorchRun:
     micro_batches: int = 1
     recompute: bool = False
     ranks: int = 1  # processes, of `tensor_parallel`
-    fault: str = ""  # a key of `FAULTS`
+    fault: str = ""  # a key of `msprobe_faults.FAULTS`
 
 
 # Sizes of all models: small, but their sums differ with the number of threads.
@@ -89,7 +92,8 @@ def dump(folder: Path, runs: Mapping[str, TorchRun]) -> dict[str, Path]:
     command = [sys.executable, "-m", "benchmarks.align_faults.msprobe_runs", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     process = subprocess.run(
-        [*command, json.dumps(described)],
+        command,
+        input=json.dumps(described),
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -107,25 +111,40 @@ def dump(folder: Path, runs: Mapping[str, TorchRun]) -> dict[str, Path]:
 
 
 def _main(folder: Path, runs: Mapping[str, TorchRun]) -> int:
-    """Fork a process for each run, or for each rank of it; return 1 at the first that fails."""
+    """Fork a process for each run, or for each rank of it; return 1 if one fails."""
     import transformers
     from msprobe.pytorch import PrecisionDebugger  # noqa: F401  (imported once, for all)
 
+    if any(run.model.startswith("megatron") for run in runs.values()):
+        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     for name, _ in MODELS.values():
         with contextlib.suppress(AttributeError):
             getattr(transformers, f"{name}ForCausalLM")
-    for name, run in runs.items():
-        with tempfile.TemporaryDirectory() as meeting:
+    pending: list[tuple[str, list[int]]] = []
+    failed: list[str] = []
+    with contextlib.ExitStack() as meetings:
+        for name, run in runs.items():
+            meeting = Path(meetings.enter_context(tempfile.TemporaryDirectory()))
             children: list[int] = []
             for rank in range(run.ranks):
                 child = os.fork()
                 if not child:
-                    _child(folder / name, run, rank, Path(meeting))
+                    _child(folder / name, run, rank, meeting)
                 children.append(child)
-            codes = [os.waitpid(child, 0)[1] for child in children]
-            if any(codes):
-                return 1
-    return 0
+            pending.append((name, children))
+            if len(pending) == _AT_ONCE:
+                failed += _failed(*pending.pop(0))
+        failed += [n for name, children in pending for n in _failed(name, children)]
+    for name in failed:
+        print(f"no dump: {name}")
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return int(bool(failed))
+
+
+def _failed(name: str, children: list[int]) -> list[str]:
+    """Wait for the processes of a run; return its name if one of them failed."""
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    return [name] if any(codes) else []
 
 
 def _child(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
@@ -181,7 +200,10 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
         model, batches = _built(run)
     weights = [p for p in model.parameters() if p.requires_grad]
     update = _optimizer(run, weights)
-    FAULTS[run.fault](model, update) if run.fault else None
+    if run.fault:
+        from benchmarks.align_faults.msprobe_faults import FAULTS
+
+        FAULTS[run.fault].plant(model, update, batches)
     settings: dict[str, Any] = {"task": run.task, "dump_path": str(folder), "rank": []}
     settings |= {"step": [*run.dumped], "level": run.level, run.task: {"scope": [], "list": []}}
     settings[run.task] |= {"data_mode": ["all"], "summary_mode": "statistics"}
@@ -194,6 +216,8 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
             (model(**batch).loss / run.micro_batches).backward()
         if not run.optimizer:
             debugger.stop()
+        elif megatron:
+            model.reduce_gradients()
         update.step()
         update.zero_grad()
         debugger.stop()
@@ -231,128 +255,13 @@ def _built(run: TorchRun) -> tuple[Any, list[dict[str, Any]]]:
     return model, [{"input_ids": t, "labels": t} for t in tokens]
 
 
-# ---------------------------------------------------------------------------------------- faults
-
-
-def _wrong(name: str, number: int, change: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
-    """Return a fault that changes what the call of this number of a function of torch returns."""
-
-    def plant(_model: Any, _optimizer: Any) -> None:
-        import torch
-
-        holder: Any = torch
-        *path, last = name.split(".")
-        for word in path:
-            holder = getattr(holder, word)
-        right, count = getattr(holder, last), [0]
-
-        def wrong(*args: Any, **kwargs: Any) -> Any:
-            result = right(*args, **kwargs)
-            count[0] += 1
-            return change(result) if count[0] == number + 1 else result
-
-        setattr(holder, last, wrong)
-
-    return plant
-
-
-def _skipped(model: Any, optimizer: Any) -> None:
-    """Leave one weight out of the optimizer."""
-    optimizer.param_groups[0]["params"].pop(3)
-
-
-def _doubled(model: Any, _optimizer: Any) -> None:
-    """Double the gradient of one weight, as a reduction over copies would."""
-    dict(model.named_parameters())["model.layers.1.self_attn.o_proj.weight"].register_hook(
-        lambda g: g * 2
-    )
-
-
-def _epsilon(model: Any, _optimizer: Any) -> None:
-    model.model.layers[1].input_layernorm.variance_epsilon = 1e-3
-
-
-def _decay(_model: Any, optimizer: Any) -> None:
-    optimizer.param_groups[0]["weight_decay"] = 0.3
-
-
-def _loaded(model: Any, _optimizer: Any) -> None:
-    """Scale one weight, as a wrong conversion of a checkpoint would."""
-    model.get_parameter("model.layers.1.self_attn.o_proj.weight").data.mul_(1.01)
-
-
-def _own_sum(number: int, change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
-    """Return a fault in the sum over ranks of this number: ``change(what a rank sends, the right sum's function)``."""
-
-    def plant(_model: Any, _optimizer: Any) -> None:
-        from benchmarks.align_faults import tensor_parallel
-
-        right, count = tensor_parallel._sum, [0]
-
-        def wrong(x: Any) -> Any:
-            count[0] += 1
-            return change(x, right) if count[0] == number + 1 else right(x)
-
-        tensor_parallel._sum = wrong
-
-    return plant
-
-
-def _slice(model: Any, _optimizer: Any) -> None:
-    """Give the last rank the slice of the first."""
-    import torch
-
-    weight = model.layers[1].linear_fc1.weight.data
-    first = weight.clone()
-    torch.distributed.broadcast(first, 0)
-    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        weight.copy_(first)
-
-
-def _order(model: Any, _optimizer: Any) -> None:
-    """Exchange the rows of two halves of each rank's slice, as gate and up in another order."""
-    weight = model.layers[0].linear_fc1.weight.data
-    weight.copy_(weight.roll(len(weight) // 2, 0))
-
-
-FAULTS: dict[str, Callable[[Any, Any], None]] = {
-    "sum over ranks missing": _own_sum(1, lambda x, _: x.contiguous()),
-    "sum over ranks twice": _own_sum(0, lambda x, right: right(right(x))),
-    "sum of gradients missing": _own_sum(3, lambda x, _: x.contiguous()),
-    "mean over ranks": _own_sum(1, lambda x, right: right(x) / 2),
-    "slice of another rank": _slice,
-    "halves of a slice exchanged": _order,
-    "silu scaled": _wrong("nn.functional.silu", 1, lambda y: y * 1.02),
-    "linear rows moved": _wrong("nn.functional.linear", 9, lambda y: y.roll(1, 0)),
-    "linear element": _wrong("nn.functional.linear", 6, lambda y: y + 3 * _spot(y)),
-    "softmax narrow": _wrong("nn.functional.softmax", 1, lambda y: y.bfloat16().to(y.dtype)),
-    "sum scaled": _wrong("Tensor.index_add_", 2, lambda y: y.mul_(0.97)),
-    "matmul narrow": _wrong("matmul", 3, lambda y: y.bfloat16().to(y.dtype)),
-    "rotation moved": _wrong("cat", 3, lambda y: y.roll(1, -2)),
-    "weight skipped": _skipped,
-    "weight loaded": _loaded,
-    "gradient doubled": _doubled,
-    "epsilon": _epsilon,
-    "weight decay": _decay,
-}
-
-
-def _spot(y: Any) -> Any:
-    """Return zeros and a one in the middle."""
-    import torch
-
-    spot = torch.zeros_like(y)
-    spot.view(-1)[y.numel() // 2] = y.detach().abs().max()
-    return spot
-
-
 if __name__ == "__main__":
     sys.exit(
         _main(
             Path(sys.argv[1]),
             {
                 name: TorchRun(**{**run, "dumped": tuple(run["dumped"])})
-                for name, run in json.loads(sys.argv[2]).items()
+                for name, run in json.load(sys.stdin).items()
             },
         )
     )

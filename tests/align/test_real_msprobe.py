@@ -16,10 +16,21 @@ if find_spec("msprobe") is None:
     pytest.skip("mindstudio-probe is not installed (make test-torch)", allow_module_level=True)
 pytestmark = pytest.mark.torch
 
-from benchmarks.align_faults.msprobe_pairs import CLEAN, FAULTY, SINGLE, SPLIT, dumps_of, outcome_of
+from benchmarks.align_faults.msprobe_faults import FAULTS
+from benchmarks.align_faults.msprobe_pairs import (
+    CLEAN,
+    FAULTY,
+    SINGLE,
+    Pair,
+    answer_of,
+    dumps_of,
+    outcome_of,
+    wrong_calls,
+)
 from benchmarks.align_faults.msprobe_runs import TorchRun
 from telechat_moe.cli import main
 
+SPLIT = [name for name, fault in FAULTS.items() if "tensor_parallel" in fault.models]
 RUN = TorchRun()
 ADAMW = TorchRun(optimizer="adamw")
 TENSOR_PARALLEL = TorchRun("tensor_parallel", ranks=2)
@@ -47,7 +58,7 @@ RUNS = [
     FLOAT8,
     STATISTICS,
     replace(STATISTICS, dtype="bfloat16"),
-    replace(STATISTICS, threads=2, fault="weight loaded"),
+    replace(STATISTICS, threads=2, fault="weight scaled"),
     replace(ADAMW, dtype="bfloat16", fault="weight decay"),
     replace(RUN, attention="sdpa", fault="silu scaled"),
 ]
@@ -61,13 +72,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answer(folder):
     """Return a function to the outcome for two runs, or for one alone."""
-    from benchmarks.align_faults.msprobe_pairs import Pair
-
     dumps = dumps_of(folder, [Pair("", run, None) for run in RUNS])
 
     def judge(reference, target=None):
         return outcome_of(dumps[reference], target and dumps[target])
 
+    judge.dumps = dumps
     return judge
 
 
@@ -118,7 +128,7 @@ def test_values_and_statistics_compare(pair, answer):
 
 
 def test_weights_are_compared_by_their_statistics(answer):
-    wrong = answer(STATISTICS, replace(STATISTICS, threads=2, fault="weight loaded"))
+    wrong = answer(STATISTICS, replace(STATISTICS, threads=2, fault="weight scaled"))
     (first,) = wrong.findings
     assert (first.verdict.key, first.verdict.place) == ("Functional.linear.12.forward", "input.1")
     assert answer(STATISTICS, replace(STATISTICS, dtype="bfloat16")).findings == []
@@ -171,20 +181,32 @@ def test_tensor_parallel_dumps_go_through_the_command(answer, folder, capsys):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_faults_of_a_split_model_are_named_across_layouts(fault, ranks, answer):
     reference = replace(TENSOR_PARALLEL, ranks=ranks)
-    first = answer(reference, replace(TENSOR_PARALLEL, fault=fault)).findings[0]
-    assert SPLIT[fault][1] in first.verdict.key
+    pair = Pair("", reference, replace(TENSOR_PARALLEL, fault=fault))
+    assert answer_of(pair, answer.dumps)[0] == "right call"
+
+
+@pytest.mark.parametrize(
+    ("fault", "call"),
+    [
+        ("linear element", "Functional.linear.6.forward"),
+        ("silu scaled", "Functional.silu.1.forward"),
+    ],
+)
+def test_the_call_to_name_is_the_first_that_is_otherwise(fault, call, answer):
+    run = next(r for r in RUNS if r.fault == fault)
+    clean = answer.dumps[replace(run, fault="")]
+    assert wrong_calls(clean, answer.dumps[run]) == {call}
+    assert wrong_calls(clean, clean) == set()
 
 
 @pytest.mark.slow
 def test_all_pairs(tmp_path):
-    dumps = dumps_of(tmp_path, [*SINGLE, *CLEAN, *FAULTY])
-    right, passed = 0, 0
-    for pair in [*SINGLE, *CLEAN]:
-        outcome = outcome_of(dumps[pair.reference], pair.target and dumps[pair.target])
-        assert outcome.findings == [], pair
-        passed += outcome.verdict == "pass"
-    for pair in FAULTY:
-        findings = outcome_of(dumps[pair.reference], dumps[pair.target]).findings
-        right += bool(findings) and pair.call in findings[0].verdict.key
-    assert passed >= 0.9 * len([*SINGLE, *CLEAN])
-    assert right >= 0.9 * len(FAULTY)
+    """See the README of the benchmark: a tenth of its pairs."""
+    clean, faulty = [*SINGLE, *CLEAN][::10], FAULTY[::10]
+    dumps = dumps_of(tmp_path, [*clean, *faulty])
+    answers = [answer_of(pair, dumps)[0] for pair in clean]
+    assert "diverged" not in answers
+    assert answers.count("pass") >= 0.8 * len(answers)
+    answers = [answer_of(pair, dumps)[0] for pair in faulty]
+    shown = [a for a in answers if a != "no effect"]
+    assert sum("call" in a for a in shown) >= 0.85 * len(shown)

@@ -55,7 +55,7 @@ from telechat_moe.tools.align.judge.points import (
 from telechat_moe.tools.align.judge.precedence import in_order, is_before
 from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
-from telechat_moe.tools.align.judge.shards import first_apart, in_shards
+from telechat_moe.tools.align.judge.shards import first_apart, in_shards, without_counterpart
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Explanation, Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
@@ -70,6 +70,7 @@ _STATE = re.compile(r"^(gradient|weight|exp_avg|exp_avg_sq|momentum_buffer) of |
 _ROWS = "scale of rows"
 _OTHERWISE = "the programs compute it differently: all that is computed from it agrees"
 _UNKNOWN: Explanation = ("unknown", "")
+_ALONE = "most calls have no counterpart in the reference: their weights were not compared"
 _LATE = "the steps before, in which runs part by rounding, are not in the dumps"
 
 
@@ -106,7 +107,11 @@ def across(
         a, b = reference.at(step), target.at(step)
         if not links and not findings and not chose_otherwise(a, b):
             findings += first_apart(sharded.at(step), grouped.at(step))
-        pairs = linked(a, b, links) if links else [*by_weight(a, b)] or by_use(a, b)
+        pairs = linked(a, b, links) if links else [*by_weight(a, b)]
+        if not pairs and not links:
+            pairs = by_use(a, b)
+            if alone := without_counterpart(sharded.at(step), grouped.at(step)):
+                outcome.coverage.count(SHARED, alone, {_ALONE: alone})
         points.begin(step, a, grouped.at(step), pinned=not links)
         for finding in (*points.choices(step, b), *points.at(step, b, pairs)):
             verdict = finding.verdict

@@ -42,8 +42,10 @@ def differ_in_layout(reference: Dump, target: Dump) -> bool:
     if (graphs and others) or not (alike or _same_calls(a[0], b[0])):
         return True
     exchanges = {sum(map(is_exchange, ranks[0].calls.values())) for ranks in (a, b)}
-    split_otherwise = len(exchanges) > 1 or _cut_differently(a[0], b[0])
-    if {r.rank for r in a} != {r.rank for r in b} and split_otherwise:
+    same_ranks = {r.rank for r in a} == {r.rank for r in b}
+    if _cut_differently(a[0], b[0]) and (len(a) > 1 or not same_ranks):
+        return True
+    if len(exchanges) > 1 and not same_ranks:
         return True
     reference_layouts, target_layouts = _layouts(a), _layouts(b)
     return reference_layouts != target_layouts and bool(reference_layouts or target_layouts)

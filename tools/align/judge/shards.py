@@ -5,6 +5,7 @@ a term of a sum. The values decide which, so what agrees with the reference show
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -14,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.numerics import is_float
-from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Phase,
+    RankDump,
+    Scalar,
+    TensorRecord,
+    Value,
+    nbytes_of,
+)
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of, meetings
 from telechat_moe.tools.align.judge.data_flow import backward_key
 from telechat_moe.tools.align.judge.distance import factor_between
@@ -28,7 +38,8 @@ from telechat_moe.tools.align.thresholds import BEYOND, NEAR, WRONG_SHARE
 _ROUNDING = 1e-6  # of a sum of float32
 _FEW = 8  # fewer elements may agree by chance
 _MOST = 64  # shards of a dimension
-_EXTRA = 2  # calls that only one of two sequences makes which belong together
+_EXTRA = 2  # calls that only one of two sequences makes which belong together; in long ones
+_EXTRA_SHARE = 0.05  # this share of all calls, as of an embedding that is split by words
 _SETTLED = 2  # tensors that show that what follows a wrong one is wrong, too
 _SOME = 16  # calls that show whether two sequences belong together
 
@@ -54,7 +65,7 @@ def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[Ran
     kinds: dict[Any, list[tuple[int, str]]] = {}
     for dump in target:
         sums = [[calls_by_rank[r] for r in g if r != dump.rank] for g in groups if dump.rank in g]
-        chosen = False
+        chosen, alike = False, _names(dump) in map(_names, reference)
         for key, mates in _mates(reference, dump).items():
             target_call, mate_key = dump.calls[key], mates[0].key
             same_calls = [r.calls[mate_key] for r in reference if mate_key in r.calls]
@@ -63,6 +74,7 @@ def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[Ran
             chosen |= otherwise and choice_of(target_call) is not None
             if call is not None:
                 call = _without_counts(target_call, call) if chosen else call
+                call = call if alike else _indexed_otherwise(target_call, call)
                 cut[dump.rank, key] = call
                 kinds.setdefault(_kind(call, mates[0]), []).append((dump.rank, key))
     kinds.pop(None, None)
@@ -88,12 +100,39 @@ def _without_counts(call: Call, cut: Call) -> Call:
     return cut.changed(lambda place, value: integers.get(place, value), results=True)
 
 
+def _indexed_otherwise(call: Call, cut: Call) -> Call:
+    """Return a cut call with its own integers where they differ: programs with other calls may count from another start."""
+    golden = dict(cut.tensors())
+    integers = {
+        place: t
+        for place, t in call.tensors()
+        if not is_float(t.dtype) and not np.array_equal(t.load(), golden[place].load())
+    }
+    return cut.changed(lambda place, value: integers.get(place, value), results=True)
+
+
+def _names(dump: RankDump) -> Counter[str]:
+    """Return how often a rank calls each operator forward."""
+    return Counter(call.name for block in _blocks(dump) for call in block)
+
+
 def is_own(reference: Call | None, target: Call | None) -> bool:
     """Return whether a call has the target's own tensors, because the reference has no counterpart."""
     if reference is None or target is None:
         return True
     pairs = zip(reference.tensors(), target.tensors(), strict=False)
     return all(a is b for (_, a), (_, b) in pairs)
+
+
+def without_counterpart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> int:
+    """Return the bytes that calls without counterpart take, if most forward calls of a rank have none; else 0."""
+    size = 0
+    for cut, dump in zip(sharded, target, strict=True):
+        calls = [call for block in _blocks(dump) for call in block if call.inputs]
+        alone = [call for call in calls if is_own(cut.calls[call.key], call)]
+        if 2 * len(alone) > len(calls):
+            size += sum(nbytes_of(t.dtype, t.shape) for call in alone for _, t in call.given())
+    return size
 
 
 def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iterator[Finding]:
@@ -190,11 +229,12 @@ def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str
     names = [[c.name for c in calls] for calls in (target, reference)]
     pairs = {c.key: mate for c, mate in zip(target, reference, strict=False)}
     if names[0] != names[1]:  # other layers, or a few calls that only one of them makes
-        if abs(len(target) - len(reference)) > _EXTRA:
+        extra = max(_EXTRA, _EXTRA_SHARE * (len(target) + len(reference)))
+        if abs(len(target) - len(reference)) > extra:
             return 0.0, {}
         blocks = SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
         pairs = {target[b.a + i].key: reference[b.b + i] for b in blocks for i in range(b.size)}
-        if len(target) + len(reference) - 2 * len(pairs) > _EXTRA:
+        if len(target) + len(reference) - 2 * len(pairs) > extra:
             return 0.0, {}
     alike, count = 0.0, 0
     both = [c for c in target if c.key in pairs]
@@ -213,6 +253,7 @@ def _cut(
     """Return a call with the reference's tensors; None: some cannot be put together. The rest may have an expert's weight."""
     mate_tensors, others = [dict(m.tensors()) for m in mates], [[c for c in s if c] for s in sums]
     records: dict[str, TensorRecord] = {}
+    numbers: dict[str, Value] = {}
     for place, record in call.tensors():
         mate_records = [t for m in mate_tensors if (t := m.get(place)) is not None and t.read]
         added = [[dict(c.tensors()).get(place, record) for c in calls] for calls in others]
@@ -228,7 +269,15 @@ def _cut(
             values = _most_alike(x, options)
         dtype = mate_records[0].dtype
         records[place] = replace(record, dtype=dtype, read=lambda values=values: values)
-    return call.changed(lambda place, value: records.get(place, value), results=True)
+    mates[0].changed(lambda place, value: numbers.setdefault(place, value))
+
+    def of_reference(place: str, value: Value) -> Value:
+        number = numbers.get(place)
+        if isinstance(value, Scalar) and isinstance(number, Scalar) and type(number.value) is float:
+            return number
+        return records.get(place, value)
+
+    return call.changed(of_reference, results=True)
 
 
 def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | None:
