@@ -234,7 +234,9 @@ class DataFlow:
             return True
         if formula.name == "copy_" and name == "input.0":
             return False
-        takers = (p for output in self.makers_of(key) for p in self.taken.get(output, []))
+        takers = [p for output in self.makers_of(key) for p in self.taken.get(output, [])]
+        if not takers and not is_float(self.tensors[place].dtype):
+            return not call.name.endswith("_")  # by calls that the dump lacks: labels, positions
         return any(map(self.is_used, takers))
 
     def _phase(self, place: Place) -> Phase:
@@ -267,7 +269,15 @@ class DataFlow:
     def _before(self, reference: "DataFlow") -> dict[str, tuple[float, bool]]:
         if self._parted is None:
             self._parted, largest, otherwise = {}, 0.0, False
-            for key, call in self.dump.calls.items():
+            calls = self.dump.calls
+            only_modules = all(call.kind != "api" for call in calls.values())
+            for key, call in calls.items():
+                mate = reference.dump.calls.get(key) if only_modules else None
+                if (
+                    mate is not None
+                ):  # the choices are not in the dump: experts got other numbers of tokens
+                    shapes = ([t.shape for _, t in c.given()] for c in (call, mate))
+                    otherwise |= next(shapes) != next(shapes)
                 self._parted[key] = largest, otherwise
                 for place, tensor in call.made() if key in reference.dump.calls else ():
                     other = reference.tensors.get((key, place))

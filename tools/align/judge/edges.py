@@ -6,6 +6,7 @@ another rank) is found even though every operator computes correctly. Only what 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from telechat_moe.tools.align.dump.records import Phase, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import (
     DataFlow,
     Place,
+    backward_key,
     digest,
     is_weight,
     sum_verdict,
@@ -24,6 +26,7 @@ from telechat_moe.tools.align.judge.distance import (
     distance,
     extremes_apart,
 )
+from telechat_moe.tools.align.judge.replay import weight_gradient
 from telechat_moe.tools.align.judge.selections import common_selection
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -68,6 +71,7 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
 
     What calls of the reference made must equal what they made in the target; what comes from outside the reference's.
     """
+    weights = _WeightGradients(reference, target)
     for place in reference.inputs():
         tensor = target.tensors.get(place)
         if tensor is None:
@@ -78,11 +82,57 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
             verdict = _as_plain(place, reference, target)
         elif sources := reference.sources_of(place):
             makers = [source for source in sources if source in target.tensors]
-            verdict = _as_made(place, makers, target) if makers else None
+            same_kind = is_float(reference.tensors[place].dtype) == is_float(tensor.dtype)
+            # A mask of another kind is judged by its effect.
+            verdict = _as_made(place, makers, target) if makers and same_kind else None
+        elif gradient := weights.verdict(place):
+            verdict = gradient
         else:
             verdict = _as_outside(place, reference, target)
         if verdict is not None:
             yield verdict
+
+
+class _WeightGradients:
+    """Judges gradients of weights that updates take and no call of the dump made, as msprobe leaves those of ``linear`` out.
+
+    Such a gradient is what the formula gives for the weight of one call, in the reference; then it must be so in the target.
+    """
+
+    def __init__(self, *runs: DataFlow) -> None:
+        self.runs = runs
+        self.calls: dict[tuple[int, ...], list[str]] = {}
+        for key, call in runs[0].dump.calls.items():
+            if call.phase is Phase.FORWARD and call.name == "Functional.linear":
+                shapes = [t.shape for _, t in call.given()[1:2]]
+                for shape in shapes if all(backward_key(key) in r.dump.calls for r in runs) else ():
+                    self.calls.setdefault(shape, []).append(key)
+        self._expected = cache(self._expected_of)
+
+    def verdict(self, place: Place) -> Verdict | None:
+        """Return the verdict on an input that is a weight's gradient in the reference; None: it is none."""
+        records = [run.tensors[place] for run in self.runs]
+        if place[0] not in self.runs[0].late or records[0].shape != records[1].shape:
+            return None
+        for key in self.calls.get(records[0].shape, []):
+            right = self._judged(0, place, key)
+            if right is not None and right.status == "pass":
+                verdict = self._judged(1, place, key)
+                if verdict is None or verdict.status == "pass":
+                    return verdict
+                reason = f"{place[1]} is not the gradient of the weight of {key}: {verdict.reason}"
+                return replace(verdict, reason=reason)
+        return None
+
+    def _judged(self, side: int, place: Place, key: str) -> Verdict | None:
+        record, expected = self.runs[side].tensors[place], self._expected(side, key)
+        if expected is None or not is_float(record.dtype):
+            return None
+        return judge(*place, record.load(), expected, record.dtype)
+
+    def _expected_of(self, side: int, key: str) -> Approx | None:
+        calls = self.runs[side].dump.calls
+        return weight_gradient(calls[backward_key(key)], calls[key])
 
 
 def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
@@ -241,20 +291,17 @@ def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | 
 
 def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | None:
     tensor = target.tensors[place]
-    actual = tensor.load()
+    actual = expected = tensor.load()
     for source in sources:
         record = target.tensors[source]
         if record.read is None:
             return None
-        values = record.load()
-        if values.size == actual.size and _equal_rounded(
-            values.reshape(actual.shape), actual, tensor.dtype
-        ):
-            return None
+        expected = record.load()
+        if expected.size == actual.size:
+            expected = expected.reshape(actual.shape)
+            if _equal_rounded(expected, actual, tensor.dtype):
+                return None
     key, name = sources[-1]
-    expected = target.tensors[key, name].load()
-    if expected.size == actual.size:
-        expected = expected.reshape(actual.shape)
     return _wrong(place, tensor, expected, f"is not what {key} made ({name})")
 
 

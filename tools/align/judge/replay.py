@@ -338,6 +338,15 @@ def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
         return None
 
 
+def weight_gradient(call: Call, forward: Call) -> Approx | None:
+    """Return the gradient of a call's second argument by its formula; None: not known."""
+    formula = find(forward.formula_name)
+    try:
+        return None if formula is None else _gradients(call, forward, formula)[0][1]
+    except UNFIT:
+        return None
+
+
 def _match(
     call: Call,
     forward: Call,
