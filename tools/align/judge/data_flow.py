@@ -43,6 +43,7 @@ class DataFlow:
         self._usual_update: float | None = None
         self._outputs: list[Place] | None = None
         self._begins: list[int] = []
+        self._magnitudes: dict[Place, Array] = {}
         self.tensors = {(key, p): t for key, call in dump.calls.items() for p, t in call.tensors()}
         self.order = {key: i for i, key in enumerate(dump.calls)}
 
@@ -214,6 +215,32 @@ class DataFlow:
         content, position = self.content.get(place), self.order[place[0]]
         makers = self.makers.get(content, []) if content is not None else []
         return [maker for maker in makers if self.order[maker[0]] < position]
+
+    def stacked_from(self, place: Place) -> list[Place | None]:
+        """Return the earlier outputs that are the slices of a gradient which an update takes, None for zeros; empty: they are not.
+
+        As of experts' weights in one tensor, each expert's by its own product.
+        """
+        record = self.tensors[place]
+        if place[0] not in self.late or len(record.shape) < 2 or record.read is None:
+            return []
+        slices: list[Place | None] = []
+        for part in record.load():
+            makers = [
+                m
+                for m in self.makers.get(digest(part), [])
+                if self.order[m[0]] < self.order[place[0]]
+            ]
+            if part.any() and not makers:
+                return []
+            slices.append(makers[-1] if part.any() else None)
+        return slices if any(slices) else []
+
+    def magnitudes(self, place: Place) -> Array:
+        """Return the sorted magnitudes of a tensor with values."""
+        if place not in self._magnitudes:
+            self._magnitudes[place] = np.sort(np.abs(self.tensors[place].load()), None)
+        return self._magnitudes[place]
 
     def origins_of(self, place: Place) -> list[Place]:
         """Return the sources of an input, also of a plain one."""

@@ -4,7 +4,7 @@ An edge of the reference must also hold in the target. A tensor that changed on 
 another rank) is found even though every operator computes correctly. Only what holds in the reference is demanded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -26,7 +26,7 @@ from telechat_moe.tools.align.judge.distance import (
     distance,
     extremes_apart,
 )
-from telechat_moe.tools.align.judge.replay import weight_gradient
+from telechat_moe.tools.align.judge.replay import input_gradients
 from telechat_moe.tools.align.judge.selections import common_selection
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -87,6 +87,8 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
             verdict = _as_made(place, makers, target) if makers and same_kind else None
         elif gradient := weights.verdict(place):
             verdict = gradient
+        elif slices := reference.stacked_from(place):
+            verdict = _as_stacked(place, slices, target)
         else:
             verdict = _as_outside(place, reference, target)
         if verdict is not None:
@@ -94,19 +96,21 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
 
 
 class _WeightGradients:
-    """Judges gradients of weights that updates take and no call of the dump made, as msprobe leaves those of ``linear`` out.
+    """Judges gradients that updates take and no call of the dump made, as msprobe leaves those of ``linear`` out.
 
-    Such a gradient is what the formula gives for the weight of one call, in the reference; then it must be so in the target.
+    Such a gradient is what the formula gives for the weight or bias of one call, in the reference; then it must be so in the target.
     """
 
     def __init__(self, *runs: DataFlow) -> None:
         self.runs = runs
-        self.calls: dict[tuple[int, ...], list[str]] = {}
+        self.calls: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for key, call in runs[0].dump.calls.items():
-            if call.phase is Phase.FORWARD and call.name == "Functional.linear":
-                shapes = [t.shape for _, t in call.given()[1:2]]
-                for shape in shapes if all(backward_key(key) in r.dump.calls for r in runs) else ():
-                    self.calls.setdefault(shape, []).append(key)
+            if call.name == "Functional.linear" and all(
+                backward_key(key) in run.dump.calls for run in runs
+            ):
+                for number, (_, tensor) in enumerate(call.given()):
+                    if number:
+                        self.calls.setdefault(tensor.shape, []).append((key, number))
         self._expected = cache(self._expected_of)
 
     def verdict(self, place: Place) -> Verdict | None:
@@ -114,25 +118,28 @@ class _WeightGradients:
         records = [run.tensors[place] for run in self.runs]
         if place[0] not in self.runs[0].late or records[0].shape != records[1].shape:
             return None
-        for key in self.calls.get(records[0].shape, []):
-            right = self._judged(0, place, key)
+        for key, number in self.calls.get(records[0].shape, []):
+            right = self._judged(0, place, key, number)
             if right is not None and right.status == "pass":
-                verdict = self._judged(1, place, key)
+                verdict = self._judged(1, place, key, number)
                 if verdict is None or verdict.status == "pass":
                     return verdict
-                reason = f"{place[1]} is not the gradient of the weight of {key}: {verdict.reason}"
+                reason = (
+                    f"{place[1]} is not the gradient of input.{number} of {key}: {verdict.reason}"
+                )
                 return replace(verdict, reason=reason)
         return None
 
-    def _judged(self, side: int, place: Place, key: str) -> Verdict | None:
-        record, expected = self.runs[side].tensors[place], self._expected(side, key)
+    def _judged(self, side: int, place: Place, key: str, number: int) -> Verdict | None:
+        record, gradients = self.runs[side].tensors[place], self._expected(side, key)
+        expected = gradients[number] if number < len(gradients) else None
         if expected is None or not is_float(record.dtype):
             return None
         return judge(*place, record.load(), expected, record.dtype)
 
-    def _expected_of(self, side: int, key: str) -> Approx | None:
+    def _expected_of(self, side: int, key: str) -> Sequence[Approx | None]:
         calls = self.runs[side].dump.calls
-        return weight_gradient(calls[backward_key(key)], calls[key])
+        return input_gradients(calls[backward_key(key)], calls[key])
 
 
 def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
@@ -303,6 +310,24 @@ def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | 
                 return None
     key, name = sources[-1]
     return _wrong(place, tensor, expected, f"is not what {key} made ({name})")
+
+
+def _as_stacked(place: Place, slices: list[Place | None], target: DataFlow) -> Verdict | None:
+    tensor = target.tensors[place]
+    actual = tensor.load()
+    expected = np.array(actual)
+    for i, source in enumerate(slices[: len(actual)]):
+        record = target.tensors.get(source) if source is not None else None
+        if (
+            record is not None
+            and record.read is not None
+            and record.load().size == expected[i].size
+        ):
+            expected[i] = record.load().reshape(expected[i].shape)
+    if _equal_rounded(expected, actual, tensor.dtype):
+        return None
+    makers = ", ".join(sorted({source[0] for source in slices if source is not None}))
+    return _wrong(place, tensor, expected, f"is not what {makers} made, side by side")
 
 
 def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:

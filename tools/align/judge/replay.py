@@ -338,13 +338,13 @@ def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
         return None
 
 
-def weight_gradient(call: Call, forward: Call) -> Approx | None:
-    """Return the gradient of a call's second argument by its formula; None: not known."""
+def input_gradients(call: Call, forward: Call) -> list[Approx | None]:
+    """Return the gradients of a call's floating-point inputs by its formula; empty: not known."""
     formula = find(forward.formula_name)
     try:
-        return None if formula is None else _gradients(call, forward, formula)[0][1]
+        return [] if formula is None else _gradients(call, forward, formula)[0]
     except UNFIT:
-        return None
+        return []
 
 
 def _match(
