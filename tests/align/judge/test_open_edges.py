@@ -68,6 +68,18 @@ def test_other_labels_are_other_data_though_a_view_takes_them():
     assert edges(*overwritten).get("Tensor.fill_.0.forward") != "diverged"
 
 
+def test_an_expert_bias_that_is_zero_in_the_reference_is_an_input_as_others():
+    def biased(bias, name="Tensor.__add__"):
+        scores = np.full((6, 4), 0.5, np.float32) + G[0]
+        return dump(call(name, [scores, bias], [scores + bias]))
+
+    zeros, bias = np.zeros((1, 4), np.float32), np.array([[0, 0.2, 0.4, 0.6]], np.float32)
+    assert first_wrong(biased(zeros), biased(bias)) == "Tensor.__add__.0.forward"
+    # A sum in place begins with zeros in one run, and perhaps with another expert's rows in the other.
+    name = "Tensor.add_"
+    assert edges(biased(zeros, name), biased(bias, name)).get(f"{name}.0.forward") != "diverged"
+
+
 # ------------------------------------------------------------------ gradients of weights
 
 

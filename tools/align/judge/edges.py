@@ -32,6 +32,7 @@ from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.thresholds import CONVERTED, EARLIER, KERNEL_ROUNDINGS, OMITTED, VAGUE
 
+_SUMS = {"__add__", "__sub__", "__mul__", "add", "sub", "mul", "matmul", "linear"}
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
@@ -274,13 +275,18 @@ def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | 
     """Judge a tensor of few bits, which may equal the outputs of unrelated calls.
 
     The reference's value is right, and so is the output of any call that may have made it. Of gradients from outside
-    only the ones with which a loss begins are known; zeros may be anything but an optimizer's first state.
+    only the ones with which a loss begins are known; zeros may be anything but an optimizer's first state or, as an expert
+    bias, what a sum or product takes.
     """
     record, tensor = reference.tensors[place], target.tensors[place]
     values, actual = record.load(), tensor.load()
     phase, makers = reference.dump.calls[place[0]].phase, reference.plain[place]
     state = phase is Phase.OPTIMIZER and place[1] in _STATES
-    if not (state or np.any(values)) or (is_float(record.dtype) and values.shape != actual.shape):
+    call = reference.dump.calls[place[0]]
+    operand = phase is Phase.FORWARD and call.name.rpartition(".")[2] in _SUMS
+    if not (state or operand or np.any(values)) or (
+        is_float(record.dtype) and values.shape != actual.shape
+    ):
         return None
     verdict = _as_given(place, record, tensor)
     if verdict is None:
